@@ -1,0 +1,51 @@
+"""Pipeline-parallel training as pure functions, effects and handlers.
+
+Names are imported on first use, so that what needs no torch never imports it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fpipe.drawing import draw
+    from fpipe.errors import ScheduleError, StageError, TransportError
+    from fpipe.lowering import lower
+    from fpipe.program import Edges, Placement, Plan, Program
+    from fpipe.stage import Batch, Output, Pipeline, Stage
+    from fpipe.step import evaluate, value_and_grad
+
+_HOME = {
+    "Batch": "stage",
+    "Edges": "program",
+    "Output": "stage",
+    "Pipeline": "stage",
+    "Placement": "program",
+    "Plan": "program",
+    "Program": "program",
+    "ScheduleError": "errors",
+    "Stage": "stage",
+    "StageError": "errors",
+    "TransportError": "errors",
+    "draw": "drawing",
+    "evaluate": "step",
+    "lower": "lowering",
+    "value_and_grad": "step",
+}
+_MODULES = ("effects", "handlers", "interop", "schedules")
+
+__all__ = sorted([*_HOME, *_MODULES])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(import_module(f"fpipe.{_HOME[name]}"), name)
+    elif name in _MODULES:
+        value = import_module(f"fpipe.{name}")
+    else:
+        raise AttributeError(f"module 'fpipe' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,241 @@
+"""Where stages run (Placement), what reads what (Edges), and what a schedule may know (Plan). No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fpipe.effects import Effect
+from fpipe.errors import ScheduleError
+
+
+def _positive(**counts: int) -> None:
+    for what, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ScheduleError(f"{what} must be a whole number of at least 1, not {count!r}")
+
+
+@dataclass(frozen=True, init=False)
+class Placement:
+    """Which rank holds each stage; a stage with copies is held by several.
+
+    >>> Placement.loop(ranks=2, chunks=2)
+    Placement((0, 1, 0, 1))
+    >>> Placement.v(ranks=2)
+    Placement((0, 1, 1, 0))
+    >>> Placement.both_ways(ranks=2)
+    Placement(((0, 1), (1, 0)))
+
+    Raises:
+        ScheduleError: a stage without a rank, or a rank without a stage.
+    """
+
+    holders: tuple[tuple[int, ...], ...]
+
+    def __init__(self, ranks: Sequence[int | Sequence[int]]) -> None:
+        holders = tuple((r,) if isinstance(r, int) else tuple(r) for r in ranks)
+        object.__setattr__(self, "holders", holders)
+        if not holders:
+            raise ScheduleError("a placement needs at least one stage")
+        for stage, held in enumerate(holders):
+            if not held:
+                raise ScheduleError(f"stage {stage} has no rank: name one, as in Placement((0, 1, 1, 0))")
+            if min(held) < 0 or len(set(held)) < len(held):
+                raise ScheduleError(f"stage {stage} is placed on ranks {held}: take different ranks, from 0")
+        used = {rank for held in holders for rank in held}
+        idle = sorted(set(range(max(used) + 1)) - used)
+        if idle:
+            raise ScheduleError(f"rank {idle[0]} has no stage: ranks are numbered 0 to {max(used)} without gaps")
+
+    @classmethod
+    def loop(cls, ranks: int, chunks: int = 1) -> Placement:
+        """Stage s on rank s mod ranks: a chain, or `chunks` rounds of it (Narayanan et al. 2021)."""
+        _positive(ranks=ranks, chunks=chunks)
+        return cls([s % ranks for s in range(ranks * chunks)])
+
+    @classmethod
+    def v(cls, ranks: int) -> Placement:
+        """Down the ranks and back up, two stages on each (Qi et al. 2024, ZB-V)."""
+        _positive(ranks=ranks)
+        return cls([*range(ranks), *reversed(range(ranks))])
+
+    @classmethod
+    def both_ways(cls, ranks: int) -> Placement:
+        """Two copies of each stage, one counted from either end (DualPipe, DeepSeek-V3 report)."""
+        _positive(ranks=ranks)
+        if ranks % 2:
+            raise ScheduleError(f"both_ways needs an even number of ranks, not {ranks}")
+        return cls([(s, ranks - 1 - s) for s in range(ranks)])
+
+    @property
+    def stages(self) -> int:
+        return len(self.holders)
+
+    @cached_property
+    def ranks(self) -> int:
+        return 1 + max(rank for held in self.holders for rank in held)
+
+    def __repr__(self) -> str:
+        return f"Placement({tuple(h[0] if len(h) == 1 else h for h in self.holders)})"
+
+
+@dataclass(frozen=True, init=False)
+class Edges:
+    """Which stages' outputs each stage reads: a DAG whose last stage's output leaves the pipeline.
+
+    >>> Edges([(), (0,), (0, 1)]).consumers(0)
+    (2, 1)
+
+    Raises:
+        ScheduleError: an edge backwards, or a stage that nobody reads.
+    """
+
+    reads: tuple[tuple[int, ...], ...]
+
+    def __init__(self, reads: Sequence[Sequence[int]]) -> None:
+        object.__setattr__(self, "reads", tuple(tuple(sorted(set(r))) for r in reads))
+        last = len(self.reads) - 1
+        for stage, sources in enumerate(self.reads):
+            for source in sources:
+                if not 0 <= source < stage:
+                    raise ScheduleError(
+                        f"stage {stage} reads stage {source}: an edge goes from a lower stage to a higher one"
+                    )
+            if stage < last and not self.consumers(stage):
+                raise ScheduleError(
+                    f"stage {stage} is read by no stage, and only the last stage's output ({last}) leaves the pipeline"
+                )
+
+    @classmethod
+    def chain(cls, stages: int) -> Edges:
+        """Each stage reads the one before it."""
+        _positive(stages=stages)
+        return cls([(s - 1,) if s else () for s in range(stages)])
+
+    def sources(self, stage: int) -> tuple[int, ...]:
+        """The stages that this one reads, lowest first."""
+        return self.reads[stage]
+
+    def consumers(self, stage: int) -> tuple[int, ...]:
+        """The stages that read this one, highest first: the order in which their gradients are added."""
+        return self._consumers[stage]
+
+    @cached_property
+    def _consumers(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in self.reads]
+        for stage, sources in enumerate(self.reads):
+            for source in sources:
+                found[source].insert(0, stage)
+        return tuple(map(tuple, found))
+
+    @property
+    def skips(self) -> bool:
+        """Whether any stage reads one that is not just before it."""
+        return any(source != stage - 1 for stage, sources in enumerate(self.reads) for source in sources)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a schedule may know: the placement, the number of microbatches, the edges, and ties.
+
+    Args:
+        placement: stage -> ranks.
+        microbatches: how many; copies of a stage take equal consecutive blocks of them.
+        edges: the DAG, a chain by default; `Pipeline.plan` fills it in.
+        ties: groups of stages that share a parameter, e.g. `((0, 3),)`; filled in likewise.
+
+    Raises:
+        ScheduleError: counts that are not positive or don't fit each other.
+    """
+
+    placement: Placement
+    microbatches: int
+    edges: Edges = Edges(())
+    ties: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        _positive(microbatches=self.microbatches)
+        if not self.edges.reads:
+            object.__setattr__(self, "edges", Edges.chain(self.stages))
+        if len(self.edges.reads) != self.stages:
+            raise ScheduleError(f"the edges have {len(self.edges.reads)} stages, the placement {self.stages}")
+        for stage, held in enumerate(self.placement.holders):
+            if self.microbatches % len(held):
+                raise ScheduleError(
+                    f"stage {stage} has {len(held)} copies, which share the microbatches equally: "
+                    f"take a multiple of {len(held)}, not {self.microbatches}"
+                )
+        for stage in (s for group in self.ties for s in group):
+            if not 0 <= stage < self.stages:
+                raise ScheduleError(f"a tie names stage {stage}: there are stages 0 to {self.stages - 1}")
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return self.placement.stages
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self.placement.ranks
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, lowest first."""
+        return self._stages_on[rank]
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank that runs a stage for a microbatch."""
+        held = self.placement.holders[stage]
+        return held[microbatch * len(held) // self.microbatches]
+
+    def microbatches_of(self, stage: int, rank: int) -> range:
+        """The microbatches that a rank runs through a stage it holds."""
+        held = self.placement.holders[stage]
+        block = self.microbatches // len(held)
+        first = held.index(rank) * block
+        return range(first, first + block)
+
+    def sources(self, stage: int) -> tuple[int, ...]:
+        """The stages that this one reads, lowest first."""
+        return self.edges.sources(stage)
+
+    def consumers(self, stage: int) -> tuple[int, ...]:
+        """The stages that read this one, highest first."""
+        return self.edges.consumers(stage)
+
+    def sharers(self, stage: int) -> tuple[tuple[int, int], ...]:
+        """Every (stage, rank) whose weight gradients go into this stage's: its copies, and those of its ties."""
+        return self._sharers[stage]
+
+    @cached_property
+    def _stages_on(self) -> tuple[tuple[int, ...], ...]:
+        held = self.placement.holders
+        return tuple(tuple(s for s in range(self.stages) if rank in held[s]) for rank in range(self.ranks))
+
+    @cached_property
+    def _sharers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        groups = [{s, *(t for g in self.ties if s in g for t in g)} for s in range(self.stages)]
+        holders = self.placement.holders
+        return tuple(tuple((t, rank) for t in sorted(group) for rank in holders[t]) for group in groups)
+
+
+Schedule = Callable[[int, Plan], Iterator[Effect]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's complete effects, communication included: what lowering returns and handlers replay."""
+
+    plan: Plan
+    rank: int
+    effects: tuple[Effect, ...]
+
+    def __len__(self) -> int:
+        return len(self.effects)
+
+    def __iter__(self) -> Iterator[Effect]:
+        return iter(self.effects)
+
+
+Programs = Mapping[int, Program]

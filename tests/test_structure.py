@@ -1,0 +1,138 @@
+"""What depends on what: imports are a DAG, the core stands alone, and what needs no torch never imports it."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from importlib import import_module
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from fpipe import effects
+
+ROOT = Path(__file__).resolve().parents[1]
+LAZY = ["fpipe", "fpipe.handlers"]
+
+
+def modules(folder):
+    """Name -> syntax tree of the modules in a folder; rglob doesn't follow the links inside it."""
+    found = {}
+    for path in (ROOT / folder).rglob("*.py"):
+        names = ("fpipe", *path.relative_to(ROOT).with_suffix("").parts)[folder == "fpipe" :]
+        found[".".join(names).removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
+
+
+CORE = {name: tree for name, tree in modules("fpipe").items() if name != "fpipe.cli"}
+MODULES = {**modules("fpipe"), **modules("schedules"), **modules("interop")}
+
+
+def for_type_checkers(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def run_on_import(node):
+    """The nodes below one that run when the module is imported."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not for_type_checkers(child):
+            yield child
+            yield from run_on_import(child)
+
+
+def imports(nodes):
+    """The modules that import statements name; `from a import b` names a.b where that is a module."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from (f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names)
+
+
+def test_the_modules_of_core_schedules_and_interop_are_found():
+    assert {"fpipe", "fpipe.effects", "fpipe.handlers.local"} <= set(CORE)
+    assert {"fpipe.schedules.gpipe", "fpipe.interop.modules"} <= set(MODULES) - set(CORE)
+
+
+def test_imports_are_absolute():
+    relative = [(name, found) for name, tree in MODULES.items() for found in imports(ast.walk(tree)) if found[0] == "."]
+    assert relative == []
+
+
+def test_imports_at_run_time_are_a_dag():
+    graph = {name: set(imports(run_on_import(tree))) & set(MODULES) for name, tree in MODULES.items()}
+    assert "fpipe.effects" in graph["fpipe.lowering"]
+    assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)  # else a CycleError, which names it
+
+
+def test_the_core_imports_neither_schedules_nor_interop():
+    outside = ("fpipe.schedules", "fpipe.interop")
+    wrong = [(name, f) for name, tree in CORE.items() for f in imports(ast.walk(tree)) if f.startswith(outside)]
+    assert wrong == []
+
+
+def test_planning_lowering_and_drawing_never_import_torch():
+    code = """if True:
+        import sys
+        import fpipe, fpipe.effects, fpipe.program, fpipe.lowering, fpipe.interleave, fpipe.drawing, fpipe.errors
+        import fpipe.handlers, fpipe.schedules
+        plan = fpipe.Plan(fpipe.Placement.loop(2), 3)
+        fpipe.lower(fpipe.schedules.one_f_one_b, plan)
+        print(fpipe.draw(fpipe.schedules.gpipe, plan))
+        print("torch" in sys.modules)
+    """
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines() == [
+        "rank 0  F0 F1 F2 .  .  B0 B1 B2",
+        "rank 1  .  F0 F1 F2 B0 B1 B2",
+        "False",
+    ]
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_type_checkers_and_the_table_of_lazy_names_see_the_same(package):
+    guarded = [node for top in MODULES[package].body if for_type_checkers(top) for node in top.body]
+    seen = {alias.asname or alias.name: node.module for node in guarded for alias in node.names}
+    assert seen == {name: f"{package}.{home}" for name, home in import_module(package)._HOME.items()}
+
+
+@pytest.mark.parametrize("package", [*LAZY, "fpipe.schedules", "fpipe.interop"])
+def test_every_public_name_can_be_got_and_listed(package):
+    module = import_module(package)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    assert set(module.__all__) <= set(dir(module))
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_an_unknown_name_is_an_attribute_error(package):
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        _ = import_module(package).nothing
+
+
+SURFACE = {
+    "fpipe": """
+        Batch Edges Output Pipeline Placement Plan Program ScheduleError Stage StageError TransportError
+        draw effects evaluate handlers interop lower schedules value_and_grad
+    """,
+    "fpipe.handlers": "Distributed Handler Inputs Local Observer Reference Results",
+    "fpipe.schedules": "gpipe interleaved_1f1b one_f_one_b",
+    "fpipe.interop": "Optimizer buffers eval_mode from_modules into_modules optimizer",
+}
+
+
+@pytest.mark.parametrize("package", SURFACE)
+def test_the_public_surface(package):
+    assert import_module(package).__all__ == SURFACE[package].split()
+
+
+def test_the_table_has_a_row_for_every_effect():
+    assert set(effects.TABLE) == set(get_args(effects.Effect))
+
+
+@pytest.mark.parametrize("folder", ["schedules", "interop"])
+def test_folders_at_the_top_are_linked_into_the_package(folder):
+    link = ROOT / "fpipe" / folder
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / folder
