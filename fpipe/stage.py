@@ -1,0 +1,301 @@
+"""Stages and pipelines: pure functions over pytrees, which torch.func composes with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fpipe.errors import StageError
+from fpipe.microbatch import Microbatch
+from fpipe.program import Edges, Placement, Plan
+from fpipe.tree import Path, as_path, pick, place, short
+
+
+@dataclass(frozen=True, init=False)
+class Output:
+    """An earlier stage's output, or the part of it at a path: `Output(0)`, `Output(0, "skip")`."""
+
+    stage: int
+    path: Path
+
+    def __init__(self, stage: int, *path: Any) -> None:
+        object.__setattr__(self, "stage", stage)
+        object.__setattr__(self, "path", path)
+
+
+@dataclass(frozen=True, init=False)
+class Batch:
+    """The batch, or the part of it at a path: `Batch()`, `Batch("mask")`."""
+
+    path: Path
+
+    def __init__(self, *path: Any) -> None:
+        object.__setattr__(self, "path", path)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target of the microbatch, which the loss reads."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the microbatch's loss is multiplied by, which the loss reads."""
+
+
+Read = Output | Batch | Target | Scale
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pure function `fn(params, *inputs) -> outputs` over pytrees.
+
+    Args:
+        fn: the function; `fn(params, state, *inputs) -> (outputs, state)` where `stateful`.
+        reads: what the inputs are, one `Output` or `Batch` each (a number stands for `Output`). By default
+            stage 0 reads the batch, any other the output of the stage before it.
+        stateful: whether it carries buffers from microbatch to microbatch.
+        frozen: names of entries of its params that get no gradient.
+    """
+
+    fn: Callable[..., Any]
+    reads: Sequence[Read | int] | None = None
+    stateful: bool = False
+    frozen: Sequence[Any] = ()
+
+    def __call__(self, params: Any, state: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
+        """Run it: `(outputs, state)`."""
+        if not self.stateful:
+            return self.fn(params, *inputs), state
+        result = self.fn(params, state, *inputs)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"a stateful stage returns (outputs, state), not {type(result).__name__}")
+        return result
+
+    @cached_property
+    def inputs(self) -> tuple[Read, ...]:
+        """What it reads, in the order of its arguments."""
+        return tuple(Output(r) if isinstance(r, int) else r for r in self.reads or ())
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """The stages that it reads, lowest first."""
+        return tuple(sorted({read.stage for read in self.inputs if isinstance(read, Output)}))
+
+    def arguments(self, outputs: Mapping[int, Any], data: Microbatch) -> tuple[Any, ...]:
+        """Its inputs, out of the outputs of the stages it reads and the microbatch."""
+        return tuple(_read(read, outputs, data) for read in self.inputs)
+
+
+def _read(read: Read, outputs: Mapping[int, Any], data: Microbatch) -> Any:
+    match read:
+        case Target():
+            return data.target
+        case Scale():
+            return data.scale
+        case Batch(path=path):
+            tree, name = data.batch, "the batch"
+        case Output(stage=stage, path=path):
+            tree, name = outputs[stage], f"the output of stage {stage}"
+    try:
+        return pick(tree, path)
+    except (KeyError, IndexError, AttributeError, TypeError) as error:
+        lacks = "is None on this rank, and is read" if tree is None else "has nothing"
+        raise ValueError(f"{name} {lacks} at {short(path)}") from error
+
+
+Entry = tuple[int, Path]
+
+
+class Pipeline:
+    """Stages put together: a DAG whose last stage's output goes to the loss.
+
+    Args:
+        stages: a `Stage` or a plain function for each.
+        loss: `loss(output, target) -> loss | (loss, aux)`, a 0-dim tensor; None takes the last output.
+        ties: parameters used by a second stage, `{(stage, path): (lower stage, path)}`. The entry lives in
+            the lower stage's params alone, and is put into the other's dict when it runs.
+
+    Raises:
+        ScheduleError: an edge backwards, or a stage that nobody reads.
+        ValueError: a tie to the wrong side.
+
+    >>> double = Pipeline([lambda p, x: x * p, lambda p, x: x + p], loss=lambda y, t: (y - t).sum())
+    >>> double({0: torch.tensor(2.0), 1: torch.tensor(1.0)}, torch.ones(3), torch.zeros(3))
+    tensor(9.)
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage | Callable[..., Any]],
+        loss: Callable[..., Any] | None = None,
+        *,
+        ties: Mapping[tuple[int, Any], tuple[int, Any]] | None = None,
+    ) -> None:
+        if not stages:
+            raise ValueError("a pipeline needs at least one stage")
+        self.stages = tuple(_with_reads(s if isinstance(s, Stage) else Stage(s), i) for i, s in enumerate(stages))
+        self.loss = loss
+        self.edges = Edges([stage.sources for stage in self.stages])
+        # Each shared parameter, (stage, path), with all its uses: itself first, then by stage.
+        self.entries = _entries(ties or {}, len(self.stages))
+
+    def plan(self, placement: Placement, microbatches: int) -> Plan:
+        """The plan for this pipeline's edges and ties.
+
+        Raises:
+            ScheduleError: the placement's stages are not this pipeline's.
+        """
+        ties = tuple(tuple(sorted({stage for stage, _ in uses})) for uses in self.entries.values())
+        return Plan(placement, microbatches, self.edges, ties)
+
+    def __call__(
+        self, params: Mapping[int, Any], batch: Any, *target: Any, state: Mapping[int, Any] | None = None
+    ) -> Any:
+        """The whole batch through all stages, in this process.
+
+        With a target, what `loss` returns; without one, the last stage's output. With `state`, a pair of
+        that and the new state.
+        """
+        if len(target) > 1:
+            raise TypeError(f"a pipeline takes params, a batch and one target, not {len(target)} targets")
+        outputs: dict[int, Any] = {}
+        states = dict(state or {})
+        data = Microbatch(batch, None)
+        for index, stage in enumerate(self.stages):
+            inputs = stage.arguments(outputs, data)
+            outputs[index], new = stage(self.params_of(params, index), states.get(index), inputs)
+            if stage.stateful:
+                states[index] = new
+        result = outputs[len(self.stages) - 1]
+        if target and self.loss is not None:
+            result = self.loss(result, target[0])
+        return result if state is None else (result, states)
+
+    def params_of(self, params: Mapping[int, Any], stage: int) -> Any:
+        """A stage's own params with the entries that it shares put in.
+
+        Raises:
+            StageError: the stage's params, or an entry, are missing.
+        """
+        tree = _given(params, stage)
+        for (owner, source), uses in self.entries.items():
+            for user, path in uses:
+                if user == stage and owner != stage:
+                    shared = self._shared(params, stage, path, owner, source)
+                    try:
+                        tree = place(tree, path, shared)
+                    except (TypeError, ValueError) as error:
+                        raise StageError(
+                            f"its {short(path)} is tied to params[{owner}]{short(source)} and can't be put in: "
+                            f"{error}; leave it out of params[{stage}]",
+                            stage=stage,
+                        ) from error
+        return tree
+
+    def _shared(self, params: Mapping[int, Any], stage: int, path: Path, owner: int, source: Path) -> Any:
+        try:
+            return pick(params[owner], source)
+        except (KeyError, IndexError, AttributeError, TypeError) as error:
+            raise StageError(
+                f"it shares {short(path)} with stage {owner}, and params[{owner}]{short(source)} is missing: "
+                "pipeline.params_on(params, plan, rank) picks what a rank needs",
+                stage=stage,
+            ) from error
+
+    def params_on(self, params: Mapping[int, Any], plan: Plan, rank: int) -> dict[int, Any]:
+        """What one rank needs of all params: its stages' trees, and the entries that they share.
+
+        >>> pipeline = Pipeline([lambda p, x: x, lambda p, x: x], ties={(1, "head"): (0, "wte")})
+        >>> pipeline.params_on({0: {"wte": 1, "wpe": 2}, 1: {}}, pipeline.plan(Placement.loop(2), 1), rank=1)
+        {0: {'wte': 1}, 1: {}}
+        """
+        held: dict[int, Any] = {stage: _given(params, stage) for stage in plan.stages_on(rank)}
+        for (owner, path), uses in self.entries.items():
+            users = [use for use in uses[1:] if use[0] in plan.stages_on(rank)]
+            if owner not in plan.stages_on(rank) and users:
+                held[owner] = place(held.get(owner, {}), path, self._shared(params, *users[0], owner, path))
+        return dict(sorted(held.items()))
+
+    def replace(self, stages: Sequence[Stage], loss: Callable[..., Any] | None) -> Pipeline:
+        """The same edges' and ties' pipeline with other stages and another loss."""
+        twin = Pipeline(stages, loss)
+        twin.entries = self.entries
+        return twin
+
+
+def _given(params: Mapping[int, Any], stage: int) -> Any:
+    if stage in params:
+        return params[stage]
+    raise StageError(
+        f"params has no entry for it, only for stages {sorted(params)}: params is {{stage: tree}}, "
+        "with an empty tree where a stage has no parameters",
+        stage=stage,
+    )
+
+
+def _with_reads(stage: Stage, index: int) -> Stage:
+    if stage.reads is not None:
+        for read in stage.inputs:
+            if not isinstance(read, Read):
+                raise TypeError(f"stage {index} reads {read!r}: name an Output, a Batch, or a stage's number")
+        return stage
+    return replace(stage, reads=(Output(index - 1),) if index else (Batch(),))
+
+
+def _entries(ties: Mapping[tuple[int, Any], tuple[int, Any]], stages: int) -> dict[Entry, tuple[Entry, ...]]:
+    uses: dict[Entry, list[Entry]] = {}
+    for (user, path), (owner, source) in ties.items():
+        if not 0 <= owner < user < stages:
+            raise ValueError(
+                f"the tie {(user, path)} -> {(owner, source)} must lead from a stage to a lower one: a shared "
+                f"entry lives with the lowest stage that uses it (there are stages 0 to {stages - 1})"
+            )
+        if () in (path, source):
+            raise ValueError(f"the tie {(user, path)} -> {(owner, source)} names no entry, but a stage's whole params")
+        if (user, path) in ties.values():
+            raise ValueError(f"the tie to {(user, path)} ends at an entry that is tied itself: lead both to the lowest")
+        entry = (owner, as_path(source))
+        uses.setdefault(entry, [entry]).append((user, as_path(path)))
+    for (stage, path), (other, longer) in itertools.permutations(uses, 2):
+        if stage == other and longer[: len(path)] == path:
+            raise ValueError(
+                f"two ties share {short(longer)} of stage {stage}: tie the whole {short(path)}, or its parts"
+            )
+    return {entry: tuple(sorted(found, key=lambda use: use[0])) for entry, found in uses.items()}
+
+
+def with_loss(pipeline: Pipeline, has_aux: bool) -> Pipeline:
+    """The pipeline whose last stage puts out `(scaled loss, aux)`; aux is None without `has_aux`."""
+    *stages, last = pipeline.stages
+    loss_fn = pipeline.loss
+
+    def fn(params: Any, *inputs: Any) -> Any:
+        *inputs_, target, scale = inputs
+        if last.stateful:
+            output, state = last.fn(params, *inputs_)
+            return _scaled(loss_fn, output, target, scale, has_aux), state
+        return _scaled(loss_fn, last.fn(params, *inputs_), target, scale, has_aux)
+
+    return pipeline.replace([*stages, replace(last, fn=fn, reads=(*last.inputs, Target(), Scale()))], None)
+
+
+def _scaled(loss_fn: Callable[..., Any] | None, output: Any, target: Any, scale: Any, has_aux: bool) -> Any:
+    loss = output if loss_fn is None else loss_fn(output, target)
+    aux = None
+    if has_aux:
+        if not isinstance(loss, tuple) or len(loss) != 2:
+            raise TypeError(f"with has_aux the loss function returns (loss, aux), not {type(loss).__name__}")
+        loss, aux = loss
+    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
+        shape = f"{loss.dtype}{list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        hint = "; has_aux=True takes (loss, aux)" if isinstance(loss, tuple) else ""
+        raise TypeError(f"the loss must be a floating-point tensor without dimensions, not {shape}{hint}")
+    if isinstance(scale, torch.Tensor):
+        scale = scale.to(loss)
+    return (loss if scale is None else loss * scale), aux
