@@ -1,0 +1,72 @@
+"""The memory layout of a tensor across a wire: kernels, and so bits, depend on strides.
+
+A message is contiguous. Its order is that of the memory it comes from, so that a dense tensor, channels last
+or transposed, is sent without a copy; what is expanded is sent once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Strides = tuple[int, ...]
+
+
+def strides_of(tensor: Tensor) -> Strides | None:
+    """The strides a receiver must restore; None for a contiguous tensor, and for one that overlaps itself."""
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return None
+    shape, strides = _core(tuple(tensor.shape), tensor.stride()), tensor.stride()
+    span = 1
+    for i in reversed(_order(shape, strides)):
+        if shape[i] > 1 and strides[i] < span:
+            return None
+        span = max(span, strides[i] * (shape[i] - 1) + 1)
+    return strides
+
+
+def message(tensor: Tensor) -> Tensor:
+    """The tensor's memory, contiguous: a view of it where it is dense, else a copy."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    strides = strides_of(tensor)
+    if strides is None:
+        return tensor.contiguous()
+    shape = _core(tuple(tensor.shape), strides)
+    core = tensor.as_strided(shape, strides)
+    return core.permute(_order(shape, strides)).contiguous()
+
+
+def buffer(shape: tuple[int, ...], strides: Strides | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty message."""
+    if strides is not None:
+        core = _core(shape, strides)
+        shape = tuple(core[i] for i in _order(core, strides))
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def restored(message: Tensor, shape: tuple[int, ...], strides: Strides | None) -> Tensor:
+    """The tensor as it was before it became a message.
+
+    >>> x = torch.arange(6).view(2, 3).T.unsqueeze(-1).expand(3, 2, 4)
+    >>> y = restored(message(x), tuple(x.shape), strides_of(x))
+    >>> torch.equal(x, y), y.stride() == x.stride()
+    (True, True)
+    """
+    if strides is None:
+        return message
+    core = _core(shape, strides)
+    order = _order(core, strides)
+    dense = message.permute([order.index(i) for i in range(len(order))])
+    if any(a != b for a, b, n in zip(dense.stride(), strides, core, strict=True) if n > 1):
+        dense = torch.empty_strided(core, strides, dtype=message.dtype, device=message.device).copy_(dense)
+    return dense.as_strided(shape, strides)
+
+
+def _core(shape: tuple[int, ...], strides: Strides) -> tuple[int, ...]:
+    """The shape without what is expanded."""
+    return tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
+
+
+def _order(shape: tuple[int, ...], strides: Strides) -> list[int]:
+    """The dimensions from the outermost in memory to the innermost."""
+    return sorted(range(len(shape)), key=lambda i: (-strides[i], i))

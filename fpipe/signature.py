@@ -1,0 +1,263 @@
+"""Signatures of values: structure, shapes, dtypes and plain leaves, as text that travels. Never pickled.
+
+A type of one's own travels by its name, which the receiver imports, and must be registered with optree on
+both sides; its metadata must be plain.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fpipe import effects as fx
+from fpipe.errors import StageError
+from fpipe.layout import Strides, buffer, restored, strides_of
+from fpipe.tree import ABSENT, NAMESPACE, Absent, Flat, Text, flatten, paths, short
+
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+HOW_TO_REGISTER = (
+    "only tensors, plain values and registered trees do; register its type with "
+    f"optree.register_pytree_node(cls, flatten, unflatten, namespace={NAMESPACE!r})"
+)
+DICTS = (dict, OrderedDict, defaultdict)
+
+
+class TensorSpec(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+    strides: Strides | None = None  # None: contiguous
+
+    def __str__(self) -> str:
+        more = f" of strides {self.strides}" if self.strides else ""
+        return f"{_dtype_name(self.dtype)}{list(self.shape)}{more}{' wanting a gradient' if self.requires_grad else ''}"
+
+
+class Signature(NamedTuple):
+    """What a receiver must know of a payload before it comes.
+
+    Args:
+        spec: the structure; None for a list of gradients.
+        leaves: a `TensorSpec` for each tensor, the others as they are.
+        optional: leaves that may be missing this time: a message ahead tells which are there.
+    """
+
+    spec: optree.PyTreeSpec | None
+    leaves: tuple[Any, ...]
+    optional: tuple[int, ...] = ()
+
+    def text(self) -> str:
+        """For messages: `{'h': float32[2, 8]}`."""
+        leaves = [Text(leaf) for leaf in self.leaves]
+        return str(leaves if self.spec is None else self.spec.unflatten(leaves))
+
+
+def signature_of(payload: Flat | list[Any]) -> Signature:
+    leaves, spec = payload if isinstance(payload, Flat) else (payload, None)
+    return Signature(spec, tuple(_leaf_spec(leaf) for leaf in leaves))
+
+
+def _leaf_spec(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.requires_grad, strides_of(leaf))
+
+
+def same(a: Signature, b: Signature) -> bool:
+    """Whether two signatures are equal, plain leaves as text: NaN is NaN, True is not 1."""
+    plain = any(not isinstance(leaf, TensorSpec) and leaf is not None for leaf in a.leaves)
+    return encode(a) == encode(b) if plain else a == b
+
+
+def check_plain(payload: Flat, rank: int, name: fx.Value) -> None:
+    """Refuse what can't go from stage to stage: a type that hides tensors would lose their gradients.
+
+    Raises:
+        StageError: a leaf that is neither a tensor nor plain.
+    """
+    for at, leaf in enumerate(payload.leaves):
+        if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN and leaf is not ABSENT:
+            kind = type(leaf)
+            raise StageError(
+                f"its output{short(paths(payload.tree)[at])} is a {kind.__module__}.{kind.__qualname__}, which can't "
+                f"go from stage to stage: {HOW_TO_REGISTER}",
+                rank=rank,
+                stage=name.stage,
+                microbatch=getattr(name, "microbatch", None),
+            )
+
+
+def tensors(payload: Flat | list[Any]) -> list[Tensor]:
+    """The tensors of a payload, each of which becomes a message."""
+    leaves = payload.leaves if isinstance(payload, Flat) else payload
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def buffers(signature: Signature, device: torch.device) -> list[Tensor]:
+    """Empty messages, one for each tensor of a payload, and one ahead for what is optional."""
+    specs = (leaf for leaf in signature.leaves if isinstance(leaf, TensorSpec))
+    messages = [buffer(spec.shape, spec.strides, spec.dtype, device) for spec in specs]
+    presence = [torch.empty(len(signature.optional), dtype=torch.uint8, device=device)] if signature.optional else []
+    return presence + messages
+
+
+def filled(payload: list[Any], signature: Signature, device: torch.device) -> tuple[list[Any], list[Tensor]]:
+    """A list of gradients in the layout of the signature, zeros where it wants more, and what says where."""
+    leaves = [
+        _filled(leaf, spec, device) if isinstance(spec, TensorSpec) else leaf
+        for leaf, spec in zip(payload, signature.leaves, strict=True)
+    ]
+    there = [payload[i] is not None for i in signature.optional]
+    return leaves, [torch.tensor(there, dtype=torch.uint8, device=device)] if there else []
+
+
+def _filled(leaf: Tensor | None, spec: TensorSpec, device: torch.device) -> Tensor:
+    if leaf is None:
+        return restored(buffer(spec.shape, spec.strides, spec.dtype, device).zero_(), spec.shape, spec.strides)
+    fits = (leaf.dtype, tuple(leaf.shape)) == (spec.dtype, spec.shape)
+    if not fits or strides_of(leaf) == spec.strides:
+        return leaf
+    return (
+        leaf.contiguous()
+        if spec.strides is None
+        else torch.empty_strided(spec.shape, spec.strides, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
+    )
+
+
+def restore(messages: list[Tensor], signature: Signature) -> Flat | list[Any]:
+    """The payload out of its messages, its tensors marked by whether they want a gradient."""
+    rest = iter(messages)
+    there = next(rest).tolist() if signature.optional else []
+    missing = {i for i, present in zip(signature.optional, there, strict=True) if not present}
+    leaves: list[Any] = [
+        restored(next(rest), leaf.shape, leaf.strides).requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, TensorSpec)
+        else leaf
+        for leaf in signature.leaves
+    ]
+    leaves = [None if i in missing else leaf for i, leaf in enumerate(leaves)]
+    return leaves if signature.spec is None else Flat(leaves, signature.spec)
+
+
+def encode(signature: Signature) -> bytes:
+    """The signature as text.
+
+    Raises:
+        TypeError: a leaf, key or metadata that is not plain.
+    """
+    spec, leaves, optional = signature
+    tree = None if spec is None else _encode_tree(spec.unflatten(range(len(leaves))))
+    return json.dumps([tree, [_encode_plain(leaf) for leaf in leaves], optional]).encode()
+
+
+def decode(text: bytes) -> Signature:
+    """The signature out of `encode`'s text.
+
+    Raises:
+        TypeError: a type that this process doesn't know or has not registered.
+    """
+    tree, leaves, optional = json.loads(text)
+    spec = None if tree is None else flatten(_decode_tree(tree)).spec
+    return Signature(spec, tuple(_decode_plain(leaf) for leaf in leaves), tuple(optional))
+
+
+def _encode_tree(tree: Any) -> Any:
+    if optree.tree_is_leaf(tree, namespace=NAMESPACE):
+        return tree
+    name = type_name(type(tree))
+    if type(tree) in DICTS:
+        factory = _encode_plain(getattr(tree, "default_factory", None))
+        return [name, factory, [[_encode_plain(key), _encode_tree(child)] for key, child in tree.items()]]
+    children, metadata, *_ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
+    named = optree.is_namedtuple(tree) or optree.is_structseq(tree)  # their metadata is the type itself
+    return [name, None if named else _encode_plain(metadata), [_encode_tree(child) for child in children]]
+
+
+def _decode_tree(tree: Any) -> Any:
+    if isinstance(tree, int):
+        return tree
+    name, metadata, children = tree
+    kind = find_type(name)
+    metadata = _decode_plain(metadata)
+    if kind in DICTS:
+        items = [(_decode_plain(key), _decode_tree(child)) for key, child in children]
+        return defaultdict(metadata, items) if kind is defaultdict else kind(items)
+    found = [_decode_tree(child) for child in children]
+    if optree.is_namedtuple_class(kind):
+        return kind(*found)
+    if optree.is_structseq_class(kind):
+        return kind(found)
+    entry = optree.register_pytree_node.get(kind, namespace=NAMESPACE)
+    if entry is None:
+        raise TypeError(
+            f"{name} came from another rank, but is not registered here: call optree.register_pytree_node "
+            f"with namespace={NAMESPACE!r} on every rank"
+        )
+    return entry.unflatten_func(metadata, found)
+
+
+def type_name(kind: type) -> str:
+    if "<locals>" in kind.__qualname__:
+        raise TypeError(f"{kind.__qualname__} is defined inside a function; between ranks a type travels by its name")
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def find_type(name: str) -> Any:
+    if name == "builtins:NoneType":
+        return type(None)
+    module, _, qualname = name.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise TypeError(f"{name} came from another rank, but can't be imported here ({error})") from error
+    if not isinstance(found, type):
+        raise TypeError(f"{name} is not a type")
+    return found
+
+
+_CODERS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    TensorSpec: (
+        "tensor",
+        lambda t: [_dtype_name(t.dtype), list(t.shape), t.requires_grad, t.strides],
+        lambda t: TensorSpec(getattr(torch, t[0]), tuple(t[1]), t[2], None if t[3] is None else tuple(t[3])),
+    ),
+    Absent: ("absent", lambda a: 0, lambda a: ABSENT),
+    tuple: ("tuple", lambda t: [_encode_plain(x) for x in t], lambda t: tuple(_decode_plain(x) for x in t)),
+    list: ("list", lambda t: [_encode_plain(x) for x in t], lambda t: [_decode_plain(x) for x in t]),
+    torch.Size: ("size", list, torch.Size),
+    torch.dtype: ("dtype", lambda d: _dtype_name(d), lambda d: getattr(torch, d)),
+    torch.device: ("device", str, torch.device),
+    bytes: ("bytes", lambda b: b.hex(), bytes.fromhex),
+    complex: ("complex", lambda z: [z.real, z.imag], lambda z: complex(*z)),
+    type: ("type", type_name, find_type),
+}
+_DECODERS = {tag: decoder for tag, _, decoder in _CODERS.values()}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _encode_plain(x: Any) -> Any:
+    if x is None or type(x) in (bool, int, float, str):
+        return x
+    if type(x) not in _CODERS:
+        raise TypeError(f"{x!r} of type {type(x).__qualname__} is not plain, and can't travel between ranks")
+    tag, encoder, _ = _CODERS[type(x)]
+    return {tag: encoder(x)}
+
+
+def _decode_plain(x: Any) -> Any:
+    if not isinstance(x, dict):
+        return x
+    ((tag, content),) = x.items()
+    return _DECODERS[tag](content)
