@@ -1,0 +1,122 @@
+"""Every rank in this process, in one deterministic interleaving.
+
+A value that is sent is handed over as it is. Which rank runs when is settled when the programs are
+compiled: if all ranks would wait, that is where it is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fpipe import effects as fx
+from fpipe.autodiff import Pieces
+from fpipe.handlers.executor import Executor
+from fpipe.handlers.protocol import Inputs, Observer, Results, Run
+from fpipe.interleave import interleave
+from fpipe.program import Plan, Program
+from fpipe.tree import flatten
+
+
+class Local:
+    """Plays all ranks here.
+
+    Args:
+        devices: one for each rank, between which values are copied; by default nothing is moved. A stage's
+            params and state must be on its rank's device.
+
+    Raises:
+        ScheduleError: (on compiling) no rank can go on; says what each waits for.
+    """
+
+    def __init__(self, devices: Sequence[torch.device | str] | None = None) -> None:
+        self.devices = None if devices is None else [torch.device(d) for d in devices]
+
+    def ranks(self, plan: Plan) -> tuple[int, ...]:
+        if self.devices is not None and len(self.devices) != plan.ranks:
+            raise ValueError(f"Local has {len(self.devices)} devices for {plan.ranks} ranks: give one for each")
+        return tuple(range(plan.ranks))
+
+    def compile(self, programs: Mapping[int, Program], pieces: Pieces, observe: Observer | None) -> Run:
+        mailbox = _Mailbox(self.devices)
+        executors = {
+            rank: Executor(program, pieces, mailbox, observe, None if self.devices is None else self.devices[rank])
+            for rank, program in programs.items()
+        }
+        position = dict.fromkeys(programs, 0)
+        order = []
+        for rank, _ in interleave(programs):
+            order.append((executors[rank].execute, position[rank]))
+            position[rank] += 1
+
+        def run(inputs: Inputs) -> Results:
+            if inputs.broken:
+                raise inputs.broken
+            try:
+                for executor in executors.values():
+                    executor.start(self._own(inputs, executor))
+                for execute, at in order:
+                    execute(at)
+                results = _merge(
+                    [(executor.plan.stages_on(rank), executor.finish()) for rank, executor in executors.items()]
+                )
+                results.output = pieces.merge(results.outputs)
+                return results
+            finally:
+                for executor in executors.values():
+                    executor.clear()
+                mailbox.clear()
+
+        return run
+
+    def _own(self, inputs: Inputs, executor: Executor) -> Inputs:
+        rank = executor.rank
+        params = executor.pipeline.params_on(inputs.params, executor.plan, rank)
+        data = inputs.data
+        if self.devices is not None:
+            data = [type(m)(*(_moved(part, self.devices[rank]) for part in m)) for m in data]
+        return replace(inputs, params=params, data=data)
+
+
+def _merge(found: list[tuple[tuple[int, ...], Results]]) -> Results:
+    whole = Results()
+    for held, results in found:
+        whole.gradients |= {stage: tree for stage, tree in results.gradients.items() if stage in held}
+        whole.losses |= results.losses
+        whole.outputs |= results.outputs
+        whole.state |= results.state
+    return whole
+
+
+class _Mailbox:
+    """Channels within a process: a sent payload lies here until it is taken."""
+
+    def __init__(self, devices: list[torch.device] | None) -> None:
+        self.devices = devices
+        self.payloads: dict[tuple[fx.Value, int], Any] = {}
+
+    def send(self, value: fx.Value, source: int, target: int, payload: Any) -> None:
+        if self.devices is not None:
+            payload = _moved(payload, self.devices[target])
+        self.payloads[value, target] = payload
+
+    def post(self, value: fx.Value, source: int, target: int) -> None:
+        pass
+
+    def take(self, value: fx.Value, source: int, target: int, by: fx.Effect) -> Any:
+        return self.payloads.pop((value, target))
+
+    def clear(self) -> None:
+        self.payloads.clear()
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    leaves, spec = flatten(tree)
+    return spec.unflatten([_on(x, device) if isinstance(x, torch.Tensor) else x for x in leaves])
+
+
+def _on(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return x.detach().to(device, non_blocking=True).requires_grad_(x.requires_grad)

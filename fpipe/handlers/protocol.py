@@ -1,0 +1,84 @@
+"""What a handler is given, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fpipe.autodiff import Pieces
+from fpipe.effects import Effect
+from fpipe.microbatch import Microbatch, size
+from fpipe.program import Plan, Program
+
+
+class Observer(Protocol):
+    """Sees each effect begin and end; changes nothing."""
+
+    def begin(self, rank: int, effect: Effect) -> None: ...
+    def end(self, rank: int, effect: Effect) -> None: ...
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One step's arguments, split into microbatches.
+
+    Args:
+        params, state: `{stage: tree}` of the stages this process holds.
+        data: batch and target of each microbatch.
+        rows: rows of the whole batch, as far as this process knows.
+        weighed: whether losses are scaled by their share of the rows.
+        rng: (seed, step), or None to draw from the global generators.
+        broken: why this process can't take part in the step; its peers are told.
+    """
+
+    params: Mapping[int, Any]
+    state: Mapping[int, Any]
+    data: Sequence[Microbatch]
+    rows: int | None = None
+    weighed: bool = False
+    rng: tuple[int, int] | None = None
+    broken: Exception | None = None
+
+    def microbatch(self, m: int) -> Microbatch:
+        """The data of a microbatch; its loss's scale, unless given, is its share of the rows."""
+        data, count = self.data[m], len(self.data)
+        if not self.weighed or data.scale is not None:
+            return data
+        return data._replace(scale=1 / count if self.rows is None else size(self.rows, count, m) / self.rows)
+
+
+@dataclass
+class Results:
+    """What a step leaves behind in this process.
+
+    Args:
+        gradients: for every entry in the params given.
+        losses: by microbatch, of all on every rank; scaled.
+        outputs: of the last stage, by microbatch, where it runs or where gathered: aux, or what evaluate gives.
+        output: these put together, where this process has all.
+        state: the new state of the stateful stages held here.
+    """
+
+    gradients: dict[int, Any] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    output: Any = None
+    state: dict[int, Any] = field(default_factory=dict)
+
+
+Run = Callable[[Inputs], Results]
+
+
+class Handler(Protocol):
+    """Gives effects their meaning."""
+
+    def ranks(self, plan: Plan) -> tuple[int, ...]:
+        """The ranks that this process plays."""
+        ...
+
+    def compile(self, programs: Mapping[int, Program], pieces: Pieces, observe: Observer | None) -> Run:
+        """A function that runs one step."""
+        ...

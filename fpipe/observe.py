@@ -1,0 +1,71 @@
+"""Observers, and logging under `fpipe.*`. They see effects begin and end, and change nothing.
+
+`FPIPE_LOG=effects` prints every effect with its rank and time, and `FPIPE_LOG=transport` what connects and
+fails; both, with a comma. Without it, Python's logging shows them as it is configured, at level DEBUG.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from fpipe.effects import Effect
+from fpipe.handlers.protocol import Observer
+
+
+def configure() -> None:
+    """Show what `FPIPE_LOG` asks for on standard error."""
+    names = [name.strip() for name in os.environ.get("FPIPE_LOG", "").split(",") if name.strip()]
+    root = logging.getLogger("fpipe")
+    if names and not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(name)s %(message)s"))
+        root.addHandler(handler)
+        root.propagate = False  # shown once, whatever else is configured
+    for name in names:
+        logging.getLogger(f"fpipe.{name}").setLevel(logging.DEBUG)
+
+
+class EffectLog:
+    """Logs each effect as it ends: milliseconds since the observer was made, rank, effect, duration."""
+
+    def __init__(self) -> None:
+        self.log = logging.getLogger("fpipe.effects")
+        self.origin = time.perf_counter()
+        self.begun: dict[int, float] = {}
+
+    def begin(self, rank: int, effect: Effect) -> None:
+        self.begun[rank] = time.perf_counter()
+
+    def end(self, rank: int, effect: Effect) -> None:
+        now, begun = time.perf_counter(), self.begun[rank]
+        self.log.debug(
+            "%10.3f ms  rank %d  %s  %.3f ms", 1e3 * (begun - self.origin), rank, effect, 1e3 * (now - begun)
+        )
+
+
+class Several:
+    """Several observers as one."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = tuple(observers)
+
+    def begin(self, rank: int, effect: Effect) -> None:
+        for observer in self.observers:
+            observer.begin(rank, effect)
+
+    def end(self, rank: int, effect: Effect) -> None:
+        for observer in reversed(self.observers):
+            observer.end(rank, effect)
+
+
+def observing(observe: Observer | None) -> Observer | None:
+    """The caller's observer, with the log of effects where it is enabled."""
+    configure()
+    if not logging.getLogger("fpipe.effects").isEnabledFor(logging.DEBUG):
+        return observe
+    log = EffectLog()
+    return log if observe is None else Several([observe, log])

@@ -1,0 +1,42 @@
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+
+from tests.pool import Pool
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("shared machine", deadline=None)
+hypothesis.settings.load_profile("shared machine")
+
+
+@pytest.fixture(scope="session")
+def pools():
+    """`pools(n)`: n processes joined by gloo, made on first use and kept."""
+    made = {}
+
+    def get(size):
+        if size not in made:
+            made[size] = Pool(size)
+        return made[size]
+
+    yield get
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.fixture
+def fresh_pool():
+    """`fresh_pool(n)`: processes of this test alone, to be killed or broken."""
+    made = []
+
+    def get(size):
+        made.append(Pool(size))
+        return made[-1]
+
+    yield get
+    for pool in made:
+        pool.close()

@@ -1,0 +1,94 @@
+"""Processes that stay up between tests, one rank each, joined by gloo on the loopback."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Outcome:
+    """What a rank came to: a value, an error's type and text, or nothing but its exit code."""
+
+    value: Any = None
+    error: str | None = None
+    text: str = ""
+    exitcode: int | None = None
+    seconds: float = 0.0
+
+
+class Pool:
+    """`run(job, *args)` calls `job(rank, *args)` in every process; jobs are functions of importable modules."""
+
+    def __init__(self, size: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self.size, self.pipes, self.processes = size, [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def outcomes(self, job: Callable[..., Any], *args: Any, limit: float = 60.0) -> list[Outcome]:
+        """What every rank came to; a rank still busy after `limit` seconds is an error of the test."""
+        for pipe in self.pipes:
+            pipe.send((job, args))
+        until = time.monotonic() + limit
+        return [self._outcome(rank, until, job) for rank in range(self.size)]
+
+    def _outcome(self, rank: int, until: float, job: Callable[..., Any]) -> Outcome:
+        pipe, process = self.pipes[rank], self.processes[rank]
+        if not pipe.poll(max(0.0, until - time.monotonic())):
+            self.close()
+            raise TimeoutError(f"rank {rank} of {self.size} hangs in {job.__name__}")
+        try:
+            return pipe.recv()
+        except EOFError:
+            process.join(10)
+            return Outcome(exitcode=process.exitcode)
+
+    def run(self, job: Callable[..., Any], *args: Any, limit: float = 60.0) -> list[Any]:
+        """The value that every rank returned."""
+        found = self.outcomes(job, *args, limit=limit)
+        for rank, outcome in enumerate(found):
+            if outcome.error or outcome.exitcode is not None:
+                raise AssertionError(f"rank {rank}: {outcome.text or outcome.exitcode}")
+        return [outcome.value for outcome in found]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    while True:
+        try:
+            job, args = pipe.recv()
+        except EOFError:
+            return
+        start = time.monotonic()
+        try:
+            outcome = Outcome(value=job(rank, *args))
+        except BaseException as error:
+            outcome = Outcome(error=type(error).__name__, text=f"{error}\n{traceback.format_exc()}")
+        outcome.seconds = time.monotonic() - start
+        pipe.send(outcome)

@@ -1,0 +1,70 @@
+"""evaluate runs the pipeline forward, and keeps nothing."""
+
+import pytest
+import torch
+
+import fpipe
+from fpipe import Pipeline, Placement, handlers, schedules
+from fpipe.microbatch import merge, split
+from tests import cases, jobs
+
+PLACEMENTS = {"loop": Placement.loop(2), "chunks": Placement.loop(2, 2), "v": Placement.v(2)}
+NAMES = ["linear", "convolution", "attention", "dictionary", "skip", "tied", "modules"]
+
+
+def expected(case, m):
+    """The pipeline called on each microbatch, put together."""
+    parts, _ = split(case.batch, m)
+    return merge([case.pipeline(case.params, part) for part in parts])
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "modules"])
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("handler", [handlers.Reference(), handlers.Local()], ids=["reference", "local"])
+@pytest.mark.parametrize("m", [1, 3, 8])
+def test_outputs_equal_the_pipelines(name, placement, handler, m):
+    torch.manual_seed(0)
+    case = cases.CASES[name](placement.stages)
+    run = fpipe.evaluate(case.pipeline, case.pipeline.plan(placement, m), handler=handler)
+    outputs = run(case.params, case.batch)
+    assert jobs.differences(outputs, expected(case, m)) == []
+    assert not outputs.requires_grad
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_gloo_gathers_on_every_rank(pools, name, ranks):
+    assert pools(ranks).run(jobs.evaluate_gathered, name, ranks, 3) == [[]] * ranks
+
+
+def test_outputs_stay_on_the_last_rank_without_gather(pools):
+    assert pools(2).run(jobs.evaluate_alone, 2) == ["nothing", "outputs"]
+
+
+@pytest.mark.parametrize("handler", [handlers.Reference(), handlers.Local()], ids=["reference", "local"])
+def test_no_residual_is_kept(handler):
+    saved, modes = [], []
+
+    def stage(p, x):
+        modes.append(torch.is_grad_enabled())
+        return torch.tanh(x @ p)
+
+    pipeline = Pipeline([stage] * 2)
+    run = fpipe.evaluate(pipeline, pipeline.plan(Placement.loop(2), 4), handler=handler)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        run(dict.fromkeys(range(2), torch.ones(3, 3)), torch.ones(8, 3))
+    assert modes == [False] * 8
+    assert saved == []
+
+
+def test_the_loss_is_the_steps():
+    case, schedule, plan = cases.make("attention", "one_f_one_b", 2, 3)
+    loss, _ = cases.reference(case, schedule, plan)
+    run = fpipe.evaluate(case.pipeline, plan, handler=handlers.Local(), loss=True)
+    assert torch.equal(run(case.params, case.batch, case.target), loss)
+
+
+def test_the_order_of_another_schedule():
+    case, _, plan = cases.make("linear", "gpipe", 2, 4)
+    run = fpipe.evaluate(case.pipeline, plan, handler=handlers.Local(), schedule=schedules.one_f_one_b)
+    assert jobs.differences(run(case.params, case.batch), expected(case, 4)) == []

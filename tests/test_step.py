@@ -1,0 +1,321 @@
+"""The step's contract, against torch's own results."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fpipe
+from fpipe import Batch, Output, Pipeline, Placement, Plan, ScheduleError, Stage, handlers, interop, schedules
+from fpipe.autodiff import Eager
+from fpipe.microbatch import Microbatch
+from tests import cases, jobs
+
+LOCAL = [handlers.Reference(), handlers.Local()]
+both = pytest.mark.parametrize("handler", LOCAL, ids=["reference", "local"])
+
+
+def affine(p, x):
+    return x @ p["w"] + p["b"]
+
+
+def affine_case(stages=2, rows=10, dtype=torch.float64):
+    torch.manual_seed(1)
+    params = {s: {"w": torch.randn(4, 4, dtype=dtype), "b": torch.randn(4, dtype=dtype)} for s in range(stages)}
+    return params, torch.randn(rows, 4, dtype=dtype), torch.randn(rows, 4, dtype=dtype)
+
+
+def plain(params, x):
+    for s in sorted(params):
+        x = affine(params[s], x)
+    return x
+
+
+def run(pipeline, handler, m, params, batch, target=None, *, schedule=schedules.gpipe, stages=2, **options):
+    inputs = {k: options.pop(k) for k in ("state", "rng") if k in options}
+    plan = pipeline.plan(Placement.loop(stages), m)
+    return fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, **options)(params, batch, target, **inputs)
+
+
+def check(found, loss, params):
+    """Loss and gradients are those of torch.autograd on the plain function."""
+    leaves, spec = jobs.optree.tree_flatten(params)
+    given = [x.clone().requires_grad_() for x in leaves]
+    expected = loss(spec.unflatten(given))
+    torch.testing.assert_close(found[0], expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[1], spec.unflatten(torch.autograd.grad(expected, given)), rtol=1e-10, atol=1e-12)
+
+
+@both
+@pytest.mark.parametrize("m", [1, 3, 4, 10])
+def test_mean_over_samples_whatever_the_microbatches(handler, m):
+    params, x, y = affine_case()
+    pipeline = Pipeline([affine] * 2, cases.mse)
+    check(run(pipeline, handler, m, params, x, y), lambda p: cases.mse(plain(p, x), y), params)
+
+
+@both
+@pytest.mark.parametrize("m", [1, 3, 10])
+def test_sum_adds_microbatches(handler, m):
+    params, x, y = affine_case()
+
+    def loss(output, target):
+        return ((output - target) ** 2).sum()
+
+    found = run(Pipeline([affine] * 2, loss), handler, m, params, x, y, reduction="sum")
+    check(found, lambda p: loss(plain(p, x), y), params)
+
+
+@both
+def test_weight_by_tokens_equals_the_mean_over_all_tokens(handler):
+    params, x, _ = affine_case()
+    target = torch.tensor([0, -100, 2, 3, -100, -100, 1, 1, 0, -100])
+
+    def loss(output, target):
+        return F.cross_entropy(output, target, ignore_index=-100)
+
+    pipeline = Pipeline([affine] * 2, loss)
+    found = run(pipeline, handler, 3, params, x, target, weight=lambda t: (t != -100).sum())
+    check(found, lambda p: loss(plain(p, x), target), params)
+
+
+@both
+def test_no_loss_takes_the_last_output(handler):
+    params, x, _ = affine_case()
+    pipeline = Pipeline([affine, lambda p, x: affine(p, x).square().mean()])
+    check(run(pipeline, handler, 4, params, x), lambda p: plain(p, x).square().mean(), params)
+
+
+@both
+def test_aux_is_merged(handler):
+    params, x, y = affine_case()
+
+    def loss(output, target):
+        return cases.mse(output, target), {"rows": output.detach(), "norm": output.detach().norm(), "name": "mse"}
+
+    pipeline = Pipeline([affine] * 2, loss)
+    (_, aux), _ = run(pipeline, handler, 4, params, x, y, has_aux=True)
+    torch.testing.assert_close(aux["rows"], plain(params, x))
+    assert aux["norm"].shape == (4,)
+    assert aux["name"] == "mse"
+    assert not aux["rows"].requires_grad
+
+
+@both
+def test_axes_of_batch_and_target(handler):
+    params, x, y = affine_case()
+    table = torch.randn(4, dtype=torch.float64)
+
+    def first(p, batch):
+        return affine(p, batch["x"].T) + batch["table"]
+
+    pipeline = Pipeline([first, affine], cases.mse)
+    batch = {"x": x.T.contiguous(), "table": table}
+    found = run(pipeline, handler, 3, params, batch, y, in_axes=({"x": 1, "table": None}, 0))
+    check(found, lambda p: cases.mse(affine(p[1], affine(p[0], x) + table), y), params)
+
+
+@both
+def test_the_same_batch_for_every_microbatch_is_a_mean(handler):
+    params, x, y = affine_case()
+    found = run(Pipeline([affine] * 2, cases.mse), handler, 4, params, x, y, in_axes=None)
+    check(found, lambda p: cases.mse(plain(p, x), y), params)
+
+
+@both
+def test_frozen_integer_and_unused_params(handler):
+    params, x, y = affine_case()
+    params[0] |= {"ids": torch.arange(3), "idle": torch.ones(2, dtype=torch.float64), "name": "first"}
+    pipeline = Pipeline([Stage(affine, frozen=["b"]), affine], cases.mse)
+    _, grads = run(pipeline, handler, 2, params, x, y)
+    assert grads[0]["b"] is None
+    assert grads[0]["ids"] is None
+    assert grads[0]["name"] is None
+    assert torch.equal(grads[0]["idle"], torch.zeros(2, dtype=torch.float64))
+    assert grads[0]["w"].shape == (4, 4)
+
+
+@both
+def test_a_pipeline_without_trained_params_has_a_loss(handler):
+    params, x, y = affine_case()
+    pipeline = Pipeline([Stage(affine, frozen=["w", "b"])] * 2, cases.mse)
+    loss, grads = run(pipeline, handler, 2, params, x, y)
+    torch.testing.assert_close(loss, cases.mse(plain(params, x), y))
+    assert grads == {0: {"w": None, "b": None}, 1: {"w": None, "b": None}}
+
+
+@both
+def test_state_goes_through_the_microbatches_in_order(handler):
+    def counting(p, state, x):
+        return affine(p, x), {"seen": state["seen"] + len(x), "last": x.sum()}
+
+    params, x, y = affine_case()
+    state = {1: {"seen": torch.tensor(5), "last": torch.tensor(0.0)}}
+    pipeline = Pipeline([affine, Stage(counting, stateful=True)], cases.mse)
+    _, _, new = run(pipeline, handler, 4, params, x, y, state=state)
+    assert new[1]["seen"] == 15
+    torch.testing.assert_close(new[1]["last"], affine(params[0], x[-2:]).sum())
+    assert not new[1]["last"].requires_grad
+    assert state[1]["seen"] == 5
+
+
+@both
+def test_batch_norm_equals_the_module_fed_microbatch_by_microbatch(handler):
+    torch.manual_seed(0)
+    modules = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)) for _ in range(2)]
+    whole = torch.nn.Sequential(*[interop.modules.copy.deepcopy(m) for m in modules])
+    pipeline, params = interop.from_modules(modules, loss=cases.mse)
+    x, y = torch.randn(12, 4), torch.randn(12, 4)
+    *_, state = run(pipeline, handler, 3, params, x, y, state=interop.buffers(modules))
+    for part in x.split(4):
+        whole(part)
+    expected = {s: dict(whole[s].named_buffers()) for s in range(2)}
+    assert jobs.differences(state, expected) == []
+    assert modules[0][1].num_batches_tracked == 0
+
+
+@both
+def test_randomness_is_the_same_under_every_schedule_and_leaves_the_generators_alone(handler):
+    case, _, _ = cases.make("dropout", "one_f_one_b", 4, 4)
+    found = []
+    for name in ("gpipe", "one_f_one_b", "split"):
+        _, schedule, plan = cases.make("dropout", name, 4, 4)
+        torch.manual_seed(5)
+        step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handler)
+        found.append([step(case.params, case.batch, case.target, rng=(1, i)) for i in range(2)])
+        drawn = torch.rand(1)
+        torch.manual_seed(5)
+        assert torch.equal(drawn, torch.rand(1))
+    assert jobs.differences(found[1], found[0]) == []
+    assert jobs.differences(found[2], found[0]) == []
+    assert not torch.equal(found[0][0][0], found[0][1][0])
+
+
+@both
+def test_unseeded_randomness_warns(handler):
+    case, schedule, plan = cases.make("dropout", "gpipe", 2, 2)
+    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handler)
+    with pytest.warns(UserWarning, match=r"pass rng=\(seed, step\)"):
+        step(case.params, case.batch, case.target)
+
+
+@both
+def test_a_shape_may_change_from_step_to_step(handler):
+    params, x, y = affine_case(rows=12)
+    step = fpipe.value_and_grad(
+        pipeline := Pipeline([affine] * 2, cases.mse),
+        schedules.gpipe,
+        pipeline.plan(Placement.loop(2), 3),
+        handler=handler,
+    )
+    for rows in (12, 7, 12, 3):
+        part = x[:rows], y[:rows]
+        check(step(params, *part), lambda p, part=part: cases.mse(plain(p, part[0]), part[1]), params)
+
+
+def test_values_on_one_rank_are_handed_over_without_a_copy():
+    seen = []
+
+    def note(p, x):
+        seen.append(x.data_ptr())
+        out = x + p
+        seen.append(out.data_ptr())
+        return out
+
+    pipeline = Pipeline([note] * 4, lambda y, t: y.sum())
+    plan = pipeline.plan(Placement((0, 0, 1, 1)), 1)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())
+    step(dict.fromkeys(range(4), torch.ones(3)), torch.zeros(3, 3), None)
+    assert seen[1] == seen[2]
+    assert seen[5] == seen[6]
+
+
+def test_devices_of_the_local_handler():
+    case, schedule, plan = cases.make("dictionary", "interleaved_1f1b", 2, 3)
+    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handlers.Local(["cpu", "cpu:0"]))
+    found = step(case.params, case.batch, case.target)
+    assert jobs.differences(found, cases.reference(case, schedule, plan)) == []
+
+
+def test_a_failure_inside_an_overlap_names_its_part():
+    def failing(p, x):
+        calls.append(1)
+        if len(calls) > 2:
+            raise ArithmeticError("third")
+        return x * p
+
+    calls = []
+    pipeline = Pipeline([failing], lambda y, t: y.sum())
+    plan = pipeline.plan(Placement.loop(1), 4)
+    step = fpipe.value_and_grad(pipeline, cases.overlapping, plan, handler=handlers.Local())
+    with pytest.raises(fpipe.StageError, match="rank 0, stage 0, microbatch 2: Forward raised ArithmeticError: third"):
+        step({0: torch.ones(())}, torch.ones(4))
+
+
+def test_residuals_hold_no_output_that_the_backward_has_no_use_for():
+    piece = Eager(Stage(lambda p, x: x + p, reads=(Batch(),)))
+    prepared = piece.prepare(torch.ones(4))
+    outputs, residuals, _ = piece.forward(prepared, None, {}, Microbatch(torch.ones(4), None), keep=True)
+    storage = weakref.ref(outputs.leaves[0].untyped_storage())
+    del outputs
+    assert storage() is None
+    assert torch.equal(piece.backward(residuals, [torch.full((4,), 2.0)])[0][0], torch.full((4,), 2.0))
+
+
+def test_nothing_of_a_step_stays_but_its_results():
+    case, schedule, plan = cases.make("attention", "interleaved_1f1b", 2, 4)
+    alive = []
+
+    def watching(stage):
+        def fn(p, *inputs):
+            out = stage.fn(p, *inputs)
+            alive.append(weakref.ref(out))
+            return out
+
+        return Stage(fn, stage.reads)
+
+    pipeline = Pipeline([watching(s) for s in case.pipeline.stages], case.pipeline.loss)
+    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Local())
+    gc.collect()
+    gc.disable()
+    try:
+        result = step(case.params, case.batch, case.target)
+        assert len(alive) == 16
+        assert [ref() for ref in alive if ref() is not None] == []
+    finally:
+        gc.enable()
+    assert result[0].isfinite()
+
+
+def test_the_plan_must_be_the_pipelines():
+    case, _, _ = cases.make("skip", "gpipe", 4, 2)
+    with pytest.raises(ScheduleError, match=r"pipeline\.plan\(placement, microbatches\)"):
+        fpipe.value_and_grad(case.pipeline, schedules.gpipe, Plan(Placement.loop(4), 2), handler=handlers.Local())
+
+
+def test_a_state_has_no_copies():
+    pipeline = Pipeline([Stage(lambda p, s, x: (x, s), stateful=True), affine], cases.mse)
+    plan = pipeline.plan(Placement.both_ways(2), 2)
+    with pytest.raises(ScheduleError, match="stage 0 is stateful and has copies on ranks"):
+        fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())
+
+
+@pytest.mark.parametrize("options", [{"reduction": "max"}, {"reduction": "sum", "weight": len}])
+def test_options_that_make_no_sense(options):
+    pipeline = Pipeline([affine] * 2, cases.mse)
+    plan = pipeline.plan(Placement.loop(2), 2)
+    with pytest.raises(ValueError, match="reduction"):
+        fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), **options)
+
+
+def test_reads_and_paths():
+    pipeline = Pipeline(
+        [
+            lambda p, b: {"a": b["x"], "b": (b["x"] * 2, b["x"] * 3)},
+            Stage(lambda p, a, b1, x: a + b1 + x, reads=(Output(0, "a"), Output(0, "b", 1), Batch("x"))),
+        ]
+    )
+    x = torch.ones(2)
+    assert torch.equal(pipeline({0: (), 1: ()}, {"x": x}), x * 5)
