@@ -1,0 +1,240 @@
+"""Train a byte-level GPT in pipeline stages, on the source of Python's standard library.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py     one rank in each process, over gloo
+    python examples/train_gpt.py --ranks 2                             all ranks in this process
+
+Ctrl-C ends all ranks, after which torchrun shows a traceback of its own. On several machines, start
+`torchrun --nnodes 2 --rdzv-endpoint HOST:PORT ...` on each.
+"""
+
+import math
+import os
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+
+import fpipe
+from fpipe import Placement, handlers, interop, schedules
+
+SCHEDULES = {
+    "gpipe": (schedules.gpipe, 1),
+    "1f1b": (schedules.one_f_one_b, 1),
+    "interleaved-1f1b": (schedules.interleaved_1f1b, 2),
+}
+"""Name -> schedule, and the chunks that each rank holds."""
+
+console = Console(highlight=False)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with causal attention."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = self.dropout if self.training else 0.0
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        x = x + F.dropout(self.mix(mixed.transpose(1, 2).flatten(2)), rate)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), rate)
+
+
+class Embedding(nn.Module):
+    """Bytes and their positions as vectors."""
+
+    def __init__(self, width: int, context: int, dropout: float) -> None:
+        super().__init__()
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.dropout(self.bytes(text.long()) + self.positions.weight[: text.shape[1]])
+
+
+def gpt(stages: int, layers: int, width: int, context: int, dropout: float) -> list[nn.Module]:
+    """A GPT in equal stages: the first begins with the embedding, the last ends with the head."""
+    blocks = [Block(width, width // 32, dropout) for _ in range(layers)]
+    parts: list[list[nn.Module]] = [blocks[s * layers // stages : (s + 1) * layers // stages] for s in range(stages)]
+    parts[0].insert(0, Embedding(width, context, dropout))
+    parts[-1] += [nn.LayerNorm(width), nn.Linear(width, 256, bias=False)]
+    modules: list[nn.Module] = [nn.Sequential(*part) for part in parts]
+    for parameter in (p for m in modules for p in m.parameters() if p.ndim > 1):
+        nn.init.normal_(parameter, std=0.02)
+    return modules
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten().long())
+
+
+def read(source: Path | None) -> tuple[Tensor, Tensor]:
+    """Bytes to train on and to validate on, split by file: every tenth file is for validation."""
+    root = source or Path(sysconfig.get_paths()["stdlib"])
+    found = [root] if root.is_file() else sorted(root.glob("*.py" if source is None else "**/*"))
+    texts = [file.read_bytes() for file in found if file.is_file()]
+    if len(texts) < 10:  # too few files: the last tenth of their text is for validation
+        whole = b"".join(texts)
+        texts = [whole[i * len(whole) // 10 : (i + 1) * len(whole) // 10] for i in range(10)]
+    train = b"".join(text for i, text in enumerate(texts) if i % 10 != 9)
+    validation = b"".join(texts[9::10])
+    return torch.frombuffer(bytearray(train), dtype=torch.uint8), torch.frombuffer(
+        bytearray(validation), dtype=torch.uint8
+    )
+
+
+def windows(text: Tensor, batch: int, context: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Windows at random places, and the same one byte on."""
+    starts = torch.randint(len(text) - context, (batch, 1), generator=torch.Generator().manual_seed(seed))
+    rows = text[starts + torch.arange(context + 1)]
+    return rows[:, :-1], rows[:, 1:]
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """A short warm-up, then down along a cosine to a tenth."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+@contextmanager
+def processes(ranks: int | None) -> Iterator[tuple[handlers.Handler, int, int, torch.device]]:
+    """(handler, ranks, this process's rank, device): distributed under torchrun, else all ranks in this process."""
+    if "RANK" not in os.environ:
+        yield handlers.Local(), ranks or 2, 0, torch.device("cpu")
+        return
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        if ranks not in (None, dist.get_world_size()):
+            fail(f"--ranks {ranks}, but torchrun started {dist.get_world_size()} processes")
+        handler = handlers.Distributed()
+        yield handler, dist.get_world_size(), dist.get_rank(), handler.device
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes it on once more
+        fail(f"rank {dist.get_rank()}: interrupted")
+    finally:
+        dist.destroy_process_group()
+
+
+def fail(message: str) -> NoReturn:
+    console.print(message)
+    raise typer.Exit(2)
+
+
+class Report:
+    """A progress bar on a terminal, else a line now and then; silent on all ranks but the first."""
+
+    def __init__(self, steps: int, silent: bool) -> None:
+        self.steps, self.silent = steps, silent
+        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+        self.bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=silent or not console.is_terminal)
+        self.task = self.bar.add_task("", total=steps)
+
+    def __enter__(self) -> "Report":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def show(self, step: int, loss: float, speed: float) -> None:
+        text = f"loss {loss:.3f}  {speed:,.0f} tokens/s"
+        self.bar.update(self.task, completed=step + 1, description=text)
+        if not (self.silent or console.is_terminal or step % max(1, self.steps // 10)):
+            console.print(f"step {step}/{self.steps}  {text}")
+
+
+def main(
+    ranks: Annotated[int | None, typer.Option(help="Ranks of the pipeline; under torchrun, its processes.")] = None,
+    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = 4,
+    width: Annotated[int, typer.Option(help="Width of the model; heads are 32 wide.")] = 128,
+    context: Annotated[int, typer.Option(help="Bytes in a window.")] = 64,
+    batch: Annotated[int, typer.Option(help="Windows in a batch.")] = 32,
+    microbatches: Annotated[int, typer.Option(help="Parts that a batch is split into.")] = 8,
+    schedule: Annotated[str, typer.Option(help=" | ".join(SCHEDULES))] = "1f1b",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 400,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    dropout: Annotated[float, typer.Option(help="Dropout rate.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Seed of parameters, data and dropout.")] = 0,
+    text: Annotated[Path | None, typer.Option(help="A file or folder to train on instead.", exists=True)] = None,
+    logdir: Annotated[Path, typer.Option(help="Where TensorBoard finds the scalars.")] = Path("runs/train_gpt"),
+) -> None:
+    """Train a byte-level GPT in pipeline stages."""
+    if width % 32:
+        fail(f"--width {width} is no multiple of 32, the width of a head")
+    if batch < microbatches:
+        fail(f"--batch {batch} can't be split into {microbatches} microbatches: take as many at least")
+    if schedule not in SCHEDULES:
+        fail(f"there is no schedule {schedule!r}: take one of {', '.join(SCHEDULES)}")
+    with processes(ranks) as (handler, ranks, rank, device):
+        generator, chunks = SCHEDULES[schedule]
+        torch.manual_seed(seed)
+        modules = gpt(ranks * chunks, layers, width, context, dropout)
+        pipeline, params = interop.from_modules([m.to(device) for m in modules], loss=cross_entropy)
+        plan = pipeline.plan(Placement.loop(ranks, chunks), microbatches)
+        step = fpipe.value_and_grad(pipeline, generator, plan, handler=handler)
+        evaluate = fpipe.evaluate(interop.eval_mode(pipeline), plan, handler=handler, loss=True)
+        count = sum(p.numel() for tree in params.values() for p in tree.values())
+        if isinstance(handler, handlers.Distributed):
+            params = pipeline.params_on(params, plan, rank)
+        adamw = interop.optimizer(torch.optim.AdamW, lr=lr, weight_decay=0.01)
+        optimizer = adamw.init(params)
+        train, validation = (source.to(device) for source in read(text))
+        if len(validation) <= context:
+            fail(f"{len(validation)} bytes are left for validation: too few for a context of {context}")
+
+        def bits_per_byte() -> float:
+            losses = [evaluate(params, *windows(validation, batch, context, i)).item() for i in range(8)]
+            return sum(losses) / len(losses) / math.log(2)
+
+        def show(message: str) -> None:
+            if rank == 0:
+                console.print(message, soft_wrap=True)
+
+        show(f"{count:,} parameters in {plan.stages} stages on {ranks} ranks; {len(train):,} bytes to train on")
+        before = bits_per_byte()
+        run = logdir / time.strftime("%Y%m%d-%H%M%S")
+        writer = SummaryWriter(str(run)) if rank == 0 else None
+        with Report(steps, silent=rank > 0) as report:
+            for i in range(steps):
+                start = time.perf_counter()
+                loss, grads = step(params, *windows(train, batch, context, seed * steps + i), rng=(seed, i))
+                params, optimizer = adamw.update(grads, optimizer, params, lr=learning_rate(i, steps, lr))
+                speed = batch * context / (time.perf_counter() - start)
+                report.show(i, loss.item(), speed)
+                if writer is not None:
+                    writer.add_scalar("loss/train", loss.item(), i)
+                    writer.add_scalar("speed/tokens_per_second", speed, i)
+        after = bits_per_byte()
+        if writer is not None:
+            writer.add_scalar("loss/validation_bits_per_byte", before, 0)
+            writer.add_scalar("loss/validation_bits_per_byte", after, steps)
+            writer.close()
+        show(f"validation: {before:.2f} bits per byte before, {after:.2f} after {steps} steps")
+        show(f"to see the curves: {Path(sys.executable).with_name('tensorboard')} --logdir {logdir}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
