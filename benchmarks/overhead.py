@@ -1,0 +1,149 @@
+"""What fpipe itself costs: microseconds an effect, with a stub in place of autodiff.
+
+    python -m benchmarks.overhead
+
+`lowering` is schedule to complete programs; `local` replays them in one process; `gloo` runs two ranks on
+this machine, with values of eight floats, so that nearly all of it is the cost of passing a message.
+`torch` is the same number of messages by bare send and receive, in turn with ours.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from fpipe import Pipeline, Placement, Plan, handlers, lower, schedules
+from fpipe.autodiff import Leaves, Pieces
+from fpipe.effects import Send
+from fpipe.handlers.protocol import Inputs
+from fpipe.interleave import interleave
+from fpipe.microbatch import Microbatch
+from fpipe.stage import Stage
+from fpipe.tree import Flat, Path, flatten
+
+REPEATS = 15
+PLANS = {
+    "gpipe 4x32": (schedules.gpipe, Placement.loop(4), 32),
+    "1f1b 4x32": (schedules.one_f_one_b, Placement.loop(4), 32),
+    "interleaved 4x2x32": (schedules.interleaved_1f1b, Placement.loop(4, 2), 32),
+    "1f1b 16x128": (schedules.one_f_one_b, Placement.loop(16), 128),
+}
+
+
+class Stub:
+    """A piece that computes nothing: it hands on one tensor."""
+
+    def __init__(self, stage: Stage, given: torch.Tensor) -> None:
+        self.stage, self.value, self.gradient = stage, flatten(given), [given]
+
+    def prepare(self, params: Any) -> Any:
+        return None
+
+    def trained(self, prepared: Any) -> list[Path]:
+        return []
+
+    def forward(
+        self, prepared: Any, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
+    ) -> tuple[Flat, Any, Any]:
+        return self.value, self, state
+
+    def backward(self, residuals: Any, cotangents: Leaves | None) -> tuple[Leaves, dict[int, Leaves]]:
+        return [], dict.fromkeys(self.stage.sources, self.gradient)
+
+    def backward_input(self, residuals: Any, cotangents: Leaves | None) -> tuple[dict[int, Leaves], Any]:
+        return dict.fromkeys(self.stage.sources, self.gradient), self
+
+    def backward_weight(self, deferred: Any) -> Leaves:
+        return []
+
+
+def stubs(stages: int, given: torch.Tensor) -> Pieces:
+    pipeline = Pipeline([lambda p, x: x] * stages)
+    return Pieces(pipeline, tuple(Stub(stage, given) for stage in pipeline.stages), loss=False)
+
+
+def median(function: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Median seconds of a call, after two that don't count."""
+    times = []
+    for i in range(repeats + 2):
+        start = time.perf_counter()
+        function()
+        if i > 1:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def inputs(stages: range | tuple[int, ...], microbatches: int) -> Inputs:
+    data = [Microbatch(None, None)] * microbatches
+    return Inputs({s: {} for s in stages}, {}, data, rows=8 * microbatches, weighed=True)
+
+
+def in_process() -> None:
+    print(f"{'plan':20} {'effects':>8} {'lowering':>10} {'interleave':>10} {'local':>10}   µs an effect")
+    for name, (schedule, placement, microbatches) in PLANS.items():
+        plan = Plan(placement, microbatches)
+        programs = lower(schedule, plan)
+        count = sum(map(len, programs.values()))
+        pieces = stubs(plan.stages, torch.zeros(8))
+        run = handlers.Local().compile(programs, pieces, None)
+        arguments = inputs(range(plan.stages), microbatches)
+        seconds = [
+            median(lambda schedule=schedule, plan=plan: lower(schedule, plan)),
+            median(lambda programs=programs: interleave(programs)),
+            median(lambda run=run, arguments=arguments: run(arguments)),
+        ]
+        print(f"{name:20} {count:8d}" + "".join(f" {1e6 * s / count:10.2f}" for s in seconds))
+
+
+def over_gloo(rank: int, size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group("gloo")
+    plan = Plan(Placement.loop(size), 32)
+    programs = lower(schedules.one_f_one_b, plan)
+    given = torch.zeros(8)
+    run = handlers.Distributed().compile(programs, stubs(plan.stages, given), None)
+    arguments = inputs(plan.stages_on(rank), plan.microbatches)
+    messages = sum(isinstance(e, Send) for p in programs.values() for e in p)
+
+    def bare() -> None:
+        for _ in range(messages // 2):
+            if rank == 0:
+                dist.send(given, 1)
+                dist.recv(given, 1)
+            else:
+                dist.recv(given, 0)
+                dist.send(given, 0)
+
+    for _ in range(2):
+        ours = median(lambda: run(arguments))
+        theirs = median(bare)
+        if rank == 0:
+            effects = len(programs[0])
+            print(
+                f"gloo, {size} ranks, 1f1b 32: {1e6 * ours / effects:.1f} µs an effect of rank 0 ({effects}), "
+                f"{1e3 * ours:.2f} ms a step of {messages} messages; bare send and receive {1e3 * theirs:.2f} ms, "
+                f"ratio {ours / theirs:.2f}"
+            )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    in_process()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.start_processes(over_gloo, args=(2, port), nprocs=2, start_method="spawn")
+
+
+if __name__ == "__main__":
+    main()
