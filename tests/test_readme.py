@@ -1,0 +1,42 @@
+"""What the README shows runs, and prints what it says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def block(word):
+    (found,) = [text for _, text in BLOCKS if word in text]
+    return found
+
+
+def run(tmp_path, text, *start):
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{text}")
+    done = subprocess.run([sys.executable, *start, script], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_training_loop(tmp_path):
+    out = run(tmp_path, block("step = "), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    losses = dict(re.findall(r"rank (\d): loss (\d+\.\d{3})", out))
+    assert losses.keys() == {"0", "1"}
+    assert losses["0"] == losses["1"]
+    assert float(losses["0"]) < 5.0
+
+
+def test_a_schedule_of_ones_own(tmp_path):
+    out = run(tmp_path, block("def eager_1f1b"))
+    assert [line.rstrip() for line in out.splitlines()] == block("rank 0  F0").splitlines()
+
+
+def test_the_commands_are_the_makefiles():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^make (\w+)", block("make demo"), re.MULTILINE)
+    assert targets == ["demo", "test"]
+    assert all(f"\n{target}: " in makefile for target in targets)
