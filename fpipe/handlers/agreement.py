@@ -43,7 +43,6 @@ class Agreement:
         self.early = []
         self.rows = inputs.rows
         self.loss_dtype: torch.dtype | None = None
-        self.learned_dtype: torch.dtype | None = None
         self.failures.steps += 1
         self.broken_key = f"refused {self.failures.steps}"
         if inputs.broken is not None:
@@ -114,7 +113,7 @@ class Agreement:
 
     def end(self) -> None:
         signatures = self.links.end()
-        self.steps[self.name] = (signatures, self.loss_dtype or self.learned_dtype)
+        self.steps[self.name] = (signatures, self.loss_dtype)
         if len(self.steps) > REMEMBERED:
             self.steps.popitem(last=False)
 

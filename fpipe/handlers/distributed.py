@@ -230,7 +230,7 @@ class _Run:
         if dtype is None:
             code = torch.tensor([FLOATS.index(losses.dtype) if losses is not None else 0])
             dtype = FLOATS[int(self.links.broadcast(code, home, purpose, control=True))]
-            self.channels.learned_dtype = dtype
+            self.channels.loss_dtype = dtype
         if losses is not None and losses.dtype != dtype:
             raise StageError(
                 f"the loss is {losses.dtype}, where equal inputs gave {dtype} before",

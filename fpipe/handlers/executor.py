@@ -123,13 +123,15 @@ class Executor:
         self.step = None
 
     def _sums(self, step: Step) -> dict[tuple[int, int], dict[Key, Any]]:
-        sums: dict[tuple[int, int], dict[Key, Any]] = {
-            (stage, self.rank): dict(zip(self.pieces.stages[stage].trained(step.prepared[stage]), own, strict=True))
-            for stage, own in step.sums.items()
-        }
+        sums = {(stage, self.rank): self._own(step, stage) for stage in step.sums}
         for (stage, rank), leaves in step.foreign.items():
             sums[stage, rank] = received(self.pipeline, self.plan, step.inputs.params, stage, self.rank, leaves)
         return sums
+
+    def _own(self, step: Step, stage: int) -> dict[Key, Any]:
+        """This rank's sums for a stage, by path."""
+        trained = self.pieces.stages[stage].trained(step.prepared[stage])
+        return dict(zip(trained, step.sums[stage], strict=True))
 
     # Running
 
@@ -323,10 +325,7 @@ class Executor:
 
     def _shared(self, stage: int, target: int) -> Leaves:
         step = self._running
-        own: dict[Key, Any] = dict(
-            zip(self.pieces.stages[stage].trained(step.prepared[stage]), step.sums[stage], strict=True)
-        )
-        return sent(self.pipeline, self.plan, step.inputs.params, stage, target, own)
+        return sent(self.pipeline, self.plan, step.inputs.params, stage, target, self._own(step, stage))
 
     def _reduce(self, e: fx.Reduce) -> Callable[[], None]:
         foreign = [
