@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fpipe.costs import Costs, Link
     from fpipe.drawing import draw
     from fpipe.errors import ScheduleError, StageError, TransportError
     from fpipe.lowering import lower
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Batch": "stage",
+    "Costs": "costs",
     "Edges": "program",
+    "Link": "costs",
     "Output": "stage",
     "Pipeline": "stage",
     "Placement": "program",

@@ -113,11 +113,11 @@ def test_an_unknown_name_is_an_attribute_error(package):
 
 SURFACE = {
     "fpipe": """
-        Batch Edges Output Pipeline Placement Plan Program ScheduleError Stage StageError TransportError
+        Batch Costs Edges Link Output Pipeline Placement Plan Program ScheduleError Stage StageError TransportError
         draw effects evaluate handlers interop lower schedules value_and_grad
     """,
     "fpipe.handlers": "Distributed Handler Inputs Local Observer Reference Results",
-    "fpipe.schedules": "gpipe interleaved_1f1b one_f_one_b",
+    "fpipe.schedules": "from_table gpipe interleaved_1f1b one_f_one_b",
     "fpipe.interop": "Optimizer buffers eval_mode from_modules into_modules optimizer",
 }
 

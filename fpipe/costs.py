@@ -1,0 +1,148 @@
+"""What effects take: times in seconds, or any one unit, and sizes in bytes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import inf, isfinite
+
+from fpipe.effects import Backward, BackwardInput, BackwardWeight, Compute, Forward, Overlap
+from fpipe.errors import ScheduleError
+from fpipe.program import Plan
+
+PerStage = float | Sequence[float]
+Edge = tuple[int, int]  # source rank, target rank
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A directed edge between two ranks: a transfer takes latency (seconds) + bytes / bandwidth (bytes a second).
+
+    The bytes of several transfers go one after the other; their latencies overlap.
+    """
+
+    latency: float
+    bandwidth: float = inf
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "latency", _number("latency", self.latency))
+        if not self.bandwidth > 0:
+            raise ScheduleError(f"a link's bandwidth must be more than 0, not {self.bandwidth!r}")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What each effect takes. A cost of stages is one number for all of them, or a sequence with one for each.
+
+    Args:
+        forward, backward_input, backward_weight: times of a forward and of the two halves of its backward.
+        backward: time of a fused backward; by default the two halves together.
+        overlap: time of an `Overlap`, by the stage that runs forward; by default its two parts together.
+        communication: what a transfer takes: a time, a `Link` of latency and bandwidth, or a mapping
+            {(source rank, target rank): either}.
+        activation: bytes that a stage puts out for one microbatch; its gradients are as large.
+        residuals: bytes that a forward keeps for its backward.
+        deferred: bytes that an input gradient keeps for its weight gradient.
+
+    Raises:
+        ScheduleError: a number that is negative or not finite.
+
+    >>> costs = Costs(forward=[1, 2], communication={(0, 1): Link(latency=0.1, bandwidth=100)}, activation=50)
+    >>> costs.time(Forward(1, 0)), costs.time(Backward(1, 0)), costs.link(0, 1)
+    (2.0, 2.0, Link(latency=0.1, bandwidth=100))
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weight: PerStage = 1.0
+    backward: PerStage | None = None
+    overlap: PerStage | None = None
+    communication: float | Link | Mapping[Edge, float | Link] | tuple[tuple[Edge, Link], ...] = 0.0
+    activation: PerStage = 0.0
+    residuals: PerStage = 0.0
+    deferred: PerStage = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            found = _frozen(field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, found)
+
+    def time(self, effect: Compute | Overlap) -> float:
+        """How long a compute effect keeps its rank."""
+        match effect:
+            case Forward(stage):
+                return _at(self.forward, stage)
+            case BackwardInput(stage):
+                return _at(self.backward_input, stage)
+            case BackwardWeight(stage):
+                return _at(self.backward_weight, stage)
+            case Backward(stage) if self.backward is None:
+                return _at(self.backward_input, stage) + _at(self.backward_weight, stage)
+            case Backward(stage):
+                assert self.backward is not None
+                return _at(self.backward, stage)
+            case Overlap(forward, backward) if self.overlap is None:
+                return self.time(forward) + self.time(backward)
+            case Overlap(forward):
+                assert self.overlap is not None
+                return _at(self.overlap, forward.stage)
+
+    def link(self, source: int, target: int) -> Link:
+        """What a transfer from one rank to another takes."""
+        if isinstance(self.communication, Link):
+            return self.communication
+        if not isinstance(self.communication, tuple):
+            assert not isinstance(self.communication, Mapping)
+            return Link(self.communication)
+        if (source, target) not in self._links:
+            raise ScheduleError(
+                f"communication has no entry for the edge from rank {source} to rank {target}: it has those for "
+                f"{', '.join(map(str, self._links))}"
+            )
+        return self._links[source, target]
+
+    def size(self, stage: int) -> float:
+        """Bytes of what a stage puts out for one microbatch, and of a gradient of it."""
+        return _at(self.activation, stage)
+
+    def check(self, plan: Plan) -> None:
+        """Refuse sequences that are not as long as the plan has stages."""
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if field.name != "communication" and isinstance(given, tuple) and len(given) != plan.stages:
+                raise ScheduleError(
+                    f"{field.name} has {len(given)} entries, the plan {plan.stages} stages: give one number for all "
+                    "stages, or one for each"
+                )
+
+    @cached_property
+    def _links(self) -> dict[Edge, Link]:
+        assert isinstance(self.communication, tuple)
+        return dict(self.communication)
+
+
+def _at(cost: PerStage, stage: int) -> float:
+    return cost[stage] if isinstance(cost, Sequence) else cost
+
+
+def _frozen(name: str, given: object) -> object:
+    """What was given as floats and tuples of them, so that costs can be hashed."""
+    match given:
+        case None:
+            return None
+        case Link():
+            return given
+        case Mapping():
+            links = {edge: link if isinstance(link, Link) else Link(link) for edge, link in given.items()}
+            return tuple((edge, links[edge]) for edge in sorted(links))
+        case Sequence():
+            return tuple(_number(name, number) for number in given)
+        case _:
+            return _number(name, given)
+
+
+def _number(name: str, given: object) -> float:
+    if not isinstance(given, int | float) or not (isfinite(given) and given >= 0):
+        raise ScheduleError(f"{name} must be a finite number of at least 0, not {given!r}")
+    return float(given)
