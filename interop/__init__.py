@@ -1,6 +1,31 @@
-"""torch's world: modules and optimizers as pure functions over pytrees."""
+"""torch's world outside the pipeline: modules and optimizers come in as functions. Imported on first use."""
 
-from fpipe.interop.modules import buffers, eval_mode, from_modules, into_modules
-from fpipe.interop.optim import Optimizer, optimizer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Optimizer", "buffers", "eval_mode", "from_modules", "into_modules", "optimizer"]
+if TYPE_CHECKING:
+    from fpipe.interop.modules import buffers, eval_mode, from_modules, into_modules
+    from fpipe.interop.optim import Optimizer, optimizer
+
+_HOME = {
+    "Optimizer": "optim",
+    "buffers": "modules",
+    "eval_mode": "modules",
+    "from_modules": "modules",
+    "into_modules": "modules",
+    "optimizer": "optim",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fpipe.interop' has no attribute {name!r}")
+    value = getattr(import_module(f"fpipe.interop.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
