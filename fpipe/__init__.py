@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from fpipe.costs import Costs, Link
     from fpipe.drawing import draw
     from fpipe.errors import ScheduleError, StageError, TransportError
+    from fpipe.handlers.simulator import simulate
     from fpipe.lowering import lower
     from fpipe.program import Edges, Placement, Plan, Program
     from fpipe.stage import Batch, Output, Pipeline, Stage
     from fpipe.step import evaluate, value_and_grad
+    from fpipe.timeline import Timeline
 
 _HOME = {
     "Batch": "stage",
@@ -28,10 +30,12 @@ _HOME = {
     "ScheduleError": "errors",
     "Stage": "stage",
     "StageError": "errors",
+    "Timeline": "timeline",
     "TransportError": "errors",
     "draw": "drawing",
     "evaluate": "step",
     "lower": "lowering",
+    "simulate": "handlers.simulator",
     "value_and_grad": "step",
 }
 _MODULES = ("effects", "handlers", "interop", "schedules")

@@ -7,7 +7,20 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from math import inf, isfinite
 
-from fpipe.effects import Backward, BackwardInput, BackwardWeight, Compute, Forward, Overlap
+from fpipe.effects import (
+    Activation,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Deferred,
+    Forward,
+    Gradient,
+    Name,
+    Overlap,
+    Residuals,
+    WeightGradient,
+)
 from fpipe.errors import ScheduleError
 from fpipe.program import Plan
 
@@ -105,6 +118,18 @@ class Costs:
     def size(self, stage: int) -> float:
         """Bytes of what a stage puts out for one microbatch, and of a gradient of it."""
         return _at(self.activation, stage)
+
+    def bytes(self, name: Name) -> float:
+        """How large what a name stands for is. Sums of weight gradients are always there, and count nothing."""
+        match name:
+            case Activation(stage) | Gradient(stage):
+                return self.size(stage)
+            case Residuals(stage):
+                return _at(self.residuals, stage)
+            case Deferred(stage):
+                return _at(self.deferred, stage)
+            case WeightGradient():
+                return 0.0
 
     def check(self, plan: Plan) -> None:
         """Refuse sequences that are not as long as the plan has stages."""

@@ -113,8 +113,8 @@ def test_an_unknown_name_is_an_attribute_error(package):
 
 SURFACE = {
     "fpipe": """
-        Batch Costs Edges Link Output Pipeline Placement Plan Program ScheduleError Stage StageError TransportError
-        draw effects evaluate handlers interop lower schedules value_and_grad
+        Batch Costs Edges Link Output Pipeline Placement Plan Program ScheduleError Stage StageError Timeline TransportError
+        draw effects evaluate handlers interop lower schedules simulate value_and_grad
     """,
     "fpipe.handlers": "Distributed Handler Inputs Local Observer Reference Results",
     "fpipe.schedules": "from_table gpipe interleaved_1f1b one_f_one_b",

@@ -1,0 +1,234 @@
+"""What happened when: spans of effects, and where the time went; predicted and measured alike. No torch.
+
+Conventions (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, and ours where it is silent):
+
+- the span of a rank goes from the first start to the last end of its compute; busy is its compute within;
+- cost is the largest span, so that a late start doesn't count; makespan counts it;
+- idle is span - busy, and the bubble rate idle / span on the rank with the largest span;
+- a microbatch is in flight on a stage from its forward to its weight gradient or fused backward.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, overload
+
+from fpipe.costs import Costs
+from fpipe.effects import TABLE, Backward, BackwardWeight, Effect, Forward, Name, Recv, gives, needs, parts
+from fpipe.program import Plan
+
+CAUSES = ("warm-up", "dependency", "transfer", "imbalance", "drain")
+
+
+class Span(NamedTuple):
+    """One effect on one rank: a compute, a send until it is delivered, a receive from its post to its arrival.
+
+    `waited_for` is the index of the span whose end let this one start (a receive: let it end), or None.
+    """
+
+    rank: int
+    track: str
+    effect: Effect
+    start: float
+    end: float
+    waited_for: int | None
+
+
+class Gap(NamedTuple):
+    """A time in which a rank computes nothing, and why."""
+
+    start: float
+    end: float
+    cause: str
+
+
+@dataclass(frozen=True)
+class Spans(Sequence[Span]):
+    """The spans as columns; each stands after those that it waited for, and a rank's in the order of its program."""
+
+    ranks: array[int]
+    effects: Sequence[Effect]
+    starts: array[float]
+    ends: array[float]
+    waited: array[int]
+
+    def __len__(self) -> int:
+        return len(self.effects)
+
+    @overload
+    def __getitem__(self, at: int) -> Span: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Span]: ...
+    def __getitem__(self, at: int | slice) -> Span | Sequence[Span]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        effect, waited = self.effects[at], self.waited[at]
+        track = TABLE[type(effect)].track
+        return Span(self.ranks[at], track, effect, self.starts[at], self.ends[at], waited if waited >= 0 else None)
+
+
+class Timeline:
+    """Spans, and the account of every rank's time. Times are in the unit of the costs, or in seconds.
+
+    Args:
+        plan: whose programs ran.
+        spans: what happened.
+        costs: whose bytes `memory` counts.
+
+    >>> from fpipe import Costs, Placement, Plan, schedules, simulate
+    >>> timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(2), 4), Costs(communication=0.5))
+    >>> timeline.makespan, timeline.cost, timeline.idle, timeline.peak_in_flight
+    (17.0, 17.0, [5.0, 1.0], [2.0, 1.0])
+    >>> timeline.causes[0]
+    {'warm-up': 0.0, 'dependency': 3.5, 'transfer': 1.5, 'imbalance': 0.0, 'drain': 0.0}
+    """
+
+    def __init__(self, plan: Plan, spans: Spans, costs: Costs = Costs()) -> None:
+        self.plan, self.spans, self.costs = plan, spans, costs
+        computes = {kind for kind, row in TABLE.items() if row.track == "compute"}
+        self._computes: list[array[int]] = [array("q") for _ in range(plan.ranks)]
+        for at, (rank, effect) in enumerate(zip(spans.ranks, spans.effects, strict=True)):
+            if type(effect) in computes:
+                self._computes[rank].append(at)
+
+    def compute(self, rank: int) -> Iterator[Span]:
+        """A rank's compute, in order."""
+        return (self.spans[at] for at in self._computes[rank])
+
+    @cached_property
+    def _bounds(self) -> list[tuple[float, float]]:
+        """Each rank's first start and last end; of one without compute, the timeline's start."""
+        starts, ends = self.spans.starts, self.spans.ends
+        found = [(starts[own[0]], ends[own[-1]]) if own else None for own in self._computes]
+        first = min((bounds[0] for bounds in found if bounds), default=0.0)
+        return [bounds or (first, first) for bounds in found]
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Each rank's time in compute."""
+        starts, ends = self.spans.starts, self.spans.ends
+        return [sum(ends[at] - starts[at] for at in own) for own in self._computes]
+
+    @cached_property
+    def idle(self) -> list[float]:
+        """Each rank's span less its compute."""
+        return [max(0.0, end - start - busy) for (start, end), busy in zip(self._bounds, self.busy, strict=True)]
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end over all ranks."""
+        return max(end for _, end in self._bounds) - min(start for start, _ in self._bounds)
+
+    @property
+    def cost(self) -> float:
+        """The largest span of a rank: what a step takes where steps follow one another without a gap."""
+        return max(end - start for start, end in self._bounds)
+
+    @property
+    def bubble_rate(self) -> float:
+        """Idle over span, on the rank with the largest span."""
+        spans = [end - start for start, end in self._bounds]
+        widest = spans.index(max(spans))
+        return self.idle[widest] / spans[widest] if spans[widest] else 0.0
+
+    def gaps(self, rank: int) -> Iterator[Gap]:
+        """When a rank computes nothing: before its first effect, after its last, and between, by what it waited for.
+
+        A wait for a value from another rank is a dependency until the value is sent, and a transfer from then on.
+        """
+        spans, own = self.spans, self._computes[rank]
+        first, last = min(start for start, _ in self._bounds), max(end for _, end in self._bounds)
+        start, end = self._bounds[rank]
+        if start > first:
+            yield Gap(first, start, "warm-up")
+        for before, after in pairwise(own):
+            begin, until = spans.ends[before], spans.starts[after]
+            if until > begin:
+                sent = self._sent(after, until)
+                if sent > begin:
+                    yield Gap(begin, min(sent, until), "dependency")
+                if sent < until:
+                    yield Gap(max(begin, sent), until, "transfer")
+        if end < last:
+            yield Gap(end, last, "drain")
+
+    def _sent(self, at: int, otherwise: float) -> float:
+        """When the value that a compute waited for was sent to its rank, if it came from another."""
+        received = self.spans.waited[at]
+        if received < 0 or not isinstance(self.spans.effects[received], Recv):
+            return otherwise
+        return self.spans.starts[self.spans.waited[received]]
+
+    @cached_property
+    def causes(self) -> list[dict[str, float]]:
+        """Each rank's makespan less its compute, by cause.
+
+        warm-up and drain lie outside the rank's span. Inside it a rank waits for a transfer, or for another rank to
+        get so far. Of the latter, what the busiest rank has more to do is imbalance, and no order can win it back;
+        the rest is the schedule's dependencies.
+        """
+        busiest = max(self.busy)
+        found = []
+        for rank, busy in enumerate(self.busy):
+            cause = dict.fromkeys(CAUSES, 0.0)
+            for gap in self.gaps(rank):
+                cause[gap.cause] += gap.end - gap.start
+            cause["imbalance"] = min(cause["dependency"], busiest - busy)
+            cause["dependency"] -= cause["imbalance"]
+            found.append(cause)
+        return found
+
+    @cached_property
+    def critical_path(self) -> list[Span]:
+        """The chain of waits that ends last: shorten one of these, or nothing changes."""
+        ends = self.spans.ends
+        at = max((own[-1] for own in self._computes if own), key=ends.__getitem__)
+        path = [self.spans[at]]
+        while (waited := path[-1].waited_for) is not None:
+            path.append(self.spans[waited])
+        return path[::-1]
+
+    def in_flight(self, rank: int) -> list[tuple[float, float]]:
+        """(time, microbatches in flight from then on): of a whole rank, so that one of v chunks counts 1/v."""
+        chunks = len(self.plan.stages_on(rank))
+        count, found = 0, []
+        for span in self.compute(rank):
+            begun = sum(isinstance(e, Forward) for e in parts(span.effect))
+            ended = sum(isinstance(e, Backward | BackwardWeight) for e in parts(span.effect))
+            if begun:
+                found.append((span.start, (count := count + begun) / chunks))
+            if ended:
+                found.append((span.end, (count := count - ended) / chunks))
+        return found
+
+    @cached_property
+    def peak_in_flight(self) -> list[float]:
+        """Each rank's most microbatches in flight."""
+        return [max((count for _, count in self.in_flight(rank)), default=0.0) for rank in range(self.plan.ranks)]
+
+    def memory(self, rank: int) -> list[tuple[float, float]]:
+        """(time, bytes from then on) of what a rank holds: residuals, what is deferred, and values that travel.
+
+        A received value counts from the post of its receive, one that is sent until it is delivered.
+        """
+        held: dict[Name, tuple[float, float]] = {}
+        for at, owner in enumerate(self.spans.ranks):
+            if owner != rank:
+                continue
+            effect, start, end = self.spans.effects[at], self.spans.starts[at], self.spans.ends[at]
+            for name in needs(effect, self.plan):
+                if name in held:
+                    held[name] = (held[name][0], max(held[name][1], end))
+            for name in gives(effect, self.plan):
+                held.setdefault(name, (start, end))
+        steps: dict[float, float] = {}
+        for name, (start, end) in held.items():
+            size = self.costs.bytes(name)
+            steps[start] = steps.get(start, 0.0) + size
+            steps[end] = steps.get(end, 0.0) - size
+        total = 0.0
+        return [(time, total := total + steps[time]) for time in sorted(steps)]
