@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fpipe.drawing import draw
     from fpipe.errors import ScheduleError, StageError, TransportError
     from fpipe.handlers.simulator import simulate
+    from fpipe.handlers.verifier import Report, verify
     from fpipe.lowering import lower
     from fpipe.program import Edges, Placement, Plan, Program
     from fpipe.stage import Batch, Output, Pipeline, Stage
@@ -27,6 +28,7 @@ _HOME = {
     "Placement": "program",
     "Plan": "program",
     "Program": "program",
+    "Report": "handlers.verifier",
     "ScheduleError": "errors",
     "Stage": "stage",
     "StageError": "errors",
@@ -37,6 +39,7 @@ _HOME = {
     "lower": "lowering",
     "simulate": "handlers.simulator",
     "value_and_grad": "step",
+    "verify": "handlers.verifier",
 }
 _MODULES = ("effects", "handlers", "interop", "schedules")
 

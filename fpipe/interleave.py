@@ -1,105 +1,153 @@
-"""One order over all ranks in which nobody waits, or what each rank waits for. No torch."""
+"""Playing all ranks' programs against each other: who can go on, and who waits. No torch.
+
+A rank goes on until it would wait, and takes another turn when what it waits for has come. Nothing that one
+rank does can stop another that could go on, so one order of turns finds a way if there is any.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from fpipe.effects import Effect, Recv, Send, Value, frees, gives, needs
+from fpipe.effects import Effect, Name, Recv, Send
 from fpipe.errors import ScheduleError
-from fpipe.lowering import maker
-from fpipe.program import Program, Programs
+from fpipe.numbering import Numbering
+from fpipe.program import Programs
+from fpipe.waits import explain
 
-Channels = dict[tuple[int, int], tuple[deque[Value], deque[Value]]]  # posted sends, posted receives
+
+class Transport(NamedTuple):
+    """What waits for what among sends and receives. A post itself never waits, save as said here.
+
+    Args:
+        paired: a rank's posts to a peer run in one queue, one after the other; else its sends in one and its
+            receives in another. A transfer takes place when the two stand at the head of their queues.
+        rendezvous: a send keeps its rank until its receive is posted.
+    """
+
+    paired: bool = False
+    rendezvous: bool = False
+
+
+TRANSPORTS = {"async": Transport(), "paired": Transport(paired=True), "rendezvous": Transport(rendezvous=True)}
 
 
 def interleave(programs: Programs) -> tuple[tuple[int, Effect], ...]:
     """One order over all ranks in which every value is made before it is used.
 
-    The transport is `async`: posts never wait, and each directed edge is a channel, first in, first out.
-    The order is deterministic: ranks take turns, each going on until it would wait.
+    Posts never wait, and each directed edge is a channel, first in, first out. The order is deterministic:
+    ranks take turns, each going on until it would wait.
 
     Raises:
-        ScheduleError: no such order; the message says what each rank waits for.
+        ScheduleError: no such order; the message says what ranks wait for.
     """
-    order: list[tuple[int, Effect]] = []
-    state = {rank: _Turn(program) for rank, program in programs.items()}
-    channels: Channels = {}
-    turns = deque(programs)
-    while turns:
-        turn = state[turns.popleft()]
-        for effect in turn.advance(channels):
-            order.append((turn.rank, effect))
-            if isinstance(effect, Send):
-                peer = state[effect.rank]
-                _deliver(channels, turn.rank, peer)
-                if peer.waits_for in peer.here and peer.rank not in turns:
-                    turns.append(peer.rank)
-    parked = [turn for turn in state.values() if turn.at < len(turn.program)]
-    if parked:
-        raise ScheduleError("no rank can go on: " + "; ".join(turn.explain(state) for turn in parked))
-    for (source, target), (sends, receives) in channels.items():
-        if sends or receives:
-            kind, value = ("sends", sends[0]) if sends else ("never sends", receives[0])
-            raise ScheduleError(
-                f"rank {source} {kind} {value} to rank {target}, which {'never ' if sends else ''}receives it"
-            )
-    return tuple(order)
+    effects = {rank: program.effects for rank, program in programs.items()}
+    return tuple((rank, e) for rank, start, stop in turns(programs) for e in effects[rank][start:stop])
 
 
-class _Turn:
-    """How far one rank has got, what is on it, and what it waits for."""
+def turns(programs: Programs, transport: str = "async") -> Iterator[tuple[int, int, int]]:
+    """The turns of that order: a rank, and where in its program it goes on and stops.
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.rank, self.at = program, program.rank, 0
-        self.here: set[object] = set()
-        self.waits_for: object = None
+    Raises:
+        ScheduleError: (at the end) ranks are left that can't go on, or posts that are never met.
+    """
+    play = _Play(programs, TRANSPORTS[transport])
+    while play.turns:
+        rank = play.turns.popleft()
+        start, play.at[rank] = play.at[rank], play.advance(rank)
+        if play.at[rank] > start:
+            yield rank, start, play.at[rank]
+    play.check_ended()
 
-    def advance(self, channels: Channels) -> Iterator[Effect]:
-        plan, effects = self.program.plan, self.program.effects
-        while self.at < len(effects):
-            effect = effects[self.at]
-            for name in needs(effect, plan):
-                if name not in self.here:
-                    self.waits_for = name
-                    return
-            self.at += 1
-            if isinstance(effect, Send):
-                _channel(channels, self.rank, effect.rank)[0].append(effect.value)
-            elif isinstance(effect, Recv):
-                _channel(channels, effect.rank, self.rank)[1].append(effect.value)
-                _deliver(channels, effect.rank, self)
+
+class _Play:
+    """How far each rank has got, the names that are on it, and the posts that are not met yet."""
+
+    def __init__(self, programs: Programs, transport: Transport) -> None:
+        self.programs, self.transport = programs, transport
+        self.numbering = Numbering(next(iter(programs.values())).plan)
+        self.turns = deque(programs)
+        self.at = dict.fromkeys(programs, 0)
+        self.here: dict[int, set[object]] = {rank: set() for rank in programs}
+        self.waits_for: dict[int, object] = {}
+        self.queues: dict[tuple[int, int, bool], deque[tuple[bool, int]]] = defaultdict(deque)
+
+    def advance(self, rank: int) -> int:
+        """Run a rank until it would wait; where that is."""
+        effects: tuple[Any, ...] = self.programs[rank].effects
+        here, numbering = self.here[rank], self.numbering
+        for at in range(self.at[rank], len(effects)):
+            effect = effects[at]
+            kind = type(effect)
+            if kind is Recv or kind is Send:
+                missing = self._post(rank, effect)
             else:
-                self.here.update(gives(effect, plan))
-                self.here.difference_update(frees(effect, plan))
-            yield effect
+                (needs, gives, frees), shift = numbering.of(effect)
+                missing = None
+                for number in needs:
+                    if number + shift not in here:
+                        missing = number + shift
+                        break
+                else:
+                    here.update([number + shift for number in gives])
+                    here.difference_update([number + shift for number in frees])
+            if missing is not None:
+                self.waits_for[rank] = missing
+                return at
+        return len(effects)
 
-    def explain(self, state: dict[int, _Turn]) -> str:
-        effect, name = self.program.effects[self.at], self.waits_for
-        text = f"rank {self.rank} waits at {effect} for {name}"
-        if not isinstance(name, Value):
-            return f"{text}, which no effect before it gives"
-        source = maker(name, self.program.plan)
-        if source == self.rank:
-            return f"{text}, which this rank itself makes only later"
-        posted = any(isinstance(e, Recv) and e.value == name for e in self.program.effects[: self.at])
-        if not posted:
-            return f"{text} from rank {source}: post Recv({name}, {source}) before"
-        later = any(isinstance(e, Send) and e.value == name for e in state[source].program.effects)
-        return f"{text} from rank {source}, which {'has yet to send it' if later else 'never sends it'}"
+    def _post(self, rank: int, effect: Send | Recv) -> object:
+        """Post a send or a receive, and let the transfers happen that now can; what it must wait for, or None."""
+        number, peer, sends = self.numbering.number(effect.value), effect.rank, isinstance(effect, Send)
+        if sends:
+            if number not in self.here[rank]:
+                return number
+            if self.transport.rendezvous and (number, peer) not in self.here[rank]:
+                return number, peer
+        elif self.transport.rendezvous:
+            self._arrive(peer, (number, rank))
+        paired = self.transport.paired
+        own = self.queues[rank, peer, paired or sends]
+        other = self.queues[peer, rank, paired or not sends]
+        own.append((sends, number))
+        while own and other and own[0][0] != other[0][0]:
+            (sends, number), (_, expected) = own.popleft(), other.popleft()
+            source, target = (rank, peer) if sends else (peer, rank)
+            if number != expected:
+                pair = (number, expected) if sends else (expected, number)
+                raise crossed(source, target, *map(self.numbering.name, pair))
+            self._arrive(target, number)
+        return None
+
+    def _arrive(self, rank: int, what: object) -> None:
+        self.here[rank].add(what)
+        if self.waits_for.get(rank) == what:
+            del self.waits_for[rank]
+            self.turns.append(rank)
+
+    def check_ended(self) -> None:
+        """Refuse ranks that can't go on, sends that are never received, and receives that are never sent."""
+        missing = {rank: self._missing(rank) for rank, at in self.at.items() if at < len(self.programs[rank])}
+        if missing:
+            raise ScheduleError(explain(self.programs, self.at, missing, self.transport.paired))
+        for (rank, peer, _), queue in self.queues.items():
+            for sends, number in queue:
+                value = self.numbering.name(number)
+                if sends:
+                    raise ScheduleError(f"rank {rank} sends {value} to rank {peer}, which never receives it")
+                raise ScheduleError(f"rank {peer} never sends {value} to rank {rank}, which receives it")
+
+    def _missing(self, rank: int) -> list[Name]:
+        """What a parked rank needs and does not have."""
+        (needs, _, _), shift = self.numbering.of(self.programs[rank].effects[self.at[rank]])
+        numbers = (number + shift for number in needs)
+        return [self.numbering.name(number) for number in numbers if number not in self.here[rank]]
 
 
-def _channel(channels: Channels, source: int, target: int) -> tuple[deque[Value], deque[Value]]:
-    return channels.setdefault((source, target), (deque(), deque()))
-
-
-def _deliver(channels: Channels, source: int, target: _Turn) -> None:
-    sends, receives = _channel(channels, source, target.rank)
-    while sends and receives:
-        value, expected = sends.popleft(), receives.popleft()
-        if value != expected:
-            raise ScheduleError(
-                f"on the channel from rank {source} to rank {target.rank}, {value} is sent where {expected} is "
-                "received: post the receives in the order of the sends"
-            )
-        target.here.add(value)
+def crossed(source: int, target: int, sent: Name, expected: Name) -> ScheduleError:
+    """That a channel's receives are not in the order of its sends."""
+    return ScheduleError(
+        f"on the channel from rank {source} to rank {target}, {sent} is sent where {expected} is received: post the "
+        "receives in the order of the sends"
+    )

@@ -6,22 +6,23 @@ Each pass is a plain function `programs -> programs`; `lower` composes them. Wha
 - on each directed edge, receives are posted in the order of the sends, at the latest before first use;
 - a stage's `Reduce` follows its last weight gradient.
 
-A schedule that yields its own sends and receives keeps them as they are.
+A schedule that yields its own sends and receives keeps them as they are. Whether the programs are right, the
+verifier says: of a wrong schedule the passes make what they can.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from fpipe.effects import (
     TABLE,
     Activation,
     Backward,
-    BackwardInput,
     BackwardWeight,
-    Compute,
     Effect,
     Forward,
     Gradient,
@@ -31,35 +32,36 @@ from fpipe.effects import (
     Send,
     Value,
     WeightGradient,
-    gives,
-    needs,
     parts,
 )
 from fpipe.errors import ScheduleError
+from fpipe.numbering import COMPUTE, Key, Numbering, check_names
 from fpipe.program import Plan, Program, Programs, Schedule
 
+Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values that are not received yet
 
-def lower(schedule: Schedule, plan: Plan, *, depth: int | None = None) -> Programs:
-    """Complete programs of all ranks.
+
+def lower(schedule: Schedule, plan: Plan, *, depth: int | None = None, transport: str = "async") -> Programs:
+    """Complete programs of all ranks, as the schedule has them; `fpipe.verify` says whether they are right.
 
     Args:
         schedule: `(rank, plan) -> iterator of effects`, in compute order.
         depth: receives posted beyond the next one used; 2 by default, 4 where stages are skipped.
+        transport: what receives are placed for. On `async`, fpipe's own, a receive that is posted early keeps nothing
+            waiting; for the others of `fpipe.verify` it stands where its send is made, and there is no depth.
 
     Raises:
-        ScheduleError: an effect that is missing, doubled, out of order, or not this rank's to run.
+        ScheduleError: what is yielded is no effect, or names a stage, microbatch or rank that the plan lacks.
 
     >>> from fpipe import Placement, Plan, schedules
     >>> lower(schedules.gpipe, Plan(Placement.loop(2), 1))[1].effects[:3]
     (Recv(value=Activation(stage=0, microbatch=0), rank=0), Forward(stage=1, microbatch=0), \
 Backward(stage=1, microbatch=0))
     """
-    programs = complete(collect(schedule, plan))
-    if any(isinstance(e, Send | Recv) for program in programs.values() for e in program):
-        programs = communicated(programs)
-    else:
-        programs = prefetch(communicate(programs), depth)
-    return reduced(reduce(programs))
+    programs = collect(schedule, plan)
+    if not any(type(e) is Send or type(e) is Recv for program in programs.values() for e in program):
+        programs = prefetch(communicate(programs), depth) if transport == "async" else meet(programs)
+    return reduce(programs)
 
 
 def collect(schedule: Schedule, plan: Plan) -> Programs:
@@ -67,84 +69,9 @@ def collect(schedule: Schedule, plan: Plan) -> Programs:
     programs = {}
     for rank in range(plan.ranks):
         effects = tuple(schedule(rank, plan))
-        for effect in effects:
-            _check(effect, rank, plan)
+        check_names(effects, rank, plan)
         programs[rank] = Program(plan, rank, effects)
     return programs
-
-
-def _check(effect: Effect, rank: int, plan: Plan) -> None:
-    if type(effect) not in TABLE:
-        raise ScheduleError(f"rank {rank} yields {effect!r}, which is no effect: see fpipe.effects.TABLE")
-    if isinstance(effect, Overlap) and not (
-        isinstance(effect.forward, Forward) and isinstance(effect.backward, Backward | BackwardInput)
-    ):
-        raise ScheduleError(f"rank {rank} yields {effect}: it overlaps a Forward with a Backward or a BackwardInput")
-    for part in parts(effect):
-        if isinstance(part, Compute) and not (
-            0 <= part.stage < plan.stages
-            and 0 <= part.microbatch < plan.microbatches
-            and plan.rank_of(part.stage, part.microbatch) == rank
-        ):
-            raise ScheduleError(
-                f"rank {rank} yields {part}: it holds stages {plan.stages_on(rank)}"
-                f", and there are microbatches 0 to {plan.microbatches - 1}"
-                + (" (a copy of a stage runs its own block)" if part.stage in plan.stages_on(rank) else "")
-            )
-        if isinstance(part, Send | Recv) and (part.rank == rank or not 0 <= part.rank < plan.ranks):
-            raise ScheduleError(f"rank {rank} yields {part}: the peer must be another rank, 0 to {plan.ranks - 1}")
-        if isinstance(part, Reduce) and part.stage not in plan.stages_on(rank):
-            raise ScheduleError(f"rank {rank} yields {part}: it holds stages {plan.stages_on(rank)}")
-
-
-def complete(programs: Programs) -> Programs:
-    """The same programs, once every stage has run every microbatch forward, and backward or not at all.
-
-    Forwards and weight gradients must come in microbatch order on each rank: state and sums depend on it.
-    """
-    trained = any(isinstance(p, Backward | BackwardWeight) for q in programs.values() for e in q for p in parts(e))
-    for program in programs.values():
-        _complete(program, trained)
-    return programs
-
-
-def _complete(program: Program, trained: bool) -> None:
-    plan, rank = program.plan, program.rank
-    forwards = {s: deque(plan.microbatches_of(s, rank)) for s in plan.stages_on(rank)}
-    weights = {s: deque(plan.microbatches_of(s, rank) if trained else ()) for s in plan.stages_on(rank)}
-    inputs: set[tuple[int, int]] = set()
-    for effect in program:
-        for e in parts(effect):
-            if isinstance(e, Forward):
-                _next(forwards, e, rank)
-            elif isinstance(e, Backward):
-                _next(weights, e, rank)
-            elif isinstance(e, BackwardInput):
-                if (e.stage, e.microbatch) in inputs:
-                    raise ScheduleError(f"rank {rank} yields {e} twice")
-                inputs.add((e.stage, e.microbatch))
-            elif isinstance(e, BackwardWeight):
-                _next(weights, e, rank)
-                if (e.stage, e.microbatch) not in inputs:
-                    raise ScheduleError(f"rank {rank} yields {e} before its BackwardInput")
-                inputs.remove((e.stage, e.microbatch))
-    for left, kind in ((forwards, "Forward"), (weights, "Backward, or BackwardInput and BackwardWeight")):
-        for stage, microbatches in left.items():
-            if microbatches:
-                raise ScheduleError(f"rank {rank} ends without {kind} of stage {stage}, microbatch {microbatches[0]}")
-    if inputs:
-        stage, microbatch = min(inputs)
-        raise ScheduleError(f"rank {rank} ends without BackwardWeight of stage {stage}, microbatch {microbatch}")
-
-
-def _next(order: dict[int, deque[int]], e: Compute, rank: int) -> None:
-    expected = order[e.stage][0] if order[e.stage] else None
-    if e.microbatch != expected:
-        due = "nothing more" if expected is None else f"microbatch {expected}"
-        raise ScheduleError(
-            f"rank {rank} yields {e} where {due} is due: each stage runs its microbatches once, in order"
-        )
-    order[e.stage].popleft()
 
 
 def maker(value: Value, plan: Plan) -> int:
@@ -172,161 +99,196 @@ def readers(value: Value, plan: Plan) -> tuple[int, ...]:
 
 def communicate(programs: Programs) -> Programs:
     """Add each `Send` after its producer, and each `Recv` before its first use, in the order of the sends."""
-    sent: dict[tuple[int, int], deque[Value]] = {}
-    sending = {rank: tuple(_with_sends(program, sent)) for rank, program in programs.items()}
-    lowered = {
-        rank: replace(program, effects=tuple(_with_receives(program, sending[rank], sent)))
+    wires = _Wires(programs[0].plan)
+    sent: Sent = defaultdict(deque)
+    sending = {rank: list(_with_sends(program, wires, sent)) for rank, program in programs.items()}
+    return {
+        rank: replace(program, effects=tuple(_with_receives(rank, sending.pop(rank), wires, sent)))
         for rank, program in programs.items()
     }
-    for (source, target), values in sent.items():
-        if values:
-            raise ScheduleError(f"rank {source} makes {values[0]} for rank {target}, which never uses it")
-    return lowered
 
 
-def _with_sends(program: Program, sent: dict[tuple[int, int], deque[Value]]) -> Iterator[Effect]:
-    plan, rank = program.plan, program.rank
+def _with_sends(program: Program, wires: _Wires, sent: Sent) -> Iterator[Effect]:
     for effect in program:
         yield effect
-        for value in gives(effect, plan):
-            if isinstance(value, Activation | Gradient):
-                for peer in readers(value, plan):
-                    sent.setdefault((rank, peer), deque()).append(value)
+        for value, peers in wires.out(effect):
+            for peer in peers:
+                if peer != program.rank:
+                    sent[program.rank, peer].append(value)
                     yield Send(value, peer)
 
 
-def _with_receives(
-    program: Program, effects: tuple[Effect, ...], sent: dict[tuple[int, int], deque[Value]]
-) -> Iterator[Effect]:
-    plan, rank = program.plan, program.rank
-    received: set[Value] = set()
+def _with_receives(rank: int, effects: list[Effect], wires: _Wires, sent: Sent) -> Iterator[Effect]:
+    received: set[int] = set()
     for effect in effects:
-        if not isinstance(effect, Send | Reduce):
-            for value in needs(effect, plan):
-                if not isinstance(value, Activation | Gradient):
-                    continue
-                source = maker(value, plan)
-                channel = sent.get((source, rank), ())
-                while source != rank and value not in received:
-                    if not channel:
-                        raise ScheduleError(f"rank {rank} needs {value} for {effect}, but rank {source} never makes it")
-                    received.add(channel[0])
-                    yield Recv(channel.popleft(), source)
+        for number, source in wires.into(effect):
+            channel = sent[source, rank] if source != rank else ()
+            while channel and number not in received:
+                value = channel.popleft()
+                received.add(wires.numbering.number(value))
+                yield Recv(value, source)
         yield effect
 
 
-def communicated(programs: Programs) -> Programs:
-    """The same programs, once a schedule's own sends and receives are from a value's maker, once, and for a use."""
-    for program in programs.values():
-        plan, rank = program.plan, program.rank
-        used = {name for effect in program if not isinstance(effect, Send) for name in needs(effect, plan)}
-        seen: set[Effect] = set()
-        for effect in program:
-            if not isinstance(effect, Send | Recv):
-                continue
-            source, target = (rank, effect.rank) if isinstance(effect, Send) else (effect.rank, rank)
-            if maker(effect.value, plan) != source:
-                raise ScheduleError(f"rank {rank} yields {effect}: rank {maker(effect.value, plan)} makes it")
-            if effect in seen:
-                raise ScheduleError(f"rank {rank} yields {effect} twice")
-            if target not in readers(effect.value, plan) or (target == rank and effect.value not in used):
-                raise ScheduleError(f"rank {rank} yields {effect}, but rank {target} never uses it")
-            seen.add(effect)
-    return programs
+class _Wires:
+    """What effects put out for other ranks, and what they take in; looked up once for all microbatches alike."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.numbering = plan, Numbering(plan)
+        self._out: dict[Key, list[tuple[Callable[[int], Value], tuple[int, ...]]]] = {}
+        self._into: dict[Key, list[tuple[int, int]]] = {}
+
+    def out(self, effect: Any) -> list[tuple[Value, tuple[int, ...]]]:
+        """The values that an effect gives, each with its readers on other ranks."""
+        kind = type(effect)
+        if kind in COMPUTE:
+            key, m = self.numbering.key(effect), effect.microbatch
+            if key not in self._out:
+                self._out[key] = [(_like(value), peers) for value, peers in self._find_out(effect)]
+            return [(make(m), peers) for make, peers in self._out[key]]
+        if kind is Overlap:
+            return [wire for part in parts(effect) for wire in self.out(part)]
+        return [] if kind is Recv else self._find_out(effect)
+
+    def into(self, effect: Any) -> list[tuple[int, int]]:
+        """The numbers of the values that an effect needs, each with the rank that makes it."""
+        kind = type(effect)
+        if kind in COMPUTE:
+            key, m = self.numbering.key(effect), effect.microbatch
+            if key not in self._into:
+                self._into[key] = [(number - m, source) for number, source in self._find_into(effect)]
+            return [(number + m, source) for number, source in self._into[key]]
+        if kind is Overlap:
+            return [wire for part in parts(effect) for wire in self.into(part)]
+        return [] if kind is Send else self._find_into(effect)
+
+    def _find_out(self, effect: Effect) -> list[tuple[Value, tuple[int, ...]]]:
+        given = TABLE[type(effect)].gives(effect, self.plan)
+        return [(v, readers(v, self.plan)) for v in given if isinstance(v, Activation | Gradient)]
+
+    def _find_into(self, effect: Effect) -> list[tuple[int, int]]:
+        needed = TABLE[type(effect)].needs(effect, self.plan)
+        number = self.numbering.number
+        return [(number(v), maker(v, self.plan)) for v in needed if isinstance(v, Activation | Gradient)]
+
+
+def _like(value: Any) -> Callable[[int], Value]:
+    """Microbatch -> the value that is to it what this one is to its own."""
+    if isinstance(value, Activation):
+        return partial(Activation, value.stage)
+    return partial(Gradient, value.stage, value.consumer)
 
 
 def prefetch(programs: Programs, depth: int | None = None) -> Programs:
     """Post receives earlier: up to `depth` beyond the next one used (2; 4 where stages are skipped)."""
     if depth is not None and depth < 0:
         raise ScheduleError(f"the prefetch depth must be at least 0, not {depth}")
-    return {rank: replace(p, effects=tuple(_prefetched(p, depth))) for rank, p in programs.items()}
-
-
-def _prefetched(program: Program, depth: int | None) -> Iterator[Effect]:
-    plan = program.plan
+    plan = programs[0].plan
     if depth is None:
         depth = 4 if plan.edges.skips else 2
-    ahead = deque(e for e in program if isinstance(e, Recv))
-    posted: set[Value] = set()
-    waiting: set[Value] = set()  # posted, not used yet
+    numbering = Numbering(plan)
+    return {rank: replace(p, effects=tuple(_prefetched(p, depth, numbering))) for rank, p in programs.items()}
+
+
+def _prefetched(program: Program, depth: int, numbering: Numbering) -> Iterator[Effect]:
+    receives = deque(e for e in program if isinstance(e, Recv))
+    early = 0  # how many are posted ahead of their place
+    waiting: set[int] = set()  # posted, not used yet
     for effect in program:
-        if isinstance(effect, Recv):
-            if effect.value not in posted:
-                yield _post(ahead, posted, waiting)
-            continue
-        while ahead and len(waiting) <= depth and not isinstance(effect, Send):
-            yield _post(ahead, posted, waiting)
-        yield effect
-        waiting.difference_update(needs(effect, plan))
+        if isinstance(effect, Send):
+            yield effect
+        elif isinstance(effect, Recv):
+            if early:
+                early -= 1
+            else:
+                waiting.add(numbering.number(effect.value))
+                yield receives.popleft()
+        else:
+            while receives and len(waiting) <= depth:
+                early += 1
+                waiting.add(numbering.number(receives[0].value))
+                yield receives.popleft()
+            yield effect
+            (needs, _, _), shift = numbering.of(effect)
+            waiting.difference_update([number + shift for number in needs])
 
 
-def _post(ahead: deque[Recv], posted: set[Value], waiting: set[Value]) -> Recv:
-    recv = ahead.popleft()
-    posted.add(recv.value)
-    waiting.add(recv.value)
-    return recv
+def meet(programs: Programs) -> Programs:
+    """Add each `Send` after its producer, and its `Recv` on the other rank at that moment: every transport runs it."""
+    rows = in_step({rank: program.effects for rank, program in programs.items()}, programs[0].plan)
+    return {rank: replace(program, effects=tuple(rows[rank])) for rank, program in programs.items()}
+
+
+def in_step(rows: Mapping[int, Sequence[Any]], plan: Plan) -> dict[int, list[Any]]:
+    """The rows with their sends and receives, as ranks take turns, an effect each. What is no effect keeps its place.
+
+    Where no rank can go on, the rest of each row is left as it is.
+    """
+    left = {rank: deque(row) for rank, row in rows.items()}
+    done: dict[int, list[Any]] = {rank: [] for rank in rows}
+    here: dict[int, set[object]] = {rank: set() for rank in rows}
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in left.items():
+            known = row and TABLE.get(type(row[0]))
+            if not row or (known and not here[rank].issuperset(known.needs(row[0], plan))):
+                continue
+            moved = True
+            item = row.popleft()
+            done[rank].append(item)
+            made = known.gives(item, plan) if known else ()
+            here[rank].update(made)
+            for value in (name for name in made if isinstance(name, Activation | Gradient)):
+                for peer in readers(value, plan):
+                    done[rank].append(Send(value, peer))
+                    done[peer].append(Recv(value, rank))
+                    here[peer].add(value)
+    return {rank: [*done[rank], *left[rank]] for rank in rows}
 
 
 def reduce(programs: Programs) -> Programs:
     """Add `Reduce` after each stage's last weight gradient, with the exchange that copies and ties need.
 
-    What a stage shares with other ranks is exchanged at the end of the programs, sends first, so that it
-    fits behind any schedule and its own communication.
+    What a stage shares with other ranks is exchanged at the end of the programs, so that it fits behind any schedule
+    and its own communication, and in one order over all ranks, so that every transport runs it.
     """
-    if any(isinstance(e, Reduce) for program in programs.values() for e in program):
+    if any(type(e) is Reduce for program in programs.values() for e in program):
         return programs
     return {rank: replace(p, effects=tuple(_with_reduce(p))) for rank, p in programs.items()}
 
 
-def _with_reduce(program: Program) -> Iterator[Effect]:
-    plan, rank = program.plan, program.rank
+def _with_reduce(program: Program) -> list[Effect]:
+    plan, rank, effects = program.plan, program.rank, list(program)
     last = _last_weights(program)
     shared = [s for s in sorted(last) if len(plan.sharers(s)) > 1]
-    final: list[int] = []
-    for at, effect in enumerate(program):
-        if not isinstance(effect, Send):
-            yield from map(Reduce, final)
-            final = []
-        yield effect
-        final += (s for s in sorted(last) if last[s] == at and s not in shared)
-    yield from map(Reduce, final)
-    for stage in shared:
-        value = WeightGradient(stage, rank)
-        yield from (Send(value, peer) for peer in readers(value, plan))
-    foreign = sorted({sharer for stage in shared for sharer in plan.sharers(stage) if sharer[1] != rank})
-    yield from (Recv(WeightGradient(stage, peer), peer) for stage, peer in foreign)
-    yield from (Reduce(stage) for stage in shared)
-
-
-def reduced(programs: Programs) -> Programs:
-    """The same programs, once each stage that is trained is reduced on each rank, once, after its last gradient."""
-    for program in programs.values():
-        rank, last = program.rank, _last_weights(program)
-        due = set(last)
-        for at, effect in enumerate(program):
-            if isinstance(effect, Send) and isinstance(effect.value, WeightGradient):
-                if effect.value.stage not in last or at < last[effect.value.stage]:
-                    raise ScheduleError(f"rank {rank} yields {effect} before the stage's last weight gradient")
-            elif isinstance(effect, Reduce):
-                if effect.stage not in due or at < last[effect.stage]:
-                    when = "before the stage's last weight gradient" if effect.stage in due else "twice, or for nothing"
-                    raise ScheduleError(f"rank {rank} yields {effect} {when}")
-                due.remove(effect.stage)
-        if due:
-            raise ScheduleError(
-                f"rank {rank} ends without Reduce(stage={min(due)}): a schedule yields every Reduce, or none"
-            )
-    return programs
+    for stage in sorted(set(last) - set(shared), key=last.__getitem__, reverse=True):
+        at = last[stage] + 1
+        while at < len(effects) and isinstance(effects[at], Send):
+            at += 1
+        effects.insert(at, Reduce(stage))
+    sums = sorted({sharer for stage in shared for sharer in plan.sharers(stage)})
+    for value in (WeightGradient(*sharer) for sharer in sums):
+        peers = readers(value, plan)
+        if value.rank == rank:
+            effects += [Send(value, peer) for peer in peers]
+        elif rank in peers:
+            effects.append(Recv(value, value.rank))
+    effects += [Reduce(stage) for stage in shared]
+    return effects
 
 
 def _last_weights(program: Program) -> dict[int, int]:
     """Where each stage's last weight gradient stands."""
-    return {
-        e.stage: at
-        for at, effect in enumerate(program)
-        for e in parts(effect)
-        if isinstance(e, Backward | BackwardWeight)
-    }
+    last: dict[int, int] = {}
+    held = len(program.plan.stages_on(program.rank))
+    for at in range(len(program) - 1, -1, -1):
+        for e in parts(program.effects[at]):
+            if isinstance(e, Backward | BackwardWeight):
+                last.setdefault(e.stage, at)
+        if len(last) == held:
+            break
+    return last
 
 
 def forward_only(programs: Programs) -> Programs:

@@ -14,6 +14,7 @@ from fpipe.autodiff import Eager, Pieces
 from fpipe.effects import Backward, BackwardWeight, parts
 from fpipe.errors import ScheduleError, StageError
 from fpipe.handlers.protocol import Handler, Inputs, Observer, Results
+from fpipe.handlers.verifier import check
 from fpipe.lowering import forward_only, lower, wavefront
 from fpipe.microbatch import Microbatch, merge, split
 from fpipe.observe import observing
@@ -73,6 +74,7 @@ def value_and_grad(
     """
     job = _Job(pipeline, plan, handler.ranks(plan), reduction, weight, in_axes, out_axes, f"step of {_name(schedule)}")
     programs = lower(schedule, plan, depth=prefetch)
+    check(programs)
     if not any(isinstance(p, Backward | BackwardWeight) for q in programs.values() for e in q for p in parts(e)):
         raise ScheduleError(f"{_name(schedule)} runs nothing backward: for outputs or the loss alone, use evaluate")
     run = handler.compile(programs, job.pieces(True, has_aux, gather), observing(observe))
@@ -132,6 +134,7 @@ def evaluate(
         raise ValueError("has_aux and weight go with loss=True: they are the loss's")
     job = _Job(pipeline, plan, handler.ranks(plan), reduction, weight, in_axes, out_axes, "evaluation")
     programs = forward_only(lower(schedule or wavefront, plan, depth=prefetch))
+    check(programs)
     run = handler.compile(programs, job.pieces(loss, has_aux, gather), observing(observe))
 
     def outputs(

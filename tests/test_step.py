@@ -1,5 +1,6 @@
 """The step's contract, against torch's own results."""
 
+import copy
 import gc
 import weakref
 
@@ -165,7 +166,7 @@ def test_state_goes_through_the_microbatches_in_order(handler):
 def test_batch_norm_equals_the_module_fed_microbatch_by_microbatch(handler):
     torch.manual_seed(0)
     modules = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)) for _ in range(2)]
-    whole = torch.nn.Sequential(*[interop.modules.copy.deepcopy(m) for m in modules])
+    whole = torch.nn.Sequential(*[copy.deepcopy(m) for m in modules])
     pipeline, params = interop.from_modules(modules, loss=cases.mse)
     x, y = torch.randn(12, 4), torch.randn(12, 4)
     *_, state = run(pipeline, handler, 3, params, x, y, state=interop.buffers(modules))

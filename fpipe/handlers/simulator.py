@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
-from typing import get_args
+from itertools import repeat
+from math import inf
+from typing import Any, get_args
 
 from fpipe.costs import Costs, Link
-from fpipe.effects import Compute, Effect, Name, Overlap, Recv, Send, frees, gives, needs
-from fpipe.interleave import interleave
+from fpipe.effects import Compute, Effect, Overlap, Recv, Send
+from fpipe.interleave import turns
 from fpipe.lowering import lower
+from fpipe.numbering import Numbering
 from fpipe.program import Plan, Programs, Schedule
 from fpipe.timeline import Spans, Timeline
 
@@ -40,15 +42,14 @@ def simulate(schedule: Schedule, plan: Plan, costs: Costs = Costs(), *, depth: i
 
 def play(programs: Programs, costs: Costs) -> Timeline:
     """The timeline of complete programs."""
-    plan = programs[0].plan
-    return Timeline(plan, _Run(plan, costs).spans(interleave(programs)), costs)
+    return Timeline(programs[0].plan, _Run(programs, costs).spans(), costs)
 
 
 class _Edge:
-    """One direction between two ranks: its link, until when bytes occupy it, and whose other end is yet to come."""
+    """One direction between two ranks: until when bytes occupy it, and the posts whose other half is yet to come."""
 
     def __init__(self, link: Link) -> None:
-        self.link, self.free = link, 0.0
+        self.latency, self.bandwidth, self.free = link.latency, link.bandwidth, 0.0
         self.sends: deque[int] = deque()
         self.receives: deque[int] = deque()
 
@@ -56,65 +57,67 @@ class _Edge:
 class _Run:
     """The state of a simulation: spans as columns, and for each rank when it is free and what is there."""
 
-    def __init__(self, plan: Plan, costs: Costs) -> None:
-        self.plan, self.costs = plan, costs
+    def __init__(self, programs: Programs, costs: Costs) -> None:
+        plan, count = programs[0].plan, sum(map(len, programs.values()))
+        self.programs, self.costs, self.numbering = programs, costs, Numbering(plan)
         self.times = {kind: [costs.time(kind(s, 0)) for s in range(plan.stages)] for kind in get_args(Compute)}
         self.free = [0.0] * plan.ranks
         self.last = [-1] * plan.ranks  # the span that keeps the rank until it is free
-        self.here: list[dict[Name, int]] = [{} for _ in range(plan.ranks)]  # the span that gave each name
+        self.here: list[dict[int, int]] = [{} for _ in range(plan.ranks)]  # the span that gave each name
         self.edges: dict[tuple[int, int], _Edge] = {}
         self.ranks, self.effects = array("l"), list[Effect]()
-        self.starts, self.ends, self.waited = array("d"), array("d"), array("q")
+        self.starts, self.ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
+        self.waited = array("q", bytes(8 * count))
 
-    def spans(self, order: Iterable[tuple[int, Effect]]) -> Spans:
-        for rank, effect in order:
-            if isinstance(effect, Send):
-                self._send(rank, effect)
-            elif isinstance(effect, Recv):
-                self._receive(rank, effect)
-            else:
-                self._run(rank, effect)
+    def spans(self) -> Spans:
+        at = 0
+        for rank, start, stop in turns(self.programs):
+            effects: tuple[Any, ...] = self.programs[rank].effects[start:stop]
+            self.effects += effects
+            self.ranks.extend(repeat(rank, len(effects)))
+            for at, effect in enumerate(effects, at):  # noqa: B020 - it goes on where the turn before ended
+                kind = type(effect)
+                if kind is Send:
+                    self._send(at, rank, effect)
+                elif kind is Recv:
+                    self._receive(at, rank, effect)
+                else:
+                    self._run(at, rank, effect)
+            at += 1
         return Spans(self.ranks, self.effects, self.starts, self.ends, self.waited)
 
-    def _add(self, rank: int, effect: Effect, start: float, end: float, waited: int) -> int:
-        self.ranks.append(rank)
-        self.effects.append(effect)
-        self.starts.append(start)
-        self.ends.append(end)
-        self.waited.append(waited)
-        return len(self.effects) - 1
+    def _run(self, at: int, rank: int, effect: Any) -> None:
+        start, waited, here, ends = self.free[rank], self.last[rank], self.here[rank], self.ends
+        (needs, gives, frees), shift = self.numbering.of(effect)
+        for number in needs:
+            given = here[number + shift]
+            if ends[given] > start:
+                start, waited = ends[given], given
+        for number in frees:
+            del here[number + shift]
+        for number in gives:
+            here[number + shift] = at
+        times = self.times.get(type(effect))
+        took = times[effect.stage] if times else self.costs.time(effect) if type(effect) is Overlap else 0.0
+        self.starts[at], self.waited[at] = start, waited
+        self.free[rank] = ends[at] = start + took
+        self.last[rank] = at
 
-    def _run(self, rank: int, effect: Effect) -> None:
-        start, waited, here = self.free[rank], self.last[rank], self.here[rank]
-        for name in needs(effect, self.plan):
-            given = here[name]
-            if self.ends[given] > start:
-                start, waited = self.ends[given], given
-        for name in frees(effect, self.plan):
-            del here[name]
-        end = start + self._time(effect)
-        at = self._add(rank, effect, start, end, waited)
-        here.update(dict.fromkeys(gives(effect, self.plan), at))
-        self.free[rank], self.last[rank] = end, at
-
-    def _time(self, effect: Effect) -> float:
-        if isinstance(effect, Compute):
-            return self.times[type(effect)][effect.stage]
-        return self.costs.time(effect) if isinstance(effect, Overlap) else 0.0
-
-    def _send(self, rank: int, effect: Send) -> None:
-        edge, waited, posted = self._edge(rank, effect.rank), self.last[rank], self.free[rank]
-        left = max(posted, edge.free) + self.costs.bytes(effect.value) / edge.link.bandwidth
-        edge.free = left
-        at = self._add(rank, effect, posted, left + edge.link.latency, waited)
+    def _send(self, at: int, rank: int, effect: Send) -> None:
+        edge = self.edges.get((rank, effect.rank)) or self._edge(rank, effect.rank)
+        posted = left = self.free[rank]
+        if edge.bandwidth < inf:
+            edge.free = left = max(posted, edge.free) + self.costs.bytes(effect.value) / edge.bandwidth
+        self.starts[at], self.ends[at], self.waited[at] = posted, left + edge.latency, self.last[rank]
         if edge.receives:
             self._arrive(at, edge.receives.popleft())
         else:
             edge.sends.append(at)
 
-    def _receive(self, rank: int, effect: Recv) -> None:
-        edge, posted = self._edge(effect.rank, rank), self.free[rank]
-        at = self.here[rank][effect.value] = self._add(rank, effect, posted, posted, -1)
+    def _receive(self, at: int, rank: int, effect: Recv) -> None:
+        edge = self.edges.get((effect.rank, rank)) or self._edge(effect.rank, rank)
+        self.starts[at] = self.free[rank]
+        self.here[rank][self.numbering.number(effect.value)] = at
         if edge.sends:
             self._arrive(edge.sends.popleft(), at)
         else:
@@ -125,6 +128,4 @@ class _Run:
         self.waited[received] = sent
 
     def _edge(self, source: int, target: int) -> _Edge:
-        if (source, target) not in self.edges:
-            self.edges[source, target] = _Edge(self.costs.link(source, target))
-        return self.edges[source, target]
+        return self.edges.setdefault((source, target), _Edge(self.costs.link(source, target)))

@@ -1,0 +1,364 @@
+"""Whether complete programs are right: every rule, on the very programs that run. No torch.
+
+The rules, in the order in which they are held; the first that is broken is the error:
+
+1. An effect names what the plan has. Every stage runs each of its microbatches forward once, on the rank that
+   `plan.rank_of` says, and backward once, fused or in two halves, or nothing runs backward at all.
+2. Per stage and copy, forwards and weight gradients run in microbatch order. The parts of an overlap are independent.
+3. Every trained stage is reduced once on each rank that holds it, when its sums there are final; so are sums sent.
+4. A value goes from its maker, once, to each other rank that reads it, and nowhere else. On each directed edge
+   receives are posted in the order of the sends.
+5. A value is made before it is used, and the waits have no cycle under the transport.
+
+With 1 and 4 each name has exactly the uses that the plan says, so that nothing is left over where 5 holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fpipe.costs import Costs
+from fpipe.effects import (
+    Activation,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Gradient,
+    Overlap,
+    Recv,
+    Reduce,
+    Send,
+    Value,
+    WeightGradient,
+    gives,
+    needs,
+    parts,
+)
+from fpipe.errors import ScheduleError
+from fpipe.interleave import TRANSPORTS, crossed, turns
+from fpipe.lowering import lower, maker, readers
+from fpipe.numbering import Numbering, check_names
+from fpipe.program import Plan, Program, Programs, Schedule
+
+Edge = tuple[int, int]  # source rank, target rank
+
+FORWARD, INPUT, WEIGHT = 1, 2, 4
+RUNS: dict[type, int] = {Forward: FORWARD, BackwardInput: INPUT, BackwardWeight: WEIGHT, Backward: INPUT | WEIGHT}
+MISSING = {
+    INPUT | WEIGHT: "Backward, or BackwardInput and BackwardWeight,",
+    INPUT: "BackwardInput",
+    WEIGHT: "BackwardWeight",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of programs that are right.
+
+    Args:
+        plan, transport: what they are right for.
+        effects: how many each rank has.
+        messages: how many go over each directed edge, (source, target).
+        bytes: of activations and gradients over each edge; None without costs.
+        peak_in_flight: the most microbatches that each rank has in flight, of a whole rank: one of v chunks counts 1/v.
+            A microbatch is in flight on a stage from its forward to its weight gradient or fused backward. In program
+            order, which no timing changes; 0 where nothing runs backward, for nothing is kept.
+        peak_bytes: the most bytes that each rank holds, in program order: residuals, what is deferred, and values
+            from when they are made, or their receive is posted, to their last use; None without costs.
+    """
+
+    plan: Plan
+    transport: str
+    effects: tuple[int, ...]
+    messages: dict[Edge, int]
+    bytes: dict[Edge, float] | None
+    peak_in_flight: tuple[float, ...]
+    peak_bytes: tuple[float, ...] | None
+
+    def __str__(self) -> str:
+        ranks = [("rank", "effects", "in flight", *(["bytes"] if self.peak_bytes else []))]
+        for rank, (effects, peak) in enumerate(zip(self.effects, self.peak_in_flight, strict=True)):
+            held = [f"{self.peak_bytes[rank]:.4g}"] if self.peak_bytes else []
+            ranks.append((str(rank), str(effects), f"{peak:g}", *held))
+        edges = [("edge", "messages", *(["bytes"] if self.bytes else []))]
+        for edge, count in self.messages.items():
+            sent = [f"{self.bytes[edge]:.4g}"] if self.bytes else []
+            edges.append((f"{edge[0]} to {edge[1]}", str(count), *sent))
+        head = f"right under {self.transport}: {sum(self.effects)} effects, {sum(self.messages.values())} messages"
+        return "\n".join([head, *_table(ranks), *(_table(edges) if self.messages else [])])
+
+
+def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def verify(
+    schedule: Schedule,
+    plan: Plan,
+    *,
+    transport: str = "async",
+    ordered: bool = True,
+    costs: Costs | None = None,
+    depth: int | None = None,
+) -> Report:
+    """Check the programs that a schedule makes for a plan, communication included.
+
+    Args:
+        transport: `async`: posts never wait, and each directed edge is a channel, first in, first out (what fpipe's
+            handlers do); `paired`: each rank's sends and receives to a peer run one after the other in one queue, as
+            on one NCCL communicator for the pair; `rendezvous`: a send waits until its receive is posted. What
+            a schedule leaves to lowering is placed for the transport; what it yields itself stays where it is.
+        ordered: whether each stage must run its microbatches in order. False admits what promises a tolerance
+            instead of bits, and is not for stages with state; `value_and_grad` wants True.
+        costs: whose bytes the report counts.
+        depth: receives posted beyond the next one used, as in `lower`.
+
+    Raises:
+        ScheduleError: the first rule that is broken, or a shortest cycle of waits: which ranks, at which effects,
+            wait for what, and a way out.
+
+    >>> from fpipe import Placement, Plan, schedules
+    >>> print(verify(schedules.one_f_one_b, Plan(Placement.loop(2), 4)))
+    right under async: 34 effects, 8 messages
+    rank  effects  in flight
+       0       17          2
+       1       17          1
+      edge  messages
+    0 to 1         4
+    1 to 0         4
+    """
+    programs = lower(schedule, plan, depth=depth, transport=transport)
+    return check(programs, transport=transport, ordered=ordered, costs=costs)
+
+
+def check(programs: Programs, *, transport: str = "async", ordered: bool = True, costs: Costs | None = None) -> Report:
+    """`verify` for complete programs, one for each rank."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
+    plan = next(iter(programs.values())).plan
+    if sorted(programs) != list(range(plan.ranks)):
+        raise ScheduleError(f"there are programs of ranks {sorted(programs)}, the plan has ranks 0 to {plan.ranks - 1}")
+    if costs is not None:
+        costs.check(plan)
+    for rank, program in programs.items():
+        check_names(program, rank, plan)
+    numbering = Numbering(plan)
+    effects = (part for program in programs.values() for effect in program for part in parts(effect))
+    trained = any(isinstance(e, Backward | BackwardInput | BackwardWeight) for e in effects)
+    peaks = [_Runs(programs[rank], trained, ordered).peak for rank in range(plan.ranks)]
+    due = _due(plan, trained, numbering)
+    _check_carried(programs, due, numbering)
+    deque(turns(programs, transport), maxlen=0)
+    return Report(
+        plan,
+        transport,
+        tuple(len(programs[rank]) for rank in range(plan.ranks)),
+        {edge: sum(map(len, due[edge].values())) for edge in sorted(due)},
+        None if costs is None else _bytes(due, costs, numbering),
+        tuple(peak / len(plan.stages_on(rank)) for rank, peak in enumerate(peaks)),
+        None if costs is None else tuple(_peak_bytes(programs[rank], costs, numbering) for rank in range(plan.ranks)),
+    )
+
+
+class _Runs:
+    """Rules 1 to 3 on one rank: what each stage has run, and how many microbatches are in flight."""
+
+    def __init__(self, program: Program, trained: bool, ordered: bool) -> None:
+        self.plan, self.rank = program.plan, program.rank
+        self.trained, self.ordered = trained, ordered
+        self.own = {stage: self.plan.microbatches_of(stage, self.rank) for stage in self.plan.stages_on(self.rank)}
+        self.done = {stage: bytearray(self.plan.microbatches) for stage in self.own}
+        self.last = {(stage, what): -1 for stage in self.own for what in (FORWARD, WEIGHT)}
+        self.left = {stage: len(own) if trained else 0 for stage, own in self.own.items()}
+        self.reduced: set[int] = set()
+        self.early: list[ScheduleError] = []  # what is summed up too early; rule 1 is told first
+        self.in_flight = self.peak = 0
+        effect: Any
+        for effect in program:
+            kind = type(effect)
+            if kind in RUNS:
+                self.run(effect)
+            elif kind is Overlap:
+                self.overlap(effect)
+            elif kind is Reduce:
+                self.reduce(effect)
+            elif kind is Send and type(effect.value) is WeightGradient:
+                self.share(effect)
+        self.end()
+
+    def run(self, e: Any) -> None:
+        stage, m, runs = e.stage, e.microbatch, RUNS[type(e)]
+        if stage not in self.own or m not in self.own[stage]:
+            raise self.wrong(e, f"rank {self.plan.rank_of(stage, m)} runs that microbatch of that stage")
+        if self.done[stage][m] & runs:
+            raise self.wrong(e, "it has run: a microbatch goes forward once, and backward once, fused or in two halves")
+        self.done[stage][m] |= runs
+        if runs == FORWARD:
+            self.in_order(e, FORWARD)
+            self.in_flight += self.trained
+            self.peak = max(self.peak, self.in_flight)
+        elif runs & WEIGHT:
+            self.in_order(e, WEIGHT)
+            self.in_flight -= 1
+            self.left[stage] -= 1
+
+    def in_order(self, e: Any, what: int) -> None:
+        last, self.last[e.stage, what] = self.last[e.stage, what], e.microbatch
+        if e.microbatch < last and self.ordered:
+            kind = "forwards" if what == FORWARD else "weight gradients"
+            raise self.wrong(
+                e,
+                f"microbatch {last} has run: a stage's {kind} run in microbatch order, for state and sums depend on it",
+            )
+
+    def overlap(self, e: Any) -> None:
+        self.run(e.forward)
+        self.run(e.backward)
+        for name in {*gives(e.forward, self.plan)} & {*needs(e.backward, self.plan)}:
+            raise self.wrong(e, f"its backward needs {name} of its forward: overlap what is independent")
+
+    def reduce(self, e: Any) -> None:
+        if e.stage not in self.own:
+            raise self.wrong(e, f"the rank holds stages {tuple(self.own)}")
+        if not self.trained:
+            raise self.wrong(e, "nothing runs backward")
+        if e.stage in self.reduced:
+            raise self.wrong(e, "the stage is reduced already")
+        for stage, rank in self.plan.sharers(e.stage):
+            if rank == self.rank:
+                self.final(e, stage)
+        self.reduced.add(e.stage)
+
+    def share(self, e: Any) -> None:
+        if e.value.rank == self.rank:
+            self.final(e, e.value.stage)
+
+    def final(self, e: Any, stage: int) -> None:
+        if self.left[stage]:
+            self.early.append(self.wrong(e, f"it comes before the last weight gradient of stage {stage}"))
+
+    def end(self) -> None:
+        full = FORWARD | INPUT | WEIGHT if self.trained else FORWARD
+        for stage, own in self.own.items():
+            done = self.done[stage]
+            for m in own if done.count(full) < len(own) else ():
+                if missing := full & ~done[m]:
+                    what = "Forward" if missing & FORWARD else MISSING[missing]
+                    raise ScheduleError(f"rank {self.rank} never yields {what} of stage {stage}, microbatch {m}")
+        if self.early:
+            raise self.early[0]
+        for stage in self.own if self.trained else ():
+            if stage not in self.reduced:
+                raise ScheduleError(
+                    f"rank {self.rank} never yields Reduce(stage={stage}): a schedule yields every Reduce, or none"
+                )
+
+    def wrong(self, e: Any, why: str) -> ScheduleError:
+        return ScheduleError(f"rank {self.rank} yields {e}, but {why}")
+
+
+Due = dict[Edge, dict[int, range]]
+"""For each edge the numbers of the values due, in blocks alike in who makes and who reads them, by the block."""
+
+
+def _due(plan: Plan, trained: bool, numbering: Numbering) -> Due:
+    due: Due = {}
+    block = numbering.block
+
+    def add(value: Value, count: int) -> None:
+        first = numbering.number(value)
+        for reader in readers(value, plan):
+            due.setdefault((maker(value, plan), reader), {})[first // block] = range(first, first + count)
+
+    for stage in range(plan.stages):
+        for m in range(0, plan.microbatches, block):
+            add(Activation(stage, m), block)
+            for consumer in plan.consumers(stage) if trained else ():
+                add(Gradient(stage, consumer, m), block)
+        for rank in plan.placement.holders[stage] if trained else ():
+            add(WeightGradient(stage, rank), 1)
+    return due
+
+
+def _check_carried(programs: Programs, due: Due, numbering: Numbering) -> None:
+    """Rule 4: on every edge what is due is sent, and received in that order."""
+    sent: dict[Edge, list[int]] = {edge: [] for edge in due}
+    received: dict[Edge, list[int]] = {edge: [] for edge in due}
+    for rank, program in programs.items():
+        effect: Any
+        for effect in program:
+            if type(effect) is Send:
+                sent.setdefault((rank, effect.rank), []).append(numbering.number(effect.value))
+            elif type(effect) is Recv:
+                received.setdefault((effect.rank, rank), []).append(numbering.number(effect.value))
+    for edge in sorted({*sent, *received}):
+        expected, sends, receives = due.get(edge, {}), sent.get(edge, []), received.get(edge, [])
+        _check_posts(Send, edge, sends, expected, numbering)
+        _check_posts(Recv, edge, receives, expected, numbering)
+        if sends != receives:
+            first, second = next(pair for pair in zip(sends, receives, strict=True) if pair[0] != pair[1])
+            raise crossed(*edge, numbering.name(first), numbering.name(second))
+
+
+def _check_posts(kind: type[Any], edge: Edge, posts: list[int], due: dict[int, range], numbering: Numbering) -> None:
+    """Whether a rank posts on an edge what is due there, and each once."""
+    (rank, peer), blocks = edge if kind is Send else edge[::-1], {number // numbering.block for number in posts}
+    if not blocks <= due.keys():
+        raise _refused(kind, rank, peer, next(n for n in posts if n // numbering.block not in due), numbering)
+    if len(counts := Counter(posts)) < len(posts):
+        post = kind(numbering.name(next(n for n in posts if counts[n] > 1)), peer)
+        raise ScheduleError(f"rank {rank} yields {post} twice: a value goes once to each rank that uses it")
+    if len(posts) < sum(map(len, due.values())):
+        value = numbering.name(min({n for numbers in due.values() for n in numbers} - {*posts}))
+        raise ScheduleError(
+            f"rank {rank} never yields {kind(value, peer)}: rank {edge[1]} uses the value, and rank {edge[0]} makes it"
+        )
+
+
+def _refused(kind: type[Any], rank: int, peer: int, number: int, numbering: Numbering) -> ScheduleError:
+    value: Any = numbering.name(number)
+    source, target = (rank, peer) if kind is Send else (peer, rank)
+    if (makes := maker(value, numbering.plan)) != source:
+        why = f"rank {makes} makes the value"
+    elif target not in readers(value, numbering.plan):
+        why = f"rank {target} never uses the value"
+    else:
+        why = "nothing runs backward"
+    return ScheduleError(f"rank {rank} yields {kind(value, peer)}, but {why}")
+
+
+def _bytes(due: Due, costs: Costs, numbering: Numbering) -> dict[Edge, float]:
+    return {
+        edge: sum(costs.bytes(numbering.name(numbers[0])) * len(numbers) for numbers in due[edge].values())
+        for edge in sorted(due)
+    }
+
+
+def _peak_bytes(program: Program, costs: Costs, numbering: Numbering) -> float:
+    """The most bytes that a rank holds at once, as its program goes."""
+    last: dict[int, int] = {}
+    for at, effect in enumerate(program):
+        (needs, _, _), shift = numbering.of(effect)
+        last.update((number + shift, at) for number in needs)
+    sizes: dict[int, float] = {}  # by block
+    held = peak = 0.0
+    for at, effect in enumerate(program):
+        (needs, gives, _), shift = numbering.of(effect)
+        for number in gives:
+            held += _size(number + shift, sizes, costs, numbering)
+        peak = max(peak, held)
+        used = {number + shift for number in (*needs, *gives)}
+        held -= sum(_size(n, sizes, costs, numbering) for n in used if last.get(n, at) == at)
+    return peak
+
+
+def _size(number: int, sizes: dict[int, float], costs: Costs, numbering: Numbering) -> float:
+    family = number // numbering.plan.microbatches
+    if family not in sizes:
+        sizes[family] = costs.bytes(numbering.name(number))
+    return sizes[family]
