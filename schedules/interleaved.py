@@ -1,6 +1,12 @@
-"""Interleaved 1F1B: several chunks on each rank, and a bubble smaller by their number."""
+"""Interleaved 1F1B: several chunks on each rank, and a bubble smaller by their number.
+
+- Microbatches go through the chunks in groups, and a group is no smaller than the pipeline is long: when a group's
+  last microbatch has left a chunk, its first is there for the next one.
+- No group is larger than the first, which sets the warm-up: a chunk's backward never comes before its forward.
+"""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from fpipe.effects import Backward, Effect, Forward
 from fpipe.errors import ScheduleError
@@ -10,8 +16,13 @@ from fpipe.program import Placement, Plan
 def interleaved_1f1b(rank: int, plan: Plan) -> Iterator[Effect]:
     """1F1B over the chunks of `Placement.loop(ranks, chunks)` (Narayanan et al. 2021, section 2.2).
 
-    Microbatches go through the chunks in groups of as many as there are ranks. A last group that is
-    short keeps its place in the order, with the missing microbatches left out, so any number runs.
+    Any number m of microbatches runs: in m // p groups as equal as can be, and in one if there are fewer than ranks.
+    That is torch's order where the groups are equal, and Megatron-LM's where p divides m.
+
+    With p ranks, v chunks, groups of up to g microbatches (p where p divides m), a transfer taking c, and F, B, W, and
+    S = F + B + W, the times of all of a rank's chunks:
+    Cost: m S + (p - 1) S / v where m >= p and c = 0; where p divides m and c <= min(F, B + W) / v, 2 (p v - 1) c more.
+    Peak in flight: (v - 1) g + 2 (p - r - 1) + 1 chunks on rank r, and at most m v.
 
     Raises:
         ScheduleError: another placement than a loop.
@@ -21,25 +32,33 @@ def interleaved_1f1b(rank: int, plan: Plan) -> Iterator[Effect]:
     rank 0  F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a .   B2b .   B3b B2a B3a
     rank 1  .   F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a
     """
-    ranks, chunks = plan.ranks, len(plan.stages_on(rank))
-    if plan.placement != Placement.loop(ranks, chunks):
-        raise ScheduleError(f"interleaved_1f1b wants Placement.loop({ranks}, chunks), not {plan.placement}")
-    groups = -(-plan.microbatches // ranks)
-    total = groups * ranks * chunks
-    warmup = min(total, 2 * (ranks - 1 - rank) + (chunks - 1) * ranks)
+    expect_loop("interleaved_1f1b", plan)
+    yield from in_groups(rank, plan, ahead=2)
 
-    def run(effect: type[Forward] | type[Backward], k: int) -> Iterator[Effect]:
-        group, at = divmod(k, ranks * chunks)
-        chunk, m = divmod(at, ranks)
-        if effect is Backward:
-            chunk = chunks - 1 - chunk
-        if (m := m + group * ranks) < plan.microbatches:
-            yield effect(chunk * ranks + rank, m)
 
-    for k in range(warmup):
-        yield from run(Forward, k)
-    for k in range(total - warmup):
-        yield from run(Forward, k + warmup)
-        yield from run(Backward, k)
-    for k in range(total - warmup, total):
-        yield from run(Backward, k)
+def expect_loop(schedule: str, plan: Plan) -> None:
+    """Refuse another placement than `Placement.loop(ranks, chunks)`."""
+    if plan.placement != Placement.loop(plan.ranks, chunks=len(plan.stages_on(0))):
+        raise ScheduleError(f"{schedule} wants Placement.loop({plan.ranks}, chunks), not {plan.placement}")
+
+
+def in_groups(rank: int, plan: Plan, ahead: int) -> Iterator[Forward | Backward]:
+    """A forward and a backward in turn, group by group and chunk by chunk, after a warm-up of forwards.
+
+    The warm-up is all chunks but the last of the first group, and `ahead` forwards for each rank behind this one.
+    """
+    stages, groups = plan.stages_on(rank), _groups(plan)
+    forwards = [Forward(s, m) for group in groups for s in stages for m in group]
+    backwards = [Backward(s, m) for group in groups for s in reversed(stages) for m in group]
+    warmup = (len(stages) - 1) * len(groups[0]) + ahead * (plan.ranks - 1 - rank)
+    yield from forwards[:warmup]
+    for pair in zip(forwards[warmup:], backwards, strict=False):
+        yield from pair
+    yield from backwards[max(0, len(forwards) - warmup) :]
+
+
+def _groups(plan: Plan) -> list[range]:
+    """The microbatches in as many groups of at least `plan.ranks` as there can be, the larger ones first."""
+    count = max(1, plan.microbatches // plan.ranks)
+    size, larger = divmod(plan.microbatches, count)
+    return [range(*ends) for ends in pairwise(g * size + min(g, larger) for g in range(count + 1))]
