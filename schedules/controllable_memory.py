@@ -1,0 +1,129 @@
+"""V-Min, V-Half, and the best order on the V placement under any memory limit."""
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from math import inf
+
+from fpipe.costs import Costs
+from fpipe.effects import Effect
+from fpipe.errors import ScheduleError
+from fpipe.program import Placement, Plan, Schedule
+from fpipe.schedules.building_blocks import Policy, Shape, Words, Work, block, check_v, effects, repeat, search, squeeze
+from fpipe.schedules.table import from_table
+from fpipe.schedules.zb_v import orders as zb_v_orders
+
+
+def v_half(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effect]:
+    """V-Half on `Placement.v(ranks)` (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
+
+    Args:
+        costs: order for these; by default for passes that all take the same time, and transfers none.
+
+    Half the memory of 1F1B and of ZB-V: peak (p+2)//2 microbatches, or m. Cost where F = B = W = 1 for each chunk,
+    c = 0 and m > p: the lower bound for this peak (figure 13), max(6m, 6m + 6p - 6((p+2)//2) - 1). With costs the order
+    is at least as fast under them, and holds no more.
+
+    Raises:
+        ScheduleError: another placement.
+
+    >>> from fpipe import Placement, Plan, draw
+    >>> print(draw(v_half, Plan(Placement.v(3), 3)))
+    rank 0  F0a F1a .   .   .   F0b I0b F2a W0b F1b I1b W1b I0a W0a .   F2b I2b I1a W2b W1a .   I2a W2a
+    rank 1  .   F0a .   .   F0b F1a .   I0b F1b W0b F2a I0a I1b W0a F2b W1b I1a I2b W1a W2b I2a W2a
+    rank 2  .   .   F0a F0b .   .   F1a F1b I0b I0a W0b F2a W0a F2b I1b I1a W1b W1a I2b I2a W2b W2a
+    """
+    check_v(plan, "v_half")
+    words = half_orders(plan.ranks, plan.microbatches) if costs is None else _search(plan, costs, half(plan.ranks))
+    yield from effects(words[rank], rank, plan)
+
+
+def v_min(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effect]:
+    """V-Min on `Placement.v(ranks)` (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
+
+    Args:
+        costs: order for these; by default for passes that all take the same time, and transfers none.
+
+    A third of the memory of 1F1B and of ZB-V: peak (p+4)//3 microbatches, or m. Cost where F = B = W = 1 for each
+    chunk, c = 0 and m > p: the lower bound for this peak (figure 13), max(6m, 6m + 6p - 6((p+4)//3) - 1). Where passes
+    differ, ranks wait for each other all along: V-Half bears it better. With costs the order is at least as fast under
+    them, and holds no more.
+
+    Raises:
+        ScheduleError: another placement.
+
+    >>> from fpipe import Placement, Plan, draw
+    >>> print(draw(v_min, Plan(Placement.v(3), 3)))
+    rank 0  F0a F1a F2a .   .   F0b I0b W0b .   .   F1b I0a I1b W0a W1b F2b I2b I1a W2b W1a .   I2a W2a
+    rank 1  .   F0a F1a F2a F0b .   .   I0b W0b F1b I0a W0a .   I1b F2b W1b I1a I2b W1a W2b I2a W2a
+    rank 2  .   .   F0a F0b F1a F1b .   .   I0b I0a W0b F2a W0a F2b I1b I1a W1b W1a I2b I2a W2b W2a
+    """
+    check_v(plan, "v_min")
+    words = min_orders(plan.ranks, plan.microbatches) if costs is None else _search(plan, costs, third(plan.ranks))
+    yield from effects(words[rank], rank, plan)
+
+
+def v_auto(plan: Plan, costs: Costs = Costs(), memory_limit: float | None = None) -> Schedule:
+    """The best order found on the V placement under a memory limit, out of building blocks and the named schedules.
+
+    Args:
+        costs: of stages and transfers.
+        memory_limit: the most microbatches in flight on a rank, a chunk counting half; without one, all.
+
+    Where stages are skipped, the transfers along the skips are not looked at.
+
+    Raises:
+        ScheduleError: another placement, or a limit of less than one microbatch.
+
+    >>> from fpipe import Placement, Plan, simulate
+    >>> plan = Plan(Placement.v(4), 12)
+    >>> for limit in 2, 3, 4:
+    ...     timeline = simulate(v_auto(plan, memory_limit=limit), plan)
+    ...     print(max(timeline.peak_in_flight), timeline.cost)
+    2.0 83.0
+    3.0 77.0
+    4.0 72.0
+    """
+    check_v(plan, "v_auto")
+    limit = inf if memory_limit is None else memory_limit
+    if not limit >= 1:
+        raise ScheduleError(f"a microbatch that is in flight on both chunks of a rank counts 1: no order holds {limit}")
+    words = _search(plan, costs, int(min(2 * limit, 2 * plan.microbatches)))
+    return from_table({rank: tuple(effects(word, rank, plan)) for rank, word in enumerate(words)})
+
+
+def half(ranks: int) -> int:
+    """V-Half's peak in chunks."""
+    return (ranks + 2) // 2 * 2
+
+
+def third(ranks: int) -> int:
+    """V-Min's peak in chunks."""
+    return (ranks + 4) // 3 * 2
+
+
+def half_orders(ranks: int, microbatches: int) -> Words:
+    """V-Half: two slots for each rank on the way down, one on the way up."""
+    return _orders(ranks, microbatches, Shape((1, 0, 1, 0), (0, 0 if ranks % 2 else 3, 1)), half(ranks))
+
+
+def min_orders(ranks: int, microbatches: int) -> Words:
+    """V-Min: a microbatch never waits, but at the turn where it would meet others, which is where 3 divides p.
+
+    Where p = 2 mod 3 the peak leaves room for the same wait. The paper has none there, and costs up to 4 units more.
+    """
+    return _orders(ranks, microbatches, Shape((0, 0, 0, 0), (0, 0 if ranks % 3 == 1 else 2, 0)), third(ranks))
+
+
+@lru_cache(maxsize=8)
+def _orders(ranks: int, microbatches: int, shape: Shape, limit: int) -> Words:
+    """A block repeated, squeezed, and reordered where that helps, at unit costs."""
+    work = Work.of(Plan(Placement.v(ranks), microbatches), Costs())
+    words = repeat(block(ranks, shape), 6, microbatches)
+    tried = [squeeze(words, work, limit, Policy(reorder)) for reorder in (False, True)]
+    return min(tried, key=lambda result: result[0])[1]
+
+
+@lru_cache(maxsize=8)
+def _search(plan: Plan, costs: Costs, limit: int) -> Words:
+    named = ((2 * plan.ranks, zb_v_orders), (half(plan.ranks), half_orders), (third(plan.ranks), min_orders))
+    return search(plan, costs, limit, [partial(make, plan.ranks) for peak, make in named if peak <= limit])

@@ -1,0 +1,55 @@
+"""ZB-V: zero bubble on two chunks of each rank, with the memory of 1F1B."""
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+
+from fpipe.costs import Costs
+from fpipe.effects import Effect
+from fpipe.program import Plan
+from fpipe.schedules.building_blocks import FA, FB, IA, IB, WA, WB, Word, Words, check_v, effects, search
+
+
+def zb_v(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effect]:
+    """ZB-V on `Placement.v(ranks)` (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 6).
+
+    Args:
+        costs: order for these; by default for passes that all take the same time, and transfers none.
+
+    Cost where that is so and m >= 2p - 1: 6m, without a bubble. Peak: p microbatches. With costs the order is at least
+    as fast under them, and holds no more.
+
+    Raises:
+        ScheduleError: another placement.
+
+    >>> from fpipe import Placement, Plan, draw
+    >>> print(draw(zb_v, Plan(Placement.v(2), 4)))
+    rank 0  F0a F1a F2a F0b I0b W0b F1b I1b W1b F3a I0a W0a F2b I2b W2b I1a W1a F3b I3b W3b I2a W2a I3a W3a
+    rank 1  .   F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b F3a I1a W1a F3b I2b W2b I2a I3b I3a W2a W3b W3a
+    """
+    check_v(plan, "zb_v")
+    word = order(rank, plan.ranks, plan.microbatches) if costs is None else _search(plan, costs)[rank]
+    yield from effects(word, rank, plan)
+
+
+def order(rank: int, ranks: int, microbatches: int) -> Word:
+    """The paper's order. It is made for 2p - 1 microbatches or more; of fewer, what is missing is left out."""
+    made, below = max(microbatches, 2 * ranks - 1), ranks - rank
+    warmup = [FA] * (2 * below - 1) + [FB, FA] * rank + [FB, IB, WB] * below
+    steady = [FA, IA, WA, FB, IB, WB] * (made - ranks - below + 1) + [IA, WA, FB, IB, WB] * (below - 1)
+    cooldown = [IA, IB] * rank + [IA, WA] * below + [WB] * rank + [WA] * rank
+    word, done = [], [0] * 6
+    for kind in warmup + steady + cooldown:
+        if done[kind] < microbatches:
+            word.append(kind)
+        done[kind] += 1
+    return word
+
+
+def orders(ranks: int, microbatches: int) -> Words:
+    """Those of all ranks."""
+    return [order(rank, ranks, microbatches) for rank in range(ranks)]
+
+
+@lru_cache(maxsize=8)
+def _search(plan: Plan, costs: Costs) -> Words:
+    return search(plan, costs, 2 * plan.ranks, [partial(orders, plan.ranks)])

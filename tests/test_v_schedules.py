@@ -1,0 +1,269 @@
+"""ZB-V, V-Half, V-Min and the search on the V placement against published figures, closed forms and exact optima."""
+
+from functools import partial
+from inspect import cleandoc
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, draw, simulate, verify
+from fpipe.effects import BackwardInput, Forward
+from fpipe.schedules.building_blocks import (
+    IA,
+    STRETCHES,
+    Policy,
+    Shape,
+    Work,
+    block,
+    effects,
+    fitting,
+    in_flight,
+    repeat,
+    squeeze,
+)
+from fpipe.schedules.controllable_memory import third, v_auto, v_half, v_min
+from fpipe.schedules.table import from_table
+from fpipe.schedules.zb_v import zb_v
+
+PEAKS = {zb_v: lambda p: p, v_half: lambda p: (p + 2) // 2, v_min: lambda p: (p + 4) // 3}  # FIGURES: microbatches
+
+
+def v(ranks, microbatches):
+    return Plan(Placement.v(ranks), microbatches)
+
+
+def bound(p, m, k):
+    """Controllable Memory, figure 13: two chunks on each rank, unit costs, k chunks in flight."""
+    return max(6 * m, 6 * m + 6 * p - 3 * k - 1)
+
+
+def held(word):
+    """A word's peak in flight, counted on the word itself."""
+    count = peak = 0
+    for kind in word:
+        count += (kind < 2) - (kind > IA)
+        peak = max(peak, count)
+    return peak
+
+
+ZB_V = """
+rank 0  F0a F1a F2a F3a .   F0b I0b W0b F1b I1b W1b F2b I2b W2b I0a W0a F3b I3b W3b I1a W1a .   I2a W2a I3a W3a
+rank 1  .   F0a F1a F2a F0b F3a F1b I0b W0b F2b I1b W1b I0a W0a F3b I2b W2b I1a W1a I3b W3b I2a .   I3a W2a W3a
+rank 2  .   .   F0a F0b F1a F1b F2a F2b I0b W0b F3a I0a W0a F3b I1b W1b I1a W1a I2b W2b I2a I3b I3a W2a W3b W3a
+"""  # short of 2p - 1 = 5 microbatches: a slot or two of bubble
+V_MIN = """
+rank 0  F0a .   .   .   .   F0b I0b W0b .   .   .   I0a W0a
+rank 1  .   F0a .   .   F0b .   .   I0b W0b .   I0a W0a
+rank 2  .   .   F0a F0b .   .   .   .   I0b I0a W0b W0a
+"""  # down, up, down and up, and weight gradients where nothing else is to do
+V_HALF = "rank 0  F0a F0b I0b I0a W0b F1a W0a F1b I1b I1a W1b W1a"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "plan", "timeline"),
+    [(zb_v, v(3, 4), ZB_V), (v_min, v(3, 1), V_MIN), (v_half, v(1, 2), V_HALF)],
+)
+def test_timelines(schedule, plan, timeline):
+    assert draw(schedule, plan) == cleandoc(timeline)
+
+
+@pytest.mark.parametrize("p", range(1, 13))
+def test_zb_v_has_no_bubble(p):
+    for m in (2 * p - 1, 2 * p, 3 * p):
+        assert simulate(zb_v, v(p, m)).cost == 6 * m
+    assert p == 1 or simulate(zb_v, v(p, 2 * p - 2)).cost > 6 * (2 * p - 2)
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+@pytest.mark.parametrize("schedule", [v_half, v_min])
+def test_v_half_and_v_min_cost_the_lower_bound_for_their_peaks(schedule, p):
+    for m in {p + 1, 2 * p, 3 * p + 1}:
+        assert simulate(schedule, v(p, m)).cost == bound(p, m, 2 * PEAKS[schedule](p))
+
+
+@pytest.mark.parametrize("schedule", PEAKS)
+def test_peaks_and_every_rule(schedule):
+    """The published peak on some rank, and no rank beyond it, from as many microbatches on as the peak has."""
+    for p, m in product(range(1, 7), range(1, 13)):
+        report = verify(schedule, v(p, m), transport="rendezvous")
+        assert max(report.peak_in_flight) == min(m, PEAKS[schedule](p)), (p, m)
+
+
+@pytest.mark.parametrize("schedule", PEAKS)
+def test_peaks_of_many_ranks(schedule):
+    for p in range(7, 17):
+        assert max(verify(schedule, v(p, 2 * p)).peak_in_flight) == PEAKS[schedule](p)
+
+
+@pytest.mark.parametrize("schedule", PEAKS)
+def test_input_gradients_come_in_microbatch_order_too(schedule):
+    for p, m in product(range(1, 7), (1, 5, 12)):
+        for rank in range(p):
+            for stage in v(p, m).stages_on(rank):
+                for kind in (Forward, BackwardInput):
+                    run = [e.microbatch for e in schedule(rank, v(p, m)) if isinstance(e, kind) and e.stage == stage]
+                    assert run == list(range(m))
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets"),
+    [  # the authors' own, V-Min and V-Half: slots of the four passes on rank i, where no turn has to wait
+        (Shape((0, 0, 0, 0), (0, 0, 0)), lambda p, i: [i, 2 * p - i - 1, 2 * p + i, 4 * p - i - 1]),
+        (Shape((1, 0, 1, 0), (0, 0, 1)), lambda p, i: [2 * i, 3 * p - i - 2, 3 * p + 2 * i - 1, 6 * p - i - 2]),
+    ],
+)
+def test_blocks_are_the_papers(shape, offsets):
+    for p in (5, 7, 11):
+        assert block(p, shape) == [offsets(p, i) for i in range(p)]
+
+
+@given(
+    st.integers(1, 9),
+    st.tuples(*[st.integers(0, 3)] * 4),
+    st.tuples(*[st.integers(0, 5)] * 3),
+    st.sampled_from(STRETCHES),
+    st.integers(6, 40),
+)
+def test_blocks_follow_one_another_without_a_collision(p, hops, turns, stretch, period):
+    slots = block(p, Shape(hops, turns), stretch, period)
+    for own in slots:
+        for a, b in product(range(4), repeat=2):
+            assert a == b or 1 <= (own[a] - own[b]) % period <= period - 1
+    way = [t for kind in range(4) for t in [own[kind] for own in slots][:: 1 if kind % 2 == 0 else -1]]
+    assert all(after - before >= 1 for before, after in pairwise(way))
+    peaks = []
+    for word in repeat(slots, period, 8 + int(way[-1] // period)):
+        count = peak = 0
+        for kind in word:
+            count += 1 if kind < 2 else -1
+            peak = max(peak, count)
+        peaks.append(peak)
+    assert in_flight(slots, period) == max(peaks)
+
+
+OPTIMA = {  # (ranks, microbatches, chunks): cost at unit costs, proved by a constraint solver
+    (2, 6, 2): 49,
+    (2, 6, 3): 39,
+    (2, 6, 4): 36,
+    (3, 9, 2): 93,
+    (3, 9, 6): 54,
+    (4, 12, 2): 149,
+}
+
+
+@pytest.mark.parametrize(("p", "m", "k"), OPTIMA)
+def test_the_search_finds_proved_optima(p, m, k):
+    timeline = simulate(v_auto(v(p, m), memory_limit=k / 2), v(p, m))
+    assert timeline.cost == OPTIMA[p, m, k]
+    assert max(timeline.peak_in_flight) <= k / 2
+
+
+EXCESS = {4: {5: 2, 7: 1}, 6: {7: 1, 11: 1}, 8: {9: 1, 14: 1, 15: 2}}  # over the lower bound, by chunks
+
+
+@pytest.mark.parametrize("p", EXCESS)
+def test_the_search_approaches_the_lower_bound_under_every_limit(p):
+    """From V-Min's memory on, at 4p microbatches; below it the steady phase is slower too."""
+    plan, found = v(p, 4 * p), {}
+    for k in range(third(p), 2 * p + 2):
+        timeline = simulate(v_auto(plan, memory_limit=k / 2), plan)
+        assert max(timeline.peak_in_flight) <= k / 2
+        found[k] = timeline.cost - bound(p, 4 * p, k)
+    assert {k: excess for k, excess in found.items() if excess} == EXCESS[p]
+
+
+def test_every_limit_has_an_order():
+    for p, m, k in product((1, 2, 3, 5), (1, 2, 6, 11), (2, 3, 4, 7, 99)):
+        report = verify(v_auto(v(p, m), memory_limit=k / 2), v(p, m))
+        assert max(report.peak_in_flight) <= k / 2
+    assert simulate(v_auto(v(4, 9)), v(4, 9)).cost == 6 * 9
+
+
+@st.composite
+def costs(draw, stages):
+    tenths = st.integers(0, 30).map(lambda n: n / 8)
+    times = st.one_of(tenths, st.lists(tenths, min_size=stages, max_size=stages))
+    return Costs(
+        draw(times),
+        draw(times),
+        draw(times),
+        communication=draw(st.one_of(st.just(0), tenths, st.builds(Link, tenths, st.sampled_from([1.0, 8.0])))),
+        activation=draw(st.sampled_from([0, 1, 4])),
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 9), st.sampled_from(list(PEAKS)))
+def test_with_costs_never_slower_than_without_nor_beyond_the_peak(data, p, m, schedule):
+    given_costs = data.draw(costs(2 * p))
+    ordered = partial(schedule, costs=given_costs)
+    report = verify(ordered, v(p, m))
+    assert max(report.peak_in_flight) <= PEAKS[schedule](p)
+    fast, plain = (simulate(s, v(p, m), given_costs).cost for s in (ordered, schedule))
+    assert fast <= plain * (1 + 1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 9), st.integers(2, 12))
+def test_limits_hold_under_any_costs(data, p, m, k):
+    searched = v_auto(v(p, m), data.draw(costs(2 * p)), memory_limit=k / 2)
+    assert max(verify(searched, v(p, m)).peak_in_flight) <= k / 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 9), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
+def test_the_engine_counts_as_the_simulator(data, p, m, reorder, patience):
+    plan, given_costs = v(p, m), data.draw(costs(2 * p))
+    make = data.draw(st.sampled_from(fitting(p, 2 * p)))
+    work = Work.of(plan, given_costs)
+    cost, words = squeeze(make(m), work, 2 * p, Policy(reorder, patience))
+    assert max(map(held, words)) <= 2 * p
+    kept, same = squeeze(words, work, 2 * p)
+    assert same == words
+    assert kept <= cost * (1 + 1e-12)  # without the waits of patience
+    table = {rank: tuple(effects(word, rank, plan)) for rank, word in enumerate(words)}
+    assert simulate(from_table(table), plan, given_costs).cost == pytest.approx(kept, rel=1e-12)
+
+
+def test_where_costs_are_equal_the_order_by_hand_is_kept():
+    for p, m in product((1, 2, 4), (2, 9)):
+        by_costs = partial(zb_v, costs=Costs(2, 2, 2))
+        assert m < 2 * p - 1 or draw(by_costs, v(p, m)) == draw(zb_v, v(p, m))
+
+
+@pytest.mark.parametrize(("schedule", "by_hand", "by_costs"), [(zb_v, 118, 117), (v_half, 149, 125), (v_min, 181, 153)])
+def test_costs_change_the_order_for_the_better(schedule, by_hand, by_costs):
+    """An input gradient that takes as long as the other two: 112 at least."""
+    plan, unequal = v(4, 14), Costs(1, 2, 1)
+    assert simulate(schedule, plan, unequal).cost == by_hand
+    assert simulate(partial(schedule, costs=unequal), plan, unequal).cost <= by_costs
+
+
+def test_skips_run_too():
+    skips = Edges([(), (0,), (0, 1), (2,), (1, 3), (0, 4)])
+    plan = Plan(Placement.v(3), 5, skips)
+    for schedule in (*PEAKS, v_auto(plan, Costs(1, 2, 1), 2)):
+        verify(schedule, plan)
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("zb_v", zb_v), ("v_half", v_half), ("v_min", v_min)])
+@pytest.mark.parametrize("placement", [Placement.loop(4), Placement.loop(2, 2), Placement((1, 0, 0, 1))])
+def test_other_placements_are_refused(name, schedule, placement):
+    plan = Plan(placement, 4)
+    with pytest.raises(ScheduleError, match=rf"{name} wants .* not Placement\(.*: take Placement\.v\({plan.ranks}\)"):
+        next(schedule(0, plan))
+    with pytest.raises(ScheduleError, match="v_auto wants"):
+        v_auto(plan)
+
+
+@pytest.mark.parametrize("limit", [0, 0.5, -1, float("nan")])
+def test_less_than_a_microbatch_is_refused(limit):
+    with pytest.raises(ScheduleError, match=f"no order holds {limit}"):
+        v_auto(v(2, 4), memory_limit=limit)
+
+
+def test_costs_of_other_plans_are_refused():
+    with pytest.raises(ScheduleError, match="forward has 3 entries, the plan 4 stages"):
+        next(zb_v(0, v(2, 4), costs=Costs([1, 2, 3])))
