@@ -1,0 +1,211 @@
+"""The best known program for a plan, costs and a memory limit, and how far from the best possible it can be. No torch.
+
+Costs are those of the plan's own cut into stages. A schedule with another number of stages on a rank gets the costs of
+the same model cut that way (`recut`), so that all are compared on the same work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, floor, inf
+
+from fpipe.costs import Costs
+from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Overlap
+from fpipe.errors import ScheduleError
+from fpipe.handlers.simulator import simulate
+from fpipe.program import Plan, Schedule
+from fpipe.schedules.catalogue import CATALOGUE, Entry, recut, shares
+from fpipe.timeline import Timeline
+
+CHUNKS = (1, 2, 3, 4)  # the numbers of stages on a rank that are tried
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule, where its stages stand, and what it takes.
+
+    Args:
+        name: in `CATALOGUE`.
+        schedule, plan, costs: run it by `value_and_grad(pipeline, schedule, plan)`, or simulate it again.
+        lower_bound: no program on any of the plans tried has a lower cost.
+    """
+
+    name: str
+    schedule: Schedule
+    plan: Plan
+    costs: Costs
+    timeline: Timeline
+    lower_bound: float
+
+    @property
+    def peak(self) -> float:
+        """The most that a rank holds, in microbatches of a rank's share of the model (1/ranks of it)."""
+        return max(shares(self.timeline))
+
+
+def search(
+    plan: Plan,
+    costs: Costs = Costs(),
+    memory_limit: float | None = None,
+    *,
+    chunks: Sequence[int] = CHUNKS,
+    progress: Callable[[str], None] | None = None,
+) -> Found:
+    """The program of least cost among all named schedules, each at its best number of chunks, within a memory limit.
+
+    Args:
+        plan: ranks, microbatches and the cut that the costs are for. A chain is cut anew where a schedule wants another
+            number of stages; with other edges, or ties, only schedules for as many stages are tried.
+        memory_limit: microbatches in flight on a rank, of its share of the model (1/ranks of it).
+        chunks: the numbers of stages on a rank to try.
+        progress: is told the name of each candidate.
+
+    Raises:
+        ScheduleError: nothing keeps to the limit; it says what the least is.
+
+    >>> from fpipe import Placement
+    >>> found = search(Plan(Placement.loop(4), 8), memory_limit=4)
+    >>> found.name, found.plan.placement, found.timeline.cost, found.lower_bound
+    ('zb-v', Placement((0, 1, 2, 3, 3, 2, 1, 0)), 24.0, 24.0)
+    """
+    candidates = list(_candidates(plan, costs, memory_limit, chunks, progress))
+    within = [found for found in candidates if memory_limit is None or found.peak <= memory_limit + 1e-9]
+    if not within:
+        least = min(candidates, key=lambda found: found.peak)
+        raise ScheduleError(
+            f"no schedule keeps {memory_limit:g} microbatches in flight: {least.name} needs {least.peak:g}, the least"
+        )
+    bound = min(found.lower_bound for found in candidates)
+    return replace(min(within, key=_order), lower_bound=bound)
+
+
+def pareto(
+    plan: Plan,
+    costs: Costs = Costs(),
+    *,
+    chunks: Sequence[int] = CHUNKS,
+    progress: Callable[[str], None] | None = None,
+) -> list[Found]:
+    """Time against peak memory: programs of which none is both slower and larger than another, smallest peak first."""
+    every = list(_candidates(plan, costs, None, chunks, progress))
+    largest = min(every, key=_order).peak
+    for limit in _limits(largest):
+        every += _candidates(plan, costs, limit, chunks, progress, [e for e in CATALOGUE.values() if e.limited])
+    best, front = inf, []
+    for found in sorted(every, key=lambda found: (found.peak, *_order(found))):
+        if found.timeline.cost < best * (1 - 1e-9):
+            best = found.timeline.cost
+            front.append(found)
+    return front
+
+
+def _limits(largest: float, most: int = 16) -> list[float]:
+    """From one microbatch up, in steps of half a one or more, so that they are not too many to try."""
+    halves = ceil(2 * largest)
+    return [half / 2 for half in range(2, halves, ceil(halves / most))]
+
+
+def _order(found: Found) -> tuple[float, float, float]:
+    """What is better: the cost, and where that is the same the makespan, then the peak."""
+    return round(found.timeline.cost, 9), round(found.timeline.makespan, 9), found.peak
+
+
+def _candidates(
+    plan: Plan,
+    costs: Costs,
+    limit: float | None,
+    chunks: Sequence[int],
+    progress: Callable[[str], None] | None,
+    entries: Iterable[Entry] = tuple(CATALOGUE.values()),
+) -> Iterator[Found]:
+    for entry in entries:
+        for v in chunks if entry.any_chunks else (entry.chunks,):
+            if progress:
+                progress(entry.name)
+            try:
+                cut = _cut(plan, entry, v)
+                own = recut(costs, plan.stages, cut.stages)
+                schedule = entry.schedule(cut, own, limit)
+                timeline = simulate(schedule, cut, own)
+            except ScheduleError:
+                continue  # it doesn't admit the plan, or the limit
+            yield Found(entry.name, schedule, cut, own, timeline, lower_bound(cut, own, limit))
+
+
+def _cut(plan: Plan, entry: Entry, chunks: int) -> Plan:
+    """The entry's own plan for the same model."""
+    cut = entry.plan(plan.ranks, plan.microbatches, chunks)
+    if plan == Plan(plan.placement, plan.microbatches):
+        return cut
+    return replace(cut, edges=plan.edges, ties=plan.ties)
+
+
+def lower_bound(plan: Plan, costs: Costs, memory_limit: float | None = None) -> float:
+    """A cost that no program goes below: work that a rank has to do, waits that nothing shortens, memory it lacks.
+
+    - A rank computes what it holds.
+    - From a stage's first forward it takes the way to the last stage and back until the first of all its backwards;
+      so it does from the last of all its forwards until its last backward.
+    - Two chunks on each rank, equal times and k half microbatches of memory: max(6m, 6m + 6p - 3k - 1) at unit times
+      (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, figure 13).
+
+    >>> from fpipe import Placement
+    >>> lower_bound(Plan(Placement.loop(4), 1), Costs(communication=1))
+    15.0
+    >>> lower_bound(Plan(Placement.v(4), 8), Costs(), memory_limit=2)
+    59.0
+    """
+    stages = range(plan.stages)
+    fused = [costs.time(Backward(s, 0)) for s in stages]
+    apart = [costs.time(BackwardInput(s, 0)) + costs.time(BackwardWeight(s, 0)) for s in stages]
+    pair = [inf if costs.overlap is None else costs.time(Overlap(Forward(s, 0), Backward(s, 0))) for s in stages]
+    # Whatever form a schedule gives them: an effect within an overlap may take less than alone.
+    forward = [min(costs.time(Forward(s, 0)), pair[s]) for s in stages]
+    inputs = [min(costs.time(BackwardInput(s, 0)), fused[s], *pair) for s in stages]
+    backward = [min(fused[s], apart[s], *pair) for s in stages]
+    bound = _published(plan, costs, memory_limit)
+    for rank in range(plan.ranks):
+        work = 0.0
+        for s in plan.stages_on(rank):
+            own = plan.microbatches_of(s, rank)
+            work += len(own) * min(costs.time(Forward(s, 0)) + min(fused[s], apart[s]), pair[s])
+            away = max(_away(plan, costs, s, m, forward, inputs) for m in (own[0], own[-1]))
+            bound = max(bound, away + forward[s] + backward[s] + (len(own) - 1) * max(forward[s], backward[s]))
+        bound = max(bound, work)
+    return bound
+
+
+def _away(
+    plan: Plan, costs: Costs, stage: int, microbatch: int, forward: Sequence[float], inputs: Sequence[float]
+) -> float:
+    """From the end of a stage's forward to the start of its backward: to the last stage and back."""
+
+    def travels(source: int, target: int, value: int) -> float:
+        ranks = plan.rank_of(source, microbatch), plan.rank_of(target, microbatch)
+        if ranks[0] == ranks[1]:
+            return 0.0
+        link = costs.link(*ranks)
+        return link.latency + costs.size(value) / link.bandwidth
+
+    done = {stage: 0.0}
+    for s in range(stage + 1, plan.stages):
+        there = [done[source] + travels(source, s, source) for source in plan.sources(s) if source in done]
+        if there:
+            done[s] = max(there) + forward[s]
+    begun: dict[int, float] = {}
+    for s in reversed(done):
+        gradients = (begun[c] + inputs[c] + travels(c, s, s) for c in plan.consumers(s))
+        begun[s] = max([done[s], *gradients])
+    return begun[stage]
+
+
+def _published(plan: Plan, costs: Costs, memory_limit: float | None) -> float:
+    """The bound for two chunks on each rank, where it is said to hold."""
+    p, m = plan.ranks, plan.microbatches
+    times = {costs.time(kind(s, 0)) for kind in (Forward, BackwardInput, BackwardWeight) for s in range(plan.stages)}
+    two = plan.stages == 2 * p and all(len(plan.stages_on(rank)) == 2 for rank in range(p))
+    plain = costs.backward is None and costs.overlap is None and costs.communication == 0
+    if memory_limit is None or not two or not plain or len(times) > 1 or m < 2 * p:
+        return 0.0
+    return times.pop() * max(6 * m, 6 * m + 6 * p - 3 * floor(2 * memory_limit) - 1)
