@@ -1,4 +1,4 @@
-"""torch's world outside the pipeline: modules and optimizers come in as functions. Imported on first use."""
+"""torch's world outside the pipeline: modules, optimizers, and schedules as text. Imported on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fpipe.interop.modules import buffers, eval_mode, from_modules, into_modules
     from fpipe.interop.optim import Optimizer, optimizer
+    from fpipe.interop.pipelining import from_csv, to_csv
 
 _HOME = {
     "Optimizer": "optim",
     "buffers": "modules",
     "eval_mode": "modules",
+    "from_csv": "pipelining",
     "from_modules": "modules",
     "into_modules": "modules",
     "optimizer": "optim",
+    "to_csv": "pipelining",
 }
 
 __all__ = sorted(_HOME)

@@ -1,0 +1,305 @@
+"""torch.distributed.pipelining's CSV of actions, as schedules, and schedules as its CSV. Text only: no torch.
+
+A row is a rank, a cell an action; a number before the action is its stage, one behind it its microbatch. Empty cells
+are bubbles, which say nothing here. torch's `_Action` (torch 2.13) and what it is in fpipe:
+
+| cell | effect |
+| --- | --- |
+| `2F5`, `2B5`, `2I5`, `2W5` | `Forward`, `Backward`, `BackwardInput`, `BackwardWeight` |
+| `(2F5;1B3)OVERLAP_F_B` | `Overlap` of the two, whichever comes first in the cell |
+| `2SEND_F5`, `2RECV_F5` | `Send` of stage 2's activation, `Recv` of stage 1's |
+| `2SEND_B5`, `2RECV_B5` | `Send` of the gradient for stage 1, `Recv` of the one that stage 3 gives |
+| `2REDUCE_GRAD` | `Reduce` |
+| `2UNSHARD`, `2RESHARD` | none: gathering a stage's sharded parameters, and letting go of them again |
+
+The last two carry no data from one effect to another and follow from the order of the others: `from_csv` leaves them
+out, and `to_csv` derives them anew, as torch's own lowering does.
+
+A file with communication is for `_PipelineScheduleRuntime._load_csv(file, format="compute_comms")`, one without for
+`_load_csv(file)`, which adds communication itself. torchtitan's option takes one without:
+
+    fpipe export zb-v --ranks 4 --microbatches 8 --format torch-csv-compute > zb_v.csv
+
+    --parallelism.pipeline_parallel_degree 4 --parallelism.num_pp_microbatches 8
+    --parallelism.pipeline_parallel_schedule_csv zb_v.csv --parallelism.pipeline_parallel_schedule ZBVZeroBubble
+
+The order is the file's; the name of a schedule beside it only says where stages go: ZBVZeroBubble for `Placement.v`,
+Interleaved1F1B for `Placement.loop` with several chunks, 1F1B with one. pipeline_parallel_layers_per_stage must give
+the plan's number of stages. Older versions of torchtitan divide training.local_batch_size by
+pipeline_parallel_microbatch_size for the number of microbatches; newer ones say size for degree.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from fpipe.effects import (
+    Activation,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Effect,
+    Forward,
+    Gradient,
+    Overlap,
+    Recv,
+    Reduce,
+    Send,
+    parts,
+)
+from fpipe.errors import ScheduleError
+from fpipe.handlers.verifier import check
+from fpipe.lowering import in_step, lower
+from fpipe.program import Placement, Plan, Programs, Schedule
+from fpipe.schedules.table import from_table
+
+_COMPUTE: dict[str, type[Compute]] = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
+_LETTER = {kind: letter for letter, kind in _COMPUTE.items()}
+_ACTION = re.compile(r"(\d+)(?:([FBIW]|(?:SEND|RECV)_[FB])(\d+)|(UNSHARD|RESHARD|REDUCE_GRAD))")
+_OVERLAP = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
+
+Item = Effect | str  # a cell that is already written: what torch does and fpipe has no effect for
+
+
+def to_csv(schedule: Schedule, plan: Plan, *, communication: bool = True, gathered: int = 3) -> str:
+    """A schedule as torch's CSV.
+
+    Args:
+        schedule: verified before it is written, in any order of microbatches.
+        communication: sends, receives and reduction too, for `format="compute_comms"`. A schedule's own are written
+            as they stand. Others get each receive where its send is made, in one order over all ranks: every transport
+            runs it, and it is the text that torch's own lowering gives.
+        gathered: with communication, how many stages a rank holds gathered at once (more where more overlap) if their
+            parameters are sharded by FSDP; for other modules UNSHARD and RESHARD do nothing. 0 leaves them out.
+
+    Raises:
+        ScheduleError: the schedule is wrong for the plan, or torch's runtime can't express it: copies of a stage,
+            skips, ties, nothing backward, the last stage's forwards out of order.
+
+    >>> from fpipe import Placement, Plan, schedules
+    >>> plan = Plan(Placement.loop(2), 2)
+    >>> print(to_csv(schedules.gpipe, plan, communication=False), end="")
+    0F0,0F1,0B0,0B1
+    1F0,1F1,1B0,1B1
+    >>> print(to_csv(schedules.gpipe, plan, gathered=0), end="")
+    0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD
+    1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1,1REDUCE_GRAD
+    """
+    if gathered < 0:
+        raise ScheduleError(f"gathered must be at least 0, not {gathered}")
+    _refuse_plan(plan)
+    programs = lower(schedule, plan)
+    check(programs, ordered=False)
+    _refuse_order(programs, plan)
+    talks = any(isinstance(e, Send | Recv) for rank in range(plan.ranks) for e in schedule(rank, plan))
+    rows: Mapping[int, Sequence[Item]]
+    if not communication:
+        rows = {rank: [e for e in program if isinstance(e, Compute | Overlap)] for rank, program in programs.items()}
+    elif talks:
+        rows = {rank: tuple(_gather(program.effects, gathered)) for rank, program in programs.items()}
+    else:
+        silent = {r: [e for e in program if not isinstance(e, Send | Recv)] for r, program in programs.items()}
+        rows = in_step({rank: tuple(_gather(row, gathered)) for rank, row in silent.items()}, plan)
+    return "".join(",".join(map(_cell, rows[rank])) + "\n" for rank in range(plan.ranks))
+
+
+def from_csv(text: str) -> tuple[Schedule, Plan]:
+    """The schedule in torch's CSV, and the plan it is for: a chain, its placement and size read off the actions.
+
+    Sends and receives are kept; a file without gets them from lowering, like any schedule. Whether the schedule is
+    right, `fpipe.verify(schedule, plan)` says; with `ordered=False` for an order like torch's looped BFS.
+
+    Raises:
+        ScheduleError: a cell that is no action, or a stage on two ranks or on none; says row, column and cell.
+
+    >>> from fpipe import draw
+    >>> schedule, plan = from_csv("0F0,0F1,,0B0,,0B1\\n,1F0,1B0,1F1,1B1,")
+    >>> plan.placement, plan.microbatches
+    (Placement((0, 1)), 2)
+    >>> print(draw(schedule, plan))
+    rank 0  F0 F1 .  B0 .  B1
+    rank 1  .  F0 B0 F1 B1
+    """
+    rows = [
+        [_read(rank, column, cell.strip()) for column, cell in enumerate(row) if cell.strip()]
+        for rank, row in enumerate(csv.reader(text.strip("\r\n").splitlines()))
+    ]
+    plan = _plan(rows)
+    return from_table({rank: [e for cell in row for e in _effects(cell, plan)] for rank, row in enumerate(rows)}), plan
+
+
+class _Action(NamedTuple):
+    stage: int
+    kind: str
+    microbatch: int | None
+
+
+class _Cell(NamedTuple):
+    rank: int
+    column: int
+    text: str
+    actions: tuple[_Action, ...] = ()  # two that overlap, or one
+
+    def __str__(self) -> str:
+        return f"row {self.rank + 1} (rank {self.rank}), column {self.column + 1}, {self.text!r}"
+
+
+def _read(rank: int, column: int, text: str) -> _Cell:
+    overlap = _OVERLAP.fullmatch(text)
+    actions = []
+    for part in overlap.groups() if overlap else (text,):
+        found = _ACTION.fullmatch(part.strip())
+        if not found:
+            raise ScheduleError(
+                f"{_Cell(rank, column, text)}, is no action. Stage, action, microbatch make one, as in 1F3: F, B, I, "
+                "W, SEND_F, RECV_F, SEND_B, RECV_B; or stage and action, as in 1UNSHARD: UNSHARD, RESHARD, "
+                "REDUCE_GRAD; or two that overlap, as in (1F3;0B2)OVERLAP_F_B"
+            )
+        stage, kind, microbatch, whole = found.groups()
+        actions.append(_Action(int(stage), whole or kind, None if whole else int(microbatch)))
+    return _Cell(rank, column, text, tuple(actions))
+
+
+def _plan(rows: Sequence[Sequence[_Cell]]) -> Plan:
+    """The chain that a table's actions are for."""
+    first: dict[int, _Cell] = {}
+    microbatches = 0
+    for rank, row in enumerate(rows):
+        if not row:
+            raise ScheduleError(f"row {rank + 1} (rank {rank}) has no action: every rank runs at least one stage")
+        for cell in row:
+            for stage, _, microbatch in cell.actions:
+                if first.setdefault(stage, cell).rank != rank:
+                    raise ScheduleError(
+                        f"stage {stage} is on two ranks, in {first[stage]} and in {cell}: a stage has one rank here; "
+                        "a schedule with copies of stages is given as Python, as in schedules.dualpipe"
+                    )
+                microbatches = max(microbatches, -1 if microbatch is None else microbatch + 1)
+    if not microbatches:
+        raise ScheduleError("the text runs nothing: a row for each rank, with actions such as 0F0 and 0B0")
+    missing = next(stage for stage in count() if stage not in first)
+    if missing < len(first):
+        raise ScheduleError(f"no rank runs stage {missing}, but {first[max(first)]} names stage {max(first)}")
+    return Plan(Placement([first[stage].rank for stage in range(len(first))]), microbatches)
+
+
+def _effects(cell: _Cell, plan: Plan) -> Iterator[Effect]:
+    effects = [effect for action in cell.actions for effect in _effect(action, cell, plan)]
+    if len(cell.actions) == 1:
+        yield from effects
+        return
+    match sorted(effects, key=lambda e: not isinstance(e, Forward)):
+        case [Forward() as forward, Backward() | BackwardInput() as backward]:
+            yield Overlap(forward, backward)
+        case _:
+            raise ScheduleError(f"{cell}: overlap an F with a B or an I, and give other actions cells of their own")
+
+
+def _effect(action: _Action, cell: _Cell, plan: Plan) -> Iterator[Effect]:
+    stage, kind, microbatch = action
+    if microbatch is None:
+        if kind == "REDUCE_GRAD":
+            yield Reduce(stage)
+    elif kind in _COMPUTE:
+        yield _COMPUTE[kind](stage, microbatch)
+    elif kind == "SEND_F":
+        yield Send(Activation(stage, microbatch), _peer(stage, stage + 1, cell, plan))
+    elif kind == "RECV_F":
+        yield Recv(Activation(stage - 1, microbatch), _peer(stage, stage - 1, cell, plan))
+    elif kind == "SEND_B":
+        yield Send(Gradient(stage - 1, stage, microbatch), _peer(stage, stage - 1, cell, plan))
+    else:
+        yield Recv(Gradient(stage, stage + 1, microbatch), _peer(stage, stage + 1, cell, plan))
+
+
+def _peer(stage: int, other: int, cell: _Cell, plan: Plan) -> int:
+    if not 0 <= other < plan.stages:
+        side = "before" if other < stage else "after"
+        raise ScheduleError(
+            f"{cell}: stage {stage} has none {side} it, for the table runs stages 0 to {plan.stages - 1}"
+        )
+    (rank,) = plan.placement.holders[other]
+    if rank == cell.rank:
+        raise ScheduleError(
+            f"{cell}: stages {stage} and {other} are both on rank {rank}, so nothing passes between ranks"
+        )
+    return rank
+
+
+def _refuse_plan(plan: Plan) -> None:
+    for stage, held in enumerate(plan.placement.holders):
+        if len(held) > 1:
+            raise ScheduleError(
+                f"stage {stage} has copies on ranks {held}, and torch.distributed.pipelining knows one rank for each: "
+                "take a placement without copies, such as Placement.v with dualpipe_v"
+            )
+        if plan.sources(stage) != ((stage - 1,) if stage else ()):
+            raise ScheduleError(
+                f"stage {stage} reads stages {plan.sources(stage)}, and torch.distributed.pipelining only passes "
+                "values from each stage to the next: pass along what a later stage needs"
+            )
+    if plan.ties:
+        raise ScheduleError(
+            f"stages {plan.ties[0]} share a parameter, and torch.distributed.pipelining doesn't add their gradients: "
+            "export dataclasses.replace(plan, ties=()), and add them after the step"
+        )
+
+
+def _refuse_order(programs: Programs, plan: Plan) -> None:
+    compute = [part for program in programs.values() for effect in program for part in parts(effect)]
+    if not any(isinstance(e, Backward | BackwardWeight) for e in compute):
+        raise ScheduleError("nothing runs backward, and torch.distributed.pipelining only loads schedules that train")
+    last = [e.microbatch for e in compute if isinstance(e, Forward) and e.stage == plan.stages - 1]
+    for expected, microbatch in enumerate(last):
+        if microbatch != expected:
+            raise ScheduleError(
+                f"stage {plan.stages - 1} runs microbatch {microbatch} forward where {expected} is due: torch numbers "
+                "losses in the order of the last stage's forwards, so these must come in microbatch order"
+            )
+
+
+def _gather(row: Sequence[Effect], most: int) -> Iterator[Item]:
+    """Gather the `most` stages that run next, and let go of the others, before each compute effect."""
+    soon: tuple[int, ...] = ()
+    ahead = []
+    for effect in reversed(row):
+        now = {part.stage: None for part in parts(effect) if isinstance(part, Compute)}
+        soon = tuple({**now, **dict.fromkeys(soon)})[: max(most, len(now))] if most else ()
+        ahead.append(soon)
+    held: tuple[int, ...] = ()
+    for effect, soon in zip(row, reversed(ahead), strict=True):
+        if isinstance(effect, Compute | Overlap):
+            yield from (f"{stage}RESHARD" for stage in sorted(held) if stage not in soon)
+            yield from (f"{stage}UNSHARD" for stage in soon if stage not in held)
+            held = soon
+        yield effect
+    yield from (f"{stage}RESHARD" for stage in sorted(held))
+
+
+def _cell(item: Item) -> str:
+    match item:
+        case str():
+            return item
+        case Overlap(forward, backward):
+            return f"({_cell(forward)};{_cell(backward)})OVERLAP_F_B"
+        case Send(Activation(stage, microbatch)):
+            return f"{stage}SEND_F{microbatch}"
+        case Recv(Activation(stage, microbatch)):
+            return f"{stage + 1}RECV_F{microbatch}"
+        case Send(Gradient(_, stage, microbatch)):
+            return f"{stage}SEND_B{microbatch}"
+        case Recv(Gradient(stage, _, microbatch)):
+            return f"{stage}RECV_B{microbatch}"
+        case Reduce(stage):
+            return f"{stage}REDUCE_GRAD"
+        case Forward() | Backward() | BackwardInput() | BackwardWeight():
+            return f"{item.stage}{_LETTER[type(item)]}{item.microbatch}"
+        case _:
+            raise ScheduleError(
+                f"torch.distributed.pipelining has no action for {item}: leave it out of what is exported"
+            )
