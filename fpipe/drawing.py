@@ -1,13 +1,58 @@
-"""A schedule as text: one column for each unit of time, one row for each rank. No torch."""
+"""A schedule as text: in columns of one unit of time each, or a timeline's lanes to scale. No torch."""
 
 from __future__ import annotations
 
-from fpipe.effects import Backward, BackwardInput, BackwardWeight, Effect, Forward, Name, Overlap, gives, needs
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from math import floor, log10
+from typing import NamedTuple
+
+from fpipe.costs import Costs
+from fpipe.effects import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Effect,
+    Forward,
+    Name,
+    Overlap,
+    gives,
+    needs,
+    parts,
+)
 from fpipe.interleave import interleave
 from fpipe.lowering import lower
 from fpipe.program import Plan, Schedule
+from fpipe.timeline import Timeline
 
-LETTERS = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
+
+class Look(NamedTuple):
+    """How an effect is drawn: its letter, its name in a legend, and its colour."""
+
+    letter: str
+    name: str
+    colour: str
+
+
+# The colours are Okabe and Ito's, which the colour-blind tell apart; black text reads on each.
+LOOKS: dict[type[Effect], Look] = {
+    Forward: Look("F", "forward", "#56b4e9"),
+    BackwardInput: Look("I", "input gradient", "#e69f00"),
+    BackwardWeight: Look("W", "weight gradient", "#009e73"),
+    Backward: Look("B", "backward", "#d55e00"),
+    Overlap: Look("&", "overlap", "#cc79a7"),
+}
+
+
+def lighter(colour: str, share: float) -> str:
+    """A colour mixed with white.
+
+    >>> lighter("#0080ff", 0.5)
+    '#80c0ff'
+    """
+    mixed = (round(int(colour[at : at + 2], 16) * (1 - share) + 255 * share) for at in (1, 3, 5))
+    return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
 def draw(schedule: Schedule, plan: Plan) -> str:
@@ -27,28 +72,129 @@ def draw(schedule: Schedule, plan: Plan) -> str:
     ready: dict[Name, int] = {}
     rows: list[list[str]] = [[] for _ in range(plan.ranks)]
     for rank, effect in interleave(lower(schedule, plan)):
-        text = _text(effect, rank, plan)
-        if text:
+        if type(effect) in LOOKS:
             start = max([len(rows[rank]), *(ready[name] for name in needs(effect, plan))])
-            rows[rank] += ["."] * (start - len(rows[rank])) + [text]
+            rows[rank] += ["."] * (start - len(rows[rank])) + [text(effect, rank, plan)]
             ready.update(dict.fromkeys(gives(effect, plan), start + 1))
-    width = max(len(text) for row in rows for text in row)
+    width = max(len(cell) for row in rows for cell in row)
     label = len(str(plan.ranks - 1))
     lines = (f"rank {rank:>{label}}  " + " ".join(f"{t:{width}}" for t in row) for rank, row in enumerate(rows))
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _text(effect: Effect, rank: int, plan: Plan) -> str:
-    if isinstance(effect, Overlap):
-        return f"{_text(effect.forward, rank, plan)}&{_text(effect.backward, rank, plan)}"
-    if not isinstance(effect, Forward | Backward | BackwardInput | BackwardWeight):
-        return ""
+def text(effect: Effect, rank: int, plan: Plan, *, letter: bool = True, chunk: bool = True) -> str:
+    """A compute effect's letter, microbatch and chunk; of an overlap, those of both parts.
+
+    >>> from fpipe import Placement
+    >>> text(Overlap(Forward(3, 7), Backward(0, 5)), 0, Plan(Placement.v(2), 8))
+    'F7b&B5a'
+    """
+    return "&".join(_part(part, rank, plan, letter, chunk) for part in parts(effect))
+
+
+def _part(effect: Effect, rank: int, plan: Plan, letter: bool, chunk: bool) -> str:
+    assert isinstance(effect, Compute)
     stages = plan.stages_on(rank)
-    chunk = _letters(stages.index(effect.stage)) if len(stages) > 1 else ""
-    return f"{LETTERS[type(effect)]}{effect.microbatch}{chunk}"
+    which = _letters(stages.index(effect.stage)) if chunk and len(stages) > 1 else ""
+    return f"{LOOKS[type(effect)].letter if letter else ''}{effect.microbatch}{which}"
 
 
 def _letters(number: int) -> str:
     """a to z, then aa, ab, as the columns of a spreadsheet."""
     before, at = divmod(number, 26)
     return (_letters(before - 1) if before else "") + chr(ord("a") + at)
+
+
+class Cell(NamedTuple):
+    """A stretch of a lane: columns of text that one effect takes, or none does."""
+
+    effect: Effect | None
+    columns: int
+    label: str
+
+
+def lane(timeline: Timeline, rank: int, scale: float, *, letters: bool = True) -> Iterator[Cell]:
+    """A rank's compute to scale, from the timeline's start to its end.
+
+    Args:
+        scale: columns for one unit of time. Ends are rounded to columns: what is much shorter than one isn't seen.
+        letters: whether labels say what kind an effect is. A label is left out, or is shorter, where it doesn't fit.
+
+    >>> from fpipe import Costs, Placement, Plan, schedules, simulate
+    >>> timeline = simulate(schedules.gpipe, Plan(Placement.loop(2), 2), Costs(forward=2, backward=4))
+    >>> [cell.label + "." * (cell.columns - len(cell.label)) for cell in lane(timeline, 0, scale=2)]
+    ['F0..', 'F1..', '............', 'B0......', 'B1......']
+    """
+    plan, first, at = timeline.plan, start(timeline), 0
+    for span in timeline.compute(rank):
+        begin, end = (floor((time - first) * scale + 0.5) for time in (span.start, span.end))
+        if begin > at:
+            yield Cell(None, begin - at, "")
+        if end > begin:
+            yield Cell(span.effect, end - begin, _label(span.effect, rank, plan, end - begin, letters))
+        at = max(at, end)
+    last = floor(timeline.makespan * scale + 0.5)
+    if last > at:
+        yield Cell(None, last - at, "")
+
+
+def start(timeline: Timeline) -> float:
+    """When the first rank begins to compute: 0 in a simulation, by the clock in a measurement."""
+    return min(span.start for rank in range(timeline.plan.ranks) for span in islice(timeline.compute(rank), 1))
+
+
+def _label(effect: Effect, rank: int, plan: Plan, columns: int, letters: bool) -> str:
+    """The longest label that fits."""
+    forms = [text(effect, rank, plan, letter=letters, chunk=chunk) for chunk in (True, False)]
+    if letters:
+        forms.append(LOOKS[type(effect)].letter)
+    return next((form for form in forms if len(form) <= columns), "")
+
+
+def number(value: float) -> str:
+    """Four digits, and no exponent where a person would write none.
+
+    >>> number(93.40000000000001), number(98304.0), number(0.0625), number(1e-6)
+    ('93.4', '98304', '0.0625', '1e-06')
+    """
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def size(value: float) -> str:
+    """Bytes in the largest decimal unit that they fill.
+
+    >>> size(999), size(1.5e9)
+    ('999 B', '1.5 GB')
+    """
+    power = min(4, max(0, floor(log10(value) / 3))) if value else 0
+    return f"{value / 1000**power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def percent(share: float) -> str:
+    """A share of one in percent.
+
+    >>> percent(0.0625)
+    '6.2%'
+    """
+    return f"{100 * share:.1f}%"
+
+
+def extent(plan: Plan) -> str:
+    """How large a plan is.
+
+    >>> from fpipe import Placement
+    >>> extent(Plan(Placement.v(4), 8))
+    '4 ranks, 8 stages, 8 microbatches'
+    """
+    counts = {"rank": plan.ranks, "stage": plan.stages, "microbatch": plan.microbatches}
+    ending = {"rank": "s", "stage": "s", "microbatch": "es"}
+    return ", ".join(f"{count} {what}{ending[what] if count != 1 else ''}" for what, count in counts.items())
+
+
+def sized(costs: Costs) -> bool:
+    """Whether any size was given, so that memory can be told in bytes."""
+    return any(map(_given, (costs.activation, costs.residuals, costs.deferred)))
+
+
+def _given(cost: float | Sequence[float]) -> bool:
+    return any(cost) if isinstance(cost, Sequence) else cost > 0

@@ -25,7 +25,7 @@ def modules(folder):
     return found
 
 
-CORE = {name: tree for name, tree in modules("fpipe").items() if name != "fpipe.cli"}
+CORE = {name: tree for name, tree in modules("fpipe").items() if not name.startswith("fpipe.cli")}
 MODULES = {**modules("fpipe"), **modules("schedules"), **modules("interop")}
 
 
@@ -113,12 +113,15 @@ def test_an_unknown_name_is_an_attribute_error(package):
 
 SURFACE = {
     "fpipe": """
-        Batch Costs Edges Link Output Pipeline Placement Plan Program ScheduleError Stage StageError Timeline TransportError
-        draw effects evaluate handlers interop lower schedules simulate value_and_grad
+        Batch Costs Edges Link Output Pipeline Placement Plan Program Report ScheduleError Stage StageError Timeline
+        TransportError draw effects evaluate handlers interop lower schedules simulate value_and_grad verify
     """,
     "fpipe.handlers": "Distributed Handler Inputs Local Observer Reference Results",
-    "fpipe.schedules": "from_table gpipe interleaved_1f1b one_f_one_b",
-    "fpipe.interop": "Optimizer buffers eval_mode from_modules into_modules optimizer",
+    "fpipe.schedules": """
+        CATALOGUE Found dualpipe dualpipe_v from_table gpipe interleaved_1f1b interleaved_zb looped_bfs lower_bound
+        one_f_one_b pareto search v_auto v_half v_min zb_auto zb_h1 zb_h2 zb_v
+    """,
+    "fpipe.interop": "Optimizer buffers eval_mode from_csv from_modules into_modules optimizer to_csv",
 }
 
 

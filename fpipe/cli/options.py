@@ -1,0 +1,186 @@
+"""What the verbs are asked for: plans, models and costs, as groups of options, and how they are written. No torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from fpipe.costs import Costs, Link, PerStage
+from fpipe.errors import ScheduleError
+from fpipe.program import Placement, Plan
+from fpipe.schedules.catalogue import CATALOGUE, Entry, recut
+
+
+def _per_stage(given: str | float) -> PerStage:
+    numbers = tuple(_number(part) for part in str(given).split(","))
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _transfer(given: str | float) -> float | Link:
+    latency, colon, bandwidth = str(given).partition(":")
+    return Link(_number(latency), _number(bandwidth, least=1e-300)) if colon else _number(latency)
+
+
+def _number(given: str, least: float = 0.0) -> float:
+    try:
+        found = float(given)
+    except ValueError:
+        found = float("nan")
+    if not least <= found < float("inf"):
+        raise typer.BadParameter(f"{given!r} is no number of at least 0: give one as 0.5, or one a stage as 1,1,2,1")
+    return found
+
+
+def at_least_one(given: str) -> tuple[int, ...]:
+    try:
+        found = tuple(map(int, given.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise typer.BadParameter(f"{given!r} is no list of counts: give one as 2,4")
+    return found
+
+
+def known(incomplete: str) -> list[str]:
+    return [name for name in CATALOGUE if name.startswith(incomplete)]
+
+
+NAME = "A name that `fpipe schedules` lists, FILE.py:FUNCTION, or FILE.csv as torch writes it."
+Name = Annotated[str, typer.Argument(metavar="SCHEDULE", help=NAME, autocompletion=known)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Time = partial(typer.Option, metavar="TIME", parser=_per_stage, rich_help_panel="Costs: one number, or one a stage")
+Bytes = partial(
+    typer.Option,
+    show_default=False,
+    metavar="BYTES",
+    parser=_per_stage,
+    rich_help_panel="Sizes: one number, or one a stage",
+)
+InPlan = partial(typer.Option, rich_help_panel="Plan")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The plan of one schedule."""
+
+    ranks: Annotated[int | None, InPlan(min=1, metavar="N", help="How many ranks.")] = None
+    microbatches: Annotated[int | None, InPlan(min=1, metavar="N", help="How many microbatches.")] = None
+    chunks: Annotated[
+        int | None, InPlan(min=1, metavar="N", help="Stages on each rank. By default the schedule's own.")
+    ] = None
+    placement: Annotated[
+        str | None,
+        InPlan(
+            metavar="PLACE",
+            help="loop, v, both-ways, or ranks by stage as 0,1,1,0 (copies: 0+1,1+0). By default the schedule's own.",
+        ),
+    ] = None
+
+    def plan(self, entry: Entry | None) -> Plan:
+        """The plan of a named schedule, or of one that brings no placement."""
+        if self.placement and self.placement not in _PLACES:
+            return self.agree(Plan(_listed(self.placement), self._given("microbatches")), self.placement)
+        ranks, microbatches = self._given("ranks"), self._given("microbatches")
+        if self.placement:
+            return self.agree(Plan(_PLACES[self.placement](ranks, self.chunks or 1), microbatches), self.placement)
+        if entry:
+            return entry.plan(ranks, microbatches, self.chunks)
+        return Plan(Placement.loop(ranks, self.chunks or 1), microbatches)
+
+    def agree(self, plan: Plan, source: str) -> Plan:
+        """A plan that has its counts from elsewhere, once no others were asked for."""
+        for option, has in counts(plan).items():
+            if getattr(self, option) not in (None, has):
+                raise typer.BadParameter(f"{source} has {has}, not {getattr(self, option)}", param_hint=f"--{option}")
+        return plan
+
+    def _given(self, option: str) -> int:
+        count: int | None = getattr(self, option)
+        if count is None:
+            raise typer.BadParameter(f"missing: give a number, as in --{option} 8", param_hint=f"--{option}")
+        return count
+
+
+def counts(plan: Plan) -> dict[str, int]:
+    """What the options of a plan stand for in it."""
+    chunks = max(len(plan.stages_on(rank)) for rank in range(plan.ranks))
+    return {"ranks": plan.ranks, "microbatches": plan.microbatches, "chunks": chunks}
+
+
+def _listed(text: str) -> Placement:
+    try:
+        return Placement([tuple(map(int, held.split("+"))) for held in text.split(",")])
+    except ScheduleError as error:
+        raise typer.BadParameter(str(error), param_hint="--placement") from None
+    except ValueError:
+        known = f"give {', '.join(_PLACES)}, or ranks as 0,1,1,0"
+        raise typer.BadParameter(f"{text!r} is no placement: {known}", param_hint="--placement") from None
+
+
+_PLACES: dict[str, Callable[[int, int], Placement]] = {
+    "loop": Placement.loop,
+    "v": lambda ranks, chunks: Placement.v(ranks),
+    "both-ways": lambda ranks, chunks: Placement.both_ways(ranks),
+}
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A model on so many ranks, whatever the schedule."""
+
+    ranks: Annotated[int, InPlan(min=1, metavar="N", help="How many ranks.")]
+    microbatches: Annotated[int, InPlan(min=1, metavar="N", help="How many microbatches.")]
+    chunks: Annotated[
+        int,
+        InPlan(
+            min=1,
+            metavar="N",
+            help="Costs are those of a stage when a rank has so many; other cuts take their share of them.",
+        ),
+    ] = 1
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the costs are for."""
+        return Plan(Placement.loop(self.ranks, self.chunks), self.microbatches)
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """What a stage takes, by the names of `Costs`; parsed as `PerStage`, a union, of which typer has no notion."""
+
+    forward: Annotated[Any, Time(help="Forward.")] = 1
+    backward_input: Annotated[Any, Time(help="Input gradient.")] = 1
+    backward_weight: Annotated[Any, Time(help="Weight gradient.")] = 1
+    backward: Annotated[Any, Time(help="Fused backward. By default the two gradients together.")] = None
+    overlap: Annotated[Any, Time(help="Overlapped pair. By default its two parts together.")] = None
+    communication: Annotated[
+        Any, Time(metavar="TIME|LATENCY:BANDWIDTH", parser=_transfer, help="A transfer between two ranks.")
+    ] = 0
+    activation: Annotated[Any, Bytes(help="What a stage puts out for a microbatch.")] = 0
+    residuals: Annotated[Any, Bytes(help="What a forward keeps for its backward.")] = 0
+    deferred: Annotated[Any, Bytes(help="What an input gradient keeps for its weight gradient.")] = 0
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+    def fitting(self, plan: Plan) -> Costs:
+        """The costs, once sequences are as long as the plan has stages."""
+        try:
+            self.costs.check(plan)
+        except ScheduleError as error:
+            raise typer.BadParameter(str(error)) from None
+        return self.costs
+
+    def recut(self, model: ModelOptions, plan: Plan) -> Costs:
+        """The costs of the same model under a plan with any number of stages."""
+        return recut(self.fitting(model.plan), model.plan.stages, plan.stages)
+
+
+Limit = Annotated[
+    float | None,
+    InPlan("--memory-limit", min=0, metavar="K", help="Most microbatches of a whole rank in flight on it."),
+]

@@ -1,0 +1,414 @@
+"""The verbs, one function each: what they are asked, and what they print or write. No torch."""
+
+import csv
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from fpipe.cli.app import verb
+from fpipe.cli.options import (
+    NAME,
+    CostOptions,
+    InPlan,
+    Json,
+    Limit,
+    ModelOptions,
+    Name,
+    PlanOptions,
+    at_least_one,
+    counts,
+    known,
+)
+from fpipe.cli.request import keep_to, played, read, resolve
+from fpipe.drawing import extent, number, percent, sized
+from fpipe.effects import Compute, Effect, Overlap, parts
+from fpipe.errors import ScheduleError
+from fpipe.handlers.verifier import check
+from fpipe.lowering import lower
+from fpipe.program import Placement, Plan, Programs, Schedule
+from fpipe.schedules.catalogue import CATALOGUE, Entry, shares
+from fpipe.timeline import Timeline
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write, which then takes its place: nobody sees half a file."""
+    unfinished = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    except OSError as error:
+        raise typer.BadParameter(f"{path} can't be written: {error.strerror}", param_hint="--out") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def _progress(doing: str, steps: int | None = None) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr while something long runs, if that is a terminal; the function it gives says what comes next."""
+    if not sys.stderr.isatty():
+        yield lambda what: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(doing, total=steps)
+        yield lambda what: bar.update(task, description=what, advance=1)
+
+
+def _simulated(name: str, asked: PlanOptions, costs: CostOptions, limit: float | None) -> Timeline:
+    with _progress(f"lower {name}", 3) as step:
+        timeline = played(resolve(name, asked, costs.fitting, limit), step)
+    keep_to(timeline.peak_in_flight, limit)
+    return timeline
+
+
+def result(name: str, timeline: Timeline) -> dict[str, object]:
+    """What a simulation found, as `simulate --json` prints it. Others read this: the keys and their order stay."""
+    return {
+        "schedule": name,
+        **counts(timeline.plan),
+        "makespan": timeline.makespan,
+        "cost": timeline.cost,
+        "bubble_rate": timeline.bubble_rate,
+        "idle": timeline.idle,
+        "peak_in_flight": timeline.peak_in_flight,
+    }
+
+
+def _print_json(found: object) -> None:
+    print(json.dumps(found))
+
+
+def _console(width: int | None = None) -> "Console":
+    from rich.console import Console
+
+    return Console(width=width, highlight=False)
+
+
+@verb("fpipe schedules")
+def schedules(as_json: Json = False) -> None:
+    """List the named schedules."""
+    if as_json:
+        said = ("placement", "chunks", "any_chunks", "peak", "idea", "source")
+        _print_json({name: {key: getattr(entry, key) for key in said} for name, entry in CATALOGUE.items()})
+        return
+    from fpipe.cli.terminal import table
+
+    columns = ["name", "placement", "peak", "what it does"]
+    found = table(columns, words=columns)
+    for name, entry in CATALOGUE.items():
+        found.add_row(name, entry.placement, entry.peak, f"{entry.idea} [dim]({entry.source})[/dim]")
+    units = "Peak: in flight at equal costs, in microbatches of a rank's share of the model."
+    _console().print(found, "p ranks, v stages on each, m microbatches.", units, sep="\n")
+
+
+@verb("fpipe verify zb-h1 --ranks 4 --microbatches 8 --transport rendezvous")
+def verify(
+    name: Name,
+    asked: PlanOptions,
+    costs: CostOptions,
+    transport: Annotated[
+        Literal["async", "paired", "rendezvous"], InPlan(help="How messages travel: see fpipe.verify.")
+    ] = "async",
+    unordered: Annotated[bool, InPlan("--unordered", help="Admit any order of microbatches on a stage.")] = False,
+    limit: Limit = None,
+    as_json: Json = False,
+) -> None:
+    """Check a schedule: complete, in order, free of deadlock."""
+    with _progress(f"lower {name}", 2) as step:
+        job = resolve(name, asked, costs.fitting, limit)
+        programs = lower(job.schedule, job.plan, transport=transport)
+        step(f"verify {name}")
+        report = check(
+            programs, transport=transport, ordered=not unordered, costs=job.costs if sized(job.costs) else None
+        )
+    keep_to(report.peak_in_flight, limit)
+    if as_json:
+        edges = [
+            {"from": source, "to": target, "messages": count, "bytes": (report.bytes or {}).get((source, target))}
+            for (source, target), count in report.messages.items()
+        ]
+        found = {"transport": transport, "ordered": not unordered, "effects": report.effects, "edges": edges}
+        peaks = {"peak_in_flight": report.peak_in_flight, "peak_bytes": report.peak_bytes}
+        _print_json({"schedule": job.name, **counts(job.plan), **found, **peaks})
+        return
+    from fpipe.cli.terminal import verdict
+
+    _console().print(verdict(job.name, report))
+
+
+@verb("fpipe simulate zb-h1 --ranks 8 --microbatches 24 --communication 0.1")
+def simulate(name: Name, asked: PlanOptions, costs: CostOptions, limit: Limit = None, as_json: Json = False) -> None:
+    """Say what a schedule takes: time, idle time, memory."""
+    timeline = _simulated(name, asked, costs, limit)
+    if as_json:
+        _print_json(result(name, timeline))
+        return
+    from fpipe.cli.terminal import account, headline
+
+    _console().print(headline(name, timeline), account(timeline), sep="\n")
+
+
+@verb(
+    "fpipe draw 1f1b --ranks 4 --microbatches 8 --backward 1.5",
+    "fpipe draw zb-v --ranks 4 --microbatches 8 --out zb-v.svg",
+)
+def draw(
+    name: Name,
+    asked: PlanOptions,
+    costs: CostOptions,
+    limit: Limit = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw into this file: .svg, .png or .pdf (needs matplotlib).")
+    ] = None,
+    scale: Annotated[
+        float | None, typer.Option(min=1e-9, metavar="N", help="Columns for a unit of time; long lanes go on below.")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(min=40, metavar="N", help="Columns to draw in. By default the terminal's.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw a schedule to scale, here or into a file.
+
+    The lanes of a file are compute, idle ranks by cause, and memory.
+    """
+    if out and out.suffix not in (".svg", ".png", ".pdf"):
+        raise typer.BadParameter(f"{out} ends in no known format: take .svg, .png or .pdf", param_hint="--out")
+    timeline = _simulated(name, asked, costs, limit)
+    if out:
+        _draw_into(out, name, timeline)
+    if as_json:
+        _print_json(result(name, timeline) | {"spans": list(_computes(timeline))})
+    elif not out:
+        from fpipe.cli.terminal import gantt, headline
+
+        console = _console(width)
+        console.print(headline(name, timeline), gantt(timeline, console, scale), sep="\n")
+
+
+def _draw_into(out: Path, name: str, timeline: Timeline) -> None:
+    try:
+        from fpipe.figure import save
+    except ImportError:
+        raise typer.BadParameter("a file needs matplotlib: pip install 'fpipe[figures]'", param_hint="--out") from None
+    figures = f"makespan {number(timeline.makespan)}, bubble {percent(timeline.bubble_rate)}"
+    with _progress(f"draw {out}"), _replacing(out) as file:
+        save(timeline, file, f"{name}: {extent(timeline.plan)}\n{figures}")
+
+
+def _computes(timeline: Timeline) -> Iterator[dict[str, object]]:
+    """The spans of compute, rank by rank."""
+    for rank in range(timeline.plan.ranks):
+        for span in timeline.compute(rank):
+            runs = [
+                {"kind": type(part).__name__, "stage": part.stage, "microbatch": part.microbatch}
+                for part in parts(span.effect)
+                if isinstance(part, Compute)
+            ]
+            yield {"rank": rank, "start": span.start, "end": span.end, "effects": runs}
+
+
+@verb(
+    "fpipe compare --ranks 4 --microbatches 16 --communication 0.1",
+    "fpipe compare 1f1b zb-h1 zb-v --ranks 4 --microbatches 16",
+)
+def compare(
+    model: ModelOptions,
+    costs: CostOptions,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SCHEDULE]...", help=f"By default every named one. {NAME}", autocompletion=known),
+    ] = None,
+    loops: Annotated[
+        Any, InPlan(metavar="V,V,...", parser=at_least_one, help="Chunks to try with schedules that loop.")
+    ] = "2,4",
+    limit: Limit = None,
+    as_json: Json = False,
+) -> None:
+    """Compare schedules on one model.
+
+    Each has its own placement. Costs are those of a stage when a rank has
+    --chunks of them; with v stages on a rank, each takes chunks/v of that.
+    Peaks and the limit count microbatches of a rank's share of the model.
+    """
+    entrants: list[tuple[str, Timeline, float]] = []
+    refused: dict[str, str] = {}
+    asked = [(name, chunks) for name in names or CATALOGUE for chunks in _tried(name, loops)]
+    with _progress("compare", len(asked)) as step:
+        for name, chunks in asked:
+            step(name)
+            try:
+                options = PlanOptions(model.ranks, model.microbatches, chunks)
+                job = resolve(name, options, partial(costs.recut, model), limit)
+                timeline = played(job)
+                peaks = shares(timeline)
+                keep_to(peaks, limit)
+                entrants.append((job.name, timeline, max(peaks)))
+            except ScheduleError as error:
+                refused[name if chunks is None else f"{name} ({chunks} chunks)"] = str(error)
+    entrants.sort(key=lambda entrant: (entrant[1].cost, entrant[1].makespan))
+    if as_json:
+        rows = [result(name, line) | {"peak": peak, "causes": line.causes} for name, line, peak in entrants]
+        _print_json({"schedules": rows, "refused": refused})
+    else:
+        from fpipe.cli.terminal import comparison
+
+        _console().print(comparison(entrants, refused))
+    if refused and (names or not entrants):
+        raise typer.Exit(1)
+
+
+def _tried(name: str, loops: tuple[int, ...]) -> tuple[int | None, ...]:
+    """The chunks to try a schedule with; None stands for its own."""
+    entry = CATALOGUE.get(name)
+    return loops if entry and entry.any_chunks and entry.chunks > 1 else (None,)
+
+
+@verb("fpipe search --ranks 4 --microbatches 8 --backward-weight 0.5 --memory-limit 4")
+def search(
+    model: ModelOptions,
+    costs: CostOptions,
+    limit: Limit = None,
+    frontier: Annotated[bool, typer.Option("--pareto", help="Show time against peak memory, not the fastest.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what was found as torch's CSV, which every verb reads.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Search for the fastest schedule, and a lower bound.
+
+    Costs are those of a stage when a rank has --chunks of them; with v stages
+    on a rank, each takes chunks/v of that. Peaks and the limit count
+    microbatches of a rank's share of the model.
+    """
+    from fpipe.schedules.search import pareto
+    from fpipe.schedules.search import search as find
+
+    if frontier and out:
+        raise typer.BadParameter("one schedule is written: take --memory-limit, not --pareto", param_hint="--out")
+    plan, own = model.plan, costs.fitting(model.plan)
+    with _progress("search") as step:
+        found = pareto(plan, own, progress=step) if frontier else [find(plan, own, limit, progress=step)]
+    if frontier and limit is not None:
+        keep_to([min(each.peak for each in found)], limit)
+        found = [each for each in found if each.peak <= limit + 1e-9]
+    if as_json:
+        rows = [result(each.name, each.timeline) | {"lower_bound": each.lower_bound} for each in found]
+        _print_json(rows if frontier else rows[0])
+    else:
+        from fpipe.cli.terminal import discovery
+
+        _console().print(discovery([(each.name, each.timeline, each.peak, each.lower_bound) for each in found]))
+    if out:
+        from fpipe.interop.pipelining import to_csv
+
+        with _replacing(out) as file:
+            file.write_text(to_csv(found[0].schedule, found[0].plan))
+
+
+@verb("fpipe export zb-v --ranks 4 --microbatches 8 --format torch-csv --out zb-v.csv")
+def export(
+    name: Name,
+    asked: PlanOptions,
+    costs: CostOptions,
+    limit: Limit = None,
+    form: Annotated[
+        Literal["torch-csv", "torch-csv-compute"],
+        typer.Option("--format", help="Actions of torch.distributed.pipelining: all, or without communication."),
+    ] = "torch-csv",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write into this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a schedule for torch.distributed.pipelining."""
+    from fpipe.interop.pipelining import to_csv
+
+    job = resolve(name, asked, costs.fitting, limit)
+    if limit is not None:
+        keep_to(check(lower(job.schedule, job.plan), ordered=False).peak_in_flight, limit)
+    text = to_csv(job.schedule, job.plan, communication=form == "torch-csv")
+    if out:
+        with _replacing(out) as file:
+            file.write_text(text)
+    if as_json:
+        rows = [[cell for cell in row if cell] for row in csv.reader(text.splitlines())]
+        _print_json({"schedule": job.name, **counts(job.plan), "format": form, "rows": rows})
+    elif not out:
+        print(text, end="")
+
+
+@verb(
+    "fpipe export zb-v --ranks 4 --microbatches 8 --out zb-v.csv",
+    "fpipe import zb-v.csv",
+    "fpipe draw zb-v.csv",
+    name="import",
+)
+def import_(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="CSV of torch.distributed.pipelining; - is stdin.")],
+    as_json: Json = False,
+) -> None:
+    """Read one of torch.distributed.pipelining, and say what it is."""
+    from fpipe.interop.pipelining import from_csv
+
+    schedule, plan = from_csv(read(file))
+    programs = lower(schedule, plan)
+    report = check(programs, ordered=False)
+    ordered = _is_ordered(programs)
+    same = _same(schedule, plan)
+    if as_json:
+        found = {"placement": plan.placement.holders, "ordered": ordered, "same_as": same, "effects": report.effects}
+        _print_json({"schedule": file, **counts(plan), **found, "peak_in_flight": report.peak_in_flight})
+        return
+    from fpipe.cli.terminal import verdict
+
+    order = "" if ordered else "; microbatches run out of order, so verify and train with it unordered"
+    whose = f"the compute order of {' and '.join(same)}" if same else "no named schedule's compute order"
+    _console().print(verdict(file, report, f"{_placement(plan)}; {whose}{order}"))
+
+
+def _placement(plan: Plan) -> str:
+    """The placement, by name where it has one."""
+    chunks = counts(plan)["chunks"]
+    loop, v = f"Placement.loop({plan.ranks}, chunks={chunks})", f"Placement.v({plan.ranks})"
+    named = {loop: Placement.loop(plan.ranks, chunks), v: Placement.v(plan.ranks)}
+    return next((name for name, placement in named.items() if placement == plan.placement), str(plan.placement))
+
+
+def _is_ordered(programs: Programs) -> bool:
+    try:
+        check(programs)
+    except ScheduleError:
+        return False
+    return True
+
+
+def _same(schedule: Schedule, plan: Plan) -> list[str]:
+    """The named schedules that have a schedule's placement and order of compute, at unit costs."""
+    order = _order(schedule, plan)
+    return [name for name, entry in CATALOGUE.items() if _order_of(entry, plan) == order]
+
+
+def _order_of(entry: Entry, plan: Plan) -> list[list[Effect]] | None:
+    try:
+        own = entry.plan(**counts(plan))
+        return _order(entry.schedule(own), own) if own == plan else None
+    except ScheduleError:
+        return None
+
+
+def _order(schedule: Schedule, plan: Plan) -> list[list[Effect]]:
+    ranks = range(plan.ranks)
+    return [[effect for effect in schedule(rank, plan) if isinstance(effect, Compute | Overlap)] for rank in ranks]

@@ -1,0 +1,195 @@
+"""A timeline as a figure: lanes of compute, of idle ranks and of memory, on one scale of time. Needs matplotlib.
+
+Colours mean work, as in `drawing.LOOKS`, lighter for a rank's later chunks. Idle time is grey, hatched by its cause.
+The ground is white, so that the figure reads the same on a light page and on a dark one.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+from itertools import accumulate
+from math import ceil
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from fpipe.drawing import LOOKS, lighter, number, size, sized, start, text
+from fpipe.effects import Effect, parts
+from fpipe.timeline import Timeline
+
+FORMATS = (".svg", ".png", ".pdf")
+IDLE = {  # cause -> grey, hatch
+    "warm-up": ("#eeeeee", ""),
+    "dependency": ("#d4d4d4", "/////"),
+    "transfer": ("#bcbcbc", "....."),
+    "drain": ("#eeeeee", "\\\\\\\\\\"),
+}
+_STYLE: dict[Any, Any] = {
+    "font.size": 8,
+    "hatch.linewidth": 0.4,
+    "hatch.color": "#8c8c8c",
+    "svg.fonttype": "none",  # text stays text: it can be searched, and the file is small
+    "svg.hashsalt": "fpipe",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+_DIGIT = 0.065  # inches across a digit of a label
+_MARGINS = 1.2  # inches left and right of the lanes
+_MOST_LABELS = 5000
+
+
+def save(timeline: Timeline, path: pathlib.Path, title: str = "") -> None:
+    """Draw a timeline into a file; its suffix says the format, one of `FORMATS`. Equal timelines give equal files."""
+    undated = {".png": "Creation Time", ".svg": "Date", ".pdf": "CreationDate"}[path.suffix]
+    with rc_context(_STYLE):
+        figure(timeline, title).savefig(path, dpi=160, metadata={undated: None})
+
+
+def figure(timeline: Timeline, title: str = "") -> Figure:
+    """The figure, for a notebook or for changes by hand.
+
+    The lanes are each rank's compute, how many ranks are idle and why, and what each rank holds: bytes, if the
+    timeline's costs have any, or else microbatches in flight.
+    """
+    ranks = timeline.plan.ranks
+    width, height = _width(timeline), min(9.0, max(1.0, 0.3 * ranks))
+    found = Figure(figsize=(width, height + 3.0), layout="constrained", facecolor="white")
+    compute, idle, memory = found.subplots(3, 1, sharex=True, height_ratios=[height, 0.7, 1.1])
+    _compute(compute, timeline, (width - _MARGINS) / (timeline.makespan or 1.0))
+    _idle(idle, timeline)
+    _memory(memory, timeline)
+    memory.set_xlabel("time")
+    memory.set_xlim(start(timeline), start(timeline) + (timeline.makespan or 1.0))
+    found.suptitle(title.replace("$", r"\$"), x=0.01, ha="left", fontsize=9)
+    marks = list(_legend(timeline))
+    across = ceil(len(marks) / ceil(len(marks) * 1.6 / width))  # an entry is up to 1.6 inches wide
+    found.legend(handles=marks, loc="outside lower left", ncols=across, frameon=False, handlelength=1.4)
+    return found
+
+
+def _width(timeline: Timeline) -> float:
+    """Inches that give most labels their room, within what a page takes."""
+    times = sorted(s.end - s.start for rank in range(timeline.plan.ranks) for s in timeline.compute(rank))
+    usual = times[len(times) // 4] if times else 0.0
+    digits = len(str(timeline.plan.microbatches - 1))
+    return min(18.0, max(8.0, _MARGINS + (timeline.makespan / usual if usual else 0.0) * (digits + 0.6) * _DIGIT))
+
+
+def _compute(ax: Axes, timeline: Timeline, inches: float) -> None:
+    """Each rank's effects as boxes, with microbatches where they fit, and the gaps between them."""
+    plan, digits = timeline.plan, len(str(timeline.plan.microbatches - 1))
+    boxes: dict[str, list[_Box]] = {}
+    labels = []
+    for rank in range(plan.ranks):
+        for span in timeline.compute(rank):
+            boxes.setdefault(_colour(span.effect, rank, timeline), []).append(_box(rank, span.start, span.end))
+            label = text(span.effect, rank, plan, letter=False, chunk=False)
+            widest = len(parts(span.effect)) * (digits + 0.8) - 0.6
+            if widest * _DIGIT < (span.end - span.start) * inches:
+                labels.append(((span.start + span.end) / 2, rank, label))
+    for colour, vertices in boxes.items():
+        ax.add_collection(PolyCollection(vertices, facecolors=colour, edgecolors="white", linewidths=0.5))
+    for cause, (colour, hatch) in IDLE.items():
+        gaps = [
+            _box(rank, gap.start, gap.end, 0.2)
+            for rank in range(plan.ranks)
+            for gap in timeline.gaps(rank)
+            if gap.cause == cause
+        ]
+        if gaps:  # one path for all of them: to hatch each would take seconds
+            path = Path.make_compound_path_from_polys(np.array(gaps))
+            ax.add_patch(PathPatch(path, facecolor=colour, hatch=hatch, linewidth=0))
+    for x, y, label in labels if len(labels) <= _MOST_LABELS else ():
+        within = ax.text(x, y, label, ha="center", va="center_baseline", fontsize=6.5, clip_on=True)
+        within.set_in_layout(False)  # it lies in the lanes: measuring each would take seconds
+    ax.set_ylim(plan.ranks - 0.4, -0.6)
+    ax.set_ylabel("rank")
+    ax.set_yticks(range(0, plan.ranks, ceil(plan.ranks / 24)))
+    ax.tick_params(left=False)
+    ax.spines["left"].set_visible(False)
+
+
+_Box = list[tuple[float, float]]
+
+
+def _box(rank: int, begin: float, end: float, half: float = 0.42) -> _Box:
+    return [(begin, rank - half), (end, rank - half), (end, rank + half), (begin, rank + half)]
+
+
+def _colour(effect: Effect, rank: int, timeline: Timeline) -> str:
+    """The effect's, lighter for the rank's later chunks."""
+    stages = timeline.plan.stages_on(rank)
+    chunk = stages.index(getattr(parts(effect)[0], "stage", stages[0]))
+    return lighter(LOOKS[type(effect)].colour, 0.55 * chunk / max(1, len(stages) - 1))
+
+
+def _idle(ax: Axes, timeline: Timeline) -> None:
+    """How many ranks are idle at each time, one cause above the other."""
+    changes: dict[str, dict[float, int]] = {cause: {} for cause in IDLE}
+    for rank in range(timeline.plan.ranks):
+        for gap in timeline.gaps(rank):
+            steps = changes[gap.cause]
+            for time, change in ((gap.start, 1), (gap.end, -1)):
+                at = _instant(time, timeline)
+                steps[at] = steps.get(at, 0) + change
+    times = sorted({time for steps in changes.values() for time in steps})
+    floor = [0.0] * len(times)
+    for cause, (colour, hatch) in IDLE.items():
+        counts = accumulate(changes[cause].get(time, 0) for time in times)
+        top = [below + count for below, count in zip(floor, counts, strict=True)]
+        ax.fill_between(times, floor, top, step="post", facecolor=colour, hatch=hatch, linewidth=0)
+        floor = top
+    ax.step(times, floor, where="post", color="#555555", linewidth=0.7)
+    ax.set_ylim(0, timeline.plan.ranks)
+    ax.set_ylabel("idle ranks")
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
+
+
+def _instant(time: float, timeline: Timeline) -> float:
+    """The time without the last digits of floats: what happens at once is drawn at once."""
+    grain = timeline.makespan * 1e-9 or 1.0
+    return round(time / grain) * grain
+
+
+def _memory(ax: Axes, timeline: Timeline) -> None:
+    """What each rank holds over time, and where most is held."""
+    ranks, measured = timeline.plan.ranks, sized(timeline.costs)
+    peaks = []
+    for rank in range(ranks):
+        steps = timeline.memory(rank) if measured else timeline.in_flight(rank)
+        after = {start(timeline): 0.0} | {_instant(time, timeline): value for time, value in steps}
+        colour = colormaps["viridis"](0.9 * rank / max(1, ranks - 1))
+        ax.step(list(after), list(after.values()), where="post", color=colour, linewidth=1.0, label=f"rank {rank}")
+        peaks.append(max((value for _, value in steps), default=0.0))
+    highest = peaks.index(max(peaks))
+    amount = size(peaks[highest]) if measured else f"{number(peaks[highest])} microbatches"
+    ax.text(0.005, 0.98, f"peak {amount}, on rank {highest}", transform=ax.transAxes, va="top")
+    ax.set_ylim(0, 1.3 * peaks[highest] or 1.0)
+    ax.set_ylabel("memory" if measured else "in flight")
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=4))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value) if measured else number(value)))
+    lines = ax.get_lines()
+    shown = lines if ranks <= 8 else [lines[0], lines[ranks // 2], lines[-1]]
+    ax.legend(handles=shown, loc="upper right", frameon=False, ncols=len(shown), handlelength=1.0, columnspacing=0.8)
+
+
+def _legend(timeline: Timeline) -> Iterator[Patch]:
+    ranks = range(timeline.plan.ranks)
+    kinds = {type(span.effect) for rank in ranks for span in timeline.compute(rank)}
+    causes = {gap.cause for rank in ranks for gap in timeline.gaps(rank)}
+    for kind, look in LOOKS.items():
+        if kind in kinds:
+            yield Patch(facecolor=look.colour, label=look.name)
+    if any(len(timeline.plan.stages_on(rank)) > 1 for rank in ranks):
+        yield Patch(facecolor="none", label="lighter: a later chunk")
+    for cause, (colour, hatch) in IDLE.items():
+        if cause in causes:
+            yield Patch(facecolor=colour, hatch=hatch, linewidth=0, label=f"idle: {cause}")

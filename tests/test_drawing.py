@@ -1,0 +1,104 @@
+"""Lanes to scale: columns add up, whatever is rounded; labels fit; the figure's marks are where spans are."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fpipe import Costs, Placement, Plan, schedules, simulate
+from fpipe.drawing import LOOKS, lane, lighter, text
+from fpipe.effects import TABLE, Backward, Forward, Overlap
+
+
+def written(timeline, rank, scale, letters=True):
+    cells = lane(timeline, rank, scale, letters=letters)
+    return "".join(cell.label.ljust(cell.columns, "-" if cell.effect else ".") for cell in cells)
+
+
+def test_a_lane_to_scale():
+    timeline = simulate(schedules.gpipe, Plan(Placement.loop(2), 2), Costs(forward=1, backward=2, communication=0.5))
+    assert [written(timeline, rank, 4) for rank in (0, 1)] == [
+        "F0--F1--................B0------B1------",
+        "......F0--F1--B0------B1------..........",
+    ]
+
+
+def test_labels_shrink_to_what_fits():
+    plan = Plan(Placement.loop(1, chunks=2), 12)
+    timeline = simulate(schedules.gpipe, plan)
+    assert [written(timeline, 0, scale)[: 3 * scale] for scale in (1, 2, 3)] == ["FFF", "F0F1F2", "F0aF1aF2a"]
+    assert [written(timeline, 0, scale)[11 * scale : 12 * scale] for scale in (1, 2, 3, 4)] == [
+        "F",
+        "F-",
+        "F11",
+        "F11a",
+    ]
+    assert [written(timeline, 0, scale, letters=False)[11 * scale : 12 * scale] for scale in (1, 2, 3)] == [
+        "-",
+        "11",
+        "11a",
+    ]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.floats(0.01, 10),
+    st.floats(0.01, 10),
+    st.floats(0, 3),
+    st.floats(0.05, 20),
+)
+def test_lanes_are_as_long_as_the_makespan(ranks, microbatches, forward, backward, communication, scale):
+    costs = Costs(forward=forward, backward=backward, communication=communication)
+    timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(ranks), microbatches), costs)
+    for rank in range(ranks):
+        cells = list(lane(timeline, rank, scale))
+        assert sum(cell.columns for cell in cells) == int(timeline.makespan * scale + 0.5)
+        assert all(cell.columns > 0 and len(cell.label) <= cell.columns for cell in cells)
+        assert sum(c.columns for c in cells if c.effect) == pytest.approx(
+            timeline.busy[rank] * scale, abs=2 * microbatches
+        )
+
+
+def test_every_compute_effect_has_a_look():
+    assert set(LOOKS) == {kind for kind, row in TABLE.items() if row.track == "compute"}
+    assert len({look.colour for look in LOOKS.values()}) == len(LOOKS)
+
+
+def luminance(colour):
+    """Relative luminance (WCAG 2.1)."""
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=lambda look: look.name)
+@pytest.mark.parametrize("share", [0, 0.4])
+def test_black_text_reads_on_every_colour(look, share):
+    assert (luminance(lighter(look.colour, share)) + 0.05) / 0.05 >= 4.5  # WCAG 2.1, AA
+
+
+def test_text_of_an_overlap():
+    plan = Plan(Placement.loop(2), 8)
+    pair = Overlap(Forward(0, 7), Backward(0, 5))
+    assert [text(pair, 0, plan, letter=letter) for letter in (True, False)] == ["F7&B5", "7&5"]
+
+
+def test_a_figure_has_a_box_for_every_effect_and_a_label_where_it_fits():
+    figure = pytest.importorskip("matplotlib.figure") and pytest.importorskip("fpipe.figure")
+    timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(4), 8), Costs(communication=0.5))
+    compute, idle, memory = figure.figure(timeline, "a title").axes
+    boxes = sum(len(collection.get_paths()) for collection in compute.collections)
+    assert boxes == 4 * 8 * 2
+    assert sorted(label.get_text() for label in compute.texts) == sorted(str(m) for m in range(8) for _ in range(8))
+    assert [axis.get_ylabel() for axis in (compute, idle, memory)] == ["rank", "idle ranks", "in flight"]
+    assert memory.texts[0].get_text() == "peak 4 microbatches, on rank 0"
+    assert memory.get_xlim() == (0, timeline.makespan)
+
+
+def test_a_figure_tells_memory_in_bytes_where_sizes_are_given():
+    figure = pytest.importorskip("fpipe.figure")
+    timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(4), 8), Costs(residuals=2e9))
+    *_, memory = figure.figure(timeline).axes
+    assert memory.texts[0].get_text() == "peak 8 GB, on rank 0"
+    assert memory.get_ylabel() == "memory"
