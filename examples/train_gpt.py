@@ -28,14 +28,7 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 import fpipe
-from fpipe import Placement, handlers, interop, schedules
-
-SCHEDULES = {
-    "gpipe": (schedules.gpipe, 1),
-    "1f1b": (schedules.one_f_one_b, 1),
-    "interleaved-1f1b": (schedules.interleaved_1f1b, 2),
-}
-"""Name -> schedule, and the chunks that each rank holds."""
+from fpipe import handlers, interop, schedules
 
 console = Console(highlight=False)
 
@@ -173,7 +166,7 @@ def main(
     context: Annotated[int, typer.Option(help="Bytes in a window.")] = 64,
     batch: Annotated[int, typer.Option(help="Windows in a batch.")] = 32,
     microbatches: Annotated[int, typer.Option(help="Parts that a batch is split into.")] = 8,
-    schedule: Annotated[str, typer.Option(help=" | ".join(SCHEDULES))] = "1f1b",
+    schedule: Annotated[str, typer.Option(help=" | ".join(schedules.CATALOGUE))] = "1f1b",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 400,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     dropout: Annotated[float, typer.Option(help="Dropout rate.")] = 0.1,
@@ -186,15 +179,18 @@ def main(
         fail(f"--width {width} is no multiple of 32, the width of a head")
     if batch < microbatches:
         fail(f"--batch {batch} can't be split into {microbatches} microbatches: take as many at least")
-    if schedule not in SCHEDULES:
-        fail(f"there is no schedule {schedule!r}: take one of {', '.join(SCHEDULES)}")
+    if schedule not in schedules.CATALOGUE:
+        fail(f"there is no schedule {schedule!r}: take one of {', '.join(schedules.CATALOGUE)}")
     with processes(ranks) as (handler, ranks, rank, device):
-        generator, chunks = SCHEDULES[schedule]
+        try:
+            plan = schedules.CATALOGUE[schedule].plan(ranks, microbatches)
+            order = schedules.CATALOGUE[schedule].schedule(plan)
+        except fpipe.ScheduleError as error:
+            fail(str(error))
         torch.manual_seed(seed)
-        modules = gpt(ranks * chunks, layers, width, context, dropout)
+        modules = gpt(plan.stages, layers, width, context, dropout)
         pipeline, params = interop.from_modules([m.to(device) for m in modules], loss=cross_entropy)
-        plan = pipeline.plan(Placement.loop(ranks, chunks), microbatches)
-        step = fpipe.value_and_grad(pipeline, generator, plan, handler=handler)
+        step = fpipe.value_and_grad(pipeline, order, plan, handler=handler)
         evaluate = fpipe.evaluate(interop.eval_mode(pipeline), plan, handler=handler, loss=True)
         count = sum(p.numel() for tree in params.values() for p in tree.values())
         if isinstance(handler, handlers.Distributed):

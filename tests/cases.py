@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import fpipe
-from fpipe import Batch, Output, Pipeline, Placement, Stage, handlers, interop, schedules
+from fpipe import Batch, Costs, Output, Pipeline, Placement, Stage, handlers, interop, schedules
+from fpipe.effects import (
+    Activation,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Gradient,
+    Overlap,
+    Recv,
+    Send,
+)
 from tests.trees import Pair
 
 ROWS, WIDTH, VOCABULARY, CONTEXT = 16, 8, 11, 5
@@ -247,19 +259,10 @@ CASES = {
         weighted,
     )
 }
-SCHEDULES = {
-    "gpipe": (schedules.gpipe, Placement.loop),
-    "one_f_one_b": (schedules.one_f_one_b, Placement.loop),
-    "interleaved_1f1b": (schedules.interleaved_1f1b, lambda ranks: Placement.loop(ranks, chunks=2)),
-    "gpipe_v": (schedules.gpipe, Placement.v),
-    "gpipe_both_ways": (schedules.gpipe, Placement.both_ways),
-}
 
 
 def split_backward(rank, plan):
     """Input and weight gradients apart, the weights as late as can be."""
-    from fpipe.effects import BackwardInput, BackwardWeight, Forward
-
     (stage,) = plan.stages_on(rank)
     every = range(plan.microbatches)
     yield from (Forward(stage, m) for m in every)
@@ -269,8 +272,6 @@ def split_backward(rank, plan):
 
 def overlapping(rank, plan):
     """1F1B with one more microbatch to warm up, so that a forward and a backward of others can overlap."""
-    from fpipe.effects import Backward, Forward, Overlap
-
     (stage,) = plan.stages_on(rank)
     warmup = min(plan.stages - stage, plan.microbatches)
     yield from (Forward(stage, m) for m in range(warmup))
@@ -278,8 +279,38 @@ def overlapping(rank, plan):
     yield from (Backward(stage, m) for m in range(plan.microbatches - warmup, plan.microbatches))
 
 
-SCHEDULES["split"] = (split_backward, Placement.loop)
-SCHEDULES["overlap"] = (overlapping, Placement.loop)
+def zb_auto(rank, plan):
+    """The last stage is the heaviest, and memory is short."""
+    costs = Costs(forward=[*[1.0] * (plan.stages - 1), 2.0], communication=0.3)
+    return schedules.zb_auto(plan, costs, max(1, plan.ranks - 1))(rank, plan)
+
+
+def loop(ranks):
+    return Placement.loop(ranks, chunks=2)
+
+
+UNEQUAL = Costs(1, 1.5, 0.5, communication=0.3)
+SCHEDULES = {
+    "gpipe": (schedules.gpipe, Placement.loop),
+    "one_f_one_b": (schedules.one_f_one_b, Placement.loop),
+    "interleaved_1f1b": (schedules.interleaved_1f1b, loop),
+    "gpipe_v": (schedules.gpipe, Placement.v),
+    "gpipe_both_ways": (schedules.gpipe, Placement.both_ways),
+    "split": (split_backward, Placement.loop),
+    "overlap": (overlapping, Placement.loop),
+    "looped_bfs": (schedules.looped_bfs, loop),
+    "zb_h1": (schedules.zb_h1, Placement.loop),
+    "zb_h2": (schedules.zb_h2, Placement.loop),
+    "zb_auto": (zb_auto, Placement.loop),
+    "interleaved_zb": (schedules.interleaved_zb, loop),
+    "zb_v": (schedules.zb_v, Placement.v),
+    "zb_v_unequal": (partial(schedules.zb_v, costs=UNEQUAL), Placement.v),
+    "v_half": (schedules.v_half, Placement.v),
+    "v_min": (schedules.v_min, Placement.v),
+    "dualpipe_v": (schedules.dualpipe_v, Placement.v),
+    "dualpipe": (schedules.dualpipe, Placement.both_ways),
+}
+BOTH_WAYS = [name for name, (_, place) in SCHEDULES.items() if place == Placement.both_ways]
 
 
 def make(name, schedule, ranks, microbatches):
@@ -307,8 +338,6 @@ def reference(case, schedule, plan):
 
 def talking(rank, plan):
     """GPipe on a chain, with its own communication."""
-    from fpipe.effects import Activation, Backward, Forward, Gradient, Recv, Send
-
     (stage,) = plan.stages_on(rank)
     before, after = stage > 0, stage < plan.stages - 1
     for m in range(plan.microbatches):

@@ -9,7 +9,8 @@ import optree
 import torch
 
 import fpipe
-from fpipe import handlers
+from examples import train_gpt as example
+from fpipe import handlers, interop, schedules
 from tests import cases
 
 
@@ -270,3 +271,31 @@ def train_on_gpus(rank, name, schedule, microbatches, ranks):
 def gpu_handler():
     """The pool's job group is gloo; the values of this handler go over NCCL."""
     return handlers.Distributed(device=torch.device("cuda", torch.cuda.current_device()), timeout=60)
+
+
+def train_gpt(rank, name, ranks, microbatches, distributed=True):
+    """Two steps of the example's GPT and its optimizer, on this rank or all: where they differ from the reference."""
+    plan = schedules.CATALOGUE[name].plan(ranks, microbatches)
+    torch.manual_seed(0)
+    modules = example.gpt(plan.stages, layers=4, width=32, context=16, dropout=0.1)
+    pipeline, params = interop.from_modules(modules, loss=example.cross_entropy)
+    schedule, text = (
+        schedules.CATALOGUE[name].schedule(plan),
+        torch.randint(256, (500,), dtype=torch.uint8),
+    )
+    adamw = interop.optimizer(torch.optim.AdamW, lr=0.1)
+
+    def steps(handler, params):
+        step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler)
+        state, losses = adamw.init(params), []
+        for i in range(2):
+            loss, grads = step(params, *example.windows(text, 12, 16, seed=i), rng=(0, i))
+            params, state = adamw.update(grads, state, params)
+            losses.append(loss)
+        return losses, grads, params
+
+    losses, *expected = steps(handlers.Reference(), params)
+    if not distributed:
+        return differences(steps(handlers.Local(), params), (losses, *expected))
+    own = pipeline.params_on(params, plan, rank)
+    return differences(steps(handler(), own), (losses, *({s: tree[s] for s in own} for tree in expected)))

@@ -11,7 +11,7 @@ MICROBATCHES = (1, 2, 3, 5, 8)
 
 
 def microbatches(schedule):
-    return [m for m in MICROBATCHES if schedule != "gpipe_both_ways" or m % 2 == 0]
+    return [m for m in MICROBATCHES if schedule not in cases.BOTH_WAYS or m % 2 == 0]
 
 
 EVERY = [
@@ -19,7 +19,7 @@ EVERY = [
     for name in cases.CASES
     for schedule in cases.SCHEDULES
     for m in microbatches(schedule)
-    if not (name == "modules" and schedule == "gpipe_both_ways")  # a state has no copies
+    if not (name == "modules" and schedule in cases.BOTH_WAYS)  # a state has no copies
 ]
 
 
