@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fpipe import Placement, Plan
+from fpipe.interop import from_csv
+from fpipe.schedules import zb_v
+
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
@@ -33,6 +37,24 @@ def test_the_training_loop(tmp_path):
 def test_a_schedule_of_ones_own(tmp_path):
     out = run(tmp_path, block("def eager_1f1b"))
     assert [line.rstrip() for line in out.splitlines()] == block("rank 0  F0").splitlines()
+
+
+def fpipe(command):
+    done = subprocess.run([Path(sys.executable).with_name("fpipe"), *command.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_comparison():
+    out = fpipe(block("fpipe compare").strip().removeprefix("fpipe "))
+    assert [line.rstrip() for line in out.splitlines() if line.strip()] == block("depen-").splitlines()
+
+
+def test_the_file_for_torchtitan():
+    (command,) = re.findall(r"^fpipe (export .*) > zb_v.csv$", block("fpipe export"), re.MULTILINE)
+    schedule, plan = from_csv(fpipe(command))
+    assert plan == Plan(Placement.v(4), 8)
+    assert [list(schedule(rank, plan)) for rank in range(4)] == [list(zb_v(rank, plan)) for rank in range(4)]
 
 
 def test_the_commands_are_the_makefiles():
