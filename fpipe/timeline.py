@@ -100,6 +100,14 @@ class Timeline:
         return (self.spans[at] for at in self._computes[rank])
 
     @cached_property
+    def _own(self) -> list[array[int]]:
+        """Each rank's spans, in the order of its program."""
+        found: list[array[int]] = [array("q") for _ in range(self.plan.ranks)]
+        for at, rank in enumerate(self.spans.ranks):
+            found[rank].append(at)
+        return found
+
+    @cached_property
     def _bounds(self) -> list[tuple[float, float]]:
         """Each rank's first start and last end; of one without compute, the timeline's start."""
         starts, ends = self.spans.starts, self.spans.ends
@@ -193,7 +201,12 @@ class Timeline:
         return path[::-1]
 
     def in_flight(self, rank: int) -> list[tuple[float, float]]:
-        """(time, microbatches in flight from then on): of a whole rank, so that one of v chunks counts 1/v."""
+        """(time, microbatches in flight from then on): of a whole rank, so that one of v chunks counts 1/v.
+
+        Where nothing runs backward nothing is kept, and nothing is in flight.
+        """
+        if not self._trained:
+            return []
         chunks = len(self.plan.stages_on(rank))
         count, found = 0, []
         for span in self.compute(rank):
@@ -206,6 +219,10 @@ class Timeline:
         return found
 
     @cached_property
+    def _trained(self) -> bool:
+        return any(isinstance(e, Backward | BackwardWeight) for effect in self.spans.effects for e in parts(effect))
+
+    @cached_property
     def peak_in_flight(self) -> list[float]:
         """Each rank's most microbatches in flight."""
         return [max((count for _, count in self.in_flight(rank)), default=0.0) for rank in range(self.plan.ranks)]
@@ -216,9 +233,7 @@ class Timeline:
         A received value counts from the post of its receive, one that is sent until it is delivered.
         """
         held: dict[Name, tuple[float, float]] = {}
-        for at, owner in enumerate(self.spans.ranks):
-            if owner != rank:
-                continue
+        for at in self._own[rank]:
             effect, start, end = self.spans.effects[at], self.spans.starts[at], self.spans.ends[at]
             for name in needs(effect, self.plan):
                 if name in held:

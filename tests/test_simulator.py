@@ -254,6 +254,7 @@ def test_the_cost_leaves_a_late_start_out_and_the_makespan_counts_it():
     table = {0: [Forward(0, 0)], 1: [Forward(1, 0)]}
     timeline = simulate(from_table(table), Plan(Placement.loop(2), 1), Costs(forward=[1, 4]))
     assert (timeline.makespan, timeline.cost, timeline.bubble_rate) == (5, 4, 0)
+    assert timeline.peak_in_flight == [0, 0]  # nothing runs backward, so nothing is kept
 
 
 def test_the_unused_gradient_of_the_first_stage_costs_what_it_is_said_to():

@@ -27,7 +27,6 @@ from fpipe.handlers.executor import Executor
 from fpipe.handlers.failures import Failures, Watch
 from fpipe.handlers.links import Links, Lost, Payload, first_line
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
-from fpipe.interleave import interleave
 from fpipe.program import Plan, Program
 from fpipe.receipts import receipts
 from fpipe.tree import flatten
@@ -85,7 +84,6 @@ class Distributed:
         return (self.rank,)
 
     def compile(self, programs: Mapping[int, Program], pieces: Pieces, observe: Observer | None) -> Run:
-        interleave(programs)
         links, failures = self._set_up()
         try:
             self._compare(programs, pieces, links)

@@ -16,7 +16,7 @@ from fpipe import effects as fx
 from fpipe.autodiff import Pieces
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
-from fpipe.interleave import interleave
+from fpipe.interleave import turns
 from fpipe.program import Plan, Program
 from fpipe.tree import flatten
 
@@ -46,11 +46,7 @@ class Local:
             rank: Executor(program, pieces, mailbox, observe, None if self.devices is None else self.devices[rank])
             for rank, program in programs.items()
         }
-        position = dict.fromkeys(programs, 0)
-        order = []
-        for rank, _ in interleave(programs):
-            order.append((executors[rank].execute, position[rank]))
-            position[rank] += 1
+        order = [(executors[rank].execute, at) for rank, start, stop in turns(programs) for at in range(start, stop)]
 
         def run(inputs: Inputs) -> Results:
             if inputs.broken:
