@@ -7,7 +7,7 @@ rank does can stop another that could go on, so one order of turns finds a way i
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fpipe.effects import Effect, Name, Recv, Send
@@ -43,21 +43,33 @@ def interleave(programs: Programs) -> tuple[tuple[int, Effect], ...]:
         ScheduleError: no such order; the message says what ranks wait for.
     """
     effects = {rank: program.effects for rank, program in programs.items()}
-    return tuple((rank, e) for rank, start, stop in turns(programs) for e in effects[rank][start:stop])
+    return tuple((turn.rank, e) for turn in turns(programs) for e in effects[turn.rank][turn.start : turn.stop])
 
 
-def turns(programs: Programs, transport: str = "async") -> Iterator[tuple[int, int, int]]:
-    """The turns of that order: a rank, and where in its program it goes on and stops.
+class Turn(NamedTuple):
+    """A rank goes on in its program from `start` to `stop`.
+
+    `givers` says for each of these effects where in the same program stands what gave the names that it needs; the
+    receive, where they came from another rank. Nothing for sends and receives.
+    """
+
+    rank: int
+    start: int
+    stop: int
+    givers: list[Sequence[int]]
+
+
+def turns(programs: Programs, transport: str = "async") -> Iterator[Turn]:
+    """The turns of that order.
 
     Raises:
         ScheduleError: (at the end) ranks are left that can't go on, or posts that are never met.
     """
     play = _Play(programs, TRANSPORTS[transport])
     while play.turns:
-        rank = play.turns.popleft()
-        start, play.at[rank] = play.at[rank], play.advance(rank)
-        if play.at[rank] > start:
-            yield rank, start, play.at[rank]
+        turn = play.advance(play.turns.popleft())
+        if turn.givers:
+            yield turn
     play.check_ended()
 
 
@@ -69,35 +81,38 @@ class _Play:
         self.numbering = Numbering(next(iter(programs.values())).plan)
         self.turns = deque(programs)
         self.at = dict.fromkeys(programs, 0)
-        self.here: dict[int, set[object]] = {rank: set() for rank in programs}
+        self.here: dict[int, dict[object, int]] = {rank: {} for rank in programs}  # name -> where it was given
         self.waits_for: dict[int, object] = {}
-        self.queues: dict[tuple[int, int, bool], deque[tuple[bool, int]]] = defaultdict(deque)
+        self.queues: dict[tuple[int, int, bool], deque[tuple[bool, int, int]]] = defaultdict(deque)
 
-    def advance(self, rank: int) -> int:
-        """Run a rank until it would wait; where that is."""
+    def advance(self, rank: int) -> Turn:
+        """Run a rank until it would wait."""
         effects: tuple[Any, ...] = self.programs[rank].effects
-        here, numbering = self.here[rank], self.numbering
-        for at in range(self.at[rank], len(effects)):
+        here, numbering, start = self.here[rank], self.numbering, self.at[rank]
+        givers: list[Sequence[int]] = []
+        for at in range(start, len(effects)):
             effect = effects[at]
             kind = type(effect)
             if kind is Recv or kind is Send:
-                missing = self._post(rank, effect)
-            else:
-                (needs, gives, frees), shift = numbering.of(effect)
-                missing = None
-                for number in needs:
-                    if number + shift not in here:
-                        missing = number + shift
-                        break
-                else:
-                    here.update([number + shift for number in gives])
-                    here.difference_update([number + shift for number in frees])
-            if missing is not None:
-                self.waits_for[rank] = missing
-                return at
-        return len(effects)
+                if (missing := self._post(rank, at, effect)) is not None:
+                    self.waits_for[rank] = missing
+                    break
+                givers.append(())
+                continue
+            (needs, gives, frees), shift = numbering.of(effect)
+            try:
+                givers.append([here[number + shift] for number in needs])
+            except KeyError as error:
+                self.waits_for[rank] = error.args[0]
+                break
+            for number in frees:
+                here.pop(number + shift, None)
+            for number in gives:
+                here[number + shift] = at
+        self.at[rank] = start + len(givers)
+        return Turn(rank, start, self.at[rank], givers)
 
-    def _post(self, rank: int, effect: Send | Recv) -> object:
+    def _post(self, rank: int, at: int, effect: Send | Recv) -> object:
         """Post a send or a receive, and let the transfers happen that now can; what it must wait for, or None."""
         number, peer, sends = self.numbering.number(effect.value), effect.rank, isinstance(effect, Send)
         if sends:
@@ -106,22 +121,22 @@ class _Play:
             if self.transport.rendezvous and (number, peer) not in self.here[rank]:
                 return number, peer
         elif self.transport.rendezvous:
-            self._arrive(peer, (number, rank))
+            self._arrive(peer, (number, rank), at)
         paired = self.transport.paired
         own = self.queues[rank, peer, paired or sends]
         other = self.queues[peer, rank, paired or not sends]
-        own.append((sends, number))
+        own.append((sends, number, at))
         while own and other and own[0][0] != other[0][0]:
-            (sends, number), (_, expected) = own.popleft(), other.popleft()
-            source, target = (rank, peer) if sends else (peer, rank)
-            if number != expected:
-                pair = (number, expected) if sends else (expected, number)
-                raise crossed(source, target, *map(self.numbering.name, pair))
-            self._arrive(target, number)
+            post, met = own.popleft(), other.popleft()
+            (_, sent, _), (_, expected, received) = (post, met) if post[0] else (met, post)
+            source, target = (rank, peer) if post[0] else (peer, rank)
+            if sent != expected:
+                raise crossed(source, target, self.numbering.name(sent), self.numbering.name(expected))
+            self._arrive(target, sent, received)
         return None
 
-    def _arrive(self, rank: int, what: object) -> None:
-        self.here[rank].add(what)
+    def _arrive(self, rank: int, what: object, at: int) -> None:
+        self.here[rank][what] = at
         if self.waits_for.get(rank) == what:
             del self.waits_for[rank]
             self.turns.append(rank)
@@ -132,7 +147,7 @@ class _Play:
         if missing:
             raise ScheduleError(explain(self.programs, self.at, missing, self.transport.paired))
         for (rank, peer, _), queue in self.queues.items():
-            for sends, number in queue:
+            for sends, number, _ in queue:
                 value = self.numbering.name(number)
                 if sends:
                     raise ScheduleError(f"rank {rank} sends {value} to rank {peer}, which never receives it")

@@ -11,6 +11,7 @@ Conventions (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, and ours 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,13 +49,22 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class Spans(Sequence[Span]):
-    """The spans as columns; each stands after those that it waited for, and a rank's in the order of its program."""
+    """The spans as columns, one rank after the other, and each rank's in the order of its program.
 
-    ranks: array[int]
+    Args:
+        first: where each rank's spans begin, and at last how many there are.
+        effects, starts, ends, waited: the columns; -1 for a span that waited for none.
+    """
+
+    first: Sequence[int]
     effects: Sequence[Effect]
     starts: array[float]
     ends: array[float]
     waited: array[int]
+
+    def of(self, rank: int) -> range:
+        """Where a rank's spans are."""
+        return range(self.first[rank], self.first[rank + 1])
 
     def __len__(self) -> int:
         return len(self.effects)
@@ -66,9 +76,10 @@ class Spans(Sequence[Span]):
     def __getitem__(self, at: int | slice) -> Span | Sequence[Span]:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
+        at = range(len(self))[at]
         effect, waited = self.effects[at], self.waited[at]
-        track = TABLE[type(effect)].track
-        return Span(self.ranks[at], track, effect, self.starts[at], self.ends[at], waited if waited >= 0 else None)
+        rank, track = bisect_right(self.first, at) - 1, TABLE[type(effect)].track
+        return Span(rank, track, effect, self.starts[at], self.ends[at], waited if waited >= 0 else None)
 
 
 class Timeline:
@@ -90,22 +101,14 @@ class Timeline:
     def __init__(self, plan: Plan, spans: Spans, costs: Costs = Costs()) -> None:
         self.plan, self.spans, self.costs = plan, spans, costs
         computes = {kind for kind, row in TABLE.items() if row.track == "compute"}
-        self._computes: list[array[int]] = [array("q") for _ in range(plan.ranks)]
-        for at, (rank, effect) in enumerate(zip(spans.ranks, spans.effects, strict=True)):
-            if type(effect) in computes:
-                self._computes[rank].append(at)
+        self._computes = [
+            array("q", [at for at in spans.of(rank) if type(spans.effects[at]) in computes])
+            for rank in range(plan.ranks)
+        ]
 
     def compute(self, rank: int) -> Iterator[Span]:
         """A rank's compute, in order."""
         return (self.spans[at] for at in self._computes[rank])
-
-    @cached_property
-    def _own(self) -> list[array[int]]:
-        """Each rank's spans, in the order of its program."""
-        found: list[array[int]] = [array("q") for _ in range(self.plan.ranks)]
-        for at, rank in enumerate(self.spans.ranks):
-            found[rank].append(at)
-        return found
 
     @cached_property
     def _bounds(self) -> list[tuple[float, float]]:
@@ -233,7 +236,7 @@ class Timeline:
         A received value counts from the post of its receive, one that is sent until it is delivered.
         """
         held: dict[Name, tuple[float, float]] = {}
-        for at in self._own[rank]:
+        for at in self.spans.of(rank):
             effect, start, end = self.spans.effects[at], self.spans.starts[at], self.spans.ends[at]
             for name in needs(effect, self.plan):
                 if name in held:

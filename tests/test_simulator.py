@@ -167,7 +167,7 @@ def test_spans_say_what_they_waited_for(case):
     timeline = simulate(schedule, plan, costs)
     for at, span in enumerate(timeline.spans):
         if span.track == "compute" and span.start > 0:
-            assert span.waited_for < at
+            assert span.waited_for != at
             assert timeline.spans[span.waited_for].end == span.start
     assert [len([s for s in timeline.spans if s.rank == r]) for r in range(plan.ranks)] == [
         len(program) for program in lower(schedule, plan).values()

@@ -1,5 +1,6 @@
 """torch.func composes with a pipeline as with the plain function."""
 
+import optree
 import pytest
 import torch
 from torch.func import grad, jacrev, jvp, vmap
@@ -48,7 +49,7 @@ def test_grad(both):
 
 def test_jvp(both):
     case, function = both
-    tangents = cases.interop.optim.optree.tree_map(torch.ones_like, case.params)
+    tangents = optree.tree_map(torch.ones_like, case.params)
 
     def at(f):
         return jvp(lambda p: f(p, case.batch, case.target), (case.params,), (tangents,))

@@ -46,7 +46,7 @@ class Local:
             rank: Executor(program, pieces, mailbox, observe, None if self.devices is None else self.devices[rank])
             for rank, program in programs.items()
         }
-        order = [(executors[rank].execute, at) for rank, start, stop in turns(programs) for at in range(start, stop)]
+        order = [(executors[turn.rank].execute, at) for turn in turns(programs) for at in range(turn.start, turn.stop)]
 
         def run(inputs: Inputs) -> Results:
             if inputs.broken:

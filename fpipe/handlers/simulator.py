@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from itertools import repeat
+from collections.abc import Sequence
+from itertools import accumulate
 from math import inf
 from typing import Any, get_args
 
 from fpipe.costs import Costs, Link
-from fpipe.effects import Compute, Effect, Overlap, Recv, Send
+from fpipe.effects import Compute, Overlap, Recv, Send
 from fpipe.interleave import turns
 from fpipe.lowering import lower
-from fpipe.numbering import Numbering
 from fpipe.program import Plan, Programs, Schedule
 from fpipe.timeline import Spans, Timeline
 
@@ -55,48 +55,40 @@ class _Edge:
 
 
 class _Run:
-    """The state of a simulation: spans as columns, and for each rank when it is free and what is there."""
+    """The state of a simulation: spans as columns, a rank's next to each other, and when each rank is free."""
 
     def __init__(self, programs: Programs, costs: Costs) -> None:
-        plan, count = programs[0].plan, sum(map(len, programs.values()))
-        self.programs, self.costs, self.numbering = programs, costs, Numbering(plan)
-        self.times = {kind: [costs.time(kind(s, 0)) for s in range(plan.stages)] for kind in get_args(Compute)}
-        self.free = [0.0] * plan.ranks
-        self.last = [-1] * plan.ranks  # the span that keeps the rank until it is free
-        self.here: list[dict[int, int]] = [{} for _ in range(plan.ranks)]  # the span that gave each name
+        plan = programs[0].plan
+        ranks, stages = range(plan.ranks), range(plan.stages)
+        self.programs, self.costs = programs, costs
+        self.times = {kind: [costs.time(kind(s, 0)) for s in stages] for kind in get_args(Compute)}
+        self.free = [0.0 for _ in ranks]
+        self.last = [-1 for _ in ranks]  # the span that keeps the rank until it is free
         self.edges: dict[tuple[int, int], _Edge] = {}
-        self.ranks, self.effects = array("l"), list[Effect]()
-        self.starts, self.ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
-        self.waited = array("q", bytes(8 * count))
+        self.first = [0, *accumulate(len(programs[rank]) for rank in ranks)]
+        size = bytes(8 * self.first[-1])
+        self.starts, self.ends, self.waited = array("d", size), array("d", size), array("q", size)
 
     def spans(self) -> Spans:
-        at = 0
-        for rank, start, stop in turns(self.programs):
-            effects: tuple[Any, ...] = self.programs[rank].effects[start:stop]
-            self.effects += effects
-            self.ranks.extend(repeat(rank, len(effects)))
-            for at, effect in enumerate(effects, at):  # noqa: B020 - it goes on where the turn before ended
+        for rank, start, stop, givers in turns(self.programs):
+            first, effects = self.first[rank], self.programs[rank].effects
+            effect: Any
+            for at, effect, given in zip(range(first + start, first + stop), effects[start:stop], givers, strict=True):
                 kind = type(effect)
                 if kind is Send:
                     self._send(at, rank, effect)
                 elif kind is Recv:
                     self._receive(at, rank, effect)
                 else:
-                    self._run(at, rank, effect)
-            at += 1
-        return Spans(self.ranks, self.effects, self.starts, self.ends, self.waited)
+                    self._run(at, rank, effect, given)
+        whole = [effect for rank in range(len(self.programs)) for effect in self.programs[rank]]
+        return Spans(self.first, whole, self.starts, self.ends, self.waited)
 
-    def _run(self, at: int, rank: int, effect: Any) -> None:
-        start, waited, here, ends = self.free[rank], self.last[rank], self.here[rank], self.ends
-        (needs, gives, frees), shift = self.numbering.of(effect)
-        for number in needs:
-            given = here[number + shift]
-            if ends[given] > start:
-                start, waited = ends[given], given
-        for number in frees:
-            del here[number + shift]
-        for number in gives:
-            here[number + shift] = at
+    def _run(self, at: int, rank: int, effect: Any, givers: Sequence[int]) -> None:
+        start, waited, first, ends = self.free[rank], self.last[rank], self.first[rank], self.ends
+        for giver in givers:
+            if ends[first + giver] > start:
+                start, waited = ends[first + giver], first + giver
         times = self.times.get(type(effect))
         took = times[effect.stage] if times else self.costs.time(effect) if type(effect) is Overlap else 0.0
         self.starts[at], self.waited[at] = start, waited
@@ -117,7 +109,6 @@ class _Run:
     def _receive(self, at: int, rank: int, effect: Recv) -> None:
         edge = self.edges.get((effect.rank, rank)) or self._edge(effect.rank, rank)
         self.starts[at] = self.free[rank]
-        self.here[rank][self.numbering.number(effect.value)] = at
         if edge.sends:
             self._arrive(edge.sends.popleft(), at)
         else:
