@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import inf, isfinite
+from typing import Any, SupportsFloat
 
 from fpipe.effects import (
     Activation,
@@ -40,8 +41,10 @@ class Link:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "latency", _number("latency", self.latency))
-        if not self.bandwidth > 0:
-            raise ScheduleError(f"a link's bandwidth must be more than 0, not {self.bandwidth!r}")
+        given: object = self.bandwidth
+        if not isinstance(given, SupportsFloat) or not float(given) > 0:
+            raise ScheduleError(f"a link's bandwidth must be more than 0, not {given!r}")
+        object.__setattr__(self, "bandwidth", float(given))
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Costs:
 
     >>> costs = Costs(forward=[1, 2], communication={(0, 1): Link(latency=0.1, bandwidth=100)}, activation=50)
     >>> costs.time(Forward(1, 0)), costs.time(Backward(1, 0)), costs.link(0, 1)
-    (2.0, 2.0, Link(latency=0.1, bandwidth=100))
+    (2.0, 2.0, Link(latency=0.1, bandwidth=100.0))
     """
 
     forward: PerStage = 1.0
@@ -78,7 +81,13 @@ class Costs:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            found = _frozen(field.name, getattr(self, field.name))
+            given = getattr(self, field.name)
+            if field.name == "communication":
+                found: object = _links(given)
+            elif given is None and field.default is None:
+                found = None
+            else:
+                found = _per_stage(field.name, given)
             object.__setattr__(self, field.name, found)
 
     def time(self, effect: Compute | Overlap) -> float:
@@ -111,7 +120,7 @@ class Costs:
         if (source, target) not in self._links:
             raise ScheduleError(
                 f"communication has no entry for the edge from rank {source} to rank {target}: it has those for "
-                f"{', '.join(map(str, self._links))}"
+                f"{', '.join(map(str, self._links)) or 'none'}"
             )
         return self._links[source, target]
 
@@ -151,23 +160,28 @@ def _at(cost: PerStage, stage: int) -> float:
     return cost[stage] if isinstance(cost, Sequence) else cost
 
 
-def _frozen(name: str, given: object) -> object:
-    """What was given as floats and tuples of them, so that costs can be hashed."""
-    match given:
-        case None:
-            return None
-        case Link():
-            return given
-        case Mapping():
-            links = {edge: link if isinstance(link, Link) else Link(link) for edge, link in given.items()}
-            return tuple((edge, links[edge]) for edge in sorted(links))
-        case Sequence():
-            return tuple(_number(name, number) for number in given)
-        case _:
-            return _number(name, given)
+def _per_stage(name: str, given: Any) -> PerStage:
+    """A float, or a tuple of floats, so that costs can be hashed."""
+    listed = given.tolist() if hasattr(given, "tolist") else given  # arrays and tensors of measured times
+    if isinstance(listed, Sequence) and not isinstance(listed, str):
+        return tuple(_number(name, number) for number in listed)
+    return _number(name, listed)
+
+
+def _links(given: Any) -> float | Link | tuple[tuple[Edge, Link], ...]:
+    if isinstance(given, Link):
+        return given
+    if not isinstance(given, Mapping | tuple):
+        return _number("communication", given)
+    found = {}
+    for edge, link in dict(given).items():
+        if not (isinstance(edge, tuple) and len(edge) == 2 and all(isinstance(rank, int) for rank in edge)):
+            raise ScheduleError(f"communication has an entry for {edge!r}: an edge is (source rank, target rank)")
+        found[edge] = link if isinstance(link, Link) else Link(_number("communication", link))
+    return tuple((edge, found[edge]) for edge in sorted(found))
 
 
 def _number(name: str, given: object) -> float:
-    if not isinstance(given, int | float) or not (isfinite(given) and given >= 0):
+    if not isinstance(given, SupportsFloat) or not (isfinite(given) and float(given) >= 0):
         raise ScheduleError(f"{name} must be a finite number of at least 0, not {given!r}")
     return float(given)

@@ -13,24 +13,9 @@ from typing import Any, NamedTuple
 from fpipe.effects import Effect, Name, Recv, Send
 from fpipe.errors import ScheduleError
 from fpipe.numbering import Numbering
-from fpipe.program import Programs
+from fpipe.program import Programs, plan_of
+from fpipe.transports import Transport
 from fpipe.waits import explain
-
-
-class Transport(NamedTuple):
-    """What waits for what among sends and receives. A post itself never waits, save as said here.
-
-    Args:
-        paired: a rank's posts to a peer run in one queue, one after the other; else its sends in one and its
-            receives in another. A transfer takes place when the two stand at the head of their queues.
-        rendezvous: a send keeps its rank until its receive is posted.
-    """
-
-    paired: bool = False
-    rendezvous: bool = False
-
-
-TRANSPORTS = {"async": Transport(), "paired": Transport(paired=True), "rendezvous": Transport(rendezvous=True)}
 
 
 def interleave(programs: Programs) -> tuple[tuple[int, Effect], ...]:
@@ -65,7 +50,7 @@ def turns(programs: Programs, transport: str = "async") -> Iterator[Turn]:
     Raises:
         ScheduleError: (at the end) ranks are left that can't go on, or posts that are never met.
     """
-    play = _Play(programs, TRANSPORTS[transport])
+    play = _Play(programs, Transport.named(transport))
     while play.turns:
         turn = play.advance(play.turns.popleft())
         if turn.givers:
@@ -78,7 +63,7 @@ class _Play:
 
     def __init__(self, programs: Programs, transport: Transport) -> None:
         self.programs, self.transport = programs, transport
-        self.numbering = Numbering(next(iter(programs.values())).plan)
+        self.numbering = Numbering(plan_of(programs))
         self.turns = deque(programs)
         self.at = dict.fromkeys(programs, 0)
         self.here: dict[int, dict[object, int]] = {rank: {} for rank in programs}  # name -> where it was given

@@ -13,7 +13,7 @@ verifier says: of a wrong schedule the passes make what they can.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,8 @@ from fpipe.effects import (
 )
 from fpipe.errors import ScheduleError
 from fpipe.numbering import COMPUTE, Key, Numbering, check_names
-from fpipe.program import Plan, Program, Programs, Schedule
+from fpipe.program import Plan, Program, Programs, Schedule, plan_of
+from fpipe.transports import Transport
 
 Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values that are not received yet
 
@@ -58,17 +59,23 @@ def lower(schedule: Schedule, plan: Plan, *, depth: int | None = None, transport
     (Recv(value=Activation(stage=0, microbatch=0), rank=0), Forward(stage=1, microbatch=0), \
 Backward(stage=1, microbatch=0))
     """
+    early = Transport.named(transport) == Transport()
     programs = collect(schedule, plan)
     if not any(type(e) is Send or type(e) is Recv for program in programs.values() for e in program):
-        programs = prefetch(communicate(programs), depth) if transport == "async" else meet(programs)
-    return reduce(programs)
+        programs = prefetch(communicate(programs), depth) if early else meet(programs)
+    return reduce(exchange(programs))
 
 
 def collect(schedule: Schedule, plan: Plan) -> Programs:
     """What the schedule yields on each rank, as it stands."""
     programs = {}
     for rank in range(plan.ranks):
-        effects = tuple(schedule(rank, plan))
+        yielded = schedule(rank, plan)
+        if not isinstance(yielded, Iterable):
+            raise ScheduleError(
+                f"on rank {rank} the schedule returns {yielded!r}: it yields effects, or returns a list"
+            )
+        effects = tuple(yielded)
         check_names(effects, rank, plan)
         programs[rank] = Program(plan, rank, effects)
     return programs
@@ -99,7 +106,7 @@ def readers(value: Value, plan: Plan) -> tuple[int, ...]:
 
 def communicate(programs: Programs) -> Programs:
     """Add each `Send` after its producer, and each `Recv` before its first use, in the order of the sends."""
-    wires = _Wires(programs[0].plan)
+    wires = _Wires(plan_of(programs))
     sent: Sent = defaultdict(deque)
     sending = {rank: list(_with_sends(program, wires, sent)) for rank, program in programs.items()}
     return {
@@ -181,9 +188,9 @@ def _like(value: Any) -> Callable[[int], Value]:
 
 def prefetch(programs: Programs, depth: int | None = None) -> Programs:
     """Post receives earlier: up to `depth` beyond the next one used (2; 4 where stages are skipped)."""
-    if depth is not None and depth < 0:
-        raise ScheduleError(f"the prefetch depth must be at least 0, not {depth}")
-    plan = programs[0].plan
+    if depth is not None and not (isinstance(depth, int) and depth >= 0):
+        raise ScheduleError(f"the prefetch depth must be a whole number of at least 0, not {depth!r}")
+    plan = plan_of(programs)
     if depth is None:
         depth = 4 if plan.edges.skips else 2
     numbering = Numbering(plan)
@@ -214,15 +221,20 @@ def _prefetched(program: Program, depth: int, numbering: Numbering) -> Iterator[
 
 
 def meet(programs: Programs) -> Programs:
-    """Add each `Send` after its producer, and its `Recv` on the other rank at that moment: every transport runs it."""
-    rows = in_step({rank: program.effects for rank, program in programs.items()}, programs[0].plan)
+    """Add each `Send` after its producer, and its `Recv` on the other rank at that moment: every transport runs it.
+
+    Where the ranks wait for each other for ever there is no such moment, and `communicate` does.
+    """
+    rows = in_step({rank: program.effects for rank, program in programs.items()}, plan_of(programs))
+    if rows is None:
+        return communicate(programs)
     return {rank: replace(program, effects=tuple(rows[rank])) for rank, program in programs.items()}
 
 
-def in_step(rows: Mapping[int, Sequence[Any]], plan: Plan) -> dict[int, list[Any]]:
+def in_step(rows: Mapping[int, Sequence[Any]], plan: Plan) -> dict[int, list[Any]] | None:
     """The rows with their sends and receives, as ranks take turns, an effect each. What is no effect keeps its place.
 
-    Where no rank can go on, the rest of each row is left as it is.
+    None where no rank can go on.
     """
     left = {rank: deque(row) for rank, row in rows.items()}
     done: dict[int, list[Any]] = {rank: [] for rank in rows}
@@ -244,38 +256,52 @@ def in_step(rows: Mapping[int, Sequence[Any]], plan: Plan) -> dict[int, list[Any
                     done[rank].append(Send(value, peer))
                     done[peer].append(Recv(value, rank))
                     here[peer].add(value)
-    return {rank: [*done[rank], *left[rank]] for rank in rows}
+    return None if any(left.values()) else done
+
+
+def exchange(programs: Programs) -> Programs:
+    """Add the sends and receives of the sums that copies and ties share, once they are final.
+
+    At the end of the programs, or before a stage's own `Reduce`, so that it fits behind any communication; and in one
+    order over all ranks, so that every transport runs it.
+    """
+    posts = (e for program in programs.values() for e in program if type(e) is Send or type(e) is Recv)
+    if any(isinstance(post.value, WeightGradient) for post in posts):
+        return programs
+    return {rank: replace(p, effects=tuple(_with_exchange(p))) for rank, p in programs.items()}
+
+
+def _with_exchange(program: Program) -> list[Effect]:
+    plan, rank, effects = program.plan, program.rank, list(program)
+    shared = [stage for stage in _last_weights(program) if len(plan.sharers(stage)) > 1]
+    posts: list[Effect] = []
+    for value in (WeightGradient(*sum_) for sum_ in sorted({s for stage in shared for s in plan.sharers(stage)})):
+        peers = readers(value, plan)
+        if value.rank == rank:
+            posts += [Send(value, peer) for peer in peers]
+        elif rank in peers:
+            posts.append(Recv(value, value.rank))
+    reduced = (at for at, e in enumerate(effects) if isinstance(e, Reduce) and e.stage in shared)
+    at = next(reduced, len(effects))
+    return [*effects[:at], *posts, *effects[at:]]
 
 
 def reduce(programs: Programs) -> Programs:
-    """Add `Reduce` after each stage's last weight gradient, with the exchange that copies and ties need.
-
-    What a stage shares with other ranks is exchanged at the end of the programs, so that it fits behind any schedule
-    and its own communication, and in one order over all ranks, so that every transport runs it.
-    """
+    """Add `Reduce` after each stage's last weight gradient; of a stage that shares its sums, at the end."""
     if any(type(e) is Reduce for program in programs.values() for e in program):
         return programs
     return {rank: replace(p, effects=tuple(_with_reduce(p))) for rank, p in programs.items()}
 
 
 def _with_reduce(program: Program) -> list[Effect]:
-    plan, rank, effects = program.plan, program.rank, list(program)
-    last = _last_weights(program)
-    shared = [s for s in sorted(last) if len(plan.sharers(s)) > 1]
+    plan, effects, last = program.plan, list(program), _last_weights(program)
+    shared = [stage for stage in sorted(last) if len(plan.sharers(stage)) > 1]
     for stage in sorted(set(last) - set(shared), key=last.__getitem__, reverse=True):
         at = last[stage] + 1
         while at < len(effects) and isinstance(effects[at], Send):
             at += 1
         effects.insert(at, Reduce(stage))
-    sums = sorted({sharer for stage in shared for sharer in plan.sharers(stage)})
-    for value in (WeightGradient(*sharer) for sharer in sums):
-        peers = readers(value, plan)
-        if value.rank == rank:
-            effects += [Send(value, peer) for peer in peers]
-        elif rank in peers:
-            effects.append(Recv(value, value.rank))
-    effects += [Reduce(stage) for stage in shared]
-    return effects
+    return [*effects, *map(Reduce, shared)]
 
 
 def _last_weights(program: Program) -> dict[int, int]:

@@ -128,10 +128,10 @@ def check_names(effects: Iterable[Any], rank: int, plan: Plan) -> None:
     for effect in effects:
         kind, problem = type(effect), ""
         if kind in COMPUTE:
-            if effect.stage not in stages or effect.microbatch not in microbatches:
+            if not (_in(stages, effect.stage) and _in(microbatches, effect.microbatch)):
                 problem = f"there are stages 0 to {stages[-1]} and microbatches 0 to {microbatches[-1]}"
         elif kind is Send or kind is Recv:
-            if effect.rank == rank or effect.rank not in range(plan.ranks):
+            if effect.rank == rank or not _in(range(plan.ranks), effect.rank):
                 problem = f"the peer must be another rank, 0 to {plan.ranks - 1}"
             elif not _exists(effect.value, plan, stages, microbatches):
                 problem = "the plan has no such value"
@@ -141,7 +141,7 @@ def check_names(effects: Iterable[Any], rank: int, plan: Plan) -> None:
             else:
                 check_names(parts(effect), rank, plan)
         elif kind is Reduce:
-            if effect.stage not in stages:
+            if not _in(stages, effect.stage):
                 problem = f"there are stages 0 to {stages[-1]}"
         elif kind not in TABLE:
             raise ScheduleError(f"rank {rank} yields {effect!r}, which is no effect: see fpipe.effects.TABLE")
@@ -151,9 +151,13 @@ def check_names(effects: Iterable[Any], rank: int, plan: Plan) -> None:
 
 def _exists(value: Any, plan: Plan, stages: range, microbatches: range) -> bool:
     kind = type(value)
-    if kind is Activation:
-        return value.stage in stages and value.microbatch in microbatches
-    if kind is Gradient:
-        read = value.stage in stages and value.consumer in plan.consumers(value.stage)
-        return read and value.microbatch in microbatches
-    return kind is WeightGradient and value.stage in stages and value.rank in plan.placement.holders[value.stage]
+    if kind not in (Activation, Gradient, WeightGradient) or not _in(stages, value.stage):
+        return False
+    if kind is WeightGradient:
+        return value.rank in plan.placement.holders[value.stage]
+    return _in(microbatches, value.microbatch) and (kind is Activation or value.consumer in plan.consumers(value.stage))
+
+
+def _in(numbers: range, number: object) -> bool:
+    """A range holds 1.0 too, which then is no index."""
+    return (type(number) is int or hasattr(number, "__index__")) and number in numbers

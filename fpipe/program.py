@@ -239,3 +239,22 @@ class Program:
 
 
 Programs = Mapping[int, Program]
+
+
+def plan_of(programs: Programs) -> Plan:
+    """The plan of one program for each rank.
+
+    Raises:
+        ScheduleError: a rank's program is missing, or is another rank's or another plan's.
+    """
+    if not programs:
+        raise ScheduleError("there are no programs: give one for each rank")
+    plan = next(iter(programs.values())).plan
+    if sorted(programs) != list(range(plan.ranks)):
+        raise ScheduleError(f"there are programs of ranks {sorted(programs)}, the plan has ranks 0 to {plan.ranks - 1}")
+    for rank, program in programs.items():
+        if program.rank != rank:
+            raise ScheduleError(f"the program of rank {rank} is one of rank {program.rank}")
+        if program.plan is not plan and program.plan != plan:
+            raise ScheduleError(f"rank {rank} has a program for {program.plan}, others have one for {plan}")
+    return plan

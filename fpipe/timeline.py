@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import NamedTuple, overload
 
 from fpipe.costs import Costs
-from fpipe.effects import TABLE, Backward, BackwardWeight, Effect, Forward, Name, Recv, gives, needs, parts
+from fpipe.effects import TABLE, Backward, BackwardWeight, Effect, Forward, Name, Overlap, Recv, gives, needs, parts
 from fpipe.program import Plan
 
 CAUSES = ("warm-up", "dependency", "transfer", "imbalance", "drain")
@@ -28,7 +28,8 @@ CAUSES = ("warm-up", "dependency", "transfer", "imbalance", "drain")
 class Span(NamedTuple):
     """One effect on one rank: a compute, a send until it is delivered, a receive from its post to its arrival.
 
-    `waited_for` is the index of the span whose end let this one start (a receive: let it end), or None.
+    `waited_for` is the index of the span whose end let this one start, or None. A receive waits for its send to end; a
+    send that queues behind the bytes of another waits for that.
     """
 
     rank: int
@@ -197,9 +198,9 @@ class Timeline:
     def critical_path(self) -> list[Span]:
         """The chain of waits that ends last: shorten one of these, or nothing changes."""
         ends = self.spans.ends
-        at = max((own[-1] for own in self._computes if own), key=ends.__getitem__)
-        path = [self.spans[at]]
-        while (waited := path[-1].waited_for) is not None:
+        last = [own[-1] for own in self._computes if own]
+        path = [self.spans[max(last, key=ends.__getitem__)]] if last else []
+        while path and (waited := path[-1].waited_for) is not None:
             path.append(self.spans[waited])
         return path[::-1]
 
@@ -208,18 +209,27 @@ class Timeline:
 
         Where nothing runs backward nothing is kept, and nothing is in flight.
         """
-        if not self._trained:
-            return []
         chunks = len(self.plan.stages_on(rank))
         count, found = 0, []
-        for span in self.compute(rank):
-            begun = sum(isinstance(e, Forward) for e in parts(span.effect))
-            ended = sum(isinstance(e, Backward | BackwardWeight) for e in parts(span.effect))
+        for at, begun, ended in self._kept(rank):
             if begun:
-                found.append((span.start, (count := count + begun) / chunks))
+                count += begun
+                found.append((self.spans.starts[at], count / chunks))
             if ended:
-                found.append((span.end, (count := count - ended) / chunks))
+                count -= ended
+                found.append((self.spans.ends[at], count / chunks))
         return found
+
+    def _kept(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """For each compute: how many microbatches' residuals it begins to keep, and how many it has done with."""
+        if not self._trained:
+            return
+        for at in self._computes[rank]:
+            effect = self.spans.effects[at]
+            if isinstance(effect, Overlap):
+                yield at, 1, int(isinstance(effect.backward, Backward))
+            else:
+                yield at, int(isinstance(effect, Forward)), int(isinstance(effect, Backward | BackwardWeight))
 
     @cached_property
     def _trained(self) -> bool:

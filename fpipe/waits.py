@@ -14,6 +14,7 @@ from fpipe.effects import Effect, Name, Recv, Send, Value, gives
 from fpipe.lowering import maker
 from fpipe.program import Programs
 
+MOST = 6  # waits of a cycle that are told in full
 Node = int | tuple[int, int]  # a rank; or the head of a rank's queue to a peer
 Missing = Mapping[int, Sequence[Name]]  # what each parked rank still needs; nothing where a send needs its receive
 
@@ -39,8 +40,11 @@ def explain(programs: Programs, at: Mapping[int, int], missing: Missing, paired:
             if wait.on is None:
                 return f"no rank can go on: {wait.text}"
     cycle = _shortest_cycle(waits)
+    texts = [wait.text for wait in cycle]
+    if len(texts) > MOST:
+        texts[MOST // 2 : -MOST // 2] = [f"and so on, {len(texts) - MOST} more"]
     ways = "" if len(cycle) == 1 else f"; {waits.way_out(cycle)}"
-    return "no rank can go on: " + "; ".join(wait.text for wait in cycle) + ways
+    return "no rank can go on: " + "; ".join(texts) + ways
 
 
 def _shortest_cycle(waits: _Waits) -> list[Wait]:

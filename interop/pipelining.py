@@ -104,7 +104,9 @@ def to_csv(schedule: Schedule, plan: Plan, *, communication: bool = True, gather
         rows = {rank: tuple(_gather(program.effects, gathered)) for rank, program in programs.items()}
     else:
         silent = {r: [e for e in program if not isinstance(e, Send | Recv)] for r, program in programs.items()}
-        rows = in_step({rank: tuple(_gather(row, gathered)) for rank, row in silent.items()}, plan)
+        met = in_step({rank: tuple(_gather(row, gathered)) for rank, row in silent.items()}, plan)
+        assert met is not None  # it was verified
+        rows = met
     return "".join(",".join(map(_cell, rows[rank])) + "\n" for rank in range(plan.ranks))
 
 

@@ -111,8 +111,41 @@ def test_the_prefetch_depth_is_two_and_four_where_stages_are_skipped(edges, dept
 
 
 def test_a_negative_prefetch_depth_is_refused():
-    with pytest.raises(ScheduleError, match="the prefetch depth must be at least 0, not -1"):
+    with pytest.raises(ScheduleError, match="the prefetch depth must be a whole number of at least 0, not -1"):
         lower(gpipe, PAIR, depth=-1)
+    with pytest.raises(ScheduleError, match=r"at least 0, not 1\.5"):
+        lower(gpipe, PAIR, depth=1.5)
+
+
+def test_a_schedule_that_yields_nothing_at_all_is_refused():
+    with pytest.raises(
+        ScheduleError, match="on rank 0 the schedule returns None: it yields effects, or returns a list"
+    ):
+        lower(lambda rank, plan: None, PAIR)
+
+
+def test_an_unknown_transport_is_refused():
+    with pytest.raises(ValueError, match="transport must be one of async, paired, rendezvous, not 'pigeon'"):
+        lower(gpipe, PAIR, transport="pigeon")
+
+
+def test_a_schedule_may_reduce_by_itself_and_leave_the_exchange_to_lowering_or_the_other_way_round():
+    plan = Plan(Placement.loop(2), 1, ties=((0, 1),))
+    whole = texts(lower(gpipe, plan))
+    assert [program.partition(" B")[2] for program in whole] == [
+        "0.0 w0@0>1 w1@1<1 R0",
+        "1.0 g0/1.0>0 w0@0<0 w1@1>0 R1",
+    ]
+
+    def reducing(rank, plan):
+        yield from gpipe(rank, plan)
+        yield Reduce(rank)
+
+    def sharing(rank, plan):
+        yield from (e for e in lower(gpipe, plan)[rank] if not isinstance(e, Reduce))
+
+    assert texts(lower(reducing, plan)) == whole
+    assert texts(lower(sharing, plan)) == whole
 
 
 def test_reduce_follows_a_stages_last_weight_gradient_and_the_sends_behind_it():
@@ -279,7 +312,13 @@ def test_interleave_runs_every_effect_once_in_its_ranks_order_and_after_what_it_
 def test_turns_are_the_runs_of_the_interleaving(work):
     schedule, plan, depth = work
     programs = lower(schedule, plan, depth=depth)
-    order = [(rank, e) for rank, start, stop in turns(programs) for e in programs[rank].effects[start:stop]]
+    order = []
+    for rank, start, stop, givers in turns(programs):
+        effects = programs[rank].effects
+        order += [(rank, effect) for effect in effects[start:stop]]
+        for effect, places in zip(effects[start:stop], givers, strict=True):
+            wanted = () if isinstance(effect, Send | Recv) else needs(effect, plan)
+            assert all(name in gives(effects[at], plan) for name, at in zip(wanted, places, strict=True))
     assert tuple(order) == interleave(programs)
 
 

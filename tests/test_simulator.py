@@ -3,6 +3,7 @@
 from fractions import Fraction
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -213,6 +214,42 @@ def test_bytes_go_one_after_the_other_where_there_is_a_bandwidth_and_latencies_d
     assert [end for _, _, end in times(simulate(gpipe, plan, plain), 1, "receive")] == [13, 14, 15]
 
 
+def test_a_send_that_queues_is_on_the_critical_path_behind_the_one_it_queues_for():
+    table = {0: [Forward(0, 0), Forward(0, 1)], 1: [Forward(1, 0), Forward(1, 1)]}
+    costs = Costs(communication=Link(0, 1), activation=[100, 0])
+    timeline = simulate(from_table(table), Plan(Placement.loop(2), 2), costs)
+    assert [span.effect for span in timeline.critical_path] == [
+        Forward(0, 0),
+        Send(Activation(0, 0), 1),
+        Send(Activation(0, 1), 1),
+        Recv(Activation(0, 1), 0),
+        Forward(1, 1),
+    ]
+
+
+def test_nothing_has_no_critical_path():
+    timeline = simulate(lambda rank, plan: [], Plan(Placement.loop(2), 1))
+    assert (timeline.critical_path, timeline.makespan, timeline.bubble_rate, timeline.peak_in_flight) == (
+        [],
+        0,
+        0,
+        [0, 0],
+    )
+
+
+def test_programs_are_of_one_plan_and_each_of_its_own_rank():
+    programs = lower(gpipe, Plan(Placement.loop(2), 2))
+    other = lower(gpipe, Plan(Placement.loop(2), 3))
+    for wrong, message in [
+        ({}, "there are no programs"),
+        ({0: programs[0]}, r"programs of ranks \[0\], the plan has ranks 0 to 1"),
+        ({0: programs[1], 1: programs[0]}, "the program of rank 0 is one of rank 1"),
+        ({0: programs[0], 1: other[1]}, r"rank 1 has a program for Plan\(.*, others have one for Plan"),
+    ]:
+        with pytest.raises(ScheduleError, match=message):
+            play(wrong, Costs())
+
+
 def test_each_edge_has_its_own_link():
     plan = Plan(Placement.loop(3), 1)
     edges = {(0, 1): 1, (1, 2): Link(2), (2, 1): 4, (1, 0): 8}
@@ -316,7 +353,12 @@ def test_skips_travel_on_their_own_edge():
         ({"forward": -1}, r"forward must be a finite number of at least 0, not -1"),
         ({"deferred": [1, float("inf")]}, "deferred must be a finite number of at least 0, not inf"),
         ({"communication": float("nan")}, "communication must be a finite number of at least 0, not nan"),
-        ({"overlap": "long"}, "overlap must be a finite number of at least 0, not 'l'"),
+        ({"forward": None}, "forward must be a finite number of at least 0, not None"),
+        ({"forward": {0: 1}}, "forward must be a finite number of at least 0, not {0: 1}"),
+        ({"communication": [0.1, 0.2]}, r"communication must be a finite number of at least 0, not \[0.1, 0.2\]"),
+        ({"communication": {(0, 1): 1, "a": 2}}, "communication has an entry for 'a': an edge is"),
+        ({"communication": {}}, "no entry for the edge from rank 1 to rank 0: it has those for none"),
+        ({"overlap": "long"}, "overlap must be a finite number of at least 0, not 'long'"),
     ],
 )
 def test_costs_that_make_no_sense_are_refused(costs, message):
@@ -327,8 +369,15 @@ def test_costs_that_make_no_sense_are_refused(costs, message):
 def test_a_link_needs_a_bandwidth_and_a_latency():
     with pytest.raises(ScheduleError, match="bandwidth must be more than 0, not 0"):
         Link(1, 0)
+    with pytest.raises(ScheduleError, match="bandwidth must be more than 0, not None"):
+        Link(1, None)
     with pytest.raises(ScheduleError, match="latency must be a finite number of at least 0, not -1"):
         Link(-1)
+
+
+def test_measured_costs_may_be_arrays():
+    given = Costs(np.array([1.0, 2.0]), np.float32(2), np.int64(3), communication=np.float64(0.5))
+    assert given == Costs((1.0, 2.0), 2.0, 3.0, communication=0.5)
 
 
 def test_costs_can_be_hashed_whatever_they_were_given_as():

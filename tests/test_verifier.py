@@ -27,10 +27,11 @@ from fpipe.effects import (
     WeightGradient,
 )
 from fpipe.handlers.verifier import check, verify
-from fpipe.interleave import TRANSPORTS, interleave
+from fpipe.interleave import interleave
 from fpipe.lowering import forward_only, wavefront
 from fpipe.program import Program
 from fpipe.schedules import CATALOGUE, gpipe, interleaved_1f1b, one_f_one_b
+from fpipe.transports import TRANSPORTS
 from tests.programs import (
     B0,
     B1,
@@ -219,6 +220,7 @@ def test_parts_of_an_overlap_that_depend_on_each_other_over_another_rank_are_ref
 @pytest.mark.parametrize(
     ("effect", "message"),
     [
+        (Reduce(1.0), "rank 1 yields Reduce(stage=1.0), but there are stages 0 to 1"),
         ("F0", "rank 1 yields 'F0', which is no effect: see fpipe.effects.TABLE"),
         (None, "rank 1 yields None, which is no effect: see fpipe.effects.TABLE"),
         (F(1, 1), "rank 1 yields F1.1, but there are stages 0 to 1 and microbatches 0 to 0"),
@@ -406,6 +408,26 @@ def test_two_ranks_that_wait_for_each_other():
     )
 
 
+@pytest.mark.parametrize("transport", ["paired", "rendezvous"])
+def test_orders_that_wait_for_each_other_do_so_under_every_transport(transport):
+    """What lowering adds then doesn't hide it."""
+    first = [F(0, 0), B(0, 0), F(0, 1), B(0, 1)]
+    second = [F(1, 0), F(1, 1), B(1, 0), B(1, 1)]
+    told = refusal(verify, written(first, second), TWO, transport=transport)
+    assert "rank 0 waits at B0.0 for g0/1.0, which rank 1 sends only after F1.1; rank 1 waits at F1.1" in told
+    ring = [[F(3, 0), F(0, 0)], [F(4, 0), F(1, 0)], [F(5, 0), F(2, 0)]]
+    told = refusal(verify, written(*ring), Plan(Placement((0, 1, 2, 0, 1, 2)), 1), transport=transport)
+    assert told.count(" waits at ") == 3
+
+
+def test_of_a_long_cycle_the_middle_is_left_out():
+    ranks = 9
+    orders = [[F(rank + ranks, 0), F(rank, 0)] for rank in range(ranks)]
+    told = refusal(verify, written(*orders), Plan(Placement.loop(ranks, 2), 1))
+    assert told.count(" waits at ") == 6
+    assert "; and so on, 3 more; " in told
+
+
 def test_of_several_cycles_the_shortest_is_told():
     """Ranks 0, 1 and 2 wait in a circle of three, ranks 1 and 2 in one of two."""
     plan = Plan(Placement((0, 1, 2, 0, 1, 2)), 1)
@@ -425,6 +447,7 @@ def test_what_never_comes_is_told_before_any_cycle():
     lowered = lower(written(first, second), TWO)
     plan = Plan(Placement.loop(3), 2)
     programs = {rank: Program(plan, rank, program.effects) for rank, program in lowered.items()}
+    programs[2] = Program(plan, 2, ())
     assert "for g0/1.0, which rank 1 sends only after" in refusal(interleave, programs)
     value = Activation(1, 0)
     never = (Recv(value, 1), F(2, 0))

@@ -18,12 +18,12 @@ from fpipe.costs import Costs, Link
 from fpipe.effects import Compute, Overlap, Recv, Send
 from fpipe.interleave import turns
 from fpipe.lowering import lower
-from fpipe.program import Plan, Programs, Schedule
+from fpipe.program import Plan, Programs, Schedule, plan_of
 from fpipe.timeline import Spans, Timeline
 
 
 def simulate(schedule: Schedule, plan: Plan, costs: Costs = Costs(), *, depth: int | None = None) -> Timeline:
-    """The timeline of a schedule under given costs.
+    """The timeline of a schedule under given costs. It is taken to be right: `fpipe.verify` says whether it is.
 
     Args:
         costs: what effects take, per stage; one unit each, and nothing for transfers, by default.
@@ -42,7 +42,7 @@ def simulate(schedule: Schedule, plan: Plan, costs: Costs = Costs(), *, depth: i
 
 def play(programs: Programs, costs: Costs) -> Timeline:
     """The timeline of complete programs."""
-    return Timeline(programs[0].plan, _Run(programs, costs).spans(), costs)
+    return Timeline(plan_of(programs), _Run(programs, costs).spans(), costs)
 
 
 class _Edge:
@@ -50,6 +50,7 @@ class _Edge:
 
     def __init__(self, link: Link) -> None:
         self.latency, self.bandwidth, self.free = link.latency, link.bandwidth, 0.0
+        self.last = -1  # the span whose bytes occupy it
         self.sends: deque[int] = deque()
         self.receives: deque[int] = deque()
 
@@ -58,7 +59,7 @@ class _Run:
     """The state of a simulation: spans as columns, a rank's next to each other, and when each rank is free."""
 
     def __init__(self, programs: Programs, costs: Costs) -> None:
-        plan = programs[0].plan
+        plan = plan_of(programs)
         ranks, stages = range(plan.ranks), range(plan.stages)
         self.programs, self.costs = programs, costs
         self.times = {kind: [costs.time(kind(s, 0)) for s in stages] for kind in get_args(Compute)}
@@ -98,9 +99,13 @@ class _Run:
     def _send(self, at: int, rank: int, effect: Send) -> None:
         edge = self.edges.get((rank, effect.rank)) or self._edge(rank, effect.rank)
         posted = left = self.free[rank]
+        waited = self.last[rank]
         if edge.bandwidth < inf:
-            edge.free = left = max(posted, edge.free) + self.costs.bytes(effect.value) / edge.bandwidth
-        self.starts[at], self.ends[at], self.waited[at] = posted, left + edge.latency, self.last[rank]
+            if edge.free > posted:
+                left, waited = edge.free, edge.last
+            edge.free = left = left + self.costs.bytes(effect.value) / edge.bandwidth
+            edge.last = at
+        self.starts[at], self.ends[at], self.waited[at] = posted, left + edge.latency, waited
         if edge.receives:
             self._arrive(at, edge.receives.popleft())
         else:

@@ -39,10 +39,11 @@ from fpipe.effects import (
     parts,
 )
 from fpipe.errors import ScheduleError
-from fpipe.interleave import TRANSPORTS, crossed, turns
+from fpipe.interleave import crossed, turns
 from fpipe.lowering import lower, maker, readers
 from fpipe.numbering import Numbering, check_names
-from fpipe.program import Plan, Program, Programs, Schedule
+from fpipe.program import Plan, Program, Programs, Schedule, plan_of
+from fpipe.transports import Transport
 
 Edge = tuple[int, int]  # source rank, target rank
 
@@ -68,7 +69,8 @@ class Report:
             A microbatch is in flight on a stage from its forward to its weight gradient or fused backward. In program
             order, which no timing changes; 0 where nothing runs backward, for nothing is kept.
         peak_bytes: the most bytes that each rank holds, in program order: residuals, what is deferred, and values
-            from when they are made, or their receive is posted, to their last use; None without costs.
+            from when they are made, or their receive is posted, to their last use or send; None without costs. Where
+            transfers take time, a value is held until it is delivered, as `Timeline.memory` counts.
     """
 
     plan: Plan
@@ -138,11 +140,8 @@ def verify(
 
 def check(programs: Programs, *, transport: str = "async", ordered: bool = True, costs: Costs | None = None) -> Report:
     """`verify` for complete programs, one for each rank."""
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
-    plan = next(iter(programs.values())).plan
-    if sorted(programs) != list(range(plan.ranks)):
-        raise ScheduleError(f"there are programs of ranks {sorted(programs)}, the plan has ranks 0 to {plan.ranks - 1}")
+    Transport.named(transport)
+    plan = plan_of(programs)
     if costs is not None:
         costs.check(plan)
     for rank, program in programs.items():
@@ -150,7 +149,7 @@ def check(programs: Programs, *, transport: str = "async", ordered: bool = True,
     numbering = Numbering(plan)
     effects = (part for program in programs.values() for effect in program for part in parts(effect))
     trained = any(isinstance(e, Backward | BackwardInput | BackwardWeight) for e in effects)
-    peaks = [_Runs(programs[rank], trained, ordered).peak for rank in range(plan.ranks)]
+    peaks = [_Runs(programs[rank], trained, ordered).check() for rank in range(plan.ranks)]
     due = _due(plan, trained, numbering)
     _check_carried(programs, due, numbering)
     deque(turns(programs, transport), maxlen=0)
@@ -169,7 +168,7 @@ class _Runs:
     """Rules 1 to 3 on one rank: what each stage has run, and how many microbatches are in flight."""
 
     def __init__(self, program: Program, trained: bool, ordered: bool) -> None:
-        self.plan, self.rank = program.plan, program.rank
+        self.program, self.plan, self.rank = program, program.plan, program.rank
         self.trained, self.ordered = trained, ordered
         self.own = {stage: self.plan.microbatches_of(stage, self.rank) for stage in self.plan.stages_on(self.rank)}
         self.done = {stage: bytearray(self.plan.microbatches) for stage in self.own}
@@ -178,8 +177,11 @@ class _Runs:
         self.reduced: set[int] = set()
         self.early: list[ScheduleError] = []  # what is summed up too early; rule 1 is told first
         self.in_flight = self.peak = 0
+
+    def check(self) -> int:
+        """Hold the rules; the most microbatches in flight."""
         effect: Any
-        for effect in program:
+        for effect in self.program:
             kind = type(effect)
             if kind in RUNS:
                 self.run(effect)
@@ -190,6 +192,7 @@ class _Runs:
             elif kind is Send and type(effect.value) is WeightGradient:
                 self.share(effect)
         self.end()
+        return self.peak
 
     def run(self, e: Any) -> None:
         stage, m, runs = e.stage, e.microbatch, RUNS[type(e)]
