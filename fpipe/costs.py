@@ -124,6 +124,13 @@ class Costs:
             )
         return self._links[source, target]
 
+    def delay(self, source: int, target: int, value: Name) -> float:
+        """From when a value is sent until it is there, on a free link; none where it stays on its rank."""
+        if source == target:
+            return 0.0
+        link = self.link(source, target)
+        return link.latency + self.bytes(value) / link.bandwidth
+
     def size(self, stage: int) -> float:
         """Bytes of what a stage puts out for one microbatch, and of a gradient of it."""
         return _at(self.activation, stage)

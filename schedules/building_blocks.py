@@ -86,6 +86,11 @@ class Work:
         return same and not any(hop and (hop.wire or hop.latency) for row in self.hops for hop in row)
 
 
+def even(plan: Plan, costs: Costs) -> bool:
+    """Whether the costs are those that the named orders are made for."""
+    return Work.of(plan, costs).even
+
+
 def _hop(rank: int, kind: int, plan: Plan, costs: Costs) -> Hop | None:
     target, stage = rank + (1 if kind in (FA, IB) else -1), plan.stages_on(rank)[CHUNK[kind]]
     if kind > IA or (kind == IA and rank == 0):
@@ -151,7 +156,7 @@ def repeat(slots: Block, period: int, microbatches: int) -> Words:
     return [[kind for _, kind in sorted(times)] for times in passes]
 
 
-class Policy(NamedTuple):
+class Fill(NamedTuple):
     """How a rank uses the time in which the next pass of its word can't run.
 
     Args:
@@ -164,13 +169,13 @@ class Policy(NamedTuple):
     patience: float = 0.0
 
 
-KEEP = Policy()
+KEEP = Fill()
 
 
 class _Rank:
     """One rank as its word is squeezed."""
 
-    def __init__(self, word: Word, times: list[float], limit: float, policy: Policy) -> None:
+    def __init__(self, word: Word, times: list[float], limit: float, policy: Fill) -> None:
         self.word, self.times, self.limit, self.policy = deque(word), times, limit, policy
         self.fill = not any(kind > IA for kind in word)  # the word leaves weight gradients to us
         self.ready: list[list[float]] = [[] for _ in range(6)]  # from when each kind's microbatches can run
@@ -232,7 +237,7 @@ class _Rank:
         return self.free
 
 
-def squeeze(words: Words, work: Work, limit: float, policy: Policy = KEEP) -> tuple[float, Words]:
+def squeeze(words: Words, work: Work, limit: float, policy: Fill = KEEP) -> tuple[float, Words]:
     """The cost (the largest span of a rank), and the words with what was put into their gaps.
 
     Words without weight gradients get them where the rank would wait, or needs the room; others are kept.
@@ -296,7 +301,7 @@ def fitting(ranks: int, limit: int) -> list[Make]:
     raise AssertionError("one microbatch at a time fits in two chunks")
 
 
-def search(plan: Plan, costs: Costs, limit: int, orders: Sequence[Make]) -> Words:
+def best_words(plan: Plan, costs: Costs, limit: int, orders: Sequence[Make]) -> Words:
     """The fastest words with at most so many chunks in flight on a rank: one of the orders given, or out of blocks.
 
     All are tried on as many microbatches as show a warm-up, a steady phase and a cool-down, the best few on all.
@@ -305,7 +310,7 @@ def search(plan: Plan, costs: Costs, limit: int, orders: Sequence[Make]) -> Word
     makes: list[Make] = [partial(_bare, order) for order in orders]
     makes += [make for most in {min(limit, 2 * plan.ranks), limit} for make in fitting(plan.ranks, most)]
     patience = (0.0,) if work.even else (0.0, 1.0)
-    ways = [(make, Policy(reorder, part)) for make in makes for reorder in (False, True) for part in patience]
+    ways = [(make, Fill(reorder, part)) for make in makes for reorder in (False, True) for part in patience]
     ways.sort(key=lambda way: squeeze(way[0](few), work, limit, way[1])[0])
     found = [squeeze(order(plan.microbatches), work, limit) for order in orders]
     found += [squeeze(make(plan.microbatches), work, limit, policy) for make, policy in ways[:4]]

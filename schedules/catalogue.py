@@ -65,7 +65,7 @@ class Entry:
         if chunks not in (None, self.chunks) and not self.any_chunks:
             stages = "stage" if self.chunks == 1 else "stages"
             raise ScheduleError(f"{self.name} has {self.chunks} {stages} on each rank, not {chunks}")
-        return Plan(self.place(ranks, chunks or self.chunks), microbatches)
+        return Plan(self.place(ranks, self.chunks if chunks is None else chunks), microbatches)
 
     def schedule(self, plan: Plan, costs: Costs = Costs(), memory_limit: float | None = None) -> Schedule:
         """The schedule for a plan, ordered by costs and within a memory limit where it can be.

@@ -8,7 +8,19 @@ from fpipe.costs import Costs
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
 from fpipe.program import Placement, Plan, Schedule
-from fpipe.schedules.building_blocks import Policy, Shape, Words, Work, block, check_v, effects, repeat, search, squeeze
+from fpipe.schedules.building_blocks import (
+    Fill,
+    Shape,
+    Words,
+    Work,
+    best_words,
+    block,
+    check_v,
+    effects,
+    even,
+    repeat,
+    squeeze,
+)
 from fpipe.schedules.table import from_table
 from fpipe.schedules.zb_v import orders as zb_v_orders
 
@@ -33,7 +45,10 @@ def v_half(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Eff
     rank 2  .   .   F0a F0b .   .   F1a F1b I0b I0a W0b F2a W0a F2b I1b I1a W1b W1a I2b I2a W2b W2a
     """
     check_v(plan, "v_half")
-    words = half_orders(plan.ranks, plan.microbatches) if costs is None else _search(plan, costs, half(plan.ranks))
+    if costs is None or even(plan, costs):
+        words = half_orders(plan.ranks, plan.microbatches)
+    else:
+        words = _search(plan, costs, half(plan.ranks))
     yield from effects(words[rank], rank, plan)
 
 
@@ -58,7 +73,10 @@ def v_min(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effe
     rank 2  .   .   F0a F0b F1a F1b .   .   I0b I0a W0b F2a W0a F2b I1b I1a W1b W1a I2b I2a W2b W2a
     """
     check_v(plan, "v_min")
-    words = min_orders(plan.ranks, plan.microbatches) if costs is None else _search(plan, costs, third(plan.ranks))
+    if costs is None or even(plan, costs):
+        words = min_orders(plan.ranks, plan.microbatches)
+    else:
+        words = _search(plan, costs, third(plan.ranks))
     yield from effects(words[rank], rank, plan)
 
 
@@ -119,11 +137,11 @@ def _orders(ranks: int, microbatches: int, shape: Shape, limit: int) -> Words:
     """A block repeated, squeezed, and reordered where that helps, at unit costs."""
     work = Work.of(Plan(Placement.v(ranks), microbatches), Costs())
     words = repeat(block(ranks, shape), 6, microbatches)
-    tried = [squeeze(words, work, limit, Policy(reorder)) for reorder in (False, True)]
+    tried = [squeeze(words, work, limit, Fill(reorder)) for reorder in (False, True)]
     return min(tried, key=lambda result: result[0])[1]
 
 
 @lru_cache(maxsize=8)
 def _search(plan: Plan, costs: Costs, limit: int) -> Words:
     named = ((2 * plan.ranks, zb_v_orders), (half(plan.ranks), half_orders), (third(plan.ranks), min_orders))
-    return search(plan, costs, limit, [partial(make, plan.ranks) for peak, make in named if peak <= limit])
+    return best_words(plan, costs, limit, [partial(make, plan.ranks) for peak, make in named if peak <= limit])

@@ -16,9 +16,10 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from fpipe.costs import Costs
-from fpipe.effects import BackwardInput, BackwardWeight, Effect, Forward
+from fpipe.effects import Activation, BackwardInput, BackwardWeight, Effect, Forward, Gradient, Name
 from fpipe.program import Plan
 
+ROUNDING = 1e-12
 Table = dict[int, tuple[Effect, ...]]
 Kind = type[Forward] | type[BackwardInput] | type[BackwardWeight]
 KINDS: tuple[Kind, ...] = (Forward, BackwardInput, BackwardWeight)
@@ -57,8 +58,14 @@ def greedy(plan: Plan, costs: Costs, limits: Sequence[float], policies: Sequence
     {0: (Forward(stage=0, microbatch=0), BackwardInput(stage=0, microbatch=0), BackwardWeight(stage=0, microbatch=0), \
 Forward(stage=0, microbatch=1), BackwardInput(stage=0, microbatch=1), BackwardWeight(stage=0, microbatch=1))}
     """
-    runs = [_Run(plan, costs, limits, policy) for policy in policies]
-    best = min(runs, key=_Run.go)
+    least, best = inf, None
+    for policy in policies:
+        run = _Run(plan, costs, limits, policy)
+        if (cost := run.go()) < least:
+            least, best = cost, run
+        if least <= run.busiest * (1 + ROUNDING):
+            break  # no order is faster
+    assert best is not None
     return {rank: tuple(effects) for rank, effects in enumerate(best.effects)}
 
 
@@ -80,6 +87,8 @@ class _Run:
         self.rank_of = [plan.rank_of(stage, 0) for stage in stages]
         self.limits = [int(min(limits[r], plan.microbatches) * len(self.own[r]) + 1e-9) for r in ranks]
         self.times = {kind: [costs.time(kind(stage, 0)) for stage in stages] for kind in KINDS}
+        work = [sum(self.times[kind][stage] for kind in KINDS) for stage in stages]
+        self.busiest = plan.microbatches * max(sum(work[stage] for stage in own) for own in self.own)
         self.done = {kind: [0] * plan.stages for kind in KINDS}
         self.ends = {kind: [[inf] * plan.microbatches for _ in stages] for kind in KINDS}
         self.inputs = {
@@ -94,18 +103,15 @@ class _Run:
     def _activations(self, stage: int) -> list[tuple[list[float], float]]:
         """What a stage's forwards wait for: when each was made, by microbatch, and how long it travels."""
         sources = self.plan.sources(stage)
-        return [(self.ends[Forward][s], self._delay(s, stage, self.costs.size(s))) for s in sources]
+        return [(self.ends[Forward][s], self._delay(s, stage, Activation(s, 0))) for s in sources]
 
     def _gradients(self, stage: int) -> list[tuple[list[float], float]]:
-        size, consumers = self.costs.size(stage), self.plan.consumers(stage)
-        given = [(self.ends[BackwardInput][c], self._delay(c, stage, size)) for c in consumers]
+        consumers = self.plan.consumers(stage)
+        given = [(self.ends[BackwardInput][c], self._delay(c, stage, Gradient(stage, c, 0))) for c in consumers]
         return [(self.ends[Forward][stage], 0.0), *given]
 
-    def _delay(self, source: int, target: int, size: float) -> float:
-        if self.rank_of[source] == self.rank_of[target]:
-            return 0.0
-        link = self.costs.link(self.rank_of[source], self.rank_of[target])
-        return link.latency + size / link.bandwidth
+    def _delay(self, source: int, target: int, value: Name) -> float:
+        return self.costs.delay(self.rank_of[source], self.rank_of[target], value)
 
     def go(self) -> float:
         """Place everything; the largest span of a rank."""
@@ -175,7 +181,7 @@ class _Run:
     def room(self, rank: int, stage: int) -> bool:
         """Whether a rank can hold one more forward of a stage and still finish the older microbatches first."""
         own, free = self.own[rank], self.limits[rank] - self.held[rank] - 1
-        if len(own) == 1 or free < 0:
+        if free < 0 or free >= len(own) - 1:  # each microbatch that is begun lacks fewer stages than there are
             return free >= 0
         begun = [self.done[Forward][s] + (s == stage) for s in own]
         ended = [self.done[BackwardWeight][s] for s in own]
@@ -184,4 +190,6 @@ class _Run:
             if free < len(own) - inside:
                 return False
             free += inside - sum(microbatch < e for e in ended)
+            if free >= len(own) - 1:
+                return True
         return True

@@ -11,14 +11,16 @@ from dataclasses import dataclass, replace
 from math import ceil, floor, inf
 
 from fpipe.costs import Costs
-from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Overlap
+from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, Forward, Gradient, Name, Overlap
 from fpipe.errors import ScheduleError
 from fpipe.handlers.simulator import simulate
 from fpipe.program import Plan, Schedule
 from fpipe.schedules.catalogue import CATALOGUE, Entry, recut, shares
 from fpipe.timeline import Timeline
 
-CHUNKS = (1, 2, 3, 4)  # the numbers of stages on a rank that are tried
+CHUNKS = (1, 2, 3, 4, 6, 8)  # the numbers of stages on a rank that are tried
+MOST = 4  # the most for what orders under a limit, which takes long for many
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -58,26 +60,39 @@ def search(
         plan: ranks, microbatches and the cut that the costs are for. A chain is cut anew where a schedule wants another
             number of stages; with other edges, or ties, only schedules for as many stages are tried.
         memory_limit: microbatches in flight on a rank, of its share of the model (1/ranks of it).
-        chunks: the numbers of stages on a rank to try.
+        chunks: the numbers of stages on a rank to try, of those that the model can be cut into.
         progress: is told the name of each candidate.
 
+    Of equal costs the lower peak wins.
+
     Raises:
-        ScheduleError: nothing keeps to the limit; it says what the least is.
+        ScheduleError: costs that don't fit the plan, or nothing keeps to the limit; it says what would do.
 
     >>> from fpipe import Placement
     >>> found = search(Plan(Placement.loop(4), 8), memory_limit=4)
     >>> found.name, found.plan.placement, found.timeline.cost, found.lower_bound
     ('zb-v', Placement((0, 1, 2, 3, 3, 2, 1, 0)), 24.0, 24.0)
     """
+    _check(plan, costs, memory_limit, chunks)
     candidates = list(_candidates(plan, costs, memory_limit, chunks, progress))
-    within = [found for found in candidates if memory_limit is None or found.peak <= memory_limit + 1e-9]
+    within = [found for found in candidates if memory_limit is None or found.peak <= memory_limit * (1 + ROUNDING)]
     if not within:
-        least = min(candidates, key=lambda found: found.peak)
+        least = min(found.peak for found in _candidates(plan, costs, max(1.0, memory_limit or 1.0), chunks, None))
         raise ScheduleError(
-            f"no schedule keeps {memory_limit:g} microbatches in flight: {least.name} needs {least.peak:g}, the least"
+            f"no schedule that is known keeps to {memory_limit:g} microbatches in flight: the least is {least:g}"
         )
     bound = min(found.lower_bound for found in candidates)
-    return replace(min(within, key=_order), lower_bound=bound)
+    return replace(_best(within), lower_bound=bound)
+
+
+def _check(plan: Plan, costs: Costs, memory_limit: float | None, chunks: Sequence[int]) -> None:
+    costs.check(plan)
+    if memory_limit is not None and not memory_limit > 0:
+        raise ScheduleError(f"the memory limit must be more than 0 microbatches, not {memory_limit!r}")
+    if not chunks or min(chunks) < 1:
+        raise ScheduleError(
+            f"chunks must be numbers of stages on a rank, at least one, and each at least 1: {chunks!r}"
+        )
 
 
 def pareto(
@@ -88,14 +103,14 @@ def pareto(
     progress: Callable[[str], None] | None = None,
 ) -> list[Found]:
     """Time against peak memory: programs of which none is both slower and larger than another, smallest peak first."""
+    _check(plan, costs, None, chunks)
     every = list(_candidates(plan, costs, None, chunks, progress))
-    largest = min(every, key=_order).peak
+    largest = _best(every).peak
     for limit in _limits(largest):
         every += _candidates(plan, costs, limit, chunks, progress, [e for e in CATALOGUE.values() if e.limited])
-    best, front = inf, []
-    for found in sorted(every, key=lambda found: (found.peak, *_order(found))):
-        if found.timeline.cost < best * (1 - 1e-9):
-            best = found.timeline.cost
+    front: list[Found] = []
+    for found in sorted(every, key=lambda found: (found.peak, found.timeline.cost, found.timeline.makespan)):
+        if not front or found.timeline.cost < front[-1].timeline.cost * (1 - ROUNDING):
             front.append(found)
     return front
 
@@ -106,9 +121,10 @@ def _limits(largest: float, most: int = 16) -> list[float]:
     return [half / 2 for half in range(2, halves, ceil(halves / most))]
 
 
-def _order(found: Found) -> tuple[float, float, float]:
-    """What is better: the cost, and where that is the same the makespan, then the peak."""
-    return round(found.timeline.cost, 9), round(found.timeline.makespan, 9), found.peak
+def _best(found: Sequence[Found]) -> Found:
+    """The one of least cost, and of those that with the lowest peak, then the shortest makespan."""
+    enough = min(one.timeline.cost for one in found) * (1 + ROUNDING)
+    return min((one for one in found if one.timeline.cost <= enough), key=lambda one: (one.peak, one.timeline.makespan))
 
 
 def _candidates(
@@ -119,8 +135,10 @@ def _candidates(
     progress: Callable[[str], None] | None,
     entries: Iterable[Entry] = tuple(CATALOGUE.values()),
 ) -> Iterator[Found]:
+    """What runs, of the entries; if none does, the first one's error."""
+    found, refused = 0, []
     for entry in entries:
-        for v in chunks if entry.any_chunks else (entry.chunks,):
+        for v in _tried(entry, chunks):
             if progress:
                 progress(entry.name)
             try:
@@ -128,9 +146,19 @@ def _candidates(
                 own = recut(costs, plan.stages, cut.stages)
                 schedule = entry.schedule(cut, own, limit)
                 timeline = simulate(schedule, cut, own)
-            except ScheduleError:
-                continue  # it doesn't admit the plan, or the limit
-            yield Found(entry.name, schedule, cut, own, timeline, lower_bound(cut, own, limit))
+            except ScheduleError as error:
+                refused.append(error)  # it doesn't admit the plan, or the limit
+            else:
+                found += 1
+                yield Found(entry.name, schedule, cut, own, timeline, lower_bound(cut, own, limit))
+    if not found:
+        raise refused[0]
+
+
+def _tried(entry: Entry, chunks: Sequence[int]) -> Sequence[int]:
+    if not entry.any_chunks:
+        return (entry.chunks,)
+    return [v for v in chunks if v <= MOST or not entry.limited]
 
 
 def _cut(plan: Plan, entry: Entry, chunks: int) -> Plan:
@@ -156,6 +184,7 @@ def lower_bound(plan: Plan, costs: Costs, memory_limit: float | None = None) -> 
     >>> lower_bound(Plan(Placement.v(4), 8), Costs(), memory_limit=2)
     59.0
     """
+    costs.check(plan)
     stages = range(plan.stages)
     fused = [costs.time(Backward(s, 0)) for s in stages]
     apart = [costs.time(BackwardInput(s, 0)) + costs.time(BackwardWeight(s, 0)) for s in stages]
@@ -181,21 +210,21 @@ def _away(
 ) -> float:
     """From the end of a stage's forward to the start of its backward: to the last stage and back."""
 
-    def travels(source: int, target: int, value: int) -> float:
-        ranks = plan.rank_of(source, microbatch), plan.rank_of(target, microbatch)
-        if ranks[0] == ranks[1]:
-            return 0.0
-        link = costs.link(*ranks)
-        return link.latency + costs.size(value) / link.bandwidth
+    def travels(source: int, target: int, value: Name) -> float:
+        return costs.delay(plan.rank_of(source, microbatch), plan.rank_of(target, microbatch), value)
 
     done = {stage: 0.0}
     for s in range(stage + 1, plan.stages):
-        there = [done[source] + travels(source, s, source) for source in plan.sources(s) if source in done]
+        there = [
+            done[source] + travels(source, s, Activation(source, microbatch))
+            for source in plan.sources(s)
+            if source in done
+        ]
         if there:
             done[s] = max(there) + forward[s]
     begun: dict[int, float] = {}
     for s in reversed(done):
-        gradients = (begun[c] + inputs[c] + travels(c, s, s) for c in plan.consumers(s))
+        gradients = (begun[c] + inputs[c] + travels(c, s, Gradient(s, c, microbatch)) for c in plan.consumers(s))
         begun[s] = max([done[s], *gradients])
     return begun[stage]
 
@@ -206,6 +235,6 @@ def _published(plan: Plan, costs: Costs, memory_limit: float | None) -> float:
     times = {costs.time(kind(s, 0)) for kind in (Forward, BackwardInput, BackwardWeight) for s in range(plan.stages)}
     two = plan.stages == 2 * p and all(len(plan.stages_on(rank)) == 2 for rank in range(p))
     plain = costs.backward is None and costs.overlap is None and costs.communication == 0
-    if memory_limit is None or not two or not plain or len(times) > 1 or m < 2 * p:
+    if memory_limit in (None, inf) or not two or not plain or len(times) > 1 or m < 2 * p:
         return 0.0
     return times.pop() * max(6 * m, 6 * m + 6 * p - 3 * floor(2 * memory_limit) - 1)

@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 from fpipe.costs import Costs
 from fpipe.effects import Effect
 from fpipe.program import Plan
-from fpipe.schedules.building_blocks import FA, FB, IA, IB, WA, WB, Word, Words, check_v, effects, search
+from fpipe.schedules.building_blocks import FA, FB, IA, IB, WA, WB, Word, Words, best_words, check_v, effects, even
 
 
 def zb_v(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effect]:
@@ -27,7 +27,10 @@ def zb_v(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effec
     rank 1  .   F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b F3a I1a W1a F3b I2b W2b I2a I3b I3a W2a W3b W3a
     """
     check_v(plan, "zb_v")
-    word = order(rank, plan.ranks, plan.microbatches) if costs is None else _search(plan, costs)[rank]
+    if costs is None or even(plan, costs):
+        word = order(rank, plan.ranks, plan.microbatches)
+    else:
+        word = _search(plan, costs)[rank]
     yield from effects(word, rank, plan)
 
 
@@ -52,4 +55,4 @@ def orders(ranks: int, microbatches: int) -> Words:
 
 @lru_cache(maxsize=8)
 def _search(plan: Plan, costs: Costs) -> Words:
-    return search(plan, costs, 2 * plan.ranks, [partial(orders, plan.ranks)])
+    return best_words(plan, costs, 2 * plan.ranks, [partial(orders, plan.ranks)])

@@ -82,8 +82,38 @@ def test_the_bound(plan, costs, limit, bound):
 
 
 def test_a_limit_that_nothing_keeps_is_refused_with_the_least_that_would_do():
-    with pytest.raises(ScheduleError, match=r"no schedule keeps 0.25 microbatches in flight: .* needs \S+, the least"):
-        search(Plan(Placement.loop(4), 8), memory_limit=0.25)
+    plan = Plan(Placement.loop(4), 8)
+    with pytest.raises(ScheduleError, match=r"keeps to 0\.25 microbatches in flight: the least is 1$"):
+        search(plan, memory_limit=0.25, chunks=(1, 2))
+    assert search(plan, memory_limit=1, chunks=(1, 2)).peak == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"costs": Costs([1, 2])}, "forward has 2 entries, the plan 3 stages"),
+        ({"costs": Costs(communication={(0, 1): 1})}, "communication has no entry for the edge from rank 1 to rank 0"),
+        ({"memory_limit": float("nan")}, "the memory limit must be more than 0 microbatches, not nan"),
+        ({"memory_limit": 0}, "the memory limit must be more than 0 microbatches, not 0"),
+        ({"chunks": ()}, r"chunks must be numbers of stages on a rank, at least one, and each at least 1: \(\)"),
+        ({"chunks": (0,)}, r"each at least 1: \(0,\)"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    with pytest.raises(ScheduleError, match=message):
+        search(Plan(Placement.loop(3), 2), **options)
+
+
+def test_no_limit_may_be_an_infinite_one():
+    plan = Plan(Placement.loop(2), 4)
+    assert search(plan, memory_limit=float("inf")).name == search(plan).name
+
+
+def test_of_equal_costs_the_lower_peak_wins_at_any_unit():
+    for scale in (1e-10, 1, 1e10):
+        found = search(Plan(Placement.loop(4), 12), Costs(scale, scale, scale))
+        assert (found.name, found.peak) == ("zb-v", 4)
+        assert found.timeline.cost == pytest.approx(36 * scale)
 
 
 def test_pareto_trades_time_for_memory():
