@@ -18,7 +18,8 @@ check: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.overhead
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.simulate
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

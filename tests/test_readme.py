@@ -57,6 +57,10 @@ def test_the_file_for_torchtitan():
     assert [list(schedule(rank, plan)) for rank in range(4)] == [list(zb_v(rank, plan)) for rank in range(4)]
 
 
+def test_nothing_is_left_to_fill_in():
+    assert re.findall(r"@\w+@", (ROOT / "README.md").read_text()) == []
+
+
 def test_the_commands_are_the_makefiles():
     makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"^make (\w+)", block("make demo"), re.MULTILINE)
