@@ -3,8 +3,9 @@
 Names are imported on first use, so that what needs no torch never imports it.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fpipe.lazy import on_first_use
 
 if TYPE_CHECKING:
     from fpipe.costs import Costs, Link
@@ -46,15 +47,7 @@ _MODULES = ("effects", "handlers", "interop", "schedules")
 __all__ = sorted([*_HOME, *_MODULES])
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(import_module(f"fpipe.{_HOME[name]}"), name)
-    elif name in _MODULES:
-        value = import_module(f"fpipe.{name}")
-    else:
-        raise AttributeError(f"module 'fpipe' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+__getattr__ = on_first_use(__name__, _HOME, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,8 @@
 """torch's world outside the pipeline: modules, optimizers, and schedules as text. Imported on first use."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fpipe.lazy import on_first_use
 
 if TYPE_CHECKING:
     from fpipe.interop.modules import buffers, eval_mode, from_modules, into_modules
@@ -22,12 +23,7 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'fpipe.interop' has no attribute {name!r}")
-    value = getattr(import_module(f"fpipe.interop.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = on_first_use(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,8 @@
 """What effects mean: handlers run programs. Imported on first use, like `fpipe` itself."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fpipe.lazy import on_first_use
 
 if TYPE_CHECKING:
     from fpipe.handlers.distributed import Distributed
@@ -22,12 +23,7 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'fpipe.handlers' has no attribute {name!r}")
-    value = getattr(import_module(f"fpipe.handlers.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = on_first_use(__name__, _HOME)
 
 
 def __dir__() -> list[str]:
