@@ -117,7 +117,8 @@ def lane(timeline: Timeline, rank: int, scale: float, *, letters: bool = True) -
     """A rank's compute to scale, from the timeline's start to its end.
 
     Args:
-        scale: columns for one unit of time. Ends are rounded to columns: what is much shorter than one isn't seen.
+        scale: columns for one unit of time. Ends are rounded to columns: what takes one or more is seen, what takes
+            less may not be.
         letters: whether labels say what kind an effect is. A label is left out, or is shorter, where it doesn't fit.
 
     >>> from fpipe import Costs, Placement, Plan, schedules, simulate
@@ -127,15 +128,20 @@ def lane(timeline: Timeline, rank: int, scale: float, *, letters: bool = True) -
     """
     plan, first, at = timeline.plan, start(timeline), 0
     for span in timeline.compute(rank):
-        begin, end = (floor((time - first) * scale + 0.5) for time in (span.start, span.end))
+        begin, end = (_column((time - first) * scale) for time in (span.start, span.end))
         if begin > at:
             yield Cell(None, begin - at, "")
         if end > begin:
             yield Cell(span.effect, end - begin, _label(span.effect, rank, plan, end - begin, letters))
         at = max(at, end)
-    last = floor(timeline.makespan * scale + 0.5)
+    last = _column(timeline.makespan * scale)
     if last > at:
         yield Cell(None, last - at, "")
+
+
+def _column(at: float) -> int:
+    """The nearest column; at halves the one above, also where floats fell short of a half in their last digits."""
+    return floor(at + 0.5 + 1e-9 * max(1.0, at))
 
 
 def start(timeline: Timeline) -> float:

@@ -29,14 +29,14 @@ FORMATS = (".svg", ".png", ".pdf")
 IDLE = {  # cause -> grey, hatch
     "warm-up": ("#eeeeee", ""),
     "dependency": ("#d4d4d4", "/////"),
-    "transfer": ("#bcbcbc", "....."),
+    "transfer": ("#bcbcbc", "-----"),  # not dots: in an SVG they take ten times as many bytes as all else
     "drain": ("#eeeeee", "\\\\\\\\\\"),
 }
 _STYLE: dict[Any, Any] = {
     "font.size": 8,
     "hatch.linewidth": 0.4,
     "hatch.color": "#8c8c8c",
-    "svg.fonttype": "none",  # text stays text: it can be searched, and the file is small
+    "svg.fonttype": "none",  # text stays text, which can be searched
     "svg.hashsalt": "fpipe",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -44,11 +44,12 @@ _STYLE: dict[Any, Any] = {
 _DIGIT = 0.065  # inches across a digit of a label
 _MARGINS = 1.2  # inches left and right of the lanes
 _MOST_LABELS = 5000
+_EDGE = 0.5  # points of white around a box, which would hide one that isn't wider than a few of them
 
 
 def save(timeline: Timeline, path: pathlib.Path, title: str = "") -> None:
     """Draw a timeline into a file; its suffix says the format, one of `FORMATS`. Equal timelines give equal files."""
-    undated = {".png": "Creation Time", ".svg": "Date", ".pdf": "CreationDate"}[path.suffix]
+    undated = {".png": "Creation Time", ".svg": "Date", ".pdf": "CreationDate"}[path.suffix.lower()]
     with rc_context(_STYLE):
         figure(timeline, title).savefig(path, dpi=160, metadata={undated: None})
 
@@ -77,26 +78,32 @@ def figure(timeline: Timeline, title: str = "") -> Figure:
 
 def _width(timeline: Timeline) -> float:
     """Inches that give most labels their room, within what a page takes."""
-    times = sorted(s.end - s.start for rank in range(timeline.plan.ranks) for s in timeline.compute(rank))
-    usual = times[len(times) // 4] if times else 0.0
+    computes = (span for rank in range(timeline.plan.ranks) for span in timeline.compute(rank))
+    scales = sorted(_room(s.effect, timeline) / (s.end - s.start) for s in computes if s.end > s.start)
+    usual = scales[3 * len(scales) // 4] if scales else 0.0
+    return min(18.0, max(8.0, _MARGINS + 1.3 * usual * timeline.makespan))
+
+
+def _room(effect: Effect, timeline: Timeline) -> float:
+    """Inches that the label of an effect takes at most."""
     digits = len(str(timeline.plan.microbatches - 1))
-    return min(18.0, max(8.0, _MARGINS + (timeline.makespan / usual if usual else 0.0) * (digits + 0.6) * _DIGIT))
+    return (len(parts(effect)) * (digits + 0.8) - 0.6) * _DIGIT
 
 
 def _compute(ax: Axes, timeline: Timeline, inches: float) -> None:
     """Each rank's effects as boxes, with microbatches where they fit, and the gaps between them."""
-    plan, digits = timeline.plan, len(str(timeline.plan.microbatches - 1))
+    plan = timeline.plan
     boxes: dict[str, list[_Box]] = {}
     labels = []
     for rank in range(plan.ranks):
         for span in timeline.compute(rank):
             boxes.setdefault(_colour(span.effect, rank, timeline), []).append(_box(rank, span.start, span.end))
-            label = text(span.effect, rank, plan, letter=False, chunk=False)
-            widest = len(parts(span.effect)) * (digits + 0.8) - 0.6
-            if widest * _DIGIT < (span.end - span.start) * inches:
+            if _room(span.effect, timeline) < (span.end - span.start) * inches:
+                label = text(span.effect, rank, plan, letter=False, chunk=False)
                 labels.append(((span.start + span.end) / 2, rank, label))
     for colour, vertices in boxes.items():
-        ax.add_collection(PolyCollection(vertices, facecolors=colour, edgecolors="white", linewidths=0.5))
+        edges = [_EDGE if (end - begin) * inches * 72 > 4 * _EDGE else 0.0 for (begin, _), (end, _), *_ in vertices]
+        ax.add_collection(PolyCollection(vertices, facecolors=colour, edgecolors="white", linewidths=edges))
     for cause, (colour, hatch) in IDLE.items():
         gaps = [
             _box(rank, gap.start, gap.end, 0.2)
@@ -170,11 +177,13 @@ def _memory(ax: Axes, timeline: Timeline) -> None:
         ax.step(list(after), list(after.values()), where="post", color=colour, linewidth=1.0, label=f"rank {rank}")
         peaks.append(max((value for _, value in steps), default=0.0))
     highest = peaks.index(max(peaks))
-    amount = size(peaks[highest]) if measured else f"{number(peaks[highest])} microbatches"
+    most = number(peaks[highest])
+    amount = size(peaks[highest]) if measured else f"{most} microbatch{'' if most == '1' else 'es'}"
     ax.text(0.005, 0.98, f"peak {amount}, on rank {highest}", transform=ax.transAxes, va="top")
     ax.set_ylim(0, 1.3 * peaks[highest] or 1.0)
     ax.set_ylabel("memory" if measured else "in flight")
-    ax.yaxis.set_major_locator(MaxNLocator(nbins=4))
+    whole = not measured and all(peak.is_integer() for peak in peaks)
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=whole))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value) if measured else number(value)))
     lines = ax.get_lines()
     shown = lines if ranks <= 8 else [lines[0], lines[ranks // 2], lines[-1]]

@@ -96,8 +96,6 @@ _ANY = (Placement.loop, "any", 1, True)
 _CHAIN = (Placement.loop, "chain", 1, False)
 _LOOP = (Placement.loop, "loop", 2, True)
 _V = (_v, "V", 2, False)
-
-_ANY_CHAIN = (Placement.loop, "chain", 1, True)
 _BOTH_WAYS = (_both_ways, "both ways", 2, False)
 
 CATALOGUE: dict[str, Entry] = {
@@ -154,7 +152,7 @@ CATALOGUE: dict[str, Entry] = {
         Entry(
             "zb-auto",
             zb_auto,
-            *_ANY_CHAIN,
+            *_ANY,
             peak="the limit",
             idea="the best order found for the costs and the limit",
             source="Qi et al. 2024, zero bubble",

@@ -4,17 +4,20 @@ Oracles: closed forms, the library's own results, and the examples of the help t
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import fpipe
 from fpipe import Costs, Placement, Plan
 from fpipe.cli import app
+from fpipe.cli.terminal import gantt
 from fpipe.handlers.verifier import verify
 from fpipe.schedules.catalogue import CATALOGUE, recut, shares
 
@@ -63,6 +66,19 @@ def short(rank, plan):
 def costly(rank, plan, *, costs=None, memory_limit=None):
     assert costs.forward == 3.0 and memory_limit == 4.0
     yield from eager(rank, plan)
+
+def made(plan, costs, memory_limit):
+    from fpipe.schedules import zb_auto
+    return zb_auto(plan, costs, memory_limit)
+
+def made_none(plan):
+    pass
+
+def none(rank, plan):
+    pass
+
+def broken(rank, plan):
+    yield {}["a key"]
 """
 
 
@@ -163,11 +179,23 @@ def test_times_are_per_stage_and_a_chunk_counts_its_part():
         (("--backward", "1.5"), Costs(backward=1.5)),
         (("--communication", "0.5:10", "--activation", "20"), Costs(communication=fpipe.Link(0.5, 10), activation=20)),
         (("--forward", "1,2,3,4"), Costs(forward=[1, 2, 3, 4])),
+        (
+            ("--communication", "0-1=0.1,1-2=0.2:5,2-3=0.3,1-0=0,2-1=0,3-2=1", "--activation", "1"),
+            Costs(
+                communication={(0, 1): 0.1, (1, 2): fpipe.Link(0.2, 5), (2, 3): 0.3, (1, 0): 0, (2, 1): 0, (3, 2): 1},
+                activation=1,
+            ),
+        ),
     ],
 )
 def test_costs_are_the_librarys(option, costs):
     timeline = fpipe.simulate(fpipe.schedules.one_f_one_b, Plan(Placement.loop(4), 8), costs)
     assert told("simulate", "1f1b", *SMALL, *option)["makespan"] == timeline.makespan
+
+
+def test_the_json_has_the_schedules_own_name():
+    assert told("simulate", "Zb_H1", *SMALL)["schedule"] == "zb-h1"
+    assert told("draw", "Zb_H1", *SMALL)["schedule"] == "zb-h1"
 
 
 def test_overlap_is_the_time_of_a_pair():
@@ -178,13 +206,14 @@ def test_overlap_is_the_time_of_a_pair():
 def test_simulate_shows_every_rank():
     shown = run("simulate", "1f1b", "--ranks", "2", "--microbatches", "4", "--residuals", "5e6").stdout
     assert (
-        shown
+        re.sub(" +$", "", shown, flags=re.MULTILINE)
         == """\
 1f1b: 2 ranks, 2 stages, 4 microbatches
 makespan 15, cost 15, bubble 20.0%
-rank  busy  idle  warm-up  dependency  transfer  imbalance  drain  in flight  memory
-   0    12     3        0           3         0          0      0          2   10 MB
-   1    12     0        1           0         0          0      2          1    5 MB
+                  warm  depen-  trans-  imba-             in
+rank  busy  idle    up   dency     fer  lance  drain  flight  memory
+   0    12     3     0       3       0      0      0       2   10 MB
+   1    12     0     1       0       0      0      2       1    5 MB
 """
     )
 
@@ -203,6 +232,65 @@ F forward  B backward  . idle
 The number is the microbatch.
 """
     )
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_tables_are_never_cut(width):
+    """However narrow the terminal: a number without its last digits is another number."""
+    times = (*SMALL, "--communication", "0.1", "--residuals", "1e9")
+    shown = run("simulate", "1f1b", *times, COLUMNS=str(width)).stdout
+    assert shown == run("simulate", "1f1b", *times, COLUMNS="200").stdout
+    assert re.search(r"^ +0 +24 +10\.6 +0 +9\.9 +0\.7 +0 +0 +4 +4 GB$", shown, re.MULTILINE)
+    assert max(map(len, shown.splitlines())) <= 80
+    shown, whole = (run("compare", *SMALL, COLUMNS=c).stdout.split("* best")[0] for c in (str(width), "200"))
+    assert shown == whole
+    assert re.search(r"^zb-v +2 +25\.5 +24\* +0\.0%\* +4 ", shown, re.MULTILINE)
+
+
+def test_draw_gives_every_effect_a_column_and_goes_on_below():
+    shown = run("draw", "1f1b", "--ranks", "4", "--microbatches", "64", "--communication", "0.1", COLUMNS="80").stdout
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+    for rank in range(4):
+        lane = "".join(line[15:] for line in lines if line.startswith(f"rank {rank}"))
+        assert lane.count("F") == 64
+        assert lane.count("B") == 64
+        assert len(lane) == 211
+
+
+def test_draw_says_where_it_ends():
+    plan = ("--ranks", "2", "--microbatches", "8", "--width", "60")
+    shown = run("draw", "1f1b", *plan, "--forward", "0.001").stdout
+    lanes = [line[15:] for line in shown.splitlines() if line.startswith("rank 0")]
+    assert len(lanes) == 40
+    assert "".join(lanes).startswith("FF")
+    assert "This is until 1.8 of 18.01: --out FILE.svg draws all of it." in shown
+    left = "Some of what is shorter than a column is left out: --scale 1"
+    assert left in run("draw", "1f1b", *plan, "--scale", "0.4").stdout
+    assert "left out" not in run("draw", "1f1b", *plan, "--scale", "1").stdout
+
+
+@pytest.mark.parametrize(("scale", "says"), [("1", False), ("2", True)])
+def test_the_legend_is_of_the_labels_shown(scale, says):
+    shown = run("draw", "gpipe", "--ranks", "2", "--microbatches", "3", "--backward", "1", "--scale", scale).stdout
+    assert ("The number is the microbatch" in shown) == says
+
+
+def test_labels_are_of_one_width():
+    shown = run("draw", "1f1b", *SMALL, COLUMNS="100").stdout
+    assert "  F0F1F2F3............B0--F4B1--F5B2--F6B3--" in shown
+
+
+@pytest.mark.parametrize(
+    ("system", "lane"),
+    [("standard", "F0--F1--B0--B1--"), ("256", "0   1   0   1   "), ("truecolor", "0   1   0   1   ")],
+)
+def test_letters_stay_where_colours_are_few(system, lane):
+    timeline = fpipe.simulate(fpipe.schedules.gpipe, Plan(Placement.loop(1), 2), Costs(backward=1))
+    console = Console(color_system=system, force_terminal=True, width=40, _environ={})
+    with console.capture() as shown:
+        console.print(gantt(timeline, console, scale=4))
+    assert lane in re.sub(r"\x1b\[[0-9;]*m", "", shown.get())
 
 
 def test_draw_goes_on_below_what_is_wider_than_the_terminal():
@@ -240,6 +328,45 @@ def test_a_drawing_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
 
 
+def test_what_is_written_goes_where_a_link_leads(tmp_path):
+    target, link = tmp_path / "kept.csv", tmp_path / "link.csv"
+    target.write_text("before")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    run("export", "gpipe", *SMALL, "--out", link)
+    assert link.is_symlink()
+    assert target.read_text() == run("export", "gpipe", *SMALL).stdout
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.csv", "link.csv"]
+
+
+@pytest.mark.parametrize(
+    ("args", "suffix"), [(("export", "gpipe"), ".csv"), (("search",), ".csv"), (("draw", "gpipe"), ".pdf")]
+)
+def test_a_pipe_is_written_to(args, suffix, tmp_path):
+    small = ("--ranks", "3", "--microbatches", "2")
+    pipe, file = tmp_path / f"pipe{suffix}", tmp_path / f"file{suffix}"
+    os.mkfifo(pipe)
+    run(*args, *small, "--out", file)
+    arrived = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    try:
+        run(*args, *small, "--out", pipe)
+        assert pipe.is_fifo()
+        assert arrived.communicate(timeout=30)[0] == file.read_bytes()
+    finally:
+        arrived.kill()
+
+
+def test_the_end_of_a_files_name_is_read_in_any_case(tmp_path):
+    run("draw", "gpipe", *SMALL, "--out", tmp_path / "a.PNG")
+    assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fpipe.figure", None)
+    assert "pip install matplotlib" in said(run("draw", "gpipe", *SMALL, "--out", tmp_path / "a.png", status=2))
+
+
 def test_the_spans_of_a_drawing():
     spans = told("draw", "1f1b", "--ranks", "2", "--microbatches", "1")["spans"]
     assert spans == [
@@ -260,6 +387,34 @@ def test_a_schedule_of_ones_own_gets_costs_and_limit_if_it_takes_them(own):
         "simulate", "mine.py:costly", "--ranks", "2", "--microbatches", "8", "--forward", "3", "--memory-limit", "4"
     )
     assert found["ranks"] == 2
+
+
+def test_a_factory_of_ones_own_begins_with_the_plan(own):
+    given = (*SMALL, "--forward", "2", "--memory-limit", "4")
+    made, named = (told("simulate", name, *given) for name in ("mine.py:made", "zb-auto"))
+    assert made == {**named, "schedule": "mine.py:made"}
+    wrong = said(run("simulate", "mine.py:made_none", *SMALL, status=1))
+    assert "so it makes a schedule, (rank, plan) -> effects; it made None" in wrong
+    wrong = said(run("simulate", "mine.py:none", *SMALL, status=1))
+    assert "on rank 0 the schedule returns None: it yields effects" in wrong
+
+
+def test_what_a_file_of_ones_own_raises_is_shown_from_there(own):
+    (own / "wrong.py").write_text("def f(:\n")
+    shown = run("simulate", "mine.py:broken", *SMALL, status=1).stderr
+    assert [Path(file).name for file in re.findall(r'File "(.*?)", line', shown)] == ["mine.py"]
+    assert shown.endswith("KeyError: 'a key'\n")
+    shown = run("simulate", "wrong.py:f", *SMALL, status=1).stderr
+    assert [Path(file).name for file in re.findall(r'File "(.*?)", line', shown)] == ["wrong.py"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_a_full_disk_is_told_in_a_sentence(option):
+    command = [sys.executable, "-m", "fpipe", "simulate", "1f1b", *SMALL, *option]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "error: the output can't be written: No space left on device\n")
 
 
 @pytest.mark.parametrize("verb", ["verify", "simulate", "draw", "export", "compare"])
@@ -309,7 +464,13 @@ def swapped(rank, plan):
         (("search", *SMALL, "--pareto", "--out", "a.csv"), "--memory-limit, not --pareto"),
         (("simulate", "missing.py:f", *SMALL), "no file missing.py"),
         (("simulate", "mine.py", *SMALL), "eager, stuck, short, costly"),
-        (("simulate", "mine.py:none", *SMALL), "no function 'none'"),
+        (("simulate", "mine.py:other", *SMALL), "no function 'other'"),
+        (("simulate", "my.pyx", *SMALL), "no schedule is called 'my.pyx'"),
+        (("simulate", "1f1b", *SMALL, "--communication", "0.1,0.2"), "'0.1,0.2' is no transfer: give a time as 0.1"),
+        (("simulate", "1f1b", *SMALL, "--communication", "1:0"), "bandwidth (more than 0)"),
+        (("simulate", "1f1b", *SMALL, "--communication", "-1"), "'-1' is no transfer"),
+        (("simulate", "1f1b", *SMALL, "--communication", "0-1"), "0-1=0.1,1-0=0.2"),
+        (("draw", "1f1b", *SMALL, "--scale", "1e9"), "take 3030 or less"),
         (("import", "missing.csv"), "missing.csv"),
         (("draw", "1f1b", *SMALL, "--out", "a.gif"), ".svg, .png"),
         (("draw", "1f1b", *SMALL, "--out", "missing/a.svg"), "can't be written"),
@@ -339,7 +500,7 @@ def test_a_plan_that_a_schedule_does_not_admit_ends_with_1(args, says):
 def test_names_are_never_read_as_markup(own):
     (own / "[red]x[bold].py").write_text(OWN)
     assert run("simulate", "[red]x[bold].py:eager", *SMALL).stdout.startswith("[red]x[bold].py:eager: 4 ranks")
-    assert "[red]x[bold].py" in run("simulate", "[red]x[bold].py:none", *SMALL, status=2).stderr
+    assert "[red]x[bold].py" in run("simulate", "[red]x[bold].py:other", *SMALL, status=2).stderr
     assert "[red]x[bold].py:eager" in run("compare", "[red]x[bold].py:eager", "gpipe", *SMALL).stdout
 
 
@@ -428,6 +589,13 @@ def test_compare_marks_the_best_in_80_columns():
     assert re.search(r"^1f1b +1 ", table, re.MULTILINE)
 
 
+def test_compare_tries_what_searches_at_one_and_two_chunks():
+    rows = told("compare", "zb-auto", "interleaved-zb", *SMALL, "--loops", "2,4")["schedules"]
+    tried = [("interleaved-zb", 2), ("interleaved-zb", 4), ("zb-auto", 1), ("zb-auto", 2)]
+    assert sorted((row["schedule"], row["chunks"]) for row in rows) == tried
+    assert told("schedules")["zb-auto"]["placement"] == "any"
+
+
 def test_compare_keeps_the_limit():
     found = told("compare", *SMALL, "--memory-limit", "4")
     assert "8 microbatches in flight, 4 more than the limit" in found["refused"]["gpipe"]
@@ -448,6 +616,13 @@ def test_the_frontier_keeps_to_a_limit():
     assert 0 < len(rows) < len(told("search", *small))
     assert max(peak for row in rows for peak in row["peak_in_flight"]) <= 1.5
     assert "the limit of 0.1" in run("search", *small, "--memory-limit", "0.1", status=1).stderr
+
+
+def test_search_tries_the_chunks_asked_for():
+    small = ("--ranks", "2", "--microbatches", "4")
+    assert told("search", *small, "--loops", "1", "--memory-limit", "2")["chunks"] <= 2
+    assert "more than 0" in run("search", *small, "--memory-limit", "0", status=1).stderr
+    assert "the least is 1" in said(run("search", *small, "--memory-limit", "0.5", status=1))
 
 
 @pytest.mark.parametrize("verb", ["verify", "simulate", "draw", "export"])

@@ -39,6 +39,14 @@ def test_labels_shrink_to_what_fits():
     ]
 
 
+@pytest.mark.parametrize("communication", [0.0, 0.1, 0.3, 0.5])
+def test_what_takes_a_column_is_seen(communication):
+    """At halves too, where floats may fall on either side."""
+    timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(4), 64), Costs(communication=communication))
+    for rank in range(4):
+        assert sum(cell.effect is not None for cell in lane(timeline, rank, 1.0)) == 2 * 64
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     st.integers(1, 4),
@@ -94,6 +102,36 @@ def test_a_figure_has_a_box_for_every_effect_and_a_label_where_it_fits():
     assert [axis.get_ylabel() for axis in (compute, idle, memory)] == ["rank", "idle ranks", "in flight"]
     assert memory.texts[0].get_text() == "peak 4 microbatches, on rank 0"
     assert memory.get_xlim() == (0, timeline.makespan)
+
+
+def test_a_figure_has_no_edges_that_hide_its_boxes():
+    figure = pytest.importorskip("fpipe.figure")
+    wide, narrow = (simulate(schedules.gpipe, Plan(Placement.loop(2), m)) for m in (4, 600))
+    widths = [{w for c in figure.figure(t).axes[0].collections for w in c.get_linewidths()} for t in (wide, narrow)]
+    assert widths == [{0.5}, {0.0}]
+
+
+def test_a_figure_labels_pairs():
+    figure = pytest.importorskip("fpipe.figure")
+    timeline = simulate(schedules.dualpipe, Plan(Placement.both_ways(8), 20), Costs(overlap=1.6))
+    pairs = sum(isinstance(span.effect, Overlap) for rank in range(8) for span in timeline.compute(rank))
+    labels = [label.get_text() for label in figure.figure(timeline).axes[0].texts]
+    assert sum("&" in label for label in labels) == pairs > 50
+
+
+def test_a_figure_counts_microbatches():
+    figure = pytest.importorskip("fpipe.figure")
+    *_, memory = figure.figure(simulate(schedules.gpipe, Plan(Placement.loop(2), 1))).axes
+    assert memory.texts[0].get_text() == "peak 1 microbatch, on rank 0"
+    assert all(float(tick).is_integer() for tick in memory.get_yticks())
+
+
+def test_a_figure_with_every_hatch_is_small(tmp_path):
+    figure = pytest.importorskip("fpipe.figure")
+    timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(2), 3), Costs(communication=0.1))
+    assert {gap.cause for rank in (0, 1) for gap in timeline.gaps(rank)} == set(figure.IDLE)
+    figure.save(timeline, tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").stat().st_size < 50_000
 
 
 def test_a_figure_tells_memory_in_bytes_where_sizes_are_given():

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
+from math import inf, nan
 from typing import Annotated, Any
 
 import typer
 
-from fpipe.costs import Costs, Link, PerStage
+from fpipe.costs import Costs, Edge, Link, PerStage
 from fpipe.errors import ScheduleError
 from fpipe.program import Placement, Plan
 from fpipe.schedules.catalogue import CATALOGUE, Entry, recut
@@ -18,19 +19,40 @@ def _per_stage(given: str | float) -> PerStage:
     return numbers if len(numbers) > 1 else numbers[0]
 
 
-def _transfer(given: str | float) -> float | Link:
-    latency, colon, bandwidth = str(given).partition(":")
-    return Link(_number(latency), _number(bandwidth, least=1e-300)) if colon else _number(latency)
-
-
-def _number(given: str, least: float = 0.0) -> float:
+def _number(given: str) -> float:
     try:
         found = float(given)
     except ValueError:
-        found = float("nan")
-    if not least <= found < float("inf"):
+        found = nan
+    if not 0 <= found < inf:
         raise typer.BadParameter(f"{given!r} is no number of at least 0: give one as 0.5, or one a stage as 1,1,2,1")
     return found
+
+
+def _transfers(given: str | float) -> float | Link | dict[Edge, float | Link]:
+    """0.1, 0.01:1e9, or either for each edge, as 0-1=0.1,1-0=0.2."""
+    text = str(given)
+    try:
+        if "=" not in text:
+            return _transfer(text)
+        pairs = (part.split("=") for part in text.split(","))
+        return {_edge(edge): _transfer(transfer) for edge, transfer in pairs}
+    except ValueError:  # a ScheduleError too: what `Link` and `Costs` refuse
+        raise typer.BadParameter(
+            f"{text!r} is no transfer: give a time as 0.1, a latency and a bandwidth (more than 0) as 0.01:1e9, or "
+            "either for every edge between two ranks as 0-1=0.1,1-0=0.2"
+        ) from None
+
+
+def _transfer(text: str) -> float | Link:
+    latency, colon, bandwidth = text.partition(":")
+    link = Link(float(latency), float(bandwidth) if colon else inf)
+    return link if colon else link.latency
+
+
+def _edge(text: str) -> Edge:
+    source, target = map(int, text.split("-"))
+    return source, target
 
 
 def at_least_one(given: str) -> tuple[int, ...]:
@@ -47,7 +69,10 @@ def known(incomplete: str) -> list[str]:
     return [name for name in CATALOGUE if name.startswith(incomplete)]
 
 
-NAME = "A name that `fpipe schedules` lists, FILE.py:FUNCTION, or FILE.csv as torch writes it."
+NAME = (
+    "A name that `fpipe schedules` lists; FILE.py:FUNCTION, a schedule (rank, plan) or a factory of one (plan, ...); "
+    "or FILE.csv as torch writes it."
+)
 Name = Annotated[str, typer.Argument(metavar="SCHEDULE", help=NAME, autocompletion=known)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Time = partial(typer.Option, metavar="TIME", parser=_per_stage, rich_help_panel="Costs: one number, or one a stage")
@@ -157,7 +182,13 @@ class CostOptions:
     backward: Annotated[Any, Time(help="Fused backward. By default the two gradients together.")] = None
     overlap: Annotated[Any, Time(help="Overlapped pair. By default its two parts together.")] = None
     communication: Annotated[
-        Any, Time(metavar="TIME|LATENCY:BANDWIDTH", parser=_transfer, help="A transfer between two ranks.")
+        Any,
+        typer.Option(
+            metavar="TIME|LATENCY:BANDWIDTH",
+            parser=_transfers,
+            help="A transfer between two ranks; either for every edge as 0-1=0.1,1-0=0.2.",
+            rich_help_panel="Transfers",
+        ),
     ] = 0
     activation: Annotated[Any, Bytes(help="What a stage puts out for a microbatch.")] = 0
     residuals: Annotated[Any, Bytes(help="What a forward keeps for its backward.")] = 0

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import typer
 
+from fpipe.cli.app import OWN
 from fpipe.cli.options import PlanOptions
 from fpipe.costs import Costs
 from fpipe.drawing import number
@@ -43,15 +44,28 @@ def resolve(name: str, asked: PlanOptions, costs: Callable[[Plan], Costs], limit
 
         schedule, plan = from_csv(read(name))
         return Job(name, schedule, asked.agree(plan, name), costs(plan))
-    if ".py" in name:
-        function = _load(name)
+    if name.endswith(".py") or ".py:" in name:
         plan = asked.plan(None)
-        options = {"costs": costs(plan), "memory_limit": limit}
-        taken = {option: options[option] for option in inspect.signature(function).parameters if option in options}
-        return Job(name, partial(function, **taken), plan, costs(plan))
+        return Job(name, _own(name, plan, costs(plan), limit), plan, costs(plan))
     entry = _entry(name)
     plan = asked.plan(entry)
     return Job(entry.name, entry.schedule(plan, costs(plan), limit), plan, costs(plan))
+
+
+def _own(name: str, plan: Plan, costs: Costs, limit: float | None) -> Schedule:
+    """What a function in a user's file is, by its first parameter: a schedule, or, where that is `plan`, a factory."""
+    function = _load(name)
+    parameters = list(inspect.signature(function).parameters)
+    options = {"costs": costs, "memory_limit": limit}
+    taken = {option: options[option] for option in parameters if option in options}
+    if parameters[:1] != ["plan"]:
+        return partial(function, **taken)
+    made = function(plan, **taken)
+    if not callable(made):
+        raise ScheduleError(
+            f"{name} begins with plan, so it makes a schedule, (rank, plan) -> effects; it made {made!r}"
+        )
+    return cast(Schedule, made)
 
 
 def _entry(name: str) -> Entry:
@@ -72,7 +86,7 @@ def _load(name: str) -> Callable[..., Any]:
     if not path.is_file():
         raise typer.BadParameter(f"there is no file {path}", param_hint="SCHEDULE")
     sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(f"_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(OWN + path.name, path)
     assert spec
     assert spec.loader
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

@@ -6,10 +6,10 @@ Names that a user gave are printed as they are, never read as markup.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import ceil, floor, log10
+from math import ceil, floor, inf, log10
 
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -18,13 +18,26 @@ from fpipe.effects import Effect, parts
 from fpipe.handlers.verifier import Report
 from fpipe.timeline import CAUSES, Timeline
 
+_MOST_BLOCKS = 40  # of lanes, one below the other, where no scale is asked for
 
-def table(columns: Iterable[str], words: Iterable[str] = (), gap: int = 2) -> Table:
-    """A plain table: columns of numbers stand right, those named in `words` left."""
-    found = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+
+class _Whole(Table):
+    """A table as wide as what doesn't fold: rich would cut numbers off where the console is narrower."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not all(column.no_wrap for column in self.columns):
+            return super().__rich_console__(console, options)
+        natural = self.__rich_measure__(console, options.update(max_width=10_000)).maximum
+        return super().__rich_console__(console, options.update(max_width=max(options.max_width, natural)))
+
+
+def table(columns: Iterable[str], words: Iterable[str] = (), folded: Iterable[str] = (), gap: int = 2) -> Table:
+    """A plain table: columns of numbers stand right, those named in `words` left; only those in `folded` may fold."""
+    found = _Whole(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for column in columns:
-        left = column in words
-        found.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=not left)
+        found.add_column(
+            column, justify="left" if column in words else "right", overflow="fold", no_wrap=column not in folded
+        )
     return found
 
 
@@ -37,7 +50,7 @@ def headline(name: str, timeline: Timeline) -> Text:
 def account(timeline: Timeline) -> Table:
     """Where every rank's time went, and the most that it held."""
     held = sized(timeline.costs)
-    found = table(["rank", "busy", "idle", *CAUSES, "in flight", *(["memory"] if held else [])])
+    found = table(["\nrank", "\nbusy", "\nidle", *_CAUSES, "in\nflight", *(["\nmemory"] if held else [])])
     for rank, causes in enumerate(timeline.causes):
         times = [timeline.busy[rank], timeline.idle[rank], *causes.values()]
         row = [*(_settled(time, timeline) for time in times), timeline.peak_in_flight[rank]]
@@ -50,15 +63,18 @@ def gantt(timeline: Timeline, console: Console, scale: float | None = None) -> G
     """The lanes of all ranks to scale, as wide as the console, and the share of the makespan that each is idle.
 
     Args:
-        scale: columns for one unit of time. What is wider than the console goes on below, as music does.
+        scale: columns for one unit of time; by default, at least one for the shortest effect. What is wider than the
+            console goes on below, as music does.
     """
     ranks = range(timeline.plan.ranks)
-    colours = console.color_system is not None and not console.no_color
+    colours = console.color_system in ("256", "truecolor") and not console.no_color  # 16 don't tell the kinds apart
     idle = [percent(1 - busy / timeline.makespan) if timeline.makespan else "" for busy in timeline.busy]
     margins = [f"rank {rank:>{len(str(ranks[-1]))}} {idle[rank]:>6}  " for rank in ranks]
     room = max(10, console.width - len(margins[0]))
+    most = inf if scale else _MOST_BLOCKS * room
     scale = scale or _fitting(timeline, room)
-    lanes = [_row(lane(timeline, rank, scale, letters=not colours), " " if colours else "-") for rank in ranks]
+    cells = [list(_first(lane(timeline, rank, scale, letters=not colours), most)) for rank in ranks]
+    lanes = [_row(row, " " if colours else "-") for row in cells]
     columns = len(lanes[0])
     block = max(1, ceil(columns / ceil(columns / room))) if columns else 1
     lines = []
@@ -66,18 +82,43 @@ def gantt(timeline: Timeline, console: Console, scale: float | None = None) -> G
         lines.append(Text("idle  ".rjust(len(margins[0])) + _axis(at, min(block, columns - at), scale), "dim"))
         pairs = zip(margins, lanes, strict=True)
         lines += [Text.assemble((margin, "dim"), row[at : at + block]) for margin, row in pairs]
-    return Group(*lines, _legend(timeline, colours))
+    return Group(
+        *lines, _legend([cell for row in cells for cell in row], colours), *_left_out(timeline, scale, columns)
+    )
+
+
+def _first(cells: Iterator[Cell], columns: float) -> Iterator[Cell]:
+    """The cells that begin in the first columns."""
+    at = 0
+    for cell in cells:
+        yield cell._replace(columns=int(min(cell.columns, columns - at)))
+        at += cell.columns
+        if at >= columns:
+            return
+
+
+def _left_out(timeline: Timeline, scale: float, columns: int) -> Iterator[Text]:
+    """What the lanes don't show, and what would."""
+    if columns + 1 < timeline.makespan * scale:
+        until = number(columns / scale)
+        yield Text(f"This is until {until} of {number(timeline.makespan)}: --out FILE.svg draws all of it.", "bold")
+    if (shortest := _shortest(timeline)) * scale < 1 - 1e-9:
+        enough = number(ceil(1000 / shortest) / 1000)
+        yield Text(f"Some of what is shorter than a column is left out: --scale {enough} shows all.", "bold")
 
 
 def _fitting(timeline: Timeline, room: int) -> float:
-    """The scale that fills the room; or 3/4 of it and more, where the shortest effect then takes whole columns."""
-    if not timeline.makespan:
-        return 1.0
-    scale = room / timeline.makespan
+    """The scale at which the shortest effect takes whole columns: as many as the room has, or one in any case."""
+    shortest = _shortest(timeline)
+    if shortest == inf:
+        return room / (timeline.makespan or room)
+    return max(1, floor(room / timeline.makespan * shortest + 1e-9)) / shortest
+
+
+def _shortest(timeline: Timeline) -> float:
+    """The shortest time that any effect takes, of those that take any."""
     spans = (span for rank in range(timeline.plan.ranks) for span in timeline.compute(rank))
-    shortest = min((span.end - span.start for span in spans if span.end > span.start), default=0.0)
-    whole = floor(scale * shortest + 1e-9)
-    return whole / shortest if whole >= 0.75 * scale * shortest > 0 else scale
+    return min((span.end - span.start for span in spans if span.end > span.start), default=inf)
 
 
 def _axis(at: int, columns: int, scale: float) -> str:
@@ -95,7 +136,7 @@ def _axis(at: int, columns: int, scale: float) -> str:
     return axis
 
 
-def _row(cells: Iterator[Cell], filling: str) -> Text:
+def _row(cells: Iterable[Cell], filling: str) -> Text:
     row = Text(no_wrap=True, end="")
     for cell in cells:
         if cell.effect is None:
@@ -112,17 +153,20 @@ def _style(effect: Effect) -> str:
     return f"#000000 on {lighter(colour, 0.4) if odd else colour}"
 
 
-def _legend(timeline: Timeline, colours: bool) -> Text:
-    plan = timeline.plan
-    kinds = {type(span.effect) for rank in range(plan.ranks) for span in timeline.compute(rank)}
+def _legend(cells: Sequence[Cell], colours: bool) -> Text:
+    kinds = {type(cell.effect) for cell in cells if cell.effect}
+    labels = {cell.label for cell in cells}
     legend = Text()
     for kind, look in LOOKS.items():
         if kind in kinds:
             legend.append("  " if colours else look.letter, f"#000000 on {look.colour}")
             legend.append(f" {look.name}  ")
-    legend.append(". idle\nThe number is the microbatch", "dim")
-    chunked = any(len(plan.stages_on(rank)) > 1 for rank in range(plan.ranks))
-    return legend.append(", the letter after it the rank's chunk." if chunked else ".", "dim")
+    legend.append(". idle", "dim")
+    if any(label[-1:].isdigit() or label[-1:].islower() for label in labels):
+        legend.append("\nThe number is the microbatch", "dim")
+        chunked = any(label[-1:].islower() for label in labels)
+        legend.append(", the letter after it the rank's chunk." if chunked else ".", "dim")
+    return legend
 
 
 _FIGURES = ("make- \nspan ", "\ncost ", "\nbubble", "\npeak ")

@@ -3,10 +3,13 @@
 import csv
 import json
 import os
+import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,23 +37,38 @@ from fpipe.handlers.verifier import check
 from fpipe.lowering import lower
 from fpipe.program import Placement, Plan, Programs, Schedule
 from fpipe.schedules.catalogue import CATALOGUE, Entry, shares
+from fpipe.schedules.search import CHUNKS, pareto
+from fpipe.schedules.search import search as find
 from fpipe.timeline import Timeline
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+
+
+_CHUNKS = ",".join(map(str, CHUNKS))
+_MOST_COLUMNS = 100_000  # of a drawing whose scale is asked for
 
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write, which then takes its place: nobody sees half a file."""
-    unfinished = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    """A file to write, which then takes the place of `path`, with its mode: nobody sees half a file.
+
+    A link stays, and what it leads to is replaced. What is no regular file, a pipe or a device, is written to.
+    """
+    target = Path(os.path.realpath(path))
+    plain = target.is_file() or not target.exists()
     try:
-        yield unfinished
-        unfinished.replace(path)
+        with tempfile.TemporaryDirectory(prefix=".", dir=target.parent if plain else None) as folder:
+            unfinished = Path(folder) / path.name
+            yield unfinished
+            if plain:
+                if target.exists():
+                    unfinished.chmod(stat.S_IMODE(target.stat().st_mode))
+                unfinished.replace(target)
+            else:
+                target.write_bytes(unfinished.read_bytes())
     except OSError as error:
         raise typer.BadParameter(f"{path} can't be written: {error.strerror}", param_hint="--out") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -68,11 +86,12 @@ def _progress(doing: str, steps: int | None = None) -> Iterator[Callable[[str], 
         yield lambda what: bar.update(task, description=what, advance=1)
 
 
-def _simulated(name: str, asked: PlanOptions, costs: CostOptions, limit: float | None) -> Timeline:
+def _simulated(name: str, asked: PlanOptions, costs: CostOptions, limit: float | None) -> tuple[str, Timeline]:
     with _progress(f"lower {name}", 3) as step:
-        timeline = played(resolve(name, asked, costs.fitting, limit), step)
+        job = resolve(name, asked, costs.fitting, limit)
+        timeline = played(job, step)
     keep_to(timeline.peak_in_flight, limit)
-    return timeline
+    return job.name, timeline
 
 
 def result(name: str, timeline: Timeline) -> dict[str, object]:
@@ -98,6 +117,10 @@ def _console(width: int | None = None) -> "Console":
     return Console(width=width, highlight=False)
 
 
+def _show(*what: "RenderableType") -> None:
+    _console().print(*what, sep="\n", crop=False)  # a table that is wider than the terminal is shown whole
+
+
 @verb("fpipe schedules")
 def schedules(as_json: Json = False) -> None:
     """List the named schedules."""
@@ -108,11 +131,11 @@ def schedules(as_json: Json = False) -> None:
     from fpipe.cli.terminal import table
 
     columns = ["name", "placement", "peak", "what it does"]
-    found = table(columns, words=columns)
+    found = table(columns, words=columns, folded=columns[-1:])
     for name, entry in CATALOGUE.items():
         found.add_row(name, entry.placement, entry.peak, f"{entry.idea} [dim]({entry.source})[/dim]")
     units = "Peak: in flight at equal costs, in microbatches of a rank's share of the model."
-    _console().print(found, "p ranks, v stages on each, m microbatches.", units, sep="\n")
+    _show(found, "p ranks, v stages on each, m microbatches.", units)
 
 
 @verb("fpipe verify zb-h1 --ranks 4 --microbatches 8 --transport rendezvous")
@@ -147,19 +170,19 @@ def verify(
         return
     from fpipe.cli.terminal import verdict
 
-    _console().print(verdict(job.name, report))
+    _show(verdict(job.name, report))
 
 
 @verb("fpipe simulate zb-h1 --ranks 8 --microbatches 24 --communication 0.1")
 def simulate(name: Name, asked: PlanOptions, costs: CostOptions, limit: Limit = None, as_json: Json = False) -> None:
     """Say what a schedule takes: time, idle time, memory."""
-    timeline = _simulated(name, asked, costs, limit)
+    name, timeline = _simulated(name, asked, costs, limit)
     if as_json:
         _print_json(result(name, timeline))
         return
     from fpipe.cli.terminal import account, headline
 
-    _console().print(headline(name, timeline), account(timeline), sep="\n")
+    _show(headline(name, timeline), account(timeline))
 
 
 @verb(
@@ -178,7 +201,7 @@ def draw(
         float | None, typer.Option(min=1e-9, metavar="N", help="Columns for a unit of time; long lanes go on below.")
     ] = None,
     width: Annotated[
-        int | None, typer.Option(min=40, metavar="N", help="Columns to draw in. By default the terminal's.")
+        int | None, typer.Option(min=40, max=1000, metavar="N", help="Columns to draw in. By default the terminal's.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -186,9 +209,16 @@ def draw(
 
     The lanes of a file are compute, idle ranks by cause, and memory.
     """
-    if out and out.suffix not in (".svg", ".png", ".pdf"):
+    if out and out.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise typer.BadParameter(f"{out} ends in no known format: take .svg, .png or .pdf", param_hint="--out")
-    timeline = _simulated(name, asked, costs, limit)
+    name, timeline = _simulated(name, asked, costs, limit)
+    if scale and scale * timeline.makespan > _MOST_COLUMNS:
+        most = number(floor(1000 * _MOST_COLUMNS / timeline.makespan) / 1000)
+        raise typer.BadParameter(
+            f"{number(scale)} columns for a unit of time are {number(scale * timeline.makespan)} in all, more than "
+            f"{_MOST_COLUMNS}: take {most} or less, or a file with --out",
+            param_hint="--scale",
+        )
     if out:
         _draw_into(out, name, timeline)
     if as_json:
@@ -204,10 +234,10 @@ def _draw_into(out: Path, name: str, timeline: Timeline) -> None:
     try:
         from fpipe.figure import save
     except ImportError:
-        raise typer.BadParameter("a file needs matplotlib: pip install 'fpipe[figures]'", param_hint="--out") from None
-    figures = f"makespan {number(timeline.makespan)}, bubble {percent(timeline.bubble_rate)}"
+        raise typer.BadParameter("a file needs matplotlib: pip install matplotlib", param_hint="--out") from None
+    figures = f"makespan {number(timeline.makespan)}, cost {number(timeline.cost)}, bubble "
     with _progress(f"draw {out}"), _replacing(out) as file:
-        save(timeline, file, f"{name}: {extent(timeline.plan)}\n{figures}")
+        save(timeline, file, f"{name}: {extent(timeline.plan)}\n{figures}{percent(timeline.bubble_rate)} of the cost")
 
 
 def _computes(timeline: Timeline) -> Iterator[dict[str, object]]:
@@ -259,7 +289,7 @@ def compare(
                 keep_to(peaks, limit)
                 entrants.append((job.name, timeline, max(peaks)))
             except ScheduleError as error:
-                refused[name if chunks is None else f"{name} ({chunks} chunks)"] = str(error)
+                refused[name if chunks is None else f"{name} ({chunks} chunk{'s' if chunks > 1 else ''})"] = str(error)
     entrants.sort(key=lambda entrant: (entrant[1].cost, entrant[1].makespan))
     if as_json:
         rows = [result(name, line) | {"peak": peak, "causes": line.causes} for name, line, peak in entrants]
@@ -267,7 +297,7 @@ def compare(
     else:
         from fpipe.cli.terminal import comparison
 
-        _console().print(comparison(entrants, refused))
+        _show(comparison(entrants, refused))
     if refused and (names or not entrants):
         raise typer.Exit(1)
 
@@ -275,7 +305,11 @@ def compare(
 def _tried(name: str, loops: tuple[int, ...]) -> tuple[int | None, ...]:
     """The chunks to try a schedule with; None stands for its own."""
     entry = CATALOGUE.get(name)
-    return loops if entry and entry.any_chunks and entry.chunks > 1 else (None,)
+    if entry is None or not entry.any_chunks:
+        return (None,)
+    if entry.limited:  # it searches, which takes long for many
+        return (1, *(chunks for chunks in loops if chunks == 2))
+    return loops if entry.chunks > 1 else (None,)
 
 
 @verb("fpipe search --ranks 4 --microbatches 8 --backward-weight 0.5 --memory-limit 4")
@@ -283,6 +317,9 @@ def search(
     model: ModelOptions,
     costs: CostOptions,
     limit: Limit = None,
+    loops: Annotated[
+        Any, InPlan(metavar="V,V,...", parser=at_least_one, help="Chunks to try with schedules that take any.")
+    ] = _CHUNKS,
     frontier: Annotated[bool, typer.Option("--pareto", help="Show time against peak memory, not the fastest.")] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write what was found as torch's CSV, which every verb reads.")
@@ -295,14 +332,12 @@ def search(
     on a rank, each takes chunks/v of that. Peaks and the limit count
     microbatches of a rank's share of the model.
     """
-    from fpipe.schedules.search import pareto
-    from fpipe.schedules.search import search as find
-
     if frontier and out:
         raise typer.BadParameter("one schedule is written: take --memory-limit, not --pareto", param_hint="--out")
     plan, own = model.plan, costs.fitting(model.plan)
     with _progress("search") as step:
-        found = pareto(plan, own, progress=step) if frontier else [find(plan, own, limit, progress=step)]
+        options = {"chunks": loops, "progress": step}
+        found = pareto(plan, own, **options) if frontier else [find(plan, own, limit, **options)]
     if frontier and limit is not None:
         keep_to([min(each.peak for each in found)], limit)
         found = [each for each in found if each.peak <= limit + 1e-9]
@@ -312,7 +347,7 @@ def search(
     else:
         from fpipe.cli.terminal import discovery
 
-        _console().print(discovery([(each.name, each.timeline, each.peak, each.lower_bound) for each in found]))
+        _show(discovery([(each.name, each.timeline, each.peak, each.lower_bound) for each in found]))
     if out:
         from fpipe.interop.pipelining import to_csv
 
@@ -376,7 +411,7 @@ def import_(
 
     order = "" if ordered else "; microbatches run out of order, so verify and train with it unordered"
     whose = f"the compute order of {' and '.join(same)}" if same else "no named schedule's compute order"
-    _console().print(verdict(file, report, f"{_placement(plan)}; {whose}{order}"))
+    _show(verdict(file, report, f"{_placement(plan)}; {whose}{order}"))
 
 
 def _placement(plan: Plan) -> str:
