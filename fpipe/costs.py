@@ -131,15 +131,11 @@ class Costs:
         link = self.link(source, target)
         return link.latency + self.bytes(value) / link.bandwidth
 
-    def size(self, stage: int) -> float:
-        """Bytes of what a stage puts out for one microbatch, and of a gradient of it."""
-        return _at(self.activation, stage)
-
     def bytes(self, name: Name) -> float:
         """How large what a name stands for is. Sums of weight gradients are always there, and count nothing."""
         match name:
             case Activation(stage) | Gradient(stage):
-                return self.size(stage)
+                return _at(self.activation, stage)
             case Residuals(stage):
                 return _at(self.residuals, stage)
             case Deferred(stage):
