@@ -24,8 +24,7 @@ from typing import NamedTuple
 
 from fpipe.costs import Costs
 from fpipe.effects import Activation, BackwardInput, BackwardWeight, Compute, Effect, Forward, Gradient
-from fpipe.errors import ScheduleError
-from fpipe.program import Placement, Plan
+from fpipe.program import Plan
 
 # The way of a microbatch: down the ranks through their chunks a, up through b, and back; weight gradients aside.
 FA, FB, IB, IA, WB, WA = range(6)
@@ -35,15 +34,6 @@ CHUNK = (0, 1, 1, 0, 1, 0)
 Word = Sequence[int]
 Words = Sequence[Word]  # of all ranks
 Block = list[list[float]]  # when a rank starts each of the first four kinds
-
-
-def check_v(plan: Plan, name: str) -> None:
-    """Refuse another placement than V."""
-    if plan.placement != Placement.v(plan.ranks):
-        raise ScheduleError(
-            f"{name} wants two stages on each rank, down the ranks and back up, not {plan.placement}: "
-            f"take Placement.v({plan.ranks})"
-        )
 
 
 def effects(word: Word, rank: int, plan: Plan) -> Iterator[Effect]:

@@ -15,12 +15,12 @@ from fpipe.schedules.building_blocks import (
     Work,
     best_words,
     block,
-    check_v,
     effects,
     even,
     repeat,
     squeeze,
 )
+from fpipe.schedules.placements import a_v
 from fpipe.schedules.table import from_table
 from fpipe.schedules.zb_v import orders as zb_v_orders
 
@@ -44,7 +44,7 @@ def v_half(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Eff
     rank 1  .   F0a .   .   F0b F1a .   I0b F1b W0b F2a I0a I1b W0a F2b W1b I1a I2b W1a W2b I2a W2a
     rank 2  .   .   F0a F0b .   .   F1a F1b I0b I0a W0b F2a W0a F2b I1b I1a W1b W1a I2b I2a W2b W2a
     """
-    check_v(plan, "v_half")
+    a_v("v_half", plan)
     if costs is None or even(plan, costs):
         words = half_orders(plan.ranks, plan.microbatches)
     else:
@@ -72,7 +72,7 @@ def v_min(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effe
     rank 1  .   F0a F1a F2a F0b .   .   I0b W0b F1b I0a W0a .   I1b F2b W1b I1a I2b W1a W2b I2a W2a
     rank 2  .   .   F0a F0b F1a F1b .   .   I0b I0a W0b F2a W0a F2b I1b I1a W1b W1a I2b I2a W2b W2a
     """
-    check_v(plan, "v_min")
+    a_v("v_min", plan)
     if costs is None or even(plan, costs):
         words = min_orders(plan.ranks, plan.microbatches)
     else:
@@ -101,7 +101,7 @@ def v_auto(plan: Plan, costs: Costs = Costs(), memory_limit: float | None = None
     3.0 77.0
     4.0 72.0
     """
-    check_v(plan, "v_auto")
+    a_v("v_auto", plan)
     limit = inf if memory_limit is None else memory_limit
     if not limit >= 1:
         raise ScheduleError(f"a microbatch that is in flight on both chunks of a rank counts 1: no order holds {limit}")

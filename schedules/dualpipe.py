@@ -13,6 +13,7 @@ from itertools import count
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Compute, Effect, Forward, Overlap
 from fpipe.errors import ScheduleError
 from fpipe.program import Placement, Plan
+from fpipe.schedules.placements import a_v
 
 KINDS: dict[str, type[Forward | Backward | BackwardInput]] = {"F": Forward, "B": Backward, "I": BackwardInput}
 
@@ -61,8 +62,7 @@ def dualpipe_v(rank: int, plan: Plan) -> Iterator[Effect]:
     rank 0  F0a     F1a     F2a     F0b     I0b     W0b     F1b     B1b     F2b&B0a B2b     I1a     W1a     I2a     W2a
     rank 1  .       F0a     F0b     F1a     F1b     F2a     B0b     F2b&B0a B1b     B1a     I2b     I2a     W2b     W2a
     """
-    if plan.placement != Placement.v(plan.ranks):
-        raise ScheduleError(f"dualpipe_v wants Placement.v({plan.ranks}), not {plan.placement}")
+    a_v("dualpipe_v", plan)
     yield from _folded(rank, plan, rank, plan.ranks)
 
 

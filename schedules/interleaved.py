@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from fpipe.effects import Backward, Effect, Forward
-from fpipe.errors import ScheduleError
-from fpipe.program import Placement, Plan
+from fpipe.program import Plan
+from fpipe.schedules.placements import a_loop
 
 
 def interleaved_1f1b(rank: int, plan: Plan) -> Iterator[Effect]:
@@ -32,14 +32,8 @@ def interleaved_1f1b(rank: int, plan: Plan) -> Iterator[Effect]:
     rank 0  F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a .   B2b .   B3b B2a B3a
     rank 1  .   F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a
     """
-    expect_loop("interleaved_1f1b", plan)
+    a_loop("interleaved_1f1b", plan)
     yield from in_groups(rank, plan, ahead=2)
-
-
-def expect_loop(schedule: str, plan: Plan) -> None:
-    """Refuse another placement than `Placement.loop(ranks, chunks)`."""
-    if plan.placement != Placement.loop(plan.ranks, chunks=len(plan.stages_on(0))):
-        raise ScheduleError(f"{schedule} wants Placement.loop({plan.ranks}, chunks), not {plan.placement}")
 
 
 def in_groups(rank: int, plan: Plan, ahead: int) -> Iterator[Forward | Backward]:

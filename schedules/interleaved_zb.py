@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from fpipe.effects import BackwardInput, BackwardWeight, Effect, Forward
 from fpipe.program import Plan
-from fpipe.schedules.interleaved import expect_loop, in_groups
+from fpipe.schedules.interleaved import in_groups
+from fpipe.schedules.placements import a_loop
 
 
 def interleaved_zb(rank: int, plan: Plan) -> Iterator[Effect]:
@@ -26,7 +27,7 @@ def interleaved_zb(rank: int, plan: Plan) -> Iterator[Effect]:
     rank 0  F0a F1a F0b F1b .   I0b W0b F2a I1b W1b F3a I0a W0a F2b I1a W1a F3b I2b W2b I3b W3b I2a W2a I3a W3a
     rank 1  .   F0a F1a F0b I0b F1b I1b W0b F2a I0a W1b F3a I1a W0a F2b I2b W1a F3b I3b W2b I2a W3b I3a W2a W3a
     """
-    expect_loop("interleaved_zb", plan)
+    a_loop("interleaved_zb", plan)
     late: deque[BackwardWeight] = deque()
     for effect in in_groups(rank, plan, ahead=1):
         if isinstance(effect, Forward):

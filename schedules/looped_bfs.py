@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fpipe.effects import Effect
 from fpipe.program import Plan
 from fpipe.schedules.gpipe import gpipe
-from fpipe.schedules.interleaved import expect_loop
+from fpipe.schedules.placements import a_loop
 
 
 def looped_bfs(rank: int, plan: Plan) -> Iterator[Effect]:
@@ -25,5 +25,5 @@ def looped_bfs(rank: int, plan: Plan) -> Iterator[Effect]:
     rank 0  F0a F1a F2a F0b F1b F2b .   .   B0b B1b B2b B0a B1a B2a
     rank 1  .   F0a F1a F2a F0b F1b F2b B0b B1b B2b B0a B1a B2a
     """
-    expect_loop("looped_bfs", plan)
+    a_loop("looped_bfs", plan)
     yield from gpipe(rank, plan)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from fpipe.effects import Backward, Effect, Forward
-from fpipe.errors import ScheduleError
 from fpipe.program import Plan
+from fpipe.schedules.placements import one_stage
 
 
 def one_f_one_b(rank: int, plan: Plan) -> Iterator[Effect]:
@@ -21,12 +21,7 @@ def one_f_one_b(rank: int, plan: Plan) -> Iterator[Effect]:
     rank 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
     rank 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
     """
-    stage, *more = plan.stages_on(rank)
-    if more or len(plan.placement.holders[stage]) > 1:
-        raise ScheduleError(
-            f"one_f_one_b wants one stage on each rank and no copies, not {plan.placement}: "
-            f"take Placement.loop({plan.ranks}), or interleaved_1f1b for several chunks"
-        )
+    stage = one_stage("one_f_one_b", rank, plan, otherwise="interleaved_1f1b")
     warmup = min(plan.stages - 1 - stage, plan.microbatches)
     for m in range(warmup):
         yield Forward(stage, m)

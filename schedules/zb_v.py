@@ -6,7 +6,8 @@ from functools import lru_cache, partial
 from fpipe.costs import Costs
 from fpipe.effects import Effect
 from fpipe.program import Plan
-from fpipe.schedules.building_blocks import FA, FB, IA, IB, WA, WB, Word, Words, best_words, check_v, effects, even
+from fpipe.schedules.building_blocks import FA, FB, IA, IB, WA, WB, Word, Words, best_words, effects, even
+from fpipe.schedules.placements import a_v
 
 
 def zb_v(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effect]:
@@ -26,7 +27,7 @@ def zb_v(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effec
     rank 0  F0a F1a F2a F0b I0b W0b F1b I1b W1b F3a I0a W0a F2b I2b W2b I1a W1a F3b I3b W3b I2a W2a I3a W3a
     rank 1  .   F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b F3a I1a W1a F3b I2b W2b I2a I3b I3a W2a W3b W3a
     """
-    check_v(plan, "zb_v")
+    a_v("zb_v", plan)
     if costs is None or even(plan, costs):
         word = order(rank, plan.ranks, plan.microbatches)
     else:

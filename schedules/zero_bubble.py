@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from fpipe.effects import BackwardInput, BackwardWeight, Effect, Forward
-from fpipe.errors import ScheduleError
 from fpipe.program import Plan
+from fpipe.schedules.placements import one_stage
 
 
 def zb_h1(rank: int, plan: Plan) -> Iterator[Effect]:
@@ -60,12 +60,7 @@ def in_rounds(rank: int, plan: Plan, limit: int) -> Iterator[Effect]:
     On later ranks fewer forwards run ahead and weight gradients come later by as much, so that at equal times
     and c = 0 the cost is 3m + 2p - 1 - limit.
     """
-    stage, *more = plan.stages_on(rank)
-    if more or len(plan.placement.holders[stage]) > 1:
-        raise ScheduleError(
-            f"zb_h1 and zb_h2 want one stage on each rank and no copies, not {plan.placement}: take "
-            f"Placement.loop({plan.ranks}); or, for several chunks, interleaved_zb, zb_v or zb_auto"
-        )
+    stage = one_stage("ZB-H", rank, plan, otherwise="interleaved_zb, zb_v or zb_auto")
     ahead = min(2 * (plan.ranks - stage) - 1, limit - stage)
     late = limit - ahead
     for m in range(min(ahead, plan.microbatches)):
