@@ -265,6 +265,9 @@ def exchange(programs: Programs) -> Programs:
     At the end of the programs, or before a stage's own `Reduce`, so that it fits behind any communication; and in one
     order over all ranks, so that every transport runs it.
     """
+    plan = plan_of(programs)
+    if all(len(plan.sharers(stage)) == 1 for stage in range(plan.stages)):
+        return programs
     posts = (e for program in programs.values() for e in program if type(e) is Send or type(e) is Recv)
     if any(isinstance(post.value, WeightGradient) for post in posts):
         return programs
