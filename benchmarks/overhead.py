@@ -21,13 +21,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fpipe import Pipeline, Placement, Plan, handlers, lower, schedules
-from fpipe.autodiff import Leaves, Pieces
+from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, WeightGradients, prepared
 from fpipe.effects import Send
 from fpipe.handlers.protocol import Inputs
 from fpipe.interleave import interleave
 from fpipe.microbatch import Microbatch
 from fpipe.stage import Stage
-from fpipe.tree import Flat, Path, flatten
+from fpipe.tree import Flat, flatten
 
 REPEATS = 15
 PLANS = {
@@ -43,26 +43,24 @@ class Stub:
 
     def __init__(self, stage: Stage, given: torch.Tensor) -> None:
         self.stage, self.value, self.gradient = stage, flatten(given), [given]
+        self.prepared = prepared(stage, {})
 
-    def prepare(self, params: Any) -> Any:
-        return None
-
-    def trained(self, prepared: Any) -> list[Path]:
-        return []
+    def prepare(self, params: Any) -> Prepared:
+        return self.prepared
 
     def forward(
-        self, prepared: Any, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
+        self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, Any, Any]:
         return self.value, self, state
 
-    def backward(self, residuals: Any, cotangents: Leaves | None) -> tuple[Leaves, dict[int, Leaves]]:
-        return [], dict.fromkeys(self.stage.sources, self.gradient)
+    def backward(self, residuals: Any, cotangents: Leaves) -> tuple[WeightGradients, dict[int, Leaves]]:
+        return WeightGradients([]), dict.fromkeys(self.stage.sources, self.gradient)
 
-    def backward_input(self, residuals: Any, cotangents: Leaves | None) -> tuple[dict[int, Leaves], Any]:
+    def backward_input(self, residuals: Any, cotangents: Leaves) -> tuple[dict[int, Leaves], Any]:
         return dict.fromkeys(self.stage.sources, self.gradient), self
 
-    def backward_weight(self, deferred: Any) -> Leaves:
-        return []
+    def backward_weight(self, deferred: Any) -> WeightGradients:
+        return WeightGradients([])
 
 
 def stubs(stages: int, given: torch.Tensor) -> Pieces:

@@ -2,17 +2,24 @@
 
 Weight gradients are added per stage and copy in microbatch order, then over copies in placement order, then
 over ties by stage. The gradients of an activation are added from the highest consumer down.
+
+Invariants of a `Sum`, which adds in place:
+- a leaf's first gradient is taken as it is, and may alias anything: it is never written to;
+- a leaf is owned when its total lies in dense memory that the sum made, or that was told to be fresh; only owned
+  leaves are written to;
+- what is read of it is final: every leaf is owned by then, and none is written to afterwards.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fpipe.autodiff import Leaves
+from fpipe.autodiff.pieces import Leaves
 from fpipe.program import Plan
 from fpipe.stage import Entry, Pipeline
 from fpipe.tree import ABSENT, Path, flatten, indices, paths, pick
@@ -37,6 +44,63 @@ def add_leaves(terms: Iterable[Leaves]) -> Leaves:
     for term in rest:
         total = [add(a, b) for a, b in zip(total, term, strict=True)]
     return total
+
+
+class Sum:
+    """The weight gradients of one stage, leaf by leaf in the order given; nothing counts as nothing, as in `add`."""
+
+    def __init__(self) -> None:
+        self.totals: Leaves = []
+        self.owned: set[int] = set()
+        self.final = False
+
+    def add(self, terms: Leaves, fresh: Collection[int] = ()) -> None:
+        """Add a microbatch's gradients; `fresh` are those, by number, whose dense memory nothing else has."""
+        assert not self.final, "what was read of a sum would change"
+        self.totals = self.totals or [None] * len(terms)
+        groups = defaultdict[Any, list[int]](list)
+        for i, (total, term) in enumerate(zip(self.totals, terms, strict=True)):
+            if term is None:
+                continue
+            if total is None:
+                self.totals[i] = term
+                if i in fresh:
+                    self.owned.add(i)
+            else:
+                kind = total.dtype, total.device
+                groups[i in self.owned and kind == (term.dtype, term.device), kind].append(i)
+        for (writable, _), group in groups.items():
+            self._add(group, terms, writable)
+
+    def _add(self, group: list[int], terms: Leaves, writable: bool) -> None:
+        """Foreach kernels are fast for leaves of one dtype on one device."""
+        totals, found = [self.totals[i] for i in group], [terms[i] for i in group]
+        if writable:
+            torch._foreach_add_(totals, found)
+            return
+        for i, total in zip(group, torch._foreach_add(totals, found), strict=True):
+            self.totals[i] = total
+        self.owned.update(group)
+
+    def read(self) -> Leaves:
+        """The totals, each in memory of its own."""
+        self.final = True
+        for i, total in enumerate(self.totals):
+            if total is not None and i not in self.owned:
+                self.totals[i] = _copied(total)
+        self.owned.update(range(len(self.totals)))
+        return self.totals
+
+
+def copied(tree: Any) -> Any:
+    """The same, every tensor in dense memory of its own; strides that are dense stay."""
+    leaves, spec = flatten(tree)
+    return spec.unflatten(map(_copied, leaves))
+
+
+def _copied(x: Tensor) -> Tensor:
+    expanded = x.layout == torch.strided and 0 in x.stride()
+    return x.clone(memory_format=torch.contiguous_format) if expanded else x.clone()
 
 
 def shared_uses(pipeline: Pipeline, plan: Plan, stage: int, rank: int) -> list[tuple[Entry, Path]]:
@@ -86,7 +150,10 @@ def received(
 def total(
     pipeline: Pipeline, plan: Plan, params: Mapping[int, Any], held: Collection[int], sums: Sums
 ) -> dict[int, Any]:
-    """The gradient of every entry in a rank's params: zeros where unused, None where it is not trained."""
+    """The gradient of every entry in a rank's params: zeros where unused, None where it is not trained.
+
+    No two share memory if no two of the sums do.
+    """
     stages = {stage: _over_copies(plan, stage, sums) for stage, _ in sums}
     found = {}
     for stage, tree in params.items():

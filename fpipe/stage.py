@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -43,12 +43,7 @@ class Target:
     """The target of the microbatch, which the loss reads."""
 
 
-@dataclass(frozen=True)
-class Scale:
-    """What the microbatch's loss is multiplied by, which the loss reads."""
-
-
-Read = Output | Batch | Target | Scale
+Read = Output | Batch | Target
 
 
 @dataclass(frozen=True)
@@ -87,21 +82,26 @@ class Stage:
         """The stages that it reads, lowest first."""
         return tuple(sorted({read.stage for read in self.inputs if isinstance(read, Output)}))
 
-    def arguments(self, outputs: Mapping[int, Any], data: Microbatch) -> tuple[Any, ...]:
-        """Its inputs, out of the outputs of the stages it reads and the microbatch."""
-        return tuple(_read(read, outputs, data) for read in self.inputs)
+    def given(self, data: Microbatch) -> list[Any]:
+        """What it reads of the microbatch, in the order of its arguments."""
+        return [
+            data.target if isinstance(read, Target) else _part(data.batch, read.path, "the batch")
+            for read in self.inputs
+            if not isinstance(read, Output)
+        ]
+
+    def arguments(self, outputs: Mapping[int, Any], given: Iterable[Any]) -> tuple[Any, ...]:
+        """Its inputs, out of the outputs of the stages it reads and what it was given of the microbatch."""
+        rest = iter(given)
+        return tuple(
+            _part(outputs[read.stage], read.path, f"the output of stage {read.stage}")
+            if isinstance(read, Output)
+            else next(rest)
+            for read in self.inputs
+        )
 
 
-def _read(read: Read, outputs: Mapping[int, Any], data: Microbatch) -> Any:
-    match read:
-        case Target():
-            return data.target
-        case Scale():
-            return data.scale
-        case Batch(path=path):
-            tree, name = data.batch, "the batch"
-        case Output(stage=stage, path=path):
-            tree, name = outputs[stage], f"the output of stage {stage}"
+def _part(tree: Any, path: Path, name: str) -> Any:
     try:
         return pick(tree, path)
     except (KeyError, IndexError, AttributeError, TypeError) as error:
@@ -168,7 +168,7 @@ class Pipeline:
         states = dict(state or {})
         data = Microbatch(batch, None)
         for index, stage in enumerate(self.stages):
-            inputs = stage.arguments(outputs, data)
+            inputs = stage.arguments(outputs, stage.given(data))
             outputs[index], new = stage(self.params_of(params, index), states.get(index), inputs)
             if stage.stateful:
                 states[index] = new
@@ -271,21 +271,21 @@ def _entries(ties: Mapping[tuple[int, Any], tuple[int, Any]], stages: int) -> di
 
 
 def with_loss(pipeline: Pipeline, has_aux: bool) -> Pipeline:
-    """The pipeline whose last stage puts out `(scaled loss, aux)`; aux is None without `has_aux`."""
+    """The pipeline whose last stage puts out `(loss, aux)`; aux is None without `has_aux`."""
     *stages, last = pipeline.stages
     loss_fn = pipeline.loss
 
     def fn(params: Any, *inputs: Any) -> Any:
-        *inputs_, target, scale = inputs
+        *inputs_, target = inputs
         if last.stateful:
             output, state = last.fn(params, *inputs_)
-            return _scaled(loss_fn, output, target, scale, has_aux), state
-        return _scaled(loss_fn, last.fn(params, *inputs_), target, scale, has_aux)
+            return _loss(loss_fn, output, target, has_aux), state
+        return _loss(loss_fn, last.fn(params, *inputs_), target, has_aux)
 
-    return pipeline.replace([*stages, replace(last, fn=fn, reads=(*last.inputs, Target(), Scale()))], None)
+    return pipeline.replace([*stages, replace(last, fn=fn, reads=(*last.inputs, Target()))], None)
 
 
-def _scaled(loss_fn: Callable[..., Any] | None, output: Any, target: Any, scale: Any, has_aux: bool) -> Any:
+def _loss(loss_fn: Callable[..., Any] | None, output: Any, target: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
     loss = output if loss_fn is None else loss_fn(output, target)
     aux = None
     if has_aux:
@@ -296,6 +296,4 @@ def _scaled(loss_fn: Callable[..., Any] | None, output: Any, target: Any, scale:
         shape = f"{loss.dtype}{list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         hint = "; has_aux=True takes (loss, aux)" if isinstance(loss, tuple) else ""
         raise TypeError(f"the loss must be a floating-point tensor without dimensions, not {shape}{hint}")
-    if isinstance(scale, torch.Tensor):
-        scale = scale.to(loss)
-    return (loss if scale is None else loss * scale), aux
+    return loss, aux

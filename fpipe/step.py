@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from fpipe.autodiff import Eager, Pieces
+from fpipe.autodiff.eager import Eager
+from fpipe.autodiff.pieces import Pieces
 from fpipe.effects import Backward, BackwardWeight, parts
 from fpipe.errors import ScheduleError, StageError
 from fpipe.handlers.protocol import Handler, Inputs, Observer, Results

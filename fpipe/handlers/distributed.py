@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from fpipe import effects as fx
-from fpipe.autodiff import Pieces
+from fpipe.autodiff.pieces import Pieces
 from fpipe.errors import ScheduleError, StageError, TransportError
 from fpipe.handlers.agreement import Agreement, Refused
 from fpipe.handlers.executor import Executor

@@ -3,6 +3,7 @@
 Invariants:
 - every name of the program has a numbered slot; a slot is emptied at the last effect that needs it;
 - a value from another rank is taken from its channel at its first use, and not before;
+- what a backward uses up, residuals, deferred and cotangents, is its alone while it runs: it may free it early;
 - residuals are kept only where the program has a use for them.
 """
 
@@ -10,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fpipe import effects as fx
-from fpipe.autodiff import Leaves, Pieces, detached_tree
+from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, WeightGradients, detached_tree, seed
 from fpipe.effects import frees, gives, needs
 from fpipe.errors import StageError
-from fpipe.gradients import Key, add_leaves, received, sent, total
+from fpipe.gradients import Key, Sum, add_leaves, received, sent, total
 from fpipe.handlers.protocol import Inputs, Observer, Results
 from fpipe.program import Program
 from fpipe.rng import seeded
@@ -52,14 +53,21 @@ class Instruction(NamedTuple):
 
 @dataclass
 class Step:
-    """What one step holds beside the slots."""
+    """What one step holds beside the slots.
+
+    Args:
+        sums: of the weight gradients, by this rank's stages.
+        foreign: what it was sent of other ranks' sums, by (stage, rank).
+        seeds: the cotangents of the last stage's output, by microbatch.
+    """
 
     inputs: Inputs
-    prepared: dict[int, Any]
+    prepared: dict[int, Prepared]
     state: dict[int, Any]
-    sums: dict[int, Leaves]
-    foreign: dict[tuple[int, int], Leaves]
-    results: Results
+    sums: dict[int, Sum] = field(default_factory=dict)
+    foreign: dict[tuple[int, int], Leaves] = field(default_factory=dict)
+    seeds: dict[int, Leaves] = field(default_factory=dict)
+    results: Results = field(default_factory=Results)
 
 
 class Executor:
@@ -96,7 +104,7 @@ class Executor:
                 raise error.on(self.rank) from error.__cause__
             except Exception as error:
                 raise StageError(f"its params can't be used: {error}", rank=self.rank, stage=stage) from error
-        self.step = Step(inputs, prepared, dict(inputs.state), {}, {}, Results())
+        self.step = Step(inputs, prepared, dict(inputs.state))
 
     def know(self, rows: int | None) -> None:
         """Take the number of rows, which other ranks told."""
@@ -130,8 +138,7 @@ class Executor:
 
     def _own(self, step: Step, stage: int) -> dict[Key, Any]:
         """This rank's sums for a stage, by path."""
-        trained = self.pieces.stages[stage].trained(step.prepared[stage])
-        return dict(zip(trained, step.sums[stage], strict=True))
+        return dict(zip(step.prepared[stage].paths, step.sums[stage].read(), strict=True))
 
     # Running
 
@@ -251,21 +258,32 @@ class Executor:
             if stateful:
                 step.state[stage] = state
             if last:
-                self._result(m, outputs)
+                self._result(m, outputs, keep)
 
         return call
 
-    def _result(self, m: int, outputs: Flat) -> None:
-        results = self._running.results
+    def _result(self, m: int, outputs: Flat, keep: bool) -> None:
+        step, results = self._running, self._running.results
+        cotangents: Leaves = [None] * len(outputs.leaves)
         if self.pieces.loss:
             loss, kept = outputs.tree
-            results.losses[m], results.outputs[m] = loss.detach(), detached_tree(kept)
+            cotangents[0] = seed(loss, step.inputs.microbatch(m).scale)
+            results.losses[m], results.outputs[m] = loss.detach() * cotangents[0], detached_tree(kept)
         else:
             results.outputs[m] = outputs.tree
+        if keep:
+            step.seeds[m] = cotangents
 
-    def _cotangents(self, stage: int, m: int) -> Callable[[], Leaves | None]:
+    def _cotangents(self, stage: int, m: int) -> Callable[[], Leaves]:
         given = tuple(self._slot(fx.Gradient(stage, c, m)) for c in self.plan.consumers(stage))
-        return lambda: add_leaves(self.slots[i] for i in given) if given else None
+        if not given:
+            return lambda: self._running.seeds.pop(m)
+        return lambda: add_leaves(map(self._take, given))
+
+    def _take(self, slot: int) -> Any:
+        """What lies in a slot, and lies there no longer."""
+        value, self.slots[slot] = self.slots[slot], None
+        return value
 
     def _give(self, stage: int, m: int) -> Callable[[Mapping[int, Leaves]], None]:
         gradients = tuple((s, self._slot(fx.Gradient(s, stage, m))) for s in self.plan.sources(stage))
@@ -282,7 +300,7 @@ class Executor:
         residuals = self._slot(fx.Residuals(stage, e.microbatch))
 
         def call() -> None:
-            weights, inputs = piece.backward(self.slots[residuals], cotangents())
+            weights, inputs = piece.backward(self._take(residuals), cotangents())
             give(inputs)
             self._add(stage, weights)
 
@@ -295,7 +313,7 @@ class Executor:
         deferred = self._slot(fx.Deferred(stage, e.microbatch))
 
         def call() -> None:
-            inputs, self.slots[deferred] = piece.backward_input(self.slots[residuals], cotangents())
+            inputs, self.slots[deferred] = piece.backward_input(self._take(residuals), cotangents())
             give(inputs)
 
         return call
@@ -303,11 +321,10 @@ class Executor:
     def _backward_weight(self, e: fx.BackwardWeight) -> Callable[[], None]:
         stage, piece = e.stage, self.pieces.stages[e.stage]
         deferred = self._slot(fx.Deferred(stage, e.microbatch))
-        return lambda: self._add(stage, piece.backward_weight(self.slots[deferred]))
+        return lambda: self._add(stage, piece.backward_weight(self._take(deferred)))
 
-    def _add(self, stage: int, weights: Leaves) -> None:
-        sums = self._running.sums
-        sums[stage] = add_leaves((sums[stage], weights)) if stage in sums else weights
+    def _add(self, stage: int, weights: WeightGradients) -> None:
+        self._running.sums.setdefault(stage, Sum()).add(weights, weights.fresh)
 
     def _send(self, value: fx.Value, target: int) -> Callable[[], None]:
         if isinstance(value, fx.WeightGradient):

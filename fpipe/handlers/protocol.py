@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fpipe.autodiff import Pieces
+from fpipe.autodiff.pieces import Pieces
 from fpipe.effects import Effect
 from fpipe.microbatch import Microbatch, size
 from fpipe.program import Plan, Program
