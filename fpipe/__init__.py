@@ -42,7 +42,7 @@ _HOME = {
     "value_and_grad": "step",
     "verify": "handlers.verifier",
 }
-_MODULES = ("effects", "handlers", "interop", "schedules")
+_MODULES = ("effects", "handlers", "interop", "policies", "schedules")
 
 __all__ = sorted([*_HOME, *_MODULES])
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from fpipe.autodiff.eager import Eager
+from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.autodiff.pieces import Pieces
 from fpipe.effects import Backward, BackwardWeight, parts
 from fpipe.errors import ScheduleError, StageError
@@ -19,6 +19,7 @@ from fpipe.handlers.verifier import check
 from fpipe.lowering import forward_only, lower, wavefront
 from fpipe.microbatch import Microbatch, merge, split
 from fpipe.observe import observing
+from fpipe.policies import everything_saveable
 from fpipe.program import Plan, Schedule
 from fpipe.stage import Pipeline, with_loss
 
@@ -39,6 +40,10 @@ def value_and_grad(
     gather: bool = False,
     prefetch: int | None = None,
     observe: Observer | None = None,
+    autodiff: Autodiff = "auto",
+    policy: Policies = everything_saveable,
+    compile: bool = False,  # noqa: A002
+    dynamic: bool = False,
 ) -> Callable[..., Any]:
     """A function that computes the loss and its gradients, microbatch by microbatch.
 
@@ -54,6 +59,13 @@ def value_and_grad(
         gather: aux is wanted on every rank, not only on the loss's.
         prefetch: receives posted beyond the next one used.
         observe: sees every effect begin and end.
+        autodiff: "graph" traces each stage once for every signature of what it is given, and cuts its backward as a
+            graph; "eager" records it for every microbatch, and walks it once for each half where it is split;
+            "auto" takes graphs, and eager autograd, with a warning, for stages that can't be traced.
+        policy: what of a stage's forward may be kept for its backward, one of `fpipe.policies`; or one for each
+            stage, `{stage: policy}`, in which what is missing keeps everything.
+        compile: give the graphs to `torch.compile`. Bits are then the compiler's.
+        dynamic: trace a stage once for all sizes of what it reads.
 
     Returns:
         `step(params, batch, target=None, *, state=None, rng=None) -> (loss, grads)`; with `has_aux`,
@@ -74,11 +86,12 @@ def value_and_grad(
     (tensor(21.), {0: tensor(17.), 1: tensor(8.)})
     """
     job = _Job(pipeline, plan, handler.ranks(plan), reduction, weight, in_axes, out_axes, f"step of {_name(schedule)}")
+    pieces = job.pieces(True, has_aux, gather, Options(autodiff, policy, compile, dynamic))
     programs = lower(schedule, plan, depth=prefetch)
     check(programs)
     if not any(isinstance(p, Backward | BackwardWeight) for q in programs.values() for e in q for p in parts(e)):
         raise ScheduleError(f"{_name(schedule)} runs nothing backward: for outputs or the loss alone, use evaluate")
-    run = handler.compile(programs, job.pieces(True, has_aux, gather), observing(observe))
+    run = handler.compile(programs, pieces, observing(observe))
 
     def step(
         params: Mapping[int, Any],
@@ -110,6 +123,9 @@ def evaluate(
     schedule: Schedule | None = None,
     prefetch: int | None = None,
     observe: Observer | None = None,
+    autodiff: Autodiff = "auto",
+    compile: bool = False,  # noqa: A002
+    dynamic: bool = False,
 ) -> Callable[..., Any]:
     """A function that runs the pipeline forward: no residual is kept, nothing is differentiated.
 
@@ -134,9 +150,10 @@ def evaluate(
     if not loss and (has_aux or weight is not None):
         raise ValueError("has_aux and weight go with loss=True: they are the loss's")
     job = _Job(pipeline, plan, handler.ranks(plan), reduction, weight, in_axes, out_axes, "evaluation")
+    pieces = job.pieces(loss, has_aux, gather, Options(autodiff, everything_saveable, compile, dynamic))
     programs = forward_only(lower(schedule or wavefront, plan, depth=prefetch))
     check(programs)
-    run = handler.compile(programs, job.pieces(loss, has_aux, gather), observing(observe))
+    run = handler.compile(programs, pieces, observing(observe))
 
     def outputs(
         params: Mapping[int, Any],
@@ -192,11 +209,10 @@ class _Job:
     def stateful(self) -> bool:
         return any(stage.stateful for stage in self.pipeline.stages)
 
-    def pieces(self, loss: bool, has_aux: bool, gather: bool) -> Pieces:
+    def pieces(self, loss: bool, has_aux: bool, gather: bool, options: Options) -> Pieces:
         """The stages' pieces, the last with the loss where it is wanted."""
         pipeline = with_loss(self.pipeline, has_aux) if loss else self.pipeline
-        pieces = tuple(Eager(stage) for stage in pipeline.stages)
-        return Pieces(pipeline, pieces, loss, gather and (has_aux or not loss), self._merge)
+        return Pieces(pipeline, options.pieces(pipeline, loss), loss, gather and (has_aux or not loss), self._merge)
 
     def _merge(self, outputs: Mapping[int, Any]) -> Any:
         return merge([outputs[m] for m in range(self.plan.microbatches)], self.out_axes)

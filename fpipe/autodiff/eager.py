@@ -39,9 +39,15 @@ class Deferred:
 
 @dataclass(frozen=True)
 class Eager:
-    """A stage's pieces by eager autograd."""
+    """A stage's pieces by eager autograd.
+
+    Args:
+        whole: its graph can be walked once only, as with selective checkpointing: `backward_input` then computes
+            the weight gradients as well.
+    """
 
     stage: Stage
+    whole: bool = False
 
     def prepare(self, params: Any) -> Prepared:
         return prepared(self.stage, params)
@@ -68,11 +74,18 @@ class Eager:
         found = _gradients(residuals, cotangents, [*residuals.trained, *_wanted(residuals)], retain=False)
         return WeightGradients(found[:count]), _by_source(residuals, found[count:])
 
-    def backward_input(self, residuals: Residuals, cotangents: Leaves) -> tuple[dict[int, Leaves], Deferred]:
+    def backward_input(
+        self, residuals: Residuals, cotangents: Leaves
+    ) -> tuple[dict[int, Leaves], Deferred | WeightGradients]:
+        if self.whole:
+            weights, inputs = self.backward(residuals, cotangents)
+            return inputs, weights
         found = _gradients(residuals, cotangents, _wanted(residuals), retain=True)
         return _by_source(residuals, found), Deferred(residuals, cotangents)
 
-    def backward_weight(self, deferred: Deferred) -> WeightGradients:
+    def backward_weight(self, deferred: Deferred | WeightGradients) -> WeightGradients:
+        if isinstance(deferred, WeightGradients):
+            return deferred
         residuals = deferred.residuals
         return WeightGradients(_gradients(residuals, deferred.cotangents, residuals.trained, retain=False))
 
@@ -103,4 +116,21 @@ def _gradients(residuals: Residuals, cotangents: Leaves, wrt: Sequence[GradientE
     if not pairs or not wrt:
         return [None] * len(wrt)
     roots, seeds = zip(*pairs, strict=True)
-    return list(torch.autograd.grad(roots, wrt, seeds, allow_unused=True, retain_graph=retain))
+    try:
+        return list(torch.autograd.grad(roots, wrt, seeds, allow_unused=True, retain_graph=retain))
+    except RuntimeError as error:
+        if is_reentrant(error):
+            raise RuntimeError(NO_REENTRANT) from error
+        raise
+
+
+NO_REENTRANT = (
+    "it calls torch.utils.checkpoint with use_reentrant=True, which torch.autograd.grad can't differentiate: pass "
+    "use_reentrant=False, or leave it out and give value_and_grad policy=fpipe.policies.nothing_saveable"
+)
+
+
+def is_reentrant(error: Exception) -> bool:
+    """Whether autograd says that a reentrant checkpoint is in its way."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and "heckpoint" in text and ".grad()" in text

@@ -1,0 +1,59 @@
+"""How the stages of a pipeline are differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fpipe.autodiff.eager import Eager
+from fpipe.autodiff.pieces import Piece
+from fpipe.autodiff.traced import Traced
+from fpipe.policies import Policy, everything_saveable
+from fpipe.stage import Pipeline
+
+Autodiff = Literal["auto", "graph", "eager"]
+Policies = Policy | Mapping[int, Policy]
+"""One for all stages, or one for each; those that are missing keep everything."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `value_and_grad` says of it.
+
+    Raises:
+        ValueError: an unknown way, or options that go with graphs alone.
+    """
+
+    autodiff: Autodiff = "auto"
+    policy: Policies = everything_saveable
+    compile: bool = False
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.autodiff not in ("auto", "graph", "eager"):
+            raise ValueError(f"autodiff must be 'auto', 'graph' or 'eager', not {self.autodiff!r}")
+        if self.autodiff == "eager" and (self.compile or self.dynamic or self.policy is not everything_saveable):
+            raise ValueError("policy, compile and dynamic go with graphs: leave autodiff='eager' out")
+
+    def pieces(self, pipeline: Pipeline, loss: bool) -> tuple[Piece, ...]:
+        """The pieces of each stage.
+
+        Args:
+            loss: leaf 0 of the last stage's output is the loss.
+
+        Raises:
+            ValueError: a policy for a stage that the pipeline lacks.
+        """
+        stages = range(len(pipeline.stages))
+        if isinstance(self.policy, Mapping) and not set(self.policy) <= set(stages):
+            raise ValueError(f"policy has entries for stages {sorted(self.policy)}; there are stages 0 to {stages[-1]}")
+        return tuple(self._piece(pipeline, s, loss and s == stages[-1]) for s in stages)
+
+    def _piece(self, pipeline: Pipeline, s: int, loss: bool) -> Piece:
+        stage = pipeline.stages[s]
+        if self.autodiff == "eager":
+            return Eager(stage)
+        policy = self.policy.get(s, everything_saveable) if isinstance(self.policy, Mapping) else self.policy
+        fallback = self.autodiff == "auto"
+        return Traced(stage, s, policy=policy, compile=self.compile, dynamic=self.dynamic, fallback=fallback, loss=loss)

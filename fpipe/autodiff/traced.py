@@ -1,0 +1,206 @@
+"""The pieces of a stage as graphs: traced at the first call of a signature, and cut once.
+
+What can't be traced runs by eager autograd, and says so once. Residuals are a list that the backward empties,
+so that memory is given up while it runs.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+
+from fpipe.autodiff.call import Call, Tree, Untraceable, ambient, glance, leaf, leaves
+from fpipe.autodiff.eager import NO_REENTRANT, Eager, is_reentrant
+from fpipe.autodiff.functions import Deferred, Functions, Recipe, Residuals
+from fpipe.autodiff.pieces import Leaves, Prepared, WeightGradients, prepared
+from fpipe.errors import StageError
+from fpipe.microbatch import Microbatch
+from fpipe.policies import Policy, everything_saveable
+from fpipe.stage import Stage
+from fpipe.tree import Flat, flatten
+
+MANY = 64
+"""So many graphs of one stage are worth a warning."""
+
+
+class Traced:
+    """A stage's pieces as graphs.
+
+    Args:
+        name: the stage's number, for messages.
+        policy: what a forward may keep.
+        compile: give each piece to `torch.compile`.
+        dynamic: one graph for all sizes of what is read; by default one for each.
+        fallback: run by eager autograd what can't be traced, with a warning.
+        loss: leaf 0 of its output is the loss, and alone gets a cotangent.
+
+    Raises:
+        StageError: (by its pieces) without `fallback`, it can't be traced.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        name: int = 0,
+        *,
+        policy: Policy = everything_saveable,
+        compile: bool = False,  # noqa: A002
+        dynamic: bool = False,
+        fallback: bool = True,
+        loss: bool = False,
+    ) -> None:
+        self.stage, self.name, self.fallback = stage, name, fallback
+        self.recipe = Recipe(stage, name, loss, policy, compile, dynamic)
+        self.eager = Eager(stage)
+        self.graphs: list[Functions] = []
+        self.signatures: dict[Hashable, Functions | None] = {}
+        self.numbers: dict[Hashable, int] = {}
+        self.reason = ""
+        self.warned = False
+
+    def prepare(self, params: Any) -> Prepared:
+        return prepared(self.stage, params)
+
+    def forward(
+        self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
+    ) -> tuple[Flat, Any, Any]:
+        held, given = flatten(state), flatten(self.stage.given(data))
+        functions = self._functions(prepared, held, sources, given, keep)
+        if functions is None:
+            return self._by_eager(prepared, state, sources, data, keep)
+        inputs = [*held.leaves, *(x for s in self.stage.sources for x in sources[s].leaves), *given.leaves]
+        outputs, new, residuals = functions.forward(prepared, inputs)
+        return Flat(outputs, functions.output_spec), residuals, functions.state_spec.unflatten(new)
+
+    def backward(self, residuals: Any, cotangents: Leaves) -> tuple[WeightGradients, dict[int, Leaves]]:
+        if isinstance(residuals, Residuals):
+            return residuals.functions.backward(residuals, cotangents)
+        return self.eager.backward(residuals, cotangents)
+
+    def backward_input(self, residuals: Any, cotangents: Leaves) -> tuple[dict[int, Leaves], Any]:
+        if isinstance(residuals, Residuals):
+            return residuals.functions.backward_input(residuals, cotangents)
+        return self.eager.backward_input(residuals, cotangents)
+
+    def backward_weight(self, deferred: Any) -> WeightGradients:
+        if isinstance(deferred, Deferred):
+            return deferred.functions.backward_weight(deferred)
+        return self.eager.backward_weight(deferred)
+
+    # Tracing
+
+    def _functions(
+        self, prepared: Prepared, state: Flat, sources: Mapping[int, Flat], data: Flat, keep: bool
+    ) -> Functions | None:
+        """The functions of this call's signature; None where it can't be traced."""
+        try:
+            key = self._key(prepared, state, sources, data, keep)
+        except Untraceable as error:
+            self.reason = self.reason or _reason(error)
+            return None
+        if key in self.signatures:
+            return self.signatures[key]
+        found = None
+        try:
+            found = self._find(signature(prepared, state, [(s, sources[s]) for s in self.stage.sources], data, keep))
+        except Exception as error:
+            if is_reentrant(error):
+                raise StageError(NO_REENTRANT, stage=self.name) from error
+            self.reason = self.reason or _reason(error)
+            if "selective activation checkpoint" in str(error):
+                self.eager = Eager(self.stage, whole=True)
+        self.signatures[key] = found
+        return found
+
+    def _find(self, call: Call) -> Functions:
+        """A graph for a signature: where sizes are symbols, maybe one that was traced for others."""
+        for known in self.graphs if self.recipe.dynamic else ():
+            if known.guards is not None and known.guards.admit(call):
+                return known
+        found = self._made(call)
+        self.graphs.append(found)
+        if len(self.graphs) == MANY:
+            warnings.warn(
+                f"stage {self.name} has been traced for {MANY} signatures, each of which takes time and memory: "
+                "dynamic=True traces once for many sizes; pass plain values that change as tensors",
+                stacklevel=2,
+            )
+        return found
+
+    def _made(self, call: Call) -> Functions:
+        if self.recipe.dynamic:
+            with suppress(Exception):  # what is wrong with the stage itself is found below
+                return Functions(self.recipe, call)
+        return Functions(replace(self.recipe, dynamic=False), call)
+
+    def _key(self, prepared: Prepared, state: Flat, sources: Mapping[int, Flat], data: Flat, keep: bool) -> Hashable:
+        """What stands for the signature: that of the params, which is the same all through a step, by a number."""
+        if self not in prepared.computed:
+            params = prepared.spec, tuple(map(glance, prepared.leaves))
+            prepared.computed[self] = self.numbers.setdefault(params, len(self.numbers))
+        read = [sources[s] for s in self.stage.sources]
+        trees = [(tree.spec, *map(glance, tree.leaves)) for tree in (state, *read, data)]
+        return prepared.computed[self], keep, ambient(), *trees
+
+    def _by_eager(
+        self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
+    ) -> tuple[Flat, Any, Any]:
+        """What can't be traced; what is wrong with the stage itself is found here, and not put down to tracing."""
+        result = self.eager.forward(prepared, state, sources, data, keep)
+        if not self.fallback:
+            raise StageError(
+                f"it can't be traced: {self.reason}; autodiff='eager' runs it without tracing", stage=self.name
+            )
+        if not self.warned:
+            self.warned = True
+            lost = " and keeps all residuals" if self.recipe.policy is not everything_saveable else ""
+            warnings.warn(
+                f"stage {self.name} can't be traced and runs by eager autograd, which is slower where its backward is "
+                f"split{lost}: {self.reason}; autodiff='eager' runs it so without this warning",
+                stacklevel=2,
+            )
+        return result
+
+
+def signature(prepared: Prepared, state: Flat, sources: Sequence[tuple[int, Flat]], data: Flat, keep: bool) -> Call:
+    """Of a call with these trees.
+
+    Raises:
+        Untraceable: a leaf is neither a plain tensor nor a plain value.
+    """
+    return Call(
+        Tree(tuple(map(leaf, prepared.leaves)), prepared.spec),
+        prepared.trained,
+        Tree(tuple(map(leaf, state.leaves)), state.spec),
+        tuple((s, Tree(leaves(value.leaves), value.spec)) for s, value in sources),
+        Tree(tuple(map(leaf, data.leaves)), data.spec),
+        keep,
+        ambient(),
+    )
+
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_THEIRS = (
+    *(str(Path(package.__path__[0]).resolve()) for package in (torch, optree)),
+    *(str(ROOT / name) for name in ("fpipe", "interop")),
+    "<",
+)
+"""Where a line that is not the stage's own comes from."""
+
+
+def _reason(error: Exception) -> str:
+    """Why a stage can't be traced, and the last line of the stage's own code that led there."""
+    text = str(error).strip().splitlines()
+    said = text[0] if text else ""
+    kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_THEIRS)]
+    where = f" (in {own[-1].filename}:{own[-1].lineno}, {own[-1].name}: {own[-1].line})" if own else ""
+    return f"{kind}{said}{where}"

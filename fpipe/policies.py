@@ -1,0 +1,133 @@
+"""Rematerialisation: what of a forward is kept for its backward, named as in `jax.checkpoint_policies`.
+
+A policy says of a value whether it is kept; what the backward needs beyond that is computed again, at most once
+for every microbatch. None leaves it open: the value is kept unless it comes from others that are. Inputs, what
+depends on parameters alone, and random draws are never computed again. A policy changes memory and time, and not
+a bit of the result.
+
+    step = value_and_grad(pipeline, schedule, plan, handler=handler, policy=policies.dots_saveable)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Value(NamedTuple):
+    """What a policy is asked about.
+
+    Args:
+        op: the operation that makes it: `torch.ops.aten.mm.default`.
+        name: what `checkpoint_name` calls it.
+        shape, dtype: of the value itself.
+    """
+
+    op: Any
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+Policy = Callable[[Value], bool | None]
+
+aten = torch.ops.aten
+ATTENTION = {
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_attention_math_for_mps",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+}
+DOTS = {
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "addbmm",
+    "mv",
+    "addmv",
+    "dot",
+    "vdot",
+    "_scaled_mm",
+    "_grouped_mm",
+    "_int_mm",
+    "linear",
+    "convolution",
+    "mkldnn_rnn_layer",
+    "_cudnn_rnn",
+    *ATTENTION,
+}
+NORMS = {
+    "native_layer_norm",
+    "native_group_norm",
+    "_fused_rms_norm",
+    "_softmax",
+    "_log_softmax",
+}
+
+
+def everything_saveable(value: Value) -> bool:
+    """Keep all that the backward needs: the default."""
+    return True
+
+
+def nothing_saveable(value: Value) -> bool:
+    """Keep the stage's inputs, and compute the rest again."""
+    return False
+
+
+def dots_saveable(value: Value) -> bool:
+    """Keep what matrix products, convolutions and attention give, and compute the rest again."""
+    return _name(value.op) in DOTS
+
+
+def cheap(value: Value) -> bool | None:
+    """Compute again, from what is kept, what memory bounds: pointwise operations and normalisations."""
+    return None if _is_cheap(value.op) else True
+
+
+def save_only(*names: str) -> Policy:
+    """Keep the values that `checkpoint_name` gave one of these names, and compute the rest again."""
+
+    def save_only_these(value: Value) -> bool:
+        return value.name in names
+
+    return save_only_these
+
+
+def checkpoint_name(x: Tensor, name: str) -> Tensor:
+    """Name a tensor for `save_only`, as `jax.ad_checkpoint.checkpoint_name` does; it gives the tensor back.
+
+    >>> checkpoint_name(torch.ones(2), "hidden")
+    tensor([1., 1.])
+    """
+    if not NAMING:
+        return x
+    named = x.view_as(x)
+    NAMING[-1](name)
+    return named
+
+
+NAMING: list[Callable[[str], None]] = []
+"""Where the trace that is running takes the name of the last value."""
+
+
+def _name(op: Any) -> str:
+    packet = getattr(op, "overloadpacket", op)
+    return str(getattr(packet, "__name__", packet)).removesuffix("_")
+
+
+def _is_cheap(op: Any) -> bool:
+    return torch.Tag.pointwise in getattr(op, "tags", ()) or _name(op) in NORMS or _name(op) in COPIES
+
+
+COPIES = {"_to_copy", "clone", "copy", "cat", "stack", "constant_pad_nd", "contiguous", "full_like", "zeros_like"}
