@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fpipe.handlers.simulator import simulate
     from fpipe.handlers.verifier import Report, verify
     from fpipe.lowering import lower
+    from fpipe.profiling import profile
     from fpipe.program import Edges, Placement, Plan, Program
     from fpipe.stage import Batch, Output, Pipeline, Stage
     from fpipe.step import evaluate, value_and_grad
@@ -38,6 +39,7 @@ _HOME = {
     "draw": "drawing",
     "evaluate": "step",
     "lower": "lowering",
+    "profile": "profiling",
     "simulate": "handlers.simulator",
     "value_and_grad": "step",
     "verify": "handlers.verifier",
