@@ -34,9 +34,10 @@ class StageError(RuntimeError):
         super().__init__(f"{where}: {message}" if where else message)
         self.message, self.rank, self.stage, self.microbatch = message, rank, stage, microbatch
 
-    def on(self, rank: int | None) -> "StageError":
-        """The same error with the rank that it happened on."""
-        found = StageError(self.message, rank=rank, stage=self.stage, microbatch=self.microbatch)
+    def on(self, rank: int | None, microbatch: int | None = None) -> "StageError":
+        """The same error with the rank, and the microbatch, that it happened on."""
+        microbatch = microbatch if self.microbatch is None else self.microbatch
+        found = StageError(self.message, rank=rank, stage=self.stage, microbatch=microbatch)
         found.__cause__ = self.__cause__
         return found
 

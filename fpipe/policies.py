@@ -11,6 +11,7 @@ a bit of the result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -22,19 +23,29 @@ class Value(NamedTuple):
 
     Args:
         op: the operation that makes it: `torch.ops.aten.mm.default`.
-        name: what `checkpoint_name` calls it.
+        names: what `checkpoint_name` calls it.
         shape, dtype: of the value itself.
     """
 
     op: Any
-    name: str | None
+    names: frozenset[str]
     shape: tuple[int, ...]
     dtype: torch.dtype | None
 
 
+__all__ = [
+    "Policy",
+    "Value",
+    "cheap",
+    "checkpoint_name",
+    "dots_saveable",
+    "everything_saveable",
+    "nothing_saveable",
+    "save_only",
+]
+
 Policy = Callable[[Value], bool | None]
 
-aten = torch.ops.aten
 ATTENTION = {
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -96,10 +107,21 @@ def cheap(value: Value) -> bool | None:
 
 
 def save_only(*names: str) -> Policy:
-    """Keep the values that `checkpoint_name` gave one of these names, and compute the rest again."""
+    """Keep the values that `checkpoint_name` gave one of these names, and compute the rest again.
+
+    Raises:
+        TypeError: a name that is no string.
+
+    >>> keep = save_only("hidden")
+    >>> keep(Value(torch.ops.aten.mm.default, frozenset({"hidden"}), (2, 2), torch.float32))
+    True
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"save_only takes names, not {name!r}")
 
     def save_only_these(value: Value) -> bool:
-        return value.name in names
+        return not value.names.isdisjoint(names)
 
     return save_only_these
 
@@ -110,14 +132,15 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
     >>> checkpoint_name(torch.ones(2), "hidden")
     tensor([1., 1.])
     """
-    if not NAMING:
+    note = NAMING.get()
+    if note is None:
         return x
     named = x.view_as(x)
-    NAMING[-1](name)
+    note(name)
     return named
 
 
-NAMING: list[Callable[[str], None]] = []
+NAMING: ContextVar[Callable[[str], None] | None] = ContextVar("NAMING", default=None)
 """Where the trace that is running takes the name of the last value."""
 
 

@@ -50,6 +50,7 @@ def profile(
     Args:
         params, state: of all stages.
         batch, target: split into `microbatches`, of which costs are those of one: the median over all of them.
+        rng: (seed, step), by default (0, 0).
         repeats: steps that are measured with backwards in one, and as many with split ones, after one of each that
             isn't.
 
@@ -61,6 +62,7 @@ def profile(
 
     Raises:
         StageError: what was given is wrong, or a stage failed.
+        ValueError: no repeats.
 
     >>> from fpipe import Pipeline
     >>> pipeline = Pipeline([lambda p, x: torch.tanh(x @ p)] * 2, loss=lambda y, t: (y - t).square().mean())
@@ -69,14 +71,18 @@ def profile(
     >>> costs.activation, costs.residuals[0], costs.forward[0] > 0
     ((48.0, 4.0), 48.0, True)
     """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, not {repeats}")
     whole = with_loss(pipeline, has_aux)
     pieces = Options(autodiff, policy, compile).pieces(whole, loss=True)
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
     batches, targets = (split(tree, microbatches, axis)[0] for tree, axis in zip((batch, target), axes, strict=True))
-    run = _Run(whole, pieces, params, state or {}, rng, list(map(Microbatch, batches, targets)))
-    for _ in range(1 + repeats):
+    run = _Run(whole, pieces, params, state or {}, rng or (0, 0), list(map(Microbatch, batches, targets)))
+    for i in range(1 + repeats):
         run.step(halves=False)
         run.step(halves=True)
+        if i == 0:
+            run.times.clear()  # in the first, stages are traced
     return run.costs()
 
 
@@ -89,7 +95,7 @@ class _Run:
         pieces: Sequence[Piece],
         params: Mapping[int, Any],
         state: Mapping[int, Any],
-        rng: tuple[int, int] | None,
+        rng: tuple[int, int],
         data: Sequence[Microbatch],
     ) -> None:
         self.pipeline, self.pieces, self.rng, self.data, self.state = pipeline, pieces, rng, data, state
@@ -159,11 +165,11 @@ class _Run:
         self.sizes[what, s] = max(self.sizes[what, s], size)
 
     def costs(self) -> Costs:
-        """Medians over repeats, of which the first is not counted, and then over microbatches."""
+        """Medians over repeats, and then over microbatches."""
         stages, count = range(len(self.pieces)), len(self.data)
 
         def times(piece: str) -> list[float]:
-            by_microbatch = [[statistics.median(self.times[piece, s, m][1:]) for m in range(count)] for s in stages]
+            by_microbatch = [[statistics.median(self.times[piece, s, m]) for m in range(count)] for s in stages]
             return [statistics.median(found) for found in by_microbatch]
 
         def sizes(what: str) -> list[float]:

@@ -60,12 +60,15 @@ def value_and_grad(
         prefetch: receives posted beyond the next one used.
         observe: sees every effect begin and end.
         autodiff: "graph" traces each stage once for every signature of what it is given, and cuts its backward as a
-            graph; "eager" records it for every microbatch, and walks it once for each half where it is split;
-            "auto" takes graphs, and eager autograd, with a warning, for stages that can't be traced.
+            graph: its Python, what it closes over, and whether a module trains, are read then, as under `jax.jit`.
+            "eager" records it for every microbatch, and walks it once for each half where it is split. "auto" takes
+            graphs, and eager autograd, with a warning, for stages that can't be traced.
         policy: what of a stage's forward may be kept for its backward, one of `fpipe.policies`; or one for each
             stage, `{stage: policy}`, in which what is missing keeps everything.
-        compile: give the graphs to `torch.compile`. Bits are then the compiler's.
-        dynamic: trace a stage once for all sizes of what it reads.
+        compile: give the graphs to `torch.compile`, with its defaults, in the first step. Bits are then the
+            compiler's, and a backward holds its residuals until it ends.
+        dynamic: trace a stage once for all sizes of what it reads. A cotangent that is not laid out as its output is
+            copied, which may change bits.
 
     Returns:
         `step(params, batch, target=None, *, state=None, rng=None) -> (loss, grads)`; with `has_aux`,

@@ -23,6 +23,10 @@ class Untraceable(Exception):
     """A stage can't be traced; the message says why."""
 
 
+class Impure(Exception):
+    """A stage does what a pure function doesn't; the message says what."""
+
+
 class Spec(NamedTuple):
     """A tensor without its memory."""
 
@@ -71,13 +75,17 @@ class Ambient(NamedTuple):
 
     autocast: tuple[tuple[str, torch.dtype], ...]
     dtype: torch.dtype
+    device: torch.device
+    inference: bool
     deterministic: bool
+    kernels: tuple[bool, ...]
 
 
 class Call(NamedTuple):
     """A signature.
 
     Args:
+        sources: outputs of other stages that it reads, in the order of their numbers.
         data: what the stage reads of the microbatch.
         keep: whether the call is differentiated.
     """
@@ -85,7 +93,7 @@ class Call(NamedTuple):
     params: Tree
     trained: tuple[int, ...]
     state: Tree
-    sources: tuple[tuple[int, Tree], ...]
+    sources: tuple[Tree, ...]
     data: Tree
     keep: bool
     ambient: Ambient
@@ -93,7 +101,7 @@ class Call(NamedTuple):
     @property
     def inputs(self) -> tuple[Leaf, ...]:
         """All leaves but those of the params."""
-        return (*self.state.leaves, *(x for _, tree in self.sources for x in tree.leaves), *self.data.leaves)
+        return (*self.state.leaves, *(x for tree in self.sources for x in tree.leaves), *self.data.leaves)
 
 
 def leaf(x: Any, wanted: bool = False) -> Leaf:
@@ -124,8 +132,21 @@ def leaves(values: Sequence[Any]) -> tuple[Leaf, ...]:
 
 
 def ambient() -> Ambient:
-    casting: tuple[tuple[str, torch.dtype], ...] = ()
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        casting = tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)
-    return Ambient(casting, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+    """As it is now."""
+    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    sdp, cuda = torch.backends.cuda, torch.backends.cudnn
+    return Ambient(
+        tuple((kind, torch.get_autocast_dtype(kind)) for kind in on),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        (
+            sdp.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
+            sdp.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
+            sdp.math_sdp_enabled(),  # type: ignore[no-untyped-call]
+            sdp.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
+            bool(cuda.enabled),
+            bool(torch.backends.mkldnn.enabled),
+        ),
+    )

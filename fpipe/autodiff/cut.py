@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fpipe.autodiff.economy import base, worth_keeping
+from fpipe.autodiff.economy import worth_keeping
 from fpipe.autodiff.emit import Block
-from fpipe.autodiff.functional import impure, storage
+from fpipe.autodiff.functional import impure
+from fpipe.autodiff.memory import hint, memory, root, size
 from fpipe.autodiff.simplify import expression, random
 from fpipe.autodiff.trace import Cotangent, Joint
+from fpipe.errors import StageError
 from fpipe.policies import Policy, Value
 
 KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -53,7 +55,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Backward:
+class BackwardBlocks:
     """The backward pieces of one layout of cotangents.
 
     Args:
@@ -78,7 +80,6 @@ class Cut:
     """A stage's pieces for one signature.
 
     Args:
-        joint: what they were cut from.
         prepare: params -> `v`, what depends on them alone.
         forward: v, inputs -> outputs, state, residuals.
         backward: None where nothing is differentiated.
@@ -87,10 +88,9 @@ class Cut:
         fresh: which outputs, then which leaves of the state, are tensors that nothing else is.
     """
 
-    joint: Joint
     prepare: Block
     forward: Block
-    backward: Backward | None
+    backward: BackwardBlocks | None
     kept: tuple[int, ...]
     digest: tuple[str, ...]
     fresh: tuple[bool, ...]
@@ -119,11 +119,13 @@ class _Cutter:
     halves: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
     backward: list[fx.Node] = field(default_factory=list)
     seen: dict[Hashable, fx.Node] = field(default_factory=dict)
+    order: dict[fx.Node, int] = field(default_factory=dict)
 
     def cut(self, kept: Sequence[int] | None) -> Cut:
         joint = self.joint
-        order = {node: i for i, node in enumerate(joint.graph.nodes)}
-        after = self._write_backward()
+        order = self.order = {node: i for i, node in enumerate(joint.graph.nodes)}
+        differentiated = bool(self.cotangents)
+        self._write_backward()
         weights, gradients = self._resolved(joint.weights), self._resolved(joint.gradients)
         if kept is not None:
             by_place = {node.meta["at"]: node for node in self.saved}
@@ -137,10 +139,9 @@ class _Cutter:
         v, prepare = self._prepared(order, [*body, *self.backward], [*ends, *weights, *gradients])
         outputs = [joint.outputs, joint.state, residuals]
         forward = Block("forward", {"v": v, "x": joint.inputs}, body, outputs)
-        backward = self._backward(v, prepare, residuals, after, weights, gradients) if after is not None else None
+        backward = self._backward(v, prepare, residuals, weights, gradients) if differentiated else None
         deferred = backward.input.outputs[1] if backward else []
         return Cut(
-            joint,
             prepare,
             forward,
             backward,
@@ -177,17 +178,14 @@ class _Cutter:
 
     # The backward, with what is redone in it
 
-    def _write_backward(self) -> bool | None:
-        """Put together the backward's nodes in order; None where nothing is differentiated."""
+    def _write_backward(self) -> None:
+        """Put together the backward's nodes, in order."""
         ends = [x for x in (*self.joint.weights, *self.joint.gradients) if x is not None]
-        if not self.cotangents:
-            return None
         needed = set(ancestors(ends, self._runs_backward))
         for node in list(self.joint.graph.nodes):
             if node in needed:
                 with self.joint.graph.inserting_before(node):
                     self._add(node)
-        return True
 
     def _add(self, node: fx.Node) -> None:
         if node.target == aten.convolution_backward.default and _is_both(node.args[10]):
@@ -195,6 +193,7 @@ class _Cutter:
             return
         node.args = fx.map_arg(node.args, lambda n: self._resolve(n, node))
         node.kwargs = fx.map_arg(node.kwargs, lambda n: self._resolve(n, node))
+        self._keep_view(node)
         self._append(node)
 
     def _append(self, node: fx.Node) -> fx.Node:
@@ -228,8 +227,23 @@ class _Cutter:
         if node in self.constant or node in self.cotangents:
             return node
         if node not in self.stands_for:
-            self.stands_for[node] = self._redone(node) if self._is_redone(node) else self._save(node)
+            for n in self._unsettled(node):
+                self.stands_for[n] = self._redone(n) if self._is_redone(n) else self._save(n)
         return self.stands_for[node]
+
+    def _unsettled(self, node: fx.Node) -> list[fx.Node]:
+        """The node with all that must be redone for it, in the order of the forward."""
+
+        def open_(n: fx.Node) -> bool:
+            return not (n in self.constant or n in self.cotangents or n in self.stands_for)
+
+        found, todo = set[fx.Node](), [node]
+        while todo:
+            n = todo.pop()
+            if n not in found and open_(n):
+                found.add(n)
+                todo += n.all_input_nodes if self._is_redone(n) else ()
+        return sorted(found, key=self.order.__getitem__)
 
     def _save(self, node: fx.Node) -> fx.Node:
         self.saved[node] = None
@@ -245,29 +259,47 @@ class _Cutter:
         if self.available is not None:
             return True
         may_keep = self._may_keep(node)
-        return base(node) not in self.worth_keeping if may_keep is None else not may_keep
+        return root(node) not in self.worth_keeping if may_keep is None else not may_keep
 
     def _may_keep(self, node: fx.Node) -> bool | None:
+        """What the policy says, of a view as of what it is a view of."""
+        node = root(node)
+        if node.op == "placeholder":
+            return True
         marked = _origin(node).meta.get("recompute")
-        return self.policy(_value(node)) if marked is None else marked in KEEP
+        return self._ask(_value(node)) if marked is None else marked in KEEP
+
+    def _ask(self, value: Value) -> bool | None:
+        says = self.policy(value)
+        if says is not None and not isinstance(says, bool):
+            raise StageError(
+                f"its policy {getattr(self.policy, '__name__', self.policy)} said {says!r} of {value.op}: a policy "
+                "says True, False or None; is it to be called first, as save_only('name') is?"
+            )
+        return says
 
     @cached_property
     def worth_keeping(self) -> set[fx.Node]:
         """What is kept, where the policy leaves it open."""
         ends = [x for x in (*self.joint.weights, *self.joint.gradients) if x is not None]
         after = ancestors(ends, self._runs_backward)
-        used = {n for node in after for n in node.all_input_nodes if self._runs_forward(n) or n.op == "placeholder"}
-        order = [n for n in self.joint.graph.nodes if n in used and (n.op == "placeholder" or n.meta["forward"])]
+        forward = [n for n in self.joint.graph.nodes if n.op == "placeholder" or n.meta.get("forward")]
+        needed = {n for node in after for n in node.all_input_nodes}
 
         def redoable(node: fx.Node) -> bool:
             return not (node.op == "placeholder" or random(node) or impure(node)) and not self._may_keep(node)
 
-        return worth_keeping(order, self.constant.__contains__, redoable)
+        return worth_keeping(forward, needed, self.constant.__contains__, redoable)
 
     def _redone(self, node: fx.Node) -> fx.Node:
         copy = self.joint.graph.node_copy(node, lambda n: self._resolve(n, node))
         copy.meta = {**node.meta, "forward": False}
+        self._keep_view(copy)
         return self._append(copy)
+
+    def _keep_view(self, node: fx.Node) -> None:
+        of = node.meta.get("view_of")
+        node.meta["view_of"] = of and self.stands_for.get(of, of)
 
     # The pieces
 
@@ -286,10 +318,9 @@ class _Cutter:
         v: list[fx.Node],
         prepare: Block,
         residuals: list[fx.Node | None],
-        after: bool,
         weights: list[Any],
         gradients: list[Any],
-    ) -> Backward:
+    ) -> BackwardBlocks:
         c = self.joint.cotangents
         mine = set(self.backward)
         by_input = set(ancestors(gradients, mine.__contains__))
@@ -305,7 +336,7 @@ class _Cutter:
         )
         deferred = list(used)
         given: dict[str, Sequence[fx.Node | None]] = {"v": v, "r": residuals, "c": c}
-        return Backward(
+        return BackwardBlocks(
             tuple(None if n is None else layout(n.meta["val"]) for n in c),
             prepare,
             Block("backward", given, whole, [weights, gradients], "r"),
@@ -317,22 +348,22 @@ class _Cutter:
     def _alone(self, weights: list[Any], others: Iterable[Any]) -> frozenset[int]:
         """The weight gradients that are all of a memory which nothing else has."""
         theirs = memory([*self.constant, *self.joint.inputs, *others])
-        values = {i: x.meta["val"] for i, x in enumerate(weights) if x is not None}
-        count = Counter(storage(value) for value in values.values())
+        roots = Counter(root(x) for x in weights if x is not None)
         return frozenset(
             i
-            for i, x in values.items()
-            if count[storage(x)] == 1 and storage(x) not in theirs and _hint(x.numel()) * x.itemsize == _size_of(x)
+            for i, x in enumerate(weights)
+            if x is not None
+            and roots[root(x)] == 1
+            and root(x) not in theirs
+            and hint(x.meta["val"].numel()) * x.meta["val"].itemsize == size(x.meta["val"])
         )
 
     def _fresh(self) -> tuple[bool, ...]:
         ends = [*self.joint.outputs, *self.joint.state]
+        theirs = {*map(root, self.saved), *self.constant}
+        roots = Counter(root(x) for x in ends if isinstance(x, fx.Node))
         return tuple(
-            isinstance(x, fx.Node)
-            and x.op == "call_function"
-            and x not in self.constant
-            and x not in self.saved
-            and ends.count(x) == 1
+            isinstance(x, fx.Node) and x.op == "call_function" and roots[root(x)] == 1 and root(x) not in theirs
             for x in ends
         )
 
@@ -366,26 +397,8 @@ def layout(x: Tensor) -> Cotangent:
     return tuple(x.shape), x.stride(), x.dtype
 
 
-def memory(nodes: Iterable[Any]) -> dict[int, int]:
-    """The bytes of each memory that the nodes' values have."""
-    found = {}
-    for node in nodes:
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        if isinstance(value, Tensor):
-            found[storage(value)] = _size_of(value)
-    return found
-
-
-def _size_of(x: Tensor) -> int:
-    return _hint(x.untyped_storage().nbytes())
-
-
-def _bytes(found: dict[int, int], without: dict[int, int]) -> int:
+def _bytes(found: dict[fx.Node, int], without: dict[fx.Node, int]) -> int:
     return sum(n for key, n in found.items() if key not in without)
-
-
-def _hint(n: Any) -> int:
-    return int(n.node.hint) if isinstance(n, torch.SymInt) else n
 
 
 def _origin(node: fx.Node) -> fx.Node:
@@ -399,10 +412,10 @@ def is_item(node: fx.Node) -> bool:
 
 
 def _value(node: fx.Node) -> Value:
-    made, value, name = _origin(node), node.meta.get("val"), node.meta.get("name")
+    made, value, names = _origin(node), node.meta.get("val"), frozenset(node.meta.get("names", ()))
     if not isinstance(value, Tensor):
-        return Value(made.target, name, (), None)
-    return Value(made.target, name, tuple(value.shape), value.dtype)
+        return Value(made.target, names, (), None)
+    return Value(made.target, names, tuple(value.shape), value.dtype)
 
 
 def _is_both(mask: Any) -> bool:

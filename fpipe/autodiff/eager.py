@@ -121,12 +121,18 @@ def _gradients(residuals: Residuals, cotangents: Leaves, wrt: Sequence[GradientE
     except RuntimeError as error:
         if is_reentrant(error):
             raise RuntimeError(NO_REENTRANT) from error
+        if "selective activation checkpoint" in str(error):
+            raise RuntimeError(NO_SECOND_WALK) from error
         raise
 
 
 NO_REENTRANT = (
     "it calls torch.utils.checkpoint with use_reentrant=True, which torch.autograd.grad can't differentiate: pass "
-    "use_reentrant=False, or leave it out and give value_and_grad policy=fpipe.policies.nothing_saveable"
+    "use_reentrant=False, or leave it out and give value_and_grad policy=fpipe.policies.nothing_saveable (with graphs)"
+)
+NO_SECOND_WALK = (
+    "it uses selective checkpointing, whose graph eager autograd can walk only once: take a schedule that doesn't "
+    "split the backward, or a stage that can be traced"
 )
 
 

@@ -24,7 +24,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.autodiff.functional import gives_itself, storage, written
+from fpipe.autodiff.functional import gives_itself, written
+from fpipe.autodiff.memory import root
 
 SIMPLE = (bool, int, str, type(None))
 OPERATORS = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.mod: "%"}
@@ -50,7 +51,7 @@ class Block:
 
 @dataclass
 class _Writer:
-    root: torch.nn.Module
+    module: torch.nn.Module
     bindings: bool
     names: dict[fx.Node, str] = field(default_factory=dict)
     globals: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class _Writer:
 
     def call(self, node: fx.Node) -> str:
         if node.op == "get_attr":
-            value = operator.attrgetter(str(node.target))(self.root)
+            value = operator.attrgetter(str(node.target))(self.module)
             return self.known(value.detach() if isinstance(value, Tensor) else value, "")
         if node.target is operator.getitem:
             return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
@@ -89,9 +90,9 @@ class _Writer:
         return f"{self.known(target, hint)}({', '.join(given)})"
 
 
-def emit(block: Block, root: torch.nn.Module, bindings: bool = True) -> Callable[..., Any]:
+def emit(block: Block, module: torch.nn.Module, bindings: bool = True) -> Callable[..., Any]:
     """The block as a function of lists; without `bindings`, of calls that a compiler knows."""
-    writer = _Writer(root, bindings)
+    writer = _Writer(module, bindings)
     used = {n for node in block.body for n in node.all_input_nodes} | _nodes(block.outputs)
     last = _last_uses(block)
     for name, values in block.inputs.items():
@@ -105,7 +106,7 @@ def emit(block: Block, root: torch.nn.Module, bindings: bool = True) -> Callable
     for i, node in enumerate(block.body):
         into = {n: writer.names[n] for n in written(node)}
         for n in into:
-            if ends.get(storage(n.meta["val"])) != i:
+            if ends.get(root(n)) != i:
                 copy = f"n{i}_{writer.names[n]}"
                 writer.lines.append(f"{copy} = {writer.known(copied, 'copied')}({writer.names[n]})")
                 writer.names[n] = copy
@@ -127,17 +128,12 @@ def emit(block: Block, root: torch.nn.Module, bindings: bool = True) -> Callable
     return found
 
 
-def _ends(block: Block) -> dict[int, int]:
+def _ends(block: Block) -> dict[fx.Node, int]:
     """Of each memory made in the block, and not handed on, which node is the last to read it."""
-    ours = {storage(n.meta["val"]) for n in block.body if isinstance(n.meta.get("val"), Tensor)}
-    given = [n for values in block.inputs.values() for n in values if n is not None]
-    theirs = {storage(n.meta["val"]) for n in [*given, *_nodes(block.outputs)] if isinstance(n.meta.get("val"), Tensor)}
-    found: dict[int, int] = {}
-    for i, node in enumerate(block.body):
-        for n in node.all_input_nodes:
-            if isinstance(n.meta.get("val"), Tensor):
-                found[storage(n.meta["val"])] = i
-    return {key: i for key, i in found.items() if key in ours - theirs}
+    theirs = {root(n) for n in _nodes(block.outputs)}
+    found = {root(n): i for i, node in enumerate(block.body) for n in node.all_input_nodes}
+    ours = set(block.body) - theirs
+    return {n: i for n, i in found.items() if n in ours}
 
 
 def copied(x: Tensor) -> Tensor:

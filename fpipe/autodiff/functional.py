@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fpipe.autodiff.call import Untraceable
+from fpipe.autodiff.call import Impure, Untraceable
+from fpipe.autodiff.memory import storage
 from fpipe.autodiff.trace import Joint
 
 aten = torch.ops.aten
@@ -60,11 +61,6 @@ def geometry(x: Tensor) -> Geometry:
     return Geometry(*sizes, x.dtype, x.is_conj(), x.is_neg())
 
 
-def storage(x: Tensor) -> int:
-    """Which memory a traced tensor has."""
-    return int(x.untyped_storage()._cdata)
-
-
 @dataclass
 class _Memory:
     """A memory that is written to.
@@ -94,6 +90,7 @@ class _Functional:
     def __init__(self, joint: Joint) -> None:
         self.joint, self.graph = joint, joint.graph
         self.traced = {node: node.meta.get("val") for node in joint.graph.nodes}
+        self.given: dict[fx.Node, list[fx.Node]] = {}
         self.first: dict[int, fx.Node] = {}
         self.memories: dict[int, _Memory] = {}
 
@@ -101,6 +98,7 @@ class _Functional:
         ends: dict[fx.Node, fx.Node] = {}
         for node in list(self.graph.nodes):
             into, given = written(node), node.all_input_nodes
+            self.given[node] = given
             with self.graph.inserting_before(node):
                 node.args = fx.map_arg(node.args, self._now(node))
                 node.kwargs = fx.map_arg(node.kwargs, self._now(node))
@@ -135,11 +133,21 @@ class _Functional:
         self.first.setdefault(storage(value), node)
         if storage(value) in self.memories:
             memory = self.memories[storage(value)]
-            of = next(n for n in given if isinstance(x := self.traced.get(n), Tensor) and storage(x) == storage(value))
-            now, before = memory.now[geometry(self.traced[of])].meta["val"], self.traced[of]
+            of = self._viewed(value, given)
+            before, now = self.traced[of], memory.now[geometry(self.traced[of])].meta["val"]
             shift = value.storage_offset() - before.storage_offset() + now.storage_offset()
             node.meta["val"] = _part_of(now, value, shift)
             memory.now[geometry(value)] = node
+
+    def _viewed(self, value: Tensor, given: list[fx.Node]) -> fx.Node:
+        """Which of the nodes that were given a value is part of, maybe by way of one with several results."""
+        for n in given:
+            before = self.traced.get(n)
+            if isinstance(before, Tensor) and storage(before) == storage(value):
+                return n
+            if isinstance(before, list | tuple):
+                return self._viewed(value, self.given[n])
+        raise Untraceable("it reads memory that was written to in a way that a graph does not show")
 
     def _write(self, node: fx.Node, into: list[fx.Node]) -> None:
         if node.target in (aten.set_.source_Tensor, aten.resize_.default):
@@ -168,7 +176,9 @@ class _Functional:
         if storage(x) not in self.memories:
             first = self.first[storage(x)]
             if first.op == "placeholder":
-                raise Untraceable("it writes to one of its inputs in place")
+                raise Impure(
+                    "it writes in place to what it is given, which nobody else would expect: write to a clone of it"
+                )
             if first.op == "get_attr":
                 raise Untraceable("it writes in place to a tensor that it closes over")
             self.memories[storage(x)] = _Memory(first, first.meta["val"].storage_offset())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe.autodiff.call import Call
-from fpipe.autodiff.cut import Backward, Cut, NotKept, cut, layout
+from fpipe.autodiff.cut import BackwardBlocks, Cut, NotKept, cut, layout
 from fpipe.autodiff.emit import Block, emit
 from fpipe.autodiff.functional import functional
 from fpipe.autodiff.pieces import Leaves, Prepared, WeightGradients
@@ -55,7 +55,7 @@ class Recipe:
 
 
 @dataclass(eq=False)
-class Backwards:
+class BackwardFunctions:
     """The backward for one layout of the cotangents.
 
     Args:
@@ -93,7 +93,7 @@ class Deferred:
     """What the weight gradients are computed from."""
 
     functions: Functions
-    backward: Backwards
+    backward: BackwardFunctions
     prepared: Prepared
     values: Leaves
 
@@ -113,11 +113,12 @@ class Functions:
         self.prepare: Prepare = recipe.function(found.prepare, joint)
         self.run: Callable[[Leaves, Leaves], tuple[Leaves, Leaves, Leaves]] = recipe.function(found.forward, joint)
         self.wanted = joint.wanted
+        self.devices = [None if n is None else n.meta["val"].device for n in joint.cotangents]
         self.fresh, self.fresh_state = found.fresh[: len(joint.outputs)], found.fresh[len(joint.outputs) :]
         self.output_spec, self.state_spec = joint.output_spec, joint.state_spec
         self.rooted = [wanted and not (recipe.loss and i) for i, wanted in enumerate(joint.wanted)]
         self.first = None if found.backward is None else self._written(found.backward, joint, self.prepare)
-        self.backwards: dict[Cotangents, Backwards] = {}
+        self.backwards: dict[Cotangents, BackwardFunctions] = {}
         if self.first is not None:
             self.backwards[self.first.expected] = self.first
 
@@ -133,14 +134,16 @@ class Functions:
         layouts = tuple(map(_expected, outputs, self.rooted)) if self.recipe.dynamic else ()
         return outputs, state, Residuals(self, prepared, kept, layouts)
 
-    def backward(self, residuals: Residuals, cotangents: Leaves) -> tuple[WeightGradients, dict[int, Leaves]]:
+    def backward(self, residuals: Residuals, cotangents: Leaves) -> tuple[WeightGradients, list[Leaves]]:
+        """`(weight gradients, input gradients of each source)`."""
         backward, cotangents = self._for(residuals, cotangents)
         with running(self.call):
             v = _v(residuals.prepared, backward.prepare)
             weights, gradients = backward.fused(v, residuals.values, cotangents)
         return WeightGradients(weights, backward.fresh), self._by_source(gradients)
 
-    def backward_input(self, residuals: Residuals, cotangents: Leaves) -> tuple[dict[int, Leaves], Deferred]:
+    def backward_input(self, residuals: Residuals, cotangents: Leaves) -> tuple[list[Leaves], Deferred]:
+        """`(input gradients of each source, deferred)`."""
         backward, cotangents = self._for(residuals, cotangents)
         with running(self.call):
             v = _v(residuals.prepared, backward.prepare)
@@ -148,34 +151,38 @@ class Functions:
         return self._by_source(gradients), Deferred(self, backward, residuals.prepared, deferred)
 
     def backward_weight(self, deferred: Deferred) -> WeightGradients:
+        """The weight gradients that were left."""
         backward = deferred.backward
         with running(self.call):
             weights = backward.weight(_v(deferred.prepared, backward.prepare), deferred.values)
         return WeightGradients(weights, backward.fresh)
 
-    def _by_source(self, gradients: Leaves) -> dict[int, Leaves]:
-        """Of the gradients of all inputs, those of the sources."""
-        found, at = {}, len(self.call.state.leaves)
-        for source, tree in self.call.sources:
-            found[source] = gradients[at : at + len(tree.leaves)]
+    def _by_source(self, gradients: Leaves) -> list[Leaves]:
+        """Of the gradients of all inputs, those of each source."""
+        found, at = [], len(self.call.state.leaves)
+        for tree in self.call.sources:
+            found.append(gradients[at : at + len(tree.leaves)])
             at += len(tree.leaves)
         return found
 
-    def _for(self, residuals: Residuals, cotangents: Leaves) -> tuple[Backwards, Leaves]:
+    def _for(self, residuals: Residuals, cotangents: Leaves) -> tuple[BackwardFunctions, Leaves]:
         """The backward for these cotangents, traced if their layouts are new, and the cotangents as it takes them."""
         plain = [_plain(c) if root else None for c, root in zip(cotangents, self.rooted, strict=True)]
         layouts = tuple([None if c is None else layout(c) for c in plain])
         if self.recipe.dynamic:  # one backward for all sizes: what is laid out in another way is copied
-            plain = [c if c is None else _laid_out(c, x) for c, x in zip(plain, residuals.layouts, strict=True)]
+            plain = [
+                c if c is None else _laid_out(c, x, c.device) for c, x in zip(plain, residuals.layouts, strict=True)
+            ]
             layouts = tuple([None if c is None else AS_OUTPUT for c in plain])
         if layouts not in self.backwards:
             self.backwards[layouts] = self._another(layouts)
         backward = self.backwards[layouts]
         if backward.expected != layouts:
-            plain = [_laid_out(c, x) for c, x in zip(plain, residuals.layouts or backward.expected, strict=True)]
+            wanted = residuals.layouts or backward.expected
+            plain = [_laid_out(c, x, d) for c, x, d in zip(plain, wanted, self.devices, strict=True)]
         return backward, plain
 
-    def _another(self, layouts: Cotangents) -> Backwards:
+    def _another(self, layouts: Cotangents) -> BackwardFunctions:
         """The backward for other layouts of the cotangents, from what the forward kept."""
         if not any(layouts):
             return self._nothing(layouts)
@@ -193,16 +200,16 @@ class Functions:
         assert found.backward is not None
         return self._written(found.backward, joint, self.recipe.function(found.backward.prepare, joint))
 
-    def _written(self, found: Backward, joint: Joint, prepare: Prepare) -> Backwards:
+    def _written(self, found: BackwardBlocks, joint: Joint, prepare: Prepare) -> BackwardFunctions:
         fused, by_input, by_weight = (self.recipe.function(b, joint) for b in (found.fused, found.input, found.weight))
         expected = tuple([e and AS_OUTPUT for e in found.expected]) if self.recipe.dynamic else found.expected
         fresh = frozenset[int]() if self.recipe.compile else found.fresh  # a compiler shares memory as it likes
-        return Backwards(expected, prepare, fused, by_input, by_weight, fresh)
+        return BackwardFunctions(expected, prepare, fused, by_input, by_weight, fresh)
 
-    def _nothing(self, expected: Cotangents) -> Backwards:
+    def _nothing(self, expected: Cotangents) -> BackwardFunctions:
         """The backward without any cotangent."""
         weights, gradients = len(self.call.trained), len(self.call.inputs)
-        return Backwards(
+        return BackwardFunctions(
             expected,
             lambda p: [],
             lambda v, r, c: ([None] * weights, [None] * gradients),
@@ -216,16 +223,17 @@ NOTHING = nullcontext()
 
 def running(call: Call) -> AbstractContextManager[object]:
     """Run operations as they were traced: in the mode that some ask for, though no tensor wants a gradient."""
-    as_is = torch.is_grad_enabled() == call.keep and not call.ambient.autocast
-    return NOTHING if as_is else _settings(call)
+    casting = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return _settings(call) if casting or torch.is_grad_enabled() != call.keep else NOTHING
 
 
 @contextmanager
 def _settings(call: Call) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.keep))
-        for kind, dtype in call.ambient.autocast:
-            stack.enter_context(torch.autocast(kind, dtype, enabled=False))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
@@ -267,11 +275,10 @@ def _expected(x: Any, rooted: bool) -> Cotangent:
     return layout(torch.empty_like(x, device="meta")) if rooted else None
 
 
-def _laid_out(c: Tensor | None, as_: Cotangent) -> Tensor | None:
+def _laid_out(c: Tensor | None, as_: Cotangent, device: torch.device | None) -> Tensor | None:
     """A cotangent in a layout; zeros where there is none."""
     if as_ is None or (c is not None and layout(c) == as_):
         return c if as_ is not None else None
     shape, strides, dtype = as_
-    if c is None:
-        return torch.empty_strided(shape, strides, dtype=dtype).zero_()
-    return torch.empty_strided(shape, strides, dtype=dtype, device=c.device).copy_(c)
+    made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return made.zero_() if c is None else made.copy_(c)

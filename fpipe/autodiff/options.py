@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from fpipe.autodiff.eager import Eager
 from fpipe.autodiff.pieces import Piece
-from fpipe.autodiff.traced import Traced
+from fpipe.autodiff.traced import Graphs, Traced
 from fpipe.policies import Policy, everything_saveable
-from fpipe.stage import Pipeline
+from fpipe.stage import Output, Pipeline, Stage
 
 Autodiff = Literal["auto", "graph", "eager"]
 Policies = Policy | Mapping[int, Policy]
@@ -22,7 +22,7 @@ class Options:
     """What `value_and_grad` says of it.
 
     Raises:
-        ValueError: an unknown way, or options that go with graphs alone.
+        ValueError: an unknown way, something else than a policy, or options that go with graphs alone.
     """
 
     autodiff: Autodiff = "auto"
@@ -33,6 +33,9 @@ class Options:
     def __post_init__(self) -> None:
         if self.autodiff not in ("auto", "graph", "eager"):
             raise ValueError(f"autodiff must be 'auto', 'graph' or 'eager', not {self.autodiff!r}")
+        for policy in self.policy.values() if isinstance(self.policy, Mapping) else [self.policy]:
+            if not callable(policy):
+                raise ValueError(f"a policy is a function of fpipe.policies, or one like them, not {policy!r}")
         if self.autodiff == "eager" and (self.compile or self.dynamic or self.policy is not everything_saveable):
             raise ValueError("policy, compile and dynamic go with graphs: leave autodiff='eager' out")
 
@@ -47,13 +50,30 @@ class Options:
         """
         stages = range(len(pipeline.stages))
         if isinstance(self.policy, Mapping) and not set(self.policy) <= set(stages):
-            raise ValueError(f"policy has entries for stages {sorted(self.policy)}; there are stages 0 to {stages[-1]}")
-        return tuple(self._piece(pipeline, s, loss and s == stages[-1]) for s in stages)
+            raise ValueError(
+                f"policy has entries for stages {sorted(self.policy, key=repr)}; there are stages 0 to {stages[-1]}"
+            )
+        shared: dict[Hashable, Graphs] = {}
+        return tuple(self._piece(pipeline.stages[s], s, loss and s == stages[-1], shared) for s in stages)
 
-    def _piece(self, pipeline: Pipeline, s: int, loss: bool) -> Piece:
-        stage = pipeline.stages[s]
+    def _piece(self, stage: Stage, s: int, loss: bool, shared: dict[Hashable, Graphs]) -> Piece:
         if self.autodiff == "eager":
             return Eager(stage)
         policy = self.policy.get(s, everything_saveable) if isinstance(self.policy, Mapping) else self.policy
-        fallback = self.autodiff == "auto"
-        return Traced(stage, s, policy=policy, compile=self.compile, dynamic=self.dynamic, fallback=fallback, loss=loss)
+        return Traced(
+            stage,
+            s,
+            policy=policy,
+            compile=self.compile,
+            dynamic=self.dynamic,
+            fallback=self.autodiff == "auto",
+            loss=loss,
+            graphs=shared.setdefault((_alike(stage), policy, loss), Graphs()),
+        )
+
+
+def _alike(stage: Stage) -> Hashable:
+    """Equal for stages of one function that read alike: they share their graphs."""
+    places = {source: i for i, source in enumerate(stage.sources)}
+    reads = [(places[read.stage], read.path) if isinstance(read, Output) else read for read in stage.inputs]
+    return id(stage.fn), stage.stateful, tuple(stage.frozen), tuple(reads)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -40,7 +39,7 @@ def alike(call: Call) -> Any:
     leaves = [
         (x.dtype, x.device, x.wanted, x.conj, x.neg, len(x.shape)) if isinstance(x, Spec) else x for x in call.inputs
     ]
-    specs = call.state.spec, [(s, tree.spec) for s, tree in call.sources], call.data.spec
+    specs = call.state.spec, [tree.spec for tree in call.sources], call.data.spec
     return call.params, call.trained, call.keep, call.ambient, leaves, specs
 
 
@@ -53,6 +52,8 @@ def guards(fakes: Sequence[Tensor], call: Call) -> Guards:
 
 def symbolic(spec: Spec, name: str, mode: FakeTensorMode) -> Tensor:
     """A fake whose sizes are symbols."""
+    from torch._dynamo.source import ConstantSource  # takes a second to import
+
     assert mode.shape_env is not None
     example = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
     context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(spec.shape))

@@ -11,14 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.autodiff.call import Untraceable
-from fpipe.autodiff.functional import geometry, impure, storage
+from fpipe.autodiff.functional import geometry, impure
+from fpipe.autodiff.memory import note_views, storage
 from fpipe.autodiff.trace import Joint
-
-aten = torch.ops.aten
 
 
 def random(node: fx.Node) -> bool:
@@ -30,16 +29,18 @@ def simplified(joint: Joint) -> Joint:
     same: dict[fx.Node, fx.Node] = {}
     seen: dict[Hashable, fx.Node] = {}
     draws: dict[Any, fx.Node] = {}
+    note_views(joint.graph)
     for node in joint.graph.nodes:
         if node.op == "output":
             continue
         node.args = fx.map_arg(node.args, lambda n: same.get(n, n))
         node.kwargs = fx.map_arg(node.kwargs, lambda n: same.get(n, n))
+        if (of := node.meta.get("view_of")) is not None:
+            node.meta["view_of"] = same.get(of, of)
         twin = _twin(node, seen, draws, joint)
         if twin is not None:
             same[node] = twin
-            if "name" in node.meta:
-                twin.meta.setdefault("name", node.meta["name"])
+            twin.meta["names"] = {*twin.meta.get("names", ()), *node.meta.get("names", ())}
 
     def kept(leaves: list[Any]) -> list[Any]:
         return [same.get(x, x) if isinstance(x, fx.Node) else x for x in leaves]
@@ -63,19 +64,12 @@ def _twin(node: fx.Node, seen: dict[Hashable, fx.Node], draws: dict[Any, fx.Node
     if node in joint.cotangents:
         seen.setdefault((storage(node.meta["val"]), geometry(node.meta["val"])), node)
         return None
-    if node.target == aten.copy.default and _laid_out_alike(*node.args[:2]):
-        return node.args[1]  # type: ignore[return-value]
     for key in _keys(node):
         if key in seen:
             return seen[key]
     for key in _keys(node):
         seen[key] = node
     return None
-
-
-def _laid_out_alike(a: Any, b: Any) -> bool:
-    x, y = a.meta["val"], b.meta["val"]
-    return (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
 
 
 def _keys(node: fx.Node) -> Iterator[Hashable]:
@@ -103,12 +97,3 @@ def _hashable(arg: Any) -> Hashable:
     if isinstance(arg, slice):
         return slice, _hashable((arg.start, arg.stop, arg.step))
     return arg if isinstance(arg, fx.Node) else (type(arg), repr(arg))
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node's value is memory of one of its arguments."""
-    value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, Tensor):
-        return False
-    given = (n.meta.get("val") for n in node.all_input_nodes)
-    return any(isinstance(x, Tensor) and storage(x) == storage(value) for x in given)

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ Cotangent = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
 """Shape, strides and dtype of an output leaf's cotangent; None where there is none."""
 AS_OUTPUT: Cotangent = ((-1,), (-1,), torch.float32)
 """Stands for a cotangent laid out as its output."""
+LOG = logging.getLogger("torch._subclasses.fake_tensor")
 SEEDED = torch.Tag.nondeterministic_seeded
 
 
@@ -70,7 +72,7 @@ class Joint:
 
 
 @dataclass
-class _Traced:
+class _Recorded:
     """What the traced function leaves behind besides its graph."""
 
     structure: dict[str, Any] = field(default_factory=dict)
@@ -89,8 +91,8 @@ def trace(stage: Stage, call: Call, cotangents: Sequence[Cotangent] | None, loss
     Raises:
         Exception: whatever the stage raises on tensors without values.
     """
-    found, marker = _Traced(), _Marker()
     env = ShapeEnv(duck_shape=False) if dynamic else None
+    found, marker = _Recorded(), _Marker(env)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     with _undisturbed(), mode, marker.naming():
         specs = [x for x in call.params.leaves if isinstance(x, Spec)]
@@ -104,33 +106,35 @@ def trace(stage: Stage, call: Call, cotangents: Sequence[Cotangent] | None, loss
 
 
 def _joint(
-    stage: Stage, call: Call, cotangents: Sequence[Cotangent] | None, loss: bool, found: _Traced, marker: _Marker
+    stage: Stage, call: Call, cotangents: Sequence[Cotangent] | None, loss: bool, found: _Recorded, marker: _Marker
 ) -> Callable[[list[Tensor]], list[Any]]:
     def run(fakes: list[Tensor]) -> list[Any]:
         rest = iter(fakes)
         params = _own(call.params.leaves, rest, set(call.trained) if call.keep else set())
         state = _own(call.state.leaves, rest)
-        sources = {
-            s: _own(tree.leaves, rest, {i for i, x in enumerate(tree.leaves) if call.keep and _wants(x)})
-            for s, tree in call.sources
-        }
+        sources = [
+            _own(tree.leaves, rest, {i for i, x in enumerate(tree.leaves) if call.keep and _wants(x)})
+            for tree in call.sources
+        ]
         data = _own(call.data.leaves, rest)
-        trees = {s: tree.spec.unflatten(sources[s]) for s, tree in call.sources}
+        trees = [tree.spec.unflatten(leaves) for tree, leaves in zip(call.sources, sources, strict=True)]
         with marker, torch.set_grad_enabled(call.keep), _casting_once():
             given = call.data.spec.unflatten(data)
             result, new = stage(
                 call.params.spec.unflatten(params),
                 call.state.spec.unflatten(state),
-                stage.arguments(trees, given),
+                stage.arguments(dict(zip(stage.sources, trees, strict=True)), given),
             )
             outputs, new = flatten(viewed(result)), flatten(viewed(new))
             graph = marker.graph
             found.forward = frozenset(node.name for node in graph.nodes)
             marker.turn()
-            inputs = [*state, *itertools.chain.from_iterable(sources.values()), *data]
+            inputs = [*state, *itertools.chain.from_iterable(sources), *data]
             weights, gradients = _gradients(
                 outputs.leaves, [params[i] for i in call.trained], inputs, call, cotangents, loss, found, graph
             )
+        if (env := marker.symbols) is not None:
+            _check_sizes([*outputs.leaves, *new.leaves], env)
         lists = {"outputs": outputs.leaves, "state": new.leaves, "weights": weights, "gradients": gradients}
         wanted = [isinstance(x, Tensor) and x.requires_grad for x in outputs.leaves]
         values: list[Any] = []
@@ -148,6 +152,14 @@ class _Slot:
     """Where in the graph's output a leaf is."""
 
     at: int
+
+
+def _check_sizes(leaves: list[Any], env: ShapeEnv) -> None:
+    """Refuse plain values that a size went into: they would be those of the sizes traced."""
+    names = [str(symbol) for symbol in env.var_to_range]
+    for x in leaves:
+        if not _traced(x) and (isinstance(x, torch.Size) or any(name in str(x) for name in names)):
+            raise Untraceable(f"it puts out {type(x).__name__} {x}, which depends on sizes")
 
 
 def _traced(x: Any) -> bool:
@@ -176,7 +188,7 @@ def _gradients(
     call: Call,
     cotangents: Sequence[Cotangent] | None,
     loss: bool,
-    found: _Traced,
+    found: _Recorded,
     graph: fx.Graph,
 ) -> tuple[list[Any], list[Any]]:
     """Of the trained params, and of all inputs; None where there is none."""
@@ -234,10 +246,13 @@ def _undisturbed() -> Iterator[None]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         generators.extend(torch.cuda.default_generators)
     before = [generator.get_state() for generator in generators]
+    level = LOG.level
+    LOG.setLevel(logging.CRITICAL)  # what a stage raises is told by whoever runs it for real
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
+        LOG.setLevel(level)
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
 
@@ -247,8 +262,9 @@ class _Marker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, symbols: ShapeEnv | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.symbols = symbols
         self.marks: dict[str, dict[str, Any]] = {}
         self.seeds: dict[torch.Generator, int] = {}
         self.backward = False
@@ -261,11 +277,11 @@ class _Marker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        policies.NAMING.append(lambda name: self._mark(name=name))
+        token = policies.NAMING.set(lambda name: self._mark(names={name}))
         try:
             yield
         finally:
-            policies.NAMING.pop()
+            policies.NAMING.reset(token)
 
     def _mark(self, **marks: Any) -> None:
         self.marks.setdefault(next(reversed(self.graph.nodes)).name, {}).update(marks)
@@ -314,7 +330,7 @@ def _generator(out: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
 
 
-def _assemble(module: fx.GraphModule, call: Call, found: _Traced, marker: _Marker, read: list[Tensor]) -> Joint:
+def _assemble(module: fx.GraphModule, call: Call, found: _Recorded, marker: _Marker, read: list[Tensor]) -> Joint:
     nodes = list(module.graph.nodes)
     for node in nodes:
         node.meta["forward"] = node.name in found.forward
@@ -332,18 +348,18 @@ def _assemble(module: fx.GraphModule, call: Call, found: _Traced, marker: _Marke
     outputs = leaves("outputs")
     cotangents = [by_name[found.cotangents[i]] if i in found.cotangents else None for i in range(len(outputs))]
     return Joint(
-        module.graph,
-        module,
-        params,
-        inputs,
-        cotangents,
-        outputs,
-        found.structure["output_spec"],
-        found.structure["wanted"],
-        leaves("state"),
-        found.structure["state_spec"],
-        leaves("weights"),
-        leaves("gradients"),
-        inputs[len(inputs) - len(call.data.leaves) :],
-        read,
+        graph=module.graph,
+        root=module,
+        params=params,
+        inputs=inputs,
+        cotangents=cotangents,
+        outputs=outputs,
+        output_spec=found.structure["output_spec"],
+        wanted=found.structure["wanted"],
+        state=leaves("state"),
+        state_spec=found.structure["state_spec"],
+        weights=leaves("weights"),
+        gradients=leaves("gradients"),
+        data=inputs[len(inputs) - len(call.data.leaves) :],
+        fakes=read,
     )

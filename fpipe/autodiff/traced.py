@@ -9,26 +9,44 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import optree
 import torch
 
-from fpipe.autodiff.call import Call, Tree, Untraceable, ambient, glance, leaf, leaves
+from fpipe.autodiff.call import Call, Impure, Tree, Untraceable, ambient, glance, leaf, leaves
 from fpipe.autodiff.eager import NO_REENTRANT, Eager, is_reentrant
 from fpipe.autodiff.functions import Deferred, Functions, Recipe, Residuals
 from fpipe.autodiff.pieces import Leaves, Prepared, WeightGradients, prepared
 from fpipe.errors import StageError
 from fpipe.microbatch import Microbatch
 from fpipe.policies import Policy, everything_saveable
-from fpipe.stage import Stage
+from fpipe.stage import Output, Stage
 from fpipe.tree import Flat, flatten
 
+NONE = flatten([])
 MANY = 64
 """So many graphs of one stage are worth a warning."""
+
+
+@dataclass(eq=False)
+class Graphs:
+    """What was traced of one function.
+
+    Args:
+        by_signature: None for what can't be traced.
+        reason: why that is.
+        walked_once: what eager autograd records instead can be walked only once.
+        steps: the params' signature with the settings of torch, by number.
+    """
+
+    made: list[Functions] = field(default_factory=list)
+    by_signature: dict[Hashable, Functions | None] = field(default_factory=dict)
+    steps: dict[Hashable, int] = field(default_factory=dict)
+    reason: str = ""
+    walked_once: bool = False
 
 
 class Traced:
@@ -41,6 +59,7 @@ class Traced:
         dynamic: one graph for all sizes of what is read; by default one for each.
         fallback: run by eager autograd what can't be traced, with a warning.
         loss: leaf 0 of its output is the loss, and alone gets a cotangent.
+        graphs: those that it shares with stages of the same function.
 
     Raises:
         StageError: (by its pieces) without `fallback`, it can't be traced.
@@ -56,14 +75,14 @@ class Traced:
         dynamic: bool = False,
         fallback: bool = True,
         loss: bool = False,
+        graphs: Graphs | None = None,
     ) -> None:
         self.stage, self.name, self.fallback = stage, name, fallback
         self.recipe = Recipe(stage, name, loss, policy, compile, dynamic)
         self.eager = Eager(stage)
-        self.graphs: list[Functions] = []
-        self.signatures: dict[Hashable, Functions | None] = {}
-        self.numbers: dict[Hashable, int] = {}
-        self.reason = ""
+        self.reads_data = any(not isinstance(read, Output) for read in stage.inputs)
+        self.graphs = graphs or Graphs()
+        self.cause: Exception | None = None
         self.warned = False
 
     def prepare(self, params: Any) -> Prepared:
@@ -72,7 +91,7 @@ class Traced:
     def forward(
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, Any, Any]:
-        held, given = flatten(state), flatten(self.stage.given(data))
+        held, given = flatten(state), flatten(self.stage.given(data)) if self.reads_data else NONE
         functions = self._functions(prepared, held, sources, given, keep)
         if functions is None:
             return self._by_eager(prepared, state, sources, data, keep)
@@ -82,12 +101,14 @@ class Traced:
 
     def backward(self, residuals: Any, cotangents: Leaves) -> tuple[WeightGradients, dict[int, Leaves]]:
         if isinstance(residuals, Residuals):
-            return residuals.functions.backward(residuals, cotangents)
+            weights, found = residuals.functions.backward(residuals, cotangents)
+            return weights, dict(zip(self.stage.sources, found, strict=True))
         return self.eager.backward(residuals, cotangents)
 
     def backward_input(self, residuals: Any, cotangents: Leaves) -> tuple[dict[int, Leaves], Any]:
         if isinstance(residuals, Residuals):
-            return residuals.functions.backward_input(residuals, cotangents)
+            found, deferred = residuals.functions.backward_input(residuals, cotangents)
+            return dict(zip(self.stage.sources, found, strict=True)), deferred
         return self.eager.backward_input(residuals, cotangents)
 
     def backward_weight(self, deferred: Any) -> WeightGradients:
@@ -104,30 +125,34 @@ class Traced:
         try:
             key = self._key(prepared, state, sources, data, keep)
         except Untraceable as error:
-            self.reason = self.reason or _reason(error)
+            self.graphs.reason = self.graphs.reason or _reason(error)
             return None
-        if key in self.signatures:
-            return self.signatures[key]
+        if key in self.graphs.by_signature:
+            return self.graphs.by_signature[key]
         found = None
         try:
-            found = self._find(signature(prepared, state, [(s, sources[s]) for s in self.stage.sources], data, keep))
+            found = self._find(signature(prepared, state, [sources[s] for s in self.stage.sources], data, keep))
+        except StageError as error:
+            raise StageError(error.message, stage=self.name) from error.__cause__
+        except Impure as error:
+            raise StageError(str(error), stage=self.name) from error
         except Exception as error:
             if is_reentrant(error):
                 raise StageError(NO_REENTRANT, stage=self.name) from error
-            self.reason = self.reason or _reason(error)
-            if "selective activation checkpoint" in str(error):
-                self.eager = Eager(self.stage, whole=True)
-        self.signatures[key] = found
+            self.graphs.reason = self.graphs.reason or _reason(error)
+            self.cause = None if self.fallback else error
+            self.graphs.walked_once |= "selective activation checkpoint" in str(error)
+        self.graphs.by_signature[key] = found
         return found
 
     def _find(self, call: Call) -> Functions:
         """A graph for a signature: where sizes are symbols, maybe one that was traced for others."""
-        for known in self.graphs if self.recipe.dynamic else ():
+        for known in self.graphs.made if self.recipe.dynamic else ():
             if known.guards is not None and known.guards.admit(call):
                 return known
         found = self._made(call)
-        self.graphs.append(found)
-        if len(self.graphs) == MANY:
+        self.graphs.made.append(found)
+        if len(self.graphs.made) == MANY:
             warnings.warn(
                 f"stage {self.name} has been traced for {MANY} signatures, each of which takes time and memory: "
                 "dynamic=True traces once for many sizes; pass plain values that change as tensors",
@@ -137,40 +162,53 @@ class Traced:
 
     def _made(self, call: Call) -> Functions:
         if self.recipe.dynamic:
-            with suppress(Exception):  # what is wrong with the stage itself is found below
+            try:
                 return Functions(self.recipe, call)
+            except StageError:
+                raise
+            except Exception as error:
+                self._warn_of_sizes(_reason(error))
         return Functions(replace(self.recipe, dynamic=False), call)
 
+    def _warn_of_sizes(self, reason: str) -> None:
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"stage {self.name} can't be traced with sizes as symbols, and is traced for each: {reason}",
+                stacklevel=2,
+            )
+
     def _key(self, prepared: Prepared, state: Flat, sources: Mapping[int, Flat], data: Flat, keep: bool) -> Hashable:
-        """What stands for the signature: that of the params, which is the same all through a step, by a number."""
+        """What stands for the signature: what is the same all through a step, by a number."""
         if self not in prepared.computed:
-            params = prepared.spec, tuple(map(glance, prepared.leaves))
-            prepared.computed[self] = self.numbers.setdefault(params, len(self.numbers))
+            step, numbers = (prepared.spec, ambient(), *map(glance, prepared.leaves)), self.graphs.steps
+            prepared.computed[self] = numbers.setdefault(step, len(numbers))
         read = [sources[s] for s in self.stage.sources]
         trees = [(tree.spec, *map(glance, tree.leaves)) for tree in (state, *read, data)]
-        return prepared.computed[self], keep, ambient(), *trees
+        return prepared.computed[self], keep, *trees
 
     def _by_eager(
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, Any, Any]:
         """What can't be traced; what is wrong with the stage itself is found here, and not put down to tracing."""
+        self.eager = Eager(self.stage, whole=self.graphs.walked_once)
         result = self.eager.forward(prepared, state, sources, data, keep)
         if not self.fallback:
             raise StageError(
-                f"it can't be traced: {self.reason}; autodiff='eager' runs it without tracing", stage=self.name
-            )
+                f"it can't be traced: {self.graphs.reason}; autodiff='eager' runs it without tracing", stage=self.name
+            ) from self.cause
         if not self.warned:
             self.warned = True
             lost = " and keeps all residuals" if self.recipe.policy is not everything_saveable else ""
             warnings.warn(
                 f"stage {self.name} can't be traced and runs by eager autograd, which is slower where its backward is "
-                f"split{lost}: {self.reason}; autodiff='eager' runs it so without this warning",
+                f"split{lost}: {self.graphs.reason}; autodiff='eager' runs it so without this warning",
                 stacklevel=2,
             )
         return result
 
 
-def signature(prepared: Prepared, state: Flat, sources: Sequence[tuple[int, Flat]], data: Flat, keep: bool) -> Call:
+def signature(prepared: Prepared, state: Flat, sources: Sequence[Flat], data: Flat, keep: bool) -> Call:
     """Of a call with these trees.
 
     Raises:
@@ -180,7 +218,7 @@ def signature(prepared: Prepared, state: Flat, sources: Sequence[tuple[int, Flat
         Tree(tuple(map(leaf, prepared.leaves)), prepared.spec),
         prepared.trained,
         Tree(tuple(map(leaf, state.leaves)), state.spec),
-        tuple((s, Tree(leaves(value.leaves), value.spec)) for s, value in sources),
+        tuple(Tree(leaves(value.leaves), value.spec) for value in sources),
         Tree(tuple(map(leaf, data.leaves)), data.spec),
         keep,
         ambient(),
@@ -201,6 +239,8 @@ def _reason(error: Exception) -> str:
     text = str(error).strip().splitlines()
     said = text[0] if text else ""
     kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
+    if kind.startswith(("DataDependent", "GuardOnDataDependent")):
+        kind = f"it needs the value of a tensor, as a branch or .item() does; {kind}"
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_THEIRS)]
     where = f" (in {own[-1].filename}:{own[-1].lineno}, {own[-1].name}: {own[-1].line})" if own else ""
     return f"{kind}{said}{where}"

@@ -153,8 +153,10 @@ class Executor:
             observe.begin(self.rank, effect)
         try:
             call()
-        except StageError:
-            raise
+        except StageError as error:
+            if error.rank is not None:
+                raise
+            raise error.on(self.rank, getattr(effect, "microbatch", None)) from error.__cause__
         except Exception as error:
             if not isinstance(effect, fx.Compute):
                 raise  # the user's functions run in compute effects alone; an overlap names its part itself
