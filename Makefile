@@ -20,6 +20,7 @@ check: $(READY)
 bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.simulate
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.autodiff
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -39,6 +39,11 @@ def test_a_schedule_of_ones_own(tmp_path):
     assert [line.rstrip() for line in out.splitlines()] == block("rank 0  F0").splitlines()
 
 
+def test_what_policies_keep(tmp_path):
+    out = run(tmp_path, block("policies.cheap, policies.dots"))
+    assert [line.rstrip() for line in out.splitlines()] == block("everything_saveable  KiB").splitlines()
+
+
 def fpipe(command):
     done = subprocess.run([Path(sys.executable).with_name("fpipe"), *command.split()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
