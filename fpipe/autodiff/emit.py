@@ -67,7 +67,7 @@ class _Writer:
         """An argument as source."""
         if isinstance(arg, fx.Node):
             return self.names[arg]
-        if isinstance(arg, list | tuple):
+        if isinstance(arg, list) or type(arg) is tuple:
             inner = ", ".join(map(self.text, arg))
             return f"[{inner}]" if isinstance(arg, list) else f"({inner}{',' if len(arg) == 1 else ''})"
         if isinstance(arg, dict):
@@ -112,8 +112,9 @@ def emit(block: Block, module: torch.nn.Module, bindings: bool = True) -> Callab
                 writer.names[n] = copy
         source = writer.call(node)
         if into and not gives_itself(node):
-            results = f"*{source}" if len(node.target._schema.returns) > 1 else source  # type: ignore[union-attr]
-            source = f"({results}, {', '.join(writer.names[n] for n in into)})"
+            count = len(node.target._schema.returns)  # type: ignore[union-attr]
+            results = f"*{source}" if count > 1 else source
+            source = f"({results}, {', '.join(writer.names[n] for n in into)})" + ("" if count else "[1:]")
         writer.names |= into
         writer.names[node] = f"n{i}"
         writer.lines.append(f"n{i} = {source}")

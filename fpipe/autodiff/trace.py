@@ -20,7 +20,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import current_meta
@@ -110,7 +110,7 @@ def _joint(
 ) -> Callable[[list[Tensor]], list[Any]]:
     def run(fakes: list[Tensor]) -> list[Any]:
         rest = iter(fakes)
-        params = _own(call.params.leaves, rest, set(call.trained) if call.keep else set())
+        params = _own(call.params.leaves, rest, set(call.trained))
         state = _own(call.state.leaves, rest)
         sources = [
             _own(tree.leaves, rest, {i for i, x in enumerate(tree.leaves) if call.keep and _wants(x)})
@@ -136,7 +136,7 @@ def _joint(
         if (env := marker.symbols) is not None:
             _check_sizes([*outputs.leaves, *new.leaves], env)
         lists = {"outputs": outputs.leaves, "state": new.leaves, "weights": weights, "gradients": gradients}
-        wanted = [isinstance(x, Tensor) and x.requires_grad for x in outputs.leaves]
+        wanted = [call.keep and isinstance(x, Tensor) and x.requires_grad for x in outputs.leaves]
         values: list[Any] = []
         for name, leaves in lists.items():
             found.structure[name] = [_Slot(len(values) + k) if _traced(x) else x for k, x in enumerate(leaves)]
@@ -193,7 +193,7 @@ def _gradients(
 ) -> tuple[list[Any], list[Any]]:
     """Of the trained params, and of all inputs; None where there is none."""
     roots, seeds = [], []
-    for i, x in enumerate(outputs):
+    for i, x in enumerate(outputs if call.keep else ()):
         if not isinstance(x, Tensor) or not x.requires_grad or (loss and i):
             continue
         given = cotangents[i] if cotangents is not None else AS_OUTPUT
@@ -289,6 +289,7 @@ class _Marker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self._check_writes(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         redo = current_meta.pop("recompute", None)  # what selective checkpointing says of the operation just run
         if redo is not None:
@@ -296,6 +297,16 @@ class _Marker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if SEEDED in getattr(func, "tags", ()):
             self._draw(_generator(out, kwargs or {}))
         return out
+
+    def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A write to a real tensor would be one for real."""
+        schema = getattr(func, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return
+        given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
+        into = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in into):
+            raise Untraceable("it writes in place to a tensor that it closes over")
 
     def _draw(self, generator: torch.Generator) -> None:
         seed = generator.initial_seed()
