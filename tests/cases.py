@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -23,6 +24,7 @@ from fpipe.effects import (
     Recv,
     Send,
 )
+from fpipe.policies import checkpoint_name
 from tests.trees import Pair
 
 ROWS, WIDTH, VOCABULARY, CONTEXT = 16, 8, 11, 5
@@ -71,7 +73,7 @@ def attend(p, x, dropout=0.0):
     batch, length, width = x.shape
     q, k, v = (x @ p["qkv"]).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-    x = x + mixed.transpose(1, 2).reshape(batch, length, width)
+    x = x + checkpoint_name(mixed, "mixed").transpose(1, 2).reshape(batch, length, width)
     return x + F.dropout(F.gelu(F.layer_norm(x, (width,)) @ p["up"]) @ p["down"], dropout, training=dropout > 0)
 
 
@@ -82,16 +84,14 @@ def attend_params():
 def attention(stages, dropout=0.0, tied=False):
     """A small GPT: embedding before the first block, head after the last."""
 
-    def stage(index):
-        def run(p, x):
-            if index == 0:
-                x = p["wte"][x] + p["wpe"]
-            x = attend(p["block"], x, dropout)
-            if index == stages - 1:
-                x = x @ p["head"].T
-            return x
+    def first(p, x):
+        return attend(p["block"], p["wte"][x] + p["wpe"], dropout)
 
-        return run
+    def middle(p, x):
+        return attend(p["block"], x, dropout)
+
+    def last(p, x):
+        return middle(p, x) @ p["head"].T
 
     params = {s: {"block": attend_params()} for s in range(stages)}
     params[0] |= {"wte": randn(VOCABULARY, WIDTH), "wpe": randn(CONTEXT, WIDTH)}
@@ -99,7 +99,7 @@ def attention(stages, dropout=0.0, tied=False):
         params[stages - 1]["head"] = randn(VOCABULARY, WIDTH)
     ties = {(stages - 1, "head"): (0, "wte")} if tied else None
     tokens = torch.randint(0, VOCABULARY, (2, ROWS, CONTEXT))
-    pipeline = Pipeline([stage(s) for s in range(stages)], nll, ties=ties)
+    pipeline = Pipeline([first, *[middle] * (stages - 2), last], nll, ties=ties)
     return Case(pipeline, params, tokens[0], tokens[1], rng=(7, 3) if dropout else None)
 
 
@@ -137,7 +137,7 @@ def skip(stages):
     """Stage 0's output is read by every later stage, and an earlier one's twice by the last."""
 
     def first(p, x):
-        h = torch.tanh(x @ p["w"])
+        h = checkpoint_name(torch.tanh(x @ p["w"]), "h")
         return {"h": h, "skip": h * x}
 
     def layer(p, h, skip):
@@ -313,13 +313,24 @@ SCHEDULES = {
 BOTH_WAYS = [name for name, (_, place) in SCHEDULES.items() if place == Placement.both_ways]
 
 
-def make(name, schedule, ranks, microbatches):
+def rows(microbatches):
+    """A batch of which few microbatches are even, and all have one of three sizes: each is traced."""
+    return min(ROWS, 3 * microbatches + 1)
+
+
+def make(name, schedule, ranks, microbatches, rows=ROWS):
     """(case, schedule, plan), the same in every process."""
     generator, place = SCHEDULES[schedule]
     placement = place(ranks)
-    torch.manual_seed(0)
-    case = CASES[name](placement.stages)
+    case = built(name, placement.stages, rows)
     return case, generator, case.pipeline.plan(placement, microbatches)
+
+
+def built(name, stages, rows=ROWS):
+    torch.manual_seed(0)
+    case = CASES[name](stages)
+    case.batch, case.target = optree.tree_map(lambda x: x[:rows], (case.batch, case.target))
+    return case
 
 
 def own(case, plan, rank):
@@ -334,6 +345,12 @@ def own(case, plan, rank):
 def reference(case, schedule, plan):
     step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handlers.Reference(), **case.options)
     return step(case.params, case.batch, case.target, state=case.state, rng=case.rng)
+
+
+@cache
+def oracle(name, plan):
+    """The reference's result for a batch of few rows: it knows no schedule, so that one call does for all."""
+    return reference(built(name, plan.stages, rows(plan.microbatches)), schedules.gpipe, plan)
 
 
 def talking(rank, plan):

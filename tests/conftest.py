@@ -13,6 +13,11 @@ hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 
 
+def pytest_configure(config):
+    """A test that means graphs is not to run by eager autograd unnoticed."""
+    config.addinivalue_line("filterwarnings", "error:stage .* can't be traced:UserWarning")
+
+
 @pytest.fixture(scope="session")
 def pools():
     """`pools(n)`: n processes joined by gloo, made on first use and kept."""

@@ -20,7 +20,7 @@ FAULTS = {
     "missing stage": r"rank 1, stage 1: params has no entry for it, only for stages",
     "foreign stage": r"rank 1: params has entries for stages \[9\], of which this process holds only",
     "short batch": r"batch \(float32\[3, 4\]\) has 3 rows on axis 0: too few for 4 microbatches",
-    "raises": r"rank 1, stage 1, microbatch 2: Forward raised ArithmeticError: the third",
+    "raises": r"rank 1, stage 1, microbatch 3: Forward raised ArithmeticError: the last",
     "misfit": r"rank 2, stage 2, microbatch 0: Forward raised RuntimeError: .*\(stage 1 gave it float32\[2, 3\]\)",
     "unregistered": r"rank 1, stage 1, microbatch 0: its output\['odd'\] is a tests.faults.Odd, which can't go from",
     "raises at once": r"rank 0, stage 0, microbatch 0: Forward raised ArithmeticError: at once",
@@ -32,6 +32,10 @@ FAULTS = {
 }
 """What goes wrong -> what is said of it, on every rank."""
 
+SHORT = ("raises", "killed", "slow", "aux")
+"""What goes wrong when a microbatch has one row, as the last has in the third step."""
+COUNTING = ("loss dtype",)
+"""What goes wrong by the number of calls, which graphs don't make."""
 GUILTY = {"short batch": 0, "misfit": 2, "raises at once": 0, "bad weight": 2, "aux": 2, "loss dtype": 2}
 
 
@@ -43,18 +47,21 @@ def layer(p, x):
     return torch.tanh((x["h"] if isinstance(x, dict) else x) @ p["w"])
 
 
-def step(fault, ranks, handler, rank=None):
+def ways(*faults):
+    """Each with every way to differentiate under which it can happen."""
+    return [(f, way) for f in faults for way in ("graph", "eager") if way == "eager" or f not in COUNTING]
+
+
+def step(fault, ranks, handler, rank=None, autodiff="eager"):
     """A function that trains three steps; a wrong argument or an accident comes with the third."""
     calls = 0
 
     def guilty(p, x):
-        nonlocal calls
-        calls += 1
-        if fault == "raises" and calls == 11:
-            raise ArithmeticError("the third")
-        if fault == "killed" and calls == 11:
+        if fault == "raises" and len(x) == 1:
+            raise ArithmeticError("the last")
+        if fault == "killed" and len(x) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "slow" and calls == 11:
+        if fault == "slow" and len(x) == 1:
             time.sleep(5)
         out = layer(p, x)
         if fault == "misfit":
@@ -76,20 +83,22 @@ def step(fault, ranks, handler, rank=None):
         calls += 1
         if fault == "loss dtype":
             return mse(output, target).to(torch.float64 if calls > 4 else torch.float32)
-        return mse(output, target), {"note": f"call {calls}"}
+        return mse(output, target), {"note": f"{len(output)} rows"}
 
     options = {"bad weight": {"weight": weight}, "aux": {"has_aux": True}}.get(fault, {})
     torch.manual_seed(0)
     params = {s: {"w": torch.randn(4, 4)} for s in range(ranks)}
     pipeline = Pipeline([first, guilty, *[layer] * (ranks - 2)], loss if fault in ("aux", "loss dtype") else mse)
     plan = pipeline.plan(Placement.loop(ranks), 4)
-    one = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler, **options)
+    one = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler, autodiff=autodiff, **options)
     own = dict(params) if rank is None else pipeline.params_on(params, plan, rank)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
 
     def run(wrong=True):
         for i in range(3):
-            given, batch = dict(own), x
+            given, batch, target = dict(own), x, y
+            if wrong and i == 2 and fault in SHORT:
+                batch, target = x[:7], y[:7]
             if wrong and i == 2 and (rank is None or rank == GUILTY.get(fault, 1)):
                 if fault == "missing stage":
                     del given[1]
@@ -99,19 +108,19 @@ def step(fault, ranks, handler, rank=None):
                     given[9] = {}
                 if fault == "short batch":
                     batch = x[:3]
-            total, _ = one(given, batch, y)
+            total, _ = one(given, batch, target)
         return total.item()
 
     return run
 
 
-def run(rank, ranks, fault, timeout=60.0):
-    return step(fault, ranks, handlers.Distributed(timeout=timeout), rank)()
+def run(rank, ranks, fault, autodiff="eager", timeout=60.0):
+    return step(fault, ranks, handlers.Distributed(timeout=timeout), rank, autodiff)()
 
 
-def recover(rank, ranks, fault):
+def recover(rank, ranks, fault, autodiff):
     """(loss of the steps after a refused one, the error before)."""
-    again = step(fault, ranks, handlers.Distributed(timeout=30), rank)
+    again = step(fault, ranks, handlers.Distributed(timeout=30), rank, autodiff)
     error = ""
     try:
         again()

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    warnings.filterwarnings("error", "stage .* can't be traced", UserWarning)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     while True:

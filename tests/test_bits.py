@@ -1,41 +1,74 @@
-"""Every handler and schedule gives the reference's bits."""
+"""Every handler and schedule gives the reference's bits, by graphs under every policy and by eager autograd."""
 
 import pytest
 import torch
 
 import fpipe
-from fpipe import handlers
+from fpipe import handlers, policies
 from tests import cases, jobs
+from tests.sharing import sharing
 
 MICROBATCHES = (1, 2, 3, 5, 8)
+POLICIES = {
+    "everything": policies.everything_saveable,
+    "nothing": policies.nothing_saveable,
+    "dots": policies.dots_saveable,
+    "cheap": policies.cheap,
+    "names": policies.save_only("mixed", "h"),
+    "by stage": {0: policies.nothing_saveable, 1: policies.cheap},
+}
 
 
 def microbatches(schedule):
     return [m for m in MICROBATCHES if schedule not in cases.BOTH_WAYS or m % 2 == 0]
 
 
-EVERY = [
-    (name, schedule, m)
+PAIRS = [
+    (name, schedule)
     for name in cases.CASES
     for schedule in cases.SCHEDULES
-    for m in microbatches(schedule)
     if not (name == "modules" and schedule in cases.BOTH_WAYS)  # a state has no copies
 ]
+EVERY = [(name, schedule, m) for name, schedule in PAIRS for m in microbatches(schedule)]
+
+
+def run(case, schedule, plan, handler, **options):
+    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handler, **case.options, **options)
+    return step(case.params, case.batch, case.target, state=case.state, rng=case.rng)
+
+
+def differences(case, schedule, plan, **options):
+    """Where a step of the local handler differs from the reference."""
+    found = run(case, schedule, plan, handlers.Local(), **options)
+    return jobs.differences(found, cases.reference(case, schedule, plan))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("name", "schedule", "m"), EVERY)
 def test_local(name, schedule, m, ranks):
-    case, generator, plan = cases.make(name, schedule, ranks, m)
-    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), **case.options)
-    found = step(case.params, case.batch, case.target, state=case.state, rng=case.rng)
-    assert jobs.differences(found, cases.reference(case, generator, plan)) == []
+    case, generator, plan = cases.make(name, schedule, ranks, m, cases.rows(m))
+    found = run(case, generator, plan, sharing(handlers.Local(), name, plan.stages), autodiff="graph")
+    assert jobs.differences(found, cases.oracle(name, plan)) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("name", "schedule", "m"), EVERY)
 def test_gloo(pools, name, schedule, m, ranks):
     assert pools(ranks).run(jobs.train, name, schedule, m, ranks) == [[]] * ranks
+
+
+@pytest.mark.parametrize(("name", "schedule"), PAIRS)
+def test_eager(name, schedule):
+    case, generator, plan = cases.make(name, schedule, 2, 4 if schedule in cases.BOTH_WAYS else 3)
+    assert differences(case, generator, plan, autodiff="eager") == []
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v", "interleaved_zb"])
+@pytest.mark.parametrize("name", ["attention", "dropout", "tied", "skip", "modules"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies(policy, name, schedule):
+    case, generator, plan = cases.make(name, schedule, 2, 4)
+    assert differences(case, generator, plan, autodiff="graph", policy=POLICIES[policy]) == []
 
 
 @pytest.mark.parametrize("name", ["linear", "convolution", "attention", "dictionary", "skip", "tied"])

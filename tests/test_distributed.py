@@ -12,6 +12,8 @@ from fpipe.interleave import interleave
 from fpipe.receipts import receipts
 from tests import cases, jobs
 
+each_way = pytest.mark.parametrize("autodiff", ["graph", "eager"])
+
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("m", [1, 3, 8])
@@ -27,9 +29,10 @@ def test_a_schedule_with_its_own_communication_in_one_process(handler):
     assert jobs.differences(found, cases.reference(case, fpipe.schedules.gpipe, plan)) == []
 
 
+@each_way
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_shapes_change_from_step_to_step(pools, ranks):
-    assert pools(ranks).run(jobs.shapes_change, ranks) == [[]] * ranks
+def test_shapes_change_from_step_to_step(pools, ranks, autodiff):
+    assert pools(ranks).run(jobs.shapes_change, ranks, autodiff) == [[]] * ranks
 
 
 def test_rows_that_only_another_rank_knows(pools):
@@ -40,13 +43,15 @@ def test_two_pipelines_on_one_mesh(pools):
     assert pools(4).run(jobs.beside_each_other, 4) == [[]] * 4
 
 
+@each_way
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_kind_of_tensor_and_tree_travels(pools, ranks):
-    assert pools(ranks).run(jobs.odd_values, ranks) == [[]] * ranks
+def test_every_kind_of_tensor_and_tree_travels(pools, ranks, autodiff):
+    assert pools(ranks).run(jobs.odd_values, ranks, autodiff) == [[]] * ranks
 
 
-def test_a_gradient_that_no_consumer_gives_is_none_not_zero(pools):
-    found = pools(2).run(jobs.unused_gradients, 2)
+@each_way
+def test_a_gradient_that_no_consumer_gives_is_none_not_zero(pools, autodiff):
+    found = pools(2).run(jobs.unused_gradients, 2, autodiff)
     assert all(torch.tensor(found).isfinite().flatten()), found
 
 
@@ -55,8 +60,9 @@ def test_sends_are_given_up_when_their_receipt_comes(pools):
     assert max(pools(4).run(jobs.sends_held, 4, 16)) <= 5
 
 
-def test_nothing_of_a_step_stays(pools):
-    assert pools(2).run(jobs.kept_alive, 2) == [0, 0]
+@each_way
+def test_nothing_of_a_step_stays(pools, autodiff):
+    assert pools(2).run(jobs.kept_alive, 2, autodiff) == [0, 0]
 
 
 @given(ranks=st.integers(1, 4), chunks=st.integers(1, 3), microbatches=st.integers(1, 6), depth=st.integers(0, 3))
@@ -81,9 +87,19 @@ def through(program, source, taken):
     return max((order.index(value) + 1 for value in taken), default=0)
 
 
+@each_way
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_gradient_may_be_given_in_one_step_and_not_in_another(pools, ranks):
-    assert pools(ranks).run(jobs.gradients_come_and_go, ranks) == [[]] * ranks
+def test_a_gradient_may_be_given_in_one_step_and_not_in_another(pools, ranks, autodiff):
+    assert pools(ranks).run(jobs.gradients_come_and_go, ranks, autodiff) == [([], [])] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_stage_that_cannot_be_traced_runs_by_eager_autograd_on_its_rank_alone(pools, ranks):
+    found = pools(ranks).run(jobs.gradients_come_and_go, ranks, "auto")
+    assert [differences for differences, _ in found] == [[]] * ranks
+    *others, (warning,) = [told for _, told in found]
+    assert others == [[]] * (ranks - 1)
+    assert f"stage {ranks - 1} can't be traced and runs by eager autograd" in warning
 
 
 def test_the_handler_says_when_torch_distributed_is_not_set_up():

@@ -13,26 +13,31 @@ from tests import faults
 from tests.cases import mse
 
 LIMIT = 10.0  # seconds in which every rank must have ended
+ALONE = ("killed", "world size")  # faults with a test of their own
+both = pytest.mark.parametrize("autodiff", ["graph", "eager"])
 
 
-@pytest.mark.parametrize("fault", ["wrong tree", "missing stage", "short batch", "raises", "misfit", "unregistered"])
-def test_local(fault):
+LOCAL = ("wrong tree", "missing stage", "short batch", "raises", "raises at once", "misfit", "unregistered")
+
+
+@pytest.mark.parametrize(("fault", "autodiff"), faults.ways(*LOCAL))
+def test_local(fault, autodiff):
     text = faults.FAULTS[fault]
     if fault == "missing stage":  # this process holds every rank's params
         text = text.removeprefix("rank 1, ")
     with pytest.raises(StageError, match=text):
-        faults.step(fault, 3, handlers.Local())()
+        faults.step(fault, 3, handlers.Local(), autodiff=autodiff)()
 
 
-@pytest.mark.parametrize("fault", ["wrong tree", "missing stage", "short batch", "raises"])
+@pytest.mark.parametrize("fault", ["wrong tree", "missing stage", "short batch", "raises", "raises at once"])
 def test_reference(fault):
-    with pytest.raises(StageError, match=faults.FAULTS[fault].removeprefix("rank 1, ")):
+    with pytest.raises(StageError, match=re.sub(r"^rank \d, ", "", faults.FAULTS[fault])):
         faults.step(fault, 3, handlers.Reference())()
 
 
-@pytest.mark.parametrize("fault", [f for f in faults.FAULTS if f not in ("killed", "world size")])
-def test_over_gloo(pools, fault):
-    outcomes = pools(3).outcomes(faults.run, 3, fault, limit=30)
+@pytest.mark.parametrize(("fault", "autodiff"), faults.ways(*[f for f in faults.FAULTS if f not in ALONE]))
+def test_over_gloo(pools, fault, autodiff):
+    outcomes = pools(3).outcomes(faults.run, 3, fault, autodiff, limit=30)
     guilty = faults.GUILTY.get(fault, 1)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error == ("StageError" if rank == guilty else "TransportError"), outcome.text
@@ -40,10 +45,10 @@ def test_over_gloo(pools, fault):
         assert outcome.seconds < LIMIT
 
 
-@pytest.mark.parametrize("fault", ["missing stage", "short batch"])
-def test_a_step_refused_is_no_end(pools, fault):
+@pytest.mark.parametrize(("fault", "autodiff"), faults.ways("missing stage", "short batch"))
+def test_a_step_refused_is_no_end(pools, fault, autodiff):
     """What a rank was given wrongly can be given rightly in the next step."""
-    found = pools(3).run(faults.recover, 3, fault)
+    found = pools(3).run(faults.recover, 3, fault, autodiff)
     assert len({loss for loss, *_ in found}) == 1
     assert [again for _, again in found] == [
         "StageError" if r == faults.GUILTY.get(fault, 1) else "TransportError" for r in range(3)
@@ -88,9 +93,9 @@ def test_ranks_with_different_programs(pools):
         assert f"rank {rank}: the ranks were given different schedules" in outcome.text
 
 
-def test_a_killed_rank(fresh_pool):
-    pool = fresh_pool(3)
-    outcomes = pool.outcomes(faults.run, 3, "killed", limit=30)
+@both
+def test_a_killed_rank(fresh_pool, autodiff):
+    outcomes = fresh_pool(3).outcomes(faults.run, 3, "killed", autodiff, limit=30)
     assert outcomes[1].exitcode == -signal.SIGKILL
     for rank in (0, 2):
         assert outcomes[rank].error == "TransportError"
@@ -99,8 +104,8 @@ def test_a_killed_rank(fresh_pool):
 
 
 def test_a_rank_that_is_only_slow(fresh_pool):
-    """A wait has a time limit, and says what it waited for."""
-    outcomes = fresh_pool(3).outcomes(faults.run, 3, "slow", 2.0, limit=30)
+    """A wait has a time limit, and says what it waited for; the first trace of a process alone may take as long."""
+    outcomes = fresh_pool(3).outcomes(faults.run, 3, "slow", "eager", 2.0, limit=30)
     text = (
         r"waiting for Gradient\(stage=0, consumer=1, microbatch=\d\) from rank 1, "
         r"which Backward\(stage=0, microbatch=\d\) needs \(nothing came within 2 s\)"
@@ -110,13 +115,17 @@ def test_a_rank_that_is_only_slow(fresh_pool):
     assert [outcome.error for outcome in outcomes] == ["TransportError"] * 3
 
 
-def test_the_users_traceback_is_kept():
+@pytest.mark.parametrize(
+    ("fault", "autodiff", "where"),
+    [(*way, (1, 3)) for way in faults.ways("raises")] + [(*way, (0, 0)) for way in faults.ways("raises at once")],
+)
+def test_the_users_traceback_is_kept(fault, autodiff, where):
     with pytest.raises(StageError) as caught:
-        faults.step("raises", 3, handlers.Local())()
+        faults.step(fault, 3, handlers.Local(), autodiff=autodiff)()
     cause = caught.value.__cause__
     assert isinstance(cause, ArithmeticError)
     assert cause.__traceback__.tb_next is not None
-    assert (caught.value.stage, caught.value.microbatch) == (1, 2)
+    assert (caught.value.stage, caught.value.microbatch) == where
 
 
 @pytest.mark.parametrize(
@@ -127,10 +136,11 @@ def test_the_users_traceback_is_kept():
         (lambda y, t: 1.0, "not float"),
     ],
 )
-def test_a_loss_of_the_wrong_kind(loss, message):
+@both
+def test_a_loss_of_the_wrong_kind(loss, message, autodiff):
     pipeline = Pipeline([lambda p, x: x], loss)
     plan = pipeline.plan(Placement.loop(1), 2)
-    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff=autodiff)
     with pytest.raises(StageError, match=message):
         step({0: ()}, torch.ones(4, 4), torch.ones(4, 4))
 
@@ -170,33 +180,38 @@ def test_pipelines_that_make_no_sense(stages, message):
         Pipeline(stages)
 
 
-def test_params_that_hide_tensors():
+@both
+def test_params_that_hide_tensors(autodiff):
     pipeline = Pipeline([lambda p, x: x * p.w], lambda y, t: y.sum())
     plan = pipeline.plan(Placement.loop(1), 1)
-    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff=autodiff)
     with pytest.raises(StageError, match=r"rank 0, stage 0: .*the tree is a Odd: only tensors"):
         step({0: faults.Odd()}, torch.ones(2))
 
 
-def test_a_value_that_hides_tensors_is_refused_on_one_rank_too():
+@both
+def test_a_value_that_hides_tensors_is_refused_on_one_rank_too(autodiff):
     pipeline = Pipeline([lambda p, x: faults.Odd(), lambda p, x: torch.ones(())])
     plan = pipeline.plan(Placement((0, 0)), 1)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff=autodiff)
     with pytest.raises(StageError, match="which can't go from stage to stage"):
-        fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())({0: (), 1: ()}, torch.ones(2))
+        step({0: (), 1: ()}, torch.ones(2))
 
 
-def test_a_batch_that_was_not_passed():
+@both
+def test_a_batch_that_was_not_passed(autodiff):
     pipeline = Pipeline([lambda p, x: x * p], lambda y, t: y.sum())
     plan = pipeline.plan(Placement.loop(1), 1)
-    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff=autodiff)
     with pytest.raises(StageError, match="it reads the batch, which is None on this rank"):
         step({0: torch.ones(1)}, None)
 
 
-def test_an_input_changed_in_place():
+@both
+def test_an_input_changed_in_place(autodiff):
     pipeline = Pipeline([lambda p, x: x * p, lambda p, x: x.relu_()], lambda y, t: y.sum())
     plan = pipeline.plan(Placement.loop(2), 1)
-    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff=autodiff)
     with pytest.raises(StageError, match="a stage may not change its inputs"):
         step({0: torch.ones(1), 1: ()}, torch.ones(2))
 
@@ -218,10 +233,11 @@ def test_a_schedule_that_runs_nothing_backward():
         fpipe.value_and_grad(pipeline, wavefront, pipeline.plan(Placement.loop(1), 1), handler=handlers.Local())
 
 
-def test_a_read_of_nothing():
+@both
+def test_a_read_of_nothing(autodiff):
     pipeline = Pipeline([lambda p, x: {"h": x}, Stage(lambda p, x: x, reads=(fpipe.Output(0, "g"),))])
     plan = pipeline.plan(Placement.loop(2), 1)
-    run = fpipe.evaluate(pipeline, plan, handler=handlers.Local())
+    run = fpipe.evaluate(pipeline, plan, handler=handlers.Local(), autodiff=autodiff)
     with pytest.raises(
         StageError, match=r"rank 1, stage 1, microbatch 0: .* the output of stage 0 has nothing at \['g'\]"
     ):

@@ -7,6 +7,7 @@ import fpipe
 from fpipe import Pipeline, Placement, handlers, schedules
 from fpipe.microbatch import merge, split
 from tests import cases, jobs
+from tests.sharing import sharing
 
 PLACEMENTS = {"loop": Placement.loop(2), "chunks": Placement.loop(2, 2), "v": Placement.v(2)}
 NAMES = ["linear", "convolution", "attention", "dictionary", "skip", "tied", "modules"]
@@ -20,12 +21,15 @@ def expected(case, m):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "modules"])
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-@pytest.mark.parametrize("handler", [handlers.Reference(), handlers.Local()], ids=["reference", "local"])
+@pytest.mark.parametrize("way", ["reference", "graph", "eager"])
 @pytest.mark.parametrize("m", [1, 3, 8])
-def test_outputs_equal_the_pipelines(name, placement, handler, m):
-    torch.manual_seed(0)
-    case = cases.CASES[name](placement.stages)
-    run = fpipe.evaluate(case.pipeline, case.pipeline.plan(placement, m), handler=handler)
+def test_outputs_equal_the_pipelines(name, placement, way, m):
+    case = cases.built(name, placement.stages)
+    own = handlers.Reference() if way == "reference" else handlers.Local()
+    if way == "graph":
+        own = sharing(own, "evaluate", name, placement.stages)
+    autodiff = "eager" if way == "eager" else "graph"
+    run = fpipe.evaluate(case.pipeline, case.pipeline.plan(placement, m), handler=own, autodiff=autodiff)
     outputs = run(case.params, case.batch)
     assert jobs.differences(outputs, expected(case, m)) == []
     assert not outputs.requires_grad
@@ -41,8 +45,9 @@ def test_outputs_stay_on_the_last_rank_without_gather(pools):
     assert pools(2).run(jobs.evaluate_alone, 2) == ["nothing", "outputs"]
 
 
+@pytest.mark.parametrize("autodiff", ["graph", "eager"])
 @pytest.mark.parametrize("handler", [handlers.Reference(), handlers.Local()], ids=["reference", "local"])
-def test_no_residual_is_kept(handler):
+def test_no_residual_is_kept(handler, autodiff):
     saved, modes = [], []
 
     def stage(p, x):
@@ -50,10 +55,11 @@ def test_no_residual_is_kept(handler):
         return torch.tanh(x @ p)
 
     pipeline = Pipeline([stage] * 2)
-    run = fpipe.evaluate(pipeline, pipeline.plan(Placement.loop(2), 4), handler=handler)
+    run = fpipe.evaluate(pipeline, pipeline.plan(Placement.loop(2), 4), handler=handler, autodiff=autodiff)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         run(dict.fromkeys(range(2), torch.ones(3, 3)), torch.ones(8, 3))
-    assert modes == [False] * 8
+    traced = autodiff == "graph" and isinstance(handler, handlers.Local)
+    assert modes == [False] * (2 if traced else 8)
     assert saved == []
 
 

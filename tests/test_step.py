@@ -7,15 +7,21 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe import Batch, Output, Pipeline, Placement, Plan, ScheduleError, Stage, handlers, interop, schedules
-from fpipe.autodiff import Eager
+from fpipe.autodiff.eager import Eager
+from fpipe.autodiff.pieces import Pieces
+from fpipe.effects import Backward, BackwardInput, BackwardWeight, parts
 from fpipe.microbatch import Microbatch
+from fpipe.stage import Target, with_loss
 from tests import cases, jobs
 
 LOCAL = [handlers.Reference(), handlers.Local()]
 both = pytest.mark.parametrize("handler", LOCAL, ids=["reference", "local"])
+each_way = pytest.mark.parametrize("autodiff", ["graph", "eager"])
 
 
 def affine(p, x):
@@ -216,21 +222,31 @@ def test_a_shape_may_change_from_step_to_step(handler):
         check(step(params, *part), lambda p, part=part: cases.mse(plain(p, part[0]), part[1]), params)
 
 
-def test_values_on_one_rank_are_handed_over_without_a_copy():
-    seen = []
+class Additions(TorchDispatchMode):
+    """Notes where each addition reads its first term, and where it puts the sum."""
 
-    def note(p, x):
-        seen.append(x.data_ptr())
-        out = x + p
-        seen.append(out.data_ptr())
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.add.Tensor and not is_fake(out):
+            self.seen += [args[0].data_ptr(), out.data_ptr()]
         return out
 
-    pipeline = Pipeline([note] * 4, lambda y, t: y.sum())
+
+@each_way
+def test_values_on_one_rank_are_handed_over_without_a_copy(autodiff):
+    pipeline = Pipeline([lambda p, x: x + p] * 4, lambda y, t: y.sum())
     plan = pipeline.plan(Placement((0, 0, 1, 1)), 1)
-    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())
-    step(dict.fromkeys(range(4), torch.ones(3)), torch.zeros(3, 3), None)
-    assert seen[1] == seen[2]
-    assert seen[5] == seen[6]
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff=autodiff)
+    with Additions() as additions:
+        step(dict.fromkeys(range(4), torch.ones(3)), torch.zeros(3, 3), None)
+    first_in, first_out, second_in, *_, third_out, fourth_in, fourth_out = additions.seen
+    assert len({first_in, first_out, fourth_out}) == 3
+    assert first_out == second_in
+    assert third_out == fourth_in
 
 
 def test_devices_of_the_local_handler():
@@ -240,19 +256,51 @@ def test_devices_of_the_local_handler():
     assert jobs.differences(found, cases.reference(case, schedule, plan)) == []
 
 
-def test_a_failure_inside_an_overlap_names_its_part():
+@each_way
+def test_a_failure_inside_an_overlap_names_its_part(autodiff):
     def failing(p, x):
-        calls.append(1)
-        if len(calls) > 2:
-            raise ArithmeticError("third")
+        if len(x) == 1:
+            raise ArithmeticError("short")
         return x * p
 
-    calls = []
     pipeline = Pipeline([failing], lambda y, t: y.sum())
     plan = pipeline.plan(Placement.loop(1), 4)
-    step = fpipe.value_and_grad(pipeline, cases.overlapping, plan, handler=handlers.Local())
-    with pytest.raises(fpipe.StageError, match="rank 0, stage 0, microbatch 2: Forward raised ArithmeticError: third"):
-        step({0: torch.ones(())}, torch.ones(4))
+    step = fpipe.value_and_grad(pipeline, cases.overlapping, plan, handler=handlers.Local(), autodiff=autodiff)
+    with pytest.raises(fpipe.StageError, match="rank 0, stage 0, microbatch 2: Forward raised ArithmeticError: short"):
+        step({0: torch.ones(())}, torch.ones(6))  # 2, 2, 1, 1
+
+
+def test_what_a_stage_reads_of_the_microbatch_stands_between_what_it_reads_of_stages():
+    stage = Stage(lambda p, *inputs: inputs, reads=(Batch("x"), Output(1, "h"), Target(), 0, Batch("y", 1)))
+    given = stage.given(Microbatch({"x": 1, "y": (2, 3)}, "target", "scale"))
+    assert given == [1, "target", 3]
+    assert stage.arguments({0: "zero", 1: {"h": "one"}}, given) == (1, "one", "target", "zero", 3)
+    assert stage.arguments({0: "zero", 1: {"h": "one"}}, "abc") == ("a", "one", "b", "zero", "c")
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_way
+def test_the_weight_of_a_microbatch_is_the_cotangent_of_its_loss(handler, dtype, autodiff):
+    """The stage itself knows nothing of it: it is the same for every microbatch of a shape."""
+    params, x, y = affine_case(rows=7, dtype=dtype)
+    kept = []
+
+    def loss(output, target):
+        kept.append(cases.mse(output, target))
+        return kept[-1]
+
+    found, grads = run(Pipeline([affine] * 2, loss), handler, 2, params, x, y, autodiff=autodiff)
+    leaves, spec = jobs.optree.tree_flatten(params)
+    given = [leaf.clone().requires_grad_() for leaf in leaves]
+    expected, sums = 0, [0] * len(given)
+    for i, rows in enumerate((slice(0, 4), slice(4, 7))):
+        own = cases.mse(plain(spec.unflatten(given), x[rows]), y[rows])
+        assert autodiff == "graph" or torch.equal(kept[i], own)
+        weight = torch.tensor((4 - i) / 7, dtype=dtype)
+        expected = expected + own.detach() * weight
+        sums = [a + b for a, b in zip(sums, torch.autograd.grad(own, given, weight), strict=True)]
+    assert jobs.differences((found, grads), (expected, spec.unflatten(sums))) == []
 
 
 def test_residuals_hold_no_output_that_the_backward_has_no_use_for():
@@ -263,6 +311,61 @@ def test_residuals_hold_no_output_that_the_backward_has_no_use_for():
     del outputs
     assert storage() is None
     assert torch.equal(piece.backward(residuals, [torch.full((4,), 2.0)])[0][0], torch.full((4,), 2.0))
+
+
+class Kept:
+    """Residuals, or what is deferred, with a life that can be watched."""
+
+    def __init__(self, content):
+        self.content = content
+
+
+class Watching(Eager):
+    """Eager pieces that note what still lives of the things a backward uses up once it has let go of them."""
+
+    def forward(self, *arguments):
+        outputs, residuals, state = super().forward(*arguments)
+        return outputs, Kept(residuals), state
+
+    def backward(self, residuals, cotangents):
+        found = super().backward(residuals.content, cotangents)
+        given = [weakref.ref(x) for x in (residuals, *cotangents) if x is not None]
+        del residuals, cotangents
+        LIVING.append([x() for x in given if x() is not None])
+        return found
+
+    def backward_input(self, residuals, cotangents):
+        found, deferred = super().backward_input(
+            residuals.content, [None if x is None else x.clone() for x in cotangents]
+        )
+        given = [weakref.ref(x) for x in (residuals, *cotangents) if x is not None]
+        del residuals, cotangents
+        LIVING.append([x() for x in given if x() is not None])
+        return found, Kept(deferred)
+
+    def backward_weight(self, deferred):
+        found = super().backward_weight(deferred.content)
+        given = weakref.ref(deferred)
+        del deferred
+        LIVING.append([given()] if given() is not None else [])
+        return found
+
+
+LIVING = []
+
+
+@pytest.mark.parametrize("name", ["linear", "skip", "attention"])
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "split", "overlap", "dualpipe_v"])
+def test_what_a_backward_uses_up_is_its_alone(name, schedule):
+    case, generator, plan = cases.make(name, schedule, 2, 4)
+    pipeline, programs = with_loss(case.pipeline, False), fpipe.lower(generator, plan)
+    pieces = Pieces(pipeline, tuple(map(Watching, pipeline.stages)))
+    microbatches = map(Microbatch, case.batch.chunk(4), case.target.chunk(4))
+    LIVING.clear()
+    handlers.Local().compile(programs, pieces, None)(handlers.Inputs(case.params, {}, list(microbatches)))
+    backward = (Backward, BackwardInput, BackwardWeight)
+    assert len(LIVING) == sum(isinstance(e, backward) for p in programs.values() for each in p for e in parts(each))
+    assert [living for living in LIVING if living] == []
 
 
 def test_nothing_of_a_step_stays_but_its_results():
@@ -278,7 +381,7 @@ def test_nothing_of_a_step_stays_but_its_results():
         return Stage(fn, stage.reads)
 
     pipeline = Pipeline([watching(s) for s in case.pipeline.stages], case.pipeline.loss)
-    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Local())
+    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Local(), autodiff="eager")
     gc.collect()
     gc.disable()
     try:

@@ -114,7 +114,8 @@ def test_an_unknown_name_is_an_attribute_error(package):
 SURFACE = {
     "fpipe": """
         Batch Costs Edges Link Output Pipeline Placement Plan Program Report ScheduleError Stage StageError Timeline
-        TransportError draw effects evaluate handlers interop lower policies profile schedules simulate value_and_grad verify
+        TransportError draw effects evaluate handlers interop lower policies profile schedules simulate value_and_grad
+        verify
     """,
     "fpipe.handlers": "Distributed Handler Inputs Local Observer Reference Results",
     "fpipe.schedules": """

@@ -252,7 +252,7 @@ class _Cutter:
     def _is_redone(self, node: fx.Node) -> bool:
         if self.available is not None and node.meta["at"] in self.available:
             return False
-        if node.op == "placeholder" or random(node) or impure(node):
+        if node.op == "placeholder" or random(_origin(node)) or impure(_origin(node)):
             if self.available is not None:
                 raise NotKept(str(node))
             return False
@@ -287,7 +287,8 @@ class _Cutter:
         needed = {n for node in after for n in node.all_input_nodes}
 
         def redoable(node: fx.Node) -> bool:
-            return not (node.op == "placeholder" or random(node) or impure(node)) and not self._may_keep(node)
+            given = node.op == "placeholder" or random(_origin(node)) or impure(_origin(node))
+            return not given and not self._may_keep(node)
 
         return worth_keeping(forward, needed, self.constant.__contains__, redoable)
 

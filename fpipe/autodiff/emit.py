@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
@@ -92,6 +92,7 @@ class _Writer:
 
 def emit(block: Block, module: torch.nn.Module, bindings: bool = True) -> Callable[..., Any]:
     """The block as a function of lists; without `bindings`, of calls that a compiler knows."""
+    block = replace(block, body=_apart(block.body))
     writer = _Writer(module, bindings)
     used = {n for node in block.body for n in node.all_input_nodes} | _nodes(block.outputs)
     last = _last_uses(block)
@@ -126,6 +127,23 @@ def emit(block: Block, module: torch.nn.Module, bindings: bool = True) -> Callab
     exec(compile(source, f"<fpipe {block.name}>", "exec"), writer.globals)
     found: Callable[..., Any] = writer.globals[block.name]
     found.__doc__ = source
+    return found
+
+
+def _apart(body: Sequence[fx.Node]) -> list[fx.Node]:
+    """The same nodes, with several results taken apart at once, so that none keeps the others."""
+    items: dict[Any, list[fx.Node]] = {}
+    for node in body:
+        if node.target is operator.getitem:
+            items.setdefault(node.args[0], []).append(node)
+    inside = set(body)
+    found: list[fx.Node] = []
+    for node in body:
+        if node.target is not operator.getitem or node.args[0] not in inside:
+            todo = [node]
+            while todo:
+                found.append(todo.pop(0))
+                todo = items.get(found[-1], []) + todo
     return found
 
 

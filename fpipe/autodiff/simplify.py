@@ -10,18 +10,18 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.autodiff.call import Untraceable
 from fpipe.autodiff.functional import geometry, impure
 from fpipe.autodiff.memory import note_views, storage
-from fpipe.autodiff.trace import Joint
+from fpipe.autodiff.trace import Joint, draws
 
 
 def random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether a node draws."""
+    return node.op == "call_function" and draws(node.target, node.args, node.kwargs)
 
 
 def simplified(joint: Joint) -> Joint:

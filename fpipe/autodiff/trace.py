@@ -23,7 +23,6 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.traceback import current_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import policies
@@ -37,7 +36,6 @@ Cotangent = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
 AS_OUTPUT: Cotangent = ((-1,), (-1,), torch.float32)
 """Stands for a cotangent laid out as its output."""
 LOG = logging.getLogger("torch._subclasses.fake_tensor")
-SEEDED = torch.Tag.nondeterministic_seeded
 
 
 @dataclass(frozen=True)
@@ -291,10 +289,7 @@ class _Marker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         self._check_writes(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
-        redo = current_meta.pop("recompute", None)  # what selective checkpointing says of the operation just run
-        if redo is not None:
-            self._mark(recompute=redo)
-        if SEEDED in getattr(func, "tags", ()):
+        if draws(func, args, kwargs or {}):
             self._draw(_generator(out, kwargs or {}))
         return out
 
@@ -329,6 +324,15 @@ RESEEDS = "it seeds or restores the global generator, which a graph would not do
 def _next(seed: int) -> int:
     """The seed after a draw, which a run that starts from the same seed comes to as well."""
     return (seed * 6364136223846793005 + 1442695040888963407) % 2**63
+
+
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws random numbers: attention, for one, does only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    rates = [a.name for a in func._schema.arguments if a.name == "dropout_p"]
+    return not rates or bool(given.get(rates[0], 0.0))
 
 
 def _generator(out: Any, kwargs: Mapping[str, Any]) -> torch.Generator:

@@ -6,6 +6,7 @@ so that memory is given up while it runs.
 
 from __future__ import annotations
 
+import gc
 import traceback
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
@@ -143,6 +144,7 @@ class Traced:
             self.cause = None if self.fallback else error
             self.graphs.walked_once |= "selective activation checkpoint" in str(error)
         self.graphs.by_signature[key] = found
+        gc.collect(1)  # torch's tracer leaves frames in cycles, and with them the tensors of this very call
         return found
 
     def _find(self, call: Call) -> Functions:
