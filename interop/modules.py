@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fpipe.stage import Pipeline, Read, Stage
 
@@ -23,7 +22,7 @@ class ModuleFunction:
     skeleton: nn.Module
 
     def __call__(self, params: Tree, *inputs: Any) -> Any:
-        return functional_call(self.skeleton, params, inputs, strict=True)
+        return owning(self.skeleton, params)(*inputs)
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,39 @@ class StatefulModuleFunction:
     skeleton: nn.Module
 
     def __call__(self, params: Tree, state: Tree, *inputs: Any) -> tuple[Any, Tree]:
-        own = {**params, **{name: buffer.clone() for name, buffer in state.items()}}
-        outputs = functional_call(self.skeleton, own, inputs, strict=True)
-        return outputs, {name: own[name] for name in state}  # changed in place, or assigned anew
+        module = owning(self.skeleton, {**params, **{name: buffer.clone() for name, buffer in state.items()}})
+        outputs = module(*inputs)
+        return outputs, {name: module.get_buffer(name) for name in state}  # changed in place, or assigned anew
+
+
+def owning(skeleton: nn.Module, tensors: Tree) -> nn.Module:
+    """A module like the skeleton, with these parameters and buffers for good.
+
+    `torch.func.functional_call` takes them away again when it returns, and what runs later, as a checkpointed
+    block does in the backward, would find none.
+
+    Raises:
+        RuntimeError: names are missing, or are none of the skeleton's.
+    """
+    named = {**dict(skeleton.named_parameters()), **dict(skeleton.named_buffers())}
+    for what, names in (("Missing", named.keys() - tensors.keys()), ("Unexpected", tensors.keys() - named.keys())):
+        if names:
+            raise RuntimeError(f"{what} key(s) for {type(skeleton).__name__}: {', '.join(map(repr, sorted(names)))}")
+    given = {id(tensor): tensors[name] for name, tensor in named.items()}
+    twins = {id(module): _twin(module, given) for module in skeleton.modules()}
+    for twin in twins.values():
+        twin._modules = {name: child and twins[id(child)] for name, child in twin._modules.items()}
+    return twins[id(skeleton)]
+
+
+def _twin(module: nn.Module, given: Mapping[int, Tensor]) -> nn.Module:
+    """A copy of a module alone, which shares all but what belongs to a call."""
+    twin: nn.Module = module.__class__.__new__(module.__class__)
+    twin.__dict__.update({k: list(v) if type(v) is list else v for k, v in module.__dict__.items()})
+    for kind in ("_parameters", "_buffers"):
+        held = module.__dict__[kind]
+        twin.__dict__[kind] = {name: x if x is None else given.get(id(x), x) for name, x in held.items()}
+    return twin
 
 
 def from_modules(
