@@ -1,12 +1,14 @@
 """Every handler and schedule gives the reference's bits, by graphs under every policy and by eager autograd."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import fpipe
 from fpipe import handlers, policies
 from tests import cases, jobs
-from tests.sharing import sharing
+from tests.sharing import Sharing, sharing
 
 MICROBATCHES = (1, 2, 3, 5, 8)
 POLICIES = {
@@ -69,6 +71,20 @@ def test_eager(name, schedule):
 def test_policies(policy, name, schedule):
     case, generator, plan = cases.make(name, schedule, 2, 4)
     assert differences(case, generator, plan, autodiff="graph", policy=POLICIES[policy]) == []
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v", "interleaved_zb", "dualpipe"])
+@pytest.mark.parametrize("name", ["linear", "attention"])
+def test_dynamic(name, schedule):
+    """Microbatches of several sizes, and a second batch of others, by one graph."""
+    case, generator, plan = cases.make(name, schedule, 2, 4 if schedule in cases.BOTH_WAYS else 3)
+    own = Sharing(handlers.Local(), {})
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, autodiff="graph", dynamic=True)
+    for rows in (16, 9):
+        part = replace(case, batch=case.batch[:rows], target=case.target[:rows])
+        found = step(part.params, part.batch, part.target)
+        assert jobs.differences(found, cases.reference(part, generator, plan)) == []
+    assert [len(graphs.made) for graphs in own.graphs.values()] == [1] * plan.stages
 
 
 @pytest.mark.parametrize("name", ["linear", "convolution", "attention", "dictionary", "skip", "tied"])

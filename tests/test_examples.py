@@ -18,6 +18,7 @@ def train_gpt(tmp_path, *options, processes=0):
     command = [*start, "examples/train_gpt.py", *SMALL, "--logdir", str(tmp_path), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "can't be traced" not in done.stderr
     return done.stdout
 
 
