@@ -176,7 +176,7 @@ class Traced:
         if not self.warned:
             self.warned = True
             warnings.warn(
-                f"stage {self.name} can't be traced with sizes as symbols, and is traced for each: {reason}",
+                f"stage {self.name} is traced for each of its sizes, since symbols won't do: {reason}",
                 stacklevel=2,
             )
 
