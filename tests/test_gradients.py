@@ -242,7 +242,7 @@ def test_sparse_gradients_are_added(handler, microbatches):
     params = {0: torch.ones(6, 2), 1: torch.ones(2)}
     pipeline = Pipeline([first, lambda p, x: x * p], lambda y, t: y.sum())
     plan = pipeline.plan(Placement.loop(2), microbatches)
-    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handler, reduction="sum")
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handler, reduction="sum", autodiff="eager")
     _, grads = step(params, torch.tensor([0, 1, 1, 5, 3, 3, 3, 1]))
     assert grads[0].is_sparse
     assert torch.equal(grads[0].to_dense(), torch.tensor([1.0, 3, 0, 3, 0, 1])[:, None].expand(6, 2))
