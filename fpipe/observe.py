@@ -1,4 +1,4 @@
-"""Observers, and logging under `fpipe.*`. They see effects begin and end, and change nothing.
+"""Observers, and logging under `fpipe.*`. They see effects begin and end, and values arrive, and change nothing.
 
 `FPIPE_LOG=effects` prints every effect with its rank and time, and `FPIPE_LOG=transport` what connects and
 fails; both, with a comma. Without it, Python's logging shows them as it is configured, at level DEBUG.
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from fpipe.effects import Effect
+from fpipe.effects import Effect, Value
 from fpipe.handlers.protocol import Observer
 
 
@@ -30,25 +30,34 @@ def configure() -> None:
 
 
 class EffectLog:
-    """Logs each effect as it ends: milliseconds since the observer was made, rank, effect, duration."""
+    """Logs each effect as it ends: milliseconds since the observer was made, rank, effect, duration, waiting before."""
 
     def __init__(self) -> None:
         self.log = logging.getLogger("fpipe.effects")
         self.origin = time.perf_counter()
         self.begun: dict[int, float] = {}
+        self.since: dict[tuple[int, Value], float] = {}
+        self.waited: dict[int, float] = {}
 
     def begin(self, rank: int, effect: Effect) -> None:
         self.begun[rank] = time.perf_counter()
 
     def end(self, rank: int, effect: Effect) -> None:
-        now, begun = time.perf_counter(), self.begun[rank]
-        self.log.debug(
-            "%10.3f ms  rank %d  %s  %.3f ms", 1e3 * (begun - self.origin), rank, effect, 1e3 * (now - begun)
-        )
+        now, begun, waited = time.perf_counter(), self.begun[rank], self.waited.pop(rank, None)
+        after = "" if waited is None else f"  waited {1e3 * waited:.3f} ms"
+        begun_ms, took_ms = 1e3 * (begun - self.origin), 1e3 * (now - begun)
+        self.log.debug("%10.3f ms  rank %d  %s  %.3f ms%s", begun_ms, rank, effect, took_ms, after)
+
+    def wait(self, rank: int, value: Value) -> None:
+        self.since[rank, value] = time.perf_counter()
+
+    def arrive(self, rank: int, value: Value) -> None:
+        waited = time.perf_counter() - self.since.pop((rank, value))
+        self.waited[rank] = self.waited.get(rank, 0.0) + waited
 
 
 class Several:
-    """Several observers as one."""
+    """Several observers as one: the first is the outermost."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = tuple(observers)
@@ -60,6 +69,14 @@ class Several:
     def end(self, rank: int, effect: Effect) -> None:
         for observer in reversed(self.observers):
             observer.end(rank, effect)
+
+    def wait(self, rank: int, value: Value) -> None:
+        for observer in self.observers:
+            observer.wait(rank, value)
+
+    def arrive(self, rank: int, value: Value) -> None:
+        for observer in reversed(self.observers):
+            observer.arrive(rank, value)
 
 
 def observing(observe: Observer | None) -> Observer | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fpipe import effects as fx
 from fpipe.errors import StageError
-from fpipe.layout import Strides, buffer, restored, strides_of
+from fpipe.layout import Strides, strides_of
 from fpipe.tree import ABSENT, NAMESPACE, Absent, Flat, Text, flatten, paths, short
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -92,58 +92,6 @@ def check_plain(payload: Flat, rank: int, name: fx.Value) -> None:
                 stage=name.stage,
                 microbatch=getattr(name, "microbatch", None),
             )
-
-
-def tensors(payload: Flat | list[Any]) -> list[Tensor]:
-    """The tensors of a payload, each of which becomes a message."""
-    leaves = payload.leaves if isinstance(payload, Flat) else payload
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def buffers(signature: Signature, device: torch.device) -> list[Tensor]:
-    """Empty messages, one for each tensor of a payload, and one ahead for what is optional."""
-    specs = (leaf for leaf in signature.leaves if isinstance(leaf, TensorSpec))
-    messages = [buffer(spec.shape, spec.strides, spec.dtype, device) for spec in specs]
-    presence = [torch.empty(len(signature.optional), dtype=torch.uint8, device=device)] if signature.optional else []
-    return presence + messages
-
-
-def filled(payload: list[Any], signature: Signature, device: torch.device) -> tuple[list[Any], list[Tensor]]:
-    """A list of gradients in the layout of the signature, zeros where it wants more, and what says where."""
-    leaves = [
-        _filled(leaf, spec, device) if isinstance(spec, TensorSpec) else leaf
-        for leaf, spec in zip(payload, signature.leaves, strict=True)
-    ]
-    there = [payload[i] is not None for i in signature.optional]
-    return leaves, [torch.tensor(there, dtype=torch.uint8, device=device)] if there else []
-
-
-def _filled(leaf: Tensor | None, spec: TensorSpec, device: torch.device) -> Tensor:
-    if leaf is None:
-        return restored(buffer(spec.shape, spec.strides, spec.dtype, device).zero_(), spec.shape, spec.strides)
-    fits = (leaf.dtype, tuple(leaf.shape)) == (spec.dtype, spec.shape)
-    if not fits or strides_of(leaf) == spec.strides:
-        return leaf
-    return (
-        leaf.contiguous()
-        if spec.strides is None
-        else torch.empty_strided(spec.shape, spec.strides, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
-    )
-
-
-def restore(messages: list[Tensor], signature: Signature) -> Flat | list[Any]:
-    """The payload out of its messages, its tensors marked by whether they want a gradient."""
-    rest = iter(messages)
-    there = next(rest).tolist() if signature.optional else []
-    missing = {i for i, present in zip(signature.optional, there, strict=True) if not present}
-    leaves: list[Any] = [
-        restored(next(rest), leaf.shape, leaf.strides).requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, TensorSpec)
-        else leaf
-        for leaf in signature.leaves
-    ]
-    leaves = [None if i in missing else leaf for i, leaf in enumerate(leaves)]
-    return leaves if signature.spec is None else Flat(leaves, signature.spec)
 
 
 def encode(signature: Signature) -> bytes:

@@ -189,20 +189,26 @@ def unused_gradients(rank, ranks, autodiff):
 
 def sends_held(rank, ranks, microbatches):
     """The most values that this rank held for its peers at once, in a step of 1F1B."""
-    from fpipe.handlers.links import Links
+    from fpipe.handlers.routes import Routes
 
-    most = 0
+    most, sender = 0, Routes.sender
 
-    class Counting(Links):
-        def send(self, *arguments):
+    def counting(routes, value, source, target):
+        send = sender(routes, value, source, target)
+
+        def counted(payload):
             nonlocal most
-            super().send(*arguments)
-            most = max(most, *map(len, self.held.values()))
+            send(payload)
+            most = max(most, len(routes.sent[target].held))
 
-    own = handlers.Distributed(timeout=30)
-    case, schedule, plan = cases.make("linear", "one_f_one_b", ranks, microbatches)
-    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=own)
-    own._links.__class__ = Counting
+        return counted
+
+    Routes.sender = counting
+    try:
+        case, schedule, plan = cases.make("linear", "one_f_one_b", ranks, microbatches)
+        step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handlers.Distributed(timeout=30))
+    finally:
+        Routes.sender = sender
     params, batch, target, _ = cases.own(case, plan, rank)
     step(params, batch, target)
     step(params, batch, target)

@@ -413,10 +413,11 @@ def predicted(names, sizes, plan):
 
 def held(executor, apart):
     """The bytes that a rank holds, in its slots and in what is sent to it."""
-    step, plan = executor._running, executor.plan
-    results = {executor._number.get(Activation(plan.stages - 1, m)) for m in range(plan.microbatches)}
-    slots = [x for i, x in enumerate(executor.slots) if i not in results]
-    mail = [payload for (_, target), payload in executor.channels.payloads.items() if target == executor.rank]
+    calls, plan = executor.calls, executor.plan
+    step = calls.step
+    results = {calls.number.get(Activation(plan.stages - 1, m)) for m in range(plan.microbatches)}
+    slots = [x for i, x in enumerate(calls.slots) if i not in results]
+    mail = [payload for (_, target), payload in calls.channels.payloads.items() if target == executor.rank]
     found = memory(*map(contents, [*slots, *mail]))
     computed = [x for p in step.prepared.values() for x in p.computed.values() if isinstance(x, list)]
     theirs = memory([p.leaves for p in step.prepared.values()], computed)
@@ -457,18 +458,19 @@ def wrong_after_effects(model, schedule, policy, monkeypatch):
     plan = pieces.pipeline.plan(placement, len(data))
     programs = fpipe.lower(generator, plan)
     ledger, executors, sizes, found = Ledger(programs), {}, {}, []
-    execute, batch = Executor.execute, memory(data)
+    run, batch = Executor.run, memory(data)
 
-    def watched(executor, at):
-        execute(executor, at)
-        effect = executor.program.effects[at]
+    def watched(executor, start, stop):
         executors[executor.rank] = executor
-        ledger.run(executor.rank, at)
-        sizes.update(sizes_of(executor))
-        for rank in {executor.rank, effect.rank} & executors.keys() if isinstance(effect, Send) else {executor.rank}:
-            found.append((rank, effect, held(executors[rank], batch), set(ledger.held[rank])))
+        for at in range(start, stop):
+            run(executor, at, at + 1)
+            effect = executor.program.effects[at]
+            ledger.run(executor.rank, at)
+            sizes.update(sizes_of(executor))
+            ranks = {executor.rank, effect.rank} & executors.keys() if isinstance(effect, Send) else {executor.rank}
+            found.extend((rank, effect, held(executors[rank], batch), set(ledger.held[rank])) for rank in ranks)
 
-    monkeypatch.setattr(Executor, "execute", watched)
+    monkeypatch.setattr(Executor, "run", watched)
     handlers.Local().compile(programs, pieces, None)(handlers.Inputs(params, {}, data))
     assert len(sizes) == plan.stages
     assert len({living for *_, living, _ in found}) > 4
@@ -478,7 +480,9 @@ def wrong_after_effects(model, schedule, policy, monkeypatch):
 
 def sizes_of(executor):
     """By stage, of those that have residuals here now."""
-    named = ((name, executor.slots[i]) for name, i in executor._number.items() if isinstance(name, Residuals))
+    named = (
+        (name, executor.calls.slots[i]) for name, i in executor.calls.number.items() if isinstance(name, Residuals)
+    )
     return {name.stage: kept.functions.sizes for name, kept in named if kept is not None}
 
 

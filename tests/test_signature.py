@@ -16,16 +16,13 @@ from fpipe.effects import Activation, WeightGradient
 from fpipe.signature import (
     Signature,
     TensorSpec,
-    buffers,
     check_plain,
     decode,
     encode,
     find_type,
-    restore,
     signature_of,
-    tensors,
 )
-from fpipe.tree import ABSENT, NAMESPACE, Flat, flatten
+from fpipe.tree import ABSENT, NAMESPACE, flatten
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -171,8 +168,6 @@ def test_every_dtype_survives_the_wire():
 def test_a_tensor_is_told_by_dtype_shape_and_whether_it_wants_a_gradient(tensor):
     found = travelled(flatten({"x": tensor}))
     assert found.leaves == (TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.requires_grad),)
-    (made,) = buffers(found, torch.device("cpu"))
-    assert (made.dtype, made.shape, made.requires_grad) == (tensor.dtype, tensor.shape, False)
 
 
 def test_a_list_of_gradients_travels_without_a_structure():
@@ -181,19 +176,7 @@ def test_a_list_of_gradients_travels_without_a_structure():
     assert found == Signature(
         None, (TensorSpec(torch.float32, (2,), False), None, TensorSpec(torch.float32, (), False), None)
     )
-    made = restore(buffers(found, torch.device("cpu")), found)
-    assert [None if g is None else g.shape for g in made] == [(2,), None, (), None]
-    assert tensors(gradients) == [gradients[0], gradients[2]]
     assert travelled([]) == Signature(None, ())
-
-
-def test_buffers_have_the_structure_and_the_plain_leaves_of_the_payload():
-    tree = {"x": torch.ones(2, requires_grad=True), "n": 3, "more": Pair(torch.ones(1, dtype=torch.int32), "text")}
-    found = travelled(flatten(tree))
-    made = restore(buffers(found, torch.device("cpu")), found)
-    assert isinstance(made, Flat)
-    assert signature_of(made) == signature_of(flatten(tree))
-    assert (made.tree["n"], made.tree["more"].right) == (3, "text")
 
 
 plain = st.one_of(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from fpipe import effects as fx
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.failures import Failures
-from fpipe.handlers.links import Links, Payload, Signatures
+from fpipe.handlers.links import Links
 from fpipe.handlers.protocol import Inputs
+from fpipe.handlers.wire import alike, look
 from fpipe.signature import signature_of
-from fpipe.tree import flatten
+from fpipe.tree import Flat, flatten
 
 REMEMBERED = 64  # signatures of whole steps; the least recently used is forgotten, on every rank the same
 
@@ -28,21 +27,22 @@ class Refused(Exception):
 
 
 class Agreement:
-    """Channels that find out, before the first value travels, what the ranks agree on."""
+    """Finds out, before the first value travels, what the ranks agree on.
 
-    def __init__(self, links: Links, failures: Failures, receipts: Mapping[fx.Value, int]) -> None:
-        self.links, self.failures, self.receipts = links, failures, receipts
+    After `wait`, `name` is the step's signature on all ranks, and `rows` how many its batch has.
+    """
+
+    def __init__(self, links: Links, failures: Failures) -> None:
+        self.links, self.failures = links, failures
         self.works: list[Any] = []
-        self.early: list[tuple[fx.Value, int, int]] | None = []
+        self.name = (0, 0)
         self.tokens: OrderedDict[Any, tuple[int, int]] = OrderedDict()
-        self.steps: OrderedDict[tuple[int, int], tuple[Signatures, torch.dtype | None]] = OrderedDict()
+        self.last: tuple[Any, Any, list[Any], tuple[int, int]] | None = None
 
     def begin(self, inputs: Inputs) -> None:
         """Say what this rank brings to the step; nothing is waited for."""
         self.broken = inputs.broken
-        self.early = []
         self.rows = inputs.rows
-        self.loss_dtype: torch.dtype | None = None
         self.failures.steps += 1
         self.broken_key = f"refused {self.failures.steps}"
         if inputs.broken is not None:
@@ -55,7 +55,16 @@ class Agreement:
         """Two random numbers for each signature of this rank's inputs; their sums name the step's."""
         if inputs.broken is not None:
             return (0, 0)
-        key = _hashable(inputs)
+        given = flatten((dict(inputs.params), dict(inputs.state), list(inputs.data)))
+        ambient = _ambient(inputs)
+        looks = [look(leaf) for leaf in given.leaves]
+        if self.last is not None and self.last[:2] == (given.spec, ambient) and alike(self.last[2], looks):
+            return self.last[3]
+        token = self._find((*_hashable(given), *ambient))
+        self.last = given.spec, ambient, looks, token
+        return token
+
+    def _find(self, key: Any) -> tuple[int, int]:
         if key not in self.tokens:
             self.tokens[key] = (secrets.randbits(40), secrets.randbits(40))
             if len(self.tokens) > REMEMBERED:
@@ -63,21 +72,16 @@ class Agreement:
         self.tokens.move_to_end(key)
         return self.tokens[key]
 
-    def agree(self) -> None:
-        """Wait for what all ranks said, once a step."""
-        if self.early is None:
-            return
-        early, self.early = self.early, None
+    def wait(self) -> None:
+        """Wait for what all ranks said.
+
+        Raises:
+            Refused: a rank can't take part.
+        """
         self.links.wait(self.works, None, "beginning a step: a rank has not come to it")
-        first, second, broken, *rows = map(int, self.sum)
+        first, second, broken, *rows = self.sum.tolist()
         self._check(broken, *rows)
         self.name = (first, second)
-        if self.name in self.steps:
-            self.steps.move_to_end(self.name)
-        known, self.loss_dtype = self.steps.get(self.name, (None, None))
-        self.links.begin(known, self.receipts)
-        for value, source, target in early:
-            self.links.post(value, source, target)
 
     def _check(self, broken: int, knowing: int, rows: int, squares: int) -> None:
         if self.broken is not None:
@@ -97,38 +101,18 @@ class Agreement:
         if knowing:
             self.rows = rows // knowing
 
-    def send(self, value: fx.Value, source: int, target: int, payload: Payload) -> None:
-        self.agree()
-        self.links.send(value, source, target, payload)
 
-    def post(self, value: fx.Value, source: int, target: int) -> None:
-        if self.early is not None:
-            self.early.append((value, source, target))
-        else:
-            self.links.post(value, source, target)
-
-    def take(self, value: fx.Value, source: int, target: int, by: fx.Effect) -> Payload:
-        self.agree()
-        return self.links.take(value, source, target, by)
-
-    def end(self) -> None:
-        signatures = self.links.end()
-        self.steps[self.name] = (signatures, self.loss_dtype)
-        if len(self.steps) > REMEMBERED:
-            self.steps.popitem(last=False)
-
-    def clear(self) -> None:
-        """Give up what a step that failed has left: a pending work would keep its connection open."""
-        self.works = []
-        self.early = []
-
-
-def _hashable(inputs: Inputs) -> Any:
-    spec, leaves, _ = signature_of(flatten((dict(inputs.params), dict(inputs.state), list(inputs.data))))
+def _hashable(given: Flat) -> tuple[Any, ...]:
+    spec, leaves, _ = signature_of(given)
     kinds = tuple(repr(leaf) if isinstance(leaf, float) else type(leaf) for leaf in leaves)  # True is not 1, nor 0 -0
     try:
         hash(leaves)
     except TypeError:
         leaves = tuple(map(repr, leaves))
+    return spec, leaves, kinds
+
+
+def _ambient(inputs: Inputs) -> tuple[Any, ...]:
+    """What else decides what a step's values look like."""
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    return spec, leaves, kinds, inputs.rng is None, *autocast, torch.get_default_dtype()
+    return inputs.rng is None, *autocast, torch.get_default_dtype()

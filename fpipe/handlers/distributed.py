@@ -25,8 +25,10 @@ from fpipe.errors import ScheduleError, StageError, TransportError
 from fpipe.handlers.agreement import Agreement, Refused
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.failures import Failures, Watch
-from fpipe.handlers.links import Links, Lost, Payload, first_line
+from fpipe.handlers.links import Links, Lost, first_line
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
+from fpipe.handlers.routes import Routes
+from fpipe.handlers.wire import Payload
 from fpipe.program import Plan, Program
 from fpipe.receipts import receipts
 from fpipe.tree import flatten
@@ -160,7 +162,8 @@ class _Run:
         program = programs[rank]
         self.program, self.plan, self.pieces = program, program.plan, pieces
         self.links, self.failures = links, failures
-        self.channels = Agreement(links, failures, receipts(programs, program.rank))
+        self.agreement = Agreement(links, failures)
+        self.channels = Routes(links, self.agreement, receipts(programs, program.rank))
         self.executor = Executor(program, pieces, self.channels, observe)
 
     def __call__(self, inputs: Inputs) -> Results:
@@ -194,9 +197,8 @@ class _Run:
             self.channels.agree()
         if inputs.weighed and inputs.rows is None and self.plan.stages - 1 in self.plan.stages_on(self.program.rank):
             self.channels.agree()  # the loss is scaled by rows that only other ranks know
-            executor.know(self.channels.rows)
-        for at in range(len(executor.instructions)):
-            executor.execute(at)
+            executor.know(self.agreement.rows)
+        executor.run(0, len(self.program))
         self.channels.agree()
         results = executor.finish()
         self._share(results)

@@ -1,21 +1,15 @@
-"""Values over torch.distributed: one two-rank group for each directed edge, and a control group on the CPU.
+"""Connections over torch.distributed: one two-rank group for each directed edge, and a control group on the CPU.
 
-Invariants:
-- posts never wait; the use of a value does, on CUDA by its stream and on the CPU by the host (who also waits on
-  CUDA where a gradient's presence varies);
-- a channel is first in, first out, and nothing is assumed between two channels;
-- a receive buffer is made when posted, and belongs to its value; a send is held until it is complete, which
-  the values that come back tell (fpipe/receipts.py), else the end of the step;
-- while signatures are unknown, each value is preceded by its own on the control group, and its receive is
-  posted only when it is used; afterwards receives are posted where the program says.
+Posts never wait; `wait` does, on CUDA by its stream and on the CPU by the host. A channel is first in, first out, and
+nothing is assumed between two channels.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import weakref
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
@@ -23,31 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from fpipe import effects as fx
-from fpipe.errors import StageError
-from fpipe.layout import message
-from fpipe.signature import (
-    Signature,
-    TensorSpec,
-    buffers,
-    decode,
-    encode,
-    filled,
-    restore,
-    same,
-    signature_of,
-    tensors,
-)
-from fpipe.tree import Flat
+from fpipe.errors import StageError, TransportError
+from fpipe.handlers.wire import Payload, Wire
+from fpipe.signature import decode, encode, signature_of
 
 log = logging.getLogger("fpipe.transport")
 
-Payload = Flat | list[Any]
-Arriving = tuple[list[torch.Tensor], Signature, list[dist.Work]]
-Held = list[tuple[dist.Work, torch.Tensor]]
-"""The messages of one value that was sent, and the tensors that they must not lose."""
-Signatures = dict[tuple[fx.Value, int], Signature]
-"""(value, the rank it goes to) -> its signature."""
+Held = tuple[list[dist.Work], list[torch.Tensor]]
+"""What is under way, and the tensors that it must not lose."""
 
 
 class Lost(Exception):
@@ -78,7 +55,6 @@ class Links:
         everyone = list(range(size))
         control = self.shared["control"] = self._group("control", everyone, "gloo")
         self.shared["results"] = control if self.backend == "gloo" else self._group("results", everyone, self.backend)
-        self._reset()
 
     @property
     def control(self) -> Any:
@@ -103,8 +79,14 @@ class Links:
         options.global_ranks_in_group = ranks
         return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
 
-    def connect(self, edges: Iterable[tuple[int, int]]) -> None:
-        """Make the groups that are missing, in sorted order, and pass one message over each."""
+    def connect(self, edges: Collection[tuple[int, int]]) -> None:
+        """Make the groups that are missing, in sorted order, and pass one message over each.
+
+        Raises:
+            TransportError: they are more than a GPU has queues.
+        """
+        if self.backend == "nccl":
+            check_queues(self.rank, {*edges, *self.edges}, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
         for source, target in sorted(set(edges) - set(self.edges)):
             if self.rank not in (source, target):
                 continue
@@ -120,139 +102,38 @@ class Links:
             self.wait([work], peer, f"connecting rank {source} to rank {target}")
             log.debug("rank %d connected %d -> %d over %s", self.rank, source, target, self.backend)
 
-    # A step
+    # Posts and waits
 
-    def _reset(self) -> None:
-        self.known: Signatures | None = None
-        self.learned: Signatures = {}
-        self.unposted: dict[int, deque[fx.Value]] = {}
-        self.arriving: dict[fx.Value, Arriving] = {}
-        self.held: dict[int, deque[Held]] = {}
-        self.complete: dict[int, int] = {}
-        self.receipts: Mapping[fx.Value, int] = {}
+    def send(self, messages: list[torch.Tensor], target: int) -> list[dist.Work]:
+        """Post messages to a rank. They and their works must be held until these are complete."""
+        group, side = self.edges[self.rank, target], _side(target, self.rank)
+        return self._post(group.send, messages, side, target, "send to")
 
-    def begin(self, known: Signatures | None, receipts: Mapping[fx.Value, int]) -> None:
-        """Start a step, with the signatures of all its values where they are known."""
-        self._reset()
-        self.known, self.receipts = known, receipts
-
-    def send(self, value: fx.Value, source: int, target: int, payload: Payload) -> None:
-        self.held.setdefault(target, deque()).append([])
-        payload, ahead = self._fitting(value, target, payload)
-        for tensor in (*ahead, *tensors(payload)):
-            if tensor.device.type != self.device.type:
-                raise StageError(
-                    f"{value} is on {tensor.device}, and this handler moves values on {self.device}",
-                    rank=source,
-                    stage=value.stage,
-                )
-            if tensor.numel():
-                self._isend(message(tensor), target, self.edges[source, target], _side(target, source))
-
-    def _fitting(self, value: fx.Value, target: int, payload: Payload) -> tuple[Payload, list[torch.Tensor]]:
-        """The payload as its receiver expects it, and what goes ahead; if nothing is known yet, it is told."""
-        if self.known is None:
-            expected = self._wanted(value, signature_of(payload))
-            self.learned[value, target] = expected
-            self._announce(value, expected, target)
-        else:
-            expected = self.known[value, target]
-        ahead: list[torch.Tensor] = []
-        if isinstance(payload, list) and len(payload) == len(expected.leaves):
-            payload, ahead = filled(payload, expected, self.device)
-        signature = signature_of(payload)._replace(optional=expected.optional)
-        if same(signature, expected):
-            return payload, ahead
-        raise StageError(
-            f"{value} is {signature.text()}, where equal inputs gave {expected.text()} before: what a stage puts out "
-            "may depend on its inputs' shapes and plain values, not on their data",
-            rank=self.rank,
-            stage=value.stage,
-            microbatch=getattr(value, "microbatch", None),
-        )
-
-    def _wanted(self, value: fx.Value, signature: Signature) -> Signature:
-        """A gradient's signature with what its activation wants and no reader gave: it may be given later.
-
-        An expanded gradient is sent whole, since another step's may be dense.
-        """
-        if isinstance(value, fx.Gradient):
-            signature = Signature(None, tuple(map(_whole, signature.leaves)))
-        source = fx.Activation(value.stage, value.microbatch) if isinstance(value, fx.Gradient) else None
-        activation = self.learned.get((source, self.rank)) if source is not None else None
-        if activation is None:
-            return signature
-        wants = [spec if isinstance(spec, TensorSpec) and spec.requires_grad else None for spec in activation.leaves]
-        pairs = list(zip(signature.leaves, wants, strict=True))
-        optional = tuple(i for i, (leaf, want) in enumerate(pairs) if leaf is None and want is not None)
-        leaves = tuple(
-            want._replace(requires_grad=False, strides=None) if leaf is None and want is not None else leaf
-            for leaf, want in pairs
-        )
-        return Signature(None, leaves, optional)
-
-    def _announce(self, value: fx.Value, signature: Signature, target: int) -> None:
-        try:
-            text = encode(signature)
-        except TypeError as error:
-            raise StageError(f"its output can't travel: {error}", rank=self.rank, stage=value.stage) from error
-        body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._isend(torch.tensor([len(text)]), target, self.control, target)
-        self._isend(body, target, self.control, target)
-
-    def _isend(self, tensor: torch.Tensor, target: int, group: Any, to: int) -> None:
-        try:
-            work = group.send([tensor], to, 0)
-        except RuntimeError as error:
-            raise Lost(target, f"could not send to rank {target} ({first_line(error)})") from None
-        self.held[target][-1].append((work, tensor))
-
-    def post(self, value: fx.Value, source: int, target: int) -> None:
-        if self.known is None:
-            self.unposted.setdefault(source, deque()).append(value)
-        else:
-            self._irecv(value, source, self.known[value, target])
-
-    def _irecv(self, value: fx.Value, source: int, signature: Signature) -> None:
-        messages = buffers(signature, self.device)
+    def receive(self, messages: list[torch.Tensor], source: int) -> list[dist.Work]:
+        """Post receives from a rank."""
         group, side = self.edges[source, self.rank], _side(source, self.rank)
-        works = [self._recv(t, source, group, side) for t in messages if t.numel()]
-        self.arriving[value] = (messages, signature, works)
+        return self._post(group.recv, messages, side, source, "receive from")
 
-    def _recv(self, tensor: torch.Tensor, source: int, group: Any, side: int) -> dist.Work:
-        try:
-            return group.recv([tensor], side, 0)  # type: ignore[no-any-return]
-        except RuntimeError as error:
-            raise Lost(source, f"could not receive from rank {source} ({first_line(error)})") from None
+    def tell(self, text: bytes, target: int) -> Held:
+        """Post a text to a rank, over the control group."""
+        messages = [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
+        return self._post(self.control.send, messages, target, target, "send to"), messages
 
-    def take(self, value: fx.Value, source: int, target: int, by: fx.Effect) -> Payload:
-        purpose = f"waiting for {value} from rank {source}, which {by} needs"
-        while value not in self.arriving:
-            first = self.unposted[source].popleft()
-            signature = self._heard(source, purpose)
-            self.learned[first, self.rank] = signature
-            self._irecv(first, source, signature)
-        messages, signature, works = self.arriving.pop(value)
-        self.wait(works, source, purpose)
-        self._release(source, self.receipts.get(value, 0))
-        return restore(messages, signature)
-
-    def _release(self, peer: int, count: int) -> None:
-        """Give up the first `count` values sent to a peer in this step."""
-        held = self.held.get(peer)
-        while held and self.complete.get(peer, 0) < count:
-            self.complete[peer] = self.complete.get(peer, 0) + 1
-            self.wait([work for work, _ in held.popleft()], peer, f"finishing a send to rank {peer}")
-
-    def _heard(self, source: int, purpose: str) -> Signature:
+    def hear(self, source: int, purpose: str) -> bytes:
+        """Wait for a text that a rank told."""
         size = torch.zeros(1, dtype=torch.int64)
-        self.wait([self._recv(size, source, self.control, source)], source, purpose)
+        self.wait(self._post(self.control.recv, [size], source, source, "receive from"), source, purpose)
         body = torch.empty(int(size), dtype=torch.uint8)
-        self.wait([self._recv(body, source, self.control, source)], source, purpose)
+        self.wait(self._post(self.control.recv, [body], source, source, "receive from"), source, purpose)
+        return body.numpy().tobytes()
+
+    def _post(
+        self, post: Callable[..., dist.Work], messages: list[torch.Tensor], side: int, peer: int, what: str
+    ) -> list[dist.Work]:
         try:
-            return decode(body.numpy().tobytes())
-        except TypeError as error:
-            raise StageError(f"a value from rank {source} can't be understood here: {error}", rank=self.rank) from error
+            return [post([tensor], side, 0) for tensor in messages]
+        except RuntimeError as error:
+            raise Lost(peer, f"could not {what} rank {peer} ({first_line(error)})") from None
 
     def wait(self, works: list[dist.Work], peer: int | None, purpose: str) -> None:
         """Wait for works; on CUDA the stream does. They are popped, so that no traceback keeps them alive."""
@@ -268,12 +149,6 @@ class Links:
             return f"nothing came within {self.timeout:g} s"
         return first_line(error)
 
-    def end(self) -> Signatures:
-        """Finish a step: all sends are complete. Returns the signatures of its values."""
-        for peer, held in self.held.items():
-            self._release(peer, self.complete.get(peer, 0) + len(held))
-        return self.known if self.known is not None else self.learned
-
     def abort(self) -> None:
         """Break all connections, so that peers that wait for this process are told at once.
 
@@ -281,7 +156,6 @@ class Links:
         """
         if self.backend == "nccl":
             self.cut()
-        self._reset()
         _close(self.edges, self.shared)
 
     def cut(self) -> None:
@@ -322,21 +196,45 @@ class Links:
         self.broadcast(size, source, purpose, control=True)
         body = self.broadcast(body if payload is not None else body.resize_(int(size)), source, purpose, control=True)
         signature = decode(body.numpy().tobytes())
-        messages = buffers(signature, self.device) if payload is None else list(map(message, tensors(payload)))
+        wire = Wire(signature, self.device)
+        messages = wire.buffers() if payload is None else wire.messages(payload)
+        assert messages is not None, "the signature is the payload's own"
         for each in messages:
-            if each.numel():
-                self.broadcast(each.reshape(-1).view(torch.uint8), source, purpose)
-        return restore(messages, signature) if payload is None else payload
-
-
-def _whole(spec: Any) -> Any:
-    return spec._replace(strides=None) if isinstance(spec, TensorSpec) and 0 in (spec.strides or ()) else spec
+            self.broadcast(each.reshape(-1).view(torch.uint8), source, purpose)
+        return wire.payload(messages) if payload is None else payload
 
 
 def first_line(error: Exception) -> str:
     """What an error of torch.distributed says, without its stack."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return "the connection closed" if "onnection" in text and ("closed" in text or "reset" in text) else text
+
+
+def check_queues(rank: int, edges: Collection[tuple[int, int]], connections: str | None) -> None:
+    """Refuse more streams than the GPU has hardware queues.
+
+    Each edge has a stream of its own, on which a receive waits for its sender. Where two streams share a queue, what
+    stands behind such a receive waits too, be it the very compute that its sender waits for.
+
+    Args:
+        connections: CUDA_DEVICE_MAX_CONNECTIONS, of which CUDA takes 8 where it is not set, and at most 32.
+
+    Raises:
+        TransportError: the edges of this rank, its compute and its collectives are more than the queues.
+
+    >>> check_queues(0, {(0, 1), (1, 0)}, "1")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    fpipe.errors.TransportError: rank 0 has 2 edges, ... gives 1 hardware queue, ...: set it to 32 before start
+    >>> check_queues(0, {(0, 1), (1, 0)}, None)
+    """
+    mine = sum(rank in edge for edge in edges)
+    queues = min(int(connections), 32) if connections else 8
+    if mine + 2 > queues:
+        raise TransportError(
+            f"rank {rank} has {mine} edges, which with compute and collectives take {mine + 2} streams, and "
+            f"CUDA_DEVICE_MAX_CONNECTIONS gives {queues} hardware queue{'s' * (queues != 1)}, in which receives would "
+            f"block compute: set it to 32 before start" + (", or take a placement of fewer edges" * (mine > 30))
+        )
 
 
 def _close(*groups: dict[Any, Any]) -> None:

@@ -6,8 +6,10 @@ compiled: if all ranks would wait, that is where it is said.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +48,7 @@ class Local:
             rank: Executor(program, pieces, mailbox, observe, None if self.devices is None else self.devices[rank])
             for rank, program in programs.items()
         }
-        order = [(executors[turn.rank].execute, at) for turn in turns(programs) for at in range(turn.start, turn.stop)]
+        order = [partial(executors[turn.rank].run, turn.start, turn.stop) for turn in turns(programs)]
 
         def run(inputs: Inputs) -> Results:
             if inputs.broken:
@@ -54,8 +56,8 @@ class Local:
             try:
                 for executor in executors.values():
                     executor.start(self._own(inputs, executor))
-                for execute, at in order:
-                    execute(at)
+                for turn in order:
+                    turn()
                 results = _merge(
                     [(executor.plan.stages_on(rank), executor.finish()) for rank, executor in executors.items()]
                 )
@@ -92,21 +94,23 @@ class _Mailbox:
 
     def __init__(self, devices: list[torch.device] | None) -> None:
         self.devices = devices
-        self.payloads: dict[tuple[fx.Value, int], Any] = {}
+        self.payloads: dict[tuple[fx.Value, int], list[Any]] = defaultdict(list)
 
-    def send(self, value: fx.Value, source: int, target: int, payload: Any) -> None:
-        if self.devices is not None:
-            payload = _moved(payload, self.devices[target])
-        self.payloads[value, target] = payload
+    def sender(self, value: fx.Value, source: int, target: int) -> Callable[[Any], None]:
+        box = self.payloads[value, target]
+        if self.devices is None:
+            return box.append
+        device = self.devices[target]
+        return lambda payload: box.append(_moved(payload, device))
 
-    def post(self, value: fx.Value, source: int, target: int) -> None:
-        pass
-
-    def take(self, value: fx.Value, source: int, target: int, by: fx.Effect) -> Any:
-        return self.payloads.pop((value, target))
+    def receiver(
+        self, value: fx.Value, source: int, target: int, by: fx.Effect
+    ) -> tuple[Callable[[], None], Callable[[], Any]]:
+        return lambda: None, self.payloads[value, target].pop
 
     def clear(self) -> None:
-        self.payloads.clear()
+        for box in self.payloads.values():
+            box.clear()
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

@@ -9,16 +9,22 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fpipe.autodiff.pieces import Pieces
-from fpipe.effects import Effect
+from fpipe.effects import Effect, Value
 from fpipe.microbatch import Microbatch, size
 from fpipe.program import Plan, Program
 
 
 class Observer(Protocol):
-    """Sees each effect begin and end; changes nothing."""
+    """Sees each effect begin and end, and before it each wait for what it is the first to use; changes nothing."""
 
     def begin(self, rank: int, effect: Effect) -> None: ...
     def end(self, rank: int, effect: Effect) -> None: ...
+
+    def wait(self, rank: int, value: Value) -> None:
+        """Its first use begins to wait for a value from another rank."""
+
+    def arrive(self, rank: int, value: Value) -> None:
+        """It is there."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,12 @@ class Inputs:
     rng: tuple[int, int] | None = None
     broken: Exception | None = None
 
-    def microbatch(self, m: int) -> Microbatch:
-        """The data of a microbatch; its loss's scale, unless given, is its share of the rows."""
-        data, count = self.data[m], len(self.data)
-        if not self.weighed or data.scale is not None:
-            return data
-        return data._replace(scale=1 / count if self.rows is None else size(self.rows, count, m) / self.rows)
+    def scale(self, m: int) -> Any:
+        """What a microbatch's loss is scaled by: its share of the rows, unless given."""
+        given, count = self.data[m].scale, len(self.data)
+        if not self.weighed or given is not None:
+            return given
+        return 1 / count if self.rows is None else size(self.rows, count, m) / self.rows
 
 
 @dataclass

@@ -35,7 +35,7 @@ class Reference:
             params = [prepared(stage, pipeline.params_of(inputs.params, s)) for s, stage in enumerate(pipeline.stages)]
             own = [p.own[i] for p in params for i in p.trained]
             for m in range(plan.microbatches):
-                data, out = inputs.microbatch(m), dict[int, Any]()
+                data, out = inputs.data[m], dict[int, Any]()
                 for s, stage in enumerate(pipeline.stages):
                     with torch.set_grad_enabled(train), seeded(inputs.rng, s, m), blaming(s, m):
                         arguments = stage.arguments({r: viewed(out[r]) for r in plan.sources(s)}, stage.given(data))
@@ -47,7 +47,7 @@ class Reference:
                 results.outputs[m] = detached_tree(kept)
                 if loss is None:
                     continue
-                results.losses[m] = loss.detach() * (weight := seed(loss, data.scale))
+                results.losses[m] = loss.detach() * (weight := seed(loss, inputs.scale(m)))
                 used = loss.requires_grad and own
                 grads = iter(torch.autograd.grad(loss, own, weight, allow_unused=True) if used else [None] * len(own))
                 for s, p in enumerate(params if train else ()):
