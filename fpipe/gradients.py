@@ -7,13 +7,14 @@ Invariants of a `Sum`, which adds in place:
 - a leaf's first gradient is taken as it is, and may alias anything: it is never written to;
 - a leaf is owned when its total lies in dense memory that the sum made, or that was told to be fresh; only owned
   leaves are written to;
-- what is read of it is final: every leaf is owned by then, and none is written to afterwards.
+- what is read of it is final: every leaf is owned by then, and none is written to afterwards;
+- once every leaf is owned, and all are of one dtype on one device, `steady` is that dtype: one kernel adds the rest.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from fpipe.autodiff.pieces import Leaves
 from fpipe.program import Plan
 from fpipe.stage import Entry, Pipeline
-from fpipe.tree import ABSENT, Path, flatten, indices, paths, pick
+from fpipe.tree import ABSENT, Path, flatten, indices, paths, paths_of, pick
 
 Key = Path | tuple[Entry, Path, int]
 """A leaf of a stage's params by its path; of a stage held elsewhere, the k-th leaf of a use of an entry it shares."""
@@ -52,11 +53,15 @@ class Sum:
     def __init__(self) -> None:
         self.totals: Leaves = []
         self.owned: set[int] = set()
+        self.steady: torch.dtype | None = None
         self.final = False
 
     def add(self, terms: Leaves, fresh: Collection[int] = ()) -> None:
         """Add a microbatch's gradients; `fresh` are those, by number, whose dense memory nothing else has."""
         assert not self.final, "what was read of a sum would change"
+        if self.steady is not None and all(x is not None and x.dtype is self.steady for x in terms):
+            torch._foreach_add_(self.totals, terms)
+            return
         self.totals = self.totals or [None] * len(terms)
         groups = defaultdict[Any, list[int]](list)
         for i, (total, term) in enumerate(zip(self.totals, terms, strict=True)):
@@ -71,6 +76,9 @@ class Sum:
                 groups[i in self.owned and kind == (term.dtype, term.device), kind].append(i)
         for (writable, _), group in groups.items():
             self._add(group, terms, writable)
+        if len(self.owned) == len(self.totals):
+            kinds = {(x.dtype, x.device) for x in self.totals}
+            self.steady = kinds.pop()[0] if len(kinds) == 1 else None
 
     def _add(self, group: list[int], terms: Leaves, writable: bool) -> None:
         """Foreach kernels are fast for leaves of one dtype on one device."""
@@ -123,7 +131,8 @@ def sent(
     Where nothing gave a gradient stands -0.0, to which adding changes no bit; ABSENT where a leaf is not trained.
     """
     tree = pipeline.params_of(params, stage)
-    names, leaves = paths(tree), flatten(tree).leaves
+    leaves, spec = flatten(tree)
+    names = paths_of(spec)
     wanted = list(range(len(names)))
     if rank not in plan.placement.holders[stage]:
         wanted = [i for _, path in shared_uses(pipeline, plan, stage, rank) for i in indices(tree, path)]
@@ -158,7 +167,7 @@ def total(
     found = {}
     for stage, tree in params.items():
         leaves, spec = flatten(tree)
-        keys = _keys(pipeline, params, held, stage)
+        keys = _keys(pipeline, params, held, stage, paths_of(spec))
         terms = [[stages[user][key] for user, key in uses if key in stages.get(user, {})] for uses in keys]
         found[stage] = spec.unflatten([_sum(leaf, own) for leaf, own in zip(leaves, terms, strict=True)])
     return found
@@ -172,10 +181,10 @@ def _sum(leaf: Any, terms: list[Tensor | None]) -> Tensor | None:
 
 
 def _keys(
-    pipeline: Pipeline, params: Mapping[int, Any], held: Collection[int], stage: int
+    pipeline: Pipeline, params: Mapping[int, Any], held: Collection[int], stage: int, names: Sequence[Path]
 ) -> list[list[tuple[int, Key]]]:
     """For each leaf of a stage's entry in params: what goes into its gradient, by stage."""
-    keys: list[list[tuple[int, Key]]] = [[(stage, name)] for name in paths(params[stage])]
+    keys: list[list[tuple[int, Key]]] = [[(stage, name)] for name in names]
     for (owner, source), uses in pipeline.entries.items():
         if owner != stage:
             continue

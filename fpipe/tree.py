@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import optree
@@ -44,6 +45,12 @@ def flatten(tree: Any) -> Flat:
 def paths(tree: Any) -> list[Path]:
     """The path of every leaf, in flattening order."""
     return optree.tree_paths(tree, namespace=NAMESPACE)
+
+
+@lru_cache(maxsize=1024)
+def paths_of(spec: optree.PyTreeSpec) -> tuple[Path, ...]:
+    """The path of every leaf of trees with this structure."""
+    return tuple(map(tuple, spec.paths()))
 
 
 def pick(tree: Any, path: Iterable[Any]) -> Any:

@@ -267,7 +267,9 @@ def _handed_on(x: Any, wanted: bool, fresh: bool) -> Any:
 
 
 def _plain(c: Tensor | None) -> Tensor | None:
-    return c if c is None else c.detach().resolve_conj().resolve_neg()
+    if c is None or not (c.requires_grad or c.is_conj() or c.is_neg()):
+        return c
+    return c.detach().resolve_conj().resolve_neg()
 
 
 def _expected(x: Any, rooted: bool) -> Cotangent:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fpipe.microbatch import Microbatch
 from fpipe.signature import HOW_TO_REGISTER, PLAIN
 from fpipe.stage import Pipeline, Stage
-from fpipe.tree import Flat, Path, as_path, flatten, indices, paths, short
+from fpipe.tree import Flat, Path, as_path, flatten, indices, paths_of, short
 
 Leaves = list[Any]
 """Tensors in flattening order; None where there is nothing."""
@@ -111,7 +111,7 @@ def prepared(stage: Stage, params: Any) -> Prepared:
         TypeError: a leaf that is neither a tensor nor plain.
     """
     leaves, spec = flatten(params)
-    names = paths(params)
+    names = paths_of(spec)
     frozen = {i for entry in stage.frozen for i in indices(params, as_path(entry))}
     trained = []
     for i, leaf in enumerate(leaves):
@@ -120,7 +120,7 @@ def prepared(stage: Stage, params: Any) -> Prepared:
                 trained.append(i)
         elif type(leaf) not in PLAIN:
             raise TypeError(f"{short(names[i]) or 'the tree'} is a {type(leaf).__qualname__}: {HOW_TO_REGISTER}")
-    own = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+    own = [x.detach() if isinstance(x, Tensor) and (x.requires_grad or type(x) is not Tensor) else x for x in leaves]
     return Prepared(own, spec, tuple(trained), tuple(names[i] for i in trained))
 
 

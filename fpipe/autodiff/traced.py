@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import traceback
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fpipe.policies import Policy, everything_saveable
 from fpipe.stage import Output, Stage
 from fpipe.tree import Flat, flatten
 
-NONE = flatten([])
+NO_STATE, NO_DATA = flatten(None), flatten([])
 MANY = 64
 """So many graphs of one stage are worth a warning."""
 
@@ -82,6 +82,8 @@ class Traced:
         self.recipe = Recipe(stage, name, loss, policy, compile, dynamic)
         self.eager = Eager(stage)
         self.reads_data = any(not isinstance(read, Output) for read in stage.inputs)
+        self.sources = stage.sources
+        self.latest: tuple[Hashable, Functions | None] = (None, None)
         self.graphs = graphs or Graphs()
         self.cause: Exception | None = None
         self.warned = False
@@ -92,24 +94,26 @@ class Traced:
     def forward(
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, Any, Any]:
-        held, given = flatten(state), flatten(self.stage.given(data)) if self.reads_data else NONE
-        functions = self._functions(prepared, held, sources, given, keep)
+        held = flatten(state) if self.stage.stateful else NO_STATE
+        given = flatten(self.stage.given(data)) if self.reads_data else NO_DATA
+        trees = [held, *[sources[s] for s in self.sources], given]
+        inputs = [x for tree in trees for x in tree.leaves]
+        functions = self._functions(prepared, trees, inputs, keep)
         if functions is None:
             return self._by_eager(prepared, state, sources, data, keep)
-        inputs = [*held.leaves, *(x for s in self.stage.sources for x in sources[s].leaves), *given.leaves]
         outputs, new, residuals = functions.forward(prepared, inputs)
         return Flat(outputs, functions.output_spec), residuals, functions.state_spec.unflatten(new)
 
     def backward(self, residuals: Any, cotangents: Leaves) -> tuple[WeightGradients, dict[int, Leaves]]:
         if isinstance(residuals, Residuals):
             weights, found = residuals.functions.backward(residuals, cotangents)
-            return weights, dict(zip(self.stage.sources, found, strict=True))
+            return weights, dict(zip(self.sources, found, strict=True))
         return self.eager.backward(residuals, cotangents)
 
     def backward_input(self, residuals: Any, cotangents: Leaves) -> tuple[dict[int, Leaves], Any]:
         if isinstance(residuals, Residuals):
             found, deferred = residuals.functions.backward_input(residuals, cotangents)
-            return dict(zip(self.stage.sources, found, strict=True)), deferred
+            return dict(zip(self.sources, found, strict=True)), deferred
         return self.eager.backward_input(residuals, cotangents)
 
     def backward_weight(self, deferred: Any) -> WeightGradients:
@@ -119,20 +123,24 @@ class Traced:
 
     # Tracing
 
-    def _functions(
-        self, prepared: Prepared, state: Flat, sources: Mapping[int, Flat], data: Flat, keep: bool
-    ) -> Functions | None:
+    def _functions(self, prepared: Prepared, trees: list[Flat], inputs: Leaves, keep: bool) -> Functions | None:
         """The functions of this call's signature; None where it can't be traced."""
         try:
-            key = self._key(prepared, state, sources, data, keep)
+            key = self._key(prepared, trees, inputs, keep)
         except Untraceable as error:
             self.graphs.reason = self.graphs.reason or _reason(error)
             return None
+        if key != self.latest[0]:
+            self.latest = key, self._known(key, prepared, trees, keep)
+        return self.latest[1]
+
+    def _known(self, key: Hashable, prepared: Prepared, trees: list[Flat], keep: bool) -> Functions | None:
+        """The functions of a signature, traced if it is new."""
         if key in self.graphs.by_signature:
             return self.graphs.by_signature[key]
         found = None
         try:
-            found = self._find(signature(prepared, state, [sources[s] for s in self.stage.sources], data, keep))
+            found = self._find(signature(prepared, *trees, keep=keep))
         except StageError as error:
             raise StageError(error.message, stage=self.name) from error.__cause__
         except Impure as error:
@@ -180,14 +188,12 @@ class Traced:
                 stacklevel=2,
             )
 
-    def _key(self, prepared: Prepared, state: Flat, sources: Mapping[int, Flat], data: Flat, keep: bool) -> Hashable:
+    def _key(self, prepared: Prepared, trees: list[Flat], inputs: Leaves, keep: bool) -> Hashable:
         """What stands for the signature: what is the same all through a step, by a number."""
         if self not in prepared.computed:
             step, numbers = (prepared.spec, ambient(), *map(glance, prepared.leaves)), self.graphs.steps
             prepared.computed[self] = numbers.setdefault(step, len(numbers))
-        read = [sources[s] for s in self.stage.sources]
-        trees = [(tree.spec, *map(glance, tree.leaves)) for tree in (state, *read, data)]
-        return prepared.computed[self], keep, *trees
+        return prepared.computed[self], keep, *[tree.spec for tree in trees], *map(glance, inputs)
 
     def _by_eager(
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
@@ -210,12 +216,13 @@ class Traced:
         return result
 
 
-def signature(prepared: Prepared, state: Flat, sources: Sequence[Flat], data: Flat, keep: bool) -> Call:
-    """Of a call with these trees.
+def signature(prepared: Prepared, state: Flat, *rest: Flat, keep: bool) -> Call:
+    """Of a call with these trees: the sources', and at last the data's.
 
     Raises:
         Untraceable: a leaf is neither a plain tensor nor a plain value.
     """
+    *sources, data = rest
     return Call(
         Tree(tuple(map(leaf, prepared.leaves)), prepared.spec),
         prepared.trained,
