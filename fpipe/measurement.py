@@ -1,0 +1,282 @@
+"""One step as it was measured: receives split, an account of each rank's time, and the timeline. No torch.
+
+Times of two ranks are put together only if both were read from one clock, or the difference was measured. An arrival
+is seen by who waits for it: of a value that was there at its first use, only a bound is known.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import inf
+from statistics import median
+from typing import NamedTuple
+
+from fpipe.costs import Costs
+from fpipe.effects import TABLE, Recv, Send, Value, needs
+from fpipe.program import Plan, Programs, plan_of
+from fpipe.timeline import Spans, Timeline
+
+THERE = 50e-6  # seconds that a use takes to get what is there
+LAST = 0.05  # share of the time since both had posted, in whose last bit a value is not taken to have come by chance
+
+
+class Columns(NamedTuple):
+    """One rank's step, by the place of the effect in its program; seconds.
+
+    Args:
+        starts, ends: of each effect on the host; sends and receives only post.
+        waits, arrivals: of each receive, when its first use began to wait for the value, and had it.
+    """
+
+    starts: array[float]
+    ends: array[float]
+    waits: array[float]
+    arrivals: array[float]
+
+
+class Receive(NamedTuple):
+    """A receive as its rank saw it, in waiting and transfer; seconds.
+
+    Args:
+        posted: when it was.
+        sent: when its send was posted; None if that rank was not recorded here.
+        used, arrived: when the value's first use began to wait for it, and had it.
+    """
+
+    effect: Recv
+    posted: float
+    sent: float | None
+    used: float
+    arrived: float
+
+    @property
+    def there(self) -> bool:
+        """Whether the value was there at its first use, as far as the wait tells, which was short then.
+
+        If so, `arrived` is a bound from above, and so is `transfer`.
+        """
+        waited = self.arrived - self.used
+        if self.sent is None:
+            return waited <= THERE
+        return self.sent <= self.used and waited <= max(THERE, LAST * self.transfer)
+
+    @property
+    def left(self) -> float:
+        """When both sides had posted."""
+        if self.sent is None:
+            raise ValueError(f"{self.effect.value} was sent by rank {self.effect.rank}, which is not recorded here")
+        return min(max(self.posted, self.sent), self.arrived)
+
+    @property
+    def waiting(self) -> float:
+        """From the post until the sender had posted too."""
+        return self.left - self.posted
+
+    @property
+    def transfer(self) -> float:
+        """From then until it arrived."""
+        return self.arrived - self.left
+
+    @property
+    def exposed(self) -> float:
+        """The transfer's time in which the rank did nothing but wait for it."""
+        return self.arrived - max(self.left, self.used)
+
+
+class Account(NamedTuple):
+    """Where the time of one rank's step went; seconds.
+
+    Args:
+        compute: in pieces.
+        between: for each two pieces that follow one another, the time between them in which nothing was waited for:
+            what the host takes. Where one process plays several ranks, it holds what the others do.
+        posting: in sends and receives.
+        waiting: for values from other ranks.
+        exposed: of that, with the value under way; None, as what follows, where its senders were not recorded here.
+        hidden: transfers under compute, of values that were waited for in the end.
+        hidden_at_most: with all transfers, those too of which only a bound is known.
+        receives, there: how many, and of how many the value was there at its first use.
+    """
+
+    compute: float
+    between: list[float]
+    posting: float
+    waiting: float
+    exposed: float | None
+    hidden: float | None
+    hidden_at_most: float | None
+    receives: int
+    there: int
+
+    def _cells(self) -> tuple[str, ...]:
+        """A row of the table, in milliseconds."""
+        hidden = "-" if self.hidden is None else f"{_ms(self.hidden)} to {_ms(self.hidden_at_most)}"
+        return (
+            *map(_ms, (self.compute, sum(self.between), median(self.between) if self.between else 0.0)),
+            *map(_ms, (self.posting, self.waiting, self.exposed)),
+            *(hidden, f"{self.there} of {self.receives}"),
+        )
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.3f}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One step as it was measured; printed, a table of where each rank's time went.
+
+    Args:
+        programs: of all ranks.
+        columns: of the ranks that were recorded, on rank 0's clock where they are of several processes.
+        offsets: seconds by which a rank's own clock is ahead of it.
+        uncertainty: seconds by which the offset may be wrong; 0 where one clock was read by both.
+    """
+
+    programs: Programs
+    columns: Mapping[int, Columns]
+    offsets: Mapping[int, float] = field(default_factory=dict)
+    uncertainty: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> Plan:
+        """What ran."""
+        return plan_of(self.programs)
+
+    def receives(self, rank: int) -> list[Receive]:
+        """A rank's receives, in the order of their posts."""
+        own = self.columns[rank]
+        return [
+            Receive(effect, own.starts[at], self._sent(effect, rank), own.waits[at], own.arrivals[at])
+            for at, effect in enumerate(self.programs[rank])
+            if isinstance(effect, Recv)
+        ]
+
+    def _sent(self, receive: Recv, rank: int) -> float | None:
+        sender = self.columns.get(receive.rank)
+        return None if sender is None else sender.starts[self._sends[receive.value, rank]]
+
+    @cached_property
+    def _sends(self) -> dict[tuple[Value, int], int]:
+        """(value, the rank it goes to) -> where its send stands in its rank's program."""
+        return {
+            (effect.value, effect.rank): at
+            for program in self.programs.values()
+            for at, effect in enumerate(program)
+            if isinstance(effect, Send)
+        }
+
+    def account(self, rank: int) -> Account:
+        """Where a rank's time went."""
+        own, effects, receives = self.columns[rank], self.programs[rank].effects, self.receives(rank)
+        spans = list(zip(own.starts, own.ends, strict=True))
+        pieces = [span for effect, span in zip(effects, spans, strict=True) if TABLE[type(effect)].track == "compute"]
+        computed, waited = _Taken(pieces), _Taken(sorted((r.used, r.arrived) for r in receives))
+        posts = (
+            end - start for effect, (start, end) in zip(effects, spans, strict=True) if isinstance(effect, Send | Recv)
+        )
+        hidden = [(r.there, computed.within(r.left, r.arrived)) for r in receives if r.sent is not None]
+        known = len(hidden) == len(receives)
+        return Account(
+            computed.whole,
+            [start - end - waited.within(end, start) for (_, end), (start, _) in pairwise(pieces)],
+            sum(posts),
+            waited.whole,
+            sum(r.exposed for r in receives) if known else None,
+            sum(took for there, took in hidden if not there) if known else None,
+            sum(took for _, took in hidden) if known else None,
+            len(receives),
+            sum(r.there for r in receives),
+        )
+
+    def __str__(self) -> str:
+        head = ("rank", "compute", "between", "each", "posting", "waiting", "exposed", "hidden", "there")
+        rows = [head, *((str(rank), *self.account(rank)._cells()) for rank in self.columns)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        clocks = f"; clocks within {_ms(max(self.uncertainty.values()))}" if any(self.uncertainty.values()) else ""
+        legend = (
+            f"milliseconds{clocks}; between two pieces, in all and the median; posting sends and receives;\nwaiting "
+            "for values, exposed of it with the value under way; hidden: transfers under compute, what is known and at "
+            "most;\nthere: values that came before their first use, of all received"
+        )
+        return "\n".join([*table, legend])
+
+    def timeline(self, costs: Costs = Costs()) -> Timeline:
+        """The spans of all ranks, from the first on, in seconds.
+
+        A send ends as its value arrives, and of one that was there at its first use both may end later than they did.
+        A compute waited for a receive if the value wasn't there. What the host does in a gap counts there as what was
+        waited for in it, by default a dependency.
+
+        Args:
+            costs: whose bytes `memory` counts.
+
+        Raises:
+            ValueError: not all ranks are recorded here.
+        """
+        if missing := [rank for rank in range(self.plan.ranks) if rank not in self.columns]:
+            raise ValueError(
+                f"rank {missing[0]} is not recorded in this process: call fpipe.gather(recording, group) on every rank"
+            )
+        return Timeline(self.plan, self._spans(), costs)
+
+    def _spans(self) -> Spans:
+        ranks = range(self.plan.ranks)
+        first = [0, *accumulate(len(self.programs[rank]) for rank in ranks)]
+        origin = min(start for own in self.columns.values() for start in own.starts)
+        starts = array("d", [start - origin for rank in ranks for start in self.columns[rank].starts])
+        ends = array("d", [end - origin for rank in ranks for end in self.columns[rank].ends])
+        waited = array("q", [-1]) * first[-1]
+        for rank in ranks:
+            for at, receive in zip(self._receiving(rank), self.receives(rank), strict=True):
+                here = first[rank] + at
+                waited[here] = sent = first[receive.effect.rank] + self._sends[receive.effect.value, rank]
+                ends[sent] = max(starts[sent], receive.arrived - origin)
+                ends[here] = max(starts[here], ends[sent])
+            for at, before in self._waited(rank):
+                waited[first[rank] + at] = -1 if before is None else first[rank] + before
+        effects = [effect for rank in ranks for effect in self.programs[rank]]
+        return Spans(first, effects, starts, ends, waited)
+
+    def _receiving(self, rank: int) -> list[int]:
+        return [at for at, effect in enumerate(self.programs[rank]) if isinstance(effect, Recv)]
+
+    def _waited(self, rank: int) -> Iterator[tuple[int, int | None]]:
+        """For all effects but receives: the one that kept the rank until it began, or the receive that came later."""
+        receives = zip(self._receiving(rank), self.receives(rank), strict=True)
+        late = {receive.effect.value: (receive.arrived, at) for at, receive in receives if not receive.there}
+        last: int | None = None
+        ended = -inf
+        for at, effect in enumerate(self.programs[rank]):
+            if isinstance(effect, Send):
+                yield at, last
+            elif not isinstance(effect, Recv):
+                came = [late[name] for name in needs(effect, self.plan) if name in late]
+                arrived, received = max(came, default=(-inf, -1))
+                yield at, received if arrived > ended else last
+                last, ended = at, self.columns[rank].ends[at]
+
+
+class _Taken:
+    """Stretches of time that don't overlap, in order: how much of them lies within others."""
+
+    def __init__(self, stretches: Sequence[tuple[float, float]]) -> None:
+        self.starts, self.ends = [start for start, _ in stretches], [end for _, end in stretches]
+        self.sums = [0.0, *accumulate(end - start for start, end in stretches)]
+
+    @property
+    def whole(self) -> float:
+        return self.sums[-1]
+
+    def within(self, start: float, end: float) -> float:
+        return max(0.0, self._before(end) - self._before(start))
+
+    def _before(self, when: float) -> float:
+        at = bisect_right(self.starts, when)
+        return self.sums[at] - max(0.0, self.ends[at - 1] - when) if at else 0.0

@@ -1,0 +1,155 @@
+"""An observer that records what each effect of a step takes, and when each value arrives. No torch.
+
+Invariants:
+- memory is made once for each rank played here: doubles for two steps, the last whole one and the one that runs;
+- a step that fails leaves nothing behind: the next one starts over.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Mapping
+from math import isnan, nan
+
+from fpipe.effects import Effect, Recv, Value
+from fpipe.errors import ScheduleError
+from fpipe.measurement import Columns, Measurement
+from fpipe.program import Programs, plan_of
+
+
+class _Lane:
+    """One rank's step as it is recorded: whether it has begun, how far it has got, and its columns.
+
+    Of `effects` the first is left out, so that the recording looks twice at the one that begins a step; after the last
+    stands another None.
+    """
+
+    __slots__ = ("arrivals", "at", "begun", "effects", "ends", "receives", "starts", "waits")
+
+    def __init__(self, effects: list[Effect | None], receives: dict[Value, int]) -> None:
+        self.effects, self.receives, self.at, self.begun = effects, receives, 0, False
+        self.starts, self.ends, self.waits, self.arrivals = (array("d", [nan]) * (len(effects) - 1) for _ in range(4))
+
+    @property
+    def whole(self) -> bool:
+        return self.at == len(self.effects) - 1
+
+
+class Recording:
+    """An observer that keeps the last whole step, in memory that doesn't grow.
+
+    Times are the host's: where values live on a GPU, it launches what it doesn't wait for.
+
+    Args:
+        programs: what runs: `lower(schedule, plan, depth=prefetch)`, with the prefetch of `value_and_grad`.
+        clock: seconds from any origin; the ranks of one machine share the one by default.
+
+    Raises:
+        ScheduleError: (in the step) other programs run.
+
+    >>> import torch
+    >>> from fpipe import Pipeline, Placement, handlers, lower, schedules, value_and_grad
+    >>> pipeline = Pipeline([lambda p, x: x * p] * 2, loss=lambda y, t: y.sum())
+    >>> plan = pipeline.plan(Placement.loop(ranks=2), microbatches=2)
+    >>> recording = Recording(lower(schedules.gpipe, plan))
+    >>> step = value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), observe=recording)
+    >>> loss, grads = step({0: torch.tensor(2.0), 1: torch.tensor(1.0)}, torch.arange(4.0))
+    >>> [type(span.effect).__name__ for span in recording.measurement().timeline().compute(rank=0)]
+    ['Forward', 'Forward', 'Backward', 'Backward']
+    """
+
+    def __init__(self, programs: Programs, clock: Callable[[], float] = time.perf_counter) -> None:
+        plan_of(programs)  # one of each rank
+        self.programs, self.clock = programs, clock
+        self._effects: dict[int, tuple[list[Effect | None], dict[Value, int]]] = {}
+        self._lanes: dict[int, _Lane] = {}  # of the step that runs
+        self._last: dict[int, _Lane] = {}  # of a whole step before it, if there was one
+        self._before = 0  # whole steps before the one that runs
+
+    def begin(self, rank: int, effect: Effect) -> None:
+        lane = self._lanes.get(rank) or self._lane(rank)
+        if effect is not lane.effects[lane.at]:
+            lane = self._placed(lane, rank, effect)
+        lane.starts[lane.at] = self.clock()
+
+    def end(self, rank: int, effect: Effect) -> None:
+        now = self.clock()
+        lane = self._lanes[rank]
+        lane.ends[lane.at] = now
+        lane.at += 1
+
+    def wait(self, rank: int, value: Value) -> None:
+        lane = self._lanes[rank]
+        lane.waits[lane.receives[value]] = self.clock()
+
+    def arrive(self, rank: int, value: Value) -> None:
+        now = self.clock()
+        lane = self._lanes[rank]
+        lane.arrivals[lane.receives[value]] = now
+
+    def _lane(self, rank: int) -> _Lane:
+        if rank not in self._effects:
+            effects = self.programs[rank].effects
+            receives = {effect.value: at for at, effect in enumerate(effects) if isinstance(effect, Recv)}
+            self._effects[rank] = [None, *effects[1:], None], receives
+        self._lanes[rank] = lane = _Lane(*self._effects[rank])
+        return lane
+
+    def _placed(self, lane: _Lane, rank: int, effect: Effect) -> _Lane:
+        """The lane, at an effect that is not the very object that it has there."""
+        effects, at = self.programs[rank].effects, lane.at
+        if effect == effects[0]:
+            if lane.begun:
+                self._start_over()
+                lane = self._lanes[rank]
+            lane.begun = True
+        elif at < len(effects) and effect == effects[at]:
+            lane.effects[at] = effect  # from now on found without a comparison
+        else:
+            expected = effects[at] if at < len(effects) else "ended"
+            raise ScheduleError(
+                f"rank {rank} begins {effect}, where the recorded program has {expected}: record the programs that "
+                "run, lower(schedule, plan, depth=prefetch)"
+            )
+        return lane
+
+    def _start_over(self) -> None:
+        """Begin a step, after one that is whole or has failed."""
+        if _whole(self._lanes):
+            self._lanes, self._last = self._last, self._lanes
+            self._before += 1
+            for rank in self._last.keys() - self._lanes.keys():
+                self._lane(rank)
+        for lane in self._lanes.values():
+            lane.at, lane.begun = 0, False
+
+    @property
+    def steps(self) -> int:
+        """How many whole steps have been seen."""
+        return self._before + _whole(self._lanes)
+
+    def measurement(self) -> Measurement:
+        """The last whole step of the ranks that this process plays.
+
+        Raises:
+            ValueError: there is none, or the handler doesn't say when values arrive.
+        """
+        if not self.steps:
+            raise ValueError("no whole step has been recorded: pass observe=recording, and run a step")
+        lanes = self._lanes if _whole(self._lanes) else self._last
+        for rank, lane in lanes.items():
+            for value, at in lane.receives.items():
+                if isnan(lane.arrivals[at]):
+                    raise ValueError(f"rank {rank}'s handler never said that {value} arrived: it calls observe.arrive")
+        return Measurement(
+            self.programs,
+            {
+                rank: Columns(lane.starts[:], lane.ends[:], lane.waits[:], lane.arrivals[:])
+                for rank, lane in sorted(lanes.items())
+            },
+        )
+
+
+def _whole(lanes: Mapping[int, _Lane]) -> bool:
+    return bool(lanes) and all(lane.whole for lane in lanes.values())
