@@ -3,8 +3,9 @@
     python -m benchmarks.overhead
 
 `lowering` is schedule to complete programs; `local` replays them in one process; `gloo` runs two ranks on
-this machine, with values of eight floats, so that nearly all of it is the cost of passing a message.
-`torch` is the same number of messages by bare send and receive, in turn with ours.
+this machine, with values of eight floats, so that nearly all of it is the cost of passing a message, in turn with
+the same number of messages by bare send and receive; `between` is what a rank does between two pieces but wait for
+a value. `packing` sends values of eight tensors in one message and in eight, there and back.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import fpipe
 from fpipe import Pipeline, Placement, Plan, handlers, lower, schedules
 from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, WeightGradients, prepared
 from fpipe.effects import Send
 from fpipe.handlers.protocol import Inputs
+from fpipe.handlers.wire import SMALL, Wire
 from fpipe.interleave import interleave
 from fpipe.microbatch import Microbatch
+from fpipe.signature import signature_of
 from fpipe.stage import Stage
 from fpipe.tree import Flat, flatten
 
@@ -131,7 +135,37 @@ def over_gloo(rank: int, size: int, port: int) -> None:
                 f"{1e3 * ours:.2f} ms a step of {messages} messages; bare send and receive {1e3 * theirs:.2f} ms, "
                 f"ratio {ours / theirs:.2f}"
             )
+    recording = fpipe.Recording(programs)
+    run = handlers.Distributed().compile(programs, stubs(plan.stages, given), recording)
+    between = []
+    for _ in range(REPEATS):
+        run(arguments)
+        between += recording.measurement().account(rank).between
+    if rank == 0:
+        print(f"between two pieces of rank 0: {1e6 * statistics.median(between):.1f} µs")
+    packing(rank)
     dist.destroy_process_group()
+
+
+def packing(rank: int) -> None:
+    """Eight tensors of a value there and back, as one message and as eight."""
+    for size in (64, 1 << 10, 1 << 13, SMALL, 1 << 17):
+        payload: list[Any] = [torch.zeros(size // 4) for _ in range(8)]
+        wires = [Wire(signature_of(payload), torch.device("cpu"), small) for small in (size, 0)]
+
+        def there_and_back(wire: Wire, payload: list[Any] = payload) -> None:
+            for sends in (rank == 0, rank == 1):
+                messages = wire.messages(payload) if sends else wire.buffers()
+                assert messages is not None
+                works = [dist.isend(x, 1 - rank) if sends else dist.irecv(x, 1 - rank) for x in messages]
+                for work in works:
+                    assert work is not None
+                    work.wait()
+                wire.payload(messages)
+
+        packed, alone = (median(lambda wire=wire: there_and_back(wire)) for wire in wires)
+        if rank == 0:
+            print(f"packing {size:7d} bytes x 8: {1e6 * packed:.0f} µs in one message, {1e6 * alone:.0f} µs in eight")
 
 
 def main() -> None:

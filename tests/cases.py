@@ -85,7 +85,7 @@ def attention(stages, dropout=0.0, tied=False):
     """A small GPT: embedding before the first block, head after the last."""
 
     def first(p, x):
-        return attend(p["block"], p["wte"][x] + p["wpe"], dropout)
+        return attend(p["block"], p["wte"][x] + p["wpe"][: x.shape[-1]], dropout)
 
     def middle(p, x):
         return attend(p["block"], x, dropout)

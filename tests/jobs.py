@@ -105,6 +105,31 @@ def shapes_change(rank, ranks, autodiff):
     return found
 
 
+def sequences_change(rank, ranks, schedule, dynamic):
+    """Steps of sequences of other lengths: where they differ from the reference, and how often specs were sent."""
+    from fpipe.handlers.links import Links
+
+    told, tell = [], Links.tell
+    case, generator, plan = cases.make("attention", schedule, ranks, 2, rows=4)
+    options = {"autodiff": "graph", "dynamic": dynamic}
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler(), **options)
+    params, *_ = cases.own(case, plan, rank)
+    found, counts = [], []
+    Links.tell = lambda links, text, target: told.append(text) or tell(links, text, target)
+    try:
+        for length in (5, 3, 5, 4, 3):
+            part = cases.Case(case.pipeline, case.params, case.batch[:, :length], case.target[:, :length])
+            _, batch, target, _ = cases.own(part, plan, rank)
+            expected = expected_on(cases.reference(part, generator, plan), params, plan, rank, False)
+            found += differences(step(params, batch, target), expected)
+            counts.append(len(told))
+            told.clear()
+    finally:
+        Links.tell = tell
+    sent = sum(isinstance(e, fpipe.effects.Send) for e in fpipe.lower(generator, plan)[rank])
+    return found, counts == [sent, sent, 0, sent, 0]
+
+
 def rows_known_elsewhere(rank, ranks):
     """The last stage has neither batch nor target, and the microbatches are uneven."""
     pipeline = fpipe.Pipeline([lambda p, x: x * p, *[lambda p, x: x + p] * (ranks - 2), lambda p, x: (x * p).mean()])

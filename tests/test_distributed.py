@@ -35,6 +35,14 @@ def test_shapes_change_from_step_to_step(pools, ranks, autodiff):
     assert pools(ranks).run(jobs.shapes_change, ranks, autodiff) == [[]] * ranks
 
 
+@pytest.mark.parametrize(
+    ("schedule", "dynamic"),
+    [*((name, False) for name in cases.SCHEDULES), ("one_f_one_b", True), ("zb_v", True)],
+)
+def test_sequences_change_from_step_to_step_and_specs_travel_once(pools, schedule, dynamic):
+    assert pools(2).run(jobs.sequences_change, 2, schedule, dynamic) == [([], True)] * 2
+
+
 def test_rows_that_only_another_rank_knows(pools):
     assert len(set(pools(4).run(jobs.rows_known_elsewhere, 4))) == 1
 

@@ -48,13 +48,14 @@ class Wire:
 
     Args:
         device: where they live.
+        small: bytes up to which a tensor is packed with others.
     """
 
-    def __init__(self, signature: Signature, device: torch.device) -> None:
+    def __init__(self, signature: Signature, device: torch.device, small: int = SMALL) -> None:
         self.signature, self.device = signature, device
         parts = list(_parts(signature))
-        small = [part for part in parts if 0 < part.size <= SMALL]
-        self.packed = _placed(small) if len(small) > 1 else []
+        packed = [part for part in parts if 0 < part.size <= small]
+        self.packed = _placed(packed) if len(packed) > 1 else []
         inside = {part.leaf for part in self.packed}
         self.alone = [part for part in parts if part.size and part.leaf not in inside]
         self.empty = [part for part in parts if not part.size]
