@@ -103,8 +103,10 @@ class Distributed:
                 self._links = Links(store, self.rank, self.size, self.device, self.timeout)
             except RuntimeError as error:
                 raise TransportError(
-                    f"rank {self.rank} could not connect to the other {self.size - 1} ranks within {self.timeout:g} s; "
-                    f"do all of them make this handler? ({error})"
+                    f"rank {self.rank} could not connect to the other {self.size - 1} ranks within {self.timeout:g} s. "
+                    "Do all of them make this handler, and can they reach each other? gloo uses the address of this "
+                    "host's name: where that is 127.0.0.1, set GLOO_SOCKET_IFNAME to the interface that leads to the "
+                    f"others ({error})"
                 ) from error
             self._failures = Failures(self.rank, store)
             if self.device.type == "cuda":
@@ -128,15 +130,17 @@ def _own_store(group: dist.ProcessGroup, timeout: float) -> Store:
     store = _get_default_store()
     name = f"fpipe/{group.group_name}"
     on_gpu = dist.get_backend(group) == "nccl"
+    mine = store.add(f"{name}/{dist.get_rank(group)}", 1)
     try:
-        made = torch.tensor(store.add(f"{name}/{dist.get_rank(group)}", 1), device="cuda" if on_gpu else "cpu")
+        made = torch.tensor(mine, device="cuda" if on_gpu else "cpu")
         work = dist.all_reduce(made, dist.ReduceOp.MAX, group=group, async_op=True)
         assert work is not None
         work.wait(timedelta(seconds=timeout))
     except RuntimeError as error:
+        late = [rank for rank in range(group.size()) if store.add(f"{name}/{rank}", 0) < mine]
         raise TransportError(
-            f"the ranks did not all come to make this handler within {timeout:g} s: value_and_grad and evaluate are "
-            f"called on every rank, in the same order ({first_line(error)})"
+            f"not all ranks came to make this handler within {timeout:g} s (missing: {late or 'none any more'}): "
+            f"value_and_grad and evaluate are called on every rank, in the same order ({first_line(error)})"
         ) from error
     return PrefixStore(f"{name}/handler {int(made)}", store)
 

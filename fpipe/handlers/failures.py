@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -13,6 +17,9 @@ from fpipe.errors import StageError, TransportError
 from fpipe.handlers.links import Links, Lost
 
 log = logging.getLogger("fpipe.transport")
+
+T = TypeVar("T")
+PATIENCE = 2.0  # seconds for an answer of the job's store
 
 
 class Failures:
@@ -29,13 +36,21 @@ class Failures:
 
     def tell(self, reason: str, key: str = "failed") -> None:
         """Leave the reason, unless there is one already."""
-        try:
-            self.store.compare_set(key, "", reason)
-        except RuntimeError as error:
-            log.debug("rank %d can't reach the job's store: %s", self.rank, error)
+
+        def leave() -> None:
+            try:
+                self.store.compare_set(key, "", reason)
+            except RuntimeError as error:
+                log.debug("rank %d can't reach the job's store: %s", self.rank, error)
+
+        _within(PATIENCE, leave)
 
     def told(self, seconds: float, key: str = "failed") -> str | None:
         """The reason that a rank has left, looked for for a little while."""
+        return _within(seconds + PATIENCE, lambda: self.look(seconds, key))
+
+    def look(self, seconds: float, key: str = "failed") -> str | None:
+        """As `told`, but never comes back if the store's host is gone without a word."""
         until = time.monotonic() + seconds
         try:
             while not self.store.check([key]):
@@ -48,7 +63,10 @@ class Failures:
 
     def of_peer(self, links: Links, lost: Lost) -> TransportError:
         """The error for a peer that can't be reached; ends this handler."""
-        peer = "a peer" if lost.peer is None else f"rank {lost.peer}"
+        known = lost.peer if lost.peer != self.rank else None  # what goes to all is lost to nobody in particular
+        if known is None and links.size == 2:
+            known = 1 - self.rank
+        peer = "a peer" if known is None else f"rank {known}"
         reason = self.told(0.2)  # a rank that fails leaves its reason before it breaks its connections
         if reason is None:
             reason = f"{peer} did not say why: did its script end, or was its process killed?"
@@ -82,9 +100,18 @@ class Watch(threading.Thread):
             failures, links = self.failures(), self.links()
             if failures is None or links is None or failures.ended is not None:
                 return
-            reason = failures.told(0.0)
+            reason = failures.look(0.0)
             if reason is not None:
                 failures.ended = reason
                 links.cut()
                 return
             del failures, links
+
+
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """The answer, if it comes in time: a store whose host is gone without a word is waited for without end."""
+    answers: queue.SimpleQueue[T] = queue.SimpleQueue()
+    threading.Thread(target=lambda: answers.put(ask()), daemon=True, name="fpipe-store").start()
+    with contextlib.suppress(queue.Empty):
+        return answers.get(timeout=seconds)
+    return None
