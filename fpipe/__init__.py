@@ -11,11 +11,15 @@ if TYPE_CHECKING:
     from fpipe.costs import Costs, Link
     from fpipe.drawing import draw
     from fpipe.errors import ScheduleError, StageError, TransportError
+    from fpipe.gathering import gather
     from fpipe.handlers.simulator import simulate
     from fpipe.handlers.verifier import Report, verify
+    from fpipe.live import LiveBytes, peak_bytes
     from fpipe.lowering import lower
+    from fpipe.measurement import Measurement
     from fpipe.profiling import profile
     from fpipe.program import Edges, Placement, Plan, Program
+    from fpipe.recording import Recording
     from fpipe.stage import Batch, Output, Pipeline, Stage
     from fpipe.step import evaluate, value_and_grad
     from fpipe.timeline import Timeline
@@ -25,11 +29,14 @@ _HOME = {
     "Costs": "costs",
     "Edges": "program",
     "Link": "costs",
+    "LiveBytes": "live",
+    "Measurement": "measurement",
     "Output": "stage",
     "Pipeline": "stage",
     "Placement": "program",
     "Plan": "program",
     "Program": "program",
+    "Recording": "recording",
     "Report": "handlers.verifier",
     "ScheduleError": "errors",
     "Stage": "stage",
@@ -38,7 +45,9 @@ _HOME = {
     "TransportError": "errors",
     "draw": "drawing",
     "evaluate": "step",
+    "gather": "gathering",
     "lower": "lowering",
+    "peak_bytes": "live",
     "profile": "profiling",
     "simulate": "handlers.simulator",
     "value_and_grad": "step",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import inf, isfinite
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 from fpipe.effects import (
     Activation,
@@ -26,7 +26,8 @@ from fpipe.errors import ScheduleError
 from fpipe.program import Plan
 
 PerStage = float | Sequence[float]
-Edge = tuple[int, int]  # source rank, target rank
+Edge = tuple[int, int]  # source rank, target rank; or stage, reader
+NOT_BY_STAGE = {"communication", "shared", "reads"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,18 @@ class Link:
         object.__setattr__(self, "bandwidth", float(given))
 
 
+class Shared(NamedTuple):
+    """Memory of a microbatch that several names have: a rank that holds some of them has it once.
+
+    Args:
+        bytes: how large it is.
+        names: as of microbatch 0: `(Activation(0, 0), Residuals(1, 0))` is output of stage 0 that stage 1 keeps.
+    """
+
+    bytes: float
+    names: tuple[Name, ...]
+
+
 @dataclass(frozen=True)
 class Costs:
     """What each effect takes. A cost of stages is one number for all of them, or a sequence with one for each.
@@ -60,6 +73,9 @@ class Costs:
         activation: bytes that a stage puts out for one microbatch; its gradients are as large.
         residuals: bytes that a forward keeps for its backward.
         deferred: bytes that an input gradient keeps for its weight gradient.
+        shared: what these have in common. By default nothing: an output that residuals keep counts twice.
+        reads: {(stage, reader): bytes} where a stage reads less of another's output than all: what its rank receives,
+            and how large the gradient is that it gives.
 
     Raises:
         ScheduleError: a number that is negative or not finite.
@@ -78,12 +94,18 @@ class Costs:
     activation: PerStage = 0.0
     residuals: PerStage = 0.0
     deferred: PerStage = 0.0
+    shared: Sequence[Shared] = ()
+    reads: Mapping[Edge, float] | tuple[tuple[Edge, float], ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
             given = getattr(self, field.name)
             if field.name == "communication":
                 found: object = _links(given)
+            elif field.name == "shared":
+                found = tuple(Shared(_number("shared", size), tuple(names)) for size, names in given)
+            elif field.name == "reads":
+                found = tuple(sorted((edge, _number("reads", size)) for edge, size in dict(given).items()))
             elif given is None and field.default is None:
                 found = None
             else:
@@ -134,8 +156,10 @@ class Costs:
     def bytes(self, name: Name) -> float:
         """How large what a name stands for is. Sums of weight gradients are always there, and count nothing."""
         match name:
-            case Activation(stage) | Gradient(stage):
+            case Activation(stage):
                 return _at(self.activation, stage)
+            case Gradient(stage, consumer):
+                return self.read(stage, consumer)
             case Residuals(stage):
                 return _at(self.residuals, stage)
             case Deferred(stage):
@@ -143,11 +167,17 @@ class Costs:
             case WeightGradient():
                 return 0.0
 
+    def read(self, stage: int, reader: int) -> float:
+        """How much of a stage's output another stage reads, in bytes."""
+        return self._reads.get((stage, reader), _at(self.activation, stage))
+
     def check(self, plan: Plan) -> None:
         """Refuse sequences that are not as long as the plan has stages."""
         for field in fields(self):
             given = getattr(self, field.name)
-            if field.name != "communication" and isinstance(given, tuple) and len(given) != plan.stages:
+            if field.name in NOT_BY_STAGE:
+                continue
+            if isinstance(given, tuple) and len(given) != plan.stages:
                 raise ScheduleError(
                     f"{field.name} has {len(given)} entries, the plan {plan.stages} stages: give one number for all "
                     "stages, or one for each"
@@ -157,6 +187,10 @@ class Costs:
     def _links(self) -> dict[Edge, Link]:
         assert isinstance(self.communication, tuple)
         return dict(self.communication)
+
+    @cached_property
+    def _reads(self) -> dict[Edge, float]:
+        return dict(self.reads)
 
 
 def _at(cost: PerStage, stage: int) -> float:

@@ -1,4 +1,4 @@
-"""What stages take: times measured piece by piece, bytes by the traced shapes."""
+"""What stages take: times measured piece by piece, and bytes by which memory is whose."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
-from fpipe.autodiff.functions import Residuals
+from fpipe import effects as fx
+from fpipe.autodiff.functions import Deferred, Residuals
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.autodiff.pieces import Leaves, Piece, seed
-from fpipe.costs import Costs
+from fpipe.costs import Costs, Shared
 from fpipe.errors import blaming
 from fpipe.gradients import add_leaves
 from fpipe.microbatch import Microbatch, split
 from fpipe.policies import everything_saveable
 from fpipe.rng import seeded
-from fpipe.stage import Pipeline, with_loss
-from fpipe.tree import Flat, flatten
+from fpipe.stage import Output, Pipeline, Stage, with_loss
+from fpipe.tree import Flat, flatten, indices
 
 T = TypeVar("T")
 
@@ -56,7 +57,8 @@ def profile(
 
     Returns:
         `Costs` with seconds for `forward`, `backward`, `backward_input` and `backward_weight`, and bytes for
-        `activation`, `residuals` and `deferred`, each memory counted once, parameters and the batch apart.
+        `activation`, `residuals` and `deferred`, parameters and the batch apart, with what of it is the same memory
+        (`shared`) and what of an output its readers read (`reads`).
         Communication costs nothing: `dataclasses.replace(costs, communication=Link(latency, bandwidth))` says
         what it takes.
 
@@ -78,11 +80,12 @@ def profile(
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
     batches, targets = (split(tree, microbatches, axis)[0] for tree, axis in zip((batch, target), axes, strict=True))
     run = _Run(whole, pieces, params, state or {}, rng or (0, 0), list(map(Microbatch, batches, targets)))
-    for i in range(1 + repeats):
+    run.step(halves=False)
+    run.step(halves=True, noting=True)
+    run.times.clear()  # in these, stages are traced
+    for _ in range(repeats):
         run.step(halves=False)
         run.step(halves=True)
-        if i == 0:
-            run.times.clear()  # in the first, stages are traced
     return run.costs()
 
 
@@ -102,12 +105,14 @@ class _Run:
         self.prepared = [p.prepare(pipeline.params_of(params, s)) for s, p in enumerate(pieces)]
         self.on_gpu = any(isinstance(x, Tensor) and x.is_cuda for p in self.prepared for x in p.leaves)
         self.times: dict[tuple[str, int, int], list[float]] = defaultdict(list)  # by piece, stage and microbatch
-        self.sizes: dict[tuple[str, int], int] = defaultdict(int)
+        self.memory = _Memory([*(x for p in self.prepared for x in p.leaves), *flatten(list(data)).leaves])
+        self.noting = False
 
-    def step(self, halves: bool) -> None:
-        """Every microbatch through all stages and back."""
+    def step(self, halves: bool, noting: bool = False) -> None:
+        """Every microbatch through all stages and back; of the first, which is the largest, its memory is noted."""
         state = dict(self.state)
         for m, data in enumerate(self.data):
+            self.noting = noting and m == 0
             outputs: dict[int, Flat] = {}
             kept: list[Any] = []
             for s in range(len(self.pieces)):
@@ -118,18 +123,18 @@ class _Run:
     def _forward(self, s: int, m: int, state: Any, outputs: Mapping[int, Flat], data: Microbatch) -> tuple[Any, ...]:
         piece, saved = self.pieces[s], _Saved()
         sources = {source: outputs[source] for source in piece.stage.sources}
-        with blaming(s, m), seeded(self.rng, s, m), saved.noting():
+        with blaming(s, m), seeded(self.rng, s, m), saved.hooks() if self.noting else nullcontext():
             given, residuals, state = self._timed(
                 "forward", s, m, lambda: piece.forward(self.prepared[s], state, sources, data, keep=True)
             )
-        self._largest("activation", s, _bytes(given.leaves, without=()))
-        if isinstance(residuals, Residuals):
-            self._largest("residuals", s, residuals.functions.sizes.residuals)
-            self._largest("deferred", s, residuals.functions.sizes.deferred)
-        else:
-            theirs = [*self.prepared[s].leaves, *flatten(data).leaves]
-            self._largest("residuals", s, _bytes(saved.tensors, theirs))
-            self._largest("deferred", s, _bytes([*saved.tensors, *given.leaves], theirs))  # all, and the cotangents
+        if self.noting:
+            kept = residuals.values if isinstance(residuals, Residuals) else saved.tensors
+            self.memory.note(fx.Activation(s, 0), given.leaves)
+            self.memory.note(fx.Residuals(s, 0), kept)
+            if not isinstance(residuals, Residuals):
+                self.memory.note(fx.Deferred(s, 0), kept)
+            for source, value in sources.items():
+                self.memory.read(source, s, _read(piece.stage, source, value))
         return given, residuals, state
 
     def _backward(self, m: int, outputs: Mapping[int, Flat], kept: list[Any], halves: bool) -> None:
@@ -139,6 +144,10 @@ class _Run:
             given = self._seeds(outputs[s]) if s == len(self.pieces) - 1 else add_leaves(gradients.pop(s))
             if halves:
                 found, deferred = self._timed("backward_input", s, m, partial(piece.backward_input, residuals, given))
+                if self.noting:
+                    self.memory.note(fx.Deferred(s, 0), deferred.values if isinstance(deferred, Deferred) else given)
+                    for source, leaves in found.items():
+                        self.memory.note(fx.Gradient(source, s, 0), leaves)
                 self._timed("backward_weight", s, m, partial(piece.backward_weight, deferred))
             else:
                 _, found = self._timed("backward", s, m, partial(piece.backward, residuals, given))
@@ -161,9 +170,6 @@ class _Run:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def _largest(self, what: str, s: int, size: int) -> None:
-        self.sizes[what, s] = max(self.sizes[what, s], size)
-
     def costs(self) -> Costs:
         """Medians over repeats, and then over microbatches."""
         stages, count = range(len(self.pieces)), len(self.data)
@@ -172,37 +178,80 @@ class _Run:
             by_microbatch = [[statistics.median(self.times[piece, s, m]) for m in range(count)] for s in stages]
             return [statistics.median(found) for found in by_microbatch]
 
-        def sizes(what: str) -> list[float]:
-            return [self.sizes[what, s] for s in stages]
-
         return Costs(
             forward=times("forward"),
             backward_input=times("backward_input"),
             backward_weight=times("backward_weight"),
             backward=times("backward"),
-            activation=sizes("activation"),
-            residuals=sizes("residuals"),
-            deferred=sizes("deferred"),
+            activation=[self.memory.activations[fx.Activation(s, 0)] for s in stages],
+            residuals=[self.memory.bytes(fx.Residuals(s, 0)) for s in stages],
+            deferred=[self.memory.bytes(fx.Deferred(s, 0)) for s in stages],
+            shared=self.memory.shared(),
+            reads=self.memory.reads,
         )
 
 
 class _Saved:
-    """What eager autograd saves for a backward: the sizes of what can't be traced."""
+    """What eager autograd saves for a backward: the memory of what can't be traced."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
-    def noting(self) -> saved_tensors_hooks:
+    def hooks(self) -> saved_tensors_hooks:
+        """Not while a stage is traced, which would trace them too."""
         return saved_tensors_hooks(self._note, lambda x: x)
 
     def _note(self, x: Tensor) -> Tensor:
-        if not isinstance(x, FakeTensor):
-            self.tensors.append(x.detach())
+        self.tensors.append(x.detach())
         return x.detach()
 
 
-def _bytes(leaves: Iterable[Any], without: Iterable[Any]) -> int:
-    """The memory of tensors, each counted once."""
-    theirs = {x.untyped_storage().data_ptr() for x in without if isinstance(x, Tensor)}
-    found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in leaves if isinstance(x, Tensor)}
-    return sum(n for key, n in found.items() if key not in theirs)
+class _Memory:
+    """Which names of a microbatch have which memory. It holds all of it, so that none is used twice.
+
+    Args:
+        apart: what is nobody's.
+        activations, reads: bytes of a whole output, and of what a stage reads of it where that is less.
+    """
+
+    def __init__(self, apart: Iterable[Any]) -> None:
+        self.apart = _storages(apart)
+        self.found: dict[int, tuple[UntypedStorage, dict[fx.Name, None]]] = {}
+        self.activations: dict[fx.Name, int] = {}
+        self.reads: dict[tuple[int, int], float] = {}
+
+    def note(self, name: fx.Name, leaves: Iterable[Any]) -> None:
+        storages = _storages(leaves)
+        if isinstance(name, fx.Activation):
+            self.activations[name] = sum(storage.nbytes() for storage in storages.values())
+        for key, storage in storages.items():
+            if key not in self.apart:
+                self.found.setdefault(key, (storage, {}))[1][name] = None
+
+    def read(self, source: int, reader: int, leaves: Iterable[Any]) -> None:
+        size = sum(storage.nbytes() for storage in _storages(leaves).values())
+        if size < self.activations[fx.Activation(source, 0)]:
+            self.reads[source, reader] = size
+
+    def bytes(self, name: fx.Name) -> int:
+        return sum(storage.nbytes() for storage, names in self.found.values() if name in names)
+
+    def shared(self) -> list[Shared]:
+        """By the names that share it; what a stage's residuals and deferred alone share is never held by both."""
+        sizes: dict[tuple[fx.Name, ...], int] = defaultdict(int)
+        for storage, names in self.found.values():
+            if len(names) > 1 and names.keys() != {fx.Residuals(s := next(iter(names)).stage, 0), fx.Deferred(s, 0)}:
+                sizes[tuple(names)] += storage.nbytes()
+        return [Shared(size, names) for names, size in sizes.items()]
+
+
+def _read(stage: Stage, source: int, value: Flat) -> list[Any]:
+    """The leaves of a source's output that a stage reads."""
+    paths = {read.path for read in stage.inputs if isinstance(read, Output) and read.stage == source}
+    return [value.leaves[i] for path in paths for i in indices(value.tree, path)]
+
+
+def _storages(leaves: Iterable[Any]) -> dict[int, UntypedStorage]:
+    """Each memory that tensors have."""
+    found = [x.untyped_storage() for x in leaves if isinstance(x, Tensor)]
+    return {storage._cdata: storage for storage in found}

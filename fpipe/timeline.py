@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,9 @@ from itertools import pairwise
 from typing import NamedTuple, overload
 
 from fpipe.costs import Costs
-from fpipe.effects import TABLE, Backward, BackwardWeight, Effect, Forward, Name, Overlap, Recv, gives, needs, parts
+from fpipe.effects import TABLE, Backward, BackwardWeight, Effect, Forward, Overlap, Recv, parts
+from fpipe.holding import Holding
+from fpipe.numbering import Numbering
 from fpipe.program import Plan
 
 CAUSES = ("warm-up", "dependency", "transfer", "imbalance", "drain")
@@ -243,20 +246,26 @@ class Timeline:
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """(time, bytes from then on) of what a rank holds: residuals, what is deferred, and values that travel.
 
-        A received value counts from the post of its receive, one that is sent until it is delivered.
+        A received value counts from the post of its receive, one that is sent until it is delivered, and what a
+        backward gives from its end, when that has used up what it was given. Each memory counts once.
         """
-        held: dict[Name, tuple[float, float]] = {}
+        numbering, begins, ends = Numbering(self.plan), dict[int, float](), dict[int, float]()
         for at in self.spans.of(rank):
-            effect, start, end = self.spans.effects[at], self.spans.starts[at], self.spans.ends[at]
-            for name in needs(effect, self.plan):
-                if name in held:
-                    held[name] = (held[name][0], max(held[name][1], end))
-            for name in gives(effect, self.plan):
-                held.setdefault(name, (start, end))
-        steps: dict[float, float] = {}
-        for name, (start, end) in held.items():
-            size = self.costs.bytes(name)
-            steps[start] = steps.get(start, 0.0) + size
-            steps[end] = steps.get(end, 0.0) - size
-        total = 0.0
-        return [(time, total := total + steps[time]) for time in sorted(steps)]
+            (needs, gives, frees), shift = numbering.of(self.spans.effects[at])
+            start, end = self.spans.starts[at], self.spans.ends[at]
+            ends |= {n + shift: max(ends.get(n + shift, end), end) for n in needs}
+            for n in gives:
+                begins.setdefault(n + shift, end if frees else start)
+        steps = defaultdict[float, tuple[list[int], list[int]]](lambda: ([], []))
+        for n in begins.keys() & ends.keys():
+            steps[begins[n]][0].append(n)
+            steps[ends[n]][1].append(n)
+        holding, found = Holding(self.costs, numbering, rank), []
+        for time in sorted(steps):
+            come, gone = steps[time]
+            for n in come:
+                holding.take(n)
+            for n in gone:
+                holding.give_up(n)
+            found.append((time, holding.bytes))
+        return found

@@ -222,7 +222,8 @@ CATALOGUE: dict[str, Entry] = {
 def recut(costs: Costs, stages: int, into: int) -> Costs:
     """The costs of the same model, when it is cut into another number of equal stages.
 
-    Times and what is kept are spread evenly over a stage; what goes out of a stage is as large as before.
+    Times and what is kept are spread evenly over a stage; what goes out of a stage is as large as before. What stages
+    share and read of each other is not known of another cut.
 
     Args:
         costs: of a cut into `stages`.
@@ -236,6 +237,8 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     kept = ("forward", "backward_input", "backward_weight", "backward", "overlap", "residuals", "deferred")
     given = {name: getattr(costs, name) for name in kept}
     spread: dict[str, Any] = {name: _spread(cost, stages, into) for name, cost in given.items() if cost is not None}
+    if into != stages:
+        costs = replace(costs, shared=(), reads=())
     return replace(costs, activation=_at_ends(costs.activation, stages, into), **spread)
 
 

@@ -113,9 +113,9 @@ def test_an_unknown_name_is_an_attribute_error(package):
 
 SURFACE = {
     "fpipe": """
-        Batch Costs Edges Link Output Pipeline Placement Plan Program Report ScheduleError Stage StageError Timeline
-        TransportError draw effects evaluate handlers interop lower policies profile schedules simulate value_and_grad
-        verify
+        Batch Costs Edges Link LiveBytes Measurement Output Pipeline Placement Plan Program Recording Report
+        ScheduleError Stage StageError Timeline TransportError draw effects evaluate gather handlers interop lower
+        peak_bytes policies profile schedules simulate value_and_grad verify
     """,
     "fpipe.handlers": "Distributed Handler Inputs Local Observer Reference Results",
     "fpipe.schedules": """

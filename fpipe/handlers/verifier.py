@@ -39,6 +39,7 @@ from fpipe.effects import (
     parts,
 )
 from fpipe.errors import ScheduleError
+from fpipe.holding import bytes_on, peak_bytes
 from fpipe.interleave import crossed, turns
 from fpipe.lowering import lower, maker, readers
 from fpipe.numbering import Numbering, check_names
@@ -68,9 +69,12 @@ class Report:
         peak_in_flight: the most microbatches that each rank has in flight, of a whole rank: one of v chunks counts 1/v.
             A microbatch is in flight on a stage from its forward to its weight gradient or fused backward. In program
             order, which no timing changes; 0 where nothing runs backward, for nothing is kept.
-        peak_bytes: the most bytes that each rank holds, in program order: residuals, what is deferred, and values
-            from when they are made, or their receive is posted, to their last use or send; None without costs. Where
-            transfers take time, a value is held until it is delivered, as `Timeline.memory` counts.
+        peak_bytes: the most bytes that each rank holds when an effect ends, in program order: residuals, what is
+            deferred, and values from when they are made, or their receive is posted, to their last use, each memory
+            once. A backward has then used up what it was given. What is sent is held until a value that comes back
+            says that it has come. Apart lie parameters, the batch, sums of gradients and losses, what a piece has
+            only while it runs, and copies that pack small tensors into one message. None without costs.
+            `fpipe.LiveBytes` measures it.
     """
 
     plan: Plan
@@ -160,7 +164,7 @@ def check(programs: Programs, *, transport: str = "async", ordered: bool = True,
         {edge: sum(map(len, due[edge].values())) for edge in sorted(due)},
         None if costs is None else _bytes(due, costs, numbering),
         tuple(peak / len(plan.stages_on(rank)) for rank, peak in enumerate(peaks)),
-        None if costs is None else tuple(_peak_bytes(programs[rank], costs, numbering) for rank in range(plan.ranks)),
+        None if costs is None else peak_bytes(programs, costs, numbering),
     )
 
 
@@ -336,32 +340,7 @@ def _refused(kind: type[Any], rank: int, peer: int, number: int, numbering: Numb
 
 
 def _bytes(due: Due, costs: Costs, numbering: Numbering) -> dict[Edge, float]:
-    return {
-        edge: sum(costs.bytes(numbering.name(numbers[0])) * len(numbers) for numbers in due[edge].values())
-        for edge in sorted(due)
-    }
+    def size(number: int, rank: int) -> float:
+        return bytes_on(rank, numbering.name(number), costs, numbering)
 
-
-def _peak_bytes(program: Program, costs: Costs, numbering: Numbering) -> float:
-    """The most bytes that a rank holds at once, as its program goes."""
-    last: dict[int, int] = {}
-    for at, effect in enumerate(program):
-        (needs, _, _), shift = numbering.of(effect)
-        last.update((number + shift, at) for number in needs)
-    sizes: dict[int, float] = {}  # by block
-    held = peak = 0.0
-    for at, effect in enumerate(program):
-        (needs, gives, _), shift = numbering.of(effect)
-        for number in gives:
-            held += _size(number + shift, sizes, costs, numbering)
-        peak = max(peak, held)
-        used = {number + shift for number in (*needs, *gives)}
-        held -= sum(_size(n, sizes, costs, numbering) for n in used if last.get(n, at) == at)
-    return peak
-
-
-def _size(number: int, sizes: dict[int, float], costs: Costs, numbering: Numbering) -> float:
-    family = number // numbering.plan.microbatches
-    if family not in sizes:
-        sizes[family] = costs.bytes(numbering.name(number))
-    return sizes[family]
+    return {edge: sum(size(block[0], edge[1]) * len(block) for block in due[edge].values()) for edge in sorted(due)}
