@@ -37,24 +37,6 @@ class NotKept(Exception):
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Bytes of one microbatch, by the traced shapes: each memory once, parameters and the batch apart.
-
-    Args:
-        outputs: what the stage puts out.
-        residuals: what its forward keeps.
-        deferred: what its input gradients keep for the weight gradients.
-        inputs_kept, outputs_kept: how much of the residuals is memory of inputs and of outputs.
-    """
-
-    outputs: int
-    residuals: int
-    deferred: int
-    inputs_kept: int = 0
-    outputs_kept: int = 0
-
-
-@dataclass(frozen=True)
 class BackwardBlocks:
     """The backward pieces of one layout of cotangents.
 
@@ -94,7 +76,6 @@ class Cut:
     kept: tuple[int, ...]
     digest: tuple[str, ...]
     fresh: tuple[bool, ...]
-    sizes: Sizes
 
 
 def cut(joint: Joint, policy: Policy, kept: Sequence[int] | None = None) -> Cut:
@@ -140,7 +121,6 @@ class _Cutter:
         outputs = [joint.outputs, joint.state, residuals]
         forward = Block("forward", {"v": v, "x": joint.inputs}, body, outputs)
         backward = self._backward(v, prepare, residuals, weights, gradients) if differentiated else None
-        deferred = backward.input.outputs[1] if backward else []
         return Cut(
             prepare,
             forward,
@@ -148,7 +128,6 @@ class _Cutter:
             tuple(n.meta["at"] for n in residuals if n is not None) if kept is None else tuple(kept),
             tuple(str(n.target) for n in order if n.meta.get("forward") and n.op == "call_function"),
             self._fresh(),
-            self._sizes(residuals, deferred),
         )
 
     # Phases
@@ -368,19 +347,6 @@ class _Cutter:
             for x in ends
         )
 
-    # Bytes
-
-    def _sizes(self, residuals: Sequence[Any], deferred: Sequence[Any]) -> Sizes:
-        theirs = memory([*self.constant, *self.joint.data])
-        kept, inputs, outputs = memory(residuals), memory(self.joint.inputs), memory(self.joint.outputs)
-        return Sizes(
-            _bytes(outputs, theirs),
-            _bytes(kept, theirs),
-            _bytes(memory(deferred), theirs),
-            _bytes({key: n for key, n in kept.items() if key in inputs}, theirs),
-            _bytes({key: n for key, n in kept.items() if key in outputs and key not in inputs}, theirs),
-        )
-
 
 def ancestors(ends: Iterable[Any], inside: Callable[[fx.Node], bool]) -> dict[fx.Node, None]:
     """The nodes that the ends are computed from, themselves among them, as far as they lie inside."""
@@ -396,10 +362,6 @@ def ancestors(ends: Iterable[Any], inside: Callable[[fx.Node], bool]) -> dict[fx
 
 def layout(x: Tensor) -> Cotangent:
     return tuple(x.shape), x.stride(), x.dtype
-
-
-def _bytes(found: dict[fx.Node, int], without: dict[fx.Node, int]) -> int:
-    return sum(n for key, n in found.items() if key not in without)
 
 
 def _origin(node: fx.Node) -> fx.Node:

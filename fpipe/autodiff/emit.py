@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.autodiff.functional import gives_itself, written
 from fpipe.autodiff.memory import root
+from fpipe.autodiff.movement import fewer_moves
 
 SIMPLE = (bool, int, str, type(None))
 OPERATORS = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.mod: "%"}
@@ -92,6 +93,7 @@ class _Writer:
 
 def emit(block: Block, module: torch.nn.Module, bindings: bool = True) -> Callable[..., Any]:
     """The block as a function of lists; without `bindings`, of calls that a compiler knows."""
+    block = fewer_moves(block) if bindings else block
     block = replace(block, body=_apart(block.body))
     writer = _Writer(module, bindings)
     used = {n for node in block.body for n in node.all_input_nodes} | _nodes(block.outputs)

@@ -99,15 +99,11 @@ class Deferred:
 
 
 class Functions:
-    """A stage's pieces for one signature.
-
-    Args:
-        sizes: bytes of what is put out and kept, as traced.
-    """
+    """A stage's pieces for one signature."""
 
     def __init__(self, recipe: Recipe, call: Call) -> None:
         joint, found = recipe.cut(call, None)
-        self.recipe, self.call, self.sizes = recipe, call, found.sizes
+        self.recipe, self.call = recipe, call
         self.guards: Guards | None = guards(joint.fakes, call) if recipe.dynamic else None
         self.kept, self.digest = found.kept, found.digest
         self.prepare: Prepare = recipe.function(found.prepare, joint)
