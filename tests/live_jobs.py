@@ -8,7 +8,7 @@ from itertools import dropwhile
 import torch
 
 import fpipe
-from fpipe import Output, Pipeline, Stage
+from fpipe import Output, Pipeline, Stage, policies
 from fpipe.effects import Backward, BackwardInput, parts
 from fpipe.holding import held_bytes
 from fpipe.numbering import Numbering
@@ -60,13 +60,17 @@ def skip(stages):
 KINDS = {f.__name__: f for f in (blocks, layers, skip)}
 
 
+POLICIES = ("everything_saveable", "cheap", "dots_saveable", "nothing_saveable")
+
+
 @functools.cache
-def made(kind, stages, microbatches):
+def made(kind, stages, microbatches, policy):
     """(pipeline, params, batch, target, costs), the same in every process."""
     torch.manual_seed(0)
     pipeline, params, batch = KINDS[kind](stages)
     batch, target = batch(ROWS * microbatches)
-    costs = fpipe.profile(pipeline, params, batch, target, microbatches=microbatches, autodiff="graph", repeats=1)
+    options = {"autodiff": "graph", "policy": getattr(policies, policy)}
+    costs = fpipe.profile(pipeline, params, batch, target, microbatches=microbatches, repeats=1, **options)
     return pipeline, params, batch, target, costs
 
 
@@ -75,16 +79,17 @@ def held(rank, kind, name, ranks, microbatches):
     return compared(rank, kind, schedule, place(ranks), microbatches, jobs.handler())
 
 
-def compared(rank, kind, schedule, placement, microbatches, handler):
+def compared(rank, kind, schedule, placement, microbatches, handler, policy="everything_saveable"):
     """What a rank holds at most, as measured and as predicted, and by how much these differ after an effect.
 
     Until the ranks agree on the step, in its first effects, no receive has been posted: differences count from the
     first backward on.
     """
-    pipeline, params, batch, target, costs = made(kind, placement.stages, microbatches)
+    pipeline, params, batch, target, costs = made(kind, placement.stages, microbatches, policy)
     plan, live = pipeline.plan(placement, microbatches), fpipe.LiveBytes()
-    own = sharing(handler, "live", kind, plan.stages)
-    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=own, observe=live, autodiff="graph")
+    own = sharing(handler, "live", kind, plan.stages, policy)
+    options = {"autodiff": "graph", "policy": getattr(policies, policy)}
+    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=own, observe=live, **options)
     arguments = pipeline.params_on(params, plan, rank), batch, target
     step(*arguments)  # traces
     step(*arguments)  # knows signatures

@@ -142,10 +142,11 @@ def test_a_rank_that_is_not_played_here_holds_nothing():
 
 
 @each_kind
+@pytest.mark.parametrize("policy", live_jobs.POLICIES)
 @pytest.mark.parametrize("name", ["gpipe_v", "interleaved_zb", "zb_v", "dualpipe_v"])
-def test_one_process_that_hands_values_on_to_itself_holds_what_is_predicted(name, kind):
+def test_one_process_that_hands_values_on_to_itself_holds_what_is_predicted(name, policy, kind):
     schedule, place = cases.SCHEDULES[name]
-    check(*live_jobs.compared(0, kind, schedule, place(1), 4, handlers.Local()))
+    check(*live_jobs.compared(0, kind, schedule, place(1), 4, handlers.Local(), policy))
 
 
 @each_kind
