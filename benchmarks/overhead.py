@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 
 import fpipe
 from fpipe import Pipeline, Placement, Plan, handlers, lower, schedules
-from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, WeightGradients, prepared
+from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, Sink, WeightGradients, prepared
 from fpipe.effects import Send
 from fpipe.handlers.protocol import Inputs
 from fpipe.handlers.wire import SMALL, Wire
@@ -57,13 +57,15 @@ class Stub:
     ) -> tuple[Flat, Any, Any]:
         return self.value, self, state
 
-    def backward(self, residuals: Any, cotangents: Leaves) -> tuple[WeightGradients, dict[int, Leaves]]:
+    def backward(
+        self, residuals: Any, cotangents: Leaves, sink: Sink | None = None
+    ) -> tuple[WeightGradients, dict[int, Leaves]]:
         return WeightGradients([]), dict.fromkeys(self.stage.sources, self.gradient)
 
     def backward_input(self, residuals: Any, cotangents: Leaves) -> tuple[dict[int, Leaves], Any]:
         return dict.fromkeys(self.stage.sources, self.gradient), self
 
-    def backward_weight(self, deferred: Any) -> WeightGradients:
+    def backward_weight(self, deferred: Any, sink: Sink | None = None) -> WeightGradients:
         return WeightGradients([])
 
 

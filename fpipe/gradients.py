@@ -59,8 +59,10 @@ class Sum:
     def add(self, terms: Leaves, fresh: Collection[int] = ()) -> None:
         """Add a microbatch's gradients; `fresh` are those, by number, whose dense memory nothing else has."""
         assert not self.final, "what was read of a sum would change"
-        if self.steady is not None and all(x is not None and x.dtype is self.steady for x in terms):
-            torch._foreach_add_(self.totals, terms)
+        if self.steady is not None and all(x is None or x.dtype is self.steady for x in terms):
+            pairs = [pair for pair in zip(self.totals, terms, strict=True) if pair[1] is not None]
+            if pairs:
+                torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
             return
         self.totals = self.totals or [None] * len(terms)
         groups = defaultdict[Any, list[int]](list)
@@ -79,6 +81,14 @@ class Sum:
         if len(self.owned) == len(self.totals):
             kinds = {(x.dtype, x.device) for x in self.totals}
             self.steady = kinds.pop()[0] if len(kinds) == 1 else None
+
+    def take(self, i: int, gradient: Tensor) -> bool:
+        """Add one leaf's gradient now, where its total is owned; whether that was done."""
+        if i not in self.owned or self.totals[i].dtype is not gradient.dtype:
+            return False
+        assert not self.final, "what was read of a sum would change"
+        self.totals[i].add_(gradient)
+        return True
 
     def _add(self, group: list[int], terms: Leaves, writable: bool) -> None:
         """Foreach kernels are fast for leaves of one dtype on one device."""

@@ -11,7 +11,7 @@ from fpipe import Costs, LiveBytes, Output, Pipeline, Placement, Plan, Stage, ha
 from fpipe.costs import Shared
 from fpipe.effects import Activation, Deferred, Forward, Residuals
 from fpipe.live import peak_bytes
-from tests import cases, live_jobs
+from tests import cases, jobs, live_jobs
 
 SCHEDULES = [
     "gpipe",
@@ -211,3 +211,27 @@ def test_profile_says_what_is_shared_and_what_is_read(autodiff):
 def test_bytes_that_are_none(given):
     with pytest.raises(fpipe.ScheduleError, match=f"{next(iter(given))} must be a finite number of at least 0"):
         Costs(**given)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_h1"])
+def test_a_large_weight_gradient_lives_no_longer_than_it_takes_to_add_it(name):
+    """Of eight layers' gradients one at a time lives beside the sums."""
+    width, count = 128, 8
+
+    def layers(p, x):
+        for w in p:
+            x = torch.tanh(x @ w)
+        return x
+
+    pipeline = Pipeline([layers], cases.mse)
+    params = {0: [torch.eye(width) for _ in range(count)]}
+    x = torch.ones(16, width)
+    plan = pipeline.plan(Placement.loop(1), 4)
+    schedule, _ = cases.SCHEDULES[name]
+    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Local(), autodiff="graph")
+    loss, grads = step(params, x, x)
+    expected = cases.reference(cases.Case(pipeline, params, x, x), schedule, plan)
+    assert jobs.differences((loss, grads), expected) == []
+    layer, row = width * width * 4, 4 * width * 4
+    kept = 4 * (count + 1) * row * (2 if name == "zb_h1" else 1)  # of all microbatches
+    assert peak_bytes(lambda: step(params, x, x)) < (count + 1) * layer + kept + layer // 2

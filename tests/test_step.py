@@ -327,7 +327,7 @@ class Watching(Eager):
         outputs, residuals, state = super().forward(*arguments)
         return outputs, Kept(residuals), state
 
-    def backward(self, residuals, cotangents):
+    def backward(self, residuals, cotangents, sink=None):
         found = super().backward(residuals.content, cotangents)
         given = [weakref.ref(x) for x in (residuals, *cotangents) if x is not None]
         del residuals, cotangents
@@ -343,7 +343,7 @@ class Watching(Eager):
         LIVING.append([x() for x in given if x() is not None])
         return found, Kept(deferred)
 
-    def backward_weight(self, deferred):
+    def backward_weight(self, deferred, sink=None):
         found = super().backward_weight(deferred.content)
         given = weakref.ref(deferred)
         del deferred

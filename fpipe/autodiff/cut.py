@@ -29,6 +29,8 @@ from fpipe.errors import StageError
 from fpipe.policies import Policy, Value
 
 KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+LARGE = 1 << 15
+"""Bytes of a weight gradient from which on it is added up by itself, rather than with others by one kernel."""
 aten = torch.ops.aten
 
 
@@ -316,12 +318,13 @@ class _Cutter:
         )
         deferred = list(used)
         given: dict[str, Sequence[fx.Node | None]] = {"v": v, "r": residuals, "c": c}
+        large = frozenset(i for i, x in enumerate(weights) if x is not None and hint(x.meta["val"].nbytes) >= LARGE)
         return BackwardBlocks(
             tuple(None if n is None else layout(n.meta["val"]) for n in c),
             prepare,
-            Block("backward", given, whole, [weights, gradients], "r"),
+            Block("backward", given, whole, [weights, gradients], "r", large),
             Block("backward_input", given, first, [gradients, deferred], "r"),
-            Block("backward_weight", {"v": v, "d": deferred}, rest, [weights], "d"),
+            Block("backward_weight", {"v": v, "d": deferred}, rest, [weights], "d", large),
             self._alone(weights, [*residuals, *c, *gradients]),
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fpipe.autodiff.pieces import Leaves, Prepared, WeightGradients, detached, detached_tree, prepared
+from fpipe.autodiff.pieces import Leaves, Prepared, Sink, WeightGradients, detached, detached_tree, prepared
 from fpipe.microbatch import Microbatch
 from fpipe.stage import Stage
 from fpipe.tree import Flat, flatten, viewed
@@ -69,7 +69,9 @@ class Eager:
         residuals = Residuals(list(map(_edge, leaves)), inputs, prepared.computed[Eager])
         return given, residuals, detached_tree(new)
 
-    def backward(self, residuals: Residuals, cotangents: Leaves) -> tuple[WeightGradients, dict[int, Leaves]]:
+    def backward(
+        self, residuals: Residuals, cotangents: Leaves, sink: Sink | None = None
+    ) -> tuple[WeightGradients, dict[int, Leaves]]:
         count = len(residuals.trained)
         found = _gradients(residuals, cotangents, [*residuals.trained, *_wanted(residuals)], retain=False)
         return WeightGradients(found[:count]), _by_source(residuals, found[count:])
@@ -83,7 +85,7 @@ class Eager:
         found = _gradients(residuals, cotangents, _wanted(residuals), retain=True)
         return _by_source(residuals, found), Deferred(residuals, cotangents)
 
-    def backward_weight(self, deferred: Deferred | WeightGradients) -> WeightGradients:
+    def backward_weight(self, deferred: Deferred | WeightGradients, sink: Sink | None = None) -> WeightGradients:
         if isinstance(deferred, WeightGradients):
             return deferred
         residuals = deferred.residuals

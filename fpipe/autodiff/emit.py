@@ -13,6 +13,7 @@ each kind of call.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fpipe.autodiff.functional import gives_itself, written
 from fpipe.autodiff.memory import root
 from fpipe.autodiff.movement import fewer_moves
+from fpipe.autodiff.pieces import Sink
 
 SIMPLE = (bool, int, str, type(None))
 OPERATORS = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.mod: "%"}
@@ -41,6 +43,8 @@ class Block:
         body: what runs, in order.
         outputs: lists of values, each a node, or what it is.
         empties: the argument whose list is emptied before anything runs, so that values can be given up.
+        large: which of the first outputs, by number, a sink is offered as soon as they are there, so that they needn't
+            all live at once; None where the function takes no sink.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Block:
     body: Sequence[fx.Node]
     outputs: Sequence[Sequence[Any]]
     empties: str | None = None
+    large: frozenset[int] | None = None
 
 
 @dataclass
@@ -105,7 +110,7 @@ def emit(block: Block, module: torch.nn.Module, bindings: bool = True) -> Callab
                 writer.lines.append(f"{name}{i} = {name}[{i}]")
     if block.empties:
         writer.lines.append(f"{block.empties}.clear()")
-    ends = _ends(block)
+    ends, offered = _ends(block), _offered(block)
     for i, node in enumerate(block.body):
         into = {n: writer.names[n] for n in written(node)}
         for n in into:
@@ -124,8 +129,11 @@ def emit(block: Block, module: torch.nn.Module, bindings: bool = True) -> Callab
         dead = [writer.names[n] for n in last.get(node, ()) if n in writer.names]
         if dead:
             writer.lines.append(f"del {', '.join(dead)}")
+        if node in offered:
+            writer.lines.append(f"n{i} = {writer.known(offer, 'offer')}(sink, {offered[node]}, n{i})")
     writer.lines.append("return " + ", ".join(writer.text(list(values)) for values in block.outputs))
-    source = f"def {block.name}({', '.join(block.inputs)}):\n" + "".join(f"    {line}\n" for line in writer.lines)
+    arguments = [*block.inputs, *([] if block.large is None else ["sink"])]
+    source = f"def {block.name}({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in writer.lines)
     exec(compile(source, f"<fpipe {block.name}>", "exec"), writer.globals)
     found: Callable[..., Any] = writer.globals[block.name]
     found.__doc__ = source
@@ -155,6 +163,19 @@ def _ends(block: Block) -> dict[fx.Node, int]:
     found = {root(n): i for i, node in enumerate(block.body) for n in node.all_input_nodes}
     ours = set(block.body) - theirs
     return {n: i for n, i in found.items() if n in ours}
+
+
+def _offered(block: Block) -> dict[fx.Node, int]:
+    """The large results that nothing else needs, and their numbers."""
+    results = Counter(x for values in block.outputs for x in values if isinstance(x, fx.Node))
+    used = {n for node in block.body for n in node.all_input_nodes}
+    found = {block.outputs[0][i]: i for i in sorted(block.large or ())}
+    return {node: i for node, i in found.items() if results[node] == 1 and node not in used}
+
+
+def offer(sink: Sink | None, i: int, x: Tensor) -> Tensor | None:
+    """The result, or None if the sink has taken it."""
+    return None if sink is not None and sink.take(i, x) else x
 
 
 def copied(x: Tensor) -> Tensor:

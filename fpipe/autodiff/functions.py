@@ -14,7 +14,7 @@ from fpipe.autodiff.call import Call
 from fpipe.autodiff.cut import BackwardBlocks, Cut, NotKept, cut, layout
 from fpipe.autodiff.emit import Block, emit
 from fpipe.autodiff.functional import functional
-from fpipe.autodiff.pieces import Leaves, Prepared, WeightGradients
+from fpipe.autodiff.pieces import Leaves, Prepared, Sink, WeightGradients
 from fpipe.autodiff.shapes import Guards, guards
 from fpipe.autodiff.simplify import simplified
 from fpipe.autodiff.trace import AS_OUTPUT, Cotangent, Joint, trace
@@ -60,17 +60,17 @@ class BackwardFunctions:
 
     Args:
         prepare: params -> `v`, what depends on them alone.
-        fused: v, residuals, cotangents -> weight gradients, input gradients.
+        fused: v, residuals, cotangents, sink -> weight gradients, input gradients.
         input: v, residuals, cotangents -> input gradients, deferred.
-        weight: v, deferred -> weight gradients.
+        weight: v, deferred, sink -> weight gradients.
         fresh: the weight gradients whose memory nothing else has.
     """
 
     expected: Cotangents
     prepare: Prepare
-    fused: Callable[[Leaves, Leaves, Leaves], tuple[Leaves, Leaves]]
+    fused: Callable[[Leaves, Leaves, Leaves, Sink | None], tuple[Leaves, Leaves]]
     input: Callable[[Leaves, Leaves, Leaves], tuple[Leaves, Leaves]]
-    weight: Callable[[Leaves, Leaves], Leaves]
+    weight: Callable[[Leaves, Leaves, Sink | None], Leaves]
     fresh: frozenset[int] = frozenset()
 
 
@@ -130,12 +130,14 @@ class Functions:
         layouts = tuple(map(_expected, outputs, self.rooted)) if self.recipe.dynamic else ()
         return outputs, state, Residuals(self, prepared, kept, layouts)
 
-    def backward(self, residuals: Residuals, cotangents: Leaves) -> tuple[WeightGradients, list[Leaves]]:
+    def backward(
+        self, residuals: Residuals, cotangents: Leaves, sink: Sink | None
+    ) -> tuple[WeightGradients, list[Leaves]]:
         """`(weight gradients, input gradients of each source)`."""
         backward, cotangents = self._for(residuals, cotangents)
         with running(self.call):
             v = _v(residuals.prepared, backward.prepare)
-            weights, gradients = backward.fused(v, residuals.values, cotangents)
+            weights, gradients = backward.fused(v, residuals.values, cotangents, sink)
         return WeightGradients(weights, backward.fresh), self._by_source(gradients)
 
     def backward_input(self, residuals: Residuals, cotangents: Leaves) -> tuple[list[Leaves], Deferred]:
@@ -146,11 +148,11 @@ class Functions:
             gradients, deferred = backward.input(v, residuals.values, cotangents)
         return self._by_source(gradients), Deferred(self, backward, residuals.prepared, deferred)
 
-    def backward_weight(self, deferred: Deferred) -> WeightGradients:
+    def backward_weight(self, deferred: Deferred, sink: Sink | None) -> WeightGradients:
         """The weight gradients that were left."""
         backward = deferred.backward
         with running(self.call):
-            weights = backward.weight(_v(deferred.prepared, backward.prepare), deferred.values)
+            weights = backward.weight(_v(deferred.prepared, backward.prepare), deferred.values, sink)
         return WeightGradients(weights, backward.fresh)
 
     def _by_source(self, gradients: Leaves) -> list[Leaves]:
@@ -208,9 +210,9 @@ class Functions:
         return BackwardFunctions(
             expected,
             lambda p: [],
-            lambda v, r, c: ([None] * weights, [None] * gradients),
+            lambda v, r, c, sink: ([None] * weights, [None] * gradients),
             lambda v, r, c: ([None] * gradients, []),
-            lambda v, d: [None] * weights,
+            lambda v, d, sink: [None] * weights,
         )
 
 

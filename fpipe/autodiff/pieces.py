@@ -33,6 +33,13 @@ class WeightGradients(list[Any]):
         self.fresh = fresh
 
 
+class Sink(Protocol):
+    """Takes weight gradients as soon as they are there."""
+
+    def take(self, i: int, gradient: Tensor) -> bool:
+        """Add the i-th gradient now, if that can be done in place; whether it was."""
+
+
 class Piece(Protocol):
     """One stage's forward and backward functions, behind which eager and traced autodiff are alike."""
 
@@ -47,13 +54,18 @@ class Piece(Protocol):
     ) -> tuple[Flat, Any, Any]:
         """`(outputs, residuals, new state)`; residuals are None unless kept."""
 
-    def backward(self, residuals: Any, cotangents: Leaves) -> tuple[WeightGradients, dict[int, Leaves]]:
-        """`(weight gradients, input gradients by source stage)`. Residuals are used up, here and below."""
+    def backward(
+        self, residuals: Any, cotangents: Leaves, sink: Sink | None = None
+    ) -> tuple[WeightGradients, dict[int, Leaves]]:
+        """`(weight gradients, input gradients by source stage)`. Residuals are used up, here and below.
+
+        What the sink has taken is None among the weight gradients.
+        """
 
     def backward_input(self, residuals: Any, cotangents: Leaves) -> tuple[dict[int, Leaves], Any]:
         """`(input gradients by source stage, deferred)`."""
 
-    def backward_weight(self, deferred: Any) -> WeightGradients:
+    def backward_weight(self, deferred: Any, sink: Sink | None = None) -> WeightGradients:
         """The weight gradients that were left."""
 
 

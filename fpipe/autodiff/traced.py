@@ -20,7 +20,7 @@ import torch
 from fpipe.autodiff.call import Call, Impure, Tree, Untraceable, ambient, glance, leaf, leaves
 from fpipe.autodiff.eager import NO_REENTRANT, Eager, is_reentrant
 from fpipe.autodiff.functions import Deferred, Functions, Recipe, Residuals
-from fpipe.autodiff.pieces import Leaves, Prepared, WeightGradients, prepared
+from fpipe.autodiff.pieces import Leaves, Prepared, Sink, WeightGradients, prepared
 from fpipe.errors import StageError
 from fpipe.microbatch import Microbatch
 from fpipe.policies import Policy, everything_saveable
@@ -104,9 +104,11 @@ class Traced:
         outputs, new, residuals = functions.forward(prepared, inputs)
         return Flat(outputs, functions.output_spec), residuals, functions.state_spec.unflatten(new)
 
-    def backward(self, residuals: Any, cotangents: Leaves) -> tuple[WeightGradients, dict[int, Leaves]]:
+    def backward(
+        self, residuals: Any, cotangents: Leaves, sink: Sink | None = None
+    ) -> tuple[WeightGradients, dict[int, Leaves]]:
         if isinstance(residuals, Residuals):
-            weights, found = residuals.functions.backward(residuals, cotangents)
+            weights, found = residuals.functions.backward(residuals, cotangents, sink)
             return weights, dict(zip(self.sources, found, strict=True))
         return self.eager.backward(residuals, cotangents)
 
@@ -116,9 +118,9 @@ class Traced:
             return dict(zip(self.sources, found, strict=True)), deferred
         return self.eager.backward_input(residuals, cotangents)
 
-    def backward_weight(self, deferred: Any) -> WeightGradients:
+    def backward_weight(self, deferred: Any, sink: Sink | None = None) -> WeightGradients:
         if isinstance(deferred, Deferred):
-            return deferred.functions.backward_weight(deferred)
+            return deferred.functions.backward_weight(deferred, sink)
         return self.eager.backward_weight(deferred)
 
     # Tracing

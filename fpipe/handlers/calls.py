@@ -263,9 +263,10 @@ class Calls:
         cotangents, give = self._cotangents(stage, m), self._give(stage, m)
 
         def call() -> None:
-            weights, inputs = backward(_taken(slots, residuals), cotangents())
+            sums = self.step.sums[stage]
+            weights, inputs = backward(_taken(slots, residuals), cotangents(), sums)
             give(inputs)
-            self.step.sums[stage].add(weights, weights.fresh)
+            sums.add(weights, weights.fresh)
 
         return call
 
@@ -286,8 +287,9 @@ class Calls:
         backward, deferred = self.pieces.stages[stage].backward_weight, self.slot(fx.Deferred(stage, e.microbatch))
 
         def call() -> None:
-            weights = backward(_taken(slots, deferred))
-            self.step.sums[stage].add(weights, weights.fresh)
+            sums = self.step.sums[stage]
+            weights = backward(_taken(slots, deferred), sums)
+            sums.add(weights, weights.fresh)
 
         return call
 
