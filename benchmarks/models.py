@@ -1,0 +1,114 @@
+"""What the benchmarks over several processes share: the model, its data, the machine's name, and the processes."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import pathlib
+import platform
+import queue
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+LAYERS, HEADS, MICROBATCHES, ROWS = 8, 4, 8, 2
+WIDTHS, RANKS = (32, 256, 512), (2, 4)
+TIMEOUT = 120.0  # seconds that a rank waits for another
+loss_fn = nn.functional.mse_loss
+
+
+def layers(width: int, count: int = LAYERS) -> list[nn.Module]:
+    """Encoder layers with the same parameters in every process."""
+    torch.manual_seed(0)
+    return [nn.TransformerEncoderLayer(width, HEADS, 4 * width, dropout=0.0, batch_first=True) for _ in range(count)]
+
+
+def stages(given: list[nn.Module], count: int) -> list[nn.Module]:
+    """The layers in so many equal runs. Cuts of the same layers share their parameters."""
+    size = len(given) // count
+    return [nn.Sequential(*given[at : at + size]) for at in range(0, len(given), size)]
+
+
+def data(width: int) -> tuple[Tensor, Tensor]:
+    """A batch and its target: all microbatches of ROWS sequences, of 8 at width 32 and of 64 at others."""
+    generator = torch.Generator().manual_seed(1)
+    batch, target = torch.randn(2, MICROBATCHES * ROWS, 8 if width == 32 else 64, width, generator=generator)
+    return batch, target
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def machine() -> str:
+    """What the figures were measured on, in a line."""
+    with open("/proc/cpuinfo") as file:
+        models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    name = models[0] if models else platform.machine()
+    return f"torch {torch.__version__}, Python {platform.python_version()}, {cores()} cores of {name}"
+
+
+def positive(text: str) -> int:
+    """A whole number, from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def output(text: str) -> pathlib.Path:
+    """A file to write, from the command line."""
+    path = pathlib.Path(text)
+    if path.suffix not in (".json", ".svg", ".png") or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .json, .svg or .png, in a folder that exists")
+    return path
+
+
+def in_processes(job: Callable[..., Any], ranks: int, *args: Any, limit: float) -> Iterator[Any]:
+    """What `job(rank, ranks, *args)`, an iterator in each of so many processes over gloo, yields on rank 0.
+
+    Raises:
+        TimeoutError: not done after `limit` seconds.
+        ProcessException: a process failed. Either way none is left.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    found = mp.get_context("spawn").Queue()
+    until = time.monotonic() + limit
+    context = mp.start_processes(
+        _serve, args=(ranks, port, found, job, args), nprocs=ranks, join=False, start_method="spawn"
+    )
+    try:
+        done = False
+        while not done:
+            done = context.join(timeout=0.2)
+            try:
+                while True:
+                    yield found.get(timeout=0.2 if done else 0)
+            except queue.Empty:
+                pass
+            if not done and time.monotonic() > until:
+                raise TimeoutError(f"{ranks} processes were not done after {limit:g} s: give them more, or less to do")
+    finally:
+        for process in context.processes:
+            process.kill()
+        for process in context.processes:
+            process.join()
+
+
+def _serve(rank: int, ranks: int, port: int, found: Any, job: Callable[..., Iterator[Any]], args: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
+    for value in job(rank, ranks, *args):
+        if rank == 0:
+            found.put(value)
+    dist.barrier()
+    dist.destroy_process_group()
