@@ -21,6 +21,8 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.simulate
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.autodiff
+	$(BIN)/python -m benchmarks.peers
+	$(BIN)/python -m benchmarks.scale
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

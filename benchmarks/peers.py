@@ -14,7 +14,8 @@ ratios medians of the rounds' ratios, with quartiles. The collector runs between
 
 The limit is one process's time for the same microbatches without a pipeline, by eager autograd or by fpipe's graphs,
 whichever is faster, over the smaller of ranks and cores. Memory is the most bytes of tensors that a step has at once
-beyond parameters and batch, on the rank that has the most.
+beyond parameters and batch, on the rank that has the most; torch's receive buffers, which it keeps from its first step
+on, are not counted.
 """
 
 from __future__ import annotations

@@ -6,15 +6,16 @@
     python -m benchmarks.scale --out scale.json scale.svg       # and a figure
 
 The stages are those of `benchmarks.peers`. Two processes profile them at the same time, so that both cores are as busy
-as in a run, and measure a message of an activation's size there and back. With that, a step of each schedule on 2
-ranks is predicted, and then run over gloo and recorded. What the two differ by is told in parts, means over the ranks:
-pieces that took longer, longer waits for values, the host's time between pieces, and the ends of a step, before the
-first piece and after the last, where ranks agree and share the loss. Of these the simulation knows the drain alone.
+as in a run, and measure a message of an activation's size there and back. With that, a step of each schedule on 2 ranks
+is predicted, and then run over gloo and recorded. What the two differ by is told in parts, means over the ranks: pieces
+that took longer, longer waits for values, the host's time between pieces, in which the ranks also agree on the step,
+and the ends of a step, before the first piece and after the last, where they share the loss. Of these the simulation
+knows the drain alone.
 
-For more ranks the model grows, two layers on each: the first and the last as profiled, those between as their median.
-A batch of as many microbatches is spread over ever more ranks. Schedules are in their usual order, for passes that take
+For more ranks the model grows, two layers on each: the first and the last as profiled, those between as their median. A
+batch of as many microbatches is spread over ever more ranks. Schedules are in their usual order, for passes that take
 equally long. Speed-up is over a rank that does all of the model without a bubble; memory is of the rank with the most
-in flight: residuals, what is deferred, and values that travel.
+in flight: residuals, what is deferred, and values that travel, a value twice where residuals keep it.
 """
 
 from __future__ import annotations
@@ -44,9 +45,8 @@ from fpipe import Costs, Link, Plan, Recording, handlers, interop, schedules
 from fpipe.program import Schedule
 from fpipe.schedules.catalogue import CATALOGUE, recut
 
-SCHEDULES: dict[
-    str, Schedule
-] = {  # unlike the catalogue's, without a search under costs: it takes minutes at 128 ranks
+# Unlike the catalogue's, without a search under costs, which takes minutes at 128 ranks.
+SCHEDULES: dict[str, Schedule] = {
     "1f1b": schedules.one_f_one_b,
     "interleaved-1f1b": schedules.interleaved_1f1b,
     "zb-h1": schedules.zb_h1,

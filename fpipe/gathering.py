@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import ScheduleError, TransportError
 from fpipe.measurement import Columns, Measurement
@@ -27,21 +28,21 @@ ROUNDS = 64  # messages each way by which two clocks are compared
 DRIFT = 1e-4  # seconds that two clocks may drift apart in one: a quartz is good to half of it
 
 
-def gather(recording: Recording, group: dist.ProcessGroup | None = None) -> Measurement:
+def gather(recording: Recording, group: dist.ProcessGroup | DeviceMesh | None = None) -> Measurement:
     """The last whole step of all ranks, on rank 0's clock. Every rank calls it, after the same step.
 
     Args:
         group: what `Distributed` was given: its ranks are the plan's. By default all processes of the job.
 
     Returns:
-        The same on every rank. `uncertainty` says how far a rank's times may be off, drift since the step included.
+        The same times on every rank; `uncertainty` says how far a rank's may be off, drift since the step included.
 
     Raises:
         ScheduleError: a process doesn't play its rank of the group, or the recorded programs differ.
         ValueError: a rank has no whole step, or has seen more of them than another.
         TransportError: a peer can't be reached.
     """
-    ends = _Ends(recording, group)
+    ends = _Ends(recording, group.get_group() if isinstance(group, DeviceMesh) else group)
     try:
         return ends.measurement()
     except RuntimeError as error:

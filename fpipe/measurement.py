@@ -21,15 +21,18 @@ from fpipe.effects import TABLE, Recv, Send, Value, needs
 from fpipe.program import Plan, Programs, plan_of
 from fpipe.timeline import Spans, Timeline
 
-THERE = 50e-6  # seconds that a use takes to get what is there
-LAST = 0.05  # share of the time since both had posted, in whose last bit a value is not taken to have come by chance
+SHORT_WAIT = 50e-6  # seconds that a use takes to get what is there
+LAST_SHARE = (
+    0.05  # share of the time since both had posted, in whose last bit a value is not taken to have come by chance
+)
 
 
 class Columns(NamedTuple):
     """One rank's step, by the place of the effect in its program; seconds.
 
     Args:
-        starts, ends: of each effect on the host; sends and receives only post.
+        starts, ends: of each effect on the host; sends and receives only post, but for a step's first to travel, which
+            waits until the ranks have agreed on the step.
         waits, arrivals: of each receive, when its first use began to wait for the value, and had it.
     """
 
@@ -62,8 +65,8 @@ class Receive(NamedTuple):
         """
         waited = self.arrived - self.used
         if self.sent is None:
-            return waited <= THERE
-        return self.sent <= self.used and waited <= max(THERE, LAST * self.transfer)
+            return waited <= SHORT_WAIT
+        return self.sent <= self.used and waited <= max(SHORT_WAIT, LAST_SHARE * self.transfer)
 
     @property
     def left(self) -> float:
@@ -94,7 +97,8 @@ class Account(NamedTuple):
     Args:
         compute: in pieces.
         between: for each two pieces that follow one another, the time between them in which nothing was waited for:
-            what the host takes. Where one process plays several ranks, it holds what the others do.
+            what the host takes, and once a step what the ranks take to agree. Where one process plays several ranks, it
+            holds what the others do.
         posting: in sends and receives.
         waiting: for values from other ranks.
         exposed: of that, with the value under way; None, as what follows, where its senders were not recorded here.

@@ -21,6 +21,7 @@ from fpipe.autodiff.pieces import Leaves, Piece, seed
 from fpipe.costs import Costs, Shared
 from fpipe.errors import blaming
 from fpipe.gradients import add_leaves
+from fpipe.layout import buffer, strides_of
 from fpipe.microbatch import Microbatch, split
 from fpipe.policies import everything_saveable
 from fpipe.rng import seeded
@@ -105,7 +106,8 @@ class _Run:
         self.prepared = [p.prepare(pipeline.params_of(params, s)) for s, p in enumerate(pieces)]
         self.on_gpu = any(isinstance(x, Tensor) and x.is_cuda for p in self.prepared for x in p.leaves)
         self.times: dict[tuple[str, int, int], list[float]] = defaultdict(list)  # by piece, stage and microbatch
-        self.memory = _Memory([*(x for p in self.prepared for x in p.leaves), *flatten(list(data)).leaves])
+        given = flatten((list(data), dict(state))).leaves
+        self.memory = _Memory([*(x for p in self.prepared for x in p.leaves), *given])
         self.noting = False
 
     def step(self, halves: bool, noting: bool = False) -> None:
@@ -211,7 +213,7 @@ class _Memory:
 
     Args:
         apart: what is nobody's.
-        activations, reads: bytes of a whole output, and of what a stage reads of it where that is less.
+        activations, reads: bytes that travel of a whole output, and of what a stage reads of it where that is less.
     """
 
     def __init__(self, apart: Iterable[Any]) -> None:
@@ -220,16 +222,16 @@ class _Memory:
         self.activations: dict[fx.Name, int] = {}
         self.reads: dict[tuple[int, int], float] = {}
 
-    def note(self, name: fx.Name, leaves: Iterable[Any]) -> None:
+    def note(self, name: fx.Name, leaves: Sequence[Any]) -> None:
         storages = _storages(leaves)
         if isinstance(name, fx.Activation):
-            self.activations[name] = sum(storage.nbytes() for storage in storages.values())
+            self.activations[name] = _travelling(leaves)
         for key, storage in storages.items():
             if key not in self.apart:
                 self.found.setdefault(key, (storage, {}))[1][name] = None
 
     def read(self, source: int, reader: int, leaves: Iterable[Any]) -> None:
-        size = sum(storage.nbytes() for storage in _storages(leaves).values())
+        size = _travelling(leaves)
         if size < self.activations[fx.Activation(source, 0)]:
             self.reads[source, reader] = size
 
@@ -242,13 +244,20 @@ class _Memory:
         for storage, names in self.found.values():
             if len(names) > 1 and names.keys() != {fx.Residuals(s := next(iter(names)).stage, 0), fx.Deferred(s, 0)}:
                 sizes[tuple(names)] += storage.nbytes()
-        return [Shared(size, names) for names, size in sizes.items()]
+        whole = self.activations
+        return [Shared(min(size, *(whole.get(n, size) for n in names)), names) for names, size in sizes.items()]
 
 
 def _read(stage: Stage, source: int, value: Flat) -> list[Any]:
     """The leaves of a source's output that a stage reads."""
     paths = {read.path for read in stage.inputs if isinstance(read, Output) and read.stage == source}
     return [value.leaves[i] for path in paths for i in indices(value.tree, path)]
+
+
+def _travelling(leaves: Iterable[Any]) -> int:
+    """Bytes of the messages that tensors become: of a view its own elements, of what is expanded each once."""
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    return sum(buffer(tuple(x.shape), strides_of(x), x.dtype, torch.device("meta")).nbytes for x in tensors)
 
 
 def _storages(leaves: Iterable[Any]) -> dict[int, UntypedStorage]:

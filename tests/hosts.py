@@ -100,7 +100,8 @@ class Network:
     def close(self) -> None:
         for name in (self.between, *self.hosts):
             remove(name)
-        if self.cable is not None:
+        if self.cable is not None and self.cable.stdin is not None:
+            self.cable.stdin.close()
             self.cable.wait(10)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe import Placement, Plan, handlers, lower
 from fpipe.effects import Recv, needs
+from fpipe.handlers.links import Links
 from fpipe.interleave import interleave
 from fpipe.receipts import receipts
 from tests import cases, jobs
@@ -108,6 +109,16 @@ def test_a_stage_that_cannot_be_traced_runs_by_eager_autograd_on_its_rank_alone(
     *others, (warning,) = [told for _, told in found]
     assert others == [[]] * (ranks - 1)
     assert f"stage {ranks - 1} can't be traced and runs by eager autograd" in warning
+
+
+def test_all_ranks_refuse_what_is_too_much_for_the_queues_of_one(monkeypatch):
+    """Rank 1 of three has four edges, ranks 0 and 2 two each."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
+    for rank in range(3):
+        links = object.__new__(Links)
+        links.rank, links.size, links.backend, links.edges = rank, 3, "nccl", {}
+        with pytest.raises(fpipe.TransportError, match=r"rank 1 has 4 edges.* set it to 32 before start"):
+            links.connect([(0, 1), (1, 0), (1, 2), (2, 1)])
 
 
 def test_the_handler_says_when_torch_distributed_is_not_set_up():

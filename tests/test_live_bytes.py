@@ -207,6 +207,15 @@ def test_profile_says_what_is_shared_and_what_is_read(autodiff):
     assert {Activation(0, 0), Residuals(0, 0), Residuals(1, 0), Deferred(1, 0)} <= {*output}
 
 
+def test_of_a_view_its_own_elements_travel():
+    pipeline = Pipeline([lambda p, x: torch.tanh(x @ p)[:, :1], lambda p, x: x * p], cases.mse)
+    params, x = {0: torch.eye(16), 1: torch.tensor(2.0)}, torch.ones(8, 16)
+    costs = fpipe.profile(pipeline, params, x, x[:, :1], repeats=1)
+    assert costs.activation[0] == 8 * 4
+    assert costs.residuals[0] == 8 * 16 * 4
+    assert all(n <= 8 * 4 for n, names in costs.shared if Activation(0, 0) in names)
+
+
 @pytest.mark.parametrize("given", [{"shared": [(-1, ())]}, {"reads": {(0, 1): float("nan")}}])
 def test_bytes_that_are_none(given):
     with pytest.raises(fpipe.ScheduleError, match=f"{next(iter(given))} must be a finite number of at least 0"):

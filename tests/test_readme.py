@@ -26,8 +26,11 @@ def run(tmp_path, text, *start):
     return done.stdout
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
 def test_the_training_loop(tmp_path):
-    out = run(tmp_path, block("step = "), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    out = run(tmp_path, block("for i in range(20)"), *TORCHRUN)
     losses = dict(re.findall(r"rank (\d): loss (\d+\.\d{3})", out))
     assert losses.keys() == {"0", "1"}
     assert losses["0"] == losses["1"]
@@ -37,6 +40,12 @@ def test_the_training_loop(tmp_path):
 def test_a_schedule_of_ones_own(tmp_path):
     out = run(tmp_path, block("def eager_1f1b"))
     assert [line.rstrip() for line in out.splitlines()] == block("rank 0  F0").splitlines()
+
+
+def test_a_step_as_it_ran(tmp_path):
+    texts = run(tmp_path, block("Recording("), *TORCHRUN), block("waiting for values")
+    found, shown = ([re.sub(r"[\d.]+", "#", line).split() for line in text.splitlines()] for text in texts)
+    assert found == shown
 
 
 def test_what_policies_keep(tmp_path):

@@ -236,16 +236,17 @@ def _settings(call: Call) -> Iterator[None]:
 
 
 def compiled(block: Block, root: torch.nn.Module, dynamic: bool) -> Callable[..., Any]:
-    """The block's function through torch.compile; the list that it empties, it empties first."""
-    function = torch.compile(emit(replace(block, empties=None), root, bindings=False), fullgraph=True, dynamic=dynamic)
+    """The block's function through torch.compile; the list it empties, it empties first, and no sink is offered."""
+    plain = replace(block, empties=None, large=None)
+    function = torch.compile(emit(plain, root, bindings=False), fullgraph=True, dynamic=dynamic)
     if block.empties is None:
         return function
-    at = list(block.inputs).index(block.empties)
+    at, count = list(block.inputs).index(block.empties), len(block.inputs)
 
-    def run(*lists: Leaves) -> Any:
-        given = [list(values) if i == at else values for i, values in enumerate(lists)]
-        lists[at].clear()
-        return function(*given)
+    def run(*given: Any) -> Any:
+        lists = [list(values) if i == at else values for i, values in enumerate(given[:count])]
+        given[at].clear()
+        return function(*lists)
 
     return run
 

@@ -28,6 +28,7 @@ from fpipe.autodiff.moves import (
     as_it_is,
     chain_to,
     empty,
+    has_symbols,
     is_coarser,
     is_contiguous,
     is_copy,
@@ -80,8 +81,11 @@ class _Moves:
             note(graph.nodes)
         for node in given:
             self.mine[node] = self.graph.placeholder(node.name)
+        laid_out = not any(
+            has_symbols(node) for node in given
+        )  # as traced are cotangents, but for a trace of many sizes
         for node, name in given.items():
-            sure = is_sure(node) or (name == "c" and is_plain(node))
+            sure = is_sure(node) or (name == "c" and laid_out and is_plain(node))
             self._know(node, sure=sure, row=sure and is_contiguous(node.meta["val"]))
         for node in block.body:
             self.mine[node] = self.graph.node_copy(node, self.mine.__getitem__)

@@ -45,6 +45,14 @@ def is_plain(node: Any) -> bool:
     return isinstance(node, fx.Node) and bool(node.meta["plain"])
 
 
+def has_symbols(node: fx.Node) -> bool:
+    """Whether a node's value is a size, or a tensor of sizes, that differs from call to call."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.SymInt) or (
+        isinstance(value, Tensor) and any(type(n) is not int for n in (*value.shape, *value.stride()))
+    )
+
+
 def is_sure(node: fx.Node) -> bool:
     """Whether a node's strides are surely those that were traced."""
     return bool(node.meta["sure"])

@@ -7,13 +7,14 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.failures import Failures
 from fpipe.handlers.links import Links
 from fpipe.handlers.protocol import Inputs
 from fpipe.handlers.wire import alike, look
-from fpipe.signature import signature_of
+from fpipe.signature import PLAIN, signature_of
 from fpipe.tree import Flat, flatten
 
 REMEMBERED = 64  # signatures of whole steps; the least recently used is forgotten, on every rank the same
@@ -61,7 +62,10 @@ class Agreement:
         if self.last is not None and self.last[:2] == (given.spec, ambient) and alike(self.last[2], looks):
             return self.last[3]
         token = self._find((*_hashable(given), *ambient))
-        self.last = given.spec, ambient, looks, token
+        plain = all(
+            isinstance(leaf, Tensor) or type(leaf) in PLAIN for leaf in given.leaves
+        )  # others may change in place
+        self.last = (given.spec, ambient, looks, token) if plain else None
         return token
 
     def _find(self, key: Any) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from fpipe.autodiff.pieces import Pieces
 from fpipe.errors import ScheduleError, StageError, TransportError
 from fpipe.handlers.agreement import Agreement, Refused
 from fpipe.handlers.executor import Executor
-from fpipe.handlers.failures import Failures, Watch
+from fpipe.handlers.failures import PATIENCE, Failures, Watch, within
 from fpipe.handlers.links import Links, Lost, first_line
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
 from fpipe.handlers.routes import Routes
@@ -92,6 +92,8 @@ class Distributed:
             links.connect({(rank, e.rank) for rank, p in programs.items() for e in p if isinstance(e, fx.Send)})
         except Lost as lost:
             raise failures.of_peer(links, lost) from None
+        except TransportError:
+            raise
         except RuntimeError as error:
             raise failures.of_peer(links, Lost(None, f"setting up connections ({error})")) from error
         return _Run(self.rank, programs, pieces, links, failures, observe)
@@ -137,9 +139,10 @@ def _own_store(group: dist.ProcessGroup, timeout: float) -> Store:
         assert work is not None
         work.wait(timedelta(seconds=timeout))
     except RuntimeError as error:
-        late = [rank for rank in range(group.size()) if store.add(f"{name}/{rank}", 0) < mine]
+        ranks = range(group.size())
+        late = within(PATIENCE, lambda: [rank for rank in ranks if store.add(f"{name}/{rank}", 0) < mine])
         raise TransportError(
-            f"not all ranks came to make this handler within {timeout:g} s (missing: {late or 'none any more'}): "
+            f"not all ranks came to make this handler within {timeout:g} s (missing: {late or 'not known'}): "
             f"value_and_grad and evaluate are called on every rank, in the same order ({first_line(error)})"
         ) from error
     return PrefixStore(f"{name}/handler {int(made)}", store)

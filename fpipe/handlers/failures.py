@@ -43,14 +43,13 @@ class Failures:
             except RuntimeError as error:
                 log.debug("rank %d can't reach the job's store: %s", self.rank, error)
 
-        _within(PATIENCE, leave)
+        within(PATIENCE, leave)
 
     def told(self, seconds: float, key: str = "failed") -> str | None:
         """The reason that a rank has left, looked for for a little while."""
-        return _within(seconds + PATIENCE, lambda: self.look(seconds, key))
+        return within(seconds + PATIENCE, lambda: self._look(seconds, key))
 
-    def look(self, seconds: float, key: str = "failed") -> str | None:
-        """As `told`, but never comes back if the store's host is gone without a word."""
+    def _look(self, seconds: float, key: str) -> str | None:
         until = time.monotonic() + seconds
         try:
             while not self.store.check([key]):
@@ -100,7 +99,7 @@ class Watch(threading.Thread):
             failures, links = self.failures(), self.links()
             if failures is None or links is None or failures.ended is not None:
                 return
-            reason = failures.look(0.0)
+            reason = failures.told(0.0)
             if reason is not None:
                 failures.ended = reason
                 links.cut()
@@ -108,7 +107,7 @@ class Watch(threading.Thread):
             del failures, links
 
 
-def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+def within(seconds: float, ask: Callable[[], T]) -> T | None:
     """The answer, if it comes in time: a store whose host is gone without a word is waited for without end."""
     answers: queue.SimpleQueue[T] = queue.SimpleQueue()
     threading.Thread(target=lambda: answers.put(ask()), daemon=True, name="fpipe-store").start()

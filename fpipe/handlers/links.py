@@ -86,7 +86,8 @@ class Links:
             TransportError: they are more than a GPU has queues.
         """
         if self.backend == "nccl":
-            check_queues(self.rank, {*edges, *self.edges}, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+            for rank in range(self.size):  # so that all refuse alike, before a group is made
+                check_queues(rank, {*edges, *self.edges}, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
         for source, target in sorted(set(edges) - set(self.edges)):
             if self.rank not in (source, target):
                 continue
@@ -196,7 +197,7 @@ class Links:
         self.broadcast(size, source, purpose, control=True)
         body = self.broadcast(body if payload is not None else body.resize_(int(size)), source, purpose, control=True)
         signature = decode(body.numpy().tobytes())
-        wire = Wire(signature, self.device)
+        wire = Wire(signature if payload is None else signature_of(payload), self.device)
         messages = wire.buffers() if payload is None else wire.messages(payload)
         assert messages is not None, "the signature is the payload's own"
         for each in messages:
@@ -214,7 +215,8 @@ def check_queues(rank: int, edges: Collection[tuple[int, int]], connections: str
     """Refuse more streams than the GPU has hardware queues.
 
     Each edge has a stream of its own, on which a receive waits for its sender. Where two streams share a queue, what
-    stands behind such a receive waits too, be it the very compute that its sender waits for.
+    stands behind such a receive waits too, be it the very compute that its sender waits for. This comes from a model
+    of the queues, and was not seen on a GPU.
 
     Args:
         connections: CUDA_DEVICE_MAX_CONNECTIONS, of which CUDA takes 8 where it is not set, and at most 32.

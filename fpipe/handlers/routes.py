@@ -83,6 +83,7 @@ class Routes:
         self.links, self.agreement, self.receipts = links, agreement, receipts
         self.outgoing: list[Outgoing] = []
         self.incoming: list[Incoming] = []
+        self.by_value: dict[fx.Value, Incoming] = {}
         self.steps: OrderedDict[tuple[int, int], Remembered] = OrderedDict()
         self.loss_dtype: torch.dtype | None = None
         self.laid: Remembered | None = None
@@ -127,6 +128,7 @@ class Routes:
         purpose = f"waiting for {value} from rank {source}, which {by} needs"
         route = Incoming(value, source, self.receipts.get(value, 0), purpose)
         self.incoming.append(route)
+        self.by_value[value] = route
         sent = self.sent[source]
 
         def post() -> None:
@@ -257,7 +259,8 @@ class Routes:
             return signature
         signature = Signature(None, tuple(map(_whole, signature.leaves)))
         source = fx.Activation(value.stage, value.microbatch)
-        activation = next((route.wire for route in self.incoming if route.value == source), None)
+        route = self.by_value.get(source)
+        activation = None if route is None else route.wire
         if activation is None:
             return signature
         leaves = activation.signature.leaves

@@ -71,10 +71,10 @@ class Report:
             order, which no timing changes; 0 where nothing runs backward, for nothing is kept.
         peak_bytes: the most bytes that each rank holds when an effect ends, in program order: residuals, what is
             deferred, and values from when they are made, or their receive is posted, to their last use, each memory
-            once. A backward has then used up what it was given. What is sent is held until a value that comes back
-            says that it has come. Apart lie parameters, the batch, sums of gradients and losses, what a piece has
-            only while it runs, and copies that pack small tensors into one message. None without costs.
-            `fpipe.LiveBytes` measures it.
+            once. A backward has then used up what it was given. What is sent is held until a value that comes back says
+            that it has come. Apart lie parameters and what is computed of them alone (which `LiveBytes` sees), the
+            batch, sums of gradients and losses, what a piece has only while it runs, and copies that pack small tensors
+            into one message. None without costs. `fpipe.LiveBytes` measures it.
     """
 
     plan: Plan

@@ -1,7 +1,8 @@
 """A value as messages: contiguous memory for each tensor, small ones packed into one.
 
 Both ends work out from the signature alone what comes in which order. A tensor in a packed message stands where an
-allocator would put it, since kernels look at that.
+allocator would put it, since kernels look at that. Where leaves may be missing, a message tells which are there, for
+which the host waits on CUDA too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Payload = Flat | list[Any]
 
 SMALL = 1 << 15
 """Bytes of a tensor up to which a copy costs less than a message of its own."""
-ALIGNMENT = 64
+ALIGNMENT = 512
+"""Bytes: CUDA's caching allocator's, of which the CPU's is a part."""
 
 
 class Part(NamedTuple):
@@ -61,15 +63,17 @@ class Wire:
         self.empty = [part for part in parts if not part.size]
         self.length = self.packed[-1].at + self.packed[-1].size if self.packed else 0
         specs = [leaf for leaf in signature.leaves if isinstance(leaf, TensorSpec)]
-        self.as_it_is = not (self.packed or signature.optional or any(spec.strides for spec in specs))
-        self.seen: tuple[Any, list[Any]] | None = None
+        self.as_it_is = not (self.packed or any(spec.strides for spec in specs))
+        self.seen: tuple[Any, list[Any]] | None = None  # of the last payload that nothing was filled in
 
     def messages(self, payload: Payload) -> list[Tensor] | None:
         """What travels of a payload; None if it has another signature."""
         leaves, spec = payload if isinstance(payload, Flat) else (payload, None)
         looks = [look(leaf) for leaf in leaves]
         if self.seen is not None and self.seen[0] == spec and alike(self.seen[1], looks):
-            return [leaves[part.leaf] for part in self.alone]
+            if self.as_it_is:
+                return [message(leaves[part.leaf]) for part in self.alone]
+            return self._written({i: message(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
         presence = None
         if isinstance(payload, list) and len(payload) == len(self.signature.leaves):
             payload, presence = self._filled(payload)
@@ -79,7 +83,7 @@ class Wire:
         found = {i: message(leaf) for i, leaf in enumerate(filled) if isinstance(leaf, Tensor)}
         if presence is not None:
             found[PRESENCE] = presence
-        if self.as_it_is and all(found[part.leaf].data_ptr() == leaves[part.leaf].data_ptr() for part in self.alone):
+        elif all(a is b for a, b in zip(filled, leaves, strict=True)):
             self.seen = spec, looks
         return self._written(found)
 
