@@ -5,7 +5,8 @@
 `lowering` is schedule to complete programs; `local` replays them in one process; `gloo` runs two ranks on
 this machine, with values of eight floats, so that nearly all of it is the cost of passing a message, in turn with
 the same number of messages by bare send and receive; `between` is what a rank does between two pieces but wait for
-a value. `packing` sends values of eight tensors in one message and in eight, there and back.
+a value. `packing` sends values of eight tensors in one message and in eight, there and back. `observing` runs steps of
+`benchmarks.peers` at width 256 with a Recording and without, in turn.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import fpipe
-from fpipe import Pipeline, Placement, Plan, handlers, lower, schedules
+from benchmarks import models
+from fpipe import Pipeline, Placement, Plan, handlers, interop, lower, schedules
 from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, Sink, WeightGradients, prepared
 from fpipe.effects import Send
 from fpipe.handlers.protocol import Inputs
 from fpipe.handlers.wire import SMALL, Wire
 from fpipe.interleave import interleave
 from fpipe.microbatch import Microbatch
+from fpipe.schedules.catalogue import CATALOGUE
 from fpipe.signature import signature_of
 from fpipe.stage import Stage
 from fpipe.tree import Flat, flatten
 
-REPEATS = 15
+REPEATS, PAIRS, WIDTH = 15, 40, 256
 PLANS = {
     "gpipe 4x32": (schedules.gpipe, Placement.loop(4), 32),
     "1f1b 4x32": (schedules.one_f_one_b, Placement.loop(4), 32),
@@ -146,7 +149,33 @@ def over_gloo(rank: int, size: int, port: int) -> None:
     if rank == 0:
         print(f"between two pieces of rank 0: {1e6 * statistics.median(between):.1f} µs")
     packing(rank)
+    for name in ("1f1b", "zb-v"):
+        observing(rank, size, name)
     dist.destroy_process_group()
+
+
+def observing(rank: int, ranks: int, name: str) -> None:
+    """A step with a Recording over the same without, as the median of pairs."""
+    layers, (batch, target) = models.layers(WIDTH), models.data(WIDTH)
+    entry = CATALOGUE[name]
+    placement = entry.plan(ranks, models.MICROBATCHES).placement
+    pipeline, params = interop.from_modules(models.stages(layers, placement.stages), loss=models.loss_fn)
+    plan = pipeline.plan(placement, models.MICROBATCHES)
+    schedule, handler = entry.schedule(plan), handlers.Distributed()
+    held, watched = pipeline.params_on(params, plan, rank), [None, fpipe.Recording(lower(schedule, plan))]
+    steps = [fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, observe=each) for each in watched]
+    took: list[list[float]] = [[], []]
+    for i in range(PAIRS + 2):
+        for which in (0, 1) if i % 2 else (1, 0):
+            dist.barrier()
+            start = time.perf_counter()
+            steps[which](held, batch, target)
+            dist.barrier()
+            took[which].append(time.perf_counter() - start)
+    ratios = [observed / alone for alone, observed in list(zip(*took, strict=True))[2:]]
+    if rank == 0:
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(f"observing {name} at width {WIDTH}: {middle:.4f} of a step without, quartiles {low:.4f} to {high:.4f}")
 
 
 def packing(rank: int) -> None:

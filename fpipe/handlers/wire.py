@@ -64,15 +64,16 @@ class Wire:
         self.length = self.packed[-1].at + self.packed[-1].size if self.packed else 0
         specs = [leaf for leaf in signature.leaves if isinstance(leaf, TensorSpec)]
         self.as_it_is = not (self.packed or any(spec.strides for spec in specs))
-        self.seen: tuple[Any, list[Any]] | None = None  # of the last payload that nothing was filled in
+        # Of the last payload in which nothing was filled: its structure and looks, and whether it travelled uncopied.
+        self.seen: tuple[Any, list[Any], bool] | None = None
 
     def messages(self, payload: Payload) -> list[Tensor] | None:
         """What travels of a payload; None if it has another signature."""
         leaves, spec = payload if isinstance(payload, Flat) else (payload, None)
         looks = [look(leaf) for leaf in leaves]
         if self.seen is not None and self.seen[0] == spec and alike(self.seen[1], looks):
-            if self.as_it_is:
-                return [message(leaves[part.leaf]) for part in self.alone]
+            if self.seen[2]:
+                return [leaves[part.leaf] for part in self.alone]
             return self._written({i: message(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
         presence = None
         if isinstance(payload, list) and len(payload) == len(self.signature.leaves):
@@ -84,7 +85,8 @@ class Wire:
         if presence is not None:
             found[PRESENCE] = presence
         elif all(a is b for a, b in zip(filled, leaves, strict=True)):
-            self.seen = spec, looks
+            uncopied = all(found[part.leaf].data_ptr() == leaves[part.leaf].data_ptr() for part in self.alone)
+            self.seen = spec, looks, uncopied and self.as_it_is
         return self._written(found)
 
     def buffers(self) -> list[Tensor]:
