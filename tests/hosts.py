@@ -9,16 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-from tests.pool import Outcome, Pool
+from tests.pool import Outcome, Pool, serve
 
 ROOT = Path(__file__).parent.parent
 NAMES = re.compile(r"^fpipe-(\d+)-\d+-\w+", re.MULTILINE)  # the process that made the namespace
@@ -197,29 +194,12 @@ class Hosts(Pool):
             process.join(10)
 
 
-def serve(path: str) -> None:
-    """Run what the test asks of this rank, until it has ended."""
-    import torch
-    import torch.distributed as dist
-
-    warnings.filterwarnings("error", "stage .* can't be traced", UserWarning)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, pipe = dist.get_rank(), Client(path, "AF_UNIX")
+def meet(rank: int) -> Connection:
+    """The pipe to the test that this rank belongs to."""
+    pipe = Client(sys.argv[1], "AF_UNIX")
     pipe.send(rank)
-    while True:
-        try:
-            job, args = pipe.recv()
-        except EOFError:
-            return
-        start = time.monotonic()
-        try:
-            outcome = Outcome(value=job(rank, *args))
-        except BaseException as error:
-            outcome = Outcome(error=type(error).__name__, text=f"{error}\n{traceback.format_exc()}")
-        outcome.seconds = time.monotonic() - start
-        pipe.send(outcome)
+    return pipe
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(meet)

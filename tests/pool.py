@@ -76,12 +76,19 @@ class Pool:
 
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    serve(lambda rank: pipe)
+
+
+def serve(meet: Callable[[int], Any]) -> None:
+    """Run what comes through the pipe that this rank finds, until it is closed."""
     import torch
     import torch.distributed as dist
 
     warnings.filterwarnings("error", "stage .* can't be traced", UserWarning)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    pipe = meet(rank)
     while True:
         try:
             job, args = pipe.recv()

@@ -1,6 +1,5 @@
 """A measured step: recorded by hand along a clock that stands still, in one process, and over several."""
 
-import statistics
 import time
 from itertools import pairwise
 
@@ -452,23 +451,3 @@ def test_a_step_over_gloo(pools, schedule):
             for receive in measurement.receives(rank):
                 assert receive.sent < receive.arrived
         assert len(table.splitlines()) == 1 + 2 + 3
-
-
-def test_what_recording_costs():
-    """Printed, not judged: microseconds for an effect's begin and end, and for a value's wait and arrive."""
-    programs = lower(schedules.one_f_one_b, Plan(Placement.loop(4), 64))
-    recording, effects, took = Recording(programs), programs[1].effects, []
-    values = [effect.value for effect in effects if isinstance(effect, Recv)]
-    for _ in range(20):
-        start = time.perf_counter()
-        for effect in effects:
-            recording.begin(1, effect)
-            recording.end(1, effect)
-        middle = time.perf_counter()
-        for value in values:
-            recording.wait(1, value)
-            recording.arrive(1, value)
-        took.append(((middle - start) / len(effects), (time.perf_counter() - middle) / len(values)))
-    effect, value = (1e6 * statistics.median(column) for column in zip(*took, strict=True))
-    print(f"{effect:.2f} µs an effect, {value:.2f} µs a value that is waited for")
-    assert effect < 20
