@@ -62,9 +62,8 @@ class Agreement:
         if self.last is not None and self.last[:2] == (given.spec, ambient) and alike(self.last[2], looks):
             return self.last[3]
         token = self._find((*_hashable(given), *ambient))
-        plain = all(
-            isinstance(leaf, Tensor) or type(leaf) in PLAIN for leaf in given.leaves
-        )  # others may change in place
+        # What is neither a tensor nor plain may change in place.
+        plain = all(isinstance(leaf, Tensor) or type(leaf) in PLAIN for leaf in given.leaves)
         self.last = (given.spec, ambient, looks, token) if plain else None
         return token
 

@@ -36,14 +36,7 @@ class Failures:
 
     def tell(self, reason: str, key: str = "failed") -> None:
         """Leave the reason, unless there is one already."""
-
-        def leave() -> None:
-            try:
-                self.store.compare_set(key, "", reason)
-            except RuntimeError as error:
-                log.debug("rank %d can't reach the job's store: %s", self.rank, error)
-
-        within(PATIENCE, leave)
+        within(PATIENCE, lambda: self.store.compare_set(key, "", reason))
 
     def told(self, seconds: float, key: str = "failed") -> str | None:
         """The reason that a rank has left, looked for for a little while."""
@@ -51,14 +44,11 @@ class Failures:
 
     def _look(self, seconds: float, key: str) -> str | None:
         until = time.monotonic() + seconds
-        try:
-            while not self.store.check([key]):
-                if time.monotonic() > until:
-                    return None
-                time.sleep(0.02)
-            return str(self.store.get(key), "utf-8")
-        except RuntimeError:
-            return None
+        while not self.store.check([key]):
+            if time.monotonic() > until:
+                return None
+            time.sleep(0.02)
+        return str(self.store.get(key), "utf-8")
 
     def of_peer(self, links: Links, lost: Lost) -> TransportError:
         """The error for a peer that can't be reached; ends this handler."""
@@ -108,9 +98,20 @@ class Watch(threading.Thread):
 
 
 def within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """The answer, if it comes in time: a store whose host is gone without a word is waited for without end."""
-    answers: queue.SimpleQueue[T] = queue.SimpleQueue()
-    threading.Thread(target=lambda: answers.put(ask()), daemon=True, name="fpipe-store").start()
+    """The job's store's answer, if it can be reached and it comes in time.
+
+    A store whose host is gone without a word is waited for without end.
+    """
+    answers: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put(ask())
+        except RuntimeError as error:
+            log.debug("the job's store can't be reached: %s", error)
+            answers.put(None)
+
+    threading.Thread(target=answer, daemon=True, name="fpipe-store").start()
     with contextlib.suppress(queue.Empty):
         return answers.get(timeout=seconds)
     return None
