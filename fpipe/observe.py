@@ -13,7 +13,8 @@ import time
 from collections.abc import Sequence
 
 from fpipe.effects import Effect, Value
-from fpipe.handlers.protocol import Observer
+from fpipe.handlers.protocol import Handler, Observer, Outcome, Store, Witness
+from fpipe.program import Programs
 
 
 def configure() -> None:
@@ -61,6 +62,11 @@ class Several:
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = tuple(observers)
+        self.witnesses = [observer for observer in observers if isinstance(observer, Witness)]
+
+    @property
+    def agreed(self) -> list[object]:
+        return [observer.agreed for observer in self.observers if hasattr(observer, "agreed")]
 
     def begin(self, rank: int, effect: Effect) -> None:
         for observer in self.observers:
@@ -77,6 +83,22 @@ class Several:
     def arrive(self, rank: int, value: Value) -> None:
         for observer in reversed(self.observers):
             observer.arrive(rank, value)
+
+    def prepare(self, name: str, programs: Programs, handler: Handler) -> None:
+        for witness in self.witnesses:
+            witness.prepare(name, programs, handler)
+
+    def hold(self, rank: int, store: Store) -> None:
+        for witness in self.witnesses:
+            witness.hold(rank, store)
+
+    def step_begins(self) -> None:
+        for witness in self.witnesses:
+            witness.step_begins()
+
+    def step_ends(self, outcome: Outcome) -> None:
+        for witness in reversed(self.witnesses):
+            witness.step_ends(outcome)
 
 
 def observing(observe: Observer | None) -> Observer | None:

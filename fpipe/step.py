@@ -14,7 +14,7 @@ from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.autodiff.pieces import Pieces
 from fpipe.effects import Backward, BackwardWeight, parts
 from fpipe.errors import ScheduleError, StageError
-from fpipe.handlers.protocol import Handler, Inputs, Observer, Results
+from fpipe.handlers.protocol import Handler, Inputs, Observer, Outcome, Results, Witness
 from fpipe.handlers.verifier import check
 from fpipe.lowering import forward_only, lower, wavefront
 from fpipe.microbatch import Microbatch, merge, split
@@ -58,7 +58,7 @@ def value_and_grad(
         out_axes: how aux is merged; leaves without dimensions are stacked.
         gather: aux is wanted on every rank, not only on the loss's.
         prefetch: receives posted beyond the next one used.
-        observe: sees every effect begin and end.
+        observe: sees every effect begin and end: a `Recording`, or `fpipe.tensorboard.Recorder(logdir)`.
         autodiff: "graph" traces each stage once for every signature of what it is given, and cuts its backward as a
             graph: its Python, what it closes over, and whether a module trains, are read then, as under `jax.jit`.
             "eager" records it for every microbatch, and walks it once for each half where it is split. "auto" takes
@@ -94,7 +94,11 @@ def value_and_grad(
     check(programs)
     if not any(isinstance(p, Backward | BackwardWeight) for q in programs.values() for e in q for p in parts(e)):
         raise ScheduleError(f"{_name(schedule)} runs nothing backward: for outputs or the loss alone, use evaluate")
-    run = handler.compile(programs, pieces, observing(observe))
+    observer = observing(observe)
+    witness = observer if isinstance(observer, Witness) else None
+    if witness is not None:
+        witness.prepare(_name(schedule), programs, handler)
+    run = handler.compile(programs, pieces, observer)
 
     def step(
         params: Mapping[int, Any],
@@ -104,8 +108,13 @@ def value_and_grad(
         state: Mapping[int, Any] | None = None,
         rng: Rng | None = None,
     ) -> Any:
-        results = job.run(run, job.inputs(params, batch, target, state, rng))
+        if witness is not None:
+            witness.step_begins()
+        inputs = job.inputs(params, batch, target, state, rng)
+        results = job.run(run, inputs)
         loss = job.loss(results, has_aux)
+        if witness is not None:
+            witness.step_ends(Outcome(loss[0] if has_aux else loss, inputs.rows, results.gradients))
         return (loss, results.gradients, results.state) if job.stateful else (loss, results.gradients)
 
     return step

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from fpipe.program import Program
 from fpipe.rng import seeded
 from fpipe.signature import check_plain
 from fpipe.stage import Output, Stage
-from fpipe.tree import ABSENT, Flat, indices
+from fpipe.tree import ABSENT, Flat, flatten, indices
 
 Call = Callable[[], Any]
 
@@ -76,6 +76,7 @@ class Calls:
         starts: where each effect's begin, and at last how many there are.
         computes: what runs a stage's own functions, by the number of its call.
         slots: what the rank holds, by number.
+        touched: the slots of what each effect needs, gives and frees.
         step: the one that runs.
     """
 
@@ -97,6 +98,7 @@ class Calls:
         self.starts: list[int] = []
         self.computes: dict[int, fx.Compute] = {}
         self.slots: list[Any] = []
+        self.touched: list[tuple[int, ...]] = []
         self.running: Step | None = None
         self._compile()
 
@@ -109,6 +111,12 @@ class Calls:
         """Give up everything that the step holds."""
         self.slots[:] = [None] * len(self.slots)
         self.running = None
+
+    def apart(self) -> Iterator[Any]:
+        """What the step was given: parameters, and the leaves of its microbatches."""
+        for prepared in self.step.prepared.values():
+            yield from prepared.leaves
+        yield from flatten(list(self.step.inputs.data)).leaves
 
     def slot(self, name: fx.Name) -> int:
         """The number of a name's slot."""
@@ -132,6 +140,7 @@ class Calls:
         for at, effect in enumerate(self.program):
             self.starts.append(len(self.calls))
             used, given = needs(effect, self.plan), gives(effect, self.plan)
+            self.touched.append(tuple({self.slot(n): None for n in (*used, *given)}))
             if isinstance(effect, fx.Recv):
                 self._body(effect, [posts[effect.value]])
                 continue

@@ -88,7 +88,7 @@ class Distributed:
     def compile(self, programs: Mapping[int, Program], pieces: Pieces, observe: Observer | None) -> Run:
         links, failures = self._set_up()
         try:
-            self._compare(programs, pieces, links)
+            self._compare(programs, pieces, links, observe)
             links.connect({(rank, e.rank) for rank, p in programs.items() for e in p if isinstance(e, fx.Send)})
         except Lost as lost:
             raise failures.of_peer(links, lost) from None
@@ -116,14 +116,21 @@ class Distributed:
         self._failures.check()
         return self._links, self._failures
 
-    def _compare(self, programs: Mapping[int, Program], pieces: Pieces, links: Links) -> None:
-        text = repr((pieces.loss, pieces.gather, [(p.plan, p.effects) for _, p in sorted(programs.items())]))
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """All ranks, connected on the CPU: for who speaks with them between steps, as they all do at once."""
+        return self._set_up()[0].control  # type: ignore[no-any-return]
+
+    def _compare(self, programs: Mapping[int, Program], pieces: Pieces, links: Links, observe: Observer | None) -> None:
+        asked = pieces.loss, pieces.gather, getattr(observe, "agreed", None)
+        text = repr((asked, [(p.plan, p.effects) for _, p in sorted(programs.items())]))
         mine = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
         extremes, works = links.collect([mine, -mine], dist.ReduceOp.MAX)
         links.wait(works, None, "comparing programs")
         if extremes.tolist() != [mine, -mine]:
             raise ScheduleError(
-                f"rank {self.rank}: the ranks were given different schedules or plans; every rank must make the same"
+                f"rank {self.rank}: the ranks were given different schedules, plans or recorders; every rank must make "
+                "the same"
             )
 
 

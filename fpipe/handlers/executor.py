@@ -12,7 +12,7 @@ from fpipe.autodiff.pieces import Pieces
 from fpipe.errors import StageError
 from fpipe.gradients import Key, received, total
 from fpipe.handlers.calls import Calls, Channels, Step
-from fpipe.handlers.protocol import Inputs, Observer, Results
+from fpipe.handlers.protocol import Inputs, Observer, Results, Witness
 from fpipe.program import Program
 from fpipe.stage import Batch
 from fpipe.tree import summary
@@ -33,6 +33,8 @@ class Executor:
         self.pieces, self.pipeline = pieces, pieces.pipeline
         self.held = self.plan.stages_on(self.rank)
         self.calls = Calls(program, pieces, channels, observe, device)
+        if isinstance(observe, Witness):
+            observe.hold(self.rank, self.calls)
 
     def start(self, inputs: Inputs) -> None:
         """Take a step's arguments; nothing runs yet."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from fpipe.autodiff.pieces import Pieces
-from fpipe.effects import Effect, Value
+from fpipe.effects import Effect, Name, Value
 from fpipe.microbatch import Microbatch, size
-from fpipe.program import Plan, Program
+from fpipe.program import Plan, Program, Programs
 
 
 class Observer(Protocol):
@@ -25,6 +25,54 @@ class Observer(Protocol):
 
     def arrive(self, rank: int, value: Value) -> None:
         """It is there."""
+
+
+class Store(Protocol):
+    """What a rank holds while a step runs: values by the number of their slot.
+
+    `touched` are the slots that each effect of its program, by its place, needs, gives or frees; `apart` is what a step
+    was given, parameters and microbatches, which is the caller's.
+    """
+
+    slots: list[Any]
+    touched: list[tuple[int, ...]]
+
+    def slot(self, name: Name) -> int:
+        """The number of a name's slot."""
+
+    def apart(self) -> Iterable[Any]: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a whole step came to, as far as this process knows.
+
+    Args:
+        loss: known on every rank; not synchronized.
+        rows: of the whole batch.
+        gradients: `{stage: tree}`.
+    """
+
+    loss: Tensor
+    rows: int | None
+    gradients: Mapping[int, Any]
+
+
+@runtime_checkable
+class Witness(Observer, Protocol):
+    """An observer that is told as well what runs, where it is held, and when a step begins and is over."""
+
+    def prepare(self, name: str, programs: Programs, handler: Handler) -> None:
+        """What will run under this observer, before the handler compiles it."""
+
+    def hold(self, rank: int, store: Store) -> None:
+        """Where a rank that is played here holds its values."""
+
+    def step_begins(self) -> None:
+        """A step is called."""
+
+    def step_ends(self, outcome: Outcome) -> None:
+        """It has ended well."""
 
 
 @dataclass(frozen=True)
