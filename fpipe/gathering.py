@@ -11,9 +11,10 @@ import hashlib
 import os
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import ScheduleError, TransportError
 from fpipe.measurement import Columns, Measurement
+from fpipe.program import Programs
 from fpipe.recording import Recording
 
 ROUNDS = 64  # messages each way by which two clocks are compared
@@ -42,7 +44,26 @@ def gather(recording: Recording, group: dist.ProcessGroup | DeviceMesh | None = 
         ValueError: a rank has no whole step, or has seen more of them than another.
         TransportError: a peer can't be reached.
     """
-    ends = _Ends(recording, group.get_group() if isinstance(group, DeviceMesh) else group)
+    try:
+        own: Measurement | ValueError = recording.measurement()
+    except ValueError as error:
+        own = error
+    group = group.get_group() if isinstance(group, DeviceMesh) else group
+    return gathered(own, recording.programs, recording.steps, recording.clock, group or dist.group.WORLD)
+
+
+def gathered(
+    own: Measurement | ValueError, programs: Programs, steps: int, clock: Callable[[], float], group: Any
+) -> Measurement:
+    """`gather`, for who has measured a step in another way.
+
+    Args:
+        own: of this process's rank, or why there is none.
+        steps: which step it is: the same on every rank.
+        clock: what its times were read from.
+        group: a process group, or a backend that torch.distributed has no name for, as a handler's own are.
+    """
+    ends = _Ends(own, programs, steps, clock, group)
     try:
         return ends.measurement()
     except RuntimeError as error:
@@ -54,17 +75,16 @@ def gather(recording: Recording, group: dist.ProcessGroup | DeviceMesh | None = 
 class _Ends:
     """This process's end of the group."""
 
-    def __init__(self, recording: Recording, group: dist.ProcessGroup | None) -> None:
-        self.recording, self.group = recording, group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    def __init__(
+        self, own: Measurement | ValueError, programs: Programs, steps: int, clock: Callable[[], float], group: Any
+    ) -> None:
+        self.own, self.programs, self.steps, self.clock, self.group = own, programs, steps, clock, group
+        self.rank, self.size = group.rank(), group.size()
+        named = isinstance(group, dist.ProcessGroup)
+        self.device = "cuda" if named and dist.get_backend(group) == "nccl" else "cpu"
 
     def measurement(self) -> Measurement:
-        try:
-            own: Measurement | ValueError = self.recording.measurement()
-        except ValueError as error:
-            own = error
-        clocks = self._agreed(own)
+        own, clocks = self.own, self._agreed()
         if isinstance(own, ValueError):
             raise own  # the peers have been told
         differences = self._differences(clocks)
@@ -73,7 +93,7 @@ class _Ends:
             times = [column.tolist() for column in own.columns[rank]] if rank == self.rank else None
             columns[rank] = self._columns(times, rank, offset)
         begun = min(own.starts[0] for own in columns.values())
-        now = self.recording.clock() - differences[self.rank][0]
+        now = self.clock() - differences[self.rank][0]
         return Measurement(
             own.programs,
             columns,
@@ -81,16 +101,16 @@ class _Ends:
             {rank: width + DRIFT * (now - begun) * (width > 0) for rank, (_, width) in enumerate(differences)},
         )
 
-    def _agreed(self, own: Measurement | ValueError) -> list[int]:
+    def _agreed(self) -> list[int]:
         """The clock of each rank as a number, 0 where nobody may share it; that they can be gathered is checked."""
-        programs = sorted(self.recording.programs.items())
+        own, programs = self.own, sorted(self.programs.items())
         plays = isinstance(own, ValueError) or list(own.columns) == [self.rank]
         told = self._all(
             [
                 _number(repr([(program.plan, program.effects) for _, program in programs])),
                 self.size == len(programs) and plays,
-                0 if isinstance(own, ValueError) else self.recording.steps,
-                _number(_machine()) if self.recording.clock is time.perf_counter else 0,
+                0 if isinstance(own, ValueError) else self.steps,
+                _number(_machine()) if self.clock is time.perf_counter else 0,
             ]
         )
         digests, playing, steps, clocks = (list(column) for column in zip(*told, strict=True))
@@ -113,7 +133,7 @@ class _Ends:
 
     def _all(self, numbers: Sequence[int]) -> list[list[int]]:
         shares = [torch.empty(len(numbers), dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        dist.all_gather(shares, torch.tensor(numbers, dtype=torch.int64, device=self.device), self.group)
+        self.group.allgather([shares], [torch.tensor(numbers, dtype=torch.int64, device=self.device)]).wait()
         return [share.tolist() for share in shares]
 
     def _differences(self, clocks: Sequence[int]) -> list[tuple[float, float]]:
@@ -130,36 +150,36 @@ class _Ends:
     def _difference(self, peer: int) -> tuple[float, float]:
         lowest, highest = -inf, inf
         for _ in range(ROUNDS):
-            sent = self.recording.clock()
+            sent = self.clock()
             self._send(0.0, peer)
             read = self._recv(peer)
-            back = self.recording.clock()
+            back = self.clock()
             lowest, highest = max(lowest, read - back), min(highest, read - sent)
         return (lowest + highest) / 2, abs(highest - lowest) / 2
 
     def _answer(self) -> None:
         for _ in range(ROUNDS):
             self._recv(0)
-            self._send(self.recording.clock(), 0)
+            self._send(self.clock(), 0)
 
     def _send(self, number: float, peer: int) -> None:
-        dist.send(torch.tensor(number, dtype=torch.float64, device=self.device), group=self.group, group_dst=peer)
+        self.group.send([torch.tensor(number, dtype=torch.float64, device=self.device)], peer, 0).wait()
 
     def _recv(self, peer: int) -> float:
         number = torch.empty((), dtype=torch.float64, device=self.device)
-        dist.recv(number, group=self.group, group_src=peer)
+        self.group.recv([number], peer, 0).wait()
         return number.item()
 
     def _columns(self, own: list[list[float]] | None, rank: int, offset: float) -> Columns:
         """A rank's columns on rank 0's clock; `own` on that rank."""
-        shape = 4, len(self.recording.programs[rank])
+        shape = 4, len(self.programs[rank])
         times = torch.empty(shape, dtype=torch.float64) if own is None else torch.tensor(own, dtype=torch.float64)
         return Columns(*(array("d", column) for column in (self._from(rank, times) - offset).tolist()))
 
     def _from(self, rank: int, numbers: Tensor) -> Tensor:
         """What a rank has, on every rank."""
         numbers = numbers.to(self.device)
-        dist.broadcast(numbers, group=self.group, group_src=rank)
+        self.group.broadcast(numbers, rank).wait()
         return numbers.cpu()
 
 

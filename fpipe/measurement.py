@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +18,19 @@ from statistics import median
 from typing import NamedTuple
 
 from fpipe.costs import Costs
-from fpipe.effects import TABLE, Recv, Send, Value, needs
+from fpipe.effects import (
+    TABLE,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Effect,
+    Forward,
+    Overlap,
+    Recv,
+    Send,
+    Value,
+    needs,
+)
 from fpipe.program import Plan, Programs, plan_of
 from fpipe.timeline import Spans, Timeline
 
@@ -211,7 +224,7 @@ class Measurement:
         )
         return "\n".join([*table, legend])
 
-    def timeline(self, costs: Costs = Costs()) -> Timeline:
+    def timeline(self, costs: Costs = Costs(), *, partial: bool = False) -> Timeline:
         """The spans of all ranks, from the first on, in seconds.
 
         A send ends as its value arrives, and of one that was there at its first use both may end later than they did.
@@ -220,32 +233,77 @@ class Measurement:
 
         Args:
             costs: whose bytes `memory` counts.
+            partial: take the ranks that are recorded; others have no spans. A send to one of these ends with its post,
+                and a receive from one waited for nothing.
 
         Raises:
-            ValueError: not all ranks are recorded here.
+            ValueError: not all ranks are recorded here, and that was not asked for.
         """
-        if missing := [rank for rank in range(self.plan.ranks) if rank not in self.columns]:
+        missing = [rank for rank in range(self.plan.ranks) if rank not in self.columns]
+        if missing and not partial:
             raise ValueError(
                 f"rank {missing[0]} is not recorded in this process: call fpipe.gather(recording, group) on every rank"
             )
         return Timeline(self.plan, self._spans(), costs)
 
+    @property
+    def origin(self) -> float:
+        """When the first effect of any rank began, on the clock of the columns."""
+        return min(start for own in self.columns.values() for start in own.starts)
+
+    def costs(self) -> Costs:
+        """What effects took, in seconds: of each kind and stage the median, and of each edge that of its transfers.
+
+        Of transfers those that were waited for; where there were none, the shortest of which a bound is known. What a
+        stage never ran, it is said to take no time for: `simulate` gives the same schedule's prediction.
+        """
+        taken = defaultdict[tuple[type[Effect], int], list[float]](list)
+        for rank, own in self.columns.items():
+            for effect, start, end in zip(self.programs[rank], own.starts, own.ends, strict=True):
+                if TABLE[type(effect)].track == "compute":
+                    stage = effect.forward.stage if isinstance(effect, Overlap) else effect.stage  # type: ignore[union-attr]
+                    taken[type(effect), stage].append(end - start)
+        found = {key: median(times) for key, times in taken.items()}
+
+        def times(kind: type[Effect]) -> list[float]:
+            return [found.get((kind, stage), 0.0) for stage in range(self.plan.stages)]
+
+        return Costs(
+            forward=times(Forward),
+            backward_input=times(BackwardInput),
+            backward_weight=times(BackwardWeight),
+            backward=times(Backward),
+            overlap=times(Overlap),
+            communication=self._transfers(),
+        )
+
+    def _transfers(self) -> dict[tuple[int, int], float]:
+        late, there = (defaultdict[tuple[int, int], list[float]](list) for _ in range(2))
+        for rank in self.columns:
+            for receive in self.receives(rank):
+                if receive.sent is not None:
+                    (there if receive.there else late)[receive.effect.rank, rank].append(receive.transfer)
+        bounds = {edge: min(times) for edge, times in there.items()}
+        return bounds | {edge: median(times) for edge, times in late.items()}
+
     def _spans(self) -> Spans:
         ranks = range(self.plan.ranks)
-        first = [0, *accumulate(len(self.programs[rank]) for rank in ranks)]
-        origin = min(start for own in self.columns.values() for start in own.starts)
-        starts = array("d", [start - origin for rank in ranks for start in self.columns[rank].starts])
-        ends = array("d", [end - origin for rank in ranks for end in self.columns[rank].ends])
+        here = [rank for rank in ranks if rank in self.columns]
+        first = [0, *accumulate(len(self.programs[rank]) if rank in self.columns else 0 for rank in ranks)]
+        origin = self.origin
+        starts = array("d", [start - origin for rank in here for start in self.columns[rank].starts])
+        ends = array("d", [end - origin for rank in here for end in self.columns[rank].ends])
         waited = array("q", [-1]) * first[-1]
-        for rank in ranks:
+        for rank in here:
             for at, receive in zip(self._receiving(rank), self.receives(rank), strict=True):
-                here = first[rank] + at
-                waited[here] = sent = first[receive.effect.rank] + self._sends[receive.effect.value, rank]
-                ends[sent] = max(starts[sent], receive.arrived - origin)
-                ends[here] = max(starts[here], ends[sent])
+                mine, arrived = first[rank] + at, receive.arrived - origin
+                if receive.sent is not None:
+                    waited[mine] = sent = first[receive.effect.rank] + self._sends[receive.effect.value, rank]
+                    ends[sent] = arrived = max(starts[sent], arrived)
+                ends[mine] = max(starts[mine], arrived)
             for at, before in self._waited(rank):
                 waited[first[rank] + at] = -1 if before is None else first[rank] + before
-        effects = [effect for rank in ranks for effect in self.programs[rank]]
+        effects = [effect for rank in here for effect in self.programs[rank]]
         return Spans(first, effects, starts, ends, waited)
 
     def _receiving(self, rank: int) -> list[int]:

@@ -176,7 +176,8 @@ class Timeline:
         received = self.spans.waited[at]
         if received < 0 or not isinstance(self.spans.effects[received], Recv):
             return otherwise
-        return self.spans.starts[self.spans.waited[received]]
+        sent = self.spans.waited[received]
+        return self.spans.starts[sent] if sent >= 0 else otherwise  # of a rank that is missing, nobody knows
 
     @cached_property
     def causes(self) -> list[dict[str, float]]:
@@ -198,13 +199,28 @@ class Timeline:
         return found
 
     @cached_property
+    def kinds(self) -> list[dict[type[Effect], float]]:
+        """Each rank's time in compute, by kind of effect."""
+        found = []
+        for own in self._computes:
+            taken = defaultdict[type[Effect], float](float)
+            for at in own:
+                taken[type(self.spans.effects[at])] += self.spans.ends[at] - self.spans.starts[at]
+            found.append(dict(taken))
+        return found
+
+    @cached_property
     def critical_path(self) -> list[Span]:
         """The chain of waits that ends last: shorten one of these, or nothing changes."""
-        ends = self.spans.ends
+        return [self.spans[at] for at in self.critical_spans]
+
+    @cached_property
+    def critical_spans(self) -> list[int]:
+        """Where the spans of the critical path are."""
         last = [own[-1] for own in self._computes if own]
-        path = [self.spans[max(last, key=ends.__getitem__)]] if last else []
-        while path and (waited := path[-1].waited_for) is not None:
-            path.append(self.spans[waited])
+        path = [max(last, key=self.spans.ends.__getitem__)] if last else []
+        while path and (waited := self.spans.waited[path[-1]]) >= 0 and len(path) < len(self.spans):
+            path.append(waited)  # so often at most, also where spans that were read from a file wait in a circle
         return path[::-1]
 
     def in_flight(self, rank: int) -> list[tuple[float, float]]:
