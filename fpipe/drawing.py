@@ -176,6 +176,34 @@ def size(value: float) -> str:
     return f"{value / 1000**power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
+class Scale(NamedTuple):
+    """The unit that times are shown in: its name, and how many of it one of the timeline's is."""
+
+    name: str
+    factor: float
+
+    def __call__(self, time: float) -> str:
+        """The time without its unit."""
+        return number(time * self.factor)
+
+    def full(self, time: float) -> str:
+        """The time with its unit."""
+        return f"{self(time)} {self.name}".rstrip()
+
+
+def scale_of(makespan: float, unit: str) -> Scale:
+    """The unit in which a makespan is a number that people read; of times without a unit, none.
+
+    >>> scale_of(0.18, "s").full(0.0123), scale_of(17.0, "").full(0.5)
+    ('12.3 ms', '0.5')
+    """
+    if unit != "s":
+        return Scale("", 1.0)
+    if makespan >= 10:
+        return Scale("s", 1.0)
+    return Scale("ms", 1e3) if makespan >= 1e-3 else Scale("µs", 1e6)
+
+
 def percent(share: float) -> str:
     """A share of one in percent.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fpipe
-from fpipe import Costs, Placement, Plan, ScheduleError, StageError, handlers, lower, schedules
+from fpipe import Costs, Link, Measurement, Placement, Plan, ScheduleError, StageError, handlers, lower, schedules
 from fpipe.effects import Activation, Backward, Forward, Gradient, Recv, Reduce, Send, needs
 from fpipe.gathering import gather
 from fpipe.handlers.simulator import play
@@ -156,6 +156,40 @@ def test_waiting_transfer_and_the_time_between_two_pieces_by_hand():
     assert [span.effect for span in timeline.critical_path] == [
         *(Forward(0, 0), Send(A, 1), Recv(A, 0), Forward(1, 0), Backward(1, 0), Send(G, 0), Recv(G, 1), Backward(0, 0))
     ]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_costs_of_a_step_that_goes_as_predicted_predict_it(name):
+    """Of values that were there at their first use only a bound is known, so that every transfer is waited for here."""
+    times = {"forward": 1, "backward_input": 1.5, "backward_weight": 0.5}
+    programs, predicted = made(name, **times, communication=3)
+    costs = drive(programs, predicted).measurement().costs()
+    for rank in programs:
+        for span in predicted.compute(rank):
+            assert costs.time(span.effect) == span.end - span.start
+    assert play(programs, costs).makespan == pytest.approx(predicted.makespan)
+
+
+def test_costs_are_medians_of_what_was_waited_for():
+    costs = by_hand().costs()
+    assert (costs.forward, costs.backward) == ((4, 3), (9, 6))
+    assert dict(costs.communication) == {(0, 1): Link(6), (1, 0): Link(5)}
+
+
+def test_ranks_that_are_not_recorded_leave_the_others_as_they_are():
+    """What rank 1 sent was waited for as long as before; nobody knows since when it was under way."""
+    measurement = by_hand()
+    alone = Measurement(measurement.programs, {0: measurement.columns[0]})
+    with pytest.raises(ValueError, match="rank 1 is not recorded in this process"):
+        alone.timeline()
+    whole, part = measurement.timeline(), alone.timeline(partial=True)
+    assert list(part.compute(0)) == list(whole.compute(0))
+    assert list(part.compute(1)) == []
+    assert (part.busy, part.causes[0]["transfer"]) == ([13, 0], 0)
+    assert part.causes[0]["dependency"] + part.causes[0]["imbalance"] == 27
+    sends = [span for span in part.spans if span.track == "send"]
+    assert [(span.start, span.end) for span in sends] == [(8, 9)]  # its post
+    assert alone.costs().communication == ()
 
 
 def test_the_table():

@@ -23,7 +23,7 @@ from fpipe.effects import (
     needs,
 )
 from fpipe.handlers.simulator import play
-from fpipe.schedules import from_table, gpipe, interleaved_1f1b, one_f_one_b
+from fpipe.schedules import from_table, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from fpipe.timeline import CAUSES
 
 
@@ -382,3 +382,9 @@ def test_costs_can_be_hashed_whatever_they_were_given_as():
     second = Costs((1.0, 2.0), communication={(1, 0): Link(2.0), (0, 1): Link(1)})
     assert (first, hash(first)) == (second, hash(second))
     assert first != Costs([1, 2])
+
+
+def test_time_by_kind_is_all_of_the_time_in_compute():
+    timeline = simulate(zb_h1, Plan(Placement.loop(2), 3), Costs(forward=2, backward_input=3))
+    assert timeline.kinds == [{Forward: 6.0, BackwardInput: 9.0, BackwardWeight: 3.0}] * 2
+    assert [sum(kinds.values()) for kinds in timeline.kinds] == timeline.busy
