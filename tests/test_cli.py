@@ -38,7 +38,7 @@ NAMES = [
     "dualpipe-v",
     "dualpipe",
 ]
-VERBS = ["schedules", "verify", "simulate", "draw", "compare", "search", "export", "import"]
+VERBS = ["schedules", "verify", "simulate", "draw", "compare", "search", "export", "import", "timeline"]
 SMALL = ("--ranks", "4", "--microbatches", "8")
 
 OWN = """

@@ -16,6 +16,11 @@ from fpipe.errors import ScheduleError
 
 OWN = "own schedule in "  # begins the name of a module that a user's file becomes
 
+
+class Unusable(Exception):
+    """What a verb was given is as it should be named, but can't be used: its text says why."""
+
+
 app = typer.Typer(
     help="Pipeline schedules: verified, simulated, drawn, compared, searched, exchanged.",
     no_args_is_help=True,
@@ -46,8 +51,8 @@ def _complain(what: str) -> None:
 def verb(*examples: str, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add a command. A parameter whose type is a dataclass stands for its fields, as options.
 
-    A `ScheduleError` ends the command with status 1, and its text on stderr; so does what else a user's own file
-    raises, with the traceback from there on.
+    A `ScheduleError` or `Unusable` ends the command with status 1, and its text on stderr; so does what else a user's
+    own file raises, with the traceback from there on.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -60,7 +65,7 @@ def verb(*examples: str, name: str | None = None) -> Callable[[Callable[..., Non
                 given[parameter] = group(**{field.name: given.pop(field.name) for field in fields(group)})
             try:
                 function(**given)
-            except ScheduleError as error:
+            except (ScheduleError, Unusable) as error:
                 _complain(str(error))
                 raise typer.Exit(1) from None
             except Exception as error:

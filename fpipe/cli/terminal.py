@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import ceil, floor, inf, log10
+from typing import TYPE_CHECKING, Any
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from fpipe.drawing import LOOKS, Cell, extent, lane, lighter, number, percent, size, sized
+from fpipe.difference import Difference
+from fpipe.drawing import LOOKS, Cell, Scale, extent, lane, lighter, number, percent, size, sized
 from fpipe.effects import Effect, parts
 from fpipe.handlers.verifier import Report
+from fpipe.perfetto import label
 from fpipe.timeline import CAUSES, Timeline
+
+if TYPE_CHECKING:
+    from fpipe.cli.recorded import Stay
 
 _MOST_BLOCKS = 40  # of lanes, one below the other, where no scale is asked for
 
@@ -41,22 +47,40 @@ def table(columns: Iterable[str], words: Iterable[str] = (), folded: Iterable[st
     return found
 
 
-def headline(name: str, timeline: Timeline) -> Text:
-    """What was simulated, and its figures."""
-    figures = f"makespan {number(timeline.makespan)}, cost {number(timeline.cost)}, bubble "
+_PLAIN = Scale("", 1.0)
+
+
+def headline(name: str, timeline: Timeline, scale: Scale = _PLAIN) -> Text:
+    """What ran, and its figures."""
+    figures = f"makespan {scale.full(timeline.makespan)}, cost {scale.full(timeline.cost)}, bubble "
     return Text.assemble((name, "bold"), f": {extent(timeline.plan)}\n{figures}", percent(timeline.bubble_rate))
 
 
-def account(timeline: Timeline) -> Table:
-    """Where every rank's time went, and the most that it held."""
-    held = sized(timeline.costs)
+def account(timeline: Timeline, scale: Scale = _PLAIN, peaks: Sequence[float | None] = ()) -> Table:
+    """Where every rank's time went, and the most that it held.
+
+    Args:
+        peaks: each rank's most bytes, where that was measured; by default what the costs say.
+    """
+    if sized(timeline.costs) and not peaks:
+        peaks = [max(held for _, held in timeline.memory(rank)) for rank in range(timeline.plan.ranks)]
+    held = any(peak is not None for peak in peaks)
     found = table(["\nrank", "\nbusy", "\nidle", *_CAUSES, "in\nflight", *(["\nmemory"] if held else [])])
     for rank, causes in enumerate(timeline.causes):
+        if not timeline.spans.of(rank):
+            found.add_row(str(rank), "missing")
+            continue
         times = [timeline.busy[rank], timeline.idle[rank], *causes.values()]
-        row = [*(_settled(time, timeline) for time in times), timeline.peak_in_flight[rank]]
-        peak = [size(max(held for _, held in timeline.memory(rank)))] if held else []
-        found.add_row(str(rank), *map(number, row), *peak)
+        row = [*(scale(_settled(time, timeline)) for time in times), number(timeline.peak_in_flight[rank])]
+        found.add_row(str(rank), *row, *([_amount(peaks[rank])] if held else []))
+    if scale.name:
+        found.caption = f"times in {scale.name}"
+        found.caption_justify = "left"
     return found
+
+
+def _amount(held: float | None) -> str:
+    return "" if held is None else size(held)
 
 
 def gantt(timeline: Timeline, console: Console, scale: float | None = None) -> Group:
@@ -232,3 +256,81 @@ def verdict(name: str, report: Report, *notes: str) -> Group:
     counts = f"{sum(report.effects)} effects, {sum(report.messages.values())} messages"
     head = f": {extent(report.plan)}\nright over the {report.transport} transport: {counts}"
     return Group(Text.assemble((name, "bold"), head), *map(Text, notes), Columns([ranks, edges], padding=(0, 4)))
+
+
+_MOST_STAYS = 12  # of a critical path, at either end
+_MOST_EFFECTS = 10
+
+
+def path(stays: Sequence[Stay], shares: Mapping[str, float], makespan: float, scale: Scale) -> Text:
+    """The critical path, rank after rank, and what part of the makespan each kind of effect on it takes."""
+    words = [_stay(stay, scale) for stay in stays if stay.time > 1e-9 * makespan]
+    if (more := len(words) - 2 * _MOST_STAYS) > 0:
+        words[_MOST_STAYS:-_MOST_STAYS] = [f"… {more} more …"]
+    parts = ", ".join(f"{name} {percent(time / makespan)}" for name, time in shares.items() if time and makespan)
+    return Text.assemble(("critical path: ", "bold"), f"{parts}\n", " -> ".join(words))
+
+
+def _stay(stay: Stay, scale: Scale) -> str:
+    if len(stay.ranks) > 1 or not stay.effects.keys().isdisjoint(("Send", "Recv")):
+        return f"transfer {scale.full(stay.time)}"
+    kinds = ", ".join(f"{count} {_letter(kind)}" for kind, count in stay.effects.items())
+    return f"rank {stay.ranks[0]} ({kinds}) {scale.full(stay.time)}"
+
+
+def _letter(kind: str) -> str:
+    return next((look.letter for each, look in LOOKS.items() if each.__name__ == kind), kind.lower())
+
+
+def difference(found: Difference, names: tuple[str, str], scale: Scale) -> Group:
+    """Two timelines side by side; what is longer in the first is more than nothing."""
+    titles = [Text.assemble((letter, "bold"), f"  {name}") for letter, name in zip("AB", names, strict=True)]
+    unit = f" ({scale.name})" if scale.name else ""
+    totals = table(["", "A", "B", "A - B"], words=[""])
+    totals.add_row(f"makespan{unit}", *_pair(found.makespan, scale))
+    totals.add_row("bubble", *map(percent, found.bubble_rate), percent(found.bubble_rate[0] - found.bubble_rate[1]))
+    for kind, pair in found.kinds.items():
+        totals.add_row(f"{kind}{unit}", *_pair(pair, scale))
+    whole = found.makespan[0] - found.makespan[1]
+    lies = table(["where the makespans differ", "A - B"], words=["where the makespans differ"])
+    for where, time in found.lies.items():
+        lies.add_row(f"{where}{unit}", scale(_cleared(time, found)))
+    lies.add_row(f"all{unit}", scale(_cleared(whole, found)), style="bold")
+    note = "host: between effects of A's critical path; elsewhere: B's makespan beyond that path"
+    both = Columns([totals, lies], padding=(0, 4))
+    return Group(*titles, both, Text(note, "dim"), _side_by_side(found, scale), _largest(found, scale))
+
+
+def _pair(pair: tuple[float, float], scale: Scale) -> Iterator[str]:
+    longer = pair[0] - pair[1]
+    return (scale(time) for time in (*pair, longer if abs(longer) > 1e-9 * max(pair) else 0.0))
+
+
+def _cleared(time: float, found: Difference) -> float:
+    """A time, or 0 where sums of floats left no more than their last digits."""
+    return time if abs(time) > 1e-9 * max(found.makespan) else 0.0
+
+
+def _side_by_side(found: Difference, scale: Scale) -> Table:
+    """Each rank's time in both, by what it did."""
+    shown = table(["\nrank", "\nbusy A", "\nB", "\nidle A", "\nB", *_CAUSES])
+    for rank in found.ranks:
+        lines = found.a, found.b
+        pairs = (*(line.busy[rank] for line in lines), *(line.idle[rank] for line in lines))
+        causes = (found.a.causes[rank][cause] - found.b.causes[rank][cause] for cause in CAUSES)
+        shown.add_row(str(rank), *(scale(_cleared(time, found)) for time in (*pairs, *causes)))
+    shown.caption, shown.caption_justify = "causes of idle time: A - B", "left"
+    return shown
+
+
+def _largest(found: Difference, scale: Scale) -> RenderableType:
+    """The effects whose durations differ most."""
+    shown = table(["rank", "stage", "effect", "took A", "B", "A - B", "began later by"], words=["effect"])
+    for each in found.effects[:_MOST_EFFECTS]:
+        if not _cleared(each.longer, found):
+            break
+        name = label(each.effect, each.rank[0], found.a.plan)
+        times = (*each.took, each.longer, each.shift)
+        what: Any = getattr(each.effect, "value", parts(each.effect)[0])
+        shown.add_row(str(each.rank[0]), str(what.stage), Text(name), *(scale(_cleared(time, found)) for time in times))
+    return shown if shown.row_count else Text("every effect that both have took as long")

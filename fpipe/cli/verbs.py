@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shlex
 import stat
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from fpipe.cli.options import (
     known,
 )
 from fpipe.cli.request import keep_to, played, read, resolve
-from fpipe.drawing import extent, number, percent, sized
+from fpipe.drawing import extent, number, percent, scale_of, sized
 from fpipe.effects import Compute, Effect, Overlap, parts
 from fpipe.errors import ScheduleError
 from fpipe.handlers.verifier import check
@@ -50,7 +51,7 @@ _MOST_COLUMNS = 100_000  # of a drawing whose scale is asked for
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A file to write, which then takes the place of `path`, with its mode: nobody sees half a file.
 
     A link stays, and what it leads to is replaced. What is no regular file, a pipe or a device, is written to.
@@ -107,18 +108,18 @@ def result(name: str, timeline: Timeline) -> dict[str, object]:
     }
 
 
-def _print_json(found: object) -> None:
+def print_json(found: object) -> None:
     print(json.dumps(found))
 
 
-def _console(width: int | None = None) -> "Console":
+def console(width: int | None = None) -> "Console":
     from rich.console import Console
 
     return Console(width=width, highlight=False)
 
 
-def _show(*what: "RenderableType") -> None:
-    _console().print(*what, sep="\n", crop=False)  # a table that is wider than the terminal is shown whole
+def show(*what: "RenderableType") -> None:
+    console().print(*what, sep="\n", crop=False)  # a table that is wider than the terminal is shown whole
 
 
 @verb("fpipe schedules")
@@ -126,7 +127,7 @@ def schedules(as_json: Json = False) -> None:
     """List the named schedules."""
     if as_json:
         said = ("placement", "chunks", "any_chunks", "peak", "idea", "source")
-        _print_json({name: {key: getattr(entry, key) for key in said} for name, entry in CATALOGUE.items()})
+        print_json({name: {key: getattr(entry, key) for key in said} for name, entry in CATALOGUE.items()})
         return
     from fpipe.cli.terminal import table
 
@@ -135,7 +136,7 @@ def schedules(as_json: Json = False) -> None:
     for name, entry in CATALOGUE.items():
         found.add_row(name, entry.placement, entry.peak, f"{entry.idea} [dim]({entry.source})[/dim]")
     units = "Peak: in flight at equal costs, in microbatches of a rank's share of the model."
-    _show(found, "p ranks, v stages on each, m microbatches.", units)
+    show(found, "p ranks, v stages on each, m microbatches.", units)
 
 
 @verb("fpipe verify zb-h1 --ranks 4 --microbatches 8 --transport rendezvous")
@@ -166,23 +167,55 @@ def verify(
         ]
         found = {"transport": transport, "ordered": not unordered, "effects": report.effects, "edges": edges}
         peaks = {"peak_in_flight": report.peak_in_flight, "peak_bytes": report.peak_bytes}
-        _print_json({"schedule": job.name, **counts(job.plan), **found, **peaks})
+        print_json({"schedule": job.name, **counts(job.plan), **found, **peaks})
         return
     from fpipe.cli.terminal import verdict
 
-    _show(verdict(job.name, report))
+    show(verdict(job.name, report))
 
 
-@verb("fpipe simulate zb-h1 --ranks 8 --microbatches 24 --communication 0.1")
-def simulate(name: Name, asked: PlanOptions, costs: CostOptions, limit: Limit = None, as_json: Json = False) -> None:
+@verb(
+    "fpipe simulate zb-h1 --ranks 8 --microbatches 24 --communication 0.1",
+    "fpipe simulate zb-v --ranks 4 --microbatches 8 --logdir runs/zb-v",
+)
+def simulate(
+    name: Name,
+    asked: PlanOptions,
+    costs: CostOptions,
+    limit: Limit = None,
+    logdir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the timeline there, for TensorBoard's Pipeline tab.")
+    ] = None,
+    seconds: Annotated[
+        bool, typer.Option("--seconds", help="Times are in seconds, so that --logdir's stands beside a measurement.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Say what a schedule takes: time, idle time, memory."""
     name, timeline = _simulated(name, asked, costs, limit)
+    unit = "s" if seconds else ""
+    if logdir:
+        _write(logdir, name, timeline, unit)
     if as_json:
-        _print_json(result(name, timeline))
+        print_json(result(name, timeline))
         return
     from fpipe.cli.terminal import account, headline
 
-    _show(headline(name, timeline), account(timeline))
+    scale = scale_of(timeline.makespan, unit)
+    show(headline(name, timeline, scale), account(timeline, scale))
+    if logdir:
+        print(f"See it in the Pipeline tab of: tensorboard --logdir {shlex.quote(str(logdir))}")
+
+
+def _write(logdir: Path, name: str, timeline: Timeline, unit: str) -> None:
+    from fpipe.tensorboard.writer import write
+
+    with _progress(f"write {logdir}"):
+        try:
+            write(logdir, timeline, schedule=name, unit=unit)
+        except OSError as error:
+            why = error.strerror or error
+            raise typer.BadParameter(f"{logdir} can't be written: {why}", param_hint="--logdir") from None
 
 
 @verb(
@@ -222,12 +255,12 @@ def draw(
     if out:
         _draw_into(out, name, timeline)
     if as_json:
-        _print_json(result(name, timeline) | {"spans": list(_computes(timeline))})
+        print_json(result(name, timeline) | {"spans": list(_computes(timeline))})
     elif not out:
         from fpipe.cli.terminal import gantt, headline
 
-        console = _console(width)
-        console.print(headline(name, timeline), gantt(timeline, console, scale), sep="\n")
+        screen = console(width)
+        screen.print(headline(name, timeline), gantt(timeline, screen, scale), sep="\n")
 
 
 def _draw_into(out: Path, name: str, timeline: Timeline) -> None:
@@ -236,7 +269,7 @@ def _draw_into(out: Path, name: str, timeline: Timeline) -> None:
     except ImportError:
         raise typer.BadParameter("a file needs matplotlib: pip install matplotlib", param_hint="--out") from None
     figures = f"makespan {number(timeline.makespan)}, cost {number(timeline.cost)}, bubble "
-    with _progress(f"draw {out}"), _replacing(out) as file:
+    with _progress(f"draw {out}"), replacing(out) as file:
         save(timeline, file, f"{name}: {extent(timeline.plan)}\n{figures}{percent(timeline.bubble_rate)} of the cost")
 
 
@@ -293,11 +326,11 @@ def compare(
     entrants.sort(key=lambda entrant: (entrant[1].cost, entrant[1].makespan))
     if as_json:
         rows = [result(name, line) | {"peak": peak, "causes": line.causes} for name, line, peak in entrants]
-        _print_json({"schedules": rows, "refused": refused})
+        print_json({"schedules": rows, "refused": refused})
     else:
         from fpipe.cli.terminal import comparison
 
-        _show(comparison(entrants, refused))
+        show(comparison(entrants, refused))
     if refused and (names or not entrants):
         raise typer.Exit(1)
 
@@ -343,15 +376,15 @@ def search(
         found = [each for each in found if each.peak <= limit + 1e-9]
     if as_json:
         rows = [result(each.name, each.timeline) | {"lower_bound": each.lower_bound} for each in found]
-        _print_json(rows if frontier else rows[0])
+        print_json(rows if frontier else rows[0])
     else:
         from fpipe.cli.terminal import discovery
 
-        _show(discovery([(each.name, each.timeline, each.peak, each.lower_bound) for each in found]))
+        show(discovery([(each.name, each.timeline, each.peak, each.lower_bound) for each in found]))
     if out:
         from fpipe.interop.pipelining import to_csv
 
-        with _replacing(out) as file:
+        with replacing(out) as file:
             file.write_text(to_csv(found[0].schedule, found[0].plan))
 
 
@@ -376,11 +409,11 @@ def export(
         keep_to(check(lower(job.schedule, job.plan), ordered=False).peak_in_flight, limit)
     text = to_csv(job.schedule, job.plan, communication=form == "torch-csv")
     if out:
-        with _replacing(out) as file:
+        with replacing(out) as file:
             file.write_text(text)
     if as_json:
         rows = [[cell for cell in row if cell] for row in csv.reader(text.splitlines())]
-        _print_json({"schedule": job.name, **counts(job.plan), "format": form, "rows": rows})
+        print_json({"schedule": job.name, **counts(job.plan), "format": form, "rows": rows})
     elif not out:
         print(text, end="")
 
@@ -405,13 +438,13 @@ def import_(
     same = _same(schedule, plan)
     if as_json:
         found = {"placement": plan.placement.holders, "ordered": ordered, "same_as": same, "effects": report.effects}
-        _print_json({"schedule": file, **counts(plan), **found, "peak_in_flight": report.peak_in_flight})
+        print_json({"schedule": file, **counts(plan), **found, "peak_in_flight": report.peak_in_flight})
         return
     from fpipe.cli.terminal import verdict
 
     order = "" if ordered else "; microbatches run out of order, so verify and train with it unordered"
     whose = f"the compute order of {' and '.join(same)}" if same else "no named schedule's compute order"
-    _show(verdict(file, report, f"{_placement(plan)}; {whose}{order}"))
+    show(verdict(file, report, f"{_placement(plan)}; {whose}{order}"))
 
 
 def _placement(plan: Plan) -> str:

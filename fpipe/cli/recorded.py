@@ -1,0 +1,333 @@
+"""The verb for timelines that were written for TensorBoard: measured, or predicted. No torch."""
+
+import re
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+import typer
+
+from fpipe.cli.app import Unusable, verb
+from fpipe.cli.options import Json, counts
+from fpipe.cli.verbs import print_json, replacing, show
+from fpipe.difference import HOST, TRANSFER, Difference, links, part
+from fpipe.drawing import number, percent, scale_of, size
+from fpipe.effects import Recv, Send
+from fpipe.timeline import Timeline
+
+if TYPE_CHECKING:
+    from fpipe.tensorboard.captures import Capture
+    from fpipe.tensorboard.disk import Key, Listing
+
+_SUFFIXES = (".pftrace", ".json", ".svg", ".png", ".pdf", ".csv")
+_LONGEST = 200  # characters of a name that are shown
+_NEAREST = 4  # steps that are offered in place of one that isn't there
+Kind = Literal["measured", "predicted"]
+
+
+class Run(NamedTuple):
+    """A capture, and by what name it was asked for."""
+
+    name: str
+    capture: "Capture"
+    listing: "Listing"
+    key: "Key"
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.capture.kind}, step {self.capture.step}, {plain(self.capture.schedule)}"
+
+
+class Stay(NamedTuple):
+    """A stretch of the critical path: effects of one rank, or transfers from one to another.
+
+    Args:
+        ranks: the one, or both.
+        effects: how many of each kind.
+        time: from the end of what came before it.
+    """
+
+    ranks: tuple[int, ...]
+    effects: Mapping[str, int]
+    time: float
+
+
+@verb(
+    "fpipe simulate zb-v --ranks 4 --microbatches 8 --logdir runs/zb-v",
+    "fpipe simulate 1f1b --ranks 4 --microbatches 8 --logdir runs/1f1b",
+    "fpipe timeline runs/zb-v",
+    "fpipe timeline runs/zb-v --out zb-v.json",
+    "fpipe timeline --diff runs/1f1b runs/zb-v@0",
+)
+def timeline(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="A run's folder, as DIR, DIR@STEP or DIR/predicted; two of them are compared.",
+        ),
+    ],
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Compare two runs, or one run's measurement with its prediction.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="The captured step. By default the last one.")
+    ] = None,
+    kind: Annotated[
+        Kind | None, typer.Option("--kind", help="Which timeline. By default what was measured, if anything was.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write it: .pftrace (needs perfetto) or .json for Perfetto and Chrome's trace viewer; .svg, .png or "
+            ".pdf (need matplotlib); .csv, a line for each effect.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a recorded step took, and why; or compare two.
+
+    Folders are those that were written for TensorBoard: by a recorder while a
+    model trained, or by simulate --logdir.
+    """
+    if len(runs) > 2:
+        raise typer.BadParameter(f"two runs can be compared, not {len(runs)}", param_hint="RUN")
+    if out and out.suffix.lower() not in _SUFFIXES:
+        known = f"{', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
+        raise typer.BadParameter(f"{out} ends in no known format: take {known}", param_hint="--out")
+    if diff or len(runs) == 2:
+        if out:
+            raise typer.BadParameter("one timeline is written: name one run, without --diff", param_hint="--out")
+        one = len(runs) == 1
+        a, b = _both(runs[0], step) if one else (_opened(runs[0], kind, step), _opened(runs[1], kind, step))
+        _compare(a, b, as_json)
+        return
+    run = _opened(runs[0], kind, step)
+    _note([*run.listing.notices, *run.capture.notices])
+    if out:
+        _write(out, run)
+    try:
+        predicted = _prediction(run)
+    except Unusable as error:  # what was measured is still worth showing
+        predicted = None
+        _note([str(error)])
+    if as_json:
+        print_json(_told(run, predicted))
+    elif not out:
+        _show(run, predicted)
+
+
+def _show(run: Run, predicted: Run | None) -> None:
+    from rich.text import Text
+
+    from fpipe.cli.terminal import account, headline, path
+
+    line = run.capture.timeline
+    scale = scale_of(line.makespan, run.capture.unit)
+    peaks = [run.capture.peak_memory(rank) for rank in range(line.plan.ranks)]
+    table, links = account(line, scale, peaks), path(stays(line), shares(line), line.makespan, scale)
+    show(headline(run.title, line, scale), table, *map(Text, _remarks(run, predicted)), links)
+
+
+def _remarks(run: Run, predicted: Run | None) -> Iterator[str]:
+    """What is known beside the timeline: the allocators' peaks, the clocks, and the prediction."""
+    line, headers = run.capture.timeline, run.capture.headers
+    peaks = {rank: header.peak for rank, header in headers.items() if header.peak}
+    if peaks:
+        most = max(peaks, key=lambda rank: peaks[rank][0])
+        yield f"peak memory: {size(peaks[most][0])} on rank {most} ({plain(peaks[most][1])})"
+    if len(headers) > 1 and (apart := uncertainty(run.capture)):
+        yield f"clocks agree within {number(apart * 1e6)} µs"
+    if predicted and predicted.capture.unit == run.capture.unit:
+        other = predicted.capture.timeline.makespan
+        ratio = other / line.makespan - 1 if line.makespan else 0.0
+        how = f"{percent(abs(ratio))} {'more' if ratio > 0 else 'less'} than measured"
+        shown = scale_of(line.makespan, run.capture.unit).full(other)
+        yield f"predicted makespan {shown}, {how}: fpipe timeline --diff {shlex.quote(run.name)} says where it lies"
+    elif predicted:
+        yield "there is a prediction too, but its times have another unit"
+
+
+def plain(text: str) -> str:
+    """What others named, without what a terminal would take for a command, and not too long."""
+    shown = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:_LONGEST])
+    return shown + "…" * (len(text) > _LONGEST)
+
+
+def _note(notices: Iterable[str]) -> None:
+    for notice in notices:
+        typer.echo(f"{typer.style('note:', fg='yellow', bold=True)} {plain(notice)}", err=True)
+
+
+def _opened(given: str, kind: Kind | None, step: int | None) -> Run:
+    """The capture that DIR, DIR@STEP or DIR/kind stands for."""
+    at_step = None if Path(given).is_dir() else re.fullmatch(r"(.+)@(\d{1,18})", given, re.DOTALL)
+    folder, step = (at_step[1], int(at_step[2])) if at_step else (given, step)
+    listing = _listed(folder)
+    kinds = {key.kind for key in listing.captures}
+    if kind is None:
+        kind = "measured" if "measured" in kinds else "predicted"
+    if kind not in kinds:
+        raise typer.BadParameter(f"{plain(folder)} has nothing {kind}, only {kinds.pop()}", param_hint="--kind")
+    steps = listing.steps(listing.experiments[0], kind)
+    if step is not None and step not in steps:
+        near = sorted(sorted(steps, key=lambda each: abs(each - step))[:_NEAREST])
+        known = ", ".join(map(str, near))
+        which = "it has" if len(near) == len(steps) else f"of its {len(steps)} the nearest are"
+        raise typer.BadParameter(
+            f"{plain(folder)} has no step {step} that was {kind}: {which} {known}", param_hint="--step"
+        )
+    return _read(folder, listing, kind, steps[-1] if step is None else step)
+
+
+def _listed(folder: str) -> "Listing":
+    """What there is of the one run in a folder."""
+    from fpipe.tensorboard.disk import find
+
+    try:
+        listing = find(folder)
+    except NotADirectoryError:
+        raise typer.BadParameter(f"there is no folder {plain(folder)}", param_hint="RUN") from None
+    if not listing.captures:
+        _note(listing.notices)
+        raise Unusable(
+            f"no step was captured below {plain(folder)}: record some with fpipe.tensorboard.Recorder, or write a "
+            "simulation with fpipe simulate --logdir"
+        )
+    if len(listing.experiments) > 1:
+        known = ", ".join(plain(name) or "." for name in listing.experiments[:20])
+        more = ", …" if len(listing.experiments) > 20 else ""
+        raise typer.BadParameter(
+            f"{plain(folder)} holds several runs, {known}{more}: name one of them", param_hint="RUN"
+        )
+    return listing
+
+
+def _read(name: str, listing: "Listing", kind: Kind, step: int) -> Run:
+    from fpipe.tensorboard.columns import BadColumns
+    from fpipe.tensorboard.disk import Key
+
+    key = Key(listing.experiments[0], kind, step)
+    try:
+        capture = listing.read(key)
+    except BadColumns as error:
+        raise Unusable(f"step {step} in {plain(name)} can't be read: {plain(str(error))}") from None
+    return Run(plain(name), capture, listing, key)
+
+
+def _both(given: str, step: int | None) -> tuple[Run, Run]:
+    """What was measured and what was predicted in one folder."""
+    measured = _opened(given, "measured", step)
+    predicted = _prediction(measured)
+    if predicted is None:
+        raise typer.BadParameter(f"{measured.name} has no prediction: name a second run", param_hint="--diff")
+    return measured, predicted
+
+
+def _prediction(run: Run) -> Run | None:
+    """What was predicted beside a measurement: for its step, or else the last before it, or the first."""
+    steps = run.listing.steps(run.key.experiment, "predicted")
+    if run.key.kind == "predicted" or not steps:
+        return None
+    before = [step for step in steps if step <= run.key.step]
+    return _read(run.name, run.listing, "predicted", before[-1] if before else steps[0])
+
+
+def _told(run: Run, predicted: Run | None) -> dict[str, object]:
+    """A run as JSON: times in its unit, memory in bytes."""
+    capture, line = run.capture, run.capture.timeline
+    ranks = range(line.plan.ranks)
+    return {
+        **_which(run),
+        **counts(line.plan),
+        "makespan": line.makespan,
+        "cost": line.cost,
+        "bubble_rate": line.bubble_rate,
+        "busy": line.busy,
+        "idle": line.idle,
+        "causes": line.causes,
+        "peak_in_flight": line.peak_in_flight,
+        "peak_memory": [capture.peak_memory(rank) for rank in ranks],
+        "allocator_peak": [_peak(capture, rank) for rank in ranks],
+        "clock_uncertainty": uncertainty(capture),
+        "critical_path": [stay._asdict() for stay in stays(line)],
+        "shares": shares(line),
+        "predicted_makespan": predicted.capture.timeline.makespan if predicted else None,
+        "notices": [*run.listing.notices, *capture.notices],
+    }
+
+
+def _which(run: Run) -> dict[str, object]:
+    capture = run.capture
+    return {
+        "run": run.name,
+        "kind": capture.kind,
+        "step": capture.step,
+        "schedule": capture.schedule,
+        "unit": capture.unit,
+    }
+
+
+def _peak(capture: "Capture", rank: int) -> float | None:
+    header = capture.headers.get(rank)
+    return header.peak[0] if header and header.peak else None
+
+
+def uncertainty(capture: "Capture") -> float | None:
+    """How far a rank's clock may be off rank 0's at most; None where they were not compared."""
+    clocks = [header.clock for header in capture.headers.values()]
+    known = [clock.uncertainty for clock in clocks if clock]
+    return max(known) if len(known) == len(clocks) else None
+
+
+def stays(timeline: Timeline) -> list[Stay]:
+    """The critical path, rank after rank."""
+    spans = [(timeline.spans[link.at], link) for link in links(timeline)]
+    folded = groupby(spans, lambda each: TRANSFER if isinstance(each[0].effect, Send | Recv) else each[0].rank)
+    found = []
+    for where, group in folded:
+        run = list(group)
+        ranks = tuple(dict.fromkeys(span.rank for span, _ in run)) if where == TRANSFER else (int(where),)
+        kinds = Counter(type(span.effect).__name__ for span, _ in run)
+        found.append(Stay(ranks, dict(kinds), sum(link.gap + link.own for _, link in run)))
+    return found
+
+
+def shares(timeline: Timeline) -> dict[str, float]:
+    """How much of the makespan each kind of link of the critical path takes."""
+    found: dict[str, float] = defaultdict(float)
+    for link in links(timeline):
+        found[part(type(timeline.spans.effects[link.at]))] += link.own
+        found[HOST] += link.gap
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+
+def _compare(a: Run, b: Run, as_json: bool) -> None:
+    found = Difference(a.capture.timeline, b.capture.timeline)
+    notices = [notice for run in (a, b) for notice in (*run.listing.notices, *run.capture.notices)]
+    if a.capture.unit != b.capture.unit:
+        seconds, other = (a, b) if a.capture.unit == "s" else (b, a)
+        notices.append(f"times of {seconds.title} are in seconds, those of {other.title} in units of the costs")
+    notices = [*dict.fromkeys(notices), *found.notices]
+    if as_json:
+        print_json({"runs": [_which(a), _which(b)], **found.as_json(), "notices": notices})
+        return
+    from fpipe.cli.terminal import difference
+
+    _note(notices)
+    same = a.capture.unit == b.capture.unit
+    show(difference(found, (a.title, b.title), scale_of(found.makespan[0], a.capture.unit if same else "")))
+
+
+def _write(out: Path, run: Run) -> None:
+    from fpipe.tensorboard.exports import MissingPackage, save
+
+    try:
+        with replacing(out) as file:
+            save(run.capture, file, run.title)
+    except MissingPackage as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None

@@ -1,0 +1,371 @@
+"""A timeline for Perfetto and for Chrome's trace viewer, as JSON or as Perfetto's own protobuf. No torch.
+
+- A rank is a process. Slices of one track never overlap: transfers that do are put on as many tracks as it takes.
+- A receive is two slices: the wait until its value is sent, and the transfer; an arrow leads there from the send.
+- Times are whole nanoseconds from the first of anything on. Where costs have no unit, one unit is a millisecond.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import chain, count, islice
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from fpipe.drawing import sized, text
+from fpipe.effects import TABLE, Activation, Effect, Gradient, Overlap, Recv, Reduce, Send, Value
+from fpipe.program import Plan
+from fpipe.timeline import Timeline
+
+if TYPE_CHECKING:
+    from fpipe.tensorboard.columns import Columns, Header
+
+_TRACKS = {
+    "compute": "compute",
+    "send": "sends",
+    "receive": "receives",
+    "host": "host",
+}  # of `TABLE`, as they are named
+_BATCH = 1000  # packets or events of one piece of the output
+_SEQUENCE = 1  # of all packets: which writer they are from
+_NONE: Mapping[int, Any] = {}
+
+
+class _Slice(NamedTuple):
+    """A stretch of a track.
+
+    Args:
+        flow: the arrow, from 1 on, that leaves it or, where `arrives`, ends here; 0 for none.
+    """
+
+    name: str
+    category: str
+    start: int
+    end: int
+    args: Mapping[str, object]
+    flow: int = 0
+    arrives: bool = False
+
+
+class _Sample(NamedTuple):
+    """A counter's value from a time on."""
+
+    at: int
+    value: float
+
+
+class _Track(NamedTuple):
+    """A lane of slices, or a counter, whose unit `counts` says."""
+
+    rank: int
+    number: int
+    name: str
+    counts: str
+    content: Iterable[_Slice | _Sample]
+
+
+@dataclass(frozen=True)
+class _Trace:
+    timeline: Timeline
+    schedule: str
+    unit: str
+    columns: Mapping[int, Columns]
+    headers: Mapping[int, Header]
+
+    @property
+    def labels(self) -> list[str]:
+        """What is to be known of every rank."""
+        schedule = _sound(self.schedule)
+        return [*([schedule] if schedule else []), *([] if self.unit == "s" else ["1 ms is one unit of time"])]
+
+    @cached_property
+    def origin(self) -> float:
+        hosts = (start for header in self.headers.values() for _, start, _ in header.host)
+        return min(chain(self.timeline.spans.starts, hosts), default=0.0)
+
+    @cached_property
+    def names(self) -> list[tuple[str, int]]:
+        """What each span is called, and its rank."""
+        spans, plan = self.timeline.spans, self.timeline.plan
+        return [(label(spans.effects[at], rank, plan), rank) for rank in range(plan.ranks) for at in spans.of(rank)]
+
+    def ns(self, time: float) -> int:
+        return round((time - self.origin) * (1e9 if self.unit == "s" else 1e6))
+
+    def tracks(self) -> Iterator[_Track]:
+        ranks = self.timeline.plan.ranks
+        numbers = count(ranks + 1)  # what is below is a rank's process
+        for rank in range(ranks):
+            for name, lane in self._lanes(rank):
+                yield _Track(rank, next(numbers), name, "", lane)
+            for name, unit, samples in self._counters(rank):
+                yield _Track(rank, next(numbers), name, unit, samples)
+
+    def _lanes(self, rank: int) -> Iterator[tuple[str, list[_Slice]]]:
+        groups: dict[str, list[list[_Slice]]] = {name: [] for name in _TRACKS.values()}
+        for at in self.timeline.spans.of(rank):
+            groups[_TRACKS[TABLE[type(self.timeline.spans.effects[at])].track]].append(self._slices(rank, at))
+        for what, start, end in self.headers[rank].host if rank in self.headers else ():
+            groups["host"].append([_Slice(_sound(what), "host", self.ns(start), max(self.ns(start), self.ns(end)), {})])
+        for name, group in groups.items():
+            for number, lane in enumerate(_apart(group), 1):
+                yield name if number == 1 else f"{name} {number}", lane
+
+    def _slices(self, rank: int, at: int) -> list[_Slice]:
+        """What one effect is shown as: a receive as its wait, if it had one, and its transfer."""
+        spans = self.timeline.spans
+        effect, start = spans.effects[at], self.ns(spans.starts[at])
+        end = max(start, self.ns(spans.ends[at]))
+        name, args = self.names[at][0], self._args(rank, at)
+        if isinstance(effect, Send):
+            return [_Slice(name, "send", start, end, args, at + 1 if at in self._received else 0)]
+        if not isinstance(effect, Recv):
+            return [_Slice(name, TABLE[type(effect)].track, start, end, args)]
+        sent = spans.waited[at]
+        if sent < 0 or not isinstance(spans.effects[sent], Send):
+            return [_Slice(name, "receive", start, end, args)]
+        begun = min(max(start, self.ns(spans.starts[sent])), end)
+        transfer = _Slice(name, "receive", begun, end, args, sent + 1, arrives=True)
+        if begun == start:
+            return [transfer]
+        wait = _Slice(name.replace("receive", "wait for"), "wait", start, begun, {"row": args["row"]})
+        return [wait, transfer]
+
+    @cached_property
+    def _received(self) -> set[int]:
+        """The sends that a receive waited for."""
+        spans = self.timeline.spans
+        receives = (at for at, effect in enumerate(spans.effects) if isinstance(effect, Recv))
+        return {spans.waited[at] for at in receives}
+
+    def _args(self, rank: int, at: int) -> dict[str, object]:
+        spans = self.timeline.spans
+        row, waited = at - spans.first[rank], spans.waited[at]
+        found = _fields(spans.effects[at]) | {"row": row}
+        if rank in self.columns:
+            own = self.columns[rank]
+            if row < len(own.bytes) and isfinite(own.bytes[row]):
+                found["bytes"] = int(own.bytes[row])
+            if row < len(own.used) and isfinite(own.used[row]):
+                found["first use waits from, µs"] = self.ns(own.used[row]) / 1000
+        if waited >= 0:
+            found["waited for"] = "{} on rank {}".format(*self.names[waited])
+        return found
+
+    def _counters(self, rank: int) -> Iterator[tuple[str, str, list[_Sample]]]:
+        if flight := self.timeline.in_flight(rank):
+            yield "microbatches in flight", "microbatches", self._samples(flight)
+        if held := self._memory(rank):
+            yield "memory", "bytes", self._samples(held)
+
+    def _memory(self, rank: int) -> list[tuple[float, float]]:
+        if rank in self.columns and len(self.columns[rank].memory[0]):
+            at, held = self.columns[rank].memory
+            return list(zip(at.tolist(), held.tolist(), strict=True))
+        return self.timeline.memory(rank) if sized(self.timeline.costs) else []
+
+    def _samples(self, steps: Iterable[tuple[float, float]]) -> list[_Sample]:
+        return [_Sample(max(0, self.ns(at)), value) for at, value in steps if isfinite(at) and isfinite(value)]
+
+
+def _sound(text: str) -> str:
+    """Text that has a UTF-8: what came from elsewhere may hold half a surrogate pair."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _apart(group: Iterable[list[_Slice]]) -> list[list[_Slice]]:
+    """Lanes of slices that don't overlap, as few as it takes. What belongs together stays on one."""
+    lanes: list[list[_Slice]] = []
+    free: list[tuple[int, int]] = []  # when a lane's last slice ends, and which it is
+    for slices in sorted(group, key=lambda slices: (slices[0].start, slices[-1].end)):
+        if free and free[0][0] <= slices[0].start:
+            lane = heappop(free)[1]
+        else:
+            lane = len(lanes)
+            lanes.append([])
+        lanes[lane] += slices
+        heappush(free, (slices[-1].end, lane))
+    return lanes
+
+
+def label(effect: Effect, rank: int, plan: Plan) -> str:
+    """What an effect on a rank is called.
+
+    >>> from fpipe import Placement
+    >>> label(Send(Activation(0, 3), 1), 0, Plan(Placement.loop(2), 4))
+    'send activation 3'
+    """
+    match effect:
+        case Send(value):
+            return f"send {_value(value)}"
+        case Recv(value):
+            return f"receive {_value(value)}"
+        case Reduce(stage):
+            return f"reduce stage {stage}"
+    return text(effect, rank, plan, chunk=False)
+
+
+def _value(value: Value) -> str:
+    match value:
+        case Activation():
+            return f"activation {value.microbatch}"
+        case Gradient():
+            return f"gradient {value.microbatch}"
+    return f"weight gradient of stage {value.stage}"
+
+
+def _fields(effect: Effect) -> dict[str, object]:
+    """The effect's kind and its fields; of an overlap, those of both parts."""
+    if isinstance(effect, Overlap):
+        parts = {"forward": effect.forward, "backward": effect.backward}
+        of_parts = {f"{which} {name}": n for which, part in parts.items() for name, n in _fields(part).items()}
+        return {"kind": "Overlap", **of_parts}
+    kind = type(effect).__name__
+    if isinstance(effect, Send | Recv):
+        found = {name: getattr(effect.value, name) for name in effect.value.__slots__}
+        return {"kind": f"{kind} {type(effect.value).__name__}", **found, "peer": effect.rank}
+    return {"kind": kind, **{name: getattr(effect, name) for name in effect.__slots__}}
+
+
+_Each = TypeVar("_Each")
+
+
+def _batches(stream: Iterator[_Each]) -> Iterator[list[_Each]]:
+    while batch := list(islice(stream, _BATCH)):
+        yield batch
+
+
+def chrome_json(
+    timeline: Timeline,
+    *,
+    schedule: str = "",
+    unit: str = "",
+    columns: Mapping[int, Columns] = _NONE,
+    headers: Mapping[int, Header] = _NONE,
+) -> Iterator[str]:
+    """Chrome's trace event format, piece by piece; Perfetto reads it too.
+
+    Args:
+        timeline: what happened.
+        schedule: its name.
+        unit: of its times: "s", or none.
+        columns, headers: of a capture's ranks, for bytes, memory and what the host did.
+    """
+    trace = _Trace(timeline, schedule, unit, columns, headers)
+    said = {"schedule": _sound(schedule), "time": "µs" if unit == "s" else "1000 µs are one unit of time"}
+    yield f'{{"displayTimeUnit":"ns","otherData":{json.dumps(said)},"traceEvents":[\n'
+    before = ""
+    for events in _batches(_events(trace)):
+        yield before + json.dumps(events, allow_nan=False, separators=(",", ":"))[1:-1]
+        before = ",\n"
+    yield "\n]}\n"
+
+
+def _events(trace: _Trace) -> Iterator[dict[str, object]]:
+    for rank in range(trace.timeline.plan.ranks):  # no process and no thread is 0, which means the idle one
+        process = {"ph": "M", "pid": rank + 1}
+        yield {**process, "name": "process_name", "args": {"name": f"rank {rank}"}}
+        yield {**process, "name": "process_sort_index", "args": {"sort_index": rank}}
+        yield {**process, "name": "process_labels", "args": {"labels": ", ".join(trace.labels)}}
+    for track in trace.tracks():
+        on = {"pid": track.rank + 1, "tid": track.number}
+        if not track.counts:
+            yield {**on, "ph": "M", "name": "thread_name", "args": {"name": track.name}}
+            yield {**on, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": track.number}}
+        for each in track.content:
+            if isinstance(each, _Sample):
+                args = {track.counts: each.value}
+                yield {"ph": "C", "pid": track.rank + 1, "name": track.name, "ts": each.at / 1000, "args": args}
+            else:
+                yield {**on, **_complete(each)}
+
+
+def _complete(found: _Slice) -> dict[str, object]:
+    took = (found.end - found.start) / 1000
+    event = {"ph": "X", "name": found.name, "cat": found.category, "ts": found.start / 1000, "dur": took}
+    arrow = {"bind_id": f"0x{found.flow:x}", "flow_in" if found.arrives else "flow_out": True}
+    return {**event, "args": found.args} | (arrow if found.flow else {})
+
+
+def pftrace(
+    timeline: Timeline,
+    *,
+    schedule: str = "",
+    unit: str = "",
+    columns: Mapping[int, Columns] = _NONE,
+    headers: Mapping[int, Header] = _NONE,
+) -> Iterator[bytes]:
+    """Perfetto's own format, piece by piece. The arguments are those of `chrome_json`.
+
+    Raises:
+        ImportError: the package perfetto is not there, on the first piece.
+    """
+    try:
+        from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
+    except ImportError as error:
+        raise ImportError("a .pftrace needs the package perfetto: pip install 'fpipe[perfetto]'") from error
+    written = proto.Trace()
+    for _ in _fill(written, proto, _Trace(timeline, schedule, unit, columns, headers)):
+        if len(written.packet) >= _BATCH:
+            yield written.SerializeToString()
+            written.Clear()
+    yield written.SerializeToString()  # pieces are joined as they are: packets follow packets
+
+
+def _fill(written: Any, proto: Any, trace: _Trace) -> Iterator[None]:
+    """Add the packets, with a rest after every few."""
+    described = proto.TrackDescriptor
+    for rank in range(trace.timeline.plan.ranks):
+        found = _packet(written).track_descriptor
+        found.uuid, found.child_ordering = rank + 1, described.EXPLICIT
+        found.process.pid = rank + 1
+        found.process.process_name = f"rank {rank}"
+        found.process.process_labels.extend(trace.labels)
+        found.process.legacy_sort_index = rank
+        yield
+    for track in trace.tracks():
+        found = _packet(written).track_descriptor
+        found.uuid, found.parent_uuid, found.name = track.number, track.rank + 1, track.name
+        found.sibling_order_rank = track.number
+        if track.counts:
+            found.counter.unit_name = track.counts
+        for each in track.content:
+            if isinstance(each, _Sample):
+                event = _event(written, each.at, track.number, proto.TrackEvent.TYPE_COUNTER)
+                event.double_counter_value = each.value
+            else:
+                _begin(_event(written, each.start, track.number, proto.TrackEvent.TYPE_SLICE_BEGIN), each)
+                _event(written, each.end, track.number, proto.TrackEvent.TYPE_SLICE_END)
+            yield
+
+
+def _packet(written: Any) -> Any:
+    found = written.packet.add()
+    found.trusted_packet_sequence_id = _SEQUENCE
+    return found
+
+
+def _event(written: Any, at: int, track: int, kind: int) -> Any:
+    packet = _packet(written)
+    packet.timestamp = at
+    event = packet.track_event
+    event.type, event.track_uuid = kind, track
+    return event
+
+
+def _begin(event: Any, found: _Slice) -> None:
+    event.name = found.name
+    event.categories.append(found.category)
+    if found.flow:
+        (event.terminating_flow_ids if found.arrives else event.flow_ids).append(found.flow)
+    for name, value in found.args.items():
+        if isinstance(value, str):
+            event.debug_annotations.add(name=name, string_value=value)
+        elif isinstance(value, float):
+            event.debug_annotations.add(name=name, double_value=value)
+        else:
+            event.debug_annotations.add(name=name, int_value=value)

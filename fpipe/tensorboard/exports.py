@@ -1,0 +1,127 @@
+"""A capture as a file for other tools: Perfetto, Chrome's trace viewer, figures, a table. No torch."""
+
+from __future__ import annotations
+
+import csv
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from fpipe.drawing import extent, percent, scale_of
+from fpipe.effects import parts
+from fpipe.perfetto import chrome_json, pftrace
+from fpipe.tensorboard.captures import Capture
+
+TYPES = {  # form -> media type; the form is the file's suffix
+    "pftrace": "application/octet-stream",
+    "json": "application/json",
+    "svg": "image/svg+xml",
+    "png": "image/png",
+    "pdf": "application/pdf",
+    "csv": "text/csv",
+}
+_drawing = threading.Lock()  # matplotlib has settings that are the process's
+
+
+class MissingPackage(ImportError):
+    """A form needs a package that is not installed; says which, and what to do."""
+
+
+def exported(capture: Capture, form: str) -> bytes:
+    """A capture as the content of a file.
+
+    Args:
+        form: one of `TYPES`.
+
+    Raises:
+        MissingPackage: figures need matplotlib, Perfetto's own format needs perfetto.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"timeline.{form}"
+        save(capture, file, f"{capture.kind}, step {capture.step}, {shortened(capture.schedule)}")
+        return file.read_bytes()
+
+
+def save(capture: Capture, file: Path, title: str) -> None:
+    """Write a capture into a file, in the form that its suffix names.
+
+    Args:
+        title: of a figure.
+
+    Raises:
+        MissingPackage: as `exported`.
+    """
+    form = file.suffix.lower().removeprefix(".")
+    said: dict[str, Any] = {"schedule": capture.schedule, "unit": capture.unit}
+    said |= {"columns": capture.columns, "headers": capture.headers}
+    if form == "json":
+        with file.open("w") as stream:
+            stream.writelines(chrome_json(capture.timeline, **said))
+    elif form == "pftrace":
+        with file.open("wb") as stream, _needing("perfetto"):
+            stream.writelines(pftrace(capture.timeline, **said))
+    elif form == "csv":
+        with file.open("w", newline="") as stream:
+            csv.writer(stream).writerows(_rows(capture))
+    else:
+        with _needing("figures"):
+            _draw(capture, file, title)
+
+
+@contextmanager
+def _needing(extra: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        package = {"figures": "matplotlib"}.get(extra, extra)
+        raise MissingPackage(f"this needs {package}: pip install 'fpipe[{extra}]'") from error
+
+
+def _draw(capture: Capture, file: Path, title: str) -> None:
+    from fpipe import figure
+
+    timeline = capture.timeline
+    makespan = scale_of(timeline.makespan, capture.unit).full(timeline.makespan)
+    figures = f"makespan {makespan}, bubble {percent(timeline.bubble_rate)} of the cost"
+    with _drawing:
+        figure.save(timeline, file, f"{title}: {extent(timeline.plan)}\n{figures}")
+
+
+def shortened(text: str) -> str:
+    """A name that somebody gave, on one line and not longer than one.
+
+    >>> shortened("mine\\n" + "x" * 100)
+    'mine xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx…'
+    """
+    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+
+
+_LONGEST = 60
+
+
+def _rows(capture: Capture) -> Iterator[Sequence[object]]:
+    """A line for each effect. What it waited for is a place in a rank's program; times are in the capture's unit."""
+    yield (
+        *("rank", "row", "track", "kind", "stage", "microbatch", "effect", "start", "end"),
+        *("waited_rank", "waited_row", "bytes"),
+    )
+    first = capture.timeline.spans.first
+    for at, span in enumerate(capture.timeline.spans):
+        row = at - first[span.rank]
+        what: Any = getattr(span.effect, "value", parts(span.effect)[0])
+        waited: tuple[object, object] = ("", "")
+        if span.waited_for is not None:
+            cause = capture.timeline.spans[span.waited_for]
+            waited = cause.rank, span.waited_for - first[cause.rank]
+        sizes = capture.columns[span.rank].bytes
+        carried = sizes[row] if row < len(sizes) and isfinite(sizes[row]) else ""
+        kind, stage, microbatch = type(span.effect).__name__, what.stage, getattr(what, "microbatch", "")
+        yield (
+            *(span.rank, row, span.track, kind, stage, microbatch, repr(span.effect), span.start, span.end),
+            *(*waited, carried),
+        )
