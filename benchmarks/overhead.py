@@ -6,7 +6,8 @@
 this machine, with values of eight floats, so that nearly all of it is the cost of passing a message, in turn with
 the same number of messages by bare send and receive; `between` is what a rank does between two pieces but wait for
 a value. `packing` sends values of eight tensors in one message and in eight, there and back. `observing` runs steps of
-`benchmarks.peers` at width 256 with a Recording and without, in turn.
+`benchmarks.peers` at width 256 without an observer, with a Recording, with a Recorder that captures no step, and one
+that captures each, in turn.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from __future__ import annotations
 import os
 import socket
 import statistics
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +39,7 @@ from fpipe.microbatch import Microbatch
 from fpipe.schedules.catalogue import CATALOGUE
 from fpipe.signature import signature_of
 from fpipe.stage import Stage
+from fpipe.tensorboard import Recorder
 from fpipe.tree import Flat, flatten
 
 REPEATS, PAIRS, WIDTH = 15, 40, 256
@@ -155,27 +161,36 @@ def over_gloo(rank: int, size: int, port: int) -> None:
 
 
 def observing(rank: int, ranks: int, name: str) -> None:
-    """A step with a Recording over the same without, as the median of pairs."""
+    """A step that is observed over the same that isn't, as the median of rounds."""
     layers, (batch, target) = models.layers(WIDTH), models.data(WIDTH)
     entry = CATALOGUE[name]
     placement = entry.plan(ranks, models.MICROBATCHES).placement
     pipeline, params = interop.from_modules(models.stages(layers, placement.stages), loss=models.loss_fn)
     plan = pipeline.plan(placement, models.MICROBATCHES)
     schedule, handler = entry.schedule(plan), handlers.Distributed()
-    held, watched = pipeline.params_on(params, plan, rank), [None, fpipe.Recording(lower(schedule, plan))]
-    steps = [fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, observe=each) for each in watched]
-    took: list[list[float]] = [[], []]
-    for i in range(PAIRS + 2):
-        for which in (0, 1) if i % 2 else (1, 0):
-            dist.barrier()
-            start = time.perf_counter()
-            steps[which](held, batch, target)
-            dist.barrier()
-            took[which].append(time.perf_counter() - start)
-    ratios = [observed / alone for alone, observed in list(zip(*took, strict=True))[2:]]
-    if rank == 0:
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"observing {name} at width {WIDTH}: {middle:.4f} of a step without, quartiles {low:.4f} to {high:.4f}")
+    held = pipeline.params_on(params, plan, rank)
+    took: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        recorders = (Recorder(Path(folder, str(every)), every) for every in (1_000_000, 1))
+        idle, busy = map(stack.enter_context, recorders)
+        watched = {"": None, "a Recording": fpipe.Recording(lower(schedule, plan))}
+        watched |= {"a Recorder": idle, "a captured step": busy}
+        steps = {
+            what: fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, observe=each)
+            for what, each in watched.items()
+        }
+        for i in range(PAIRS + 2):
+            for what in [*steps][i % len(steps) :] + [*steps][: i % len(steps)]:
+                dist.barrier()
+                start = time.perf_counter()
+                steps[what](held, batch, target)
+                dist.barrier()
+                took[what].append(time.perf_counter() - start)
+    alone = took.pop("")
+    for what, times in took.items():
+        low, middle, high = statistics.quantiles([a / b for a, b in list(zip(times, alone, strict=True))[2:]], n=4)
+        if rank == 0:
+            print(f"{name} at width {WIDTH}, {what}: {middle:.4f} of one without, quartiles {low:.4f} to {high:.4f}")
 
 
 def packing(rank: int) -> None:

@@ -25,10 +25,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
 
 import fpipe
 from fpipe import handlers, interop, schedules
+from fpipe.tensorboard import Recorder
 
 console = Console(highlight=False)
 
@@ -131,6 +131,14 @@ def processes(ranks: int | None) -> Iterator[tuple[handlers.Handler, int, int, t
         dist.destroy_process_group()
 
 
+def folder(logdir: Path) -> Path:
+    """A new folder for this run, of which rank 0 tells the others."""
+    name = [time.strftime("%Y%m%d-%H%M%S")]
+    if dist.is_initialized():
+        dist.broadcast_object_list(name)
+    return logdir / name[0]
+
+
 def fail(message: str) -> NoReturn:
     console.print(message)
     raise typer.Exit(2)
@@ -172,7 +180,8 @@ def main(
     dropout: Annotated[float, typer.Option(help="Dropout rate.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Seed of parameters, data and dropout.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A file or folder to train on instead.", exists=True)] = None,
-    logdir: Annotated[Path, typer.Option(help="Where TensorBoard finds the scalars.")] = Path("runs/train_gpt"),
+    logdir: Annotated[Path, typer.Option(help="Where TensorBoard finds the run.")] = Path("runs/train_gpt"),
+    every: Annotated[int, typer.Option(help="Steps from one captured timeline to the next.", min=1)] = 50,
 ) -> None:
     """Train a byte-level GPT in pipeline stages."""
     if width % 32:
@@ -181,7 +190,7 @@ def main(
         fail(f"--batch {batch} can't be split into {microbatches} microbatches: take as many at least")
     if schedule not in schedules.CATALOGUE:
         fail(f"there is no schedule {schedule!r}: take one of {', '.join(schedules.CATALOGUE)}")
-    with processes(ranks) as (handler, ranks, rank, device):
+    with processes(ranks) as (handler, ranks, rank, device), Recorder(folder(logdir), every, tokens=context) as recorder:
         try:
             plan = schedules.CATALOGUE[schedule].plan(ranks, microbatches)
             order = schedules.CATALOGUE[schedule].schedule(plan)
@@ -190,7 +199,7 @@ def main(
         torch.manual_seed(seed)
         modules = gpt(plan.stages, layers, width, context, dropout)
         pipeline, params = interop.from_modules([m.to(device) for m in modules], loss=cross_entropy)
-        step = fpipe.value_and_grad(pipeline, order, plan, handler=handler)
+        step = fpipe.value_and_grad(pipeline, order, plan, handler=handler, observe=recorder)
         evaluate = fpipe.evaluate(interop.eval_mode(pipeline), plan, handler=handler, loss=True)
         count = sum(p.numel() for tree in params.values() for p in tree.values())
         if isinstance(handler, handlers.Distributed):
@@ -211,25 +220,18 @@ def main(
 
         show(f"{count:,} parameters in {plan.stages} stages on {ranks} ranks; {len(train):,} bytes to train on")
         before = bits_per_byte()
-        run = logdir / time.strftime("%Y%m%d-%H%M%S")
-        writer = SummaryWriter(str(run)) if rank == 0 else None
+        recorder.scalar("validation/bits_per_byte", before, 0)
         with Report(steps, silent=rank > 0) as report:
             for i in range(steps):
                 start = time.perf_counter()
                 loss, grads = step(params, *windows(train, batch, context, seed * steps + i), rng=(seed, i))
                 params, optimizer = adamw.update(grads, optimizer, params, lr=learning_rate(i, steps, lr))
-                speed = batch * context / (time.perf_counter() - start)
-                report.show(i, loss.item(), speed)
-                if writer is not None:
-                    writer.add_scalar("loss/train", loss.item(), i)
-                    writer.add_scalar("speed/tokens_per_second", speed, i)
+                report.show(i, loss.item(), batch * context / (time.perf_counter() - start))
         after = bits_per_byte()
-        if writer is not None:
-            writer.add_scalar("loss/validation_bits_per_byte", before, 0)
-            writer.add_scalar("loss/validation_bits_per_byte", after, steps)
-            writer.close()
+        recorder.scalar("validation/bits_per_byte", after, steps)
         show(f"validation: {before:.2f} bits per byte before, {after:.2f} after {steps} steps")
-        show(f"to see the curves: {Path(sys.executable).with_name('tensorboard')} --logdir {logdir}")
+        tensorboard = Path(sys.executable).with_name("tensorboard")
+        show(f"to see the timelines (tab Pipeline) and curves: {tensorboard} --logdir {logdir}")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ _HOME = {
     "value_and_grad": "step",
     "verify": "handlers.verifier",
 }
-_MODULES = ("effects", "handlers", "interop", "policies", "schedules")
+_MODULES = ("effects", "handlers", "interop", "policies", "schedules", "tensorboard")
 
 __all__ = sorted([*_HOME, *_MODULES])
 

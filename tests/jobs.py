@@ -12,6 +12,7 @@ import torch
 import fpipe
 from examples import train_gpt as example
 from fpipe import handlers, interop, schedules
+from fpipe.tensorboard import Recorder
 from tests import cases
 from tests.sharing import sharing
 
@@ -313,6 +314,18 @@ def train_on_gpus(rank, name, schedule, microbatches, ranks):
     own = gpu_handler()
     step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **case.options)
     return [d for _ in range(2) for d in differences(step(params, batch, target, state=state, rng=case.rng), expected)]
+
+
+def record_on_gpus(rank, logdir):
+    """Three steps over NCCL, of which the second and the third are captured."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    case, generator, plan = cases.make("attention", "one_f_one_b", 2, 4)
+    params, batch, target, _ = cases.own(on_device(case, device), plan, rank)
+    with Recorder(logdir, every=1) as recorder:
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=gpu_handler(), observe=recorder)
+        for _ in range(3):
+            step(params, batch, target)
 
 
 @functools.cache

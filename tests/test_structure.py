@@ -13,7 +13,7 @@ import pytest
 from fpipe import effects
 
 ROOT = Path(__file__).resolve().parents[1]
-LAZY = ["fpipe", "fpipe.handlers", "fpipe.interop"]
+LAZY = ["fpipe", "fpipe.handlers", "fpipe.interop", "fpipe.tensorboard"]
 
 
 def modules(folder):
@@ -115,13 +115,14 @@ SURFACE = {
     "fpipe": """
         Batch Costs Edges Link LiveBytes Measurement Output Pipeline Placement Plan Program Recording Report
         ScheduleError Stage StageError Timeline TransportError draw effects evaluate gather handlers interop lower
-        peak_bytes policies profile schedules simulate value_and_grad verify
+        peak_bytes policies profile schedules simulate tensorboard value_and_grad verify
     """,
     "fpipe.handlers": "Distributed Handler Inputs Local Observer Reference Results",
     "fpipe.schedules": """
         CATALOGUE Found dualpipe dualpipe_v from_table gpipe interleaved_1f1b interleaved_zb looped_bfs lower_bound
         one_f_one_b pareto search v_auto v_half v_min zb_auto zb_h1 zb_h2 zb_v
     """,
+    "fpipe.tensorboard": "Recorder",
     "fpipe.interop": "Optimizer buffers eval_mode from_csv from_modules into_modules optimizer to_csv",
 }
 
