@@ -23,6 +23,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.autodiff
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.scale
+	$(BIN)/python -m benchmarks.tab
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,65 @@
+"""How fast the Pipeline tab is, in Chromium that draws in software: 16 ranks, 1400 pixels.
+
+    python -m benchmarks.tab
+
+Interactive: from when the page's frame is there, TensorBoard's own loading left out, until all spans are drawn
+and answer the pointer. Redraw: of everything, at several zooms. The targets are 1 s and 16 ms for 100,000 spans, 2.5 s
+and 40 ms for a million.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+
+from tests.board import Board
+from tests.tab import Tab, browser, large
+
+COUNTS = (100_000, 1_000_000)
+ROUNDS = 5
+ZOOMS = (1, 4, 64, 1024)
+CLOCK = """
+Object.defineProperty(window, "fpipe", {
+    configurable: true,
+    set(value) {
+        Object.defineProperty(window, "fpipe", { value });
+        window.begun = performance.now();
+        value.ready.then(() => (window.done = performance.now()));
+    },
+});
+"""
+REDRAWS = """zoom => {
+    const { view } = window.fpipe.app.sheet;
+    view.fit();
+    view.zoom(zoom);
+    return Array.from({ length: 15 }, () => window.fpipe.redraw());
+}"""
+
+
+def measured(count: int) -> tuple[float, dict[int, float]]:
+    """Seconds until it is interactive, the median of rounds; and by zoom the median milliseconds of a redraw."""
+    with tempfile.TemporaryDirectory() as logdir, browser() as chromium:
+        large(Path(logdir), count)
+        with Board(logdir) as board:
+            board.until(lambda captures: captures and len(captures[0]["ranks"]) == 16)
+            taken = []
+            for _ in range(ROUNDS):
+                page = chromium.new_page(viewport={"width": 1400, "height": 900})
+                page.add_init_script(CLOCK)
+                tab = Tab(page, board)
+                taken.append(tab.js("window.done - window.begun") / 1e3)
+                redraws = {zoom: statistics.median(tab.js(REDRAWS, zoom)) for zoom in ZOOMS}
+                page.close()
+            return statistics.median(taken), redraws
+
+
+def main() -> None:
+    print("  ".join(["    spans", "interactive", *(f"redraw x{zoom}".rjust(13) for zoom in ZOOMS)]))
+    for count in COUNTS:
+        taken, redraws = measured(count)
+        print("  ".join([f"{count:>9,}", f"{taken:9.2f} s", *(f"{time:10.1f} ms" for time in redraws.values())]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+/** All that is known of one effect, or of one gap, as pairs of a name and a text. */
+
+import { bytes, change, number, percent, signed, time } from "./format.js";
+import { full, short, value } from "./names.js";
+
+const CAUSES = {
+  "warm-up": "warm-up: before the rank's first effect",
+  dependency: "dependency: what it needed was not computed yet",
+  transfer: "transfer: what it needed was under way",
+  imbalance: "imbalance: others have more to do",
+  drain: "drain: after the rank's last effect",
+};
+
+const SECOND = { B: "backward", I: "input gradient" }; // of an overlap
+
+/** The title of an effect. */
+export function title(rank, row) {
+  const kind = rank.kindOf(row);
+  return kind.track === "compute" ? `${short(rank, row)} · ${kind.name}` : short(rank, row);
+}
+
+/**
+ * @param {object} capture
+ * @param {{rank: number, row: number}} spot
+ * @param {{capture: object, spot: {rank: number, row: number}} | null} twin the same effect of another run
+ * @returns {[string, string][]}
+ */
+export function facts(capture, spot, twin = null) {
+  const rank = capture.ranks.get(spot.rank);
+  const { row } = spot;
+  const kind = rank.kindOf(row);
+  const when = (at) => time(at, capture.unit, 6);
+  const [start, end] = [rank.start[row], rank.end[row]];
+  const found = [["rank", device(rank)]];
+  if (kind.second) {
+    found.push(["forward", `stage ${rank.stage[row]}, microbatch ${rank.microbatch[row]}`]);
+    found.push(["with", `${SECOND[kind.second]}, stage ${rank.other[row]}, microbatch ${rank.second[row]}`]);
+  } else if (kind.track === "compute") {
+    found.push(["stage", String(rank.stage[row])], ["microbatch", String(rank.microbatch[row])]);
+  } else if (kind.value) {
+    found.push(["value", value(rank, row)], [kind.track === "send" ? "to" : "from", `rank ${rank.peer[row]}`]);
+  } else if (kind.name === "reduce") found.push(["stage", String(rank.stage[row])]);
+  found.push(
+    ["kind", kind.name],
+    ["start", when(start)],
+    ["end", when(end)],
+    ["duration", time(end - start, capture.unit)],
+  );
+  if (kind.track === "receive") found.push(...receiving(capture, rank, row));
+  if (kind.value && rank.bytes.length && !Number.isNaN(rank.bytes[row])) found.push(["bytes", bytes(rank.bytes[row])]);
+  if (kind.name !== "host") found.push(["waited for", waited(capture, spot)]);
+  if (twin) found.push(...difference(capture, spot, twin));
+  return found;
+}
+
+const device = (rank) => (rank.header.device ? `${rank.number}, ${rank.header.device}` : String(rank.number));
+
+function receiving(capture, rank, row) {
+  const [start, left, end] = [rank.start[row], rank.left[row], rank.end[row]];
+  const took = (span) => time(span, capture.unit);
+  const found = [];
+  if (Number.isNaN(left)) found.push(["waiting", "unknown: its send is not on this clock, or not recorded"]);
+  else found.push(["waiting", took(left - start)], ["transfer", rate(rank, row, end - left, capture.unit)]);
+  const used = rank.used.length ? rank.used[row] : NaN;
+  if (!Number.isNaN(used)) {
+    const wait = end - used;
+    found.push([
+      "first use",
+      `${time(used, capture.unit, 6)}, ${wait > 0 ? `which waited ${took(wait)} for it` : "when it was there"}`,
+    ]);
+  }
+  return found;
+}
+
+function rate(rank, row, took, unit) {
+  const size = rank.bytes.length ? rank.bytes[row] : NaN;
+  const text = time(took, unit);
+  return unit === "s" && took > 0 && size > 0 ? `${text}, ${bytes(size / took)}/s` : text;
+}
+
+/** What let an effect start, and how long before. */
+function waited(capture, spot) {
+  const cause = capture.cause(spot);
+  if (!cause) return capture.ranks.get(spot.rank).fromRank[spot.row] < 0 ? "nothing" : "an effect that is not recorded";
+  const own = capture.ranks.get(cause.rank);
+  const name = full(own, cause.row);
+  if (capture.ranks.get(spot.rank).kindOf(spot.row).track === "receive") return name;
+  const since = capture.ranks.get(spot.rank).start[spot.row] - own.end[cause.row];
+  return since > 0 ? `${name}, ${time(since, capture.unit)} before` : name;
+}
+
+function difference(capture, spot, { capture: other, spot: twin }) {
+  const [rank, own] = [capture.ranks.get(spot.rank), other.ranks.get(twin.rank)];
+  const took = rank.end[spot.row] - rank.start[spot.row];
+  const its = own.end[twin.row] - own.start[twin.row];
+  if (capture.unit !== other.unit) return [[other.entry.kind, `took ${number(its)}, in another unit`]];
+  const shift = rank.start[spot.row] - own.start[twin.row];
+  return [
+    [`${other.entry.kind}`, `took ${time(its, other.unit)}, from ${time(own.start[twin.row], other.unit, 6)} on`],
+    ["difference", `${signed(took - its, capture.unit)} ${took === its ? "" : change(took, its)}`.trim()],
+    [
+      "starts",
+      shift === 0 ? "at the same time" : `${time(Math.abs(shift), capture.unit, 3)} ${shift > 0 ? "later" : "earlier"}`,
+    ],
+  ];
+}
+
+/** All that is known of a gap. */
+export function gapFacts(capture, number, gap) {
+  const account = capture.account(number);
+  const took = gap.end - gap.start;
+  const found = [
+    ["rank", String(number)],
+    ["cause", gap.cause ? (CAUSES[gap.cause] ?? gap.cause) : "not told apart yet"],
+    ["start", time(gap.start, capture.unit, 6)],
+    ["end", time(gap.end, capture.unit, 6)],
+    ["duration", time(took, capture.unit)],
+  ];
+  if (account?.idle > 0) found.push(["of the rank's idle time", percent(took / account.idle)]);
+  return found;
+}

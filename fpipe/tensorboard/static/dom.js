@@ -1,0 +1,74 @@
+/** Elements, made so that text is only ever text. */
+
+/**
+ * @param {string} tag
+ * @param {Record<string, any>} [attributes] `class`, `id`, `aria-*` and so on; `on` holds listeners by event
+ * @param {...(Node | string | number | null)} children
+ */
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "on") {
+      for (const [event, listener] of Object.entries(value)) made.addEventListener(event, listener);
+    } else if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value != null) made.setAttribute(name, String(value));
+  }
+  made.append(
+    ...children.filter((child) => child != null).map((child) => (child instanceof Node ? child : String(child))),
+  );
+  return made;
+}
+
+/** Text that someone else chose: on one line, its direction its own, whole in the title where it is cut. */
+export function named(text, most = 48) {
+  const short = shortened(text, most);
+  return element("bdi", { title: short === text ? null : text.slice(0, 2000) }, short);
+}
+
+/** The beginning and the end of a text that is longer than `most`. */
+export function shortened(text, most = 48) {
+  const line = String(text).replace(/\s+/gu, " ");
+  const letters = [...line.slice(0, 4 * most), ...(line.length > 4 * most ? line.slice(-2 * most) : "")];
+  if (line.length <= most) return line;
+  const end = Math.floor(most / 3);
+  return `${letters.slice(0, most - end - 1).join("")}…${letters.slice(-end).join("")}`;
+}
+
+/**
+ * Fills a table.
+ *
+ * @param {HTMLTableElement} table
+ * @param {string} caption
+ * @param {(string | {text: string, title?: string})[]} head
+ * @param {(Node | string | number)[][]} rows the first cell of each is its header
+ */
+export function fill(table, caption, head, rows) {
+  const titles = head.map((cell) => {
+    const { text, title = null } = typeof cell === "string" ? { text: cell } : cell;
+    return element("th", { scope: "col", title }, text);
+  });
+  const lines = rows.map(([first, ...cells]) =>
+    element("tr", {}, element("th", { scope: "row" }, first), ...cells.map((cell) => element("td", {}, cell))),
+  );
+  table.replaceChildren(
+    element("caption", {}, caption),
+    element("thead", {}, element("tr", {}, ...titles)),
+    element("tbody", {}, ...lines),
+  );
+}
+
+/** Waits until calls cease for `wait` milliseconds, then makes the last. */
+export function settled(call, wait) {
+  let timer = 0;
+  return (...given) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => call(...given), wait);
+  };
+}
+
+/** Hands a file to the browser's downloads. */
+export function download(blob, name) {
+  const href = URL.createObjectURL(blob);
+  element("a", { href, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 10_000);
+}

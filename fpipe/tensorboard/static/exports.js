@@ -1,0 +1,37 @@
+/** Files to take away: the timeline as an image, and traces for other viewers. */
+
+import { download } from "./dom.js";
+import * as routes from "./routes.js";
+
+const FORMATS = ["pftrace", "json"];
+
+export class Exports {
+  constructor(shell, sheet, say, failed) {
+    [this.sheet, this.say, this.failed] = [sheet, say, failed];
+    shell["export-png"].addEventListener("click", () => this._image());
+    for (const format of FORMATS) shell[`export-${format}`].addEventListener("click", () => this._trace(format));
+  }
+
+  async _image() {
+    if (!this.sheet.main) return;
+    download(await this.sheet.image(), this._name("png"));
+    this.say("the image is saved");
+  }
+
+  async _trace(format) {
+    if (!this.sheet.main) return;
+    this.say(`making the ${format} file`);
+    try {
+      download(await routes.exported(this.sheet.main.entry, format), this._name(format));
+      this.failed(null);
+      this.say("the file is saved: open it at ui.perfetto.dev");
+    } catch (error) {
+      this.failed(error.message);
+    }
+  }
+
+  _name(ending) {
+    const { kind, step } = this.sheet.main.entry;
+    return `${kind}_step_${String(step).padStart(8, "0")}.${ending}`;
+  }
+}

@@ -1,0 +1,67 @@
+/** The field for searching, and the way from match to match. */
+
+import { settled } from "./dom.js";
+import { Matches, parseQuery } from "./search.js";
+
+const PAUSE = 150; // milliseconds without a key, after which it searches
+
+export class Finder {
+  constructor(shell, sheet, say) {
+    [this.shell, this.sheet, this.say] = [shell, sheet, say];
+    this.searched = "";
+    shell.search.addEventListener(
+      "input",
+      settled(() => this.search(), PAUSE),
+    );
+  }
+
+  /** Searches what is shown for what is in the field. */
+  search() {
+    const { shell, sheet } = this;
+    const { search, "search-count": count } = shell;
+    this.searched = search.value;
+    search.removeAttribute("aria-invalid");
+    if (!sheet.main) return;
+    let query = null;
+    try {
+      query = parseQuery(search.value);
+      count.title = "";
+    } catch (error) {
+      search.setAttribute("aria-invalid", "true");
+      count.title = error.message;
+      this.say(error.message);
+    }
+    sheet.matches = query && new Matches(sheet.main, query);
+    this._count();
+    sheet.redraw();
+  }
+
+  _count() {
+    const { "search-count": count } = this.shell;
+    const { matches, selected, main } = this.sheet;
+    const own = matches && selected && !selected.other && matches.has(main.ranks.get(selected.rank), selected.row);
+    const place = own ? `${matches.place(main, selected)} of ` : "";
+    count.textContent = matches ? `${place}${matches.count}` : count.title && "?";
+    if (matches) this.say(matches.count ? `${place}${matches.count} found` : "nothing found");
+  }
+
+  /** Selects the next match, or the one before. */
+  match(by) {
+    const { shell, sheet } = this;
+    if (this.searched !== shell.search.value) this.search();
+    const from = sheet.selected?.other ? null : sheet.selected;
+    const spot = sheet.matches?.next(sheet.main, from, by);
+    if (!spot) return;
+    sheet.select(spot, { reveal: true });
+    const told = shell.live.textContent;
+    this._count();
+    this.say(`${shell["search-count"].textContent}: ${told}`);
+  }
+
+  /** Empties the field. */
+  release() {
+    if (!this.shell.search.value) return;
+    this.shell.search.value = "";
+    this.search();
+  }
+}

@@ -1,0 +1,62 @@
+/** Numbers as people read them. */
+
+const TIMES = [
+  [1, "s"],
+  [1e-3, "ms"],
+  [1e-6, "µs"],
+  [1e-9, "ns"],
+];
+const SIZES = ["B", "kB", "MB", "GB", "TB"];
+
+/** Four digits, and no exponent where a person would write none. */
+export function number(value, digits = 4) {
+  if (!Number.isFinite(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e9 || size < 1e-4) return value.toExponential(2);
+  if (size >= 10 ** (digits - 1)) return value.toFixed(0);
+  return String(Number(value.toPrecision(digits)));
+}
+
+/** A time: in the unit that fits it where times are seconds, else a plain number. */
+export function time(value, unit, digits = 4) {
+  if (!Number.isFinite(value)) return "unknown";
+  const [factor, name] = unitOf(value, unit);
+  return name ? `${number(value / factor, digits)} ${name}` : number(value, digits);
+}
+
+/** [how much of the capture's unit it is, its name] for values about as large as this one. */
+export function unitOf(value, unit) {
+  if (unit !== "s") return [1, unit];
+  return TIMES.find(([factor]) => Math.abs(value) >= factor * 0.9999) ?? (value === 0 ? TIMES[1] : TIMES.at(-1));
+}
+
+/** A difference, with its sign. */
+export const signed = (value, unit) => (value > 0 ? "+" : value < 0 ? "−" : "±") + time(Math.abs(value), unit, 3);
+
+/** Bytes in the largest decimal unit that they fill. */
+export function bytes(value) {
+  const power = value >= 1 ? Math.min(SIZES.length - 1, Math.floor(Math.log10(value) / 3)) : 0;
+  return `${number(value / 1000 ** power)} ${SIZES[power]}`;
+}
+
+export const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(1)}%` : "–");
+
+/** How much larger the first is than the second, as a share of the second. */
+export const change = (value, than) =>
+  than ? `${value >= than ? "+" : "−"}${Math.abs((100 * (value - than)) / than).toFixed(1)}%` : "";
+
+/** Round times to mark on an axis: about one every `apart` of a range that is `width` wide. */
+export function* ticks(from, to, apart) {
+  const rough = Math.max(apart, Number.MIN_VALUE);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * ([1, 2, 5].find((multiple) => multiple * power >= rough) ?? 10);
+  for (let at = Math.ceil(from / step); at * step <= to; at += 1) yield { at: at * step, step };
+}
+
+/** A mark on an axis, in the unit of the axis, with the digits that tell it from the next. */
+export function tick(at, step, largest, unit) {
+  const [factor, name] = unitOf(largest, unit);
+  const digits = Math.max(0, Math.min(9, -Math.floor(Math.log10(step / factor) + 1e-9)));
+  return `${(at / factor).toFixed(digits)}${name ? ` ${name}` : ""}`;
+}

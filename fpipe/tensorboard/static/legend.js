@@ -1,0 +1,36 @@
+/** What the colours mean. */
+
+import { element } from "./dom.js";
+import { CAUSES, colours, HUES, WAITING } from "./palette.js";
+
+const KINDS = [
+  ["F", "forward", 0],
+  ["I", "input gradient", 1],
+  ["W", "weight gradient", 2],
+  ["B", "backward", 3],
+  ["&", "overlap", 4],
+];
+
+/** Fills the legend, and gives the page's own style the colours; of kinds, those that the capture has. */
+export function legend(place, capture, colouring, theme) {
+  const hues = colours(theme);
+  const { style } = document.documentElement;
+  hues.forEach((colour, at) => style.setProperty(`--hue-${at}`, colour));
+  for (const cause of CAUSES) style.setProperty(`--${cause}`, theme.causes[cause]);
+  const ranks = [...(capture?.ranks.values() ?? [])];
+  const kinds = KINDS.filter(([, , hue]) => !ranks.length || ranks.some((rank) => rank.hues.has(hue)));
+  const meaning =
+    colouring === "kind"
+      ? kinds.map(([letter, name, hue]) => key(hues[hue], name, letter))
+      : [
+          faint(colouring),
+          ...hues.slice(0, HUES).map((colour, at) => key(colour, at + 1 < HUES ? `${at}, ${at + HUES}` : "…")),
+        ];
+  const causes = CAUSES.map((cause) => key(theme.causes[cause], cause));
+  place.replaceChildren(...meaning, key(hues[WAITING], "waiting"), faint("idle:"), ...causes);
+}
+
+const faint = (text) => element("span", { class: "faint" }, text);
+
+const key = (colour, text, letter = "") =>
+  element("span", { class: "key" }, element("i", { class: "swatch", style: `background:${colour}` }, letter), text);

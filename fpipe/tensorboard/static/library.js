@@ -1,0 +1,106 @@
+/** The captures that there are, and those that were fetched; the page's choice among them. */
+
+import { Capture, Rank } from "./model.js";
+import * as routes from "./routes.js";
+
+const KEPT = 4; // captures whose ranks stay in memory
+const STORED = "fpipe.pipeline";
+
+/** What outlives a reload of the frame. */
+export const stored = {
+  read() {
+    try {
+      return JSON.parse(sessionStorage.getItem(STORED)) ?? {};
+    } catch {
+      return {};
+    }
+  },
+  write(state) {
+    try {
+      sessionStorage.setItem(STORED, JSON.stringify(state));
+    } catch {
+      // a browser that keeps nothing: the page begins anew
+    }
+  },
+};
+
+export class Library {
+  constructor() {
+    this.entries = [];
+    this.notices = [];
+    this.kept = new Map();
+  }
+
+  async refresh() {
+    const { captures, notices } = await routes.index();
+    [this.entries, this.notices] = [captures, notices];
+  }
+
+  get runs() {
+    return [...new Set(this.entries.map((entry) => entry.run))];
+  }
+
+  /** A run's entries, by step. */
+  steps(run) {
+    return this.entries.filter((entry) => entry.run === run).sort((a, b) => a.step - b.step);
+  }
+
+  find(run, step) {
+    return this.entries.find((entry) => entry.run === run && entry.step === step) ?? null;
+  }
+
+  /** The run to begin with: the one that was measured last, or the last of all. */
+  get latest() {
+    const measured = this.entries.filter((entry) => entry.kind === "measured");
+    const among = measured.length ? measured : this.entries;
+    return among.reduce((last, entry) => (!last || entry.wall >= last.wall ? entry : last), null);
+  }
+
+  /** What was predicted for a capture: of the same experiment, for the nearest step. */
+  predicted(entry) {
+    const among = this.entries.filter((one) => one.experiment === entry.experiment && one.kind === "predicted");
+    if (entry.kind === "predicted") return null;
+    const off = (one) => Math.abs(one.step - entry.step);
+    return among.reduce((best, one) => (!best || off(one) < off(best) ? one : best), null);
+  }
+
+  /**
+   * A capture with all of its ranks.
+   *
+   * @param {object} entry
+   * @param {(capture: Capture) => void} arrived called at once, and again as ranks come
+   * @param {AbortSignal} signal
+   */
+  async load(entry, arrived, signal) {
+    const key = JSON.stringify([entry.run, entry.step, entry.ranks, entry.wall]);
+    const held = this.kept.get(key);
+    if (held) {
+      this._keep(key, held);
+      arrived(held);
+      return held;
+    }
+    const capture = new Capture(entry);
+    arrived(capture);
+    const fetched = entry.ranks.map(async (number) => {
+      try {
+        const rank = new Rank(await routes.rank(entry, number, signal));
+        capture.ranks.set(number, rank);
+      } catch (error) {
+        if (signal.aborted) throw error;
+        capture.failures.push(`rank ${number}: ${error.message}`);
+        capture.lost.add(number);
+      }
+      if (!signal.aborted) arrived(capture);
+    });
+    await Promise.all(fetched);
+    capture.link();
+    if (!capture.failures.length) this._keep(key, capture);
+    return capture;
+  }
+
+  _keep(key, capture) {
+    this.kept.delete(key);
+    this.kept.set(key, capture);
+    for (const old of this.kept.keys()) if (this.kept.size > KEPT) this.kept.delete(old);
+  }
+}

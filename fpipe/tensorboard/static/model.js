@@ -1,0 +1,294 @@
+/** A capture as it is drawn: ranks, their tracks, and which effect let which one start. */
+
+import { before, Levels } from "./levels.js";
+import { KINDS, UNKNOWN } from "./names.js";
+import { HUES, WAITING } from "./palette.js";
+
+const LANES = 3; // beyond these, what overlaps is cut off where the next begins
+const COLUMNS = ["stage", "microbatch", "other", "second", "peer"];
+
+/** Stretches of one track that do not overlap. */
+class Lane {
+  constructor(rank, rows) {
+    this.rows = Uint32Array.from(rows);
+    this.starts = Float64Array.from(this.rows, (row) => rank.start[row]);
+    this.ends = Float64Array.from(this.rows, (row) => rank.end[row]);
+    this.longest = 0;
+    for (let at = 0; at < rows.length; at += 1) {
+      if (at + 1 < rows.length) this.ends[at] = Math.min(this.ends[at], this.starts[at + 1]);
+      this.longest = Math.max(this.longest, this.ends[at] - this.starts[at]);
+    }
+  }
+
+  /** The place of what runs at a moment, or of what is at most `near` off; -1 if nothing is. */
+  at(when, near) {
+    const place = before(this.starts, when);
+    const past = place < 0 ? Infinity : when - this.ends[place];
+    if (past <= 0) return place;
+    const ahead = place + 1 < this.starts.length ? this.starts[place + 1] - when : Infinity;
+    if (Math.min(past, ahead) > near) return -1;
+    return past <= ahead ? place : place + 1;
+  }
+}
+
+/** One rank's sends, say, in as many lanes as are needed for them not to overlap. */
+class Track {
+  constructor(rank, kind, rows) {
+    this.rank = rank;
+    this.kind = kind;
+    this.rows = ordered(rows, rank.start);
+    const lanes = [];
+    const until = [];
+    for (const row of this.rows) {
+      let lane = until.findIndex((end) => end <= rank.start[row]);
+      if (lane < 0 && lanes.length < LANES) lane = lanes.push([]) - 1;
+      if (lane < 0) lane = until.indexOf(Math.min(...until));
+      lanes[lane].push(row);
+      until[lane] = Math.max(rank.end[row], until[lane] ?? -Infinity);
+    }
+    this.lanes = lanes.map((own) => new Lane(rank, own));
+  }
+
+  /** The lanes' levels in a colouring. */
+  levels(colouring) {
+    const linked = this.kind === "receive" && this.rank.linked;
+    if (this._coloured !== colouring || this._linked !== linked) {
+      this._levels = this.lanes.map((lane) => this._of(lane, colouring));
+      [this._coloured, this._linked] = [colouring, linked];
+    }
+    return this._levels;
+  }
+
+  _of(lane, colouring, chosen = null) {
+    const { rank } = this;
+    const starts = [];
+    const ends = [];
+    const classes = [];
+    for (let at = 0; at < lane.rows.length; at += 1) {
+      const row = lane.rows[at];
+      if (chosen && !chosen.has(row)) continue;
+      let start = lane.starts[at];
+      const end = lane.ends[at];
+      if (this.kind === "receive") {
+        const left = Math.min(Number.isNaN(rank.left[row]) ? end : rank.left[row], end);
+        if (left > start) {
+          starts.push(start);
+          ends.push(left);
+          classes.push(WAITING);
+          start = left;
+        }
+      }
+      if (end > start || start === lane.starts[at]) {
+        starts.push(start);
+        ends.push(end);
+        classes.push(rank.hue(row, colouring));
+      }
+    }
+    return new Levels(Float64Array.from(starts), Float64Array.from(ends), Uint8Array.from(classes));
+  }
+
+  /** Levels of some rows alone. */
+  only(chosen, colouring) {
+    return this.lanes.map((lane) => this._of(lane, colouring, chosen));
+  }
+
+  /** [lane, row] at a moment. */
+  pick(when, lane, near) {
+    const own = this.lanes[Math.min(lane, this.lanes.length - 1)];
+    const place = own ? own.at(when, near) : -1;
+    return place < 0 ? -1 : own.rows[place];
+  }
+
+  /** The lane that a row is in. */
+  laneOf(row) {
+    const start = this.rank.start[row];
+    return Math.max(
+      0,
+      this.lanes.findIndex((lane) => {
+        let place = before(lane.starts, start);
+        while (place > 0 && lane.rows[place] !== row && lane.starts[place - 1] === start) place -= 1;
+        return lane.rows[place] === row;
+      }),
+    );
+  }
+
+  /** The row that is `by` places after this one. */
+  next(row, by) {
+    const at = this.rows.indexOf(row) + by;
+    return at >= 0 && at < this.rows.length ? this.rows[at] : -1;
+  }
+}
+
+function ordered(rows, starts) {
+  let sorted = true;
+  for (let at = 1; at < rows.length && sorted; at += 1) sorted = starts[rows[at - 1]] <= starts[rows[at]];
+  return sorted ? rows : rows.sort((a, b) => starts[a] - starts[b] || a - b);
+}
+
+/** One rank's spans by row. What the host did follows the effects, as rows of its own. */
+export class Rank {
+  constructor({ header, columns }) {
+    const host = header.host ?? [];
+    this.header = header;
+    this.number = header.rank;
+    this.recorded = columns.kind.length;
+    this.stages = header.plan.holders.flatMap((held, stage) => (held.includes(header.rank) ? [stage] : []));
+    this.kinds = [...header.kinds.map((name) => KINDS[name] ?? UNKNOWN), KINDS.Host];
+    const lengthened = (column, more) => (host.length ? concatenated(column, host.map(more)) : column);
+    this.kind = lengthened(columns.kind, () => header.kinds.length);
+    for (const name of COLUMNS) this[name] = lengthened(columns[name], () => 0);
+    this.start = lengthened(columns.start, ([, start]) => start);
+    this.end = lengthened(columns.end, ([, , end]) => end);
+    this.fromRank = lengthened(columns.from_rank, () => -1);
+    this.fromRow = lengthened(columns.from_row, () => -1);
+    this.used = columns.used;
+    this.bytes = columns.bytes;
+    this.memory = {
+      at: columns.memory_at,
+      bytes: columns.memory,
+      most: columns.memory.reduce((a, b) => Math.max(a, b), 0),
+    };
+    this.left = new Float64Array(this.kind.length).fill(NaN);
+    this.linked = 0;
+    this.tracks = this._tracks();
+    this.hues = new Set(
+      Array.from(new Set(columns.kind), (code) => this.kinds[code]).flatMap((kind) =>
+        kind.track === "compute" ? [kind.hue] : [],
+      ),
+    );
+    this.last = this.end.reduce((a, b) => Math.max(a, b), 0);
+  }
+
+  _tracks() {
+    const rows = { compute: [], send: [], receive: [], host: [] };
+    for (let row = 0; row < this.kind.length; row += 1) rows[this.kinds[this.kind[row]].track].push(row);
+    return Object.fromEntries(Object.entries(rows).map(([kind, own]) => [kind, new Track(this, kind, own)]));
+  }
+
+  kindOf(row) {
+    return this.kinds[this.kind[row]];
+  }
+
+  hue(row, colouring) {
+    const kind = this.kindOf(row);
+    if (colouring === "kind" || kind.track === "host") return kind.hue;
+    return (colouring === "stage" ? this.stage[row] : this.microbatch[row]) % HUES;
+  }
+
+  /** What an effect is, so that it is found in another run. */
+  key(row) {
+    const numbers = COLUMNS.map((name) => this[name][row]);
+    return [this.header.kinds[this.kind[row]] ?? "Host", ...numbers].join(" ");
+  }
+
+  /** The row of an effect, -1 if this rank has none. */
+  find(key) {
+    this._found ??= new Map(Array.from({ length: this.recorded }, (_, row) => [this.key(row), row]));
+    return this._found.get(key) ?? -1;
+  }
+}
+
+function concatenated(column, more) {
+  const both = new column.constructor(column.length + more.length);
+  both.set(column);
+  both.set(more, column.length);
+  return both;
+}
+
+/** One step of one run: its ranks as they arrive. */
+export class Capture {
+  /** @param {object} entry of the index */
+  constructor(entry) {
+    this.entry = entry;
+    /** @type {Map<number, Rank>} */
+    this.ranks = new Map();
+    this.summary = null;
+    this.failures = [];
+    this.lost = new Set();
+  }
+
+  get unit() {
+    return this.entry.unit;
+  }
+
+  get label() {
+    return `${this.entry.run}, step ${this.entry.step}`;
+  }
+
+  get last() {
+    return Math.max(0, ...Array.from(this.ranks.values(), (rank) => rank.last));
+  }
+
+  get size() {
+    return Array.from(this.ranks.values(), (rank) => rank.recorded).reduce((a, b) => a + b, 0);
+  }
+
+  /** When each receive's sender had sent, now that all ranks are there. */
+  link() {
+    for (const rank of this.ranks.values()) {
+      for (const row of rank.tracks.receive.rows) {
+        const sender = this.ranks.get(rank.fromRank[row]);
+        if (!sender || !this.comparable(rank, sender)) continue;
+        rank.left[row] = Math.min(Math.max(rank.start[row], sender.start[rank.fromRow[row]]), rank.end[row]);
+      }
+      rank.linked += 1;
+    }
+    this._sends = null;
+  }
+
+  /** Whether two ranks' times are of one clock. */
+  comparable(one, other) {
+    return one === other || Boolean(one.header.clock && other.header.clock);
+  }
+
+  /** The span that let one start: {rank, row}, or null. */
+  cause({ rank, row }) {
+    const own = this.ranks.get(rank);
+    const from = own ? own.fromRank[row] : -1;
+    const there = this.ranks.has(from) && own.fromRow[row] >= 0 && own.fromRow[row] < this.ranks.get(from).recorded;
+    return there ? { rank: from, row: own.fromRow[row] } : null;
+  }
+
+  /** The chain of what a span waited for, the span itself first. */
+  chain(spot, most = 20_000) {
+    const found = [];
+    const seen = new Set();
+    for (let at = spot; at && found.length < most; at = this.cause(at)) {
+      const key = `${at.rank} ${at.row}`;
+      if (seen.has(key)) break;
+      seen.add(key);
+      found.push(at);
+    }
+    return found;
+  }
+
+  /** The receive of a send, or the send of a receive: {rank, row}, or null. */
+  partner({ rank, row }) {
+    const own = this.ranks.get(rank);
+    const kind = own.kindOf(row);
+    if (kind.track === "receive") return this.cause({ rank, row });
+    if (kind.track !== "send") return null;
+    this._sends ??= new Map();
+    const peer = own.peer[row];
+    if (!this._sends.has(peer)) this._sends.set(peer, this._receipts(peer));
+    const receive = this._sends.get(peer).get(`${rank} ${row}`);
+    return receive === undefined ? null : { rank: peer, row: receive };
+  }
+
+  _receipts(number) {
+    const rank = this.ranks.get(number);
+    const rows = rank ? Array.from(rank.tracks.receive.rows) : [];
+    return new Map(rows.map((row) => [`${rank.fromRank[row]} ${rank.fromRow[row]}`, row]));
+  }
+
+  /** A rank's part of the summary. */
+  account(rank) {
+    return this.summary?.ranks.find((row) => row.rank === rank) ?? null;
+  }
+
+  /** A rank's gaps by cause: {start, end, cause}, columns; null where there are none. */
+  gaps(rank) {
+    const at = this.summary?.gaps ? this.summary.ranks.findIndex((row) => row.rank === rank) : -1;
+    return at < 0 ? null : this.summary.gaps[at];
+  }
+}

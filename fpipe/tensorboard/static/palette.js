@@ -1,0 +1,65 @@
+/** Colours. Those of kinds are Okabe and Ito's, as in fpipe's drawings: the colour-blind tell them apart. */
+
+const OKABE_ITO = ["#56b4e9", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#f0e442", "#7b9fd4"];
+const NEUTRAL = "#9e9e9e";
+
+/** Classes of what is drawn: places in the lists of colours. */
+export const HUES = OKABE_ITO.length;
+export const WAITING = 7;
+export const HOST = 8;
+export const CLASSES = 9;
+export const CAUSES = ["warm-up", "dependency", "transfer", "imbalance", "drain"];
+
+/** What a colour means, by what is coloured by. */
+export const COLOURINGS = { kind: "Kind", microbatch: "Microbatch", stage: "Stage" };
+
+/** The colours of the classes. */
+export function colours({ waiting }) {
+  return [...OKABE_ITO, waiting, NEUTRAL];
+}
+
+const LIGHT = {
+  page: "#ffffff",
+  track: "#f4f5f6",
+  band: "#fafafa",
+  line: "#e0e0e0",
+  grid: "rgba(0,0,0,0.07)",
+  text: "#212121",
+  faint: "#616161",
+  edge: "rgba(0,0,0,0.28)",
+  label: "#111111",
+  arrow: "rgba(33,33,33,0.5)",
+  strong: "#000000",
+  critical: "#b00020",
+  range: "rgba(25,118,210,0.14)",
+  rangeEdge: "#1976d2",
+  memory: "#7e57c2",
+  waiting: "#cdcdcd",
+  overview: "#90a4ae",
+  causes: { "warm-up": "#cfd8dc", dependency: "#ffcdd2", transfer: "#ffe082", imbalance: "#e1bee7", drain: "#b0bec5" },
+};
+const DARK = {
+  page: "#303030",
+  track: "#3a3a3a",
+  band: "#343434",
+  line: "#555555",
+  grid: "rgba(255,255,255,0.08)",
+  text: "#ffffff",
+  faint: "#bdbdbd",
+  edge: "rgba(0,0,0,0.45)",
+  label: "#111111",
+  arrow: "rgba(255,255,255,0.55)",
+  strong: "#ffffff",
+  critical: "#ff8a80",
+  range: "rgba(100,181,246,0.2)",
+  rangeEdge: "#64b5f6",
+  memory: "#b39ddb",
+  waiting: "#6a6a6a",
+  overview: "#78909c",
+  causes: { "warm-up": "#546e7a", dependency: "#6d3b40", transfer: "#6d5a1e", imbalance: "#5d4066", drain: "#455a64" },
+};
+
+export const theme = (dark) => (dark ? DARK : LIGHT);
+
+/** A colour's red, green and blue. */
+export const rgb = (colour) => [1, 3, 5].map((at) => Number.parseInt(colour.slice(at, at + 2), 16));

@@ -1,0 +1,42 @@
+/** What the plugin's routes answer. Each call throws `Refused` with the server's own reason. */
+
+import { parse } from "./columns.js";
+
+class Refused extends Error {}
+
+async function answer(route, query, signal) {
+  const url = new URL(`./${route}`, import.meta.url);
+  for (const [name, value] of Object.entries(query)) url.searchParams.set(name, String(value));
+  let response;
+  try {
+    response = await fetch(url, { signal });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused(`TensorBoard does not answer (${error.message}): is it still running?`);
+  }
+  if (response.ok) return response;
+  const reason = (await response.text()).slice(0, 500).trim();
+  throw new Refused(reason || `${route}: ${response.status} ${response.statusText}`);
+}
+
+const json = async (...given) => (await answer(...given)).json();
+
+/** Every capture that there is. */
+export const index = (signal) => json("index", {}, signal);
+
+/** The account of a capture's time. */
+export const summary = ({ run, step }, signal) => json("summary", { run, step }, signal);
+
+/** Two captures side by side. */
+export const compare = ({ run, step }, other, signal) =>
+  json("compare", { run, step, other: other.run, other_step: other.step }, signal);
+
+/** One rank's header and columns. */
+export async function rank({ run, step }, number, signal) {
+  return parse(await (await answer("rank", { run, step, rank: number }, signal)).arrayBuffer());
+}
+
+/** A capture in another program's format. */
+export async function exported({ run, step }, format) {
+  return (await answer("export", { run, step, format })).blob();
+}

@@ -1,0 +1,171 @@
+/**
+ * Finds effects: "mb=5 kind=B", "rank=0-3 dur>1ms", "F3". Terms are all to hold; values are alternatives, by comma, and
+ * ranges.
+ */
+
+import { before } from "./levels.js";
+import { short, value } from "./names.js";
+
+const FIELDS = {
+  mb: "microbatch",
+  microbatch: "microbatch",
+  m: "microbatch",
+  stage: "stage",
+  s: "stage",
+  peer: "peer",
+};
+const UNITS = { s: 1, ms: 1e-3, us: 1e-6, µs: 1e-6, ns: 1e-9, "": 1 };
+const WORDS = { F: 1, I: 1, W: 1, B: 1, "&": 1, S: 1, R: 1 };
+
+class BadQuery extends Error {}
+
+/** @returns {((rank: object, row: number) => boolean) | null} null for an empty query */
+export function parseQuery(text) {
+  const terms = text.trim().split(/\s+/u).filter(Boolean).map(term);
+  return terms.length ? (rank, row) => terms.every((holds) => holds(rank, row)) : null;
+}
+
+function term(text) {
+  const [, name, sign, wanted] = /^([a-z]+)(=|>=|<=|>|<)(.+)$/iu.exec(text) ?? [];
+  if (!name) return free(text.toLowerCase());
+  const field = name.toLowerCase();
+  if (field === "dur" || field === "duration") return duration(sign, wanted);
+  if (sign !== "=") throw new BadQuery(`${text}: only dur takes ${sign}`);
+  if (field === "kind" || field === "k") return kinds(wanted);
+  const holds = ranges(wanted, text);
+  if (field === "rank" || field === "r") return (rank) => holds(rank.number);
+  if (!FIELDS[field]) throw new BadQuery(`${name}: search by mb, stage, rank, kind, peer or dur`);
+  const column = FIELDS[field];
+  const second = { microbatch: "second", stage: "other" }[column];
+  return (rank, row) => {
+    const kind = rank.kindOf(row);
+    if (kind.name === "host" || (kind.name === "reduce" && column === "microbatch")) return false;
+    if (column === "peer" && !kind.value) return false;
+    return holds(rank[column][row]) || Boolean(kind.second && second && holds(rank[second][row]));
+  };
+}
+
+function ranges(text, whole) {
+  const found = text.split(",").map((one) => /^(\d+)(?:-(\d+))?$/u.exec(one) ?? bad(whole));
+  const bounds = found.map(([, low, high = low]) => [Number(low), Number(high)]);
+  return (number) => bounds.some(([low, high]) => number >= low && number <= high);
+}
+
+function bad(whole) {
+  throw new BadQuery(`${whole}: give numbers, as in mb=5, mb=3-7 or mb=1,4`);
+}
+
+function kinds(text) {
+  const wanted = text.split(",").filter(Boolean);
+  return (rank, row) => {
+    const kind = rank.kindOf(row);
+    return wanted.some((one) =>
+      one in WORDS && one.length === 1
+        ? kind.letter === one && (one !== "R" || kind.track === "receive")
+        : kind.name.includes(one.toLowerCase()) || Boolean(kind.value?.includes(one.toLowerCase())),
+    );
+  };
+}
+
+function duration(sign, text) {
+  const [, number, unit] = /^([\d.]+(?:e-?\d+)?)(s|ms|us|µs|ns|)$/u.exec(text) ?? [];
+  const bound = Number(number) * UNITS[unit];
+  if (!Number.isFinite(bound)) throw new BadQuery(`dur${sign}${text}: give a time, as in dur>1ms`);
+  const compare = {
+    ">": (took) => took > bound,
+    "<": (took) => took < bound,
+    ">=": (took) => took >= bound,
+    "<=": (took) => took <= bound,
+    "=": (took) => took === bound,
+  }[sign];
+  return (rank, row) => compare(rank.end[row] - rank.start[row]);
+}
+
+/** "F3" finds that effect of every stage; a longer text, whatever has it in its name. */
+function free(text) {
+  const exact = /^[fiwb]\d+[a-z]*$/u.test(text);
+  return (rank, row) => {
+    const name = short(rank, row).toLowerCase();
+    if (!exact) return name.includes(text) || value(rank, row).includes(text);
+    return name.split("&").some((part) => part === text || part.replace(/[a-z]+$/u, "") === text);
+  };
+}
+
+/** What a query found, by rank. */
+export class Matches {
+  constructor(capture, query) {
+    this.rows = new Map();
+    this.count = 0;
+    this.starts = new Map();
+    this._sets = new Map();
+    this._levels = new Map();
+    for (const rank of capture.ranks.values()) {
+      const rows = [];
+      for (let row = 0; row < rank.kind.length; row += 1) if (query(rank, row)) rows.push(row);
+      rows.sort((a, b) => rank.start[a] - rank.start[b] || a - b);
+      this.rows.set(rank.number, rows);
+      this.starts.set(
+        rank.number,
+        Float64Array.from(rows, (row) => rank.start[row]),
+      );
+      this._sets.set(rank.number, new Set(rows));
+      this.count += rows.length;
+    }
+  }
+
+  has(rank, row) {
+    return this._sets.get(rank.number)?.has(row) ?? false;
+  }
+
+  /** The levels of a track's matches. */
+  levels(rank, kind, colouring) {
+    const key = `${rank.number} ${kind} ${colouring} ${rank.linked}`;
+    if (!this._levels.has(key)) {
+      this._levels.set(key, rank.tracks[kind].only(this._sets.get(rank.number) ?? new Set(), colouring));
+    }
+    return this._levels.get(key);
+  }
+
+  /** The match after, or before, a spot in the order of starts and then of ranks; at the end it begins anew. */
+  next(capture, spot, by) {
+    if (!this.count) return null;
+    const when = spot ? capture.ranks.get(spot.rank).start[spot.row] : by > 0 ? -Infinity : Infinity;
+    let best = null;
+    for (const [number, rows] of this.rows) {
+      const starts = this.starts.get(number);
+      let at = by > 0 ? before(starts, when) + 1 : before(starts, when);
+      if (spot) at = this._beside(rows, starts, at, spot, number, when, by);
+      if (at < 0 || at >= rows.length) continue;
+      const found = { rank: number, row: rows[at], start: starts[at] };
+      if (!best || by * (found.start - best.start || found.rank - best.rank) < 0) best = found;
+    }
+    if (!best) return spot ? this.next(capture, null, by) : null;
+    return { rank: best.rank, row: best.row };
+  }
+
+  /** Of equal starts, those of lower ranks come first; on the spot's own rank, those of lower places. */
+  _beside(rows, starts, at, spot, number, when, by) {
+    let low = at;
+    while (low > 0 && starts[low - 1] === when) low -= 1;
+    const same = [];
+    for (let place = low; place < starts.length && starts[place] === when; place += 1) same.push(place);
+    const later = same.filter((place) => number > spot.rank || (number === spot.rank && rows[place] > spot.row));
+    if (by > 0) return later.length ? later[0] : same.length ? same.at(-1) + 1 : at;
+    const sooner = same.filter((place) => number < spot.rank || (number === spot.rank && rows[place] < spot.row));
+    return sooner.length ? sooner.at(-1) : low - (same.length ? 1 : 0);
+  }
+
+  /** How many come up to a spot, itself with them. */
+  place(capture, spot) {
+    const when = capture.ranks.get(spot.rank).start[spot.row];
+    let count = 0;
+    for (const [number, rows] of this.rows) {
+      const starts = this.starts.get(number);
+      let at = before(starts, when);
+      while (at >= 0 && starts[at] === when && (number > spot.rank || (number === spot.rank && rows[at] > spot.row)))
+        at -= 1;
+      count += at + 1;
+    }
+    return count;
+  }
+}

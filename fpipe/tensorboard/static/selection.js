@@ -1,0 +1,52 @@
+/** Moves the selection by keys: along a track, to other ranks, to what was waited for. */
+
+import { before } from "./levels.js";
+
+/** To the effect that is `by` places after it on its track. */
+export function neighbour(sheet, by) {
+  const spot = sheet.selected;
+  if (!spot) return first(sheet);
+  const rank = sheet.of(spot).ranks.get(spot.rank);
+  const row = rank.tracks[rank.kindOf(spot.row).track].next(spot.row, by);
+  if (row < 0) return sheet.tell.say(by > 0 ? "the last of its track" : "the first of its track");
+  sheet.select({ ...spot, row }, { reveal: true });
+}
+
+/** To what the rank that is `by` ranks after it did at that time. */
+export function across(sheet, by) {
+  const spot = sheet.selected;
+  if (!spot) return first(sheet);
+  const { ranks } = sheet.of(spot);
+  const rank = ranks.get(spot.rank);
+  const numbers = [...ranks.keys()].sort((a, b) => a - b);
+  const next = ranks.get(numbers[numbers.indexOf(spot.rank) + by]);
+  if (!next) return sheet.tell.say(by > 0 ? "the last rank" : "the first rank");
+  const middle = (rank.start[spot.row] + rank.end[spot.row]) / 2;
+  const row = next.tracks[rank.kindOf(spot.row).track].pick(middle, 0, Infinity);
+  if (row >= 0) sheet.select({ rank: next.number, row, other: spot.other }, { reveal: true });
+}
+
+/** Zooms to it. */
+export function enter(sheet) {
+  if (sheet.selected) sheet.zoomTo(sheet.selected);
+  else first(sheet);
+}
+
+/** To what it waited for. */
+export function back(sheet) {
+  const { chain, selected } = sheet;
+  if (chain.length > 1) sheet.select({ ...chain[1], other: selected.other }, { reveal: true });
+  else sheet.tell.say(selected ? "it waited for nothing" : "nothing is selected");
+}
+
+/** To the first compute in sight, from the top. */
+function first(sheet) {
+  const { main, view, layout, shell } = sheet;
+  for (const group of layout.groups.filter((one) => one.y + one.height > shell.scroll.scrollTop)) {
+    const [lane] = main.ranks.get(group.number)?.tracks.compute.lanes ?? [];
+    if (!lane?.rows.length) continue;
+    const at = Math.max(0, before(lane.starts, view.from));
+    const place = lane.ends[at] < view.from && at + 1 < lane.rows.length ? at + 1 : at;
+    return sheet.select({ rank: group.number, row: lane.rows[place] }, { reveal: true });
+  }
+}

@@ -1,0 +1,330 @@
+/** The timeline on its two canvases: what is in sight, under the pointer, selected, measured. */
+
+import { bytes } from "./format.js";
+import { layout } from "./layout.js";
+import { theme } from "./palette.js";
+import { Overlay } from "./overlay.js";
+import { Overview } from "./overview.js";
+import { pick } from "./pick.js";
+import { AXIS } from "./measures.js";
+import { Scene } from "./scene.js";
+import { about, told } from "./tooltip.js";
+import { View } from "./view.js";
+
+const GUTTER = 132;
+const FRAMES = 240;
+const UNFOLDED = 8; // more ranks than these begin as their compute alone
+
+export class Sheet {
+  /**
+   * @param {Record<string, HTMLElement>} shell
+   * @param {{viewed: () => void, selected: (spot: object | null) => void, ranged: (range: object | null) => void,
+   *   say: (text: string) => void}} tell
+   */
+  constructor(shell, tell) {
+    this.shell = shell;
+    this.tell = tell;
+    this.view = new View();
+    this.scene = new Scene(shell.canvas);
+    this.overlay = new Overlay(shell.over);
+    this.overview = new Overview(shell, this.view, () => this.moved());
+    this.shown = new Set();
+    this.collapsed = new Set();
+    this.colouring = "kind";
+    this.theme = theme(false);
+    this.frames = [];
+    this.layout = { groups: [], height: 0 };
+    this.main = this.other = this.selected = this.hovered = this.gap = this.range = this.pointer = null;
+    this.matches = this.path = null;
+    this.chain = [];
+    new ResizeObserver(() => this.resize()).observe(shell.timeline);
+  }
+
+  // What is shown
+
+  /** Shows a capture, and another below each of its ranks; called again as ranks arrive, at last with all of them. */
+  show(main, other, all) {
+    if (main !== this.main) {
+      const { selected } = this;
+      this._wanted =
+        selected && !selected.other
+          ? { rank: selected.rank, key: this._rank(selected).key(selected.row) }
+          : this._wanted;
+      this.hovered = this.gap = this.range = this.selected = this.matches = this.path = null;
+      this.chain = [];
+      const folded = main.entry.ranks.length > UNFOLDED;
+      if (folded !== this._folded) this.collapsed = new Set(folded ? main.entry.ranks : []);
+      this._folded = folded;
+    }
+    if (other !== this.other && this.selected?.other) this.selected = null;
+    [this.main, this.other] = [main, other];
+    this.memory = Math.max(0, ...Array.from(main.ranks.values(), (rank) => rank.memory.most));
+    const last = Math.max(main.last, other?.last ?? 0);
+    this.view.extend(all || this.view.fitted ? last : Math.max(last, this.view.whole));
+    this.arrange();
+    if (all) this.overview.draw(main, this.theme, this.ratio);
+    if (all && this._wanted) this._again();
+  }
+
+  /** Selects the effect that was selected in the capture before, if it is in this one too. */
+  _again() {
+    const { rank, key } = this._wanted;
+    this._wanted = null;
+    const row = this.main.ranks.get(rank)?.find(key) ?? -1;
+    if (row >= 0) this.select({ rank, row });
+  }
+
+  arrange() {
+    if (!this.main) return;
+    const { scroll, spacer } = this.shell;
+    const available = scroll.clientHeight - AXIS;
+    this.layout = layout(this.main, this.other, { tracks: this.shown, collapsed: this.collapsed, available });
+    spacer.style.height = `${Math.max(this.layout.height + AXIS, scroll.clientHeight)}px`;
+    this.resize();
+  }
+
+  resize() {
+    const { scroll, canvas, over, sheet } = this.shell;
+    const [width, height] = [scroll.clientWidth, scroll.clientHeight];
+    const ratio = window.devicePixelRatio || 1;
+    if (this.width !== width || this.height !== height || this.ratio !== ratio) {
+      [this.width, this.height, this.ratio] = [width, height, ratio];
+      sheet.style.height = `${height}px`;
+      for (const one of [canvas, over]) {
+        one.width = Math.max(1, Math.round(width * ratio));
+        one.height = Math.max(1, Math.round(height * ratio));
+        one.style.width = `${width}px`;
+        one.style.height = `${height}px`;
+      }
+      this.view.place(GUTTER, width - GUTTER - 1);
+      if (this.main) this.overview.draw(this.main, this.theme, ratio);
+      if (this.main) return this.arrange();
+    }
+    this.redraw();
+  }
+
+  recolour(dark) {
+    this.theme = theme(dark);
+    if (this.main) this.overview.draw(this.main, this.theme, this.ratio);
+    this.redraw();
+  }
+
+  /** Turns a track or mark on or off. */
+  toggle(what, on = !this.shown.has(what)) {
+    if (on) this.shown.add(what);
+    else this.shown.delete(what);
+    this.shell[`toggle-${what}`].setAttribute("aria-pressed", String(on));
+    this.arrange();
+    this.tell.viewed();
+  }
+
+  /** Folds a rank to its compute, or unfolds it. */
+  fold(number) {
+    if (!this.collapsed.delete(number)) this.collapsed.add(number);
+    this.arrange();
+    this.tell.say(`rank ${number} is ${this.collapsed.has(number) ? "folded" : "unfolded"}`);
+  }
+
+  /** Folds all ranks, or unfolds them if all are. */
+  foldAll(fold = this.layout.groups.some((one) => !one.collapsed)) {
+    this.collapsed = new Set(fold ? this.layout.groups.map((one) => one.number) : []);
+    this.arrange();
+  }
+
+  /** Takes the critical path from the summary, once that is there. */
+  summed() {
+    const spots = (this.main.summary?.critical ?? [])
+      .map(([rank, row]) => ({ rank, row }))
+      .filter(({ rank, row }) => row < (this.main.ranks.get(rank)?.recorded ?? 0));
+    const starts = Float64Array.from(spots, ({ rank, row }) => this.main.ranks.get(rank).start[row]);
+    for (let at = 1; at < starts.length; at += 1) starts[at] = Math.max(starts[at], starts[at - 1]);
+    this.path = { spots, starts };
+    this.redraw();
+  }
+
+  // Drawing
+
+  get state() {
+    const { width, height, ratio, view, theme, layout, main, other, colouring, matches, memory } = this;
+    const { selected, hovered, gap, range, pointer, chain, shown } = this;
+    return {
+      ...{ width, height, ratio, view, theme, layout, main, other, colouring, matches, memory },
+      ...{ selected, hovered, gap, range, pointer, chain },
+      scroll: this.shell.scroll.scrollTop,
+      arrows: shown.has("arrows"),
+      causes: shown.has("causes"),
+      critical: shown.has("path") ? this.path : null,
+      twin: (spot) => this.twin(spot)?.spot ?? null,
+      memoryText: (rank) => `≤ ${bytes(rank.memory.most)}`,
+    };
+  }
+
+  redraw() {
+    this._all = true;
+    this._soon();
+  }
+
+  _over() {
+    this._soon();
+  }
+
+  _soon() {
+    this._waiting ||= requestAnimationFrame(() => {
+      this._waiting = 0;
+      this.draw();
+    });
+  }
+
+  /** Draws what has changed; how many milliseconds that took. */
+  draw(all = this._all) {
+    const begun = performance.now();
+    const { state } = this;
+    if (all && this.main) this.scene.draw(state);
+    this.overlay.draw(state);
+    this.overview.mark();
+    this._all = false;
+    const took = performance.now() - begun;
+    if (all) this.frames.push(took);
+    if (this.frames.length > FRAMES) this.frames.shift();
+    return took;
+  }
+
+  // Moving
+
+  moved() {
+    this.shell.hover.hidden = true;
+    this.redraw();
+    this.tell.viewed();
+  }
+
+  fit() {
+    this.view.fit();
+    this.moved();
+  }
+
+  /** Brings an effect into sight, and no nearer than it has to. */
+  reveal(spot) {
+    const rank = this._rank(spot);
+    this.view.reveal(rank.start[spot.row], rank.end[spot.row]);
+    const group = this.layout.groups.find((one) => one.number === spot.rank);
+    const { scroll } = this.shell;
+    const room = scroll.clientHeight - AXIS;
+    if (group && group.y < scroll.scrollTop) scroll.scrollTop = group.y;
+    else if (group && group.y + group.height > scroll.scrollTop + room)
+      scroll.scrollTop = group.y + group.height - room;
+    this.moved();
+  }
+
+  zoomTo(spot) {
+    const rank = this._rank(spot);
+    const [start, end] = [rank.start[spot.row], rank.end[spot.row]];
+    const span = (end - start) * 8 || this.view.span / 8;
+    this.view.show((start + end - span) / 2, (start + end + span) / 2);
+    this.reveal(spot);
+  }
+
+  _rank(spot) {
+    return this.of(spot).ranks.get(spot.rank);
+  }
+
+  /** The same effect in the other run: {capture, spot}, or null. */
+  twin(spot) {
+    const [own, capture] = spot.other ? [this.other, this.main] : [this.main, this.other];
+    const rank = capture?.ranks.get(spot.rank);
+    const row = rank && own ? rank.find(own.ranks.get(spot.rank).key(spot.row)) : -1;
+    return row < 0 ? null : { capture, spot: { rank: spot.rank, row, other: !spot.other } };
+  }
+
+  // The pointer
+
+  /** The ranks have moved under the pointer. */
+  scrolled() {
+    this.redraw();
+    if (this._last) this.hover(...this._last);
+    this.tell.viewed();
+  }
+
+  pick(x, y) {
+    return pick(this.state, x, y);
+  }
+
+  hover(x, y) {
+    const found = x === null ? null : this.pick(x, y);
+    this.pointer = x === null || x < this.view.left ? null : this.view.when(x);
+    this.hovered = found?.spot ?? null;
+    this.gap = found?.gap ?? null;
+    this._tooltip(found, x, y);
+    this._last = x === null ? null : [x, y];
+    this.shell.canvas.style.cursor = found?.spot || (found && x < this.view.left) ? "pointer" : "";
+    this._over();
+  }
+
+  _tooltip(found, x, y) {
+    const { hover, timeline, scroll } = this.shell;
+    const rank = found && x < this.view.left ? this.main.ranks.get(found.group.number) : null;
+    const content = rank ? about(rank) : found && told(this, (spot) => this.twin(spot), found);
+    hover.hidden = !content;
+    if (!content) return;
+    hover.replaceChildren(...content);
+    const { width, height } = hover.getBoundingClientRect();
+    const left = x + 16 + width > timeline.clientWidth ? Math.max(4, x - 16 - width) : x + 16;
+    const top = Math.min(y + 16 + scroll.offsetTop, timeline.clientHeight - height - 4);
+    hover.style.transform = `translate(${Math.round(left)}px, ${Math.round(Math.max(4, top))}px)`;
+  }
+
+  click(x, y) {
+    const found = this.pick(x, y);
+    if (found && x < this.view.left) return this.fold(found.group.number);
+    this.select(found?.spot ?? null);
+  }
+
+  // Selection
+
+  select(spot, { reveal = false } = {}) {
+    this.selected = spot;
+    this.chain = spot ? this.of(spot).chain(spot) : [];
+    if (spot && reveal) this.reveal(spot);
+    this.tell.selected(spot);
+    this._over();
+  }
+
+  /** The capture that a spot is of. */
+  of(spot) {
+    return spot.other ? this.other : this.main;
+  }
+
+  // A range
+
+  measure(from, to) {
+    const [low, high] = [Math.min(from, to), Math.max(from, to)];
+    this.range = { from: low, to: high };
+    this._over();
+  }
+
+  measured() {
+    this.tell.ranged(this.range);
+  }
+
+  /** Lets go of the range, or else of the selection; whether there was any. */
+  release() {
+    if (this.range) {
+      this.range = null;
+      this.tell.ranged(null);
+    } else if (this.selected) this.select(null);
+    else return false;
+    this._over();
+    return true;
+  }
+
+  /** The timeline as it is shown, as an image. */
+  async image() {
+    this.draw(true);
+    const { canvas, over } = this.shell;
+    const both = document.createElement("canvas");
+    [both.width, both.height] = [canvas.width, canvas.height];
+    const context = both.getContext("2d");
+    context.drawImage(canvas, 0, 0);
+    context.drawImage(over, 0, 0);
+    return new Promise((done) => both.toBlob(done, "image/png"));
+  }
+}

@@ -1,0 +1,236 @@
+/** The page's elements, without anything in them yet. */
+
+import { element } from "./dom.js";
+import { COLOURINGS } from "./palette.js";
+
+/** Tracks and marks that can be left out: [id, label, title, key, whether it is shown at first]. */
+export const TOGGLES = [
+  ["send", "sends", "sends, from post to delivery", "", true],
+  ["receive", "receives", "receives: waiting in grey, transfer in colour", "", true],
+  ["host", "host", "what the host did around the effects, and reductions", "", true],
+  ["memory", "memory", "bytes that a rank holds", "", true],
+  ["causes", "causes", "idle time in the colour of its cause", "", true],
+  ["arrows", "arrows", "from each send to its receive, once few enough are in sight", "", true],
+  ["path", "critical path", "the chain of waits that ends last (c)", "c", false],
+];
+const TABS = [
+  ["bubbles", "Bubbles"],
+  ["critical", "Critical path"],
+  ["diff", "Difference"],
+  ["range", "Range"],
+  ["effects", "Effects in view"],
+];
+const KEYS = [
+  ["w s, + −, Ctrl+wheel", "zoom in and out"],
+  ["a d, ← →, Shift+wheel, drag", "move in time"],
+  ["↑ ↓, wheel", "scroll the ranks; where all are in sight, the wheel zooms"],
+  ["0 or f", "fit all of the step"],
+  ["Shift+drag, drag on the axis", "measure a range"],
+  ["click, double click", "select an effect, zoom to it"],
+  [", . or Alt+← →", "select the effect before, or after, on the track"],
+  ["Alt+↑ ↓", "select on the rank above, or below"],
+  ["Enter, p", "zoom to the selection; select what it waited for"],
+  ["/, Enter, n N", "search; the next match, and the one before"],
+  ["[ ]", "the step before, and the next"],
+  ["c", "critical path"],
+  ["x, X, click on a rank", "fold a rank to its compute, or unfold it; X all of them"],
+  ["Esc", "let go of the range, the selection, the search"],
+];
+const SYNTAX = "mb=5 kind=B, mb=3-7, stage=0,3, rank=1, kind=F,I, kind=send, peer=2, dur>1ms, F3, gradient";
+
+const READING = [
+  `Letters: F forward, B backward, I and W its halves, for inputs and for weights, & two that overlap. The number
+   is the microbatch, a letter after it tells which of the rank’s stages. Where boxes are narrower than a pixel, the
+   pixel is as opaque as the rank was busy.`,
+  `A trace for Perfetto is a file: open it at ui.perfetto.dev by “Open trace file”. The page itself contacts nothing
+   but this TensorBoard.`,
+];
+
+const labelled = (text, control) => element("label", {}, element("span", {}, text), control);
+const button = (id, text, title, more = {}) => element("button", { id, type: "button", title, ...more }, text);
+
+/** @returns {Record<string, HTMLElement>} elements by id, in the document */
+export function shell() {
+  document.documentElement.lang = "en";
+  document.title = "Pipeline";
+  document.head.append(
+    element("link", { rel: "stylesheet", href: new URL("./page.css", import.meta.url).href }),
+    element("link", { rel: "icon", href: "data:," }), // none: else browsers ask the server for one
+  );
+  document.body.replaceChildren(
+    element(
+      "div",
+      { id: "page" },
+      toolbar(),
+      element("div", { id: "notices", role: "status", hidden: true }),
+      band(),
+      timeline(),
+      below(),
+    ),
+    element("div", { id: "live", role: "status", "aria-live": "polite", class: "unseen" }),
+    help(),
+  );
+  return Object.fromEntries(Array.from(document.querySelectorAll("[id]"), (node) => [node.id, node]));
+}
+
+function toolbar() {
+  const colourings = Object.entries(COLOURINGS).map(([value, text]) => element("option", { value }, text));
+  return element(
+    "div",
+    { class: "toolbar", role: "toolbar", "aria-label": "Pipeline" },
+    labelled("Run", element("select", { id: "run" })),
+    element(
+      "span",
+      { class: "joined" },
+      labelled("Step", element("select", { id: "step" })),
+      button("step-prev", "‹", "the step before ([)", { "aria-label": "the step before" }),
+      button("step-next", "›", "the next step (])", { "aria-label": "the next step" }),
+    ),
+    element(
+      "label",
+      { class: "check", title: "show each new step of this run as it comes" },
+      element("input", { id: "follow", type: "checkbox" }),
+      "Follow",
+    ),
+    labelled("Beside", element("select", { id: "other" })),
+    labelled("Colour", element("select", { id: "colour" }, ...colourings)),
+    element(
+      "span",
+      { class: "joined grow" },
+      element("input", {
+        id: "search",
+        type: "search",
+        placeholder: "Search: mb=5 kind=B",
+        "aria-label": "Search effects",
+        title: SYNTAX,
+        spellcheck: "false",
+        autocomplete: "off",
+      }),
+      element("output", { id: "search-count", for: "search" }),
+    ),
+    element(
+      "span",
+      { class: "joined" },
+      button("fit", "Fit", "all of the step (0 or f)"),
+      button("export-png", "PNG", "the timeline as it is shown, as an image"),
+      button("export-pftrace", "Perfetto", "a trace to open at ui.perfetto.dev: nothing is sent there from here"),
+      button("export-json", "JSON", "a trace for chrome://tracing, and ui.perfetto.dev too"),
+      button("help", "?", "keys and search (?)", { "aria-label": "Help" }),
+    ),
+  );
+}
+
+function band() {
+  const toggles = TOGGLES.map(([id, text, title, key, on]) =>
+    button(`toggle-${id}`, text, title, {
+      class: "chip",
+      "aria-pressed": String(on),
+      "aria-keyshortcuts": key || null,
+    }),
+  );
+  return element(
+    "div",
+    { class: "band" },
+    element("div", { id: "headline" }),
+    element("div", { class: "chips", role: "group", "aria-label": "Shown" }, ...toggles),
+    element("div", { id: "legend", "aria-label": "Legend" }),
+  );
+}
+
+function timeline() {
+  const label = "Timeline of all ranks. Comma and full stop move the selection, question mark lists the keys.";
+  return element(
+    "div",
+    { id: "timeline" },
+    element(
+      "div",
+      { id: "overview", "aria-hidden": "true", title: "share of the ranks that compute; drag to move" },
+      element("canvas", { id: "overview-canvas" }),
+      element("div", { id: "sight" }),
+    ),
+    element(
+      "div",
+      { id: "scroll", tabindex: -1 },
+      element(
+        "div",
+        { id: "spacer" },
+        element(
+          "div",
+          { id: "sheet" },
+          element("canvas", {
+            id: "canvas",
+            tabindex: 0,
+            role: "application",
+            "aria-label": label,
+            "aria-describedby": "live",
+          }),
+          element("canvas", { id: "over", "aria-hidden": "true" }),
+        ),
+      ),
+    ),
+    element("div", { id: "progress", hidden: true }),
+    element("div", { id: "empty", hidden: true }),
+    element("div", { id: "hover", role: "tooltip", hidden: true }),
+  );
+}
+
+function below() {
+  const tabs = TABS.map(([id, text], at) =>
+    button(`tab-${id}`, text, null, {
+      role: "tab",
+      "aria-controls": `panel-${id}`,
+      "aria-selected": String(at === 0),
+      tabindex: at ? -1 : 0,
+    }),
+  );
+  const panel = (id, ...children) =>
+    element(
+      "div",
+      { id: `panel-${id}`, role: "tabpanel", "aria-labelledby": `tab-${id}`, tabindex: 0, hidden: id !== "bubbles" },
+      ...children,
+    );
+  const splitter = {
+    id: "splitter",
+    role: "separator",
+    tabindex: 0,
+    "aria-orientation": "horizontal",
+    "aria-label": "Height of the tables",
+  };
+  return element(
+    "div",
+    { id: "below" },
+    element("div", splitter),
+    element("section", { id: "details", "aria-label": "Selection", tabindex: 0 }),
+    element(
+      "section",
+      { id: "tables" },
+      element("div", { role: "tablist", id: "tabs", "aria-label": "Tables" }, ...tabs),
+      panel("bubbles", element("table", { id: "bubbles" })),
+      panel("critical", element("ol", { id: "critical" })),
+      panel(
+        "diff",
+        element("p", { id: "lies" }),
+        element("table", { id: "ranks-diff" }),
+        element("table", { id: "effects-diff" }),
+      ),
+      panel("range", element("table", { id: "range" })),
+      panel("effects", element("table", { id: "effects" })),
+    ),
+  );
+}
+
+function help() {
+  const rows = KEYS.flatMap(([keys, text]) => [element("dt", {}, keys), element("dd", {}, text)]);
+  return element(
+    "dialog",
+    { id: "help-dialog", "aria-label": "Help" },
+    element("h2", {}, "Keys"),
+    element("dl", {}, ...rows),
+    element("h2", {}, "Search"),
+    element("p", {}, SYNTAX),
+    element("h2", {}, "Reading it"),
+    ...READING.map((text) => element("p", {}, text)),
+
+    element("form", { method: "dialog" }, element("button", { autofocus: true }, "Close")),
+  );
+}

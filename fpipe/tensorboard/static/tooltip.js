@@ -1,0 +1,48 @@
+/** What is said of what is under the pointer. */
+
+import { facts, gapFacts, title } from "./details.js";
+import { element, shortened } from "./dom.js";
+import { bytes, time } from "./format.js";
+import { before } from "./levels.js";
+
+/** @returns {Node[] | null} of what `pick` found */
+export function told({ main, other }, twin, { group, track, spot, gap, when }) {
+  if (spot) {
+    const capture = spot.other ? other : main;
+    return card(title(capture.ranks.get(spot.rank), spot.row), facts(capture, spot, twin(spot)), capture.entry.kind);
+  }
+  if (gap) return card(gap.cause ? `idle: ${gap.cause}` : "idle", gapFacts(gap.track.capture, group.number, gap));
+  return when === undefined ? null : card("memory", held(track, when, main.unit));
+}
+
+function held({ rank }, when, unit) {
+  const at = before(rank.memory.at, when);
+  const now = bytes(at < 0 ? 0 : rank.memory.bytes[at]);
+  return [
+    ["rank", String(rank.number)],
+    ["at", time(when, unit, 6)],
+    ["holds", now],
+    ["peak", bytes(rank.memory.most)],
+  ];
+}
+
+/** What is known of a whole rank. */
+export function about(rank) {
+  const { clock, device, peak } = rank.header;
+  const known = [
+    ["stages", rank.stages.join(", ")],
+    ["effects", String(rank.recorded)],
+  ];
+  if (device) known.push(["device", shortened(device)]);
+  if (peak) known.push(["peak memory", `${bytes(peak[0])}, of the ${peak[1]}`]);
+  if (!clock) known.push(["clock", "not compared: drawn from its own first start"]);
+  else if (clock.uncertainty) known.push(["clock", `within ${time(clock.uncertainty, "s", 2)} of rank 0's`]);
+  return card(`rank ${rank.number}`, known);
+}
+
+/** A title over pairs of a name and a text. */
+export function card(heading, pairs, note = "") {
+  const lines = pairs.flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]);
+  const head = element("h3", {}, heading, note ? element("span", { class: "faint" }, ` ${note}`) : null);
+  return [head, element("dl", {}, ...lines)];
+}

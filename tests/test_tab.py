@@ -1,0 +1,377 @@
+"""The Pipeline tab in a real browser: what it shows is what Python says."""
+
+import json
+import re
+import struct
+from dataclasses import replace
+
+import pytest
+
+from fpipe import Costs, Placement, Plan, schedules, simulate
+from fpipe.difference import Difference
+from fpipe.effects import BackwardInput, Forward, Recv, Send
+from fpipe.tensorboard.captures import columns_of
+from fpipe.tensorboard.columns import Clock, Header
+from fpipe.tensorboard.disk import Key, find
+from fpipe.tensorboard.summary import summary
+from fpipe.tensorboard.writer import Writer, write
+from fpipe.timeline import CAUSES
+from tests.board import Board
+from tests.tab import CHROMIUM, browser, large, opened
+from tests.test_recorder import recorded
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no Chromium at {CHROMIUM}: install Debian's package"),
+]
+HOSTILE = "<img src=x onerror=window.parent.hacked=1><b>'\"&\n\u202e" + "x" * 150
+SCHEDULE = "<script>window.parent.hacked=1</script><img src=x onerror=window.parent.hacked=1>" + "y" * 5000
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory, pools):
+    """A real run in two processes, and what else there may be in a log directory."""
+    logdir = tmp_path_factory.mktemp("runs")
+    pools(2).run(recorded, str(logdir / "real"), "zb_v", 5, {"steps": [1, 2, 4]})
+    one, other = (simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 4), Costs(forward=f)) for f in (1.0, 1.5))
+    write(logdir / HOSTILE, one, schedule=SCHEDULE)
+    write(logdir / "other", other, schedule="one_f_one_b")
+    for rank in (0, 2):
+        with Writer(logdir / "partial", "measured", rank) as writer:
+            clock = None if rank else Clock(0.0, 0.0)
+            writer.timeline(Header("measured", 7, rank, "1f1b", one.plan, "s", clock), columns_of(one, rank))
+    write(logdir / "wide", simulate(schedules.one_f_one_b, Plan(Placement.loop(64), 80)), schedule="1f1b")
+    return logdir
+
+
+@pytest.fixture(scope="module")
+def board(logdir):
+    with Board(logdir) as board:
+        board.until(lambda captures: len(captures) == 10)
+        yield board
+
+
+@pytest.fixture(scope="module")
+def shared(chromium, board):
+    """One page for the tests that leave it as they find it."""
+    with opened(chromium, board) as tab:
+        yield tab
+
+
+@pytest.fixture
+def tab(shared):
+    shared.show("real/measured", 4)
+    shared.press("Escape")
+    shared.press("0")
+    return shared
+
+
+def capture(logdir, run="real", kind="measured", step=4):
+    return find(logdir).read(Key(run, kind, step))
+
+
+def amount(text):
+    """A number with its unit, in seconds or bytes."""
+    found = re.match(r"([+\u2212±]?)([\d.]+(?:e[+-]?\d+)?) ?(ns|µs|ms|s|kB|MB|GB|B)?", text)
+    units = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    return (-1 if found[1] == "\u2212" else 1) * float(found[2]) * units.get(found[3], 1.0)
+
+
+def close(value):
+    """As it is when it is shown in four digits."""
+    return pytest.approx(value, rel=6e-4, abs=1e-9)
+
+
+# What is shown
+
+
+def test_the_runs_ranks_and_effects(tab, logdir):
+    found = capture(logdir)
+    rows = tab.table("effects", "effects")
+    shown = [(int(rank), kind) for _, rank, kind, *_ in rows if kind != "host"]
+    assert len(shown) == len(found.timeline.spans)
+    for rank in range(2):
+        effects = found.columns[rank].effects
+        assert shown.count((rank, "forward")) == sum(isinstance(e, Forward) for e in effects)
+        assert shown.count((rank, "input gradient")) == sum(isinstance(e, BackwardInput) for e in effects)
+        assert sum(r == rank and kind.startswith("send") for r, kind in shown) == sum(
+            isinstance(e, Send) for e in effects
+        )
+    options = tab.js("[...document.querySelectorAll('#run option')].map(o => o.value)")
+    assert {"real/measured", "real/predicted", "other/predicted", "partial/measured", "wide/predicted"} <= set(options)
+
+
+def test_hovering_says_what_python_says(tab, logdir):
+    found = capture(logdir)
+    spans, first = found.timeline.spans, found.timeline.spans.first
+    for rank in range(2):
+        at = next(
+            i for i in spans.of(rank) if isinstance(spans.effects[i], Forward) and spans.effects[i].microbatch == 2
+        )
+        text, span = tab.hover(rank, at - first[rank]), spans[at]
+        for name, value in (("start", span.start), ("end", span.end), ("duration", span.end - span.start)):
+            assert amount(re.search(rf"{name}\s+(\S+ \S+)", text)[1]) == close(value), text
+        assert re.search(rf"stage\s+{span.effect.stage}\b", text)
+        assert re.search(r"microbatch\s+2\b", text)
+        assert "predicted" in text  # the difference to what is beside it
+
+
+def test_hovering_a_receive_says_how_long_it_waited_and_travelled(tab, logdir):
+    found = capture(logdir)
+    spans, first, own = found.timeline.spans, found.timeline.spans.first, found.columns[1]
+    rows = [row for row, e in enumerate(own.effects) if isinstance(e, Recv)]
+    row = max(rows, key=lambda row: own.ends[row] - own.starts[row])
+    span = spans[first[1] + row]
+    sent = spans[span.waited_for].start
+    left = min(max(span.start, sent), span.end)
+    text = tab.hover(1, row)
+    assert amount(re.search(r"waiting\s+(\S+ \S+)", text)[1]) == close(left - span.start)
+    assert amount(re.search(r"transfer\s+(\S+ \S+)", text)[1]) == close(span.end - left)
+    assert amount(re.search(r"bytes\s+(\S+ \S+)", text)[1]) == close(own.bytes[row])
+
+
+def test_bubbles_are_pythons(tab, logdir):
+    said = summary(capture(logdir))
+    rows, scale = tab.table("bubbles", "bubbles"), 1e3 if said["makespan"] >= 1e-3 else 1e6
+    assert len(rows) == 2
+    for shown, row in zip(rows, said["ranks"], strict=True):
+        rank, busy, idle, share, _, *causes, in_flight, memory = shown
+        assert rank == f"rank {row['rank']}"
+        assert [float(busy), float(idle)] == [close(scale * row["busy"]), close(scale * row["idle"])]
+        assert share == f"{100 * row['share_idle']:.1f}%"
+        assert [float(c) for c in causes] == [close(scale * row["causes"][cause]) for cause in CAUSES]
+        assert float(in_flight) == row["peak_in_flight"]
+        assert amount(memory) == close(row["peak_memory"])
+    assert f"bubble {100 * said['bubble_rate']:.1f}%" in tab.text("#headline")
+    assert amount(re.search(r"makespan (\S+ \S+)", tab.text("#headline"))[1]) == close(said["makespan"])
+
+
+def test_the_critical_path_is_pythons(tab, logdir):
+    path = summary(capture(logdir))["critical"]
+    tab.frame.click("#tab-critical")
+    assert tab.js("window.fpipe.app.capture.summary.critical") == [list(place) for place in path]
+    items = tab.js("[...document.querySelectorAll('#critical li')].map(i => i.innerText)")
+    assert items[0].strip().startswith(f"rank {path[0][0]}")
+    tab.press("c")
+    assert tab.frame.get_attribute("#toggle-path", "aria-pressed") == "true"
+    tab.press("c")
+
+
+def test_measured_stands_beside_predicted(tab, logdir):
+    measured, predicted = (capture(logdir, kind=kind).timeline for kind in ("measured", "predicted"))
+    difference = Difference(measured, predicted)
+    rows, scale = tab.table("ranks-diff", "diff"), 1e3 if max(difference.makespan) >= 1e-3 else 1e6
+    for rank, row in enumerate(rows):
+        pairs = measured.busy[rank], predicted.busy[rank]
+        assert [float(cell) for cell in row[1:3]] == [close(scale * taken) for taken in pairs]
+    said = tab.js("window.fpipe.app.answer")
+    assert said == json.loads(json.dumps(difference.as_json()))
+    effects = tab.js(
+        "[...document.querySelectorAll('#effects-diff tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+    )
+    assert amount(effects[0][1]) == close(said["effects"][0]["took"][0])
+    assert amount(effects[0][2]) == close(said["effects"][0]["took"][1])
+
+
+def test_another_run_can_stand_beside(tab):
+    tab.show(f"{HOSTILE}/predicted", other="other")
+    tab.until("() => window.fpipe.app.answer")
+    assert tab.js("window.fpipe.app.answer.kinds.Forward") == [12.0, 18.0]
+    tab.frame.select_option("#other", index=0)
+
+
+def test_steps_are_chosen_by_list_buttons_and_keys(tab):
+    step = "Number(document.querySelector('#step').value)"
+    assert tab.js("[...document.querySelectorAll('#step option')].map(o => Number(o.value)).sort()") == [1, 2, 4]
+    tab.frame.click("#step-prev")
+    tab.until(f"() => {step} === 2")
+    tab.press("[")
+    tab.until(f"() => {step} === 1")
+    tab.press("]")
+    tab.until(f"() => {step} === 2 && window.fpipe.app.capture.entry.step === 2")
+    tab.show("real/measured", 1)
+    assert tab.js("window.fpipe.app.capture.entry.step") == 1
+
+
+@pytest.mark.parametrize(
+    ("query", "matches"),
+    [
+        ("kind=F", lambda span: isinstance(span.effect, Forward)),
+        ("mb=1 kind=I", lambda span: isinstance(span.effect, BackwardInput) and span.effect.microbatch == 1),
+        ("rank=1 kind=F,I", lambda span: span.rank == 1 and isinstance(span.effect, Forward | BackwardInput)),
+        (
+            "kind=F mb=1-2 stage=0,3",
+            lambda span: (
+                isinstance(span.effect, Forward) and span.effect.microbatch in (1, 2) and span.effect.stage in (0, 3)
+            ),
+        ),
+        ("kind=F dur>1h", lambda span: False),
+    ],
+)
+def test_search_finds_what_python_finds(tab, logdir, query, matches):
+    expected = sum(map(matches, capture(logdir).timeline.spans))
+    tab.frame.fill("#search", query)
+    tab.until("() => document.querySelector('#search-count').textContent")
+    tab.page.wait_for_timeout(300)
+    numbers = [int(n) for n in re.findall(r"\d+", tab.text("#search-count"))] or [0]
+    assert numbers[-1] == expected
+    tab.frame.fill("#search", "")
+
+
+def test_the_keyboard_zooms_moves_and_selects(tab):
+    whole = tab.view()
+    for key, holds in (
+        ("w", lambda a, b: b[1] - b[0] < a[1] - a[0]),
+        ("w", lambda a, b: b[1] - b[0] < a[1] - a[0]),
+        ("d", lambda a, b: b[0] > a[0]),
+        ("ArrowLeft", lambda a, b: b[0] < a[0]),
+        ("s", lambda a, b: b[1] - b[0] > a[1] - a[0]),
+    ):
+        before = tab.view()
+        tab.press(key)
+        assert holds(before, tab.view()), key
+    tab.press("0")
+    assert tab.view() == pytest.approx(whole)
+    tab.press(".")
+    first = tab.text("#details")
+    said = tab.js("document.querySelector('#live').textContent")
+    assert "rank 0" in said
+    tab.press(".")
+    assert tab.text("#details") != first
+    assert tab.js("document.querySelector('#live').textContent") != said
+    assert tab.js("document.querySelector('#canvas').getAttribute('role')") == "application"
+
+
+def test_a_range_is_measured(tab, logdir):
+    timeline = capture(logdir).timeline
+    x, y = tab.place(0, next(r for r, e in enumerate(capture(logdir).columns[0].effects) if isinstance(e, Forward)))
+    tab.page.keyboard.down("Shift")
+    tab.page.mouse.move(x, y)
+    tab.page.mouse.down()
+    tab.page.mouse.move(x + 300, y + 5, steps=4)
+    tab.page.mouse.up()
+    tab.page.keyboard.up("Shift")
+    rows = tab.table("range", "range")
+    span = tab.js("[window.fpipe.app.sheet.range.from, window.fpipe.app.sheet.range.to]")
+    for rank, row in enumerate(rows):
+        busy = sum(max(0.0, min(s.end, span[1]) - max(s.start, span[0])) for s in timeline.compute(rank))
+        assert amount(row[1]) == pytest.approx(busy, rel=2e-3)
+        assert amount(row[1]) + amount(row[3]) == pytest.approx(span[1] - span[0], rel=2e-3)
+
+
+def test_exports_are_files(tab, logdir, tmp_path):
+    found = capture(logdir)
+    for button, check in (
+        ("export-json", lambda data: len(json.loads(data)["traceEvents"]) > len(found.timeline.spans)),
+        ("export-pftrace", lambda data: len(data) > 1000),
+        ("export-png", lambda data: data[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">I", data[16:20])[0] >= 1000),
+    ):
+        with tab.page.expect_download() as download:
+            tab.frame.click(f"#{button}")
+        path = tmp_path / button
+        download.value.save_as(path)
+        assert check(path.read_bytes()), button
+        assert re.fullmatch(r"[\w. -]+", download.value.suggested_filename)
+
+
+def test_it_is_dark_where_the_host_is(tab):
+    light = tab.js("getComputedStyle(document.body).backgroundColor")
+    tab.page.evaluate("document.body.classList.add('dark-mode')")
+    tab.until("() => document.documentElement.classList.contains('dark')")
+    dark = tab.js("getComputedStyle(document.body).backgroundColor")
+    tab.page.evaluate("document.body.classList.remove('dark-mode')")
+    tab.until("() => !document.documentElement.classList.contains('dark')")
+    assert sum(map(int, re.findall(r"\d+", dark)[:3])) < 200 < 600 < sum(map(int, re.findall(r"\d+", light)[:3]))
+
+
+# What is hostile, missing, or large
+
+
+def test_names_are_shown_as_text(tab):
+    tab.show(f"{HOSTILE}/predicted")
+    assert "<script>" in tab.text("#headline")
+    assert tab.js("document.querySelectorAll('img, script:not([type=module]):not([src])').length") == 0
+    assert tab.page.evaluate("window.hacked") is None
+    assert tab.js("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_a_missing_rank_and_a_clock_that_was_not_compared_are_told(tab):
+    tab.show("partial/measured")
+    notices = tab.text("#notices")
+    assert "rank 1 of 3 missing" in notices
+    assert "the clocks of rank 2 were not compared" in notices
+    assert any("not compared" in cell for row in tab.table("bubbles", "bubbles") for cell in row)
+
+
+def test_sixty_four_ranks_are_scrolled(tab):
+    tab.show("wide/predicted")
+    assert tab.js("window.fpipe.app.sheet.layout.groups.length") == 64
+    assert tab.js("document.querySelector('#scroll').scrollHeight > document.querySelector('#scroll').clientHeight")
+    tab.js("document.querySelector('#scroll').scrollTo(0, 1e6)")
+    tab.page.wait_for_timeout(100)
+    assert len(tab.table("bubbles", "bubbles")) == 64
+
+
+def test_a_reload_shows_a_new_step(chromium, logdir, board):
+    found = capture(logdir)
+    with opened(chromium, board) as tab:
+        tab.show("real/measured", 4)
+        tab.frame.uncheck("#follow")
+        for rank in range(2):
+            with Writer(logdir / "real", "measured", rank) as writer:
+                writer.timeline(replace(found.headers[rank], step=9), found.columns[rank])
+        board.until(lambda captures: any(c["run"] == "real/measured" and c["step"] == 9 for c in captures))
+        there = "[...document.querySelectorAll('#step option')].some(o => o.value === '9')"
+        assert not tab.js(there)  # it doesn't follow, so that only the button makes it look
+        tab.page.click("app-header-reload button")
+        tab.until(f"() => {there}")
+        assert tab.js("Number(document.querySelector('#step').value)") == 4
+        tab.frame.check("#follow")
+        tab.until("() => window.fpipe.app.capture.entry.step === 9")
+
+
+def test_without_data_the_tab_says_how_to_record(chromium, tmp_path):
+    with Writer(tmp_path, "measured", 0) as writer:
+        writer.scalar("step/loss", 1.0, 0)
+    with Board(tmp_path) as board, opened(chromium, board) as tab:
+        assert "Recorder" in tab.text("#empty")
+
+
+@pytest.mark.parametrize(("count", "until", "redraw"), [(100_000, 4.0, 64.0), (1_000_000, 10.0, 160.0)])
+def test_large_captures_are_drawn_in_time(chromium, tmp_path, count, until, redraw):
+    """Four times what benchmarks.tab shows on a quiet machine."""
+    large(tmp_path, count)
+    with Board(tmp_path) as board:
+        board.until(lambda captures: captures and len(captures[0]["ranks"]) == 16)
+        with opened(chromium, board) as tab:
+            taken = tab.js("window.fpipe.app.drawn ?? performance.now()") / 1e3
+            times = sorted(
+                tab.js("() => { const t = []; for (let i = 0; i < 15; i++) t.push(window.fpipe.redraw()); return t }")
+            )
+            assert (
+                sum(len(tab.js("r => [...window.fpipe.app.capture.ranks.get(r).start]", r)) for r in (0,))
+                >= count // 16
+            )
+            assert taken < until
+            assert times[7] < redraw
+            assert ink(tab) > 0.5
+
+
+def ink(tab):
+    """The share of the timeline's pixels that differ from its ground."""
+    return tab.js(
+        """() => {
+            const canvas = document.querySelector("#canvas"), context = canvas.getContext("2d");
+            const { width, height } = canvas;
+            const { data } = context.getImageData(width / 4, height / 8, width / 2, height / 4);
+            let found = 0;
+            for (let at = 0; at < data.length; at += 4) found += Math.min(...data.slice(at, at + 3)) < 200;
+            return found / (data.length / 4);
+        }"""
+    )
