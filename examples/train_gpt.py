@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -190,12 +190,13 @@ def main(
         fail(f"--batch {batch} can't be split into {microbatches} microbatches: take as many at least")
     if schedule not in schedules.CATALOGUE:
         fail(f"there is no schedule {schedule!r}: take one of {', '.join(schedules.CATALOGUE)}")
-    with processes(ranks) as (handler, ranks, rank, device), Recorder(folder(logdir), every, tokens=context) as recorder:
+    with processes(ranks) as (handler, ranks, rank, device), ExitStack() as stack:
         try:
             plan = schedules.CATALOGUE[schedule].plan(ranks, microbatches)
             order = schedules.CATALOGUE[schedule].schedule(plan)
         except fpipe.ScheduleError as error:
             fail(str(error))
+        recorder = stack.enter_context(Recorder(folder(logdir), every, tokens=context))
         torch.manual_seed(seed)
         modules = gpt(plan.stages, layers, width, context, dropout)
         pipeline, params = interop.from_modules([m.to(device) for m in modules], loss=cross_entropy)

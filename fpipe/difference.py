@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from fpipe.drawing import LOOKS, extent
-from fpipe.effects import TABLE, Effect, Recv, Send
+from fpipe.effects import Effect, Recv, Send
 from fpipe.timeline import CAUSES, Spans, Timeline
 
 Pair = tuple[float, float]
@@ -23,7 +23,7 @@ class Matched(NamedTuple):
 
     Args:
         took: its durations; of a receive, from when its value was sent, however early it was posted.
-        start: when it began, each from the first start of its own timeline on.
+        start: when it began, each by its own timeline.
     """
 
     effect: Effect
@@ -92,18 +92,19 @@ class Difference:
 
     @cached_property
     def effects(self) -> list[Matched]:
-        """What both have, the largest differences of duration first."""
-        return sorted(self._matched.values(), key=lambda each: (-abs(each.longer), -abs(each.shift), each.at))
+        """What both have, the largest differences of duration first.
+
+        Of a transfer that no compute waited for a measurement has only a bound: these are left out.
+        """
+        known = _known(self.a), _known(self.b)
+        found = (each for each in self.matched.values() if each.at[0] in known[0] and each.at[1] in known[1])
+        return sorted(found, key=lambda each: (-abs(each.longer), -abs(each.shift), each.at))
 
     @cached_property
-    def _origins(self) -> Pair:
-        return _origin(self.a), _origin(self.b)
-
-    @cached_property
-    def _matched(self) -> dict[int, Matched]:
+    def matched(self) -> dict[int, Matched]:
         """By the place among the first's spans."""
         places = {key: at for at, _, key in reversed([*_keys(self.b)])}
-        found, origins = dict[int, Matched](), self._origins
+        found = dict[int, Matched]()
         for at, rank, key in _keys(self.a):
             other = places.pop(key, None)
             if other is not None:
@@ -113,15 +114,15 @@ class Difference:
                     (at, other),
                     (rank, others[other].rank),
                     (_took(spans, at), _took(others, other)),
-                    (spans.starts[at] - origins[0], others.starts[other] - origins[1]),
+                    (spans.starts[at], others.starts[other]),
                 )
         return found
 
     @cached_property
     def kinds(self) -> dict[str, Pair]:
-        """Kind of effect -> the time that all of it took; see `Matched.took`."""
+        """Kind of compute -> the time that all of it took."""
         totals = [_totals(self.a), _totals(self.b)]
-        names = [kind.__name__ for kind in TABLE if any(kind.__name__ in total for total in totals)]
+        names = [kind.__name__ for kind in LOOKS if any(kind.__name__ in total for total in totals)]
         return {name: (totals[0].get(name, 0.0), totals[1].get(name, 0.0)) for name in names}
 
     @cached_property
@@ -144,7 +145,7 @@ class Difference:
         found |= {TRANSFER: 0.0, HOST: 0.0}
         covered, before = 0.0, -1
         for link in links(self.a):
-            matched = self._matched.get(link.at)
+            matched = self.matched.get(link.at)
             found[HOST] += link.gap
             if matched is None:
                 found[UNMATCHED] += link.own
@@ -159,7 +160,7 @@ class Difference:
     def _there(self, at: int, before: int) -> Pair:
         """What a span adds in the second, and its gap there, if it waited for the one before (-1: for none)."""
         waited = self.b.spans.waited[at]
-        link = _link(self.b, at, self._origins[1])
+        link = _link(self.b, at, _origin(self.b))
         return link.own, link.gap if waited == before else 0.0
 
     @cached_property
@@ -175,7 +176,7 @@ class Difference:
             if only := [r for r in range(one.plan.ranks) if one.spans.of(r) and r not in there]:
                 ranks = ", ".join(map(str, only[:8])) + (", …" if len(only) > 8 else "")
                 found.append(f"only the {which} has rank{'s' if len(only) > 1 else ''} {ranks}")
-            if missing := len(one.spans) - len(self._matched):
+            if missing := len(one.spans) - len(self.matched):
                 found.append(f"{missing} of the {len(one.spans)} effects of the {which} are not in the other")
         return found
 
@@ -239,9 +240,19 @@ def part(kind: type[Effect]) -> str:
 
 def _totals(timeline: Timeline) -> dict[str, float]:
     totals: dict[str, float] = defaultdict(float)
-    for at, effect in enumerate(timeline.spans.effects):
-        totals[type(effect).__name__] += _took(timeline.spans, at)
+    for kinds in timeline.kinds:
+        for kind, taken in kinds.items():
+            totals[kind.__name__] += taken
     return totals
+
+
+def _known(timeline: Timeline) -> set[int]:
+    """The spans whose ends are known also where they were measured: not those of transfers that nobody waited for."""
+    spans = timeline.spans
+    computes = [at for at, effect in enumerate(spans.effects) if not isinstance(effect, Send | Recv)]
+    received = {spans.waited[at] for at in computes}
+    received = {at for at in received if at >= 0 and isinstance(spans.effects[at], Recv)}
+    return {*computes, *received, *(spans.waited[at] for at in received if spans.waited[at] >= 0)}
 
 
 def _took(spans: Spans, at: int) -> float:

@@ -49,21 +49,29 @@ def gather(recording: Recording, group: dist.ProcessGroup | DeviceMesh | None = 
     except ValueError as error:
         own = error
     group = group.get_group() if isinstance(group, DeviceMesh) else group
-    return gathered(own, recording.programs, recording.steps, recording.clock, group or dist.group.WORLD)
+    said = digest(recording.programs)
+    return gathered(own, len(recording.programs), said, recording.steps, recording.clock, group or dist.group.WORLD)
+
+
+def digest(programs: Programs) -> int:
+    """A number that equal programs have."""
+    return _number(repr([(program.plan, program.effects) for _, program in sorted(programs.items())]))
 
 
 def gathered(
-    own: Measurement | ValueError, programs: Programs, steps: int, clock: Callable[[], float], group: Any
+    own: Measurement | ValueError, ranks: int, said: int, steps: int, clock: Callable[[], float], group: Any
 ) -> Measurement:
     """`gather`, for who has measured a step in another way.
 
     Args:
         own: of this process's rank, or why there is none.
+        ranks: how many have a program.
+        said: the digest of these.
         steps: which step it is: the same on every rank.
         clock: what its times were read from.
         group: a process group, or a backend that torch.distributed has no name for, as a handler's own are.
     """
-    ends = _Ends(own, programs, steps, clock, group)
+    ends = _Ends(own, ranks, said, steps, clock, group)
     try:
         return ends.measurement()
     except RuntimeError as error:
@@ -76,9 +84,9 @@ class _Ends:
     """This process's end of the group."""
 
     def __init__(
-        self, own: Measurement | ValueError, programs: Programs, steps: int, clock: Callable[[], float], group: Any
+        self, own: Measurement | ValueError, ranks: int, said: int, steps: int, clock: Callable[[], float], group: Any
     ) -> None:
-        self.own, self.programs, self.steps, self.clock, self.group = own, programs, steps, clock, group
+        self.own, self.ranks, self.said, self.steps, self.clock, self.group = own, ranks, said, steps, clock, group
         self.rank, self.size = group.rank(), group.size()
         named = isinstance(group, dist.ProcessGroup)
         self.device = "cuda" if named and dist.get_backend(group) == "nccl" else "cpu"
@@ -91,7 +99,7 @@ class _Ends:
         columns = {}
         for rank, (offset, _) in enumerate(differences):
             times = [column.tolist() for column in own.columns[rank]] if rank == self.rank else None
-            columns[rank] = self._columns(times, rank, offset)
+            columns[rank] = self._columns(times, rank, len(own.programs[rank]), offset)
         begun = min(own.starts[0] for own in columns.values())
         now = self.clock() - differences[self.rank][0]
         return Measurement(
@@ -103,12 +111,12 @@ class _Ends:
 
     def _agreed(self) -> list[int]:
         """The clock of each rank as a number, 0 where nobody may share it; that they can be gathered is checked."""
-        own, programs = self.own, sorted(self.programs.items())
+        own = self.own
         plays = isinstance(own, ValueError) or list(own.columns) == [self.rank]
         told = self._all(
             [
-                _number(repr([(program.plan, program.effects) for _, program in programs])),
-                self.size == len(programs) and plays,
+                self.said,
+                self.size == self.ranks and plays,
                 0 if isinstance(own, ValueError) else self.steps,
                 _number(_machine()) if self.clock is time.perf_counter else 0,
             ]
@@ -116,7 +124,7 @@ class _Ends:
         digests, playing, steps, clocks = (list(column) for column in zip(*told, strict=True))
         if not all(playing):
             raise ScheduleError(
-                f"rank {playing.index(0)} of {self.size} processes does not play that rank alone of {len(programs)} "
+                f"rank {playing.index(0)} of {self.size} processes does not play that rank alone of {self.ranks} "
                 "recorded ones: gather wants rank r in process r; a process that plays all has recording.measurement()"
             )
         if len(set(digests)) > 1:
@@ -170,9 +178,9 @@ class _Ends:
         self.group.recv([number], peer, 0).wait()
         return number.item()
 
-    def _columns(self, own: list[list[float]] | None, rank: int, offset: float) -> Columns:
+    def _columns(self, own: list[list[float]] | None, rank: int, length: int, offset: float) -> Columns:
         """A rank's columns on rank 0's clock; `own` on that rank."""
-        shape = 4, len(self.programs[rank])
+        shape = 4, length
         times = torch.empty(shape, dtype=torch.float64) if own is None else torch.tensor(own, dtype=torch.float64)
         return Columns(*(array("d", column) for column in (self._from(rank, times) - offset).tolist()))
 

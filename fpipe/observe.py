@@ -65,8 +65,9 @@ class Several:
         self.witnesses = [observer for observer in observers if isinstance(observer, Witness)]
 
     @property
-    def agreed(self) -> list[object]:
-        return [observer.agreed for observer in self.observers if hasattr(observer, "agreed")]
+    def agreed(self) -> tuple[object, ...]:
+        """What the ranks' observers must have in common, as one of them alone would say it."""
+        return tuple(each for observer in self.observers for each in getattr(observer, "agreed", ()))
 
     def begin(self, rank: int, effect: Effect) -> None:
         for observer in self.observers:

@@ -14,13 +14,13 @@ from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.autodiff.pieces import Pieces
 from fpipe.effects import Backward, BackwardWeight, parts
 from fpipe.errors import ScheduleError, StageError
-from fpipe.handlers.protocol import Handler, Inputs, Observer, Outcome, Results, Witness
+from fpipe.handlers.protocol import Handler, Inputs, Observer, Outcome, Results, Run, Witness
 from fpipe.handlers.verifier import check
 from fpipe.lowering import forward_only, lower, wavefront
 from fpipe.microbatch import Microbatch, merge, split
 from fpipe.observe import observing
 from fpipe.policies import everything_saveable
-from fpipe.program import Plan, Schedule
+from fpipe.program import Plan, Programs, Schedule
 from fpipe.stage import Pipeline, with_loss
 
 Rng = tuple[int, int]
@@ -94,11 +94,7 @@ def value_and_grad(
     check(programs)
     if not any(isinstance(p, Backward | BackwardWeight) for q in programs.values() for e in q for p in parts(e)):
         raise ScheduleError(f"{_name(schedule)} runs nothing backward: for outputs or the loss alone, use evaluate")
-    observer = observing(observe)
-    witness = observer if isinstance(observer, Witness) else None
-    if witness is not None:
-        witness.prepare(_name(schedule), programs, handler)
-    run = handler.compile(programs, pieces, observer)
+    run, witness = _compiled(handler, programs, pieces, observe, _name(schedule))
 
     def step(
         params: Mapping[int, Any],
@@ -165,7 +161,7 @@ def evaluate(
     pieces = job.pieces(loss, has_aux, gather, Options(autodiff, everything_saveable, compile, dynamic))
     programs = forward_only(lower(schedule or wavefront, plan, depth=prefetch))
     check(programs)
-    run = handler.compile(programs, pieces, observing(observe))
+    run, witness = _compiled(handler, programs, pieces, observe, f"evaluate of {_name(schedule or wavefront)}")
 
     def outputs(
         params: Mapping[int, Any],
@@ -175,10 +171,27 @@ def evaluate(
         state: Mapping[int, Any] | None = None,
         rng: Rng | None = None,
     ) -> Any:
-        results = job.run(run, job.inputs(params, batch, target, state, rng))
-        return job.loss(results, has_aux) if loss else results.output
+        if witness is not None:
+            witness.step_begins()
+        inputs = job.inputs(params, batch, target, state, rng)
+        results = job.run(run, inputs)
+        found = job.loss(results, has_aux) if loss else results.output
+        if witness is not None:
+            witness.step_ends(Outcome((found[0] if has_aux else found) if loss else None, inputs.rows, {}))
+        return found
 
     return outputs
+
+
+def _compiled(
+    handler: Handler, programs: Programs, pieces: Pieces, observe: Observer | None, name: str
+) -> tuple[Run, Witness | None]:
+    """A function that runs one step, and who is to be told when one begins and ends."""
+    observer = observing(observe)
+    witness = observer if isinstance(observer, Witness) else None
+    if witness is not None:
+        witness.prepare(name, programs, handler)
+    return handler.compile(programs, pieces, observer), witness
 
 
 def _name(schedule: Any) -> str:

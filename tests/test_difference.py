@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
 from fpipe.difference import Difference, links
+from fpipe.drawing import LOOKS
 from fpipe.effects import Forward, Recv, Send
 from fpipe.timeline import CAUSES, Spans, Timeline
 
@@ -52,7 +53,7 @@ def test_equal_timelines_differ_in_nothing():
     found = Difference(EQUAL, EQUAL)
     assert found.notices == []
     assert set(found.lies.values()) == {0.0}
-    assert len(found.effects) == len(EQUAL.spans)
+    assert len(found.matched) == len(EQUAL.spans)
     assert {(each.longer, each.shift) for each in found.effects} == {(0.0, 0.0)}
 
 
@@ -126,16 +127,29 @@ def test_the_parts_add_up_to_the_difference(one, its_costs, other, other_costs, 
     json.dumps(found.as_json(), allow_nan=False)
 
 
-def test_starts_count_from_each_timelines_own():
+def test_a_timeline_that_begins_late_differs_in_when_its_effects_begin_alone():
     found = Difference(stretched(EQUAL, lambda time: time + 1e4), EQUAL)
-    assert max(abs(each.shift) for each in found.effects) < 1e-6
+    assert {each.shift for each in found.effects} == {1e4}
     assert found.lies["host"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_transfers_that_no_compute_waited_for_are_not_ranked():
+    """Of what was there before its use a measurement has only a bound."""
+    found = Difference(EQUAL, EQUAL)
+    awaited = {EQUAL.spans.waited[at] for at in found.matched if type(EQUAL.spans.effects[at]) in LOOKS}
+    ranked = {each.at[0] for each in found.effects}
+    for at, effect in enumerate(EQUAL.spans.effects):
+        if isinstance(effect, Recv):
+            assert (at in ranked) == (at in awaited)
+            assert (EQUAL.spans.waited[at] in ranked) == (at in awaited)
+        elif not isinstance(effect, Send):
+            assert at in ranked
 
 
 def test_other_plans_are_matched_as_far_as_they_go():
     longer = simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 8))
     found = Difference(longer, EQUAL)
-    assert len(found.effects) == len(EQUAL.spans)
+    assert len(found.matched) == len(EQUAL.spans)
     assert found.notices[0] == (
         "the plans differ: 3 ranks, 3 stages, 8 microbatches, and 3 ranks, 3 stages, 6 microbatches; "
         "what both have is compared"

@@ -6,11 +6,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.difference import Difference
 from fpipe.tensorboard import writer as writing
-from fpipe.tensorboard.captures import assemble, columns_of
+from fpipe.tensorboard.captures import PLUGIN, assemble, columns_of, tag
 from fpipe.tensorboard.columns import Header, decode
 from fpipe.tensorboard.plugin import PipelinePlugin
 from fpipe.tensorboard.summary import summary
@@ -34,6 +38,19 @@ def record(logdir, steps, timeline=TIMELINES[0], **said):
                 writer.timeline(*measured(timeline, step, rank, **said))
 
 
+def forge(logdir):
+    """Captures that no recorder wrote: outlines and tensors of any kind."""
+    texts = {1: b'{"ranks": Infinity}', 2: b"[" * 100_000, 3: b"null", 4: b'{"schedule": 1}'}
+    text = TensorProto(dtype=DT_STRING, string_val=[b"no gzip"], tensor_shape=TensorShapeProto())
+    number = TensorProto(dtype=DT_FLOAT, float_val=[1.0], tensor_shape=TensorShapeProto())
+    several = TensorProto(dtype=DT_STRING, string_val=[b"a", b"b"], tensor_shape=TensorShapeProto(dim=[{"size": 2}]))
+    with Writer(logdir, "measured", 0) as writer:
+        for step, tensor in ((1, text), (2, text), (3, number), (4, several)):
+            data = SummaryMetadata.PluginData(plugin_name=PLUGIN, content=texts[step])
+            metadata = SummaryMetadata(plugin_data=data, data_class=DATA_CLASS_TENSOR)
+            writer._add(Summary.Value(tag=tag(step), tensor=tensor, metadata=metadata), step, None)
+
+
 @pytest.fixture(scope="module", params=["rust", "python"])
 def board(request, tmp_path_factory):
     """(server, log directory): all cases at once, for a server takes seconds to start."""
@@ -44,6 +61,7 @@ def board(request, tmp_path_factory):
     for number, name in enumerate(RUNS):
         folder = logdir / (f"up{number}" if name == ".." else name)
         record(folder, [number])
+    forge(logdir / "forged")
     with Writer(logdir / "lonely", "measured", 1) as writer:
         writer.timeline(*measured(TIMELINES[0], 3, 1))
     record(logdir / "cut", [1, 2])
@@ -54,7 +72,7 @@ def board(request, tmp_path_factory):
         record(logdir / "parts", [5], TIMELINES[2])
     with ExitStack() as stack:
         board = stack.enter_context(Board(logdir, fast=request.param == "rust"))
-        board.until(lambda captures: len(captures) == 129)
+        board.until(lambda captures: len(captures) == 133)
         yield board, logdir
 
 
@@ -115,6 +133,22 @@ def test_names_are_data(board):
     assert {RUNS[0], RUNS[2]} <= {c["experiment"] for c in captures}
     assert server.json("summary", run=f"{RUNS[0]}/measured", step=0)["notices"] == []
     assert not list(logdir.rglob("x"))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_what_nobody_recorded_is_refused_and_hides_nothing_else(board, step):
+    server, _ = board
+    assert [c["step"] for c in server.json("index")["captures"] if c["run"] == "forged/measured"] == [1, 2, 3, 4]
+    status, kind, body = server.get("summary", run="forged/measured", step=step)
+    assert (status, kind) == (422, "text/plain")
+    assert b"the capture can't be read" in body
+
+
+def test_runs_in_other_units_are_not_compared(board):
+    query = {"run": "many/measured", "step": 0, "other": "hostile/predicted", "other_step": 0}
+    status, _, body = board[0].get("compare", **query)
+    assert status == 422
+    assert b"without a unit" in body
 
 
 @pytest.mark.parametrize(

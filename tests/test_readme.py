@@ -48,6 +48,16 @@ def test_a_step_as_it_ran(tmp_path):
     assert found == shown
 
 
+def test_a_run_that_is_recorded(tmp_path):
+    run(tmp_path, block("Recorder("), *TORCHRUN)
+    command = [Path(sys.executable).with_name("fpipe"), "timeline", "runs/mine"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "measured, step 1, zb_v" in done.stdout
+    assert "critical path" in done.stdout
+    assert done.stderr == ""
+
+
 def test_what_policies_keep(tmp_path):
     out = run(tmp_path, block("policies.cheap, policies.dots"))
     assert [line.rstrip() for line in out.splitlines()] == block("everything_saveable  KiB").splitlines()

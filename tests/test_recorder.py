@@ -1,6 +1,6 @@
 """The recorder: which steps, what of them, over processes and clocks; and that training goes on whatever happens."""
 
-import json
+import logging
 import math
 import warnings
 from array import array
@@ -17,12 +17,14 @@ from fpipe import gathering, handlers
 from fpipe.effects import TABLE, Recv
 from fpipe.measurement import Columns
 from fpipe.tensorboard import Recorder
-from fpipe.tensorboard.captures import tag
+from fpipe.tensorboard import recorder as recorder_of
 from fpipe.tensorboard.disk import Key, find
-from fpipe.tensorboard.marks import Marks
+from fpipe.tensorboard.marks import Kept, Marks
 from fpipe.tensorboard.writer import Writer
 from fpipe.tree import flatten
 from tests import cases, jobs, live_jobs
+
+TURNS = ("the ranks took turns in one process: a rank idles while the others compute",)
 
 
 def scalars(logdir, run):
@@ -73,7 +75,7 @@ def test_a_capture_is_the_step_that_ran(tmp_path, schedule):
     programs = fpipe.lower(generator, plan)
     for kind in ("measured", "predicted"):
         found = find(tmp_path).read(Key("", kind, 1))
-        assert found.notices == ()
+        assert found.notices == (TURNS if kind == "measured" else ())
         assert found.plan == plan
         for rank in range(2):
             assert tuple(found.columns[rank].effects) == programs[rank].effects
@@ -82,17 +84,13 @@ def test_a_capture_is_the_step_that_ran(tmp_path, schedule):
         assert all(before.end <= after.start + 1e-12 for before, after in pairwise(computes))
     curves = scalars(tmp_path, "measured/rank0")
     assert curves["step/loss"] == {i: pytest.approx(loss.item()) for i, (loss, _) in enumerate(losses)}
-    measured = find(tmp_path).read(Key("", "measured", 1)).timeline
-    assert curves["bubble/fraction"][1] == pytest.approx(measured.bubble_rate)
-    predicted = find(tmp_path).read(Key("", "predicted", 1)).timeline
+    measured, predicted = (find(tmp_path).read(Key("", kind, 1)).timeline for kind in ("measured", "predicted"))
     assert scalars(tmp_path, "predicted/rank0")["bubble/fraction"][1] == pytest.approx(predicted.bubble_rate)
     for rank in range(2):
         own = scalars(tmp_path, f"measured/rank{rank}")
         kinds = {kind.__name__: taken for kind, taken in measured.kinds[rank].items()}
         assert {n[5:-8]: v[1] for n, v in own.items() if n.startswith("time/")} == pytest.approx(kinds)
-        assert sum(v[1] for n, v in own.items() if n.startswith("idle/")) == pytest.approx(
-            measured.makespan - measured.busy[rank], abs=1e-6
-        )
+        assert not [name for name in own if name.startswith(("idle/", "bubble/"))]  # they took turns
 
 
 def test_recording_changes_nothing(tmp_path):
@@ -212,7 +210,7 @@ def test_a_disk_that_fails_ends_the_recording_and_not_the_training(tmp_path, mon
 
 
 def test_a_handler_that_shows_no_effects_is_told(tmp_path):
-    with Recorder(tmp_path, steps=[1]) as recorder, pytest.warns(UserWarning, match="step 1 could not be captured"):
+    with Recorder(tmp_path, steps=[1]) as recorder, pytest.warns(UserWarning, match="step 1 could not be recorded"):
         train(recorder, 2, handler=handlers.Reference())
     assert sorted(scalars(tmp_path, "measured/rank0")["step/loss"]) == [0, 1]
 
@@ -277,6 +275,12 @@ def test_two_processes_write_one_capture(pools, tmp_path, schedule):
             assert {source for source, _ in sent} == {1 - rank}
             assert len(own.memory[0]) == 2 * sum(TABLE[type(e)].track == "compute" for e in own.effects)
     whole = {stage: square for _, _, squares in found for stage, square in squares.items()}
+    for rank in range(2):
+        own, timeline = scalars(tmp_path, f"measured/rank{rank}"), listing.read(Key("", "measured", 2)).timeline
+        idle = sum(points[2] for name, points in own.items() if name.startswith("idle/"))
+        assert idle == pytest.approx(timeline.makespan - timeline.busy[rank], abs=1e-6)
+        assert ("bubble/fraction" in own) == (rank == 0)
+    assert scalars(tmp_path, "measured/rank0")["bubble/fraction"][2] == pytest.approx(timeline.bubble_rate)
     curves = scalars(tmp_path, "measured/rank0")
     assert curves["step/gradient_norm"][2] == pytest.approx(math.sqrt(sum(whole.values())), rel=1e-6)
     assert curves["step/loss"][2] == pytest.approx(found[1][1])
@@ -302,34 +306,65 @@ def test_clocks_that_are_not_one_are_compared(pools, tmp_path):
 
 
 def lonely(rank, logdir):
-    """As `recorded`, where rank 1 fails before the recording ends."""
+    """As `recorded`, where rank 1 doesn't come to compare clocks; what was warned of, and later losses."""
     case, generator, plan = cases.make("attention", "one_f_one_b", 2, 4)
     params, batch, target, _ = cases.own(case, plan, rank)
-    recorder = Recorder(logdir, steps=[1])
-    step = fpipe.value_and_grad(
-        case.pipeline, generator, plan, handler=handlers.Distributed(timeout=3), observe=recorder
-    )
-    step(params, batch, target)
-    if rank == 1:
-        recorder._gather = lambda *given: given[0].__setattr__("alone", True)
+    recorder_of.PATIENCE = 1.0
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        step(params, batch, target)
-        recorder.close()
-    return [str(w.message) for w in told]
+        with Recorder(logdir, every=1) as recorder:
+            handler = handlers.Distributed(timeout=20)
+            step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler, observe=recorder)
+            step(params, batch, target)
+            recorder._own.alone = rank == 1
+            losses = [step(params, batch, target)[0].item() for _ in range(3)]
+    return [str(w.message) for w in told], losses
 
 
-def test_a_rank_whose_peer_does_not_answer_records_alone(fresh_pool, tmp_path):
-    told = fresh_pool(2).run(lonely, str(tmp_path))
-    assert "step 1 is recorded by this rank alone: rank 0 could not gather" in told[0][0]
+def test_a_rank_whose_peer_does_not_answer_records_alone_and_training_goes_on(fresh_pool, tmp_path):
+    (told, losses), (nothing, others) = fresh_pool(2).run(lonely, str(tmp_path))
+    assert len(told) == 1
+    assert "from step 1 on this rank is recorded alone: " in told[0]
+    assert nothing == []
+    assert losses == others
     listing = find(tmp_path)
+    assert listing.steps("", "measured") == [1, 2, 3]
     assert listing.steps("", "predicted") == []
-    capture = listing.read(Key("", "measured", 1))
+    capture = listing.read(Key("", "measured", 2))
     assert capture.notices == ("the clocks of ranks 0, 1 were not compared: each begins at its own first start",)
     for rank in range(2):
         own = capture.columns[rank]
         assert own.starts[0] == 0.0
         assert set(own.waited[0].tolist()) <= {-1, rank}
+
+
+def logging_on_one(rank, logdir):
+    """A recorder, and on rank 1 the log of effects beside it."""
+    logging.getLogger("fpipe.effects").setLevel("DEBUG" if rank else "WARNING")
+    try:
+        return recorded(rank, logdir, "one_f_one_b", 2, {"steps": [1]})[0]
+    finally:
+        logging.getLogger("fpipe.effects").setLevel("NOTSET")
+
+
+def test_the_log_of_effects_on_one_rank_is_nobody_elses_matter(pools, tmp_path):
+    assert pools(2).run(logging_on_one, str(tmp_path)) == [[], []]
+    assert find(tmp_path).steps("", "predicted") == [1]
+
+
+def failing_norm(rank, logdir):
+    """Rank 1 has gradients of which no norm can be taken."""
+    if rank == 1:
+        recorder_of._squares = lambda gradients, job: 1 / 0
+    return recorded(rank, logdir, "one_f_one_b", 4, {"every": 1, "gradient_norm": True})[0]
+
+
+def test_what_fails_on_one_rank_ends_no_training(fresh_pool, tmp_path):
+    told = fresh_pool(2).run(failing_norm, str(tmp_path))
+    assert told[0] == []
+    assert [text.split(":")[0] for text in told[1]] == [f"step {i} could not be recorded" for i in (1, 2, 3)]
+    assert find(tmp_path).captures == {}
+    assert sorted(scalars(tmp_path, "measured/rank0")["step/loss"]) == [0, 1, 2, 3]
 
 
 def disagreeing(rank, logdir):
@@ -348,53 +383,176 @@ def test_ranks_that_would_record_other_steps_are_refused(fresh_pool, tmp_path):
 
 
 class Device:
-    """A device that passes each event two seconds after it was recorded, on a clock of its own."""
+    """A device that passes each event two seconds after it was recorded."""
 
     def __init__(self, monkeypatch):
-        self.now, device = 0.0, self
+        self.now, device = 100.0, self
 
         class Event:
             def record(self, stream=None):
-                self.host, self.passed = device.now, device.now + (2.0 if stream != "aside" else 0.0)
+                device.now += 1e-6
+                self.passed = device.now + (2.0 if stream == "compute" else 0.0)
 
             def synchronize(self):
-                device.now = max(device.now, self.passed) + 1e-6
+                device.now = max(device.now, self.passed) + 1e-7
 
             def elapsed_time(self, other):
+                assert device.now >= max(self.passed, other.passed), "asked before it was passed"
                 return 1e3 * (other.passed - self.passed)
 
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: "aside")
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
-        monkeypatch.setattr("fpipe.tensorboard.marks.time.perf_counter", lambda: device.now)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12345)
+        for module in ("marks", "recorder"):
+            monkeypatch.setattr(f"fpipe.tensorboard.{module}.time.perf_counter", self.clock)
+
+    def clock(self):
+        self.now += 1e-7
+        return self.now
 
 
 def test_marks_become_the_hosts_seconds(monkeypatch):
     device = Device(monkeypatch)
-    marks = Marks(torch.device("cuda", 0), 4)
-    assert marks() == 0.0  # off: nothing is recorded
-    marks.on = True
+    marks = Marks(torch.device("cuda", 0), 6)
+    marks.begin(False)
+    assert marks() == 0.0  # nothing is recorded
+    marks.begin(True)
     taken = []
-    for now in (10.0, 11.0, 12.5, 13.0):
+    for now in (110.0, 111.0, 112.5, 113.0):
         device.now = now
         taken.append(marks())
-    assert taken == [0.0, 1.0, 2.0, 3.0]
-    nan = float("nan")
-    columns = Columns(*(array("d", own) for own in ([0.0, 2.0], [1.0, 3.0], [nan, 1.0], [nan, 2.0])))
-    found, width = marks.seconds(columns)
-    assert list(found.starts) == pytest.approx([12.0, 14.5], abs=1e-5)
-    assert list(found.ends) == pytest.approx([13.0, 15.0], abs=1e-5)
-    assert math.isnan(found.waits[0])
-    assert found.arrivals[1] == pytest.approx(14.5, abs=1e-5)
+    kept, nan = marks.keep(), float("nan")
+    columns = Columns(
+        *(array("d", own) for own in ((taken[0], taken[2]), (taken[1], taken[3]), (nan, taken[1]))),
+        array("d", [nan, taken[2]]),
+    )
+    marks.begin(True)  # another step, whose marks are other events
+    assert not {marks(), marks()} & set(taken)
+    found, width = kept.seconds({0: columns})
+    assert list(found[0].starts) == pytest.approx([112.0, 114.5], abs=1e-5)
+    assert list(found[0].ends) == pytest.approx([113.0, 115.0], abs=1e-5)
+    assert math.isnan(found[0].waits[0])
+    assert found[0].arrivals[1] == pytest.approx(114.5, abs=1e-5)
     assert 0 <= width < 1e-5
-    assert marks() == 0.0  # the first event again
 
 
-def test_json_of_headers_has_no_hidden_types(tmp_path):
+def test_a_step_that_fails_takes_no_marks_of_one_that_is_still_to_be_read(monkeypatch):
+    device = Device(monkeypatch)
+    marks = Marks(torch.device("cuda", 0), 2)
+    marks.begin(True)
+    taken = marks(), marks()
+    kept = marks.keep()
+    expected = device.now + 2
+    for _ in range(3):
+        device.now += 50
+        marks.begin(True)
+        marks(), marks()
+    columns = Columns(*(array("d", [mark]) for mark in (*taken, *taken)))
+    assert kept.seconds({0: columns})[0][0].ends[0] == pytest.approx(expected, abs=1e-4)
+
+
+def test_on_cuda_a_captured_step_is_read_after_the_next_one(tmp_path, monkeypatch):
+    device, read = Device(monkeypatch), []
+    resolve = Kept.seconds
+    monkeypatch.setattr(Kept, "seconds", lambda kept, columns: (read.append(recorder.step), resolve(kept, columns))[1])
+    case, generator, plan = cases.make("attention", "one_f_one_b", 2, 4)
+    with Recorder(tmp_path, every=1, device="cuda:0") as recorder:
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), observe=recorder)
+        for _ in range(4):
+            step(case.params, case.batch, case.target)
+            device.now += 1.0
+    assert read == [2, 3, 4]  # steps 1 and 2 while the one after them ends, and 3 on closing
+    listing = find(tmp_path)
+    assert listing.steps("", "measured") == [1, 2, 3]
+    for number in (1, 2, 3):
+        capture = listing.read(Key("", "measured", number))
+        assert {header.peak for header in capture.headers.values()} == {(12345.0, "allocator")}
+        assert {header.device for header in capture.headers.values()} == {"cuda:0"}
+        assert 0 < capture.timeline.makespan < 1.0
+        for rank in range(2):
+            spans = list(capture.timeline.compute(rank))
+            assert all(span.end > span.start for span in spans)
+            assert all(before.end <= after.start for before, after in pairwise(spans))
+
+
+# What a loop may do
+
+
+def test_a_number_is_as_it_was_when_it_was_given(tmp_path):
+    total, case, generator, plan = torch.zeros(()), *cases.make("linear", "gpipe", 2, 4)
+    with Recorder(tmp_path, steps=[]) as recorder:
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), observe=recorder)
+        for i in range(4):
+            loss, _ = step(case.params, case.batch, case.target)
+            total += i
+            recorder.scalar("total", total)
+            loss.zero_()
+    found = scalars(tmp_path, "measured/rank0")
+    assert found["total"] == {0: 0.0, 1: 1.0, 2: 3.0, 3: 6.0}
+    assert min(found["step/loss"].values()) > 0
+
+
+def test_what_is_no_number_is_refused_at_once(tmp_path):
+    with Recorder(tmp_path) as recorder, pytest.raises(ValueError, match="mine is one number, not a tensor of shape"):
+        recorder.scalar("mine", torch.ones(2))
+
+
+def test_a_curve_without_a_step(tmp_path):
+    with Recorder(tmp_path) as recorder:
+        recorder.scalar("mine", 2.0)
+    assert scalars(tmp_path, "measured/rank0") == {"mine": {0: 2.0}}
+
+
+def test_steps_after_closing_are_not_recorded(tmp_path):
+    case, generator, plan = cases.make("linear", "gpipe", 2, 4)
+    with Recorder(tmp_path, every=1) as recorder:
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), observe=recorder)
+        first = [step(case.params, case.batch, case.target) for _ in range(2)]
+    recorder.close()
+    assert jobs.differences(step(case.params, case.batch, case.target), first[0]) == []
+    assert find(tmp_path).steps("", "measured") == [1]
+
+
+def test_an_evaluation_is_recorded_by_a_recorder_of_its_own(tmp_path):
+    case, _, plan = cases.make("attention", "gpipe", 2, 4)
+    with Recorder(tmp_path, steps=[1]) as recorder:
+        run = fpipe.evaluate(case.pipeline, plan, handler=handlers.Local(), observe=recorder)
+        for _ in range(2):
+            run(case.params, case.batch)
+    capture = find(tmp_path).read(Key("", "measured", 1))
+    assert capture.schedule == "evaluate of wavefront"
+    assert {type(effect).__name__ for effect in capture.timeline.spans.effects} == {"Forward", "Send", "Recv"}
+    with Recorder(tmp_path / "other") as recorder:
+        train(recorder, 1)
+        with pytest.raises(ValueError, match="observes a function already"):
+            fpipe.evaluate(case.pipeline, plan, handler=handlers.Local(), observe=recorder)
+
+
+def test_an_error_in_the_loop_stays_the_error(tmp_path):
+    def loop():
+        with Recorder(tmp_path, every=1) as recorder:
+            train(recorder, 3)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        loop()
+    assert find(tmp_path).steps("", "measured") == [1, 2]
+
+
+def test_ranks_of_two_jobs_in_one_folder_are_not_put_together(tmp_path):
+    for name in ("one", "other"):
+        with Recorder(tmp_path / name, steps=[1]) as recorder:
+            train(recorder, 2)
+    for file in (tmp_path / "other/measured/rank1").iterdir():
+        file.rename(tmp_path / "one/measured/rank1" / f"{file.name}.1")
+    notices = find(tmp_path / "one").read(Key("", "measured", 1)).notices
+    assert "rank 1 is of another job than rank 0" in notices[0]
+
+
+def test_a_header_has_what_the_process_took(tmp_path):
     with Recorder(tmp_path, steps=[1]) as recorder:
         train(recorder, 2)
-    capture = find(tmp_path).read(Key("", "measured", 1))
-    assert json.loads(json.dumps(capture.headers[0].host)) == [list(each) for each in capture.headers[0].host]
-    assert capture.headers[0].peak[1] == "process"
-    assert capture.headers[0].peak[0] > 1e7
-    assert tag(1) == "timeline/step_00000001"
+    peak, whose = find(tmp_path).read(Key("", "measured", 1)).headers[0].peak
+    assert whose == "process"
+    assert peak > 1e7

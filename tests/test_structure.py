@@ -91,6 +91,18 @@ def test_planning_lowering_and_drawing_never_import_torch():
     ]
 
 
+def test_timelines_are_written_read_served_and_exported_without_torch():
+    names = ("captures", "disk", "exports", "plugin", "summary", "writer")
+    code = f"""if True:
+        import sys
+        import fpipe.difference, fpipe.perfetto, fpipe.tensorboard
+        import {", ".join(f"fpipe.tensorboard.{name}" for name in names)}
+        print("torch" in sys.modules)
+    """
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown == "False\n"
+
+
 @pytest.mark.parametrize("package", LAZY)
 def test_type_checkers_and_the_table_of_lazy_names_see_the_same(package):
     guarded = [node for top in MODULES[package].body if for_type_checkers(top) for node in top.body]

@@ -116,13 +116,18 @@ class Distributed:
         self._failures.check()
         return self._links, self._failures
 
-    @property
-    def control(self) -> dist.ProcessGroup:
-        """All ranks, connected on the CPU: for who speaks with them between steps, as they all do at once."""
-        return self._set_up()[0].control  # type: ignore[no-any-return]
+    def apart(self, name: str, timeout: float) -> dist.ProcessGroup:
+        """All ranks on the CPU, for who speaks with them between steps, as all of them do at once.
+
+        What fails there fails nothing else.
+
+        Args:
+            timeout: seconds that any of it may take.
+        """
+        return self._set_up()[0].apart(name, timeout)  # type: ignore[no-any-return]
 
     def _compare(self, programs: Mapping[int, Program], pieces: Pieces, links: Links, observe: Observer | None) -> None:
-        asked = pieces.loss, pieces.gather, getattr(observe, "agreed", None)
+        asked = pieces.loss, pieces.gather, getattr(observe, "agreed", ())
         text = repr((asked, [(p.plan, p.effects) for _, p in sorted(programs.items())]))
         mine = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
         extremes, works = links.collect([mine, -mine], dist.ReduceOp.MAX)

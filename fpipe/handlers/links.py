@@ -61,20 +61,29 @@ class Links:
         """All ranks, on the CPU."""
         return self.shared["control"]
 
+    def apart(self, name: str, timeout: float) -> Any:
+        """All ranks, on the CPU, over connections of their own: what fails there leaves the others alone.
+
+        All ranks call it at once, for the first time.
+        """
+        if name not in self.shared:
+            self.shared[name] = self._group(name, list(range(self.size)), "gloo", timeout)
+        return self.shared[name]
+
     # Set-up
 
-    def _group(self, name: str, ranks: list[int], backend: str) -> Any:
+    def _group(self, name: str, ranks: list[int], backend: str, timeout: float | None = None) -> Any:
         """A group of some ranks, which they alone make.
 
         `torch.distributed.new_group` would want every rank of the job in the same order, for each pipeline
         that is trained beside this one too, and splits a communicator made with `device_id`.
         """
         store, rank = PrefixStore(name, self.store), ranks.index(self.rank)
-        timeout = timedelta(seconds=self.timeout)
+        limit = timedelta(seconds=self.timeout if timeout is None else timeout)
         if backend == "gloo":
-            return dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+            return dist.ProcessGroupGloo(store, rank, len(ranks), limit)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = limit
         options.group_name = f"fpipe {name}"  # type: ignore[assignment]
         options.global_ranks_in_group = ranks
         return dist.ProcessGroupNCCL(store, rank, len(ranks), options)

@@ -48,12 +48,12 @@ class Outcome:
     """What a whole step came to, as far as this process knows.
 
     Args:
-        loss: known on every rank; not synchronized.
+        loss: known on every rank; not synchronized; None where only outputs were asked for.
         rows: of the whole batch.
         gradients: `{stage: tree}`.
     """
 
-    loss: Tensor
+    loss: Tensor | None
     rows: int | None
     gradients: Mapping[int, Any]
 

@@ -124,10 +124,8 @@ def assemble(blobs: Mapping[int, bytes]) -> Capture:
         except BadColumns as error:
             notices.append(f"rank {rank} can't be read: {error}")
             continue
-        if headers and header.plan != next(iter(headers.values())).plan:
-            notices.append(f"rank {rank} has another plan than rank {min(headers)}, and is left out")
-        elif rank != header.rank:
-            notices.append(f"what should be rank {rank}'s is rank {header.rank}'s, and is left out")
+        if why := _unfit(rank, header, next(iter(headers.values()), header)):
+            notices.append(f"{why}, and is left out")
         else:
             headers[rank], columns[rank] = header, found
     if not headers:
@@ -140,12 +138,25 @@ def assemble(blobs: Mapping[int, bytes]) -> Capture:
     return Capture(headers, columns, timeline, tuple(notices))
 
 
+def _unfit(rank: int, header: Header, first: Header) -> str:
+    """Why a rank does not belong to a capture, whose lowest one is the first; "" if it does."""
+    if header.rank != rank:
+        return f"what should be rank {rank}'s is rank {header.rank}'s"
+    if header.plan != first.plan:
+        return f"rank {rank} has another plan than rank {first.rank}"
+    if header.job != first.job and header.job and first.job:
+        return f"rank {rank} is of another job than rank {first.rank} (each takes a folder of its own, replicas too)"
+    return ""
+
+
 def _missing(plan: Plan, headers: Mapping[int, Header]) -> list[str]:
     missing = [str(rank) for rank in range(plan.ranks) if rank not in headers]
     apart = [str(rank) for rank, header in headers.items() if header.clock is None]
     notices = []
     if missing:
         notices.append(f"{_ranks(missing)} of {plan.ranks} missing: no file of theirs has this step whole")
+    if any(header.turns for header in headers.values()):
+        notices.append("the ranks took turns in one process: a rank idles while the others compute")
     if apart:
         notices.append(f"the clocks of {_ranks(apart)} were not compared: each begins at its own first start")
     return notices

@@ -35,7 +35,7 @@ from fpipe.errors import ScheduleError
 from fpipe.program import Edges, Placement, Plan
 
 MAGIC = b"FPT1"
-LARGEST = 1 << 31  # bytes of a rank's step, unpacked: more than this is no timeline
+LARGEST = 1 << 29  # bytes of a rank's step, unpacked: more than this is no timeline
 LATEST = 1e12  # of times, in any unit: still a whole number of nanoseconds where 1 is a millisecond
 MOST = 1 << 60  # bytes
 _TYPES = ("u1", "u2", "u4", "i4", "f8")
@@ -68,6 +68,8 @@ class Header:
         peak: the most bytes of an allocator, or of a process, up to then, and which of them.
         host: what the host did around the effects: (what, start, end).
         device: what the rank computes on.
+        turns: whether ranks took turns in one process, so that idle time is what others computed.
+        job: a name that all ranks of a job know, and no other job has; "" where they never told each other.
     """
 
     kind: str
@@ -81,6 +83,8 @@ class Header:
     peak: tuple[float, str] | None = None
     host: Sequence[tuple[str, float, float]] = ()
     device: str = ""
+    turns: bool = False
+    job: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +243,7 @@ def decode(data: bytes) -> tuple[Header, Columns]:
         return _decoded(_unpacked(data))
     except BadColumns:
         raise
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ScheduleError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, ScheduleError) as error:
         raise BadColumns(f"not a rank's spans as fpipe writes them: {error}") from error
 
 
@@ -293,6 +297,8 @@ def _header(said: Mapping[str, Any]) -> Header:
         peak=None if peak is None else (float(peak[0]), str(peak[1])),
         host=tuple((str(what), float(start), float(end)) for what, start, end in said["host"]),
         device=str(said["device"]),
+        turns=bool(said["turns"]),
+        job=str(said["job"]),
     )
 
 
@@ -305,12 +311,15 @@ def _check(header: Header, names: Sequence[str], found: Mapping[str, NDArray[Any
         raise BadColumns("columns of different lengths")
     if not 0 <= header.rank < plan.ranks:
         raise BadColumns(f"rank {header.rank} of a plan of {plan.ranks}")
+    if not 0 <= header.step < 10**18 or not 0 <= header.wall < LATEST:
+        raise BadColumns(f"step {header.step}, or a date, that is none")
     host = np.array([time for _, start, end in header.host for time in (start, end)])
     times = [found["start"], found["end"], found["memory_at"], host]
     if not all((np.abs(each) < LATEST).all() for each in times) or (found["end"] < found["start"]).any():
         raise BadColumns("times that are none")
     amounts = [found["memory"], found["bytes"][~np.isnan(found["bytes"])], header.peak[:1] if header.peak else ()]
     amounts.append(header.clock[1:] if header.clock else ())
+    amounts.append(np.abs(header.clock[:1]) if header.clock else ())
     if not all(((np.asarray(each) >= 0) & (np.asarray(each) < MOST)).all() for each in amounts):
         raise BadColumns("bytes, or an uncertainty of clocks, that are none")
     if found["kind"].max(initial=0) >= len(names):

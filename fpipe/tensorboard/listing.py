@@ -41,9 +41,9 @@ def _outline(content: bytes) -> dict[str, Any]:
     """What the writer said of a capture, with nothing taken on trust."""
     try:
         said = json.loads(content)
-        counts = {key: max(0, int(said[name])) for key, name in _COUNTS.items()}
+        counts = {key: min(max(0, int(said[name])), 10**9) for key, name in _COUNTS.items()}
         return {"schedule": str(said["schedule"]), "unit": str(said["unit"]), **counts}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return {"schedule": "", "unit": "", **dict.fromkeys(_COUNTS, 0)}
 
 

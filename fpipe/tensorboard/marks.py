@@ -1,13 +1,17 @@
-"""A clock of CUDA events: marks on a stream, which become the host's seconds once the device has passed them."""
+"""Times and numbers that a CUDA device has yet to come to: marks on its stream, and values on their way to the host.
+
+Nothing waits for the device but who asks for what it came to, and that only until it has passed the mark asked for.
+"""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fpipe.measurement import Columns
 
@@ -15,48 +19,92 @@ TRIES = 8  # comparisons of the device's clock with the host's, of which the clo
 
 
 class Marks:
-    """Called, it marks the current stream and gives the mark's number, which `seconds` turns into a time later.
+    """A clock for a `Recording`: called, it marks the current stream and gives the mark's number.
 
-    Nothing waits for the device but `seconds`, and that only until it has passed the marks asked for. The events are
-    made once.
+    The events are made once, for two steps: one whose times are still to be read, and the next.
 
     Args:
         device: a CUDA device.
-        count: marks that may be unresolved at a time.
+        count: marks of a step, at most.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.device, self.on = device, False
-        self._events = [_event() for _ in range(count)]
+        self._count = count + 1  # the first of a step is its base
+        self._events = [_event() for _ in range(2 * self._count)]
         self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._next = 0
+        self._base = self._next = 0
+        self._compared: list[tuple[float, Any, float]] = []
+
+    def begin(self, on: bool) -> None:
+        """A step begins, of which marks are wanted or not; its numbers are those of one that wasn't kept."""
+        self.on, self._next = on, self._base
+        if on:
+            self()
 
     def __call__(self) -> float:
         if not self.on:
             return 0.0
-        at, self._next = self._next, (self._next + 1) % len(self._events)
+        at, self._next = self._next, self._next + 1
         self._events[at].record(torch.cuda.current_stream(self.device))
         return float(at)
 
-    def seconds(self, columns: Columns) -> tuple[Columns, float]:
-        """A step's times on the host's clock (`time.perf_counter`), and by how many seconds they may be off."""
-        base = self._events[int(columns.starts[0])]
-        self._events[int(columns.ends[-1])].synchronize()
-        origin, width = min((self._compared(base) for _ in range(TRIES)), key=lambda found: found[1])
-        times = (self._resolved(column, base, origin) for column in columns)
-        return Columns(*times), width
+    def keep(self) -> Kept:
+        """The step's marks, to be read when the next one has been launched; its events are not used again until then.
 
-    def _compared(self, base: Any) -> tuple[float, float]:
-        """When the base was passed, and how far that may be off: by an event on a stream where nothing waits."""
-        event = _event()
-        before = time.perf_counter()
-        event.record(self._aside)
-        event.synchronize()
-        after = time.perf_counter()
-        return (before + after) / 2 - base.elapsed_time(event) / 1e3, (after - before) / 2
+        The clocks are compared now, by events on a stream where nothing waits.
+        """
+        compared = []
+        for _ in range(TRIES):
+            event, before = _event(), time.perf_counter()
+            event.record(self._aside)
+            event.synchronize()
+            compared.append((before, event, time.perf_counter()))
+        kept = Kept(self._events, self._base, self._next, compared)
+        self._base = self._next = self._count - self._base
+        return kept
 
-    def _resolved(self, marks: Sequence[float], base: Any, origin: float) -> array[float]:
-        return array("d", [m if m != m else origin + base.elapsed_time(self._events[int(m)]) / 1e3 for m in marks])
+
+class Kept:
+    """The marks of one step."""
+
+    def __init__(self, events: list[Any], base: int, end: int, compared: list[tuple[float, Any, float]]) -> None:
+        self._events, self._base, self._last, self._compared = events, events[base], events[end - 1], compared
+
+    def seconds(self, columns: Mapping[int, Columns]) -> tuple[dict[int, Columns], float]:
+        """The ranks' times on the host's clock (`time.perf_counter`), and by how many seconds they may be off."""
+        self._last.synchronize()
+        origins = [
+            ((before + after) / 2 - self._base.elapsed_time(event) / 1e3, (after - before) / 2)
+            for before, event, after in self._compared
+        ]
+        origin, width = min(origins, key=lambda found: found[1])
+        found = {rank: Columns(*(self._resolved(column, origin) for column in own)) for rank, own in columns.items()}
+        return found, width
+
+    def _resolved(self, marks: Iterable[float], origin: float) -> array[float]:
+        base, events = self._base, self._events
+        return array("d", [m if m != m else origin + base.elapsed_time(events[int(m)]) / 1e3 for m in marks])
+
+
+class Later:
+    """A number as it is now, which its device may have yet to compute; asking for it waits for that alone."""
+
+    def __init__(self, number: Tensor) -> None:
+        number = number.detach()
+        self._passed: Any = None
+        if number.is_cuda:
+            self._number = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
+            self._number.copy_(number, non_blocking=True)
+            self._passed = _event()
+            self._passed.record(torch.cuda.current_stream(number.device))
+        else:
+            self._number = number.clone()
+
+    def item(self) -> float:
+        if self._passed is not None:
+            self._passed.synchronize()
+        return float(self._number.item())
 
 
 def _event() -> Any:

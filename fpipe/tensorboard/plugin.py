@@ -85,7 +85,7 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
 
     def __init__(self, context: TBContext) -> None:
         self._data = context.data_provider
-        self._captures: OrderedDict[Any, Capture] = OrderedDict()
+        self._held: OrderedDict[Any, _Held] = OrderedDict()
         self._lock = threading.Lock()
 
     def is_active(self) -> bool:
@@ -128,13 +128,15 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         return asked.answer(blobs[rank], "application/octet-stream", content_encoding="gzip")
 
     def _summary(self, asked: Asked) -> Response:
-        return asked.answer(summary(self._capture(asked, asked.text("run"), asked.number("step"))))
+        return asked.answer(self._hold(asked, asked.text("run"), asked.number("step")).summary)
 
     def _compare(self, asked: Asked) -> Response:
         from fpipe.difference import Difference
 
         one = self._capture(asked, asked.text("run"), asked.number("step"))
         other = self._capture(asked, asked.text("other"), asked.number("other_step"))
+        if one.unit != other.unit:
+            raise UnprocessableEntity("one has times in seconds, and the other without a unit: they can't be compared")
         return asked.answer(Difference(one.timeline, other.timeline).as_json())
 
     def _export(self, asked: Asked) -> Response:
@@ -190,22 +192,53 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         for held, (name, own, _) in found.items():
             series = [data.get(name, {}).get(tag) for tag in own]
             if all(series):
-                blobs[held] = b"".join(points[-1].numpy.item() for points in series)
+                blobs[held] = b"".join(_bytes(points[-1].numpy) for points in series)
         if not blobs:
             raise NotFound("the capture is no longer there")
         return blobs
 
     def _capture(self, asked: Asked, run: str, step: int) -> Capture:
+        return self._hold(asked, run, step).capture
+
+    def _hold(self, asked: Asked, run: str, step: int) -> _Held:
         """The capture put together, or as it was before, if nothing came to it."""
         written = tuple((rank, wall) for rank, (_, _, wall) in sorted(self._tags(asked, run, step, None).items()))
         key = asked.experiment, run, step, written
-        with self._lock:  # that of many ranks takes seconds: not twice at a time
-            if key not in self._captures:
-                self._captures[key] = assemble(self._blobs(asked, run, step))
-            self._captures.move_to_end(key)
-            while len(self._captures) > KEPT:
-                self._captures.popitem(last=False)
-            return self._captures[key]
+        with self._lock:
+            held = self._held.setdefault(key, _Held(lambda: self._blobs(asked, run, step)))
+            self._held.move_to_end(key)
+            while len(self._held) > KEPT:
+                self._held.popitem(last=False)
+        return held
+
+
+class _Held:
+    """A capture and its summary, made when they are asked for: once, for of many ranks that takes seconds."""
+
+    def __init__(self, blobs: Callable[[], dict[int, bytes]]) -> None:
+        self._blobs, self._lock = blobs, threading.RLock()
+        self._capture: Capture | None = None
+        self._summary: dict[str, Any] | None = None
+
+    @property
+    def capture(self) -> Capture:
+        with self._lock:
+            if self._capture is None:
+                self._capture = assemble(self._blobs())
+            return self._capture
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        with self._lock:
+            if self._summary is None:
+                self._summary = summary(self.capture)
+            return self._summary
+
+
+def _bytes(tensor: Any) -> bytes:
+    """The one string of a tensor, or nothing where that is what it isn't."""
+    found = tensor.item() if tensor.size == 1 else b""
+    return found if isinstance(found, bytes) else b""
 
 
 def _static() -> Iterator[tuple[str, View]]:

@@ -1,75 +1,73 @@
-"""An observer that writes timelines of chosen steps, and curves of all, for TensorBoard.
+"""An observer that records chosen steps for TensorBoard as timelines, and all of them as curves.
 
 Invariants:
-- training goes on whatever happens here: what can't be written is a warning;
+- training goes on whatever happens here: what can't be recorded is a warning;
 - spans are kept in memory that is made once; simulating, packing and writing are done by a thread of their own;
-- times of two ranks are put together only where their clocks were compared.
+- times of two ranks are put together only where their clocks were compared;
+- ranks speak with each other over connections of their own, and after one failure no more.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import resource
+import secrets
 import sys
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.effects import TABLE, Effect, Value
+from fpipe.effects import Effect, Value
 from fpipe.errors import ScheduleError, TransportError
-from fpipe.gathering import gathered
-from fpipe.handlers.distributed import Distributed
-from fpipe.handlers.local import Local
+from fpipe.gathering import digest, gathered
 from fpipe.handlers.protocol import Handler, Outcome, Store
-from fpipe.handlers.simulator import play
 from fpipe.measurement import Measurement
 from fpipe.program import Programs
 from fpipe.recording import Recording
-from fpipe.tensorboard.captures import columns_of
-from fpipe.tensorboard.columns import Clock, Header
+from fpipe.tensorboard.background import Background
+from fpipe.tensorboard.captured import Captured, Files
 from fpipe.tensorboard.held import Held
-from fpipe.tensorboard.marks import Marks
+from fpipe.tensorboard.marks import Kept, Later, Marks
 from fpipe.tensorboard.writer import Writer
-from fpipe.timeline import CAUSES, Timeline
 from fpipe.tree import flatten
 
 FLUSH = 5.0  # seconds after which curves are written, also when no step is captured
-WAITING = 4  # captured steps and pieces of curves that may wait to be written
+PATIENCE = 30.0  # seconds that other ranks have to come with their share of a captured step
 
 
 class Recorder:
     """Writes what `value_and_grad(..., observe=recorder)` does, a run for each rank: `logdir/measured/rank0`.
 
     A captured step becomes a timeline in the Pipeline tab, and beside it the one that the simulator predicts from what
-    its effects took. Every step gives points of the curves `step/loss`, `step/seconds` and `step/samples_per_second`,
-    captured ones those of bubble, times by kind, idle times by cause and memory.
+    its effects took. Every step gives points of the curves `step/loss`, `step/seconds` (of the call, on the host) and
+    `step/samples_per_second`, captured ones those of bubble, times by kind, idle times by cause and memory. What a rank
+    holds is looked at in the step before, which is slower for it.
 
     On CUDA, times are those at which the device passed the effects, read after the next step; else the host's. Ranks of
     several processes compare their clocks after each captured step, so all of them record, with equal arguments, and
-    `close` together.
+    `close` together. Of several replicas of a pipeline each has a folder of its own. What fails here is a warning, and
+    training goes on.
 
     Args:
         logdir: the folder of this run, which `tensorboard --logdir` is given, or one above it.
-        every: which steps are captured: the one after the first, which traces, and then every so many.
+        every: which steps are captured: the one after the first, which traces, and then every so many. One that is
+            captured waits until the one before it is written.
         steps: the numbers of the steps that are captured instead.
         first: the first step's number, in a run that goes on.
         tokens: of one sample, for `step/tokens_per_second`.
         gradient_norm: whether captured steps give the norm of the gradient over all ranks, each parameter once.
-        device: where times are read from; by default the handler's device.
+        device: whose times are taken, where the handler doesn't say: a CUDA device that `Local()` computes on.
 
     Raises:
-        ValueError: what is asked for can't be; or a second function is observed.
+        ValueError: what is asked for can't be; or, once steps ran, a second function is observed.
         OSError: (at once) the folder can't be made.
 
     >>> import tempfile
@@ -96,7 +94,7 @@ class Recorder:
         gradient_norm: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        if every < 1 or first < 0 or min(steps or [0]) < 0:
+        if every != int(every) or every < 1 or first < 0 or min(steps or [0]) < 0:
             raise ValueError(f"every is at least 1, steps at least 0, not every={every}, steps={steps}, first={first}")
         self.logdir, self.every, self.first, self.tokens = Path(logdir), every, first, tokens
         self.steps = None if steps is None else frozenset(steps)
@@ -104,17 +102,18 @@ class Recorder:
         self.device = None if device is None else torch.device(device)
         self.logdir.mkdir(parents=True, exist_ok=True)
         self._job: _Job | None = None
-        self._work = _Work()
-        self._curves: list[tuple[str, float | Tensor, int, float]] = []
+        self._work = Background()
+        self._curves: list[tuple[str, float | Later, int, float]] = []
         self._flushed = self._last = time.perf_counter()
-        self._pending: _Captured | None = None
-        self._weighs = False
+        self._pending: _Pending | None = None
+        self._weighs = self._closed = False
 
     @property
-    def agreed(self) -> object:
+    def agreed(self) -> tuple[object, ...]:
         """What must be the same on all ranks, or they would wait for each other."""
-        chosen = None if self.steps is None else sorted(self.steps)
-        return "Recorder", self.every, chosen, self.first, self.gradient_norm
+        chosen = None if self.steps is None else tuple(sorted(self.steps))
+        deferred = self._job is not None and self._job.marks is not None
+        return (("Recorder", self.every, chosen, self.first, self.gradient_norm, deferred),)
 
     def captures(self, step: int) -> bool:
         """Whether a step is captured."""
@@ -123,21 +122,26 @@ class Recorder:
         return step == self.first + 1 or (step % self.every == 0 and step > self.first)
 
     def scalar(self, name: str, value: float | Tensor, step: int | None = None) -> None:
-        """A point of a curve of one's own, in rank 0's run; elsewhere nothing happens.
+        """A point of a curve of one's own, in rank 0's run; what other ranks say is left out.
 
         Args:
+            value: a number as it is now; of one on a device nothing waits.
             step: by default that of the last step that ended.
+
+        Raises:
+            ValueError: it is more than one number.
         """
-        if self._job is None or self._job.lowest == 0:
-            value = value.detach() if isinstance(value, Tensor) else float(value)
-            self._curves.append((name, value, max(self.first, self.step - 1) if step is None else step, time.time()))
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{name} is one number, not a tensor of shape {tuple(value.shape)}")
+        kept = Later(value) if isinstance(value, Tensor) else float(value)
+        self._curves.append((name, kept, max(self.first, self.step - 1) if step is None else step, time.time()))
 
     # Observing
 
     def prepare(self, name: str, programs: Programs, handler: Handler) -> None:
-        if self._job is not None:
+        if self._job is not None and self._job.ran:
             raise ValueError("this Recorder observes a function already: give each its own, with a logdir of its own")
-        self._job = _Job(name, programs, handler, self.device)
+        self._job = _Job(self.logdir, name, programs, handler, self.device)
 
     def hold(self, rank: int, store: Store) -> None:
         self._own.stores[rank] = store
@@ -159,58 +163,75 @@ class Recorder:
         self._own.recording.arrive(rank, value)
 
     def step_begins(self) -> None:
-        job = self._own
-        captured = self.captures(self.step)
-        # What is held is looked at in the step before, so that looking doesn't slow down the one that is captured.
-        self._weighs = self.captures(self.step + 1) or (captured and not job.held)
+        job, captured = self._own, self.captures(self.step) and not self._ended
+        job.ran = True
+        self._weighs = not self._ended and (self.captures(self.step + 1) or (captured and not job.held))
         if self._weighs:
             job.held = {rank: Held(job.programs[rank], store) for rank, store in job.stores.items()}
         if job.marks is not None:
-            job.marks.on = captured
+            job.marks.begin(captured)
+        if captured:
+            self._work.wait()  # so that writing doesn't slow it down
         job.begun = time.perf_counter()
 
     def step_ends(self, outcome: Outcome) -> None:
         now = time.perf_counter()
         self._weighs = False
-        self._finish()
-        self._note(outcome, now)
-        if self.captures(self.step):
-            self._capture(outcome, now)
+        if not self._ended:
+            try:
+                self._finish()
+                self._note(outcome, now)
+                if self.captures(self.step):
+                    self._capture(outcome, now)
+                if now - self._flushed > FLUSH:
+                    self._flush()
+            except Exception as error:
+                self._work.fail(error)
         self.step += 1
-        self._last = time.perf_counter()
-        if self._last - self._flushed > FLUSH:
-            self._flush()
+        self._last = now
 
     def flush(self) -> None:
         """Have all that is captured in the files. All ranks call it."""
-        self._finish()
-        self._flush()
+        try:
+            self._finish()
+            self._flush()
+        except Exception as error:
+            self._work.fail(error)
         self._work.wait()
 
     def close(self) -> None:
-        """Flush, and end the files. All ranks call it."""
+        """Flush, and end the files; steps that follow are not recorded. All ranks call it."""
+        if self._closed:
+            return
         self.flush()
+        self._closed = True
         self._work.close()
-        for writer in self._own.writers.values() if self._job else ():
-            writer.close()
+        if self._job is not None:
+            self._job.files.close()
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is not None and self._pending is not None:
-            self._pending.alone = True  # other ranks may never come
+        if error is not None and self._job is not None:
+            self._job.alone = True  # other ranks may never come
         self.close()
-
-    # What a step gives
 
     @property
     def _own(self) -> _Job:
         assert self._job is not None, "a step function prepares its witness"
         return self._job
 
+    @property
+    def _ended(self) -> bool:
+        return self._closed or self._work.failed
+
+    # Curves of every step
+
     def _note(self, outcome: Outcome, now: float) -> None:
-        self.scalar("step/loss", outcome.loss, self.step)
+        if outcome.loss is not None:
+            self.scalar("step/loss", outcome.loss, self.step)
+            self._own.warn_of_launches(outcome.loss.device)
         self.scalar("step/seconds", now - self._own.begun, self.step)
         if outcome.rows is not None and self.step > self.first:
             speed = outcome.rows / (now - self._last)  # with what is done between steps
@@ -218,90 +239,133 @@ class Recorder:
             if self.tokens is not None:
                 self.scalar("step/tokens_per_second", speed * self.tokens, self.step)
 
+    def _flush(self) -> None:
+        self._flushed = time.perf_counter()
+        curves, self._curves = self._curves, []
+        if curves and _is_first(self._job):
+            self._work.do(lambda: self._draw(curves))
+
+    def _draw(self, curves: Sequence[tuple[str, float | Later, int, float]]) -> None:
+        writer = self._job.files.writer("measured", 0) if self._job else Writer(self.logdir, "measured", 0)
+        for name, value, step, wall in curves:
+            writer.scalar(name, value.item() if isinstance(value, Later) else value, step, wall)
+        writer.flush()
+        if self._job is None:
+            writer.close()
+
+    # Captured steps
+
     def _capture(self, outcome: Outcome, now: float) -> None:
-        job = self._own
+        job, kept, squares = self._own, None, None
         try:
-            measurement = job.recording.measurement()
-        except ValueError as error:
-            warnings.warn(f"step {self.step} could not be captured: {error}", stacklevel=4)
-            return
-        squares = _squares(outcome.gradients, job) if self.gradient_norm else None
-        self._pending = _Captured(self.step, measurement, (job.begun, now), time.time(), job.peaks(), job.held, squares)
+            own: Measurement | ValueError = job.recording.measurement()
+            kept = job.marks.keep() if job.marks is not None else None
+            squares = _squares(outcome.gradients, job) if self.gradient_norm else None
+        except Exception as error:  # the other ranks must be told, who wait for this one's share
+            own = ValueError(f"{type(error).__name__}: {error}")
+            warnings.warn(f"step {self.step} could not be recorded: {error}", stacklevel=5)
+        self._pending = _Pending(self.step, own, kept, (job.begun, now), time.time(), job.peaks(), job.held, squares)
         if job.marks is None:
             self._finish()
 
     def _finish(self) -> None:
-        """Hand the captured step to be written; on CUDA the device has passed it by now."""
-        captured, self._pending = self._pending, None
-        if captured is None:
+        """Hand the captured step to be written, with all ranks' share; on CUDA the device has passed it by now."""
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        job, width = self._own, 0.0
-        if job.marks is not None:
-            columns = dict(captured.measurement.columns)
-            for rank, own in columns.items():
-                columns[rank], width = job.marks.seconds(own)
-            captured.measurement = replace(captured.measurement, columns=columns)
-        if isinstance(job.handler, Distributed) and not captured.alone:
-            self._gather(captured, job.handler, width)
+        job, own, width = self._own, pending.own, 0.0
+        if pending.kept is not None and isinstance(own, Measurement):
+            columns, width = pending.kept.seconds(own.columns)
+            own = replace(own, columns=columns)
+        squares = pending.squares.item() if pending.squares is not None else None
+        apart = getattr(job.handler, "apart", None)
+        if apart is not None and not job.alone:
+            own, squares = self._gather(pending.step, own, width, squares, apart)
+        if isinstance(own, ValueError):
+            return
+        norm = None if squares is None or job.alone else squares**0.5
+        about = pending.step, own, pending.called, pending.wall, pending.peaks, pending.held
+        captured = Captured(*about, alone=job.alone, norm=norm)
         self._flush()
-        self._work.do(lambda: _write(self.logdir, job, captured))
+        self._work.do(lambda: captured.write(job.files))
 
-    def _gather(self, captured: _Captured, handler: Distributed, width: float) -> None:
-        """Have all ranks' times on rank 0's clock, and the whole gradient's norm."""
+    def _gather(
+        self, step: int, own: Measurement | ValueError, width: float, squares: float | None, apart: Any
+    ) -> tuple[Measurement | ValueError, float | None]:
+        """All ranks' times on rank 0's clock, and their sum of squares; else this process's own, and none again."""
+        job = self._own
         try:
-            group = handler.control
-            found = gathered(captured.measurement, self._own.programs, captured.step + 1, time.perf_counter, group)
-            if captured.squares is not None:
-                squares = captured.squares.to("cpu", torch.float64).reshape(1)
-                group.allreduce([squares]).wait()
-                captured.squares = squares
-        except (TransportError, ScheduleError, ValueError, RuntimeError) as error:
-            captured.alone = True
-            warnings.warn(f"step {captured.step} is recorded by this rank alone: {error}", stacklevel=5)
-        else:
-            off = {rank: uncertainty + width for rank, uncertainty in found.uncertainty.items()}
-            captured.measurement = replace(found, uncertainty=off)
+            group = apart("recorder", min(PATIENCE, job.handler.timeout / 2))  # type: ignore[attr-defined]
+            if not job.files.job:
+                name = torch.tensor([secrets.randbits(62)])
+                group.broadcast(name, 0).wait()
+                job.files.job = f"{int(name):x}"
+            found = gathered(own, len(job.programs), job.digest, step + 1, time.perf_counter, group)
+            if squares is not None:
+                whole = torch.tensor([squares], dtype=torch.float64)
+                group.allreduce([whole]).wait()
+                squares = whole.item()
+        except ValueError as error:
+            return error, None  # a rank has not captured it, and all were told so
+        except (TransportError, ScheduleError, RuntimeError) as error:
+            job.alone = True
+            warnings.warn(f"from step {step} on this rank is recorded alone: {error}", stacklevel=6)
+            return own, None
+        off = {rank: uncertainty + width for rank, uncertainty in found.uncertainty.items()}
+        return replace(found, uncertainty=off), squares
 
-    def _flush(self) -> None:
-        self._flushed = time.perf_counter()
-        curves, self._curves = self._curves, []
-        if curves:
-            self._work.do(lambda: self._draw(curves))
 
-    def _draw(self, curves: Sequence[tuple[str, float | Tensor, int, float]]) -> None:
-        writer = self._own.writer(self.logdir, "measured", 0)
-        for name, value, step, wall in curves:
-            writer.scalar(name, value.item() if isinstance(value, Tensor) else value, step, wall)
-        writer.flush()
+@dataclass
+class _Pending:
+    """A captured step whose times may still be marks, and its rank's share alone.
+
+    Args:
+        own: of the ranks played here, or why there is none.
+        called: when the step was called, and had its results, on this host's clock.
+        squares: the sum of squares of this process's share of the gradient.
+    """
+
+    step: int
+    own: Measurement | ValueError
+    kept: Kept | None
+    called: tuple[float, float]
+    wall: float
+    peaks: Mapping[int, tuple[float, str]]
+    held: Mapping[int, Held]
+    squares: Later | None
 
 
 class _Job:
     """What is observed, and this process's part in it."""
 
-    def __init__(self, name: str, programs: Programs, handler: Handler, device: torch.device | None) -> None:
-        self.name, self.programs, self.handler = name, programs, handler
-        self.plan = programs[0].plan
+    def __init__(
+        self, logdir: Path, name: str, programs: Programs, handler: Handler, device: torch.device | None
+    ) -> None:
+        self.programs, self.handler = programs, handler
+        self.plan, self.digest = programs[0].plan, digest(programs)
         self.ranks = handler.ranks(self.plan)
         self.devices = _devices(handler, device, self.ranks)
-        marked = set(self.devices.values())
+        places = set(self.devices.values())
         self.marks: Marks | None = None
-        if len(marked) == 1 and (only := marked.pop()).type == "cuda":
+        if len(places) == 1 and (only := next(iter(places))).type == "cuda":
             most = sum(4 * len(programs[rank]) for rank in self.ranks)  # begin, end, wait and arrive, at most
-            self.marks = Marks(only, 2 * most)  # a step's are read while the next one runs
+            self.marks = Marks(only, most)
         self.recording = Recording(programs, time.perf_counter if self.marks is None else self.marks)
         self.stores: dict[int, Store] = {}
         self.held: dict[int, Held] = {}
-        self.writers: dict[tuple[str, int], Writer] = {}
+        launched = "" if self.marks else ", times of launching"
+        said = {rank: f"{at}{launched if at.type == 'cuda' else ''}" for rank, at in self.devices.items()}
+        self.files = Files(logdir, name, programs, said, turns=len(self.ranks) > 1 and len(places) == 1)
+        if len(self.ranks) == self.plan.ranks:
+            self.files.job = f"{secrets.randbits(62):x}"
         self.begun = 0.0
+        self.ran = self.alone = self._warned = False
 
-    @property
-    def lowest(self) -> int:
-        return min(self.ranks)
-
-    def writer(self, logdir: Path, kind: str, rank: int) -> Writer:
-        if (kind, rank) not in self.writers:
-            self.writers[kind, rank] = Writer(logdir, kind, rank)
-        return self.writers[kind, rank]
+    def warn_of_launches(self, device: torch.device) -> None:
+        """Times that the host has of a device tell little."""
+        if device.type == "cuda" and self.marks is None and not self._warned:
+            self._warned = True
+            warnings.warn(f"recorded times are those of launching: pass Recorder(..., device='{device}')", stacklevel=6)
 
     def peaks(self) -> dict[int, tuple[float, str]]:
         """By rank, the most memory up to now: of its device's allocator, or of this process."""
@@ -314,167 +378,29 @@ class _Job:
 
 
 def _devices(handler: Handler, device: torch.device | None, ranks: Sequence[int]) -> dict[int, torch.device]:
-    if device is not None:
-        return dict.fromkeys(ranks, device)
-    if isinstance(handler, Distributed):
-        return dict.fromkeys(ranks, handler.device)
-    if isinstance(handler, Local) and handler.devices is not None:
-        return dict(zip(ranks, handler.devices, strict=True))
-    return dict.fromkeys(ranks, torch.device("cpu"))
+    """Where each rank computes, as far as the handler says; a CUDA device has a number."""
+    many = getattr(handler, "devices", None) or [device or getattr(handler, "device", torch.device("cpu"))] * len(ranks)
+    return {
+        rank: torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" and at.index is None else at
+        for rank, at in zip(ranks, many, strict=True)
+    }
 
 
-@dataclass
-class _Captured:
-    """A captured step on its way to the files.
-
-    Args:
-        measurement: of the ranks played here, then of all of them.
-        called: when the step was called, and had its results, on this host's clock.
-        squares: the sum of squares of this process's share of the gradient, then of all of it.
-        alone: whether other ranks must not be waited for.
-    """
-
-    step: int
-    measurement: Measurement
-    called: tuple[float, float]
-    wall: float
-    peaks: Mapping[int, tuple[float, str]]
-    held: Mapping[int, Held]
-    squares: Tensor | None
-    alone: bool = False
-
-    def host(self, rank: int, origin: float) -> list[tuple[str, float, float]]:
-        """What the host did before a rank's first effect and after its last, on the clock of the columns."""
-        own, offset = self.measurement.columns[rank], self.measurement.offsets.get(rank, 0.0)
-        begun, ended = (when - offset for when in self.called)
-        parts = ("before the first effect", begun, own.starts[0]), ("after the last effect", max(own.ends), ended)
-        return [(what, start - origin, end - origin) for what, start, end in parts if end > start]
+def _is_first(job: _Job | None) -> bool:
+    """Whether this process has rank 0, whose run has the curves."""
+    if job is not None:
+        return 0 in job.ranks
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _write(logdir: Path, job: _Job, captured: _Captured) -> None:
-    """The ranks played here, as they were measured and as the simulator predicts them; and their curves."""
-    measurement = captured.measurement
-    timeline = measurement.timeline(partial=captured.alone)
-    for rank in job.ranks:
-        writer = job.writer(logdir, "measured", rank)
-        _write_measured(writer, job, captured, timeline, rank)
-        _curves_of(writer, captured, timeline, rank)
-    if captured.alone:
-        return
-    predicted = play(measurement.programs, measurement.costs())
-    for rank in job.ranks:
-        writer = job.writer(logdir, "predicted", rank)
-        header = Header("predicted", captured.step, rank, job.name, job.plan, wall=captured.wall)
-        memory = _memory(captured.held.get(rank), predicted, rank)
-        writer.timeline(header, columns_of(predicted, rank, sizes=_sizes(captured, rank), memory=memory))
-        if rank == 0:
-            _bubble(writer, captured, predicted)
-            writer.flush()
-
-
-def _write_measured(writer: Writer, job: _Job, captured: _Captured, timeline: Timeline, rank: int) -> None:
-    measurement, own = captured.measurement, captured.measurement.columns[rank]
-    clock = None
-    if not captured.alone:
-        clock = Clock(measurement.offsets.get(rank, 0.0), measurement.uncertainty.get(rank, 0.0))
-    origin = measurement.origin
-    header = Header(
-        kind="measured",
-        step=captured.step,
-        rank=rank,
-        schedule=job.name,
-        plan=job.plan,
-        clock=clock,
-        wall=captured.wall,
-        peak=captured.peaks[rank],
-        host=captured.host(rank, origin),
-        device=str(job.devices[rank]),
-    )
-    memory = _memory(captured.held.get(rank), timeline, rank)
-    used = np.array(own.waits) - origin
-    writer.timeline(header, columns_of(timeline, rank, used=used, sizes=_sizes(captured, rank), memory=memory))
-
-
-def _sizes(captured: _Captured, rank: int) -> np.ndarray[Any, np.dtype[np.float64]] | None:
-    held = captured.held.get(rank)
-    return None if held is None else np.array(held.sizes)
-
-
-def _memory(held: Held | None, timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
-    """What a rank holds over time: during each compute effect, and from its end on."""
-    if held is None:
-        return
-    spans = timeline.spans
-    for at, (during, after) in zip(spans.of(rank), zip(held.during, held.after, strict=True), strict=True):
-        if TABLE[type(spans.effects[at])].track == "compute":
-            yield spans.starts[at], during
-            yield spans.ends[at], after
-
-
-def _curves_of(writer: Writer, captured: _Captured, timeline: Timeline, rank: int) -> None:
-    """A rank's share of the curves that captured steps give."""
-    step, wall = captured.step, captured.wall
-    for kind, taken in timeline.kinds[rank].items():
-        writer.scalar(f"time/{kind.__name__}_seconds", taken, step, wall)
-    writer.scalar("memory/peak_bytes", captured.peaks[rank][0], step, wall)
-    if (held := captured.held.get(rank)) is not None:
-        writer.scalar("memory/held_peak_bytes", max(held.during), step, wall)
-    if not captured.alone:
-        for cause in CAUSES:
-            writer.scalar(f"idle/{cause}_seconds", timeline.causes[rank][cause], step, wall)
-        if rank == 0:
-            _bubble(writer, captured, timeline)
-    if rank == 0 and captured.squares is not None:
-        writer.scalar("step/gradient_norm", math.sqrt(captured.squares.item()), step, wall)
-    writer.flush()
-
-
-def _bubble(writer: Writer, captured: _Captured, timeline: Timeline) -> None:
-    """Measured and predicted have the same names in two runs, which one chart shows together."""
-    writer.scalar("bubble/fraction", timeline.bubble_rate, captured.step, captured.wall)
-    writer.scalar("bubble/makespan_seconds", timeline.makespan, captured.step, captured.wall)
-
-
-def _squares(gradients: Mapping[int, Any], job: _Job) -> Tensor:
+def _squares(gradients: Mapping[int, Any], job: _Job) -> Later:
     """The sum of squares of the gradients, of what several ranks have only that of the first of them."""
     holders = job.plan.placement.holders
     mine = [tree for stage, tree in gradients.items() if holders[stage][0] in job.ranks]
     leaves = [leaf.detach() for leaf in flatten(mine).leaves if isinstance(leaf, Tensor)]
-    if not leaves:
-        return torch.zeros(())
-    return torch.stack([norm.double() for norm in torch._foreach_norm(leaves)]).square().sum()
-
-
-class _Work:
-    """One thread that writes, in order; its first failure is told once, and what follows is left out."""
-
-    def __init__(self) -> None:
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="fpipe recorder")
-        self.under_way: deque[Future[None]] = deque()
-        self.failed = False
-
-    def do(self, what: Callable[[], None]) -> None:
-        """Do it after what came before; waits where that is too much."""
-        while self.under_way and (self.under_way[0].done() or len(self.under_way) >= WAITING):
-            self._settle()
-        if not self.failed:
-            self.under_way.append(self.pool.submit(what))
-
-    def wait(self) -> None:
-        """Wait until all is done."""
-        while self.under_way:
-            self._settle()
-
-    def _settle(self) -> None:
-        try:
-            self.under_way.popleft().result()
-        except Exception as error:
-            if not self.failed:
-                self.failed = True
-                warnings.warn(
-                    f"nothing more is recorded ({type(error).__name__}: {error}); training goes on", stacklevel=5
-                )
-
-    def close(self) -> None:
-        self.wait()
-        self.pool.shutdown()
+    dense = [leaf.coalesce().values() if leaf.is_sparse else leaf for leaf in leaves]
+    if not dense:
+        return Later(torch.zeros(()))
+    real = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in dense]
+    norms = [torch.linalg.vector_norm(leaf, dtype=torch.float64).to(dense[0].device) for leaf in real]
+    return Later(torch.stack(norms).square().sum())

@@ -8,18 +8,21 @@ from typing import Any
 from fpipe.tensorboard.captures import Capture
 from fpipe.timeline import Timeline
 
-MOST_GAPS = 200_000  # of all ranks, that are listed one by one
+MOST_GAPS = 50_000  # of all ranks, that are listed one by one
 
 
 def summary(capture: Capture) -> dict[str, Any]:
     """As JSON: times in the capture's unit, memory in bytes, spans as (rank, place in its program).
 
-    The page and others read this: the keys stay.
+    Of a rank whose clock was not compared, only what it did within its own span is told; None is what it has with
+    others. The page and others read this: the keys stay.
     """
     timeline = capture.timeline
+    compared = all(header.clock for header in capture.headers.values())
     return {
         "unit": capture.unit,
-        "makespan": timeline.makespan,
+        "turns": any(header.turns for header in capture.headers.values()),
+        "makespan": timeline.makespan if compared else timeline.cost,
         "cost": timeline.cost,
         "bubble_rate": timeline.bubble_rate,
         "critical": [_place(timeline, at) for at in timeline.critical_spans],
@@ -42,8 +45,8 @@ def _rank(capture: Capture, rank: int) -> dict[str, Any]:
         "busy": busy,
         "idle": idle,
         "span": busy + idle,
-        "share_idle": 1 - busy / timeline.makespan if timeline.makespan else 0.0,
-        "causes": timeline.causes[rank],
+        "share_idle": (1 - busy / timeline.makespan if timeline.makespan else 0.0) if header.clock else None,
+        "causes": timeline.causes[rank] if header.clock else None,
         "kinds": {kind.__name__: taken for kind, taken in timeline.kinds[rank].items()},
         "peak_in_flight": timeline.peak_in_flight[rank],
         "peak_memory": capture.peak_memory(rank),
@@ -57,7 +60,7 @@ def _gaps(capture: Capture) -> list[dict[str, list[Any]]] | None:
     """When each rank that is there computes nothing, and why, as columns; None where they are too many to list."""
     found, room = list[dict[str, list[Any]]](), MOST_GAPS
     for rank in capture.headers:
-        gaps = list(capture.timeline.gaps(rank))
+        gaps = list(capture.timeline.gaps(rank)) if capture.headers[rank].clock else []
         room -= len(gaps)
         if room < 0:
             return None

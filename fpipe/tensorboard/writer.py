@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from math import nan
 from pathlib import Path
@@ -102,9 +103,9 @@ def write(logdir: Path | str, timeline: Timeline, *, schedule: str, step: int = 
         schedule: its name.
         unit: of its times: "s", or none.
     """
-    held = sized(timeline.costs)
+    held, job = sized(timeline.costs), f"{secrets.randbits(62):x}"
     for rank in range(timeline.plan.ranks):
-        header = Header("predicted", step, rank, schedule, timeline.plan, unit, wall=time.time())
+        header = Header("predicted", step, rank, schedule, timeline.plan, unit, wall=time.time(), job=job)
         with Writer(logdir, "predicted", rank) as writer:
             memory = timeline.memory(rank) if held else ()
             writer.timeline(header, columns_of(timeline, rank, sizes=_sizes(timeline, rank), memory=memory))

@@ -1,0 +1,154 @@
+"""A captured step, and its way into the files: timelines as measured and as predicted, and its curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fpipe.effects import TABLE
+from fpipe.handlers.simulator import play
+from fpipe.measurement import Measurement
+from fpipe.program import Programs
+from fpipe.tensorboard.captures import columns_of
+from fpipe.tensorboard.columns import Clock, Header
+from fpipe.tensorboard.held import Held
+from fpipe.tensorboard.writer import Writer
+from fpipe.timeline import CAUSES, Timeline
+
+
+@dataclass
+class Files:
+    """Where the ranks played in this process are written, and what is the same of every step.
+
+    Args:
+        name: the schedule's.
+        job: a name that all ranks know, and no other job has.
+        devices: by rank.
+        turns: whether the ranks take turns in one process, so that each idles while the others compute.
+    """
+
+    logdir: Path
+    name: str
+    programs: Programs
+    devices: Mapping[int, str]
+    turns: bool
+    job: str = ""
+    _writers: dict[tuple[str, int], Writer] = field(default_factory=dict)
+
+    def writer(self, kind: str, rank: int) -> Writer:
+        if (kind, rank) not in self._writers:
+            self._writers[kind, rank] = Writer(self.logdir, kind, rank)
+        return self._writers[kind, rank]
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured step of all ranks, or of this process's alone, whose clock was then not compared.
+
+    Args:
+        called: when the step was called, and had its results, on this host's clock.
+        wall: the same end in seconds since 1970.
+        peaks, held: by rank played here.
+        norm: the whole gradient's, where asked for.
+    """
+
+    step: int
+    measurement: Measurement
+    called: tuple[float, float]
+    wall: float
+    peaks: Mapping[int, tuple[float, str]]
+    held: Mapping[int, Held]
+    alone: bool
+    norm: float | None = None
+
+    def write(self, files: Files) -> None:
+        """Write what this process has to say."""
+        timeline = self.measurement.timeline(partial=self.alone)
+        for rank in files.devices:
+            header = self._header(files, rank)
+            used = np.array(self.measurement.columns[rank].waits) - self.measurement.origin
+            writer = files.writer("measured", rank)
+            memory = self._memory(timeline, rank)
+            writer.timeline(header, columns_of(timeline, rank, used=used, sizes=self._sizes(rank), memory=memory))
+            self._curves(writer, timeline, rank, files.turns)
+        if not self.alone:
+            self._predict(files)
+
+    def _predict(self, files: Files) -> None:
+        predicted = play(self.measurement.programs, self.measurement.costs())
+        for rank in files.devices:
+            writer = files.writer("predicted", rank)
+            header = Header("predicted", self.step, rank, files.name, predicted.plan, wall=self.wall, job=files.job)
+            memory = self._memory(predicted, rank)
+            writer.timeline(header, columns_of(predicted, rank, sizes=self._sizes(rank), memory=memory))
+            if rank == 0:
+                self._bubble(writer, predicted)
+                writer.flush()
+
+    def _header(self, files: Files, rank: int) -> Header:
+        measurement = self.measurement
+        offset, uncertainty = (found.get(rank, 0.0) for found in (measurement.offsets, measurement.uncertainty))
+        return Header(
+            kind="measured",
+            step=self.step,
+            rank=rank,
+            schedule=files.name,
+            plan=measurement.plan,
+            clock=None if self.alone else Clock(offset, uncertainty),
+            wall=self.wall,
+            peak=self.peaks[rank],
+            host=self._host(rank),
+            device=files.devices[rank],
+            turns=files.turns,
+            job=files.job,
+        )
+
+    def _host(self, rank: int) -> list[tuple[str, float, float]]:
+        """What the host did before a rank's first effect and after its last."""
+        own, origin = self.measurement.columns[rank], self.measurement.origin
+        begun, ended = (when - self.measurement.offsets.get(rank, 0.0) for when in self.called)
+        parts = ("before the first effect", begun, own.starts[0]), ("after the last effect", max(own.ends), ended)
+        return [(what, start - origin, end - origin) for what, start, end in parts if end > start]
+
+    def _sizes(self, rank: int) -> NDArray[np.float64] | None:
+        return np.array(self.held[rank].sizes) if rank in self.held else None
+
+    def _memory(self, timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
+        """What a rank holds over time: during each compute effect, and from its end on."""
+        if rank not in self.held:
+            return
+        spans, held = timeline.spans, self.held[rank]
+        for at, (during, after) in zip(spans.of(rank), zip(held.during, held.after, strict=True), strict=True):
+            if TABLE[type(spans.effects[at])].track == "compute":
+                yield spans.starts[at], during
+                yield spans.ends[at], after
+
+    def _curves(self, writer: Writer, timeline: Timeline, rank: int, turns: bool) -> None:
+        """A rank's share; where ranks take turns, idle time is the others' compute, and no curve shows it."""
+        for kind, taken in timeline.kinds[rank].items():
+            writer.scalar(f"time/{kind.__name__}_seconds", taken, self.step, self.wall)
+        writer.scalar("memory/peak_bytes", self.peaks[rank][0], self.step, self.wall)
+        if rank in self.held:
+            writer.scalar("memory/held_peak_bytes", max(self.held[rank].during), self.step, self.wall)
+        if not self.alone and not turns:
+            for cause in CAUSES:
+                writer.scalar(f"idle/{cause}_seconds", timeline.causes[rank][cause], self.step, self.wall)
+            if rank == 0:
+                self._bubble(writer, timeline)
+        if rank == 0 and self.norm is not None and not math.isnan(self.norm):
+            writer.scalar("step/gradient_norm", self.norm, self.step, self.wall)
+        writer.flush()
+
+    def _bubble(self, writer: Writer, timeline: Timeline) -> None:
+        """Measured and predicted have the same names in two runs, which one chart shows together."""
+        writer.scalar("bubble/fraction", timeline.bubble_rate, self.step, self.wall)
+        writer.scalar("bubble/makespan_seconds", timeline.makespan, self.step, self.wall)
