@@ -14,21 +14,11 @@ import tempfile
 from pathlib import Path
 
 from tests.board import Board
-from tests.tab import Tab, browser, large
+from tests.tab import CLOCK, Tab, browser, large
 
 COUNTS = (100_000, 1_000_000)
 ROUNDS = 5
 ZOOMS = (1, 4, 64, 1024)
-CLOCK = """
-Object.defineProperty(window, "fpipe", {
-    configurable: true,
-    set(value) {
-        Object.defineProperty(window, "fpipe", { value });
-        window.begun = performance.now();
-        value.ready.then(() => (window.done = performance.now()));
-    },
-});
-"""
 REDRAWS = """zoom => {
     const { view } = window.fpipe.app.sheet;
     view.fit();

@@ -15,6 +15,46 @@ CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = [f"--{flag}" for flag in ("headless", "no-sandbox", "disable-gpu", "disable-sync", "no-first-run")]
 FLAGS += [f"--disable-{what}" for what in ("background-networking", "component-update")]
 PATIENCE = 30_000  # milliseconds
+CLOCK = """
+Object.defineProperty(window, "fpipe", {
+    configurable: true,
+    set(value) {
+        Object.defineProperty(window, "fpipe", { value });
+        window.begun = performance.now();
+        value.ready.then(() => (window.done = performance.now()));
+    },
+});
+"""  # from when the page's frame is there until all is drawn
+SETTLED = """([run, step]) => {
+    const { capture, answer, sheet } = window.fpipe.app;
+    if (!capture?.summary || !document.querySelector("#progress").hidden) return false;
+    if (capture.entry.run !== run || (step !== null && capture.entry.step !== step)) return false;
+    if (!sheet.other) return !answer;
+    return sheet.other.unit !== capture.unit || Boolean(answer && sheet.other.summary);
+}"""
+MODULE = "const module = file => import(new URL(file, document.querySelector(\"link[href*='page.css']\").href).href);"
+BOX = f"""async ([rank, row]) => {{
+    {MODULE}
+    const [{{ boxOf }}, {{ AXIS }}] = await Promise.all(["layout.js", "measures.js"].map(module));
+    const {{ sheet }} = window.fpipe.app, own = sheet.main.ranks.get(rank);
+    const box = boxOf(sheet.layout.groups, sheet.main, {{ rank, row }});
+    const top = AXIS + box.y - document.querySelector("#scroll").scrollTop;
+    return [sheet.view.x(own.start[row]), sheet.view.x(own.end[row]), top, top + box.height];
+}}"""
+LINES = f"""async kind => {{
+    {MODULE}
+    const {{ AXIS }} = await module("measures.js"), {{ sheet }} = window.fpipe.app;
+    const {{ prototype }} = Path2D, {{ moveTo, lineTo }} = prototype, found = [];
+    let last = [0, 0];
+    prototype.moveTo = function (x, y) {{ last = [x, y]; moveTo.call(this, x, y); }};
+    prototype.lineTo = function (x, y) {{ found.push([...last, x, y]); last = [x, y]; lineTo.call(this, x, y); }};
+    window.fpipe.redraw();
+    Object.assign(prototype, {{ moveTo, lineTo }});
+    const lanes = sheet.layout.groups.flatMap(group => group.tracks).filter(track => track.kind === kind);
+    const shift = AXIS - document.querySelector("#scroll").scrollTop;
+    const within = y => lanes.some(lane => y >= lane.y + shift && y <= lane.y + shift + lane.height);
+    return found.filter(([, y0, , y1]) => within(y0) && within(y1));
+}}"""
 
 
 @contextmanager
@@ -58,11 +98,11 @@ class Tab:
     def text(self, selector):
         return self.frame.locator(selector).inner_text()
 
-    def until(self, condition):
-        self.frame.wait_for_function(condition)
+    def until(self, condition, argument=None):
+        self.frame.wait_for_function(condition, arg=argument)
 
     def show(self, run, step=None, other=None):
-        """Choose a run, and wait until its figures are there."""
+        """Choose a run, and wait until its figures are there, and those of what stands beside it."""
         self.frame.select_option("#run", run)
         if step is not None:
             self.frame.select_option("#step", str(step))
@@ -73,9 +113,21 @@ class Tab:
                 "s.dispatchEvent(new Event('change')) }",
                 other,
             )
-        self.page.wait_for_timeout(100)
-        self.js("window.fpipe.ready")
-        self.until("() => window.fpipe.app.capture && window.fpipe.app.capture.summary")
+        self.settled(run, step)
+
+    def settled(self, run, step=None):
+        """Wait until a run is shown whole."""
+        self.until(SETTLED, [run, step])
+
+    def again(self):
+        """Load the frame anew, and not the page around it."""
+        with self.frame.expect_navigation():
+            self.js("() => void setTimeout(() => location.reload())")
+        self.find()
+
+    def forgive(self, text):
+        """Forget what the console said of what a test did on purpose."""
+        self.said[:] = [said for said in self.said if text not in said]
 
     def table(self, name, tab):
         """A table's rows, as texts."""
@@ -86,44 +138,99 @@ class Tab:
         )
         return [[re.sub(r"\s+", " ", cell).strip() for cell in row] for row in rows]
 
-    def place(self, rank, row):
-        """Where the middle of an effect's box is on the page."""
+    def box(self, rank, row):
+        """Left, right, top and bottom of an effect's box on the canvas."""
+        return self.js(BOX, [rank, row])
+
+    def on_page(self, x, y):
+        """Where a place of the canvas is on the page."""
         return self.js(
-            """async ([rank, row]) => {
-                const at = file => new URL(file, document.querySelector("link[href*='page.css']").href).href;
-                const { boxOf } = await import(at("layout.js")), { AXIS } = await import(at("scene.js"));
-                const { sheet } = window.fpipe.app, own = sheet.main.ranks.get(rank);
-                const box = boxOf(sheet.layout.groups, sheet.main, { rank, row });
+            """([x, y]) => {
                 const canvas = document.querySelector("#canvas").getBoundingClientRect();
                 const frame = window.frameElement.getBoundingClientRect();
-                const scroll = document.querySelector("#scroll").scrollTop;
-                return [frame.x + canvas.x + (sheet.view.x(own.start[row]) + sheet.view.x(own.end[row])) / 2,
-                        frame.y + canvas.y + AXIS + box.y + box.height / 2 - scroll];
+                return [frame.x + canvas.x + x, frame.y + canvas.y + y];
             }""",
-            [rank, row],
+            [x, y],
         )
 
+    def place(self, rank, row):
+        """Where the middle of an effect's box is on the page."""
+        left, right, top, bottom = self.box(rank, row)
+        return self.on_page((left + right) / 2, (top + bottom) / 2)
+
     def hover(self, rank, row):
-        """What stands beside the pointer on an effect: name -> text."""
+        """What stands beside the pointer on an effect."""
+        self.page.mouse.move(0, 0)
         self.page.mouse.move(*self.place(rank, row))
-        self.until("() => !document.querySelector('#hover').hidden")
+        self.until(
+            "([rank, row]) => { const { spot } = window.fpipe.app.sheet.pointer; "
+            "return spot?.rank === rank && spot.row === row }",
+            [rank, row],
+        )
         return self.text("#hover")
+
+    def hover_idle(self, rank, row, when):
+        """What stands beside the pointer where the rank of an effect idles."""
+        _, _, top, bottom = self.box(rank, row)
+        x = self.js("when => window.fpipe.app.sheet.view.x(when)", when)
+        self.page.mouse.move(0, 0)
+        self.page.mouse.move(*self.on_page(x, (top + bottom) / 2))
+        self.until("() => window.fpipe.app.sheet.pointer.gap")
+        return self.text("#hover")
+
+    def selected(self):
+        """(rank, row) of the selection."""
+        return tuple(self.js("(({ rank, row }) => [rank, row])(window.fpipe.app.sheet.selected)"))
+
+    def tracks(self, rank):
+        """Which tracks of a rank are shown."""
+        return set(
+            self.js(
+                "rank => window.fpipe.app.sheet.layout.groups.find(g => g.number === rank).tracks.map(t => t.kind)",
+                rank,
+            )
+        )
+
+    def lines(self, kind):
+        """The straight lines that are drawn within tracks of a kind: x and y where each begins, and where it ends."""
+        return self.js(LINES, kind)
+
+    def colour(self, x, y):
+        """Red, green and blue of a pixel of the canvas."""
+        return self.js(
+            """([x, y]) => {
+                window.fpipe.redraw();
+                const canvas = document.querySelector("#canvas"), ratio = window.devicePixelRatio;
+                return [...canvas.getContext("2d").getImageData(x * ratio, y * ratio, 1, 1).data.slice(0, 3)];
+            }""",
+            [x, y],
+        )
+
+    def pixels(self):
+        """All that is drawn, to be compared."""
+        return self.js(
+            """() => {
+                window.fpipe.redraw();
+                return ["#canvas", "#over"].map(id => document.querySelector(id).toDataURL()).join();
+            }"""
+        )
 
     def press(self, key):
         self.frame.focus("#canvas")
         self.page.keyboard.press(key)
-        self.page.wait_for_timeout(60)
 
     def view(self):
         return self.js("[window.fpipe.app.sheet.view.from, window.fpipe.app.sheet.view.to]")
 
 
 @contextmanager
-def opened(chromium, board, **size):
-    page = chromium.new_page(viewport={"width": 1400, "height": 900} | size)
+def opened(chromium, board, script=""):
+    """The tab on a page of its own, where a script runs before any other; at last, that the console said nothing."""
+    page = chromium.new_page(viewport={"width": 1400, "height": 900})
     try:
+        page.add_init_script(script)
         yield (tab := Tab(page, board))
-        assert tab.said == []
+        assert not tab.said, tab.said
     finally:
         page.close()
 

@@ -1,7 +1,8 @@
 /** The page: which capture is shown and beside which, and what the panels say of it. */
 
-import { element, named, settled, shortened } from "./dom.js";
+import { element, settled, shortened } from "./dom.js";
 import { Exports } from "./exports.js";
+import { Figures } from "./figures.js";
 import { Finder } from "./finder.js";
 import { time } from "./format.js";
 import { borrowFonts, onReload, onTheme } from "./host.js";
@@ -9,30 +10,33 @@ import { listen } from "./input.js";
 import { legend } from "./legend.js";
 import { Library, stored } from "./library.js";
 import { AXIS } from "./measures.js";
+import { Notices } from "./notices.js";
 import { nothing, open, options, splitter, tabs } from "./panes.js";
 import * as panels from "./panels.js";
-import * as routes from "./routes.js";
 import { Sheet } from "./sheet.js";
 import { TOGGLES } from "./shell.js";
 
 const POLL = 5000; // milliseconds
+const TRIES = 5; // to fetch, at as many polls, the ranks that a server did not give
 
 export class App {
   constructor(shell) {
     this.shell = shell;
     this.library = new Library();
     this.choice = { run: null, step: null, other: "auto", follow: true, ...stored.read().choice };
-    this.answer = null; // of the comparison
-    this.failures = [];
+    this.notices = new Notices(shell);
     this.ready = new Promise((done) => (this._ready = done));
     this.tables = settled(() => requestIdleCallbackOr(() => this._effects()), 350);
     this.keep = settled(() => this._store(), 300);
+    this.announce = settled(() => this.say(`in sight: ${this._sight()}`), 400);
     this.sheet = new Sheet(shell, {
+      changed: () => this._changed(),
       viewed: () => this._viewed(),
       selected: (spot) => this._selected(spot),
       ranged: (range) => this._ranged(range),
       say: (text) => this.say(text),
     });
+    this.figures = new Figures(shell, this.sheet, this.notices);
     this.finder = new Finder(shell, this.sheet, (text) => this.say(text));
   }
 
@@ -50,13 +54,17 @@ export class App {
     });
     borrowFonts();
     onReload(() => this.refresh({ again: true }));
-    setInterval(() => document.visibilityState === "visible" && this.choice.follow && this.refresh(), POLL);
+    setInterval(() => this._poll(), POLL);
     this.remembered = view;
     await this.refresh();
   }
 
   get capture() {
     return this.sheet.main;
+  }
+
+  get answer() {
+    return this.figures.answer;
   }
 
   say(text) {
@@ -82,7 +90,7 @@ export class App {
       shell,
       sheet,
       (text) => this.say(text),
-      (reason) => this._failed("export", reason),
+      (reason) => this.notices.failed("export", reason),
     );
     tabs(shell);
     splitter(shell, () => sheet.arrange());
@@ -91,21 +99,36 @@ export class App {
 
   // What is shown
 
+  _poll() {
+    if (document.visibilityState !== "visible") return;
+    if (this.choice.follow || !this.library.entries.length) void this.refresh({ again: this._lost() });
+  }
+
+  /** Whether a server failed to give ranks of what is shown, and may be asked again. */
+  _lost() {
+    return [this.sheet.main, this.sheet.other].some((one) => one?.lost.size && one.tries < TRIES);
+  }
+
   /** Looks again what there is; shows what is new, if it is followed, and `again` what failed before. */
   async refresh({ again = false } = {}) {
-    if (this._refreshing) return;
-    if (again && this.failures.length) this.key = null;
+    if (this._refreshing) {
+      this._asked = { again: again || Boolean(this._asked?.again) };
+      return;
+    }
+    if (again && this.notices.failures.size) this.key = null;
     this._refreshing = true;
     try {
       await this.library.refresh();
       this.unreachable = null;
     } catch (error) {
       this.unreachable = error.message;
-    } finally {
-      this._refreshing = false;
     }
-    this._notices();
+    this._refreshing = false;
+    this.notices.tell("index", [this.unreachable, ...this.library.notices].filter(Boolean));
     await this._resolve();
+    const asked = this._asked;
+    this._asked = null;
+    if (asked) await this.refresh(asked);
   }
 
   /** Takes a choice of the user's. */
@@ -153,12 +176,14 @@ export class App {
     return found && (found.run !== entry.run || found.step !== entry.step) ? found : null;
   }
 
-  async _load(entry, otherEntry) {
-    const { library, sheet, shell } = this;
+  async _load(entry, beside) {
+    const { library, sheet, shell, figures, notices } = this;
+    const otherEntry = beside?.unit === entry.unit ? beside : null;
     this.loading?.abort();
     const { signal } = (this.loading = new AbortController());
-    this.answer = null;
-    this.failures = [];
+    figures.answer = null;
+    notices.clear();
+    if (beside && !otherEntry) notices.failed(`${beside.run}, step ${beside.step}`, apart(entry, beside));
     shell.progress.hidden = false;
     this.say(`loading ${entry.run}, step ${entry.step}`);
     let [main, other] = [null, null];
@@ -175,7 +200,7 @@ export class App {
       ]);
     } catch (error) {
       if (signal.aborted) return;
-      this.failures.push(error.message);
+      notices.failed(entry.run, error.message);
     }
     if (signal.aborted) return;
     sheet.show(main, other, true);
@@ -183,63 +208,29 @@ export class App {
     this.remembered = null;
     sheet.draw(true);
     shell.progress.hidden = true;
-    this.failures.push(...main.failures, ...(other?.failures ?? []).map((text) => `${other.label}: ${text}`));
-    this._notices();
-    this._headline();
+    for (const one of [main, other]) for (const [what, reason] of one?.failures ?? []) notices.failed(what, reason);
+    figures.headline();
     this.legend();
     this.finder.search();
     this._selected(sheet.selected);
     this.tables();
     this._store();
-    this.say(`${main.label}: ${main.ranks.size} ranks, ${main.size} effects`);
+    this.say(`${main.label}: ${main.ranks.size} rank${main.ranks.size === 1 ? "" : "s"}, ${main.size} effects`);
     this._ready();
-    await this._summaries(main, other, signal);
+    await figures.show(main, other, signal);
   }
 
   /** A rank has come: drawn at the next frame. */
   arrive(main, other) {
     this.sheet.show(main, other, false);
-    this._headline();
+    this.figures.headline();
   }
 
-  /** The server's figures: they may take longer than the drawing. */
-  async _summaries(main, other, signal) {
-    const tell = (what) => (error) => signal.aborted || this._failed(what, error.message);
-    const { shell, sheet } = this;
-    shell["tab-diff"].hidden = !other;
-    if (!other && !shell["panel-diff"].hidden) open(shell, "bubbles");
-    if (!main.summary) shell.bubbles.replaceChildren(element("caption", {}, "adding up …"));
-    await (main.summary
-      ? null
-      : routes.summary(main.entry, signal).then((found) => (main.summary = found), tell("summary")));
-    if (signal.aborted) return;
-    if (main.summary) {
-      sheet.summed();
-      panels.bubbles(shell.bubbles, main);
-      panels.critical(shell.critical, main, (spot) => sheet.select(spot, { reveal: true }));
-    } else shell.bubbles.replaceChildren(element("caption", {}, "there is no summary"));
-    this._notices();
-    this._headline();
-    if (!other) return;
-    const names = this._names(main, other);
-    const answer = await routes.compare(main.entry, other.entry, signal).catch(tell("comparison"));
-    if (signal.aborted || !answer?.ranks) return;
-    this.answer = answer;
-    panels.ranksDiff(shell["ranks-diff"], answer, names, main.unit);
-    panels.effectsDiff(shell["effects-diff"], answer, names, main, (spot) => sheet.select(spot, { reveal: true }));
-    panels.lies(shell.lies, answer, names, main.unit);
-    this._headline();
-    this._notices();
-    if (!other.summary)
-      await routes.summary(other.entry, signal).then((found) => (other.summary = found), tell("summary"));
-    if (!signal.aborted) sheet.redraw();
-  }
-
-  /** What two runs are called where they stand beside each other. */
-  _names(main, other) {
-    if (main.entry.kind !== other.entry.kind) return [main.entry.kind, other.entry.kind];
-    if (main.entry.run !== other.entry.run) return [shortened(main.entry.run, 20), shortened(other.entry.run, 20)];
-    return [`step ${main.entry.step}`, `step ${other.entry.step}`];
+  /** Another capture is shown, or another beside it: what the panels said is of those before. */
+  _changed() {
+    this.figures.clear();
+    this._selected(null);
+    this._ranged(null);
   }
 
   _selectors(entry, other) {
@@ -268,35 +259,6 @@ export class App {
     shell.follow.checked = choice.follow;
   }
 
-  /** Says what failed, and why; null that it did not. */
-  _failed(what, reason) {
-    this.failures = this.failures.filter((text) => !text.startsWith(`${what}: `));
-    if (reason) this.failures.push(`${what}: ${reason}`);
-    this._notices();
-  }
-
-  _notices() {
-    const { shell, library, capture } = this;
-    const found = [
-      this.unreachable,
-      ...library.notices,
-      ...(capture?.summary?.notices ?? []),
-      ...(this.answer?.notices ?? []),
-      ...this.failures,
-    ];
-    const texts = [...new Set(found.filter(Boolean))];
-    shell.notices.hidden = !texts.length;
-    if (texts.join("\n") === this._noticed) return;
-    this._noticed = texts.join("\n");
-    shell.notices.replaceChildren(...texts.map((text) => element("p", {}, named(text, 300))));
-  }
-
-  _headline() {
-    const { capture, sheet, answer } = this;
-    if (!capture) return;
-    panels.headline(this.shell.headline, capture, answer, sheet.other ? this._names(capture, sheet.other) : []);
-  }
-
   // What the panels say
 
   _selected(spot) {
@@ -317,6 +279,11 @@ export class App {
     panels.within(shell.range, capture, range);
     open(shell, "range");
     this.say(`range of ${time(range.to - range.from, capture.unit)}`);
+  }
+
+  _sight() {
+    const { view } = this.sheet;
+    return `${time(view.from, this.capture?.unit)} to ${time(view.to, this.capture?.unit)}`;
   }
 
   _viewed() {
@@ -366,6 +333,12 @@ export class App {
       shown: [...shown],
     });
   }
+}
+
+/** Why two captures have no axis in common. */
+function apart(entry, beside) {
+  const [unit, its] = [entry, beside].map((one) => (one.unit ? `in ${one.unit}` : "in no unit of time"));
+  return `can't stand beside what is shown: its times are ${its}, and those ${unit}`;
 }
 
 const requestIdleCallbackOr = (call) =>

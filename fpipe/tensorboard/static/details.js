@@ -60,7 +60,7 @@ function receiving(capture, rank, row) {
   const took = (span) => time(span, capture.unit);
   const found = [];
   if (Number.isNaN(left)) found.push(["waiting", "unknown: its send is not on this clock, or not recorded"]);
-  else found.push(["waiting", took(left - start)], ["transfer", rate(rank, row, end - left, capture.unit)]);
+  else found.push(["waiting", took(left - start)], ["transfer", transfer(capture, rank, row)]);
   const used = rank.used.length ? rank.used[row] : NaN;
   if (!Number.isNaN(used)) {
     const wait = end - used;
@@ -72,9 +72,13 @@ function receiving(capture, rank, row) {
   return found;
 }
 
-function rate(rank, row, took, unit) {
-  const size = rank.bytes.length ? rank.bytes[row] : NaN;
+/** How long it travelled: at most, where it was measured and nothing waited for it to come. */
+function transfer({ entry, unit }, rank, row) {
+  const took = rank.end[row] - rank.left[row];
   const text = time(took, unit);
+  const waited = rank.used.length > 0 && rank.end[row] > rank.used[row];
+  if (entry.kind === "measured" && !waited) return `${text} at most`;
+  const size = rank.bytes.length ? rank.bytes[row] : NaN;
   return unit === "s" && took > 0 && size > 0 ? `${text}, ${bytes(size / took)}/s` : text;
 }
 

@@ -57,6 +57,19 @@ export function fill(table, caption, head, rows) {
   );
 }
 
+/** Follows a pointer from its press to its release, or to where the browser takes it away. */
+export function held(target, { pointerId }, move, end = () => {}) {
+  const pressed = new AbortController();
+  const { signal } = pressed;
+  const over = (event) => {
+    pressed.abort();
+    end(event);
+  };
+  target.setPointerCapture(pointerId);
+  target.addEventListener("pointermove", move, { signal });
+  for (const type of ["pointerup", "pointercancel"]) target.addEventListener(type, over, { signal });
+}
+
 /** Waits until calls cease for `wait` milliseconds, then makes the last. */
 export function settled(call, wait) {
   let timer = 0;

@@ -4,6 +4,7 @@ import { download } from "./dom.js";
 import * as routes from "./routes.js";
 
 const FORMATS = ["pftrace", "json"];
+const NAME = 60; // letters of the run's name in a file's
 
 export class Exports {
   constructor(shell, sheet, say, failed) {
@@ -14,7 +15,10 @@ export class Exports {
 
   async _image() {
     if (!this.sheet.main) return;
-    download(await this.sheet.image(), this._name("png"));
+    const image = await this.sheet.image();
+    if (!image) return this.failed("the browser has no memory for an image of this size: make the window smaller");
+    download(image, this._name("png"));
+    this.failed(null);
     this.say("the image is saved");
   }
 
@@ -31,7 +35,8 @@ export class Exports {
   }
 
   _name(ending) {
-    const { kind, step } = this.sheet.main.entry;
-    return `${kind}_step_${String(step).padStart(8, "0")}.${ending}`;
+    const { run, step } = this.sheet.main.entry;
+    const safe = run.replace(/[^\w.-]+/gu, "-").replace(/^[.-]+/u, "");
+    return `${safe.slice(0, NAME) || "run"}_step_${String(step).padStart(8, "0")}.${ending}`;
   }
 }

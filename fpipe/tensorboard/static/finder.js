@@ -41,7 +41,7 @@ export class Finder {
     const { matches, selected, main } = this.sheet;
     const own = matches && selected && !selected.other && matches.has(main.ranks.get(selected.rank), selected.row);
     const place = own ? `${matches.place(main, selected)} of ` : "";
-    count.textContent = matches ? `${place}${matches.count}` : count.title && "?";
+    count.textContent = matches ? `${place}${matches.count}` : count.title; // what is wrong with the query
     if (matches) this.say(matches.count ? `${place}${matches.count} found` : "nothing found");
   }
 

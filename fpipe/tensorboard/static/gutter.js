@@ -35,7 +35,8 @@ function named(context, theme, group, main, middle) {
   context.fillText(`${group.collapsed ? "▸" : "▾"} rank ${group.number}`, 6, middle);
   context.font = `10px ${FONT}`;
   context.fillStyle = theme.faint;
-  if (!rank) context.fillText(main.lost.has(group.number) ? "not readable" : "loading…", 66, middle);
+  if (!main.entry.ranks.includes(group.number)) context.fillText("missing", 66, middle);
+  else if (!rank) context.fillText(main.lost.has(group.number) ? "not readable" : "loading…", 66, middle);
   else if (!rank.header.clock && group.height > TALL) {
     context.fillText("clock not", 8, middle + 14);
     context.fillText("compared", 8, middle + 25);
@@ -62,8 +63,10 @@ export function axis(context, { view, theme, width, main }) {
     const x = Math.round(view.x(at));
     context.fillStyle = theme.line;
     context.fillRect(x, AXIS - 8, 1, 8);
+    const text = tick(at, step, largest, main.unit);
+    if (x + 4 + context.measureText(text).width > width) continue;
     context.fillStyle = theme.faint;
-    context.fillText(tick(at, step, largest, main.unit), x + 4, AXIS / 2);
+    context.fillText(text, x + 4, AXIS / 2);
   }
   context.fillStyle = theme.page;
   context.fillRect(0, 0, view.left - 1, AXIS - 1);

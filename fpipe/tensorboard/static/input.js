@@ -1,5 +1,6 @@
 /** Pointer, wheel and keys: what they ask of the page. */
 
+import { held } from "./dom.js";
 import { AXIS } from "./measures.js";
 import { across, back, enter, neighbour } from "./selection.js";
 
@@ -16,7 +17,7 @@ export function listen(app) {
   canvas.addEventListener("pointermove", (event) => event.buttons || app.sheet.hover(event.offsetX, event.offsetY));
   canvas.addEventListener("pointerleave", () => app.sheet.hover(null, null));
   canvas.addEventListener("dblclick", (event) => {
-    const found = app.sheet.pick(event.offsetX, event.offsetY);
+    const found = app.sheet.pointer.find(event.offsetX, event.offsetY);
     if (found?.spot) app.sheet.zoomTo(found.spot);
   });
   scroll.addEventListener("scroll", () => app.sheet.scrolled());
@@ -36,6 +37,7 @@ function wheel(app, event) {
   } else return;
   event.preventDefault();
   app.sheet.moved();
+  app.announce();
 }
 
 /** From a press to its release: a click, a move, or the measuring of a range. */
@@ -59,44 +61,47 @@ function press(app, event) {
     canvas.classList.add("grabbing");
     app.sheet.moved();
   };
-  const end = (now) => {
-    canvas.removeEventListener("pointermove", move);
+  held(canvas, event, move, (now) => {
     canvas.classList.remove("grabbing");
-    if (dragged) {
-      if (measuring) app.sheet.measured();
-    } else if (now.type === "pointerup") app.sheet.click(x, y);
-  };
-  canvas.setPointerCapture(event.pointerId);
-  canvas.addEventListener("pointermove", move);
-  for (const type of ["pointerup", "pointercancel"]) canvas.addEventListener(type, end, { once: true });
+    if (dragged && measuring) app.sheet.measured();
+    if (!dragged && now.type === "pointerup") app.sheet.pointer.click(x, y);
+  });
 }
 
 function key(app, event) {
   const { target } = event;
   const writing = target.matches("input[type=search], select, textarea");
   if (app.shell["help-dialog"].open) return;
-  if (event.key === "Escape") return app.release();
-  if (target === app.shell.search && event.key === "Enter") {
-    event.preventDefault();
+  if (target === app.shell.search && (event.key === "Enter" || event.key === "Escape")) {
+    event.preventDefault(); // a browser would empty the field
+    if (event.key === "Escape") return app.shell.canvas.focus();
     return app.finder.match(event.shiftKey ? -1 : 1);
   }
-  if (writing || event.ctrlKey || event.metaKey) return;
+  if (event.key === "Escape") return app.release();
+  const typed = event.getModifierState("AltGraph"); // as brackets are on many keyboards
+  if (writing || (!typed && (event.ctrlKey || event.metaKey))) return;
   const arrows = event.key.startsWith("Arrow");
   if (arrows && target.closest("[role=tab], [role=separator], [role=tabpanel], #details") && !event.altKey) return;
   if (event.key === "Enter" && target !== app.shell.canvas) return;
-  const act = (event.altKey ? ALT : KEYS)[event.key];
+  const act = (event.altKey && !typed ? ALT : KEYS)[event.key];
   if (!act) return;
   event.preventDefault();
   act(app);
 }
 
 const zoom = (factor) => (app) => {
-  app.sheet.view.zoom(factor, app.sheet.pointer ?? undefined);
+  app.sheet.view.zoom(factor, app.sheet.pointer.when ?? undefined);
   app.sheet.moved();
+  app.announce();
 };
 const pan = (share) => (app) => {
   app.sheet.view.pan(share);
   app.sheet.moved();
+  app.announce();
+};
+const fit = (app) => {
+  app.sheet.fit();
+  app.announce();
 };
 const scrolled = (by) => (app) => app.shell.scroll.scrollBy(0, by);
 
@@ -114,8 +119,8 @@ const KEYS = {
   ArrowDown: scrolled(LINE),
   PageUp: (app) => app.shell.scroll.scrollBy(0, -app.shell.scroll.clientHeight),
   PageDown: (app) => app.shell.scroll.scrollBy(0, app.shell.scroll.clientHeight),
-  0: (app) => app.sheet.fit(),
-  f: (app) => app.sheet.fit(),
+  0: fit,
+  f: fit,
   ",": (app) => neighbour(app.sheet, -1),
   ".": (app) => neighbour(app.sheet, 1),
   Enter: (app) => enter(app.sheet),

@@ -18,7 +18,8 @@ const AROUND = 5;
  * @returns {{groups: Group[], height: number}}
  */
 export function layout(main, other, { tracks, collapsed, available }) {
-  const numbers = [...new Set([...main.entry.ranks, ...main.ranks.keys()])].sort((a, b) => a - b);
+  const expected = Array.from({ length: main.entry.expected ?? 0 }, (_, number) => number);
+  const numbers = [...new Set([...expected, ...main.entry.ranks])].sort((a, b) => a - b);
   const wanted = (rank, kind) => tracks.has(kind) && !collapsed.has(rank.number) && filled(rank, kind);
   const small = (number) => {
     const rank = main.ranks.get(number);

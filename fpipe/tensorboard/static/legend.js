@@ -1,7 +1,7 @@
 /** What the colours mean. */
 
 import { element } from "./dom.js";
-import { CAUSES, colours, HUES, WAITING } from "./palette.js";
+import { CAUSES, colours, HUES, UNTOLD, WAITING } from "./palette.js";
 
 const KINDS = [
   ["F", "forward", 0],
@@ -27,7 +27,9 @@ export function legend(place, capture, colouring, theme) {
           ...hues.slice(0, HUES).map((colour, at) => key(colour, at + 1 < HUES ? `${at}, ${at + HUES}` : "…")),
         ];
   const causes = CAUSES.map((cause) => key(theme.causes[cause], cause));
-  place.replaceChildren(...meaning, key(hues[WAITING], "waiting"), faint("idle:"), ...causes);
+  const untold = ranks.some((rank) => rank.tracks.receive.rows.some((row) => Number.isNaN(rank.left[row])));
+  const receives = [key(hues[WAITING], "waiting"), ...(untold ? [key(hues[UNTOLD], "receive, not told apart")] : [])];
+  place.replaceChildren(...meaning, ...receives, faint("idle:"), ...causes);
 }
 
 const faint = (text) => element("span", { class: "faint" }, text);

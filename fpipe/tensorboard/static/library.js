@@ -73,28 +73,24 @@ export class Library {
    */
   async load(entry, arrived, signal) {
     const key = JSON.stringify([entry.run, entry.step, entry.ranks, entry.wall]);
-    const held = this.kept.get(key);
-    if (held) {
-      this._keep(key, held);
-      arrived(held);
-      return held;
-    }
-    const capture = new Capture(entry);
+    const capture = this.kept.get(key) ?? new Capture(entry);
+    this._keep(key, capture);
     arrived(capture);
-    const fetched = entry.ranks.map(async (number) => {
+    const missing = entry.ranks.filter((number) => !capture.ranks.has(number));
+    if (!missing.length) return capture;
+    capture.tries += 1;
+    capture.lost.clear();
+    const fetched = missing.map(async (number) => {
       try {
-        const rank = new Rank(await routes.rank(entry, number, signal));
-        capture.ranks.set(number, rank);
+        capture.ranks.set(number, new Rank(await routes.rank(entry, number, signal)));
       } catch (error) {
         if (signal.aborted) throw error;
-        capture.failures.push(`rank ${number}: ${error.message}`);
-        capture.lost.add(number);
+        capture.lost.set(number, error.message);
       }
       if (!signal.aborted) arrived(capture);
     });
     await Promise.all(fetched);
     capture.link();
-    if (!capture.failures.length) this._keep(key, capture);
     return capture;
   }
 

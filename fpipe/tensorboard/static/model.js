@@ -2,7 +2,7 @@
 
 import { before, Levels } from "./levels.js";
 import { KINDS, UNKNOWN } from "./names.js";
-import { HUES, WAITING } from "./palette.js";
+import { HUES, UNTOLD, WAITING } from "./palette.js";
 
 const LANES = 3; // beyond these, what overlaps is cut off where the next begins
 const COLUMNS = ["stage", "microbatch", "other", "second", "peer"];
@@ -70,11 +70,12 @@ class Track {
       let start = lane.starts[at];
       const end = lane.ends[at];
       if (this.kind === "receive") {
-        const left = Math.min(Number.isNaN(rank.left[row]) ? end : rank.left[row], end);
+        const told = !Number.isNaN(rank.left[row]);
+        const left = told ? rank.left[row] : end;
         if (left > start) {
           starts.push(start);
           ends.push(left);
-          classes.push(WAITING);
+          classes.push(told ? WAITING : UNTOLD);
           start = left;
         }
       }
@@ -175,6 +176,11 @@ export class Rank {
     return (colouring === "stage" ? this.stage[row] : this.microbatch[row]) % HUES;
   }
 
+  /** When what an effect takes begins: a receive's transfer, once its send was posted. */
+  begun(row) {
+    return Number.isNaN(this.left[row]) ? this.start[row] : this.left[row];
+  }
+
   /** What an effect is, so that it is found in another run. */
   key(row) {
     const numbers = COLUMNS.map((name) => this[name][row]);
@@ -203,8 +209,8 @@ export class Capture {
     /** @type {Map<number, Rank>} */
     this.ranks = new Map();
     this.summary = null;
-    this.failures = [];
-    this.lost = new Set();
+    this.lost = new Map(); // ranks that the server did not give -> why
+    this.tries = 0;
   }
 
   get unit() {
@@ -221,6 +227,16 @@ export class Capture {
 
   get size() {
     return Array.from(this.ranks.values(), (rank) => rank.recorded).reduce((a, b) => a + b, 0);
+  }
+
+  /** Ranks that could not be had, by reason: [whose, reason]. */
+  get failures() {
+    const reasons = new Map();
+    for (const [rank, reason] of this.lost) reasons.set(reason, [...(reasons.get(reason) ?? []), rank]);
+    return Array.from(reasons, ([reason, ranks]) => [
+      `${this.label}, rank${ranks.length > 1 ? "s" : ""} ${ranks.sort((a, b) => a - b).join(", ")}`,
+      reason,
+    ]);
   }
 
   /** When each receive's sender had sent, now that all ranks are there. */

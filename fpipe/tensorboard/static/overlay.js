@@ -119,11 +119,11 @@ export class Overlay {
       const own = main.ranks.get(rank);
       const box = boxOf(layout.groups, main, { rank, row });
       if (!box) continue;
-      const [left, right] = [view.x(own.start[row]), view.x(own.end[row])];
+      const [left, right] = [view.x(own.begun(row)), view.x(own.end[row])];
       const wide = Math.max(1, right - left);
       const kind = own.kindOf(row).track;
       const y = box.y + shift;
-      if (!box.hidden && right - (drawn.get(y) ?? -Infinity) >= 0.5) {
+      if (!box.hidden && kind !== "send" && right - (drawn.get(y) ?? -Infinity) >= 0.5) {
         context.fillRect(left, y + box.height - 3, wide, 3);
         if (wide > 3) context.strokeRect(left + 0.5, y + 0.5, wide - 1, box.height - 1);
         drawn.set(y, right);

@@ -1,5 +1,7 @@
 /** The whole step above the timeline: how many of the ranks compute when, and which part is in sight. */
 
+import { held } from "./dom.js";
+
 export class Overview {
   /**
    * @param {Record<string, HTMLElement>} shell
@@ -52,11 +54,7 @@ export class Overview {
       view.show(middle - half, middle + half);
       this.moved();
     };
-    overview.setPointerCapture(event.pointerId);
-    overview.addEventListener("pointermove", go);
-    for (const type of ["pointerup", "pointercancel"]) {
-      overview.addEventListener(type, () => overview.removeEventListener("pointermove", go), { once: true });
-    }
+    held(overview, event, go);
     go(event);
   }
 }

@@ -7,21 +7,21 @@ const NEUTRAL = "#9e9e9e";
 export const HUES = OKABE_ITO.length;
 export const WAITING = 7;
 export const HOST = 8;
-export const CLASSES = 9;
+export const UNTOLD = 9; // of a receive, where it is not known when its send was posted
+export const CLASSES = 10;
 export const CAUSES = ["warm-up", "dependency", "transfer", "imbalance", "drain"];
 
 /** What a colour means, by what is coloured by. */
 export const COLOURINGS = { kind: "Kind", microbatch: "Microbatch", stage: "Stage" };
 
 /** The colours of the classes. */
-export function colours({ waiting }) {
-  return [...OKABE_ITO, waiting, NEUTRAL];
+export function colours({ waiting, untold }) {
+  return [...OKABE_ITO, waiting, NEUTRAL, untold];
 }
 
 const LIGHT = {
   page: "#ffffff",
   track: "#f4f5f6",
-  band: "#fafafa",
   line: "#e0e0e0",
   grid: "rgba(0,0,0,0.07)",
   text: "#212121",
@@ -35,13 +35,13 @@ const LIGHT = {
   rangeEdge: "#1976d2",
   memory: "#7e57c2",
   waiting: "#cdcdcd",
+  untold: "#a7bdb9",
   overview: "#90a4ae",
   causes: { "warm-up": "#cfd8dc", dependency: "#ffcdd2", transfer: "#ffe082", imbalance: "#e1bee7", drain: "#b0bec5" },
 };
 const DARK = {
   page: "#303030",
   track: "#3a3a3a",
-  band: "#343434",
   line: "#555555",
   grid: "rgba(255,255,255,0.08)",
   text: "#ffffff",
@@ -55,6 +55,7 @@ const DARK = {
   rangeEdge: "#64b5f6",
   memory: "#b39ddb",
   waiting: "#6a6a6a",
+  untold: "#4f6b68",
   overview: "#78909c",
   causes: { "warm-up": "#546e7a", dependency: "#6d3b40", transfer: "#6d5a1e", imbalance: "#5d4066", drain: "#455a64" },
 };

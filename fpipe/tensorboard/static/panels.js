@@ -23,7 +23,7 @@ function scaled(values, unit) {
 export function bubbles(table, capture) {
   const { summary, unit } = capture;
   const [factor, name] = scaled([summary.makespan], unit);
-  const most = Math.max(...summary.ranks.map((row) => total(row.causes)), Number.MIN_VALUE);
+  const most = Math.max(...summary.ranks.map((row) => (row.causes ? total(row.causes) : 0)), Number.MIN_VALUE);
   const memory = summary.ranks.some((row) => row.peak_memory != null || row.peak);
   const clocks = summary.ranks.some((row) => row.clock?.uncertainty > 0 || !row.clock);
   const head = [
@@ -42,9 +42,9 @@ export function bubbles(table, capture) {
     `rank ${row.rank}`,
     cell(row.busy),
     cell(row.idle),
-    percent(row.share_idle),
-    bar(row.causes, most, (value) => time(value, unit)),
-    ...CAUSES.map((cause) => cell(row.causes[cause])),
+    row.share_idle === null ? "–" : percent(row.share_idle),
+    row.causes ? bar(row.causes, most, (value) => time(value, unit)) : "",
+    ...CAUSES.map((cause) => (row.causes ? cell(row.causes[cause]) : "–")),
     number(row.peak_in_flight),
     ...(memory ? [peak(row)] : []),
     ...(clocks ? [clock(row.clock, unit)] : []),
@@ -77,34 +77,42 @@ function bar(causes, most, text) {
   return element("span", { class: "bar", role: "presentation" }, ...parts);
 }
 
-/** Runs of one kind on one rank along the critical path. */
+/**
+ * Runs of one kind on one rank along the critical path, and what each took of it. A send and its receive cover the same
+ * stretch of time: the receive stands for both, from when the send was posted.
+ */
 function folded(capture) {
   const found = [];
   for (const [number_, row] of capture.summary.critical) {
     const rank = capture.ranks.get(number_);
     if (!rank || row >= rank.recorded) continue;
     const kind = rank.kindOf(row);
+    if (kind.track === "send") continue;
+    const took = rank.end[row] - rank.begun(row);
     const last = found.at(-1);
     if (last && last.rank === number_ && last.kind === kind) {
       last.count += 1;
-      last.end = Math.max(last.end, rank.end[row]);
+      last.took += took;
       last.last = row;
-    } else found.push({ rank: number_, kind, row, last: row, count: 1, start: rank.start[row], end: rank.end[row] });
+    } else found.push({ rank: number_, kind, row, last: row, count: 1, took });
   }
   return found;
+}
+
+function linkName(rank, { kind, row, last, count }) {
+  const name = count > 1 ? `${short(rank, row)} … ${short(rank, last)} (${count})` : short(rank, row);
+  if (kind.track !== "receive") return `rank ${rank.number}: ${name}`;
+  return `rank ${rank.peer[row]} → rank ${rank.number}: ${kind.value} ${rank.microbatch[row]}`;
 }
 
 /** The critical path as a list, whose links select. */
 export function critical(list, capture, select) {
   const found = folded(capture);
   const items = found.slice(0, FOLDED).map((link) => {
-    const rank = capture.ranks.get(link.rank);
-    const name =
-      link.count > 1 ? `${short(rank, link.row)} … ${short(rank, link.last)} (${link.count})` : short(rank, link.row);
     const press = () => select({ rank: link.rank, row: link.row });
-    const text = `rank ${link.rank}: ${name}`;
+    const text = linkName(capture.ranks.get(link.rank), link);
     const button = element("button", { type: "button", class: "link", on: { click: press } }, text);
-    const took = element("span", { class: "faint" }, ` ${time(link.end - link.start, capture.unit)}`);
+    const took = element("span", { class: "faint" }, ` ${time(link.took, capture.unit)}`);
     return element(
       "li",
       {},
@@ -170,7 +178,8 @@ export function headline(place, capture, answer, names) {
   const parts = [entry.schedule ? named(entry.schedule, 40) : null, extent];
   if (summary) {
     parts.push(figure("makespan", time(summary.makespan, unit)), figure("bubble", percent(summary.bubble_rate)));
-    if (summary.cost !== summary.makespan) parts.push(figure("cost", time(summary.cost, unit)));
+    if (Math.abs(summary.cost - summary.makespan) > NOTHING * summary.makespan)
+      parts.push(figure("cost", time(summary.cost, unit)));
   }
   if (answer) {
     const [a, b] = answer.makespan;
@@ -178,7 +187,7 @@ export function headline(place, capture, answer, names) {
     parts.push(figure(`${names[1]} bubble`, percent(answer.bubble_rate[1])));
   }
   place.replaceChildren(
-    ...parts.filter(Boolean).flatMap((part, at) => (at ? [element("span", { class: "dot" }, "·"), part] : [part])),
+    ...parts.filter(Boolean).map((part) => element("span", { class: "part" }, part)),
   );
 }
 

@@ -1,6 +1,6 @@
 /** The parts of the page around the timeline: lists of choices, tabs, the line that is dragged. */
 
-import { element, shortened } from "./dom.js";
+import { element, held, shortened } from "./dom.js";
 
 /** Fills a list of choices, if they are others than before. */
 export function options(select, pairs, chosen) {
@@ -75,13 +75,8 @@ export function splitter(shell, changed) {
     changed();
   };
   shell.splitter.addEventListener("pointerdown", (event) => {
-    shell.splitter.setPointerCapture(event.pointerId);
     const begun = shell.below.clientHeight + event.clientY;
-    const move = (now) => set(begun - now.clientY);
-    shell.splitter.addEventListener("pointermove", move);
-    shell.splitter.addEventListener("pointerup", () => shell.splitter.removeEventListener("pointermove", move), {
-      once: true,
-    });
+    held(shell.splitter, event, (now) => set(begun - now.clientY));
   });
   shell.splitter.addEventListener("keydown", (event) => {
     const by = { ArrowUp: 24, ArrowDown: -24 }[event.key];

@@ -44,12 +44,12 @@ export class Scene {
     context.save();
     this._clip(state);
     for (const group of groups) {
-      for (const track of group.tracks) {
-        if (track.kind === "memory") this._memory(state, track, shift);
-        else this._boxes(state, track, shift);
-      }
+      for (const track of group.tracks) if (track.kind !== "memory") this._boxes(state, track, shift);
     }
     if (state.arrows) this._arrows(state, groups, shift);
+    for (const group of groups) {
+      for (const track of group.tracks) if (track.kind === "memory") this._memory(state, track, shift);
+    }
     context.restore();
     gutter(context, state, groups, shift);
     axis(context, state);
@@ -85,7 +85,7 @@ export class Scene {
     for (const track of groups.flatMap((group) => group.tracks)) {
       if (track.kind === "memory") continue;
       const gaps = causes && track.kind === "compute" ? this._gaps(track) : null;
-      if (gaps) rows.push([gaps, idle, 1, track.y, track.height]);
+      if (gaps) rows.push([gaps, idle, matches ? DIMMED : 1, track.y, track.height]);
       const chosen = track.other ? null : matches?.levels(track.rank, track.kind, colouring);
       const lanes = track.rank.tracks[track.kind].levels(colouring);
       const tall = track.height / lanes.length;
@@ -154,19 +154,13 @@ export class Scene {
     context.textAlign = "center";
     const letter = context.measureText("F0").width / 2;
     for (const [lane, place, y] of labels) {
-      const start = Math.max(this._labelled(track, lane, place), view.from);
+      const start = Math.max(track.rank.begun(lane.rows[place]), lane.starts[place], view.from);
       const [left, right] = [view.x(start), view.x(Math.min(lane.ends[place], view.to))];
       const fitting = this._label(track.rank, lane.rows[place], right - left - 2, letter);
       if (!fitting) continue;
       context.fillStyle = theme.label;
       context.fillText(fitting, (left + right) / 2, y + tall / 2 + 0.5);
     }
-  }
-
-  /** Where a box begins to be solid: a receive's transfer, and else its start. */
-  _labelled({ kind, rank }, lane, place) {
-    const left = kind === "receive" ? rank.left[lane.rows[place]] : NaN;
-    return Number.isNaN(left) ? lane.starts[place] : Math.max(left, lane.starts[place]);
   }
 
   _label(rank, row, room, letter) {
@@ -183,40 +177,43 @@ export class Scene {
     const level = (value) => y + shift + height - (memory ? value / memory : 0) * (height - 2);
     const until = before(at, view.to) + 1;
     const first = before(at, view.from);
-    context.beginPath();
-    context.moveTo(view.left, level(0));
-    let held = first < 0 ? 0 : bytes[first];
-    context.lineTo(view.left, level(held));
+    if (first < 0 && !until) return;
+    const line = new Path2D();
+    const begin = first < 0 ? Math.floor(view.x(at[0])) : view.left;
+    let held = bytes[Math.max(0, first)];
+    line.moveTo(begin, level(held));
     let column = -1;
     let most = held;
     for (let place = Math.max(0, first); place < until; place += 1) {
       const x = Math.floor(view.x(at[place]));
       if (x !== column) {
-        context.lineTo(x, level(held));
+        line.lineTo(Math.max(x, begin), level(held));
         column = x;
         most = 0;
       }
       held = bytes[place];
       most = Math.max(most, held);
       if (place + 1 === until || Math.floor(view.x(at[place + 1])) !== column) {
-        if (most > held) context.lineTo(column, level(most));
-        context.lineTo(column, level(held));
+        if (most > held) line.lineTo(Math.max(column, begin), level(most));
+        line.lineTo(Math.max(column, begin), level(held));
       }
     }
-    const end = Math.min(view.left + view.width, view.x(rank.last));
-    context.lineTo(end, level(held));
-    context.lineTo(end, level(0));
+    const end = Math.max(begin, Math.min(view.left + view.width, view.x(rank.last)));
+    line.lineTo(end, level(held));
+    const area = new Path2D(line);
+    area.lineTo(end, level(0));
+    area.lineTo(begin, level(0));
     context.globalAlpha = 0.35;
     context.fillStyle = theme.memory;
-    context.fill();
+    context.fill(area);
     context.globalAlpha = 1;
     context.strokeStyle = theme.memory;
     context.lineWidth = 1;
-    context.stroke();
+    context.stroke(line);
   }
 
   _arrows(state, groups, shift) {
-    const { view, layout, theme, main } = state;
+    const { view, layout, theme, main, matches } = state;
     const found = [];
     for (const { number } of groups) {
       const rank = main.ranks.get(number);
@@ -226,7 +223,9 @@ export class Scene {
     }
     this.context.strokeStyle = this.context.fillStyle = theme.arrow;
     this.context.lineWidth = 1;
+    this.context.globalAlpha = matches ? DIMMED : 1;
     for (const spot of found) arrow(this.context, view, layout.groups, main, main.cause(spot), spot, shift);
+    this.context.globalAlpha = 1;
   }
 }
 

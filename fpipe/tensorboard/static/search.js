@@ -1,75 +1,113 @@
 /**
- * Finds effects: "mb=5 kind=B", "rank=0-3 dur>1ms", "F3". Terms are all to hold; values are alternatives, by comma, and
- * ranges.
+ * Finds effects: "mb=5 kind=B", "rank=0-3 dur>1ms", "F3". Terms are all to hold, of an overlap for one of its two
+ * effects; values are alternatives, by comma, and ranges.
  */
 
 import { before } from "./levels.js";
 import { short, value } from "./names.js";
 
-const FIELDS = {
-  mb: "microbatch",
-  microbatch: "microbatch",
-  m: "microbatch",
-  stage: "stage",
-  s: "stage",
-  peer: "peer",
-};
-const UNITS = { s: 1, ms: 1e-3, us: 1e-6, µs: 1e-6, ns: 1e-9, "": 1 };
-const WORDS = { F: 1, I: 1, W: 1, B: 1, "&": 1, S: 1, R: 1 };
+const FIELDS = new Map([
+  ["mb", "microbatch"],
+  ["microbatch", "microbatch"],
+  ["m", "microbatch"],
+  ["stage", "stage"],
+  ["s", "stage"],
+  ["peer", "peer"],
+]);
+const UNITS = new Map([
+  ["s", 1],
+  ["ms", 1e-3],
+  ["us", 1e-6],
+  ["µs", 1e-6],
+  ["ns", 1e-9],
+  ["", 1],
+]);
+const LETTERS = "FIWB&SRH";
+const HALVES = "IW"; // of a backward
 
 class BadQuery extends Error {}
+
+/**
+ * @typedef {{letter: string, stage: number, microbatch: number}} Part an effect, or one of the two of an overlap
+ * @typedef {(rank: object, row: number, part: Part) => boolean} Term
+ */
 
 /** @returns {((rank: object, row: number) => boolean) | null} null for an empty query */
 export function parseQuery(text) {
   const terms = text.trim().split(/\s+/u).filter(Boolean).map(term);
-  return terms.length ? (rank, row) => terms.every((holds) => holds(rank, row)) : null;
+  return terms.length
+    ? (rank, row) => parts(rank, row).some((part) => terms.every((holds) => holds(rank, row, part)))
+    : null;
 }
 
+/** @returns {Part[]} */
+function parts(rank, row) {
+  const { letter, second } = rank.kindOf(row);
+  const own = { letter: second ? "F" : letter, stage: rank.stage[row], microbatch: rank.microbatch[row] };
+  return second ? [own, { letter: second, stage: rank.other[row], microbatch: rank.second[row] }] : [own];
+}
+
+/** @returns {Term} */
 function term(text) {
-  const [, name, sign, wanted] = /^([a-z]+)(=|>=|<=|>|<)(.+)$/iu.exec(text) ?? [];
-  if (!name) return free(text.toLowerCase());
+  const [, name, sign, wanted] = /^([a-z]+)(>=|<=|=|>|<)(.*)$/iu.exec(text) ?? [];
+  if (!name) return /[=<>]/u.test(text) ? unknown(text) : free(text.toLowerCase());
   const field = name.toLowerCase();
   if (field === "dur" || field === "duration") return duration(sign, wanted);
+  const kind = field === "kind" || field === "k";
+  const column = field === "rank" || field === "r" ? "rank" : FIELDS.get(field);
+  if (!kind && !column) return unknown(text);
   if (sign !== "=") throw new BadQuery(`${text}: only dur takes ${sign}`);
-  if (field === "kind" || field === "k") return kinds(wanted);
+  if (kind) return kinds(wanted, text);
   const holds = ranges(wanted, text);
-  if (field === "rank" || field === "r") return (rank) => holds(rank.number);
-  if (!FIELDS[field]) throw new BadQuery(`${name}: search by mb, stage, rank, kind, peer or dur`);
-  const column = FIELDS[field];
-  const second = { microbatch: "second", stage: "other" }[column];
-  return (rank, row) => {
-    const kind = rank.kindOf(row);
-    if (kind.name === "host" || (kind.name === "reduce" && column === "microbatch")) return false;
-    if (column === "peer" && !kind.value) return false;
-    return holds(rank[column][row]) || Boolean(kind.second && second && holds(rank[second][row]));
+  if (column === "rank") return (rank) => holds(rank.number);
+  return (rank, row, part) => {
+    const { name: what, value: carried } = rank.kindOf(row);
+    if (what === "host" || (what === "reduce" && column === "microbatch")) return false;
+    return column === "peer" ? Boolean(carried) && holds(rank.peer[row]) : holds(part[column]);
   };
 }
 
+function unknown(text) {
+  throw new BadQuery(`${text}: search by mb, stage, rank, kind, peer or dur, as in mb=5 or dur>1ms`);
+}
+
 function ranges(text, whole) {
-  const found = text.split(",").map((one) => /^(\d+)(?:-(\d+))?$/u.exec(one) ?? bad(whole));
-  const bounds = found.map(([, low, high = low]) => [Number(low), Number(high)]);
+  const bounds = text.split(",").map((one) => {
+    const [, low, high = low] = /^(\d+)(?:-(\d+))?$/u.exec(one) ?? [];
+    if (low === undefined) throw new BadQuery(`${whole}: give numbers, as in mb=5, mb=3-7 or mb=1,4`);
+    if (Number(high) < Number(low)) throw new BadQuery(`${whole}: ${one} holds nothing, give the smaller number first`);
+    return [Number(low), Number(high)];
+  });
   return (number) => bounds.some(([low, high]) => number >= low && number <= high);
 }
 
-function bad(whole) {
-  throw new BadQuery(`${whole}: give numbers, as in mb=5, mb=3-7 or mb=1,4`);
+function kinds(text, whole) {
+  const wanted = text.split(",");
+  if (wanted.includes("")) throw new BadQuery(`${whole}: give kinds, as in kind=F,B or kind=send`);
+  const alternatives = wanted.map((one) => (one.length === 1 ? lettered(one.toUpperCase(), whole) : called(one)));
+  return (rank, row, part) => alternatives.some((holds) => holds(rank, row, part));
 }
 
-function kinds(text) {
-  const wanted = text.split(",").filter(Boolean);
-  return (rank, row) => {
+function lettered(wanted, whole) {
+  if (!LETTERS.includes(wanted)) throw new BadQuery(`${whole}: kinds are ${[...LETTERS].join(", ")}, or words`);
+  return (rank, row, { letter }) => {
     const kind = rank.kindOf(row);
-    return wanted.some((one) =>
-      one in WORDS && one.length === 1
-        ? kind.letter === one && (one !== "R" || kind.track === "receive")
-        : kind.name.includes(one.toLowerCase()) || Boolean(kind.value?.includes(one.toLowerCase())),
-    );
+    if (wanted === "R" && kind.track !== "receive") return false;
+    return letter === wanted || kind.letter === wanted || (wanted === "B" && HALVES.includes(letter));
+  };
+}
+
+function called(wanted) {
+  const text = wanted.toLowerCase();
+  return (rank, row) => {
+    const { name, value: carried } = rank.kindOf(row);
+    return name.includes(text) || Boolean(carried?.includes(text));
   };
 }
 
 function duration(sign, text) {
   const [, number, unit] = /^([\d.]+(?:e-?\d+)?)(s|ms|us|µs|ns|)$/u.exec(text) ?? [];
-  const bound = Number(number) * UNITS[unit];
+  const bound = Number(number) * (UNITS.get(unit) ?? NaN);
   if (!Number.isFinite(bound)) throw new BadQuery(`dur${sign}${text}: give a time, as in dur>1ms`);
   const compare = {
     ">": (took) => took > bound,

@@ -5,10 +5,9 @@ import { layout } from "./layout.js";
 import { theme } from "./palette.js";
 import { Overlay } from "./overlay.js";
 import { Overview } from "./overview.js";
-import { pick } from "./pick.js";
+import { Pointer } from "./pointer.js";
 import { AXIS } from "./measures.js";
 import { Scene } from "./scene.js";
-import { about, told } from "./tooltip.js";
 import { View } from "./view.js";
 
 const GUTTER = 132;
@@ -18,7 +17,7 @@ const UNFOLDED = 8; // more ranks than these begin as their compute alone
 export class Sheet {
   /**
    * @param {Record<string, HTMLElement>} shell
-   * @param {{viewed: () => void, selected: (spot: object | null) => void, ranged: (range: object | null) => void,
+   * @param {{changed: () => void, viewed: () => void, selected: (spot: object | null) => void, ranged: (range: object | null) => void,
    *   say: (text: string) => void}} tell
    */
   constructor(shell, tell) {
@@ -34,7 +33,8 @@ export class Sheet {
     this.theme = theme(false);
     this.frames = [];
     this.layout = { groups: [], height: 0 };
-    this.main = this.other = this.selected = this.hovered = this.gap = this.range = this.pointer = null;
+    this.main = this.other = this.selected = this.range = null;
+    this.pointer = new Pointer(this);
     this.matches = this.path = null;
     this.chain = [];
     new ResizeObserver(() => this.resize()).observe(shell.timeline);
@@ -44,20 +44,24 @@ export class Sheet {
 
   /** Shows a capture, and another below each of its ranks; called again as ranks arrive, at last with all of them. */
   show(main, other, all) {
+    const changed = main !== this.main || other !== this.other;
     if (main !== this.main) {
       const { selected } = this;
       this._wanted =
         selected && !selected.other
           ? { rank: selected.rank, key: this._rank(selected).key(selected.row) }
           : this._wanted;
-      this.hovered = this.gap = this.range = this.selected = this.matches = this.path = null;
+      this.pointer.leave();
+      this.range = this.selected = this.matches = this.path = null;
       this.chain = [];
+      if (main.entry.run !== this.main?.entry.run) this.view.forget();
       const folded = main.entry.ranks.length > UNFOLDED;
       if (folded !== this._folded) this.collapsed = new Set(folded ? main.entry.ranks : []);
       this._folded = folded;
     }
     if (other !== this.other && this.selected?.other) this.selected = null;
     [this.main, this.other] = [main, other];
+    if (changed) this.tell.changed();
     this.memory = Math.max(0, ...Array.from(main.ranks.values(), (rank) => rank.memory.most));
     const last = Math.max(main.last, other?.last ?? 0);
     this.view.extend(all || this.view.fitted ? last : Math.max(last, this.view.whole));
@@ -146,10 +150,11 @@ export class Sheet {
 
   get state() {
     const { width, height, ratio, view, theme, layout, main, other, colouring, matches, memory } = this;
-    const { selected, hovered, gap, range, pointer, chain, shown } = this;
+    const { selected, pointer, range, chain, shown } = this;
     return {
       ...{ width, height, ratio, view, theme, layout, main, other, colouring, matches, memory },
-      ...{ selected, hovered, gap, range, pointer, chain },
+      ...{ selected, range, chain },
+      ...{ hovered: pointer.spot, gap: pointer.gap, pointer: pointer.when },
       scroll: this.shell.scroll.scrollTop,
       arrows: shown.has("arrows"),
       causes: shown.has("causes"),
@@ -192,7 +197,7 @@ export class Sheet {
   // Moving
 
   moved() {
-    this.shell.hover.hidden = true;
+    this.pointer.again();
     this.redraw();
     this.tell.viewed();
   }
@@ -237,50 +242,26 @@ export class Sheet {
 
   // The pointer
 
-  /** The ranks have moved under the pointer. */
-  scrolled() {
-    this.redraw();
-    if (this._last) this.hover(...this._last);
-    this.tell.viewed();
-  }
-
-  pick(x, y) {
-    return pick(this.state, x, y);
-  }
-
+  /** The pointer has moved; null that it has left. */
   hover(x, y) {
-    const found = x === null ? null : this.pick(x, y);
-    this.pointer = x === null || x < this.view.left ? null : this.view.when(x);
-    this.hovered = found?.spot ?? null;
-    this.gap = found?.gap ?? null;
-    this._tooltip(found, x, y);
-    this._last = x === null ? null : [x, y];
-    this.shell.canvas.style.cursor = found?.spot || (found && x < this.view.left) ? "pointer" : "";
+    if (x === null) this.pointer.leave();
+    else this.pointer.move(x, y);
     this._over();
   }
 
-  _tooltip(found, x, y) {
-    const { hover, timeline, scroll } = this.shell;
-    const rank = found && x < this.view.left ? this.main.ranks.get(found.group.number) : null;
-    const content = rank ? about(rank) : found && told(this, (spot) => this.twin(spot), found);
-    hover.hidden = !content;
-    if (!content) return;
-    hover.replaceChildren(...content);
-    const { width, height } = hover.getBoundingClientRect();
-    const left = x + 16 + width > timeline.clientWidth ? Math.max(4, x - 16 - width) : x + 16;
-    const top = Math.min(y + 16 + scroll.offsetTop, timeline.clientHeight - height - 4);
-    hover.style.transform = `translate(${Math.round(left)}px, ${Math.round(Math.max(4, top))}px)`;
-  }
-
-  click(x, y) {
-    const found = this.pick(x, y);
-    if (found && x < this.view.left) return this.fold(found.group.number);
-    this.select(found?.spot ?? null);
+  /** The ranks have moved under the pointer. */
+  scrolled() {
+    this.pointer.again();
+    this.redraw();
+    this.tell.viewed();
   }
 
   // Selection
 
-  select(spot, { reveal = false } = {}) {
+  /** Selects an effect; nothing where its capture has none there. */
+  select(found, { reveal = false } = {}) {
+    const there = found && this.of(found)?.ranks.get(found.rank);
+    const spot = there && found.row >= 0 && found.row < there.kind.length ? found : null;
     this.selected = spot;
     this.chain = spot ? this.of(spot).chain(spot) : [];
     if (spot && reveal) this.reveal(spot);
@@ -325,6 +306,6 @@ export class Sheet {
     const context = both.getContext("2d");
     context.drawImage(canvas, 0, 0);
     context.drawImage(over, 0, 0);
-    return new Promise((done) => both.toBlob(done, "image/png"));
+    return new Promise((done) => both.toBlob(done, "image/png")); // null where it is too large
   }
 }

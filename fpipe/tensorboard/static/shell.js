@@ -37,6 +37,7 @@ const KEYS = [
   ["Esc", "let go of the range, the selection, the search"],
 ];
 const SYNTAX = "mb=5 kind=B, mb=3-7, stage=0,3, rank=1, kind=F,I, kind=send, peer=2, dur>1ms, F3, gradient";
+const HALVES = "kind=B finds the halves of a backward too, I and W; an overlap is found by either of its effects.";
 
 const READING = [
   `Letters: F forward, B backward, I and W its halves, for inputs and for weights, & two that overlap. The number
@@ -77,7 +78,7 @@ function toolbar() {
   const colourings = Object.entries(COLOURINGS).map(([value, text]) => element("option", { value }, text));
   return element(
     "div",
-    { class: "toolbar", role: "toolbar", "aria-label": "Pipeline" },
+    { class: "toolbar", role: "group", "aria-label": "Pipeline" },
     labelled("Run", element("select", { id: "run" })),
     element(
       "span",
@@ -223,14 +224,14 @@ function help() {
   const rows = KEYS.flatMap(([keys, text]) => [element("dt", {}, keys), element("dd", {}, text)]);
   return element(
     "dialog",
-    { id: "help-dialog", "aria-label": "Help" },
+    { id: "help-dialog", "aria-label": "Help", tabindex: -1, autofocus: true },
     element("h2", {}, "Keys"),
     element("dl", {}, ...rows),
     element("h2", {}, "Search"),
     element("p", {}, SYNTAX),
+    element("p", {}, HALVES),
     element("h2", {}, "Reading it"),
     ...READING.map((text) => element("p", {}, text)),
-
-    element("form", { method: "dialog" }, element("button", { autofocus: true }, "Close")),
+    element("form", { method: "dialog" }, element("button", {}, "Close")),
   );
 }

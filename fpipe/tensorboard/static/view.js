@@ -23,6 +23,11 @@ export class View {
     else this.show(this.from, this.to);
   }
 
+  /** Lets go of what there was to see: the next is seen whole. */
+  forget() {
+    this.whole = 0;
+  }
+
   get fitted() {
     return !this.whole || this.span >= (this.all.to - this.all.from) * (1 - 1e-9);
   }
