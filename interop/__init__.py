@@ -7,6 +7,7 @@ from fpipe.lazy import on_first_use
 if TYPE_CHECKING:
     from fpipe.interop.modules import buffers, eval_mode, from_modules, into_modules
     from fpipe.interop.optim import Optimizer, optimizer
+    from fpipe.interop.pipe import from_pipe
     from fpipe.interop.pipelining import from_csv, to_csv
 
 _HOME = {
@@ -15,6 +16,7 @@ _HOME = {
     "eval_mode": "modules",
     "from_csv": "pipelining",
     "from_modules": "modules",
+    "from_pipe": "pipe",
     "into_modules": "modules",
     "optimizer": "optim",
     "to_csv": "pipelining",

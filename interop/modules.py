@@ -57,7 +57,7 @@ def owning(skeleton: nn.Module, tensors: Tree) -> nn.Module:
 
 def _twin(module: nn.Module, given: Mapping[int, Tensor]) -> nn.Module:
     """A copy of a module alone, which shares all but what belongs to a call."""
-    twin: nn.Module = module.__class__.__new__(module.__class__)
+    twin: nn.Module = object.__new__(module.__class__)  # a GraphModule makes a class of its own for each instance
     twin.__dict__.update({k: list(v) if type(v) is list else v for k, v in module.__dict__.items()})
     for kind in ("_parameters", "_buffers"):
         held = module.__dict__[kind]
