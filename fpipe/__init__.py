@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fpipe.live import LiveBytes, peak_bytes
     from fpipe.lowering import lower
     from fpipe.measurement import Measurement
+    from fpipe.norms import clip_by_global_norm, global_norm
     from fpipe.profiling import profile
     from fpipe.program import Edges, Placement, Plan, Program
     from fpipe.recording import Recording
@@ -43,9 +44,11 @@ _HOME = {
     "StageError": "errors",
     "Timeline": "timeline",
     "TransportError": "errors",
+    "clip_by_global_norm": "norms",
     "draw": "drawing",
     "evaluate": "step",
     "gather": "gathering",
+    "global_norm": "norms",
     "lower": "lowering",
     "peak_bytes": "live",
     "profile": "profiling",

@@ -126,8 +126,8 @@ def test_an_unknown_name_is_an_attribute_error(package):
 SURFACE = {
     "fpipe": """
         Batch Costs Edges Link LiveBytes Measurement Output Pipeline Placement Plan Program Recording Report
-        ScheduleError Stage StageError Timeline TransportError draw effects evaluate gather handlers interop lower
-        peak_bytes policies profile schedules simulate tensorboard value_and_grad verify
+        ScheduleError Stage StageError Timeline TransportError clip_by_global_norm draw effects evaluate gather
+        global_norm handlers interop lower peak_bytes policies profile schedules simulate tensorboard value_and_grad verify
     """,
     "fpipe.handlers": "Distributed Handler Inputs Local Observer Reference Results",
     "fpipe.schedules": """
@@ -135,7 +135,7 @@ SURFACE = {
         one_f_one_b pareto search v_auto v_half v_min zb_auto zb_h1 zb_h2 zb_v
     """,
     "fpipe.tensorboard": "Recorder",
-    "fpipe.interop": "Optimizer buffers eval_mode from_csv from_modules into_modules optimizer to_csv",
+    "fpipe.interop": "Optimizer buffers eval_mode from_csv from_modules from_pipe into_modules optimizer to_csv",
 }
 
 

@@ -30,6 +30,7 @@ from fpipe.errors import ScheduleError, TransportError
 from fpipe.gathering import digest, gathered
 from fpipe.handlers.protocol import Handler, Outcome, Store
 from fpipe.measurement import Measurement
+from fpipe.norms import squares
 from fpipe.program import Programs
 from fpipe.recording import Recording
 from fpipe.tensorboard.background import Background
@@ -37,7 +38,6 @@ from fpipe.tensorboard.captured import Captured, Files
 from fpipe.tensorboard.held import Held
 from fpipe.tensorboard.marks import Kept, Later, Marks
 from fpipe.tensorboard.writer import Writer
-from fpipe.tree import flatten
 
 FLUSH = 5.0  # seconds after which curves are written, also when no step is captured
 PATIENCE = 30.0  # seconds that other ranks have to come with their share of a captured step
@@ -395,12 +395,4 @@ def _is_first(job: _Job | None) -> bool:
 
 def _squares(gradients: Mapping[int, Any], job: _Job) -> Later:
     """The sum of squares of the gradients, of what several ranks have only that of the first of them."""
-    holders = job.plan.placement.holders
-    mine = [tree for stage, tree in gradients.items() if holders[stage][0] in job.ranks]
-    leaves = [leaf.detach() for leaf in flatten(mine).leaves if isinstance(leaf, Tensor)]
-    dense = [leaf.coalesce().values() if leaf.is_sparse else leaf for leaf in leaves]
-    if not dense:
-        return Later(torch.zeros(()))
-    real = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in dense]
-    norms = [torch.linalg.vector_norm(leaf, dtype=torch.float64).to(dense[0].device) for leaf in real]
-    return Later(torch.stack(norms).square().sum())
+    return Later(squares(gradients, job.plan, job.ranks).sum())

@@ -1,0 +1,162 @@
+"""The gradient's norm over the whole pipeline: torch's own, and the same bits wherever the stages are."""
+
+import copy
+import math
+import time
+from pathlib import Path
+
+import optree
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from fpipe import Placement, Plan, TransportError, handlers, interop, schedules
+from tests import cases
+from tests.jobs import differences, handler
+
+ALONE = Plan(Placement.loop(2), 1)
+PLACES = ["gpipe", "one_f_one_b", "zb_h1", "interleaved_1f1b", "gpipe_v", "zb_v", "dualpipe_v"]
+
+
+def made(name, schedule):
+    """A case of four stages."""
+    ranks = 2 if cases.SCHEDULES[schedule][1](2).stages == 4 else 4
+    return cases.make(name, schedule, ranks, 4)
+
+
+def clipped(case, schedule, plan, handler, max_norm=0.5):
+    """Gradients of one step after clipping, and the norm before, on the ranks that are played here."""
+    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handler, **case.options)
+    params, batch, target, state = case.params, case.batch, case.target, case.state
+    if len(ranks := handler.ranks(plan)) == 1 < plan.ranks:
+        params, batch, target, state = cases.own(case, plan, *ranks)
+    _, grads, *_ = step(params, batch, target, state=state, rng=case.rng)
+    return fpipe.clip_by_global_norm(grads, max_norm, plan, handler=handler)
+
+
+def over_gloo(rank, name, schedule):
+    """Where what a rank has differs from what one process has."""
+    case, generator, plan = made(name, schedule)
+    grads, norm = clipped(case, generator, plan, handler())
+    whole, expected = clipped(case, generator, plan, handlers.Reference())
+    own = {s: {k: whole[s][k] for k in tree} for s, tree in grads.items()}
+    return differences((grads, norm), (own, expected))
+
+
+def weight_and_norm(max_norm):
+    """A model of tied and frozen parameters, clipped by torch and by us."""
+    torch.manual_seed(0)
+    modules = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(4)]
+    modules[3].weight = modules[0].weight
+    modules[1].bias.requires_grad_(False)
+    pipeline, params = interop.from_modules(modules, loss=cases.mse)
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
+    plan = pipeline.plan(Placement.v(2), 2)
+    step = fpipe.value_and_grad(pipeline, schedules.zb_v, plan, handler=handlers.Local())
+    _, grads = step(params, x, y)
+    found = fpipe.clip_by_global_norm(grads, max_norm, plan, handler=handlers.Local())
+    whole = nn.Sequential(*modules)
+    cases.mse(whole(x), y).backward()
+    norm = nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+    theirs = {s: {n: modules[s].get_parameter(n).grad for n in tree} for s, tree in params.items()}
+    return found, (theirs, norm), grads
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e9])
+def test_clipping_is_torchs_of_the_unsplit_model(max_norm):
+    (clipped, norm), (expected, theirs), grads = weight_and_norm(max_norm)
+    assert norm == pytest.approx(theirs.item(), rel=1e-12)
+    assert clipped[1]["bias"] is None
+    assert expected[1]["bias"] is None
+    torch.testing.assert_close(optree.tree_leaves(clipped), optree.tree_leaves(expected), rtol=1e-11, atol=1e-14)
+    if max_norm > norm:
+        assert differences(clipped, grads) == []
+
+
+@pytest.mark.parametrize("name", ["tied", "modules"])
+def test_the_norms_bits_depend_on_no_schedule_or_placement(name):
+    found = {}
+    for schedule in PLACES:
+        case, generator, plan = made(name, schedule)
+        found[schedule] = clipped(case, generator, plan, handlers.Local())[1].item()
+    assert found == dict.fromkeys(PLACES, found["gpipe"])
+    assert found["gpipe"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("tied", "one_f_one_b"), ("tied", "dualpipe"), ("modules", "zb_h1"), ("tied", "zb_v"), ("subtrees", "zb_v")],
+)
+def test_over_gloo_every_rank_has_the_references_bits(pools, name, schedule):
+    ranks = made(name, schedule)[2].ranks
+    assert pools(ranks).run(over_gloo, name, schedule) == [[]] * ranks
+
+
+def test_copies_count_once():
+    case, generator, plan = made("linear", "dualpipe")
+    assert plan.placement.holders[0] == (0, 3)
+    norm = clipped(case, generator, plan, handlers.Local())[1]
+    once = clipped(case, schedules.gpipe, case.pipeline.plan(Placement.loop(4), 4), handlers.Local())[1]
+    torch.testing.assert_close(norm, once, rtol=1e-6, atol=0)
+
+
+def missing(rank, done):
+    """Only rank 0 comes a second time, while rank 1 is busy: how long it waited, and what it was told."""
+    own, done = handlers.Distributed(timeout=5), Path(done)
+    assert fpipe.global_norm({rank: torch.ones(8)}, ALONE, handler=own) == 4
+    if rank:
+        until = time.monotonic() + 50
+        while not done.exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        return done.exists()
+    start = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        fpipe.global_norm({rank: torch.ones(8)}, ALONE, handler=own)
+    done.touch()
+    return time.monotonic() - start, str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_an_error_within_the_timeout(fresh_pool, tmp_path):
+    (seconds, text), waited = fresh_pool(2).run(missing, str(tmp_path / "done"))
+    assert waited
+    assert 4 < seconds < 30
+    assert "rank 0 could not add the norms of 2 ranks" in text
+    assert "every rank calls global_norm or clip_by_global_norm, after the same step" in text
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_shows_in_the_norm(value):
+    grads = {0: torch.ones(2), 1: torch.tensor([1.0, value])}
+    found, norm = fpipe.clip_by_global_norm(grads, 1.0, ALONE, handler=handlers.Local())
+    assert norm.item() == pytest.approx(value, nan_ok=True)
+    assert not found[1].isfinite().all()
+
+
+def test_halves_do_not_overflow_and_nothing_given_changes():
+    grads = {0: {"a": torch.full((100,), 6e4, dtype=torch.float16), "none": None}, 1: {"b": torch.ones(3)}}
+    before = copy.deepcopy(grads)
+    found, norm = fpipe.clip_by_global_norm(grads, 1.0, ALONE, handler=handlers.Local())
+    assert norm == pytest.approx(6e5, rel=1e-3)
+    assert found[0]["a"].dtype == torch.float16
+    assert found[0]["a"].float().norm() == pytest.approx(1, rel=1e-2)
+    assert found[0]["none"] is None
+    assert differences(grads, before) == []
+
+
+def test_complex_and_sparse_gradients():
+    sparse = torch.sparse_coo_tensor([[0, 0, 2]], [1.0, 1.0, 2.0], (4,), check_invariants=True)
+    grads = {0: torch.tensor([3 + 4j]), 1: sparse}
+    found, norm = fpipe.clip_by_global_norm(grads, 1.0, ALONE, handler=handlers.Local())
+    assert norm == pytest.approx(math.sqrt(25 + 4 + 4))
+    torch.testing.assert_close(found[1].to_dense(), torch.tensor([2.0, 0, 2, 0]) / norm.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_stages_without_gradients_count_nothing():
+    assert fpipe.global_norm({0: {}, 1: {"frozen": None}}, ALONE, handler=handlers.Local()) == 0
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
+def test_a_norm_that_is_none_is_refused(max_norm):
+    with pytest.raises(ValueError, match="max_norm is a number of at least 0"):
+        fpipe.clip_by_global_norm({0: torch.ones(1)}, max_norm, ALONE, handler=handlers.Local())
