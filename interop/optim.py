@@ -1,17 +1,24 @@
-"""The optimizers of `torch.optim` as pairs of pure functions: init and update."""
+"""The optimizers of `torch.optim` as pairs of pure functions: init and update.
+
+A learning-rate schedule is a function of the step, `update(grads, state, params, lr=f(i))`: the count is the caller's,
+and no state keeps a second one. Gradients of several steps are added by `optree.tree_map(torch.add, total, grads)`,
+where None goes with None; with `reduction="sum"` the total is what one large batch gives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from fpipe.tree import NAMESPACE
+from fpipe.tree import NAMESPACE, Path, paths_of
 
 State = Any
+Group = tuple[Callable[[Path, Tensor], bool], Mapping[str, Any]]
+"""Which parameters, by path (`(stage, name)` in `{stage: {name: tensor}}`) and value, and options of their own."""
 
 
 class Optimizer(NamedTuple):
@@ -27,21 +34,34 @@ class Optimizer(NamedTuple):
     update: Callable[..., tuple[Any, State]]
 
 
-def optimizer(kind: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
-    """A functional optimizer out of a class of `torch.optim` and its options.
+def optimizer(
+    kind: type[torch.optim.Optimizer], *, donate: bool = False, groups: Sequence[Group] = (), **options: Any
+) -> Optimizer:
+    """A functional optimizer out of a class of `torch.optim` and its options, `fused` and `foreach` among them.
 
     The state is a pytree: for each parameter a dict of what the optimizer keeps for it, empty until its
-    first update. Nothing is changed in place. For options of a group's own, such as no weight decay on biases,
-    take an optimizer for each part of the params.
+    first update. Nothing is changed in place, unless it is donated.
+
+    Args:
+        donate: give the memory of `params` and `state` to the update, as JAX's donated buffers are given: what is
+            returned lies there, no copy is made, and what was passed must not be used again. Whoever else shares
+            that memory, as the modules of `from_modules` do, sees it change.
+        groups: `(predicate, options)`, of which a parameter takes the options of the first whose
+            `predicate(path, parameter)` is true; they go before those of the call.
 
     Raises:
         TypeError: an optimizer that wants a closure, such as LBFGS.
+        ValueError: (in update) grads or state have another structure than params.
 
     >>> init, update = optimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
     >>> params = {0: {"w": torch.tensor([1.0, 2.0])}}
     >>> params, state = update({0: {"w": torch.tensor([1.0, 1.0])}}, init(params), params)
     >>> params[0]["w"], state[0]["w"]
     (tensor([0.5000, 1.5000]), {'momentum_buffer': tensor([1., 1.])})
+
+    Without weight decay on what is a vector, as biases are:
+
+    >>> decaying = optimizer(torch.optim.AdamW, lr=1e-3, groups=[(lambda path, p: p.ndim < 2, {"weight_decay": 0.0})])
     """
     if issubclass(kind, torch.optim.LBFGS):
         raise TypeError("LBFGS evaluates the loss itself, which a pure update can't")
@@ -56,19 +76,44 @@ def optimizer(kind: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
         trained = [i for i, gradient in enumerate(gradients) if gradient is not None]
         if not trained:
             return params, state
-        own = {i: leaves[i].detach().clone().requires_grad_() for i in trained}
-        for i, parameter in own.items():
-            parameter.grad = gradients[i]
-        stepper = kind(own.values(), **{**options, **changes})
-        for i, parameter in own.items():
-            if states[i]:
-                stepper.state[parameter] = {name: _copy(x) for name, x in states[i].items()}
+        own = {i: leaves[i].detach() if donate else leaves[i].detach().clone() for i in trained}
+        members = _members(own, paths_of(spec), groups)
+        given = [{**changed, "params": [own[i] for i in here]} for changed, here in members]
+        stepper = kind(given, **{**options, **changes})
+        for group, (_, here) in zip(stepper.param_groups, members, strict=True):
+            for i in here:
+                own[i].grad = gradients[i]
+                if states[i]:
+                    stepper.state[own[i]] = _placed(states[i], own[i], group, donate)
         stepper.step()
-        updated = [own[i].detach() if i in own else leaf for i, leaf in enumerate(leaves)]
-        kept = [dict(stepper.state[own[i]]) if i in own else states[i] for i in range(len(leaves))]
-        return spec.unflatten(updated), spec.unflatten(kept)
+        for i, parameter in own.items():
+            parameter.grad = None
+            leaves[i], states[i] = parameter, stepper.state[parameter]
+        return spec.unflatten(leaves), spec.unflatten(states)
 
     return Optimizer(init, update)
+
+
+def _members(
+    own: Mapping[int, Tensor], paths: Sequence[Path], groups: Sequence[Group]
+) -> list[tuple[Mapping[str, Any], list[int]]]:
+    """The parameters of each group, by number; those of none come last."""
+    if not groups:
+        return [({}, list(own))]
+    found = [(options, list[int]()) for _, options in groups] + [({}, [])]
+    for i, parameter in own.items():
+        first = next((k for k, (wanted, _) in enumerate(groups) if wanted(paths[i], parameter)), -1)
+        found[first][1].append(i)
+    return [(options, here) for options, here in found if here]
+
+
+def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any], donate: bool) -> dict[str, Any]:
+    """What the optimizer may change in place; a count of steps goes where the kernels want it."""
+    found = dict(state) if donate else {k: x.clone() if isinstance(x, Tensor) else x for k, x in state.items()}
+    count = found.get("step") if group.get("fused") or group.get("capturable") else None
+    if isinstance(count, Tensor) and count.device != parameter.device:
+        found["step"] = count.to(parameter.device)
+    return found
 
 
 def _matching(spec: optree.PyTreeSpec, tree: Any, what: str) -> list[Any]:
@@ -78,7 +123,3 @@ def _matching(spec: optree.PyTreeSpec, tree: Any, what: str) -> list[Any]:
         raise ValueError(
             f"{what} has another structure than params ({error}); grads and state go with the params they came from"
         ) from error
-
-
-def _copy(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x

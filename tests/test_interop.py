@@ -1,4 +1,4 @@
-"""Modules and optimizers of torch as pure functions, against torch itself."""
+"""Modules of torch as pure functions, against torch itself."""
 
 import copy
 
@@ -97,61 +97,3 @@ def test_a_wrong_tree_names_the_missing_key():
     pipeline, params = interop.from_modules([nn.Linear(2, 2)])
     with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
         pipeline({0: {"weight": params[0]["weight"]}}, torch.ones(2))
-
-
-OPTIMIZERS = [
-    (torch.optim.SGD, {"lr": 0.1}),
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
-    (torch.optim.AdamW, {"lr": 0.1}),
-    (torch.optim.RMSprop, {"lr": 0.1, "centered": True, "momentum": 0.5}),
-    (torch.optim.Adagrad, {"lr": 0.1}),
-    (torch.optim.Adadelta, {}),
-    (torch.optim.NAdam, {}),
-    (torch.optim.RAdam, {}),
-    (torch.optim.Adafactor, {"lr": 0.1}),
-]
-
-
-@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
-def test_an_optimizer_gives_torchs_bits_and_changes_nothing(kind, options):
-    torch.manual_seed(0)
-    params = {0: {"w": torch.randn(3, 3), "b": torch.randn(3)}, 2: {"w": torch.randn(3), "n": torch.arange(3)}}
-    own = [params[0]["b"].clone(), params[0]["w"].clone(), params[2]["w"].clone()]
-    theirs = kind([p.requires_grad_() for p in own], **options)
-    init, update = interop.optimizer(kind, **options)
-    state = init(params)
-    for i in range(4):
-        grads = [torch.randn_like(p) for p in own]
-        for p, g in zip(own, grads, strict=True):
-            p.grad = g
-        theirs.step()
-        given = {0: {"w": grads[1], "b": grads[0]}, 2: {"w": grads[2], "n": None}}
-        before = copy.deepcopy((given, state, params))
-        new_params, new_state = update(given, state, params)
-        assert differences((given, state, params), before) == []
-        params, state = new_params, new_state
-        found = [params[0]["b"], params[0]["w"], params[2]["w"]]
-        assert all(torch.equal(a, b) for a, b in zip(found, own, strict=True)), i
-    assert state[2]["n"] == {}
-    assert not params[0]["w"].requires_grad
-
-
-def test_options_hold_for_one_update():
-    init, update = interop.optimizer(torch.optim.SGD, lr=1.0)
-    params, grads = {0: torch.zeros(1)}, {0: torch.ones(1)}
-    state = init(params)
-    assert update(grads, state, params, lr=0.25)[0][0] == -0.25
-    assert update(grads, state, params)[0][0] == -1
-
-
-def test_an_optimizer_with_a_closure_is_refused():
-    with pytest.raises(TypeError, match="LBFGS"):
-        interop.optimizer(torch.optim.LBFGS)
-
-
-def test_gradients_of_another_structure():
-    init, update = interop.optimizer(torch.optim.SGD, lr=1.0)
-    params = {0: {"w": torch.zeros(1)}}
-    with pytest.raises(ValueError, match="grads has another structure than params"):
-        update({0: {"v": torch.zeros(1)}}, init(params), params)

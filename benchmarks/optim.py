@@ -1,0 +1,125 @@
+"""An update of `interop.optimizer` beside a step of torch's own optimizer: times in turn, and the peak of memory.
+
+    python -m benchmarks.optim
+    python -m benchmarks.optim --device cuda --width 2048
+
+`torch` is `stepper.step()` on parameters that have their gradients, `donated` an update with `donate=True`, `pure` one
+without. A round runs each once, in the order given and back (A B C C B A); ratios are to torch, of the same round.
+Bytes are of tensors at the peak, beyond parameters, gradients and state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fpipe import interop, peak_bytes
+
+Way = Callable[[], None]
+KERNELS: dict[str, dict[str, bool]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def model(layers: int, width: int, device: torch.device) -> dict[int, dict[str, torch.Tensor]]:
+    """A matrix and a bias for each layer."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        s: {
+            "weight": torch.randn(width, width, generator=generator).to(device),
+            "bias": torch.randn(width, generator=generator).to(device),
+        }
+        for s in range(layers)
+    }
+
+
+def ways(layers: int, width: int, device: torch.device, kernel: dict[str, bool]) -> dict[str, Way]:
+    """Each with parameters, gradients and a state of its own, which an update has filled."""
+    grads = model(layers, width, device)
+    theirs = [p.requires_grad_() for tree in model(layers, width, device).values() for p in tree.values()]
+    for p, g in zip(theirs, (g for tree in grads.values() for g in tree.values()), strict=True):
+        p.grad = g
+    stepper = torch.optim.AdamW(theirs, lr=1e-3, **kernel)
+    found: dict[str, Way] = {"torch": lambda: stepper.step()}
+    for name, donate in (("donated", True), ("pure", False)):
+        found[name] = _ours(grads, model(layers, width, device), donate, kernel)
+    for way in found.values():
+        way()
+    return found
+
+
+def _ours(grads: Any, params: Any, donate: bool, kernel: dict[str, bool]) -> Way:
+    init, update = interop.optimizer(torch.optim.AdamW, lr=1e-3, donate=donate, **kernel)
+    held = [params, init(params)]
+
+    def way() -> None:
+        held[:] = update(grads, held[1], held[0])
+
+    return way
+
+
+def timed(way: Way, device: torch.device) -> float:
+    _settled(device)
+    start = time.perf_counter()
+    way()
+    _settled(device)
+    return time.perf_counter() - start
+
+
+def _settled(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def row(name: str, layers: int, width: int, device: torch.device, rounds: int) -> dict[str, Any]:
+    found = ways(layers, width, device, KERNELS[name])
+    times: dict[str, list[float]] = {way: [] for way in found}
+    for _ in range(rounds):
+        for way in (*found, *reversed(found)):
+            times[way].append(timed(found[way], device))
+    ratios = {way: statistics.median(a / b for a, b in zip(times[way], times["torch"], strict=True)) for way in found}
+    parameters = layers * (width * width + width) * 4
+    return {
+        "kernel": name,
+        "layers": layers,
+        "width": width,
+        "milliseconds": {way: 1e3 * statistics.median(taken) for way, taken in times.items()},
+        "ratios": ratios,
+        "parameter_bytes": parameters,
+        "peak_bytes": {way: peak_bytes(call, device) for way, call in found.items()},
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    print(f"\n{found['kernel']}, {found['layers']} layers of width {found['width']}")
+    print(f"  {'':8} {'ms':>9} {'ratio':>7} {'bytes at the peak, in parameters':>34}")
+    for way, taken in found["milliseconds"].items():
+        share = found["peak_bytes"][way] / found["parameter_bytes"]
+        print(f"  {way:8} {taken:9.3f} {found['ratios'][way]:7.3f} {share:34.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--width", type=int, nargs="+", default=[32, 256, 512])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", action="store_true", help="print a list of dicts")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    device, rows = torch.device(options.device), []
+    for width in options.width:
+        for name in KERNELS:
+            rows.append(row(name, options.layers, width, device, options.rounds))
+            if not options.json:
+                show(rows[-1])
+    if options.json:
+        print(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
