@@ -222,6 +222,26 @@ class Pipeline:
                 held[owner] = place(held.get(owner, {}), path, self._shared(params, *users[0], owner, path))
         return dict(sorted(held.items()))
 
+    def describe(self, params: Mapping[int, Any] | None = None) -> str:
+        """A table of the stages: parameters, bytes, what each reads; and the ties.
+
+        Args:
+            params: whose sizes to tell; by default those of modules, which know their own.
+
+        What a stage reads in bytes, for a microbatch as large as the example, is told of stages that come from
+        `interop.split`, and the share of the time of those that were balanced.
+
+        >>> pipeline = Pipeline([lambda p, x: x @ p["w"], lambda p, x: x @ p["w"].T], ties={(1, "w"): (0, "w")})
+        >>> print(pipeline.describe({0: {"w": torch.zeros(8, 4)}, 1: {}}))
+        stage  parameters  bytes  reads
+            0          32  128 B  batch
+            1           0    0 B  stage 0
+        tied: w of stage 1 is w of stage 0
+        """
+        from fpipe.description import description  # which imports this module
+
+        return description(self, params)
+
     def replace(self, stages: Sequence[Stage], loss: Callable[..., Any] | None) -> Pipeline:
         """The same edges' and ties' pipeline with other stages and another loss."""
         twin = Pipeline(stages, loss)

@@ -5,21 +5,35 @@ from typing import TYPE_CHECKING
 from fpipe.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from fpipe.interop.modules import buffers, eval_mode, from_modules, into_modules
+    from fpipe.interop.cut import End
+    from fpipe.interop.export import pipe_split
+    from fpipe.interop.materialising import materialise
+    from fpipe.interop.modes import eval_mode
+    from fpipe.interop.modules import buffers, from_functions, from_modules, into_modules
     from fpipe.interop.optim import Optimizer, optimizer
     from fpipe.interop.pipe import from_pipe
     from fpipe.interop.pipelining import from_csv, to_csv
+    from fpipe.interop.splitting import split, split_points
+    from fpipe.interop.state_dicts import from_state_dict, to_state_dict
 
 _HOME = {
+    "End": "cut",
     "Optimizer": "optim",
     "buffers": "modules",
-    "eval_mode": "modules",
+    "eval_mode": "modes",
     "from_csv": "pipelining",
+    "from_functions": "modules",
     "from_modules": "modules",
     "from_pipe": "pipe",
+    "from_state_dict": "state_dicts",
     "into_modules": "modules",
+    "materialise": "materialising",
     "optimizer": "optim",
+    "pipe_split": "export",
+    "split": "splitting",
+    "split_points": "splitting",
     "to_csv": "pipelining",
+    "to_state_dict": "state_dicts",
 }
 
 __all__ = sorted(_HOME)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +16,56 @@ from fpipe.stage import Pipeline, Read, Stage
 Tree = dict[str, Tensor]
 
 
+class Contents(NamedTuple):
+    """What a stage holds and puts out, as tensors on the meta device.
+
+    Args:
+        params, state: by name.
+        outputs: those that other stages read, as far as they are known.
+        begins: where in the module, by name.
+        share: of the time of all stages, if that was estimated or measured.
+    """
+
+    params: Tree
+    state: Tree
+    outputs: Tree
+    begins: str | None = None
+    share: float | None = None
+
+
 @dataclass(frozen=True)
 class ModuleFunction:
-    """A module's forward as a pure function of its parameters, and of its buffers where it has any."""
+    """A module's forward as a pure function of its parameters, and of its buffers where it has any.
+
+    Args:
+        qualified: whether its names are those of the whole module that it is a part of.
+    """
 
     skeleton: nn.Module
+    qualified: bool = False
 
     def __call__(self, params: Tree, *inputs: Any) -> Any:
         return owning(self.skeleton, params)(*inputs)
 
+    @property
+    def contents(self) -> Contents:
+        """What it holds."""
+        return Contents(dict(self.skeleton.named_parameters()), dict(self.skeleton.named_buffers()), {})
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The entry for each name in the module's state_dict."""
+        first: dict[int, str] = {}
+        return {name: first.setdefault(id(x), name) for name, x in self.skeleton.state_dict(keep_vars=True).items()}
+
+    @property
+    def kept(self) -> Tree:
+        """Values of buffers that no state_dict has."""
+        return {}
+
 
 @dataclass(frozen=True)
-class StatefulModuleFunction:
-    skeleton: nn.Module
-
+class StatefulModuleFunction(ModuleFunction):
     def __call__(self, params: Tree, state: Tree, *inputs: Any) -> tuple[Any, Tree]:
         module = owning(self.skeleton, {**params, **{name: buffer.clone() for name, buffer in state.items()}})
         outputs = module(*inputs)
@@ -49,13 +86,13 @@ def owning(skeleton: nn.Module, tensors: Tree) -> nn.Module:
         if names:
             raise RuntimeError(f"{what} key(s) for {type(skeleton).__name__}: {', '.join(map(repr, sorted(names)))}")
     given = {id(tensor): tensors[name] for name, tensor in named.items()}
-    twins = {id(module): _twin(module, given) for module in skeleton.modules()}
+    twins = {id(module): twin_of(module, given) for module in skeleton.modules()}
     for twin in twins.values():
         twin._modules = {name: child and twins[id(child)] for name, child in twin._modules.items()}
     return twins[id(skeleton)]
 
 
-def _twin(module: nn.Module, given: Mapping[int, Tensor]) -> nn.Module:
+def twin_of(module: nn.Module, given: Mapping[int, Tensor]) -> nn.Module:
     """A copy of a module alone, which shares all but what belongs to a call."""
     twin: nn.Module = object.__new__(module.__class__)  # a GraphModule makes a class of its own for each instance
     twin.__dict__.update({k: list(v) if type(v) is list else v for k, v in module.__dict__.items()})
@@ -66,8 +103,9 @@ def _twin(module: nn.Module, given: Mapping[int, Tensor]) -> nn.Module:
 
 
 def from_modules(
-    modules: Sequence[nn.Module],
+    modules: Sequence[nn.Module] | nn.Sequential,
     *,
+    at: Sequence[int] | None = None,
     loss: Callable[..., Any] | None = None,
     reads: Mapping[int, Sequence[Read | int]] | None = None,
 ) -> tuple[Pipeline, dict[int, Tree]]:
@@ -78,15 +116,18 @@ def from_modules(
     first state. Whether a module trains or evaluates is settled here; `eval_mode` gives the other pipeline.
 
     Args:
+        at: where an `nn.Sequential` is cut, by the indices of the modules that begin a stage; names are then its own.
         loss: `loss(output, target) -> loss | (loss, aux)`.
         reads: what a stage reads, where that is not the output of the stage before.
 
     The modules are left as they are, and the parameters share their memory.
 
-    >>> pipeline, params = from_modules([nn.Linear(2, 3), nn.Linear(3, 1, bias=False)])
+    >>> pipeline, params = from_modules(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False)), at=[2])
     >>> {stage: {name: tuple(p.shape) for name, p in tree.items()} for stage, tree in params.items()}
-    {0: {'weight': (3, 2), 'bias': (3,)}, 1: {'weight': (1, 3)}}
+    {0: {'0.weight': (3, 2), '0.bias': (3,)}, 1: {'2.weight': (1, 3)}}
     """
+    if at is not None:
+        modules = _pieces(modules, at)
     home: dict[int, tuple[int, str]] = {}
     ties: dict[tuple[int, str], tuple[int, str]] = {}
     params: dict[int, Tree] = {}
@@ -101,15 +142,66 @@ def from_modules(
                 ties[index, name] = owner
         frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
         stateful = any(True for _ in module.buffers())
-        function = (StatefulModuleFunction if stateful else ModuleFunction)(_skeleton(module))
+        function = (StatefulModuleFunction if stateful else ModuleFunction)(skeleton(module), at is not None)
         stages.append(Stage(function, (reads or {}).get(index), stateful, tuple(frozen)))
     return Pipeline(stages, loss, ties=ties), params
 
 
-def buffers(modules: Sequence[nn.Module]) -> dict[int, Tree]:
-    """The state of the stages that have one: copies of the modules' buffers, by stage."""
-    found = {index: {n: b.detach().clone() for n, b in m.named_buffers()} for index, m in enumerate(modules)}
-    return {index: tree for index, tree in found.items() if tree}
+def _pieces(modules: Sequence[nn.Module] | nn.Sequential, at: Sequence[int]) -> list[nn.Module]:
+    if not isinstance(modules, nn.Sequential):
+        raise TypeError(
+            f"at= cuts an nn.Sequential, not a {type(modules).__name__}: a list has a module for each stage"
+        )
+    bounds = [0, *at, len(modules)]
+    if any(low >= high for low, high in itertools.pairwise(bounds)):
+        raise ValueError(f"at={list(at)} must rise, from 1 to {len(modules) - 1}, so that no stage is empty")
+    return [modules[low:high] for low, high in itertools.pairwise(bounds)]
+
+
+def from_functions(
+    functions: Sequence[Callable[..., Any]],
+    *,
+    loss: Callable[..., Any] | None = None,
+    reads: Mapping[int, Sequence[Read | int]] | None = None,
+    ties: Mapping[tuple[int, Any], tuple[int, Any]] | None = None,
+    stateful: Collection[int] = (),
+    frozen: Mapping[int, Sequence[Any]] | None = None,
+) -> Pipeline:
+    """A pipeline of one stage for each pure function `fn(params, *inputs) -> outputs`.
+
+    Args:
+        loss, ties: as of `fpipe.Pipeline`.
+        reads, frozen: of stages, as of `fpipe.Stage`.
+        stateful: the stages whose function is `fn(params, state, *inputs) -> (outputs, state)`.
+
+    >>> from fpipe import Batch
+    >>> pipeline = from_functions([lambda p, x: x * p, lambda p, h, x: h + x * p], reads={1: [0, Batch()]})
+    >>> pipeline({0: 2, 1: 3}, torch.ones(()))
+    tensor(5.)
+    """
+    reads, frozen = reads or {}, frozen or {}
+    for what, numbers in (("reads", reads), ("stateful", stateful), ("frozen", frozen)):
+        if unknown := [number for number in numbers if number not in range(len(functions))]:
+            raise ValueError(f"{what} names stage {unknown[0]}, and there are {len(functions)} functions")
+    stages = [Stage(fn, reads.get(i), i in stateful, frozen.get(i, ())) for i, fn in enumerate(functions)]
+    return Pipeline(stages, loss, ties=ties)
+
+
+def buffers(modules: Sequence[nn.Module] | Pipeline, module: nn.Module | None = None) -> dict[int, Tree]:
+    """The state of the stages that have one: copies of buffers, by stage.
+
+    Args:
+        modules: those that `from_modules` was given; or a pipeline, such as `split` gives,
+        module: and then the whole module.
+    """
+    if not isinstance(modules, Pipeline):
+        found = {index: {n: b.detach().clone() for n, b in m.named_buffers()} for index, m in enumerate(modules)}
+        return {index: tree for index, tree in found.items() if tree}
+    if module is None:
+        raise TypeError("buffers(pipeline, module): a pipeline holds no values")
+    held = dict(module.named_buffers(remove_duplicate=False))
+    functions: dict[int, Any] = {index: stage.fn for index, stage in enumerate(modules.stages) if stage.stateful}
+    return {i: {name: held[name].detach().clone() for name in fn.contents.state} for i, fn in functions.items()}
 
 
 def into_modules(
@@ -129,18 +221,7 @@ def into_modules(
                 held[name].copy_(value)
 
 
-def eval_mode(pipeline: Pipeline, mode: bool = True) -> Pipeline:
-    """The same pipeline with its modules in evaluation mode: no dropout, batch norm by its running statistics."""
-    stages = []
-    for stage in pipeline.stages:
-        if isinstance(stage.fn, ModuleFunction | StatefulModuleFunction):
-            module = copy.deepcopy(stage.fn.skeleton)
-            stage = replace(stage, fn=replace(stage.fn, skeleton=module.train(not mode)))
-        stages.append(stage)
-    return pipeline.replace(stages, pipeline.loss)
-
-
-def _skeleton(module: nn.Module) -> nn.Module:
+def skeleton(module: nn.Module) -> nn.Module:
     """A copy of the module whose parameters and buffers are on the meta device: it holds no memory."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():

@@ -93,3 +93,10 @@ def test_the_pipe_is_left_as_it_is():
     run = fpipe.evaluate(stages, stages.plan(Placement.loop(2), 1), handler=handlers.Local())
     assert differences(run(params, inputs[0]), pipe(*inputs)[0].detach()) == []
     assert differences(before, {name: parameter.detach() for name, parameter in pipe.named_parameters()}) == []
+
+
+def test_the_mode_that_was_traced_stays():
+    _, pipe, _ = made(Marked)
+    stages, _ = interop.from_pipe(pipe)
+    with pytest.raises(ValueError, match="stage 0 is a graph that was traced in one mode for good"):
+        interop.eval_mode(stages)

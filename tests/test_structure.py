@@ -127,7 +127,8 @@ SURFACE = {
     "fpipe": """
         Batch Costs Edges Link LiveBytes Measurement Output Pipeline Placement Plan Program Recording Report
         ScheduleError Stage StageError Timeline TransportError clip_by_global_norm draw effects evaluate gather
-        global_norm handlers interop lower peak_bytes policies profile schedules simulate tensorboard value_and_grad verify
+        global_norm handlers interop lower peak_bytes policies profile schedules simulate tensorboard
+        value_and_grad verify
     """,
     "fpipe.handlers": "Distributed Handler Inputs Local Observer Reference Results",
     "fpipe.schedules": """
@@ -135,7 +136,11 @@ SURFACE = {
         one_f_one_b pareto search v_auto v_half v_min zb_auto zb_h1 zb_h2 zb_v
     """,
     "fpipe.tensorboard": "Recorder",
-    "fpipe.interop": "Optimizer buffers eval_mode from_csv from_modules from_pipe into_modules optimizer to_csv",
+    "fpipe.interop": """
+        End Optimizer buffers eval_mode from_csv from_functions
+        from_modules from_pipe from_state_dict into_modules materialise optimizer pipe_split split split_points to_csv
+        to_state_dict
+    """,
 }
 
 

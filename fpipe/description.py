@@ -1,0 +1,101 @@
+"""A pipeline as a table: what each stage holds, what it reads, and which parameters are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fpipe.stage import Batch, Output, Pipeline, Read
+from fpipe.tree import Path, as_path, flatten, pick, short
+
+
+def description(pipeline: Pipeline, params: Mapping[int, Any] | None = None) -> str:
+    """The table that `Pipeline.describe` gives.
+
+    A function that knows what it holds says so by an attribute `contents`, with trees `params` and `state` of tensors
+    that need no memory, `outputs` by name, where it `begins` and its `share` of the time; None where that isn't known.
+    """
+    contents: list[Any] = [getattr(stage.fn, "contents", None) for stage in pipeline.stages]
+    tied = {user: entry for entry, uses in pipeline.entries.items() for user in uses[1:]}
+    rows = []
+    for index, stage in enumerate(pipeline.stages):
+        row, known = {"stage": str(index)}, contents[index]
+        if params is not None or known is not None:
+            tree = _own(known.params, index, tied) if params is None else params.get(index)
+            whole, frozen = _tensors(tree), _tensors([_at(tree, as_path(name)) for name in stage.frozen])
+            row |= {"parameters": f"{_count(whole) - _count(frozen):,}", "bytes": size(whole)}
+            row |= {"frozen": f"{_count(frozen):,}"} if frozen else {}
+        if known is not None and known.state:
+            row["state"] = size(_tensors(known.state))
+        if known is not None and known.share is not None:
+            row["time"] = f"{known.share:.0%}"
+        if known is not None and known.begins is not None:
+            row["begins"] = known.begins
+        rows.append(row | {"reads": ", ".join(_read(read, contents) for read in stage.inputs) or "nothing"})
+    lines = _table(rows)
+    for (user, path), (owner, source) in sorted(tied.items(), key=str):
+        lines.append(f"tied: {_name(path)} of stage {user} is {_name(source)} of stage {owner}")
+    return "\n".join(lines)
+
+
+def _own(tree: Mapping[Any, Any], stage: int, tied: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A stage's own entries, without those of lower stages."""
+    return {name: x for name, x in tree.items() if (stage, (name,)) not in tied}
+
+
+def _at(tree: Any, path: Path) -> Any:
+    """What is at a path; None where nothing is, as for an entry that lives with another stage."""
+    try:
+        return pick(tree, path)
+    except (KeyError, IndexError, AttributeError, TypeError):
+        return None
+
+
+def _count(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(x.numel() for x in tensors)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in flatten(tree).leaves if isinstance(x, torch.Tensor)]
+
+
+def _read(read: Read, contents: Sequence[Any]) -> str:
+    if isinstance(read, Output):
+        known = contents[read.stage].outputs if contents[read.stage] is not None else {}
+        value = pick(known, read.path) if read.path and read.path[0] in known else None
+        what = f" {_name(read.path)}" if read.path else ""
+        return f"stage {read.stage}{what}" + (f" ({size([value])})" if value is not None else "")
+    return f"batch{short(read.path)}" if isinstance(read, Batch) else "target"
+
+
+def _name(path: Sequence[Any]) -> str:
+    """A path without quotes, where it is one name."""
+    return path[0] if len(path) == 1 and isinstance(path[0], str) else short(tuple(path))
+
+
+def size(tensors: Sequence[torch.Tensor]) -> str:
+    """Bytes, in the unit that they are some of.
+
+    >>> size([torch.zeros(3)]), size([torch.zeros(1000, 1000)])
+    ('12 B', '3.8 MiB')
+    """
+    count = sum(x.numel() * x.element_size() for x in tensors)
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    return f"{count} B" if not power else f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB"
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Columns that some row has, numbers to the right."""
+    columns = [
+        name
+        for name in ("stage", "parameters", "frozen", "bytes", "state", "time", "begins")
+        if any(name in row for row in rows)
+    ]
+    widths = [max(len(name), *(len(row.get(name, "")) for row in rows)) for name in columns]
+    head = dict(zip((*columns, "reads"), (*columns, "reads"), strict=True))
+    return [
+        "  ".join([*(row.get(n, "").rjust(w) for n, w in zip(columns, widths, strict=True)), row["reads"]])
+        for row in (head, *rows)
+    ]

@@ -1,0 +1,230 @@
+"""Where to cut so that the largest stage is as small as can be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from fpipe.interop.cut import Begin, End, Flow, Point, frames, hint, is_size, nodes_in
+from fpipe.microbatch import Microbatch
+from fpipe.stage import Pipeline
+from fpipe.tree import flatten
+
+INTENSITY = 32
+"""Operations that take as long as to move one byte: some 10 on CPUs, some 100 on GPUs."""
+SLACK = 1.05
+"""How much larger than the least the largest stage may be, for less to send and for rounder places."""
+WIDER = 1.5
+"""How much more may cross a place than another nearby."""
+REPEATS = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage may begin.
+
+    Args:
+        start: place of its first operation.
+        point: its name.
+        depth: how many submodules it lies within.
+        crossing: bytes of a microbatch of the example's size that go from before it to after it.
+    """
+
+    start: int
+    point: Point
+    depth: int
+    crossing: int
+
+
+def places(flow: Flow, trained: Callable[[str], bool]) -> list[Place]:
+    """Where a submodule that has parameters begins, or ends, and something is to be done on both sides.
+
+    Args:
+        trained: whether the submodule of a name has parameters.
+    """
+    before: list[tuple[str, int]] = []
+    crossing, whole = _crossing(flow), _whole(flow)
+    found = []
+    for i in flow.work:
+        now = frames(flow.nodes[i])
+        left = [frame for frame in before if frame not in now and trained(frame[0])]
+        entered = [frame for frame in now if frame not in before and trained(frame[0])]
+        within = len([frame for frame in now if frame in before])
+        before = now
+        if (
+            i > flow.work[0]
+            and not any(low < i <= high for low, high in whole)
+            and (point := _point(flow, i, entered, left))
+        ):
+            found.append(Place(flow.start(point), point, within, crossing[i]))
+    return found
+
+
+def _point(flow: Flow, i: int, entered: list[tuple[str, int]], left: list[tuple[str, int]]) -> Point | None:
+    """A name for the place of an operation, if one leads just there."""
+    points: list[Point] = [Begin(f"{name}@{call}" if call else name) for name, call in entered[:1]]
+    points += [End(name) for name, _ in left[:1]]
+    return next((p for p in points if flow.work[bisect_left(flow.work, flow.start(p)) :][:1] == [i]), None)
+
+
+def _whole(flow: Flow) -> list[tuple[int, int]]:
+    """The first and last places that use a buffer that changes, for all such: these stay together."""
+    found = []
+    for node, name in flow.exported.tensors.items():
+        if name in flow.state:
+            uses = [flow.place[n] for n in (*node.users, flow.exported.changed.get(name)) if n in flow.place]
+            found.append((min(uses, default=0), max(uses, default=0)))
+    return found
+
+
+def _crossing(flow: Flow) -> list[int]:
+    """By place, the bytes of what is made before it and used from it on."""
+    ends = set(nodes_in(flow.exported.output))
+    delta = [0] * (len(flow.nodes) + 1)
+    for i in flow.work:
+        node = flow.nodes[i]
+        uses = [flow.place[u] for u in node.users if u in flow.place] + [len(flow.nodes)] * (node in ends)
+        if uses and isinstance(node.meta.get("val"), Tensor) and max(uses) > i:
+            size = bytes_of(node.meta["val"])
+            delta[i + 1] += size
+            delta[min(max(uses) + 1, len(flow.nodes))] -= size
+    return list(itertools.accumulate(delta))
+
+
+def bytes_of(value: Tensor) -> int:
+    """A tensor's size, of the example's sizes where they are symbols."""
+    return int(math.prod(map(hint, value.shape))) * value.element_size()
+
+
+def estimate(flow: Flow) -> list[float]:
+    """What each operation takes, in bytes moved or their worth in arithmetic, whichever is more; on fake tensors."""
+    costs = [0.0] * len(flow.nodes)
+    counter = FlopCounterMode(display=False)
+    exported = flow.exported
+    with torch.no_grad(), FakeTensorMode(), counter:
+        values: dict[fx.Node, Any] = {}
+        for node in exported.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = _sized(node.meta["val"])
+            elif node in flow.place:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
+                before = counter.get_total_flops()
+                values[node] = _run(node, args, kwargs)
+                flops = counter.get_total_flops() - before
+                costs[flow.place[node]] = max(flops / INTENSITY, _moved((args, kwargs), values[node]))
+    return costs
+
+
+def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What a node gives for fakes; where that takes values, as of a condition, fakes that are like it."""
+    if node.op == "get_attr":
+        return None
+    if is_size(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return pytree.tree_map(_sized, node.meta["val"])
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _sized(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return hint(value)
+    shape, strides = (list(map(hint, sizes)) for sizes in (value.shape, value.stride()))
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+
+def _moved(given: Any, result: Any) -> int:
+    """Bytes read and written; of a view, none."""
+    made, read = tensors_in(result), tensors_in(given)
+    seen = {x.untyped_storage()._cdata for x in read}
+    if all(x.untyped_storage()._cdata in seen for x in made):
+        return 0
+    return sum(bytes_of(x) for x in (*made, *read))
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def chosen(weights: Sequence[float], found: Sequence[Place], stages: int) -> list[Point]:
+    """The places that make the largest of the stages smallest; of many such, those with the least to send.
+
+    Args:
+        weights: of each operation.
+
+    Raises:
+        ValueError: there are too few places.
+    """
+    total = np.concatenate([[0.0], np.cumsum(weights)])
+    if stages - 1 > len(found):
+        raise ValueError(
+            f"there are {len(found)} places to cut at, where submodules with parameters begin or end: too few for "
+            f"{stages} stages"
+        )
+    near = total[-1] / (2 * stages)
+    at = np.array([total[place.start] for place in found])
+    least = [min(p.crossing for p, x in zip(found, at, strict=True) if abs(x - here) <= near) for here in at]
+    kept = [place for place, low in zip(found, least, strict=True) if place.crossing <= WIDER * low]
+    kept = kept if len(kept) >= stages - 1 else list(found)
+    bounds = np.array([0.0, *(total[place.start] for place in kept), total[-1]])
+    typical = statistics.median(place.crossing for place in kept) or 1 if kept else 1
+    penalties = np.array([0.0, *(p.crossing / typical + p.depth / 4 for p in kept), 0.0])
+    return [kept[i - 1].point for i in _cut(bounds, penalties, stages)]
+
+
+def _cut(bounds: np.ndarray, penalties: np.ndarray, stages: int) -> list[int]:
+    """Indices of the inner bounds of the cut."""
+    count = len(bounds)
+    sizes = np.where(np.arange(count)[:, None] < np.arange(count)[None], bounds[None] - bounds[:, None], np.inf)
+    largest = sizes[0]
+    for _ in range(stages - 1):
+        largest = np.maximum(largest[:, None], sizes).min(axis=0)
+    allowed = np.where(sizes <= largest[-1] * SLACK, penalties[:, None], np.inf)
+    cost, steps = allowed[0], []
+    for _ in range(stages - 1):
+        paths = cost[:, None] + allowed
+        steps.append(paths.argmin(axis=0))
+        cost = paths.min(axis=0)
+    found = [count - 1]
+    for step in reversed(steps):
+        found.append(int(step[found[-1]]))
+    return found[:0:-1]
+
+
+def measure(pipeline: Pipeline, params: Mapping[int, Any], state: Mapping[int, Any], batch: Any) -> list[float]:
+    """Seconds of each stage's forward and backward, by eager autograd: the least of several runs."""
+    least = [float("inf")] * len(pipeline.stages)
+    for _ in range(REPEATS):
+        outputs: dict[int, Any] = {}
+        for index, stage in enumerate(pipeline.stages):
+            own, given = _leaves(
+                (pipeline.params_of(params, index), stage.arguments(outputs, stage.given(Microbatch(batch, None))))
+            )
+            begun = time.perf_counter()
+            result, _ = stage(own[0], state.get(index), own[1])
+            ends = [x for x in tensors_in(result) if x.requires_grad]
+            if ends and given:
+                torch.autograd.grad(ends, given, [torch.ones_like(x) for x in ends], allow_unused=True)
+            if ends and ends[0].is_cuda:
+                torch.cuda.synchronize(ends[0].device)
+            least[index] = min(least[index], time.perf_counter() - begun)
+            outputs[index] = result
+    return least
+
+
+def _leaves(tree: Any) -> tuple[Any, list[Tensor]]:
+    """The same tree with tensors of its own to differentiate by, and these."""
+    leaves, spec = flatten(tree)
+    own = [x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in leaves]
+    return spec.unflatten(own), [x for x in own if isinstance(x, Tensor) and x.requires_grad]

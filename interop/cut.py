@@ -1,0 +1,357 @@
+"""A module's graph cut into stages.
+
+Invariants:
+- an operation is in the stage of its place in the order of execution, and there alone, but for what depends on no
+  parameter and draws nothing: that is redone wherever it is used, so that masks, positions and sizes don't travel;
+- a value goes from the stage that makes it to every stage that reads it, and through none between;
+- a buffer that forward changes is touched by one stage.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import operator
+import re
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from fpipe.autodiff.trace import draws
+from fpipe.interop.export import MARK, Exported
+
+aten = torch.ops.aten
+PRODUCTS = {
+    getattr(aten, name)
+    for name in (
+        "linear",
+        "matmul",
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "einsum",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "convolution",
+    )
+}
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Before a submodule runs: `"layers.4"` for short; `"layers.4@1"` before it runs a second time."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return repr(self.name)
+
+
+@dataclass(frozen=True)
+class End:
+    """After a submodule has run, for the last time."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"End({self.name!r})"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """At the n-th `pipe_split()` that forward comes by."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"pipe_split() {self.number}"
+
+
+Point = Begin | End | Mark
+
+
+@dataclass
+class Part:
+    """What a stage is made of.
+
+    Args:
+        nodes: its operations, in order.
+        entries: placeholders of parameters, and of buffers that nothing changes.
+        state: buffers that forward changes.
+        values: what it reads of other stages.
+        leaves: what it reads of the batch.
+        outputs: what others read, by name; of the last stage, the module's output.
+        sizes: of a node that is a size, the tensor and the axis it is read from instead.
+    """
+
+    nodes: list[fx.Node]
+    entries: list[fx.Node] = field(default_factory=list)
+    state: list[str] = field(default_factory=list)
+    values: list[fx.Node] = field(default_factory=list)
+    leaves: list[fx.Node] = field(default_factory=list)
+    outputs: Any = field(default_factory=dict)
+    sizes: dict[fx.Node, tuple[fx.Node, Any]] = field(default_factory=dict)
+
+
+class Flow:
+    """The operations of a module in order, and what may be redone where it is used.
+
+    Args:
+        state: buffers that count as changed though forward leaves them alone, as in evaluation, and their stages.
+    """
+
+    def __init__(self, exported: Exported, state: Mapping[str, int] | None = None) -> None:
+        self.exported = exported
+        self.given = state or {}
+        self.state = {*exported.changed, *self.given}
+        self.nodes = [n for n in exported.graph.nodes if n.op in ("call_function", "get_attr") and not _says(n)]
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+
+    @cached_property
+    def redone(self) -> set[fx.Node]:
+        """What depends on no parameter and draws nothing; sizes.
+
+        A product with a buffer of two axes or more is work: that buffer is a weight, as of a quantised layer.
+        """
+        found = {n for n in self.exported.graph.nodes if n.op == "placeholder" and not self._is_given_by_module(n)}
+        weights = {n for n in found.intersection(self.exported.tensors) if n.meta["val"].ndim > 1}
+        for node in self.nodes:
+            weighty = not weights.isdisjoint(node.all_input_nodes)
+            plain = not (isinstance(node.target, torch._ops.HigherOrderOperator) or random(node))
+            plain = plain and not (weighty and getattr(node.target, "overloadpacket", None) in PRODUCTS)
+            if node.op == "get_attr" or is_size(node) or (plain and found.issuperset(node.all_input_nodes)):
+                found.add(node)
+                weights.update([node] if weighty else [])
+        return found
+
+    def _is_given_by_module(self, node: fx.Node) -> bool:
+        """Whether it is a parameter, or a buffer that changes."""
+        name = self.exported.tensors.get(node)
+        return name is not None and (name in self.exported.parameters or name in self.state)
+
+    @cached_property
+    def work(self) -> list[int]:
+        """The places of what is done once."""
+        return [i for i, node in enumerate(self.nodes) if node not in self.redone]
+
+    # Points
+
+    def starts(self, points: Sequence[Point]) -> list[int]:
+        """The places where stages begin, but for the first.
+
+        Raises:
+            ValueError: a point that isn't there, out of order, or that leaves a stage empty.
+        """
+        found = [self.start(point) for point in points]
+        for (first, low), (second, high) in itertools.pairwise(zip(points, found, strict=True)):
+            if high < low:
+                raise ValueError(f"{second} comes before {first} when the module runs: name the points in that order")
+        names = ["the beginning", *map(str, points), "the end"]
+        for stage, (low, high) in enumerate(itertools.pairwise([0, *found, len(self.nodes)])):
+            if not any(low <= i < high for i in self.work):
+                between = f"{names[stage]} and {names[stage + 1]}"
+                raise ValueError(f"stage {stage} would be empty: no parameter is used between {between}")
+        return found
+
+    def start(self, point: Point) -> int:
+        if isinstance(point, Mark):
+            if point.number > len(self.marks):
+                raise ValueError(
+                    f"forward comes by {len(self.marks)} pipe_split() in this mode, and is to be cut at number "
+                    f"{point.number}"
+                )
+            return self.marks[point.number - 1]
+        name, at, call = point.name.partition("@")
+        calls = self.calls.get(name)
+        if calls is None and name in self.exported.modules:
+            raise ValueError(f"there is no split point {point}: {name!r} doesn't run in forward, or does nothing there")
+        if calls is None:
+            near = difflib.get_close_matches(name, self.calls, n=3, cutoff=0.5)
+            meant = f": did you mean {' or '.join(map(repr, near))}?" if near else f"; there are {_some(self.calls)}"
+            raise ValueError(f"there is no split point {point}: there is no such submodule{meant}")
+        if at and not (call.isdigit() and int(call) in calls):
+            raise ValueError(f"there is no split point {point}: {name!r} runs {len(calls)} times, counted from 0")
+        chosen = [calls[int(call)]] if at else list(calls.values())
+        return min(low for low, _ in chosen) if isinstance(point, Begin) else max(high for _, high in chosen) + 1
+
+    @cached_property
+    def marks(self) -> list[int]:
+        """Where forward comes by `pipe_split()`."""
+        before, found = -1, []
+        for node in self.exported.graph.nodes:
+            before = self.place.get(node, before)
+            if node.target is MARK:
+                found.append(before + 1)
+        return found
+
+    @cached_property
+    def calls(self) -> dict[str, dict[int, tuple[int, int]]]:
+        """Of each submodule that runs, by call, its first and last place. A list of modules runs with its items."""
+        found: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+        for i, node in enumerate(self.nodes):
+            for name, call in frames(node):
+                parts = name.split(".")
+                for own in range(1, len(parts) + 1):
+                    within = ".".join(parts[:own])
+                    number = call if within == name else 0
+                    low, _ = found[within].get(number, (i, i))
+                    found[within][number] = (low, i)
+        return dict(found)
+
+    @cached_property
+    def names(self) -> dict[fx.Node, str]:
+        """What values are called: the submodule that makes them, the operation, and which of several such it is."""
+        found: dict[fx.Node, str] = {}
+        counts = Counter[str]()
+        for node in self.nodes:
+            name = re.sub(r"_\d+$", "", node.name).strip("_")
+            for within, call in frames(node)[-1:]:
+                name = f"{within}@{call}.{name}" if call else f"{within}.{name}"
+            found[node] = f"{name}_{counts[name]}" if counts[name] else name
+            counts[name] += 1
+        return found
+
+    # The cut
+
+    def cut(self, starts: Sequence[int]) -> list[Part]:
+        """The stages that begin at these places.
+
+        Raises:
+            ValueError: two stages touch a buffer that forward changes.
+        """
+        parts = [Part([]) for _ in range(len(starts) + 1)]
+        for i in self.work:
+            parts[bisect_right(starts, i)].nodes.append(self.nodes[i])
+        return _Cutter(self, parts).cut()
+
+
+def frames(node: fx.Node) -> list[tuple[str, int]]:
+    """The submodules that run when a node does, outermost first, and for which time."""
+    found = []
+    for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items():
+        call = str(key).rpartition("@")[2]
+        if name and not name.startswith("_empty_nn_module_stack"):
+            found.append((name, int(call) if "@" in str(key) and call.isdigit() else 0))
+    return found
+
+
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), SYMBOLS)
+
+
+def hint(value: Any) -> Any:
+    """What a symbol is in the example; 1 where that depends on the values of tensors."""
+    if not isinstance(value, SYMBOLS):
+        return value
+    return value.node.hint if value.node.has_hint() else 1
+
+
+def random(node: fx.Node) -> bool:
+    return node.op == "call_function" and draws(node.target, node.args, node.kwargs)
+
+
+def _says(node: fx.Node) -> bool:
+    """Whether a node only checks or marks something."""
+    target = node.target
+    return target is MARK or (isinstance(target, torch._ops.OpOverload) and not target._schema.returns)
+
+
+def _some(names: Iterable[str]) -> str:
+    found = list(names)
+    return ", ".join(map(repr, found[:8])) + (" and more" if len(found) > 8 else "")
+
+
+@dataclass
+class _Cutter:
+    flow: Flow
+    parts: list[Part]
+    home: dict[fx.Node, int] = field(default_factory=dict)
+
+    def cut(self) -> list[Part]:
+        for stage, part in enumerate(self.parts):
+            for node in part.nodes:
+                self.home[node] = self.home[node.all_input_nodes[0]] if node.target is operator.getitem else stage
+        for stage, part in enumerate(self.parts):
+            part.nodes = [node for node, home in self.home.items() if home == stage]
+        self._place_state()
+        for part in self.parts:
+            self._close(part)
+        for part in self.parts[:-1]:
+            read = {node: None for other in self.parts for node in other.values}
+            part.outputs = {self.flow.names[node]: node for node in part.nodes if node in read and node in self.home}
+        self.parts[-1].outputs = self.flow.exported.output
+        return self.parts
+
+    def _place_state(self) -> None:
+        """Give each buffer that changes to the stage that reads and changes it."""
+        exported = self.flow.exported
+        holders = {name: node for node, name in exported.tensors.items()}
+        for name in sorted(self.flow.state):
+            touched = [*holders[name].users, *([exported.changed[name]] if name in exported.changed else [])]
+            stages = {self.home[node] for node in touched if node in self.home} or {self.flow.given.get(name, 0)}
+            if len(stages) > 1:
+                raise ValueError(
+                    f"stages {sorted(stages)} all use the buffer {name}, which forward changes: a buffer that changes "
+                    "belongs to one stage, so cut where all its uses lie on one side"
+                )
+            self.parts[stages.pop()].state.append(name)
+
+    def _close(self, part: Part) -> None:
+        """Find what a stage needs besides the nodes that are its own."""
+        exported, place, redone = self.flow.exported, self.flow.place, self.flow.redone
+        own, found = set(part.nodes), set[fx.Node]()
+        ends = [n for node in part.nodes for n in node.all_input_nodes]
+        ends += [exported.changed[name] for name in part.state if name in exported.changed]
+        ends += nodes_in(exported.output) if part is self.parts[-1] else []
+        while ends:
+            while ends:
+                node = ends.pop()
+                if node in own or node in found:
+                    continue
+                found.add(node)
+                if node in redone and node.target is not aten.sym_size.int:
+                    ends += node.all_input_nodes
+            part.values = sorted((n for n in found if n in place and n not in redone), key=place.__getitem__)
+            part.leaves = [n for n in exported.leaves if n in found]
+            ends += self._measured(part, own | found)
+        part.entries = [n for n, name in exported.tensors.items() if n in found and name not in self.flow.state]
+        part.nodes = sorted([*own, *(n for n in found if n in place and n in redone)], key=place.__getitem__)
+
+    def _measured(self, part: Part, found: set[fx.Node]) -> list[fx.Node]:
+        """Settle what each size is read from; what is needed besides."""
+        for node in found:
+            if node.target is not aten.sym_size.int or node in part.sizes:
+                continue
+            (tensor,) = node.all_input_nodes
+            if tensor in found:
+                part.sizes[node] = tensor, node.args[1]
+                continue
+            for other in (*part.leaves, *part.values, *self.flow.exported.leaves):
+                if (at := _axis(other, node.meta["val"])) is not None:
+                    part.sizes[node] = other, at
+                    return [other]
+            return [tensor]
+        return []
+
+
+def _axis(tensor: fx.Node, size: torch.SymInt) -> int | None:
+    """Along which axis of a tensor a size can be read."""
+    shape = getattr(tensor.meta.get("val"), "shape", ())
+    return next((i for i, n in enumerate(shape) if isinstance(n, torch.SymInt) and str(n) == str(size)), None)
+
+
+def nodes_in(tree: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(tree, found.append)
+    return found

@@ -1,0 +1,138 @@
+"""Modules to split, with a batch, and names to cut them at: exported once in a process, for all cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from fpipe import interop
+from fpipe.interop import splitting
+from tests.cases import mse, nll
+from tests.models import TiedGPT, UNet
+
+ROWS, TOKENS, VOCABULARY = 4, 6, 11
+
+
+@dataclass
+class Case:
+    """A module in float64 without dropout."""
+
+    module: nn.Module
+    batch: Any
+    target: Any
+    loss: Callable[..., Any]
+    cuts: dict[int, list[Any]]
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def given(self):
+        """`example` and `kwargs` of a call."""
+        if isinstance(self.batch, dict):
+            return (), {**self.batch, **self.constants}
+        return (self.batch,), {}
+
+
+def unet():
+    x, y = torch.randn(ROWS, 3, 8, 8), torch.randn(ROWS, 1, 8, 8)
+    cuts = {2: ["ups.1"], 4: ["encoders.1", interop.End("encoders.1"), "ups.0"]}
+    return Case(UNet(depth=2), x.double(), y.double(), mse, cuts)
+
+
+def gpt():
+    tokens = torch.randint(VOCABULARY, (2, ROWS, TOKENS))
+    cuts = {2: ["layers.2"], 4: ["layers.1", "layers.2", "norm"]}
+    return Case(TiedGPT(VOCABULARY, layers=3, context=TOKENS), tokens[0], tokens[1], nll, cuts)
+
+
+def own_loss(output, target):
+    return output["loss"]
+
+
+def text(module, cuts, **constants):
+    tokens = torch.randint(1, VOCABULARY, (2, ROWS, TOKENS))
+    mask = torch.ones_like(tokens[0])
+    mask[0, TOKENS - 2 :] = 0
+    batch = {"input_ids": tokens[0], "attention_mask": mask, "labels": tokens[1]}
+    return Case(module, batch, None, own_loss, cuts, constants)
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    own = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=8, n_layer=2, n_head=2, **own)
+    cuts = {2: ["transformer.h.1"], 4: ["transformer.h.0", "transformer.h.1", "transformer.ln_f"]}
+    return text(GPT2LMHeadModel(config), cuts, use_cache=False)
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    own = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=8, intermediate_size=16, **own)
+    cuts = {2: ["model.layers.1"], 4: ["model.layers.0", "model.layers.1", "model.norm"]}
+    return text(LlamaForCausalLM(config), cuts, use_cache=False)
+
+
+def bert():
+    from transformers import BertConfig, BertForMaskedLM
+
+    own = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "max_position_embeddings": TOKENS}
+    own |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=VOCABULARY, hidden_size=8, intermediate_size=16, **own)
+    cuts = {2: ["bert.encoder.layer.1"], 4: ["bert.encoder.layer.0", "bert.encoder.layer.1", "cls"]}
+    return text(BertForMaskedLM(config), cuts)
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    own = {"dropout_rate": 0, "relative_attention_num_buckets": 4, "decoder_start_token_id": 0, "num_heads": 2}
+    config = T5Config(vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=16, num_layers=2, **own)
+    cuts = {2: ["decoder.block.0"], 4: ["encoder.block.1", "decoder.block.0", "decoder.block.1"]}
+    return text(T5ForConditionalGeneration(config), cuts, use_cache=False)
+
+
+CASES = {f.__name__: f for f in (unet, gpt, gpt2, llama, bert, t5)}
+HUGGING_FACE = ("gpt2", "llama", "bert", "t5")
+
+
+@cache
+def made(name):
+    """One module for all tests, which leave it as it is."""
+    torch.manual_seed(0)
+    case = CASES[name]()
+    case.module.double()
+    return case
+
+
+@cache
+def exported(name):
+    case = made(name)
+    example, kwargs = case.given
+    seen = []
+
+    def export(*arguments):
+        seen.append(real(*arguments))
+        return seen[0]
+
+    real = splitting.export
+    with mock.patch.object(splitting, "export", export):
+        interop.split(case.module, at=case.cuts[2], example=example, kwargs=kwargs)
+    return seen[0]
+
+
+def split(name, count, **options):
+    """`(case, pipeline, params, state)`."""
+    case, found = made(name), exported(name)
+    example, kwargs = case.given
+    options = options or {"at": case.cuts[count]}
+    with mock.patch.object(splitting, "export", return_value=found):
+        pipeline, params = interop.split(case.module, example=example, kwargs=kwargs, loss=case.loss, **options)
+    return case, pipeline, params, interop.buffers(pipeline, case.module)
