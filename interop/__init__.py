@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 from fpipe.lazy import on_first_use
 
 if TYPE_CHECKING:
+    from fpipe.interop.checkpoints.checkpoint import Checkpoints
+    from fpipe.interop.checkpoints.safetensors import export_safetensors
+    from fpipe.interop.checkpoints.stored import CheckpointError
     from fpipe.interop.cut import End
     from fpipe.interop.export import pipe_split
     from fpipe.interop.materialising import materialise
@@ -17,10 +20,13 @@ if TYPE_CHECKING:
     from fpipe.interop.state_dicts import from_state_dict, to_state_dict
 
 _HOME = {
+    "CheckpointError": "checkpoints.stored",
+    "Checkpoints": "checkpoints.checkpoint",
     "End": "cut",
     "Optimizer": "optim",
     "buffers": "modules",
     "eval_mode": "modes",
+    "export_safetensors": "checkpoints.safetensors",
     "from_csv": "pipelining",
     "from_functions": "modules",
     "from_modules": "modules",

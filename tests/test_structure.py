@@ -137,7 +137,7 @@ SURFACE = {
     """,
     "fpipe.tensorboard": "Recorder",
     "fpipe.interop": """
-        End Optimizer buffers eval_mode from_csv from_functions
+        CheckpointError Checkpoints End Optimizer buffers eval_mode export_safetensors from_csv from_functions
         from_modules from_pipe from_state_dict into_modules materialise optimizer pipe_split split split_points to_csv
         to_state_dict
     """,

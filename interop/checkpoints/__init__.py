@@ -1,0 +1,1 @@
+"""Checkpoints by torch.distributed.checkpoint, under the module's own names."""

@@ -1,0 +1,231 @@
+"""Checkpoints of a training state: saved by all ranks at once, loaded by any number of them.
+
+Ranks agree before a save, after their parts are written, and when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe.handlers.protocol import Handler
+from fpipe.interop.checkpoints.naming import Name, dotted, entries, is_empty
+from fpipe.interop.checkpoints.ranks import Ranks
+from fpipe.interop.checkpoints.stored import CheckpointError, begun, checkpoints, last, opened, sealed, written
+from fpipe.interop.checkpoints.wanted import Wanted
+from fpipe.program import Plan
+from fpipe.stage import Pipeline
+
+
+class Checkpoints:
+    """Checkpoints of one training run, in a folder that all ranks share; each makes it, and calls its methods.
+
+    A training state is a dict: `params`, `{stage: tree}`, and whatever else is to be kept, trees of tensors, numbers
+    and texts under names of one's own: `state`, `optimizer`, `step`, a seed. A `{stage: tree}` in it is saved by the
+    ranks that hold the stages, each entry once, under its name in the module (stages of `split`) or `stages.<number>`
+    and its path; what an optimizer keeps goes with its parameter. So it can be loaded by other ranks, under another
+    placement, or in one process, and that of a split module into other cuts. What stands by no stage must be the same
+    on all ranks.
+
+    A checkpoint is there as a whole or not at all, whenever a save is killed; what a killed one left is removed by the
+    next. It is a checkpoint of torch.distributed.checkpoint as well. Of several replicas of a pipeline, one saves.
+    No rank may come later than another by more than the handler's timeout.
+
+    Args:
+        plan, handler: the step's own.
+        keep: how many are kept; by default all.
+
+    >>> import tempfile
+    >>> from fpipe import Placement, handlers
+    >>> pipeline = Pipeline([lambda p, x: x * p["scale"]])
+    >>> plan = pipeline.plan(Placement.loop(ranks=1), microbatches=1)
+    >>> saved = Checkpoints(tempfile.mkdtemp(), pipeline, plan, handler=handlers.Local(), keep=2)
+    >>> saved.latest() is None
+    True
+    >>> saved.save({"params": {0: {"scale": torch.tensor([3.0])}}, "step": 12, "rng": (7, 12)}).name
+    '000001-step-12'
+    >>> saved.load({"params": {0: {"scale": torch.zeros(1)}}, "step": 0, "rng": (0, 0)})
+    {'params': {0: {'scale': tensor([3.])}}, 'step': 12, 'rng': (7, 12)}
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        pipeline: Pipeline,
+        plan: Plan,
+        *,
+        handler: Handler,
+        keep: int | None = None,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep is at least 1, or None for all, not {keep}")
+        self.folder, self.pipeline, self.plan, self.keep = Path(folder), pipeline, plan, keep
+        self._ranks = Ranks(handler, plan, f"the checkpoints in {folder}")
+        self._device = torch.device(getattr(handler, "device", "cpu"))
+        self._thread = ThreadPoolExecutor(1, "fpipe-checkpoint")
+        self._pending: Saving | None = None
+
+    def latest(self) -> Path | None:
+        """The one that was saved last."""
+        return next(reversed(checkpoints(self.folder)), None)
+
+    def save(self, tree: Mapping[str, Any]) -> Path:
+        """Save a training state; where it is then, on every rank.
+
+        Raises:
+            CheckpointError: another rank could not save its part.
+            TransportError: another rank did not come to it, or is gone.
+            OSError: it can't be written.
+            TypeError: it holds what is neither a tensor, a number nor a text.
+        """
+        self._wait()
+        return self._save(lambda: self._share(tree))
+
+    def async_save(self, tree: Mapping[str, Any]) -> Saving:
+        """Copy a training state to the CPU, and save it while training goes on, which may donate it.
+
+        The next save or load waits until it is saved, and raises what went wrong unless the handle's `wait` did. The
+        last one's is to be waited for: the interpreter's end does, but says nothing of errors.
+        """
+        self._wait()
+        self._ranks.connect()
+        share = Future[_Share]()
+        try:
+            share.set_result(self._share(tree).copied())
+        except Exception as error:  # the other ranks must be told, who wait for this one
+            share.set_exception(error)
+        self._pending = Saving(self._thread.submit(self._save, share.result))
+        return self._pending
+
+    def load(self, like: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """A training state as it was saved.
+
+        Args:
+            like: a state of the same structure, as training begins with; what the checkpoint has under other names at
+                the top is not loaded. Tensors come on the devices and in the dtypes of its own; for one on the meta
+                device, on the handler's. What an optimizer's init left empty is filled with what was saved.
+            path: one of the checkpoints; by default the one that was saved last.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is another model's: says which names are missing,
+                unexpected, or of other shapes.
+            TransportError: another rank did not come to it, or is gone.
+        """
+        self._wait()
+        if path is None:
+            _, names = self._ranks.together(lambda: last(self.folder).name if self._ranks.first else "")
+            path = self.folder / names[0]
+        at = Path(path)
+        wanted, asked = self._ranks.together(
+            lambda: Wanted(opened(at), like, self.pipeline, self._device), lambda found: tuple(found.asked)
+        )
+        wanted.check(asked)
+        self._ranks.together(wanted.read, lambda _: None)
+        return wanted.tree()
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.told:
+            pending.wait()
+
+    def _share(self, tree: Mapping[str, Any]) -> _Share:
+        """What this process saves of it."""
+        holders, own = self.plan.placement.holders, self._ranks.played
+        step = tree.get("step")
+        share = _Share(step if type(step) is int and step >= 0 else None, {}, {}, {})
+        for entry in entries(tree, self.pipeline)[0]:
+            leaf, name = entry.leaf, entry.name
+            if is_empty(leaf):
+                continue
+            if not isinstance(leaf, Tensor | bool | int | float | str):
+                raise TypeError(
+                    f"{dotted(name)} is a {type(leaf).__name__}, and a checkpoint holds tensors, numbers and texts: "
+                    "make it one of these, or leave it out"
+                )
+            mine = (holders[entry.stage][0] if entry.stage is not None else 0) in own
+            if isinstance(leaf, Tensor):
+                share.tensors.update({name: leaf.detach()} if mine else {})
+            elif entry.stage is None:
+                share.common[name] = leaf
+            elif mine:
+                share.plain[name] = leaf
+        return share
+
+    def _save(self, give: Callable[[], _Share]) -> Path:
+        ranks, folder = self._ranks, self.folder
+
+        def begin() -> tuple[_Share, str]:
+            share = give()
+            return share, begun(folder, share.step).name if ranks.first else ""
+
+        (share, _), names = ranks.together(begin, lambda found: found[1])
+        filled = folder / names[0]
+        _, parts = ranks.together(lambda: (written(filled, ranks.played[0], share.tensors), share.plain, share.common))
+
+        def seal() -> str:
+            if not ranks.first:
+                return ""
+            return sealed(filled, [part for part, _, _ in parts], _merged([rest for _, *rest in parts]), self.keep).name
+
+        _, names = ranks.together(seal)
+        saved: str = names[0]
+        return folder / saved
+
+
+class Saving:
+    """A save under way."""
+
+    def __init__(self, future: Future[Path]) -> None:
+        self.future, self.told = future, False
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.future.done()
+
+    def wait(self) -> Path:
+        """Where it is, once it is saved; raises what `Checkpoints.save` would."""
+        try:
+            return self.future.result()
+        finally:
+            self.told = self.future.done()
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A process's part of a training state.
+
+    Args:
+        plain: what is no tensor, of its own stages.
+        common: and what stands by no stage.
+    """
+
+    step: int | None
+    tensors: dict[Name, Tensor]
+    plain: dict[Name, Any]
+    common: dict[Name, Any]
+
+    def copied(self) -> _Share:
+        return replace(self, tensors={name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()})
+
+
+def _merged(plain: Sequence[Sequence[dict[Name, Any]]]) -> dict[Name, Any]:
+    """All that is no tensor, of which every rank has what is common."""
+    (_, common), found = plain[0], dict[Name, Any]()
+    for rank, (own, other) in enumerate(plain):
+        for name in common.keys() | other.keys():
+            ours, theirs = (json.dumps(each.get(name)) for each in (common, other))
+            if ours != theirs:
+                raise CheckpointError(
+                    f"{dotted(name)} is {theirs} on rank {rank} and {ours} on rank 0: what belongs to no stage must be "
+                    "the same on every rank"
+                )
+        found |= own
+    return found | common

@@ -1,0 +1,262 @@
+"""Checkpoints on disk: `000007-step-1200/`, in the format of torch.distributed.checkpoint and with a manifest.
+
+Invariants:
+- a folder with such a name is whole: it is filled under another name, synced, and renamed;
+- only the manifest and tensors are read: no class out of a checkpoint is made but those that describe tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from fpipe.interop.checkpoints.naming import Name, dotted
+
+FORMAT = {"format": "fpipe checkpoint", "version": 1}
+MANIFEST, METADATA = "fpipe.json", ".metadata"
+NUMBERED = re.compile(r"(\d{6,})(-step-\d+)?")
+UNFINISHED = ".unfinished-"
+Plain = Mapping[Name, Any]
+
+
+class CheckpointError(RuntimeError):
+    """There is no checkpoint, it is damaged, or it is another model's."""
+
+
+# Saving
+
+
+def begun(folder: Path, step: int | None) -> Path:
+    """A new folder to be filled. What an earlier save left unfinished is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(UNFINISHED + "*"):
+        shutil.rmtree(left)
+    number = 1 + max((_number(path) for path in checkpoints(folder)), default=0)
+    made = folder / f"{UNFINISHED}{number:06d}{'' if step is None else f'-step-{step}'}"
+    made.mkdir()
+    return made
+
+
+def written(folder: Path, rank: int, tensors: Mapping[Name, Tensor]) -> Metadata:
+    """Write a rank's tensors, and say where they lie."""
+    nested: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        place = nested
+        for part in name[:-1]:
+            place = place.setdefault(part, {})
+        place[name[-1]] = tensor
+    writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
+    planner.set_up_planner(nested, writer.storage_meta(), True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    plan = writer.prepare_global_plan(plans * (rank + 1))[-1]  # files are called by a plan's place
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    synced(folder)
+    return replace(metadata, storage_data={result.index: result.storage_data for result in results})
+
+
+def sealed(folder: Path, parts: Sequence[Metadata], plain: Plain, keep: int | None) -> Path:
+    """Make a filled folder a checkpoint, and remove those before the last `keep`.
+
+    Raises:
+        CheckpointError: what another rank wrote can't be seen from here.
+    """
+    whole = Metadata({}, {}, {})
+    for part in parts:
+        for into, found in zip(_columns(whole), _columns(part), strict=True):
+            into.update(found)
+    _write(folder / METADATA, pickle.dumps(whole))
+    files = {METADATA, *(info.relative_path for info in whole.storage_data.values())}
+    missing = sorted(name for name in files if not (folder / name).exists())
+    if missing:
+        raise CheckpointError(
+            f"{', '.join(missing)} can't be seen from rank 0, though written: {folder.parent} must be a folder that "
+            "all ranks share"
+        )
+    sizes = {name: (folder / name).stat().st_size for name in sorted(files)}
+    manifest = {**FORMAT, "files": sizes, "plain": [[name, value] for name, value in plain.items()]}
+    _write(folder / MANIFEST, json.dumps(manifest).encode())
+    synced(folder)
+    final = folder.with_name(folder.name.removeprefix(UNFINISHED))
+    folder.rename(final)
+    synced(final.parent)
+    for old in checkpoints(final.parent)[: -keep if keep else 0]:
+        shutil.rmtree(old.rename(old.with_name(UNFINISHED + old.name)))
+    return final
+
+
+def _columns(metadata: Metadata) -> tuple[dict[Any, Any], ...]:
+    return metadata.state_dict_metadata, metadata.planner_data, metadata.storage_data
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    synced(path)
+
+
+def synced(path: Path) -> None:
+    """See that a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# Loading
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Those in a folder, in the order in which they were saved."""
+    found = [path for path in folder.iterdir() if NUMBERED.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=_number)
+
+
+def last(folder: Path) -> Path:
+    """The one that was saved last.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = checkpoints(folder)
+    if not found:
+        raise CheckpointError(f"there is no checkpoint in {folder}: is it the folder that they were saved in?")
+    return found[-1]
+
+
+def opened(path: Path) -> Stored:
+    """A checkpoint, or the last one in a folder of them.
+
+    Raises:
+        CheckpointError: nothing is there, a part of it is missing or cut short, or it is of another format.
+    """
+    if not (path / MANIFEST).exists() and not NUMBERED.fullmatch(path.name):
+        path = last(path)
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        format_, version = (manifest.get(key) for key in FORMAT)
+    except (OSError, ValueError, AttributeError) as error:
+        raise _damaged(path, f"its {MANIFEST} can't be read ({error})") from error
+    if (format_, version) != tuple(FORMAT.values()):
+        raise CheckpointError(
+            f"{path} is a {format_} of version {version}, not of version {FORMAT['version']}: load it with the fpipe "
+            "that saved it"
+        )
+    for name, size in manifest["files"].items():
+        there = (path / name).stat().st_size if (path / name).exists() else None
+        if there != size:
+            raise _damaged(path, f"its {name} " + ("is missing" if there is None else f"has {there} of {size} bytes"))
+    return Stored(path, {tuple(name): value for name, value in manifest["plain"]})
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint that is all there.
+
+    Args:
+        plain: what is no tensor.
+    """
+
+    path: Path
+    plain: Plain
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        try:
+            found = unpickled((self.path / METADATA).read_bytes())
+        except (OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise _damaged(self.path, f"its {METADATA} can't be read ({error})") from error
+        assert isinstance(found, Metadata)
+        return found
+
+    @cached_property
+    def below(self) -> dict[Name, list[Name]]:
+        """What names begin with a name."""
+        found = defaultdict[Name, list[Name]](list)
+        for name in (*self.tensors, *self.plain):
+            for length in range(1, len(name)):
+                found[name[:length]].append(name)
+        return found
+
+    @cached_property
+    def tensors(self) -> dict[Name, TensorStorageMetadata]:
+        """What tensors it has."""
+        metadata = self.metadata
+        return {tuple(metadata.planner_data[key]): found for key, found in metadata.state_dict_metadata.items()}  # type: ignore[misc]
+
+    def read(self, into: Mapping[Name, Tensor]) -> None:
+        """Read tensors into others of their shapes."""
+        flat = {dotted(name): tensor for name, tensor in into.items()}
+        reader = FileSystemReader(self.path)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            planner.set_up_planner(flat, self.metadata, True)
+            reader.set_up_storage_reader(self.metadata, True)
+            plan = reader.prepare_local_plan(planner.create_local_plan())
+            reader.read_data(planner.finish_plan(plan), planner).wait()
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise _damaged(self.path, f"its tensors can't be read ({error})") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        kind = getattr(torch, name, None)
+        if module == "torch" and (name == "Size" or isinstance(kind, torch.dtype)):
+            return kind
+        if (module, name) in KNOWN:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds a {module}.{name}, which describes no tensor")
+
+
+KNOWN = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+def unpickled(content: bytes) -> Any:
+    """What was pickled, of plain values and of what describes tensors.
+
+    Raises:
+        pickle.UnpicklingError: it holds anything else.
+    """
+    return _Unpickler(io.BytesIO(content)).load()
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    others = [each.name for each in checkpoints(path.parent) if _number(each) < _number(path)][-1:]
+    way = f"; {others[0]} is the one before it" if others else ""
+    return CheckpointError(f"{path} is damaged: {why}{way}")
+
+
+def _number(path: Path) -> int:
+    found = NUMBERED.fullmatch(path.name)
+    return int(found[1]) if found else 0

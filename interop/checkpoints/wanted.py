@@ -1,0 +1,136 @@
+"""A training state against what a checkpoint has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe.interop.checkpoints.naming import Entry, Name, dotted, entries, is_empty
+from fpipe.interop.checkpoints.stored import CheckpointError, Stored
+from fpipe.stage import Pipeline
+
+SHOWN = 4  # names of each kind in a message
+
+
+class Asked(NamedTuple):
+    """What a rank asks a checkpoint for.
+
+    Args:
+        missing: of the names, those that it lacks.
+        misshapen: the names of tensors of other shapes, and what they are.
+    """
+
+    names: list[Name]
+    missing: list[Name]
+    misshapen: dict[Name, str]
+
+
+class Wanted:
+    """The part of a checkpoint that this process loads.
+
+    Args:
+        like: a training state of the same structure.
+        device: where tensors go that are on the meta device there.
+    """
+
+    def __init__(self, stored: Stored, like: Mapping[str, Any], pipeline: Pipeline, device: torch.device) -> None:
+        self.stored, self.device = stored, device
+        self.entries, self.spec = entries(like, pipeline)
+        self.sections = set(like)
+        self.tensors: dict[Name, Tensor] = {}
+        self.asked = Asked([], [], {})
+        for entry in self.entries:
+            self._want(entry)
+
+    def _want(self, entry: Entry) -> None:
+        name, leaf = entry.name, entry.leaf
+        if is_empty(leaf):
+            below = self.stored.below.get(name, []) if entry.open is not None else []
+            self.asked.names.extend(below)
+            self.tensors |= {each: self._kept(each, entry.open) for each in below if each in self.stored.tensors}
+            return
+        self.asked.names.append(name)
+        there = self.stored.tensors.get(name) if isinstance(leaf, Tensor) else None
+        if there is not None and there.size == leaf.shape:
+            self.tensors[name] = torch.empty_like(leaf, device=self._home(leaf), requires_grad=False)
+        elif there is not None:
+            self.asked.misshapen[name] = f"{list(there.size)} there, {list(leaf.shape)} here"
+        elif isinstance(leaf, Tensor) or name not in self.stored.plain:
+            self.asked.missing.append(name)
+
+    def _home(self, leaf: Tensor) -> torch.device:
+        return self.device if leaf.is_meta else leaf.device
+
+    def _kept(self, name: Name, parameter: Tensor | None) -> Tensor:
+        """Memory for what an optimizer keeps, laid out as it would; a count of steps stays with the host."""
+        assert parameter is not None
+        there = self.stored.tensors[name]
+        device = torch.device("cpu") if name[-1] == "step" else self._home(parameter)
+        if there.size == parameter.shape:
+            return torch.empty_like(parameter, dtype=there.properties.dtype, device=device, requires_grad=False)
+        return torch.empty(there.size, dtype=there.properties.dtype, device=device)
+
+    def check(self, asked: Sequence[Sequence[Any]]) -> None:
+        """Compare what all ranks ask for with what is there.
+
+        Raises:
+            CheckpointError: it is another model's.
+        """
+        whole = [Asked(*each) for each in asked]
+        names = {name for each in whole for name in each.names}
+        missing = {name for each in whole for name in each.missing}
+        misshapen = {name: text for each in whole for name, text in each.misshapen.items()}
+        there = [*self.stored.tensors, *self.stored.plain]
+        unexpected = sorted({name for name in there if name[0] in self.sections} - names)
+        if missing or unexpected or misshapen:
+            near = [_nearest(name, unexpected) for name in sorted(missing)]
+            raise CheckpointError(
+                f"{self.stored.path} is of another model or has another state: "
+                + "; ".join(
+                    f"{what} {_some(found)}"
+                    for what, found in (
+                        ("it lacks", near),
+                        ("nobody asks for", [dotted(name) for name in unexpected]),
+                        ("of other shapes are", [f"{dotted(n)} ({text})" for n, text in sorted(misshapen.items())]),
+                    )
+                    if found
+                )
+            )
+
+    def read(self) -> None:
+        """Read its tensors."""
+        self.stored.read(self.tensors)
+
+    def tree(self) -> dict[str, Any]:
+        """The training state, after reading."""
+        found: dict[str, Any] = self.spec.unflatten(map(self._value, self.entries))  # type: ignore[assignment]
+        return found
+
+    def _value(self, entry: Entry) -> Any:
+        if not is_empty(entry.leaf):
+            return self._leaf(entry.name)
+        tree: dict[str, Any] = {}
+        for name in self.stored.below.get(entry.name, []) if entry.open is not None else []:
+            *outer, key = name[len(entry.name) :]
+            place = tree
+            for part in outer:
+                place = place.setdefault(part, {})
+            place[key] = self._leaf(name)
+        return tree
+
+    def _leaf(self, name: Name) -> Any:
+        return self.tensors[name] if name in self.tensors else self.stored.plain[name]
+
+
+def _nearest(name: Name, others: Iterable[Name]) -> str:
+    found = get_close_matches(dotted(name), map(dotted, others), n=1, cutoff=0.8)
+    return f"{dotted(name)} (has {found[0]})" if found else dotted(name)
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return ", ".join(texts[:SHOWN]) + more
