@@ -21,6 +21,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.simulate
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.autodiff
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.optim
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.tab

@@ -3,8 +3,9 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py     one rank in each process, over gloo
     python examples/train_gpt.py --ranks 2                             all ranks in this process
 
-Ctrl-C ends all ranks, after which torchrun shows a traceback of its own. On several machines, start
-`torchrun --nnodes 2 --rdzv-endpoint HOST:PORT ...` on each.
+With --checkpoints FOLDER it saves now and then, and goes on from there when it is started again: with the same bits, on
+as many ranks as there are then. Ctrl-C ends all ranks, after which torchrun shows a traceback of its own. On several
+machines, start `torchrun --nnodes 2 --rdzv-endpoint HOST:PORT ...` on each.
 """
 
 import math
@@ -51,28 +52,29 @@ class Block(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), rate)
 
 
-class Embedding(nn.Module):
-    """Bytes and their positions as vectors."""
+class GPT(nn.Module):
+    """A GPT over bytes, without a thought of pipelines."""
 
-    def __init__(self, width: int, context: int, dropout: float) -> None:
+    def __init__(self, layers: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
         self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, width // 32, dropout) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        return self.dropout(self.bytes(text.long()) + self.positions.weight[: text.shape[1]])
+        x = self.dropout(self.bytes(text.long()) + self.positions.weight[: text.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
-def gpt(stages: int, layers: int, width: int, context: int, dropout: float) -> list[nn.Module]:
-    """A GPT in equal stages: the first begins with the embedding, the last ends with the head."""
-    blocks = [Block(width, width // 32, dropout) for _ in range(layers)]
-    parts: list[list[nn.Module]] = [blocks[s * layers // stages : (s + 1) * layers // stages] for s in range(stages)]
-    parts[0].insert(0, Embedding(width, context, dropout))
-    parts[-1] += [nn.LayerNorm(width), nn.Linear(width, 256, bias=False)]
-    modules: list[nn.Module] = [nn.Sequential(*part) for part in parts]
-    for parameter in (p for m in modules for p in m.parameters() if p.ndim > 1):
-        nn.init.normal_(parameter, std=0.02)
-    return modules
+def cuts(model: GPT, stages: int) -> list[str]:
+    """The blocks before which it is cut, for stages of as equally many as can be."""
+    return [f"blocks.{len(model.blocks) * stage // stages}" for stage in range(1, stages)]
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
@@ -182,6 +184,9 @@ def main(
     text: Annotated[Path | None, typer.Option(help="A file or folder to train on instead.", exists=True)] = None,
     logdir: Annotated[Path, typer.Option(help="Where TensorBoard finds the run.")] = Path("runs/train_gpt"),
     every: Annotated[int, typer.Option(help="Steps from one captured timeline to the next.", min=1)] = 50,
+    checkpoints: Annotated[Path | None, typer.Option(help="Where to save, and to go on from.")] = None,
+    save_every: Annotated[int, typer.Option(help="Steps from one checkpoint to the next.", min=1)] = 100,
+    until: Annotated[int | None, typer.Option(help="Save and stop at this step, to go on another time.")] = None,
 ) -> None:
     """Train a byte-level GPT in pipeline stages."""
     if width % 32:
@@ -196,17 +201,24 @@ def main(
             order = schedules.CATALOGUE[schedule].schedule(plan)
         except fpipe.ScheduleError as error:
             fail(str(error))
+        if layers < plan.stages:
+            fail(f"--layers {layers} are too few for {plan.stages} stages: take as many at least")
         recorder = stack.enter_context(Recorder(folder(logdir), every, tokens=context))
         torch.manual_seed(seed)
-        modules = gpt(plan.stages, layers, width, context, dropout)
-        pipeline, params = interop.from_modules([m.to(device) for m in modules], loss=cross_entropy)
+        model = GPT(layers, width, context, dropout).to(device)
+        example = torch.zeros(batch // microbatches, context, dtype=torch.uint8, device=device)
+        pipeline, params = interop.split(model, at=cuts(model, plan.stages), example=example, loss=cross_entropy)
         step = fpipe.value_and_grad(pipeline, order, plan, handler=handler, observe=recorder)
         evaluate = fpipe.evaluate(interop.eval_mode(pipeline), plan, handler=handler, loss=True)
         count = sum(p.numel() for tree in params.values() for p in tree.values())
         if isinstance(handler, handlers.Distributed):
             params = pipeline.params_on(params, plan, rank)
         adamw = interop.optimizer(torch.optim.AdamW, lr=lr, weight_decay=0.01)
-        optimizer = adamw.init(params)
+        optimizer, begun = adamw.init(params), 0
+        saved = checkpoints and interop.Checkpoints(checkpoints, pipeline, plan, handler=handler, keep=2)
+        if saved and saved.latest():
+            found = saved.load({"params": params, "optimizer": optimizer, "step": 0})
+            params, optimizer, begun = found["params"], found["optimizer"], found["step"]
         train, validation = (source.to(device) for source in read(text))
         if len(validation) <= context:
             fail(f"{len(validation)} bytes are left for validation: too few for a context of {context}")
@@ -221,16 +233,19 @@ def main(
 
         show(f"{count:,} parameters in {plan.stages} stages on {ranks} ranks; {len(train):,} bytes to train on")
         before = bits_per_byte()
-        recorder.scalar("validation/bits_per_byte", before, 0)
+        recorder.scalar("validation/bits_per_byte", before, begun)
+        end = min(steps, until or steps)
         with Report(steps, silent=rank > 0) as report:
-            for i in range(steps):
+            for i in range(begun, end):
                 start = time.perf_counter()
                 loss, grads = step(params, *windows(train, batch, context, seed * steps + i), rng=(seed, i))
                 params, optimizer = adamw.update(grads, optimizer, params, lr=learning_rate(i, steps, lr))
                 report.show(i, loss.item(), batch * context / (time.perf_counter() - start))
+                if saved and ((i + 1) % save_every == 0 or i + 1 == end):
+                    saved.save({"params": params, "optimizer": optimizer, "step": i + 1})
         after = bits_per_byte()
-        recorder.scalar("validation/bits_per_byte", after, steps)
-        show(f"validation: {before:.2f} bits per byte before, {after:.2f} after {steps} steps")
+        recorder.scalar("validation/bits_per_byte", after, end)
+        show(f"validation: {before:.2f} bits per byte before, {after:.2f} after {end} steps")
         tensorboard = Path(sys.executable).with_name("tensorboard")
         show(f"to see the timelines (tab Pipeline) and curves: {tensorboard} --logdir {logdir}")
 

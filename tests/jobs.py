@@ -351,12 +351,19 @@ def gpt_by_reference(plan):
     return gpt_steps(handlers.Reference(), schedules.gpipe, plan)
 
 
+@functools.cache
+def gpt(stages):
+    torch.manual_seed(0)
+    model = example.GPT(layers=8, width=32, context=16, dropout=0.1)
+    rows = torch.zeros(3, 16, dtype=torch.uint8)
+    return interop.split(model, at=example.cuts(model, stages), example=rows, loss=example.cross_entropy)
+
+
 def gpt_steps(handler, schedule, plan, rank=None):
     """(losses, last gradients, params) of two steps on one rank, or all."""
-    torch.manual_seed(0)
-    modules = example.gpt(plan.stages, layers=4, width=32, context=16, dropout=0.1)
-    pipeline, params = interop.from_modules(modules, loss=example.cross_entropy)
+    pipeline, params = gpt(plan.stages)
     params = params if rank is None else pipeline.params_on(params, plan, rank)
+    torch.manual_seed(0)
     text, adamw = torch.randint(256, (500,), dtype=torch.uint8), interop.optimizer(torch.optim.AdamW, lr=0.1)
     step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph")
     state, losses = adamw.init(params), []

@@ -37,6 +37,22 @@ def test_the_training_loop(tmp_path):
     assert float(losses["0"]) < 5.0
 
 
+def test_a_model_as_it_is(tmp_path):
+    out = run(tmp_path, block("describe()"))
+    assert [line.rstrip() for line in out.splitlines()] == block("stage  parameters").splitlines()
+
+
+def test_what_the_training_loop_takes_and_gives_is_saved(tmp_path):
+    loop, end = block("for i in range(20)"), "dist.destroy_process_group()"
+    assert loop.count(end) == 1
+    check = """
+assert found["step"] == i
+assert all(torch.equal(params[s][n], found["params"][s][n]) for s in params for n in params[s])
+"""
+    run(tmp_path, loop.replace(end, block("checkpoints.save(") + check + end), *TORCHRUN)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000001-step-19"]
+
+
 def test_a_schedule_of_ones_own(tmp_path):
     out = run(tmp_path, block("def eager_1f1b"))
     assert [line.rstrip() for line in out.splitlines()] == block("rank 0  F0").splitlines()

@@ -1,0 +1,116 @@
+"""GPT-2 with its embedding and head tied, on the first and the last rank: one parameter, one gradient.
+
+    python examples/gpt2_tied.py --ranks 4                             all ranks in this process
+    torchrun --standalone --nproc-per-node 4 examples/gpt2_tied.py     one rank in each process, over gloo
+
+The model learns to count. At the end both ranks have the same bits of the shared matrix.
+"""
+
+import os
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import typer
+from torch import Tensor, nn
+
+import fpipe
+from fpipe import Placement, handlers, interop, schedules
+
+
+class Block(nn.Module):
+    """GPT-2's block: pre-norm, causal attention, an MLP four times as wide."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_attn(self.ln_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
+
+
+class GPT2(nn.Module):
+    """Radford et al. 2019: the head's matrix is the embedding's."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, context: int) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.h = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.lm_head.weight = self.wte.weight
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def counting(count: int, vocabulary: int, context: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Numbers from random ones on, and the next of each."""
+    first = torch.randint(vocabulary, (count, 1), generator=torch.Generator().manual_seed(seed))
+    numbers = (first + torch.arange(context + 1)) % vocabulary
+    return numbers[:, :-1], numbers[:, 1:]
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="Ranks of the pipeline; under torchrun, its processes.")] = 2,
+    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = 4,
+    width: Annotated[int, typer.Option(help="Width of the model; heads are 16 wide.")] = 64,
+    vocabulary: Annotated[int, typer.Option(help="Tokens that there are.")] = 64,
+    context: Annotated[int, typer.Option(help="Tokens in a window.")] = 32,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 60,
+) -> None:
+    """Train GPT-2 with its embedding and head tied, on the first and the last rank."""
+    distributed = "RANK" in os.environ
+    if distributed:
+        dist.init_process_group("gloo")
+        ranks = dist.get_world_size()
+    handler = handlers.Distributed() if distributed else handlers.Local()
+    torch.manual_seed(0)
+    model = GPT2(layers, width, width // 16, vocabulary, context)
+    batch, microbatches = 16, 4
+    example, _ = counting(batch // microbatches, vocabulary, context, seed=0)
+    cuts = [f"h.{layers * rank // ranks}" for rank in range(1, ranks)]
+    pipeline, params = interop.split(model, at=cuts, example=(example,), loss=cross_entropy)
+    plan = pipeline.plan(Placement.loop(ranks), microbatches)
+    mine = handler.ranks(plan)
+    if 0 in mine:
+        print(pipeline.describe())
+    if distributed:
+        params = pipeline.params_on(params, plan, *mine)  # the last rank has the shared entry too, under stage 0
+
+    step = fpipe.value_and_grad(pipeline, schedules.zb_h1, plan, handler=handler)
+    adamw = interop.optimizer(torch.optim.AdamW, lr=3e-3)
+    optimizer = adamw.init(params)
+    for i in range(steps):
+        loss, grads = step(params, *counting(batch, vocabulary, context, seed=i))
+        params, optimizer = adamw.update(grads, optimizer, params)
+        if 0 in mine and (i % 20 == 0 or i + 1 == steps):
+            print(f"step {i}: loss {loss:.4f}")
+    if distributed:
+        shared = [torch.empty_like(model.wte.weight) for _ in range(ranks)]
+        own = params[0]["wte.weight"] if {0, ranks - 1} & {*mine} else torch.zeros_like(model.wte.weight)
+        dist.all_gather(shared, own)
+        if 0 in mine:
+            print(f"embedding and head are {'the same bits' if torch.equal(shared[0], shared[-1]) else 'apart'}")
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)
