@@ -144,7 +144,12 @@ def _program(
             part.forward = fx.Interpreter(part).run  # keeps which submodule runs
     _merge_aliases(program, names)
     program.graph_module.recompile()
-    return program.run_decompositions({}), lines
+    return program.run_decompositions({aten.copy.default: _copied}), lines
+
+
+def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """What slice assignment becomes: autograd knows no derivative of the operation itself."""
+    return source.to(target.dtype).expand(target.shape)
 
 
 def _fakes(
@@ -174,6 +179,23 @@ def canonical(module: nn.Module) -> dict[str, str]:
     """The first name of each tensor, by all of its names."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(x), name) for name, x in named_tensors(module)}
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Refuse what changes gradients from outside forward: export would see nothing of it.
+
+    Raises:
+        StageError: a submodule or parameter has a hook on its gradient.
+    """
+    found = [
+        name or "the module itself" for name, m in module.named_modules() if m._backward_hooks or m._backward_pre_hooks
+    ]
+    found += [name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if found:
+        raise StageError(
+            f"{', '.join(found[:3])}{' and more' if len(found) > 3 else ''} has a hook on gradients, which export "
+            f"would lose: remove it, and change gradients where the step gives them. {MANUAL}"
+        )
 
 
 @contextmanager

@@ -30,8 +30,9 @@ def materialise(
     Args:
         stages: those that are wanted, with the entries that they share: `plan.stages_on(rank)`. By default all.
         init: `init(submodule)`, which sets the tensors that a submodule itself has, in place; by default its own
-            `reset_parameters`. It is called inside out for submodules with tensors in these stages; tensors of others
-            stay on the meta device. Of Hugging Face's models, `model._init_weights`.
+            `reset_parameters` or `_reset_parameters`. It is called for submodules with tensors in these stages, those
+            that hold others first; tensors of others stay on the meta device. Of Hugging Face's models,
+            `model._init_weights`.
         seed: of random numbers, together with the submodule's name: a tensor is the same on every rank, and for every
             number of stages. The global generators are left as they were.
 
@@ -72,11 +73,18 @@ def _made(
         twin = twin_of(module, {id(own[name]): _unset(own[name], device) for name in names})
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(_seed(*seed, prefix))
-            set_ = init or (lambda module: getattr(module, "reset_parameters", lambda: None)())
-            set_(twin)
+            (init or _reset)(twin)
         made = {names[name]: getattr(twin, name).detach() for name in names}
         found |= {name: x for name, x in made.items() if name in wanted and name not in found}
     return found
+
+
+def _reset(module: nn.Module) -> None:
+    """Its own initialisation, as torch's modules have it under one of two names."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        if hasattr(module, name):
+            getattr(module, name)()
+            break
 
 
 def _seed(seed: int, front: str, prefix: str) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fpipe.interop.balance import Place, bytes_of, chosen, estimate, places
 from fpipe.interop.balance import measure as measure_stages
 from fpipe.interop.cut import Begin, Flow, Mark, Point
-from fpipe.interop.export import Call, batch_of, canonical, device_of, export, named_tensors, stand_in
+from fpipe.interop.export import Call, batch_of, canonical, device_of, export, named_tensors, refuse_hooks, stand_in
 from fpipe.interop.graph import Recipe, function
 from fpipe.interop.modules import Tree, skeleton
 from fpipe.interop.state_dicts import entries_on
@@ -72,6 +72,7 @@ def split(
     """
     call = Call(example if isinstance(example, tuple) else (example,), dict(kwargs or {}))
     _check_choice(at, stages, policy)
+    refuse_hooks(module)
     values = {name: x.detach() for name, x in named_tensors(module)}
     names, lasting = canonical(module), set(module.state_dict(keep_vars=True))
     recipe = Recipe(

@@ -740,3 +740,50 @@ def test_functions_by_hand():
     assert (loss, grads[0], grads[1], grads[2]["w"], new[1]) == (44 / 2, 8, 6, None, 2)
     with pytest.raises(ValueError, match="reads names stage 3, and there are 3 functions"):
         interop.from_functions(functions, reads={3: [0]})
+
+
+class Assigned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.a(x)
+        z = torch.zeros_like(h)
+        z[:, :3] = h[:, 3:]
+        z[:, 3:].copy_(h[:, :3].sin())
+        z[0] = 1.0
+        return self.b(z) * z
+
+
+def test_slices_may_be_assigned():
+    torch.manual_seed(0)
+    module, x, y = Assigned().double(), torch.randn(4, 6).double(), torch.randn(4, 6).double()
+    pipeline, params = interop.split(module, at=["b"], example=x, loss=mse)
+    plan = pipeline.plan(Placement.loop(2), 1)
+    own = fpipe.value_and_grad(pipeline, schedules.zb_h1, plan, handler=handlers.Local(), autodiff="graph")
+    loss, grads = own(params, x, y)
+    expected = mse(module(x), y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(grads["ab".index(name[0])][name], parameter.grad, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("hook", ["module", "parameter"])
+def test_hooks_on_gradients_are_refused(hook):
+    module = Assigned()
+    if hook == "module":
+        module.b.register_full_backward_hook(lambda *given: None)
+    else:
+        module.b.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(StageError, match=r"^b(\.weight)? has a hook on gradients, which export would lose"):
+        interop.split(module, at=["b"], example=torch.randn(4, 6))
+
+
+def test_materialise_makes_attention():
+    with torch.device("meta"):
+        module = nn.TransformerDecoderLayer(8, 2, batch_first=True)
+    pipeline, _ = interop.split(module, stages=2, example=(torch.randn(2, 3, 8), torch.randn(2, 3, 8)))
+    params, _ = interop.materialise(pipeline)
+    assert all(x.isfinite().all() for tree in params.values() for x in tree.values())
