@@ -228,7 +228,7 @@ def test_runs_in_other_units_are_not_compared(tab):
 
 
 def test_another_run_begins_anew(tab, logdir):
-    for key in ("w", "w", "."):
+    for key in (".", "w", "w"):  # the first effect, of which every run has one
         tab.press(key)
     tab.js("window.fpipe.app.sheet.measure(0, 1)")
     tab.js("window.fpipe.app.sheet.measured()")
