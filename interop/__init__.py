@@ -8,21 +8,21 @@ if TYPE_CHECKING:
     from fpipe.interop.checkpoints.checkpoint import Checkpoints
     from fpipe.interop.checkpoints.safetensors import export_safetensors
     from fpipe.interop.checkpoints.stored import CheckpointError
-    from fpipe.interop.cut import End
-    from fpipe.interop.export import pipe_split
     from fpipe.interop.materialising import materialise
     from fpipe.interop.modes import eval_mode
     from fpipe.interop.modules import buffers, from_functions, from_modules, into_modules
     from fpipe.interop.optim import Optimizer, optimizer
     from fpipe.interop.pipe import from_pipe
     from fpipe.interop.pipelining import from_csv, to_csv
-    from fpipe.interop.splitting import split, split_points
+    from fpipe.interop.splitting.cut import End
+    from fpipe.interop.splitting.export import pipe_split
+    from fpipe.interop.splitting.split import split, split_points
     from fpipe.interop.state_dicts import from_state_dict, to_state_dict
 
 _HOME = {
     "CheckpointError": "checkpoints.stored",
     "Checkpoints": "checkpoints.checkpoint",
-    "End": "cut",
+    "End": "splitting.cut",
     "Optimizer": "optim",
     "buffers": "modules",
     "eval_mode": "modes",
@@ -35,9 +35,9 @@ _HOME = {
     "into_modules": "modules",
     "materialise": "materialising",
     "optimizer": "optim",
-    "pipe_split": "export",
-    "split": "splitting",
-    "split_points": "splitting",
+    "pipe_split": "splitting.export",
+    "split": "splitting.split",
+    "split_points": "splitting.split",
     "to_csv": "pipelining",
     "to_state_dict": "state_dicts",
 }

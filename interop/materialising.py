@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.interop.export import canonical
-from fpipe.interop.modules import Tree, twin_of
+from fpipe.interop.modules import Tree, canonical, twin_of
 from fpipe.interop.state_dicts import entries_on
 from fpipe.stage import Pipeline
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from torch import fx
 
-from fpipe.interop.cut import Flow
-from fpipe.interop.export import export
-from fpipe.interop.graph import GraphFunction
 from fpipe.interop.modules import ModuleFunction
-from fpipe.interop.splitting import assembled
+from fpipe.interop.splitting.cut import Flow
+from fpipe.interop.splitting.export import export
+from fpipe.interop.splitting.graph import GraphFunction
+from fpipe.interop.splitting.split import assembled
 from fpipe.stage import Pipeline
 
 

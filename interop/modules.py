@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -229,3 +229,17 @@ def skeleton(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(module, memo)
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all of their names, in the order of `state_dict` as far as they are in it."""
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for name, x in (*part._parameters.items(), *part._buffers.items()):
+            if x is not None:
+                yield f"{prefix}.{name}" if prefix else name, x
+
+
+def canonical(module: nn.Module) -> dict[str, str]:
+    """The first name of each tensor, by all of its names."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(x), name) for name, x in named_tensors(module)}

@@ -6,13 +6,11 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.distributed.pipelining import Pipe
 
-from fpipe.interop.modules import from_modules, owning
+from fpipe.interop.modules import Tree, from_modules, owning
 from fpipe.stage import Batch, Output, Pipeline, Read
-
-Tree = dict[str, Tensor]
 
 
 def from_pipe(pipe: Pipe, *, loss: Callable[..., Any] | None = None) -> tuple[Pipeline, dict[int, Tree]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.interop.modules import Tree
-from fpipe.interop.splitting import split as split_module
+from fpipe.interop.splitting.split import split as split_module
 from fpipe.interop.state_dicts import from_state_dict
 from fpipe.stage import Pipeline
 

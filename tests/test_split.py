@@ -14,9 +14,9 @@ from torch.export import Dim
 import fpipe
 from fpipe import Batch, Output, Placement, StageError, handlers, interop, schedules
 from fpipe.interop import splitting
-from fpipe.interop.balance import estimate, places
-from fpipe.interop.cut import Flow
-from fpipe.interop.export import export
+from fpipe.interop.splitting.balance import estimate, places
+from fpipe.interop.splitting.cut import Flow
+from fpipe.interop.splitting.export import export
 from tests import split_cases, split_jobs
 from tests.cases import mse
 from tests.jobs import differences

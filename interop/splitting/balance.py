@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from fpipe.interop.cut import Begin, End, Flow, Point, frames, hint, is_size, nodes_in
+from fpipe.interop.splitting.cut import Begin, End, Flow, Point, frames, hint, is_size, nodes_in
 from fpipe.microbatch import Microbatch
 from fpipe.stage import Pipeline
 from fpipe.tree import flatten

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fpipe.interop.balance import Place, bytes_of, chosen, estimate, places
-from fpipe.interop.balance import measure as measure_stages
-from fpipe.interop.cut import Begin, Flow, Mark, Point
-from fpipe.interop.export import Call, batch_of, canonical, device_of, export, named_tensors, refuse_hooks, stand_in
-from fpipe.interop.graph import Recipe, function
-from fpipe.interop.modules import Tree, skeleton
+from fpipe.interop.modules import Tree, canonical, named_tensors, skeleton
+from fpipe.interop.splitting.balance import Place, bytes_of, chosen, estimate, places
+from fpipe.interop.splitting.balance import measure as measure_stages
+from fpipe.interop.splitting.cut import Begin, Flow, Mark, Point
+from fpipe.interop.splitting.export import Call, batch_of, device_of, export, refuse_hooks, stand_in
+from fpipe.interop.splitting.graph import Recipe, function
 from fpipe.interop.state_dicts import entries_on
 from fpipe.stage import Pipeline, Stage
 

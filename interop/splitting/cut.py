@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from fpipe.autodiff.trace import draws
-from fpipe.interop.export import MARK, Exported
+from fpipe.interop.splitting.export import MARK, Exported
 
 aten = torch.ops.aten
 PRODUCTS = {

@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fpipe.errors import StageError
+from fpipe.interop.modules import canonical
 from fpipe.tree import Path
 
 aten = torch.ops.aten
@@ -36,7 +37,6 @@ MANUAL = (
     "Cut it by hand instead: interop.from_modules takes a module for each stage, interop.from_functions a pure "
     "function for each"
 )
-
 OPERATION = "make it a torch.library.custom_op with register_autograd"
 
 
@@ -165,20 +165,6 @@ def _fakes(
         memo = {id(x): fake(x) for x in (*module.parameters(), *module.buffers())}
         args, kwargs = pytree.tree_map(fake, (call.args, dict(call.kwargs)))
     return copy.deepcopy(module, memo), args, kwargs
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all of their names, in the order of `state_dict` as far as they are in it."""
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        for name, x in (*part._parameters.items(), *part._buffers.items()):
-            if x is not None:
-                yield f"{prefix}.{name}" if prefix else name, x
-
-
-def canonical(module: nn.Module) -> dict[str, str]:
-    """The first name of each tensor, by all of its names."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(x), name) for name, x in named_tensors(module)}
 
 
 def refuse_hooks(module: nn.Module) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from fpipe.interop.cut import Part, Point, hint, nodes_in
-from fpipe.interop.export import Call, Exported, named_tensors
-from fpipe.interop.modules import Contents
+from fpipe.interop.modules import Contents, named_tensors
+from fpipe.interop.splitting.cut import Part, Point, hint, nodes_in
+from fpipe.interop.splitting.export import Call, Exported
 from fpipe.stage import Batch, Output, Read
 from fpipe.tree import describe, short
 
