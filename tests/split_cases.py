@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,8 +12,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from fpipe import interop
-from fpipe.interop import splitting
+import fpipe
+from fpipe import Placement, interop, schedules
+from fpipe.interop.splitting import split as splitting
 from tests.cases import mse, nll
 from tests.models import TiedGPT, UNet
 
@@ -136,3 +138,44 @@ def split(name, count, **options):
     with mock.patch.object(splitting, "export", return_value=found):
         pipeline, params = interop.split(case.module, example=example, kwargs=kwargs, loss=case.loss, **options)
     return case, pipeline, params, interop.buffers(pipeline, case.module)
+
+
+EQUAL = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def step(pipeline, handler, schedule=schedules.gpipe, placement=Placement.loop, microbatches=2, **options):
+    ranks = len(pipeline.stages) // (placement(2).stages // 2)
+    plan = pipeline.plan(placement(ranks), microbatches)
+    return fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph", **options)
+
+
+def run(function, case, params, state):
+    """(loss, gradients, state), the last empty where there is none."""
+    loss, grads, *new = function(params, case.batch, case.target, **({"state": state} if state else {}))
+    return loss, grads, new[0] if new else {}
+
+
+def unsplit(case, microbatches=1):
+    """(loss, gradients by name, buffers) of the module itself, microbatch by microbatch."""
+    module, total = copy.deepcopy(case.module), 0.0
+    split = fpipe.microbatch.split
+    for batch, target in zip(split(case.batch, microbatches)[0], split(case.target, microbatches)[0], strict=True):
+        output = module(**batch, **case.constants) if isinstance(batch, dict) else module(batch)
+        loss = case.loss(output, target) / microbatches
+        loss.backward()
+        total = total + loss.detach()
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    return total, gradients, dict(module.named_buffers())
+
+
+def check(found, case, pipeline, microbatches=2):
+    loss, grads, state = found
+    whole, gradients, buffers = unsplit(case, microbatches)
+    torch.testing.assert_close(loss, whole, **EQUAL)
+    named = {name: x for tree in grads.values() for name, x in tree.items()}
+    assert {name for name, x in named.items() if x is not None} == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(named[name], gradient, **EQUAL, msg=lambda text, name=name: f"{name}: {text}")
+    for tree in state.values():
+        for name, x in tree.items():
+            torch.testing.assert_close(x, buffers[name], **EQUAL)

@@ -12,57 +12,17 @@ from torch import nn
 from torch.export import Dim
 
 import fpipe
-from fpipe import Batch, Output, Placement, StageError, handlers, interop, schedules
-from fpipe.interop import splitting
+from fpipe import Batch, Output, Placement, handlers, interop
+from fpipe.interop.splitting import split as splitting
 from fpipe.interop.splitting.balance import estimate, places
 from fpipe.interop.splitting.cut import Flow
 from fpipe.interop.splitting.export import export
-from tests import split_cases, split_jobs
+from tests import split_cases
 from tests.cases import mse
 from tests.jobs import differences
 from tests.models import TiedGPT, UNet
-from tests.sharing import sharing
 
-EQUAL = {"rtol": 1e-9, "atol": 1e-12}
 EXPORTED = {}
-
-
-def step(pipeline, handler, schedule=schedules.gpipe, placement=Placement.loop, microbatches=2, **options):
-    ranks = len(pipeline.stages) // (placement(2).stages // 2)
-    plan = pipeline.plan(placement(ranks), microbatches)
-    return fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph", **options)
-
-
-def run(function, case, params, state):
-    """(loss, gradients, state), the last empty where there is none."""
-    loss, grads, *new = function(params, case.batch, case.target, **({"state": state} if state else {}))
-    return loss, grads, new[0] if new else {}
-
-
-def unsplit(case, microbatches=1):
-    """(loss, gradients by name, buffers) of the module itself, microbatch by microbatch."""
-    module, total = copy.deepcopy(case.module), 0.0
-    split = fpipe.microbatch.split
-    for batch, target in zip(split(case.batch, microbatches)[0], split(case.target, microbatches)[0], strict=True):
-        output = module(**batch, **case.constants) if isinstance(batch, dict) else module(batch)
-        loss = case.loss(output, target) / microbatches
-        loss.backward()
-        total = total + loss.detach()
-    gradients = {name: p.grad for name, p in module.named_parameters()}
-    return total, gradients, dict(module.named_buffers())
-
-
-def check(found, case, pipeline, microbatches=2):
-    loss, grads, state = found
-    whole, gradients, buffers = unsplit(case, microbatches)
-    torch.testing.assert_close(loss, whole, **EQUAL)
-    named = {name: x for tree in grads.values() for name, x in tree.items()}
-    assert {name for name, x in named.items() if x is not None} == gradients.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(named[name], gradient, **EQUAL, msg=lambda text, name=name: f"{name}: {text}")
-    for tree in state.values():
-        for name, x in tree.items():
-            torch.testing.assert_close(x, buffers[name], **EQUAL)
 
 
 @pytest.fixture
@@ -75,70 +35,6 @@ def exported_once(monkeypatch):
         return EXPORTED[type(module)]
 
     monkeypatch.setattr(splitting, "export", once)
-
-
-# Against the module itself
-
-
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", split_cases.CASES)
-def test_loss_and_gradients_are_the_unsplit_modules(name, stages):
-    case, pipeline, params, state = split_cases.split(name, stages)
-    assert len(pipeline.stages) == stages
-    expected = run(step(pipeline, handlers.Reference()), case, params, state)
-    check(expected, case, pipeline)
-    local = sharing(handlers.Local(), "split", name, stages)
-    assert differences(run(step(pipeline, local), case, params, state), expected) == []
-
-
-SCHEDULES = {
-    "gpipe": (schedules.gpipe, Placement.loop),
-    "one_f_one_b": (schedules.one_f_one_b, Placement.loop),
-    "interleaved_1f1b": (schedules.interleaved_1f1b, lambda ranks: Placement.loop(ranks, chunks=2)),
-    "zb_h1": (schedules.zb_h1, Placement.loop),
-    "zb_v": (schedules.zb_v, Placement.v),
-    "dualpipe_v": (schedules.dualpipe_v, Placement.v),
-}
-
-
-@pytest.mark.parametrize("name", split_cases.CASES)
-def test_every_schedule_gives_the_references_bits(name):
-    case, pipeline, params, state = split_cases.split(name, 4)
-    expected = run(step(pipeline, handlers.Reference()), case, params, state)
-    local = sharing(handlers.Local(), "split", name, 4)
-    for schedule, (function, placement) in SCHEDULES.items():
-        found = run(step(pipeline, local, function, placement), case, params, state)
-        assert differences(found, expected) == [], schedule
-
-
-@pytest.mark.parametrize("name", ["unet", "gpt"])
-def test_over_gloo(pools, name):
-    case, *split = split_cases.split(name, 4)
-    chosen = ["zb_v", "interleaved_1f1b"]
-    assert pools(2).run(split_jobs.train, chosen, case.batch, case.target, *split, limit=120) == [[]] * 2
-
-
-@pytest.mark.parametrize("name", ["gpt", "t5"])
-def test_twenty_steps_of_adamw_end_where_unsplit_training_ends(name):
-    case, pipeline, params, state = split_cases.split(name, 4)
-    own = step(pipeline, sharing(handlers.Local(), "split", name, 4), schedules.zb_v, Placement.v)
-    init, update = interop.optimizer(torch.optim.AdamW, lr=1e-2)
-    kept, module = init(params), copy.deepcopy(case.module)
-    theirs = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    for _ in range(20):
-        _, grads, _ = run(own, case, params, state)
-        params, kept = update(grads, kept, params)
-        theirs.zero_grad()
-        for parameter, gradient in unsplit(replace(case, module=module), 2)[1].items():
-            module.get_parameter(parameter).grad = gradient
-        theirs.step()
-    found, expected = interop.to_state_dict(pipeline, params), module.state_dict()
-    for entry, x in expected.items():
-        torch.testing.assert_close(
-            found[entry], x, rtol=1e-9, atol=1e-9, msg=lambda text, entry=entry: f"{entry}: {text}"
-        )
-    if name == "gpt":
-        assert found["head.weight"] is found["wte.weight"]
 
 
 # Names
@@ -275,7 +171,7 @@ def test_arguments_by_place_and_name_and_outputs_in_trees(by_name):
     assert pipeline.stages[1].inputs[-1:] == (Batch("pair", "left") if by_name else Batch(1, "left"),)
     assert list(params[2]) == ["layers.2.weight", "layers.2.bias", "idle.weight", "idle.bias"]
     pipeline.loss = lambda output, target: output["out"][0].square().mean()
-    own = step(pipeline, handlers.Local(), microbatches=1)
+    own = split_cases.step(pipeline, handlers.Local(), microbatches=1)
     _, grads = own(params, batch)
     expected["out"][0].square().mean().backward()
     for tree in grads.values():
@@ -289,7 +185,7 @@ def test_frozen_parameters_get_no_gradient():
     module[0].weight.requires_grad_(False)
     pipeline, params = interop.split(module, at=["1"], example=torch.randn(4, 4), loss=mse)
     assert [stage.frozen for stage in pipeline.stages] == [("0.weight",), ()]
-    _, grads = step(pipeline, handlers.Local())(params, torch.randn(4, 4), torch.randn(4, 4))
+    _, grads = split_cases.step(pipeline, handlers.Local())(params, torch.randn(4, 4), torch.randn(4, 4))
     assert grads[0]["0.weight"] is None
 
 
@@ -332,8 +228,8 @@ def test_a_layer_that_runs_several_times_and_buffers_written_by_hand():
     norm = ("norm.num_batches_tracked", "norm.running_mean", "norm.running_var")
     assert [stage.fn.state for stage in pipeline.stages] == [(), ("mean",), norm]
     state = interop.buffers(pipeline, case.module)
-    found = run(step(pipeline, handlers.Local()), case, params, state)
-    check(found, case, pipeline)
+    found = split_cases.run(split_cases.step(pipeline, handlers.Local()), case, params, state)
+    split_cases.check(found, case, pipeline)
     names = interop.to_state_dict(pipeline, params, state)
     assert names["other.weight"].data_ptr() == names["layer.weight"].data_ptr()
 
@@ -349,9 +245,9 @@ def test_rows_may_change_and_other_axes_where_it_is_said():
     pipeline, params = interop.split(module, at=["norm"], example=tokens[0], dynamic_shapes=free)
     for rows, length in ((5, 9), (3, 4), (1, 2)):
         part = tokens[0, :rows, :length]
-        torch.testing.assert_close(pipeline(params, part), module(part), **EQUAL)
+        torch.testing.assert_close(pipeline(params, part), module(part), **split_cases.EQUAL)
     fixed, params = interop.split(module, at=["norm"], example=tokens[0, :, :5])
-    torch.testing.assert_close(fixed(params, tokens[0, :3, :5]), module(tokens[0, :3, :5]), **EQUAL)
+    torch.testing.assert_close(fixed(params, tokens[0, :3, :5]), module(tokens[0, :3, :5]), **split_cases.EQUAL)
     with pytest.raises(ValueError, match=r"the batch is int64\[5, 9\], and the module was split for 5 along axis 1"):
         fixed(params, tokens[0])
 
@@ -359,8 +255,8 @@ def test_rows_may_change_and_other_axes_where_it_is_said():
 def test_uneven_microbatches():
     case, pipeline, params, _ = split_cases.split("gpt", 2)
     own = replace(case, batch=case.batch[:3], target=case.target[:3])
-    found = run(step(pipeline, handlers.Local()), own, params, {})
-    check(found, own, pipeline, 1)
+    found = split_cases.run(split_cases.step(pipeline, handlers.Local()), own, params, {})
+    split_cases.check(found, own, pipeline, 1)
 
 
 # Devices, modes, and modules without memory
@@ -376,40 +272,13 @@ def test_stages_run_where_their_tensors_are(name):
     assert found == {"meta"}
 
 
-def test_a_cut_inside_autocast_and_inside_no_grad():
-    class Inside(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
-
-        def forward(self, x):
-            with torch.no_grad():
-                x = self.layers[1](self.layers[0](x))
-            with torch.autocast("cpu", torch.bfloat16):
-                x = self.layers[3](self.layers[2](x))
-            return self.layers[4](x.float())
-
-    torch.manual_seed(0)
-    case = split_cases.Case(Inside(), torch.randn(4, 4), torch.randn(4, 4), mse, {})
-    at = ["layers.1", "layers.2", "layers.3"]
-    pipeline, params = interop.split(case.module, at=at, example=case.batch, loss=mse)
-    assert [next(iter(params[s])) for s in range(4)] == [f"layers.{i}.weight" for i in range(4)]
-    loss, grads, _ = run(step(pipeline, handlers.Local(), microbatches=1), case, params, {})
-    whole, gradients, _ = unsplit(case)
-    assert loss == whole
-    for tree in grads.values():
-        for name, gradient in tree.items():
-            expected = gradients[name]
-            assert torch.equal(gradient, torch.zeros_like(gradient) if expected is None else expected)
-
-
 def test_eval_mode_takes_the_same_params_and_state():
     case, pipeline, params, state = split_cases.split("unet", 4)
     evaluating = interop.eval_mode(pipeline)
     plan = pipeline.plan(Placement.loop(4), 2)
     found = fpipe.evaluate(evaluating, plan, handler=handlers.Local())(params, case.batch, state=state)
     expected = copy.deepcopy(case.module).eval()(case.batch)
-    torch.testing.assert_close(found, expected, **EQUAL)
+    torch.testing.assert_close(found, expected, **split_cases.EQUAL)
     _, new = evaluating(params, case.batch, state=state)
     assert differences(new, state) == []
 
@@ -614,92 +483,6 @@ def test_a_buffer_that_two_stages_change():
         interop.split(module, at=["1"], example=torch.randn(4, 4))
 
 
-class Straight(torch.autograd.Function):
-    """Rounds, and passes gradients straight through."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.round()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-@torch.library.custom_op("fpipe_tests::straight", mutates_args=())
-def straight(x: torch.Tensor) -> torch.Tensor:
-    return x.round()
-
-
-straight.register_fake(torch.empty_like)
-straight.register_autograd(lambda ctx, gradient: gradient)
-
-
-def test_an_operation_with_a_backward_of_its_own():
-    class Rounding(nn.Sequential):
-        def forward(self, x):
-            return self[1](straight(self[0](x) * 3))
-
-    torch.manual_seed(0)
-    case = split_cases.Case(Rounding(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4), torch.randn(4, 4), mse, {})
-    case.module.double()
-    case.batch, case.target = case.batch.double(), case.target.double()
-    pipeline, params = interop.split(case.module, at=["1"], example=case.batch, loss=mse)
-    found = run(step(pipeline, handlers.Local()), case, params, {})
-    check(found, case, pipeline)
-    assert found[1][0]["0.weight"].any()
-
-
-class Wrong(nn.Module):
-    def __init__(self, what):
-        super().__init__()
-        self.what = what
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.last.weight = self.first.weight
-
-    def forward(self, x):
-        match self.what:
-            case "branch":
-                x = x if self.first(x).sum() > 0 else -x
-            case "parameter":
-                with torch.no_grad():
-                    self.last.weight.clamp_(-1, 1)
-            case "data":
-                self.last.weight.data.clamp_(-1, 1)
-            case "input":
-                x.mul_(2)
-            case "function":
-                x = Straight.apply(self.first(x))
-            case "checkpoint":
-                x = torch.utils.checkpoint.checkpoint(self.last, self.first(x), use_reentrant=True)
-            case "hook":
-                x = self.first(x)
-                x.register_hook(lambda gradient: gradient * 2)
-            case "output":
-                return slice(self.last(self.first(x)))
-        return self.last(self.first(x))
-
-
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("branch", r"Wrong can't be exported: .*needs the value of a tensor.*interop\.from_modules"),
-        ("parameter", r"changes the parameter first\.weight, which is tied to last\.weight, in place \(File .*clamp_"),
-        ("data", r"forward uses \.data of a tensor.*write \.detach\(\)"),
-        ("input", r"writes in place to its argument x \(File .*mul_.*clone"),
-        ("function", r"applies Straight, .* which export would lose \(in .*custom_op with register_autograd"),
-        ("checkpoint", r"applies CheckpointFunction, .* which export would lose.*take use_reentrant=False"),
-        ("hook", r"registers a hook on a tensor's gradient, which export would lose \(in .*custom_op"),
-        ("output", r"Wrong can't be exported.*slice"),
-    ],
-)
-def test_a_module_that_cannot_be_split_says_why(what, says):
-    with pytest.raises(StageError, match=f"(?s){says}") as caught:
-        interop.split(Wrong(what), at=["last"], example=torch.randn(4, 4))
-    if what not in ("checkpoint", "output"):
-        assert f"{__file__}" in str(caught.value)
-
-
 def test_a_stage_function_can_be_copied_and_pickled():
     case, pipeline, params, _ = split_cases.split("gpt", 2)
     for copied in (copy.deepcopy(pipeline.stages[0].fn), pickle.loads(pickle.dumps(pipeline.stages[0].fn))):
@@ -735,50 +518,11 @@ def test_functions_by_hand():
     pipeline = interop.from_functions(functions, **options)
     params = {0: torch.tensor(2.0), 1: torch.tensor(1.0), 2: {"w": torch.tensor(3.0)}}
     x, state = torch.ones(4), {1: torch.tensor(0)}
-    own = step(pipeline, handlers.Local())
+    own = split_cases.step(pipeline, handlers.Local())
     loss, grads, new = own(params, x, torch.zeros(4), state=state)
     assert (loss, grads[0], grads[1], grads[2]["w"], new[1]) == (44 / 2, 8, 6, None, 2)
     with pytest.raises(ValueError, match="reads names stage 3, and there are 3 functions"):
         interop.from_functions(functions, reads={3: [0]})
-
-
-class Assigned(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        h = self.a(x)
-        z = torch.zeros_like(h)
-        z[:, :3] = h[:, 3:]
-        z[:, 3:].copy_(h[:, :3].sin())
-        z[0] = 1.0
-        return self.b(z) * z
-
-
-def test_slices_may_be_assigned():
-    torch.manual_seed(0)
-    module, x, y = Assigned().double(), torch.randn(4, 6).double(), torch.randn(4, 6).double()
-    pipeline, params = interop.split(module, at=["b"], example=x, loss=mse)
-    plan = pipeline.plan(Placement.loop(2), 1)
-    own = fpipe.value_and_grad(pipeline, schedules.zb_h1, plan, handler=handlers.Local(), autodiff="graph")
-    loss, grads = own(params, x, y)
-    expected = mse(module(x), y)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(grads["ab".index(name[0])][name], parameter.grad, rtol=1e-9, atol=1e-13)
-
-
-@pytest.mark.parametrize("hook", ["module", "parameter"])
-def test_hooks_on_gradients_are_refused(hook):
-    module = Assigned()
-    if hook == "module":
-        module.b.register_full_backward_hook(lambda *given: None)
-    else:
-        module.b.weight.register_hook(lambda gradient: gradient * 2)
-    with pytest.raises(StageError, match=r"^b(\.weight)? has a hook on gradients, which export would lose"):
-        interop.split(module, at=["b"], example=torch.randn(4, 6))
 
 
 def test_materialise_makes_attention():
