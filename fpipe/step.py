@@ -321,7 +321,7 @@ class _Job:
         assert self.weight is not None
         if not any(self.plan.stages - 1 in self.plan.stages_on(rank) for rank in self.ranks):
             return [None] * len(targets)
-        weights = [torch.as_tensor(self.weight(part), dtype=torch.float64) for part in targets]
+        weights = [torch.as_tensor(self.weight(part), dtype=torch.float64, device="cpu") for part in targets]
         whole = functools.reduce(torch.add, weights)
         return [weight / whole for weight in weights]
 

@@ -153,3 +153,18 @@ def seed(loss: Tensor, scale: Any) -> Tensor:
     if isinstance(scale, Tensor):
         return scale.to(loss).detach()
     return torch.full((), 1.0 if scale is None else scale, dtype=loss.dtype, device=loss.device)
+
+
+def counts(scale: Any) -> bool:
+    """Whether a microbatch's loss counts: one of weight 0 doesn't, even where it is NaN, as the mean of nothing is."""
+    return scale is None or bool(scale != 0)
+
+
+def weighed(loss: Tensor, cotangent: Tensor, scale: Any) -> Tensor:
+    """The microbatch's part of the loss of all."""
+    return loss.detach() * cotangent if counts(scale) else torch.zeros_like(cotangent)
+
+
+def zeros(leaves: Leaves) -> Leaves:
+    """What the last stage sends back of a loss that doesn't count: 0 times NaN would be NaN."""
+    return [None if x is None else torch.zeros_like(x) for x in leaves]

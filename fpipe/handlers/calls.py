@@ -20,7 +20,17 @@ from typing import Any, Protocol
 import torch
 
 from fpipe import effects as fx
-from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, detached_tree, seed
+from fpipe.autodiff.pieces import (
+    Leaves,
+    Pieces,
+    Prepared,
+    WeightGradients,
+    counts,
+    detached_tree,
+    seed,
+    weighed,
+    zeros,
+)
 from fpipe.effects import frees, gives, needs
 from fpipe.gradients import Key, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results
@@ -53,6 +63,7 @@ class Step:
         sums: of the weight gradients, by this rank's stages.
         foreign: what it was sent of other ranks' sums, by (stage, rank).
         seeds: the cotangents of the last stage's output, by microbatch.
+        uncounted: microbatches whose loss doesn't count.
     """
 
     inputs: Inputs
@@ -61,6 +72,7 @@ class Step:
     sums: defaultdict[int, Sum] = field(default_factory=lambda: defaultdict(Sum))
     foreign: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     seeds: dict[int, Leaves] = field(default_factory=dict)
+    uncounted: set[int] = field(default_factory=set)
     results: Results = field(default_factory=Results)
 
     def own(self, stage: int) -> dict[Key, Any]:
@@ -241,8 +253,10 @@ class Calls:
         cotangents: Leaves = [None] * len(outputs.leaves)
         if self.pieces.loss:
             loss, kept = outputs.tree
-            cotangents[0] = seed(loss, step.inputs.scale(m))
-            step.results.losses[m], step.results.outputs[m] = loss.detach() * cotangents[0], detached_tree(kept)
+            cotangents[0] = seed(loss, scale := step.inputs.scale(m))
+            step.results.losses[m], step.results.outputs[m] = weighed(loss, cotangents[0], scale), detached_tree(kept)
+            if not counts(scale):
+                step.uncounted.add(m)
         else:
             step.results.outputs[m] = outputs.tree
         if keep:
@@ -261,10 +275,25 @@ class Calls:
         gradients = tuple((s, self.slot(fx.Gradient(s, stage, m))) for s in self.plan.sources(stage))
 
         def give(found: Mapping[int, Leaves]) -> None:
+            counted = self._counted(stage, m)
             for source, slot in gradients:
-                slots[slot] = found[source]
+                slots[slot] = found[source] if counted else zeros(found[source])
 
         return give
+
+    def _counted(self, stage: int, m: int) -> bool:
+        """Whether what the stage's backward gives counts; only the last stage knows that of a microbatch."""
+        return m not in self.step.uncounted or stage < self.plan.stages - 1
+
+    def _sink(self, stage: int, m: int) -> Sum | None:
+        return self.step.sums[stage] if self._counted(stage, m) else None
+
+    def _add(self, stage: int, m: int, weights: WeightGradients) -> None:
+        """Add a microbatch's weight gradients to their sums, nothing where it doesn't count."""
+        if self._counted(stage, m):
+            self.step.sums[stage].add(weights, weights.fresh)
+        else:
+            self.step.sums[stage].add([None] * len(weights))
 
     def _backward(self, e: fx.Backward) -> Call:
         stage, m, slots = e.stage, e.microbatch, self.slots
@@ -272,10 +301,9 @@ class Calls:
         cotangents, give = self._cotangents(stage, m), self._give(stage, m)
 
         def call() -> None:
-            sums = self.step.sums[stage]
-            weights, inputs = backward(_taken(slots, residuals), cotangents(), sums)
+            weights, inputs = backward(_taken(slots, residuals), cotangents(), self._sink(stage, m))
             give(inputs)
-            sums.add(weights, weights.fresh)
+            self._add(stage, m, weights)
 
         return call
 
@@ -292,13 +320,11 @@ class Calls:
         return call
 
     def _backward_weight(self, e: fx.BackwardWeight) -> Call:
-        stage, slots = e.stage, self.slots
-        backward, deferred = self.pieces.stages[stage].backward_weight, self.slot(fx.Deferred(stage, e.microbatch))
+        stage, m, slots = e.stage, e.microbatch, self.slots
+        backward, deferred = self.pieces.stages[stage].backward_weight, self.slot(fx.Deferred(stage, m))
 
         def call() -> None:
-            sums = self.step.sums[stage]
-            weights = backward(_taken(slots, deferred), sums)
-            sums.add(weights, weights.fresh)
+            self._add(stage, m, backward(_taken(slots, deferred), self._sink(stage, m)))
 
         return call
 

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fpipe.autodiff.pieces import Pieces, detached_tree, prepared, seed
+from fpipe.autodiff.pieces import Pieces, counts, detached_tree, prepared, seed, weighed
 from fpipe.effects import Backward, BackwardWeight
 from fpipe.errors import blaming
 from fpipe.gradients import add, copied, total
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
 from fpipe.program import Plan, Program
 from fpipe.rng import seeded
-from fpipe.tree import viewed
+from fpipe.tree import flatten, viewed
 
 
 class Reference:
@@ -38,7 +39,8 @@ class Reference:
                 data, out = inputs.data[m], dict[int, Any]()
                 for s, stage in enumerate(pipeline.stages):
                     with torch.set_grad_enabled(train), seeded(inputs.rng, s, m), blaming(s, m):
-                        arguments = stage.arguments({r: viewed(out[r]) for r in plan.sources(s)}, stage.given(data))
+                        read = {r: viewed(out[r]) for r in plan.sources(s)}
+                        arguments = stage.arguments(read, stage.given(data))
                         output, state = stage(params[s].tree, results.state.get(s), arguments)
                         out[s] = viewed(output)
                     if stage.stateful:
@@ -47,14 +49,26 @@ class Reference:
                 results.outputs[m] = detached_tree(kept)
                 if loss is None:
                     continue
-                results.losses[m] = loss.detach() * (weight := seed(loss, inputs.scale(m)))
+                weight = seed(loss, scale := inputs.scale(m))
+                results.losses[m] = weighed(loss, weight, scale)
+                if not (counted := counts(scale)):
+                    _nothing_back(read)
                 used = loss.requires_grad and own
                 grads = iter(torch.autograd.grad(loss, own, weight, allow_unused=True) if used else [None] * len(own))
                 for s, p in enumerate(params if train else ()):
                     into = sums.setdefault((s, plan.rank_of(s, m)), dict.fromkeys(p.paths))
-                    into.update((path, add(into[path], next(grads))) for path in p.paths)
+                    for path in p.paths:
+                        gradient = next(grads)
+                        into[path] = add(into[path], gradient if counted or s < plan.stages - 1 else None)
             results.gradients = copied(total(pipeline, plan, inputs.params, range(plan.stages), sums)) if train else {}
             results.output = pieces.merge(results.outputs)
             return results
 
         return run
+
+
+def _nothing_back(read: Any) -> None:
+    """Let zeros go back through what the last stage reads, whatever its own gradients are: 0 times NaN would be NaN."""
+    for x in flatten(read).leaves:
+        if isinstance(x, Tensor) and x.requires_grad:
+            x.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
