@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.interop.modules import Tree, canonical, twin_of
+from fpipe.interop.modules import Tree, canonical
+from fpipe.interop.skeletons import twin_of
 from fpipe.interop.state_dicts import entries_on
 from fpipe.stage import Pipeline
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-from torch import fx
+from torch import fx, nn
 
 from fpipe.interop.modules import ModuleFunction
 from fpipe.interop.splitting.cut import Flow
@@ -21,29 +21,45 @@ def eval_mode(pipeline: Pipeline, mode: bool = True) -> Pipeline:
     Stages from `split` are exported again and cut at the same points; params and state are those of the pipeline
     given, which evaluation leaves as they are.
 
+    Args:
+        mode: False for training: each submodule is in the mode that it was in when the pipeline was made, so that what
+            was frozen in evaluation stays so; if none trained then, all do.
+
     Raises:
         ValueError: in this mode the module can't be cut at the same points, or changes other buffers; or a stage is a
             graph already, as of a `Pipe`.
     """
     if any(isinstance(stage.fn, GraphFunction) for stage in pipeline.stages):
-        return _exported_again(pipeline, not mode)
-    stages = []
-    for index, stage in enumerate(pipeline.stages):
-        if isinstance(stage.fn, ModuleFunction):
-            if any(isinstance(module, fx.GraphModule) for module in stage.fn.skeleton.modules()):
-                raise ValueError(
-                    f"stage {index} is a graph that was traced in one mode for good: trace the module once more in the "
-                    "other, or take interop.split"
-                )
-            module = copy.deepcopy(stage.fn.skeleton)
-            stage = replace(stage, fn=replace(stage.fn, skeleton=module.train(not mode)))
-        stages.append(stage)
+        return _exported_again(pipeline, mode)
+    functions = {i: stage.fn for i, stage in enumerate(pipeline.stages) if isinstance(stage.fn, ModuleFunction)}
+    made = {i: fn.skeleton if fn.made is None else fn.made for i, fn in functions.items()}
+    for i, module in made.items():
+        if any(isinstance(part, fx.GraphModule) for part in module.modules()):
+            raise ValueError(
+                f"stage {i} is a graph that was traced in one mode for good: trace the module once more in the "
+                "other, or take interop.split"
+            )
+    trained = any(map(_trains, made.values()))
+    stages = list(pipeline.stages)
+    for i, fn in functions.items():
+        module = _in_mode(made[i], mode, trained)
+        function = replace(fn, skeleton=module, made=None if module is made[i] else made[i])
+        stages[i] = replace(stages[i], fn=function)
     return pipeline.replace(stages, pipeline.loss)
 
 
-def _exported_again(pipeline: Pipeline, training: bool) -> Pipeline:
+def _trains(module: nn.Module) -> bool:
+    return any(part.training for part in module.modules())
+
+
+def _in_mode(made: nn.Module, evaluating: bool, trained: bool) -> nn.Module:
+    """A module in evaluation, or in training as it was made; `trained`, if it was."""
+    return made if trained and not evaluating else copy.deepcopy(made).train(not evaluating)
+
+
+def _exported_again(pipeline: Pipeline, evaluating: bool) -> Pipeline:
     recipe = next(stage.fn.recipe for stage in pipeline.stages if isinstance(stage.fn, GraphFunction))
-    module = copy.deepcopy(recipe.skeleton).train(training)
+    module = _in_mode(recipe.skeleton, evaluating, _trains(recipe.skeleton))
     exported = export(module, recipe.call, recipe.dynamic_shapes, recipe.device)
     if new := sorted(exported.changed.keys() - recipe.state):
         raise ValueError(
@@ -51,5 +67,5 @@ def _exported_again(pipeline: Pipeline, training: bool) -> Pipeline:
             "the module in training mode, and take eval_mode of that"
         )
     flow = Flow(exported, {name: recipe.homes[name] for name in recipe.state})
-    made, _ = assembled(replace(recipe, skeleton=module), flow, pipeline.loss)
+    made, _ = assembled(recipe, flow, pipeline.loss)  # whose skeleton keeps the modes that it was made in
     return pipeline.replace(made.stages, pipeline.loss) if made.entries == pipeline.entries else made

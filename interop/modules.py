@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from fpipe.interop.skeletons import accepted, call, skeleton, uncompiled
 from fpipe.stage import Pipeline, Read, Stage
 
 Tree = dict[str, Tensor]
@@ -38,14 +38,17 @@ class ModuleFunction:
     """A module's forward as a pure function of its parameters, and of its buffers where it has any.
 
     Args:
+        skeleton: in the mode that it runs in.
         qualified: whether its names are those of the whole module that it is a part of.
+        made: the skeleton in the modes that its submodules were made in, if these are others.
     """
 
     skeleton: nn.Module
     qualified: bool = False
+    made: nn.Module | None = None
 
     def __call__(self, params: Tree, *inputs: Any) -> Any:
-        return owning(self.skeleton, params)(*inputs)
+        return call(self.skeleton, params, inputs)[0]
 
     @property
     def contents(self) -> Contents:
@@ -67,39 +70,9 @@ class ModuleFunction:
 @dataclass(frozen=True)
 class StatefulModuleFunction(ModuleFunction):
     def __call__(self, params: Tree, state: Tree, *inputs: Any) -> tuple[Any, Tree]:
-        module = owning(self.skeleton, {**params, **{name: buffer.clone() for name, buffer in state.items()}})
-        outputs = module(*inputs)
+        tensors = {**params, **{name: buffer.clone() for name, buffer in state.items()}}
+        outputs, module = call(self.skeleton, tensors, inputs)
         return outputs, {name: module.get_buffer(name) for name in state}  # changed in place, or assigned anew
-
-
-def owning(skeleton: nn.Module, tensors: Tree) -> nn.Module:
-    """A module like the skeleton, with these parameters and buffers for good.
-
-    `torch.func.functional_call` takes them away again when it returns, and what runs later, as a checkpointed
-    block does in the backward, would find none.
-
-    Raises:
-        RuntimeError: names are missing, or are none of the skeleton's.
-    """
-    named = {**dict(skeleton.named_parameters()), **dict(skeleton.named_buffers())}
-    for what, names in (("Missing", named.keys() - tensors.keys()), ("Unexpected", tensors.keys() - named.keys())):
-        if names:
-            raise RuntimeError(f"{what} key(s) for {type(skeleton).__name__}: {', '.join(map(repr, sorted(names)))}")
-    given = {id(tensor): tensors[name] for name, tensor in named.items()}
-    twins = {id(module): twin_of(module, given) for module in skeleton.modules()}
-    for twin in twins.values():
-        twin._modules = {name: child and twins[id(child)] for name, child in twin._modules.items()}
-    return twins[id(skeleton)]
-
-
-def twin_of(module: nn.Module, given: Mapping[int, Tensor]) -> nn.Module:
-    """A copy of a module alone, which shares all but what belongs to a call."""
-    twin: nn.Module = object.__new__(module.__class__)  # a GraphModule makes a class of its own for each instance
-    twin.__dict__.update({k: list(v) if type(v) is list else v for k, v in module.__dict__.items()})
-    for kind in ("_parameters", "_buffers"):
-        held = module.__dict__[kind]
-        twin.__dict__[kind] = {name: x if x is None else given.get(id(x), x) for name, x in held.items()}
-    return twin
 
 
 def from_modules(
@@ -113,7 +86,8 @@ def from_modules(
 
     Parameters that several modules share are tied, and live with the lowest. Those with
     `requires_grad=False` are frozen. A module with buffers becomes a stateful stage: `buffers(modules)` is its
-    first state. Whether a module trains or evaluates is settled here; `eval_mode` gives the other pipeline.
+    first state. Whether a module trains or evaluates is settled here; `eval_mode` gives the other pipeline. Of what
+    torch.compile has wrapped, the module inside is taken: `value_and_grad(..., compile=True)` compiles stages.
 
     Args:
         at: where an `nn.Sequential` is cut, by the indices of the modules that begin a stage; names are then its own.
@@ -122,12 +96,19 @@ def from_modules(
 
     The modules are left as they are, and the parameters share their memory.
 
+    Raises:
+        StageError: what a stage would lose or lack: hooks on parameters' gradients, tensors without a shape yet, an
+            attribute that can't be copied.
+
     >>> pipeline, params = from_modules(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False)), at=[2])
     >>> {stage: {name: tuple(p.shape) for name, p in tree.items()} for stage, tree in params.items()}
     {0: {'0.weight': (3, 2), '0.bias': (3,)}, 1: {'2.weight': (1, 3)}}
     """
+    if isinstance(modules, nn.Module):
+        modules = cast(nn.Sequential, uncompiled(modules))
     if at is not None:
         modules = _pieces(modules, at)
+    modules = [accepted(module, stage=stage) for stage, module in enumerate(modules)]
     home: dict[int, tuple[int, str]] = {}
     ties: dict[tuple[int, str], tuple[int, str]] = {}
     params: dict[int, Tree] = {}
@@ -142,7 +123,7 @@ def from_modules(
                 ties[index, name] = owner
         frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
         stateful = any(True for _ in module.buffers())
-        function = (StatefulModuleFunction if stateful else ModuleFunction)(skeleton(module), at is not None)
+        function = (StatefulModuleFunction if stateful else ModuleFunction)(skeleton(module, index), at is not None)
         stages.append(Stage(function, (reads or {}).get(index), stateful, tuple(frozen)))
     return Pipeline(stages, loss, ties=ties), params
 
@@ -155,7 +136,10 @@ def _pieces(modules: Sequence[nn.Module] | nn.Sequential, at: Sequence[int]) -> 
     bounds = [0, *at, len(modules)]
     if any(low >= high for low, high in itertools.pairwise(bounds)):
         raise ValueError(f"at={list(at)} must rise, from 1 to {len(modules) - 1}, so that no stage is empty")
-    return [modules[low:high] for low, high in itertools.pairwise(bounds)]
+    pieces = [modules[low:high] for low, high in itertools.pairwise(bounds)]
+    for piece in pieces:
+        piece.training = modules.training
+    return pieces
 
 
 def from_functions(
@@ -195,11 +179,11 @@ def buffers(modules: Sequence[nn.Module] | Pipeline, module: nn.Module | None = 
         module: and then the whole module.
     """
     if not isinstance(modules, Pipeline):
-        found = {index: {n: b.detach().clone() for n, b in m.named_buffers()} for index, m in enumerate(modules)}
+        found = {i: {n: b.detach().clone() for n, b in uncompiled(m).named_buffers()} for i, m in enumerate(modules)}
         return {index: tree for index, tree in found.items() if tree}
     if module is None:
         raise TypeError("buffers(pipeline, module): a pipeline holds no values")
-    held = dict(module.named_buffers(remove_duplicate=False))
+    held = dict(uncompiled(module).named_buffers(remove_duplicate=False))
     functions: dict[int, Any] = {index: stage.fn for index, stage in enumerate(modules.stages) if stage.stateful}
     return {i: {name: held[name].detach().clone() for name in fn.contents.state} for i, fn in functions.items()}
 
@@ -212,23 +196,13 @@ def into_modules(
     Stages that `params` has no entry for are left as they are.
     """
     with torch.no_grad():
-        for index, module in enumerate(modules):
+        for index, module in enumerate(map(uncompiled, modules)):
             own = dict(module.named_parameters())
             for name, value in params.get(index, {}).items():
                 own[name].copy_(value)
             held = dict(module.named_buffers())
             for name, value in (state or {}).get(index, {}).items():
                 held[name].copy_(value)
-
-
-def skeleton(module: nn.Module) -> nn.Module:
-    """A copy of the module whose parameters and buffers are on the meta device: it holds no memory."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(module, memo)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx, nn
 from torch.distributed.pipelining import Pipe
 
-from fpipe.interop.modules import Tree, from_modules, owning
+from fpipe.interop.modules import Tree, from_modules
+from fpipe.interop.skeletons import owning
 from fpipe.stage import Batch, Output, Pipeline, Read
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipe_split, pipeline
 
 import fpipe
-from fpipe import Placement, handlers, interop, schedules
+from fpipe import Placement, StageError, handlers, interop, schedules
 from tests.cases import mse
 from tests.jobs import differences
 
@@ -100,3 +100,10 @@ def test_the_mode_that_was_traced_stays():
     stages, _ = interop.from_pipe(pipe)
     with pytest.raises(ValueError, match="stage 0 is a graph that was traced in one mode for good"):
         interop.eval_mode(stages)
+
+
+def test_a_hook_of_a_parameter_is_refused():
+    _, pipe, _ = made(Skips)
+    pipe.get_stage_module(1).b.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(StageError, match=r"^stage 1: b\.weight has a hook on gradients, which a stage would lose"):
+        interop.from_pipe(pipe)

@@ -1,0 +1,246 @@
+"""Modules without their tensors, and with those of a call put in.
+
+Invariants:
+- a skeleton holds no memory but that of plain tensors, which are constants;
+- a parameter, buffer or submodule is the call's own wherever an attribute holds it, in lists, tuples and dicts too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fpipe.errors import StageError
+from fpipe.tree import flatten
+
+REGISTERED = ("_parameters", "_buffers", "_modules")
+INSIDE = "_orig_mod"
+"""What torch.compile calls the module that it wraps."""
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that torch.compile wraps, or the module itself."""
+    inside = module._modules.get(INSIDE)
+    return module if inside is None else inside
+
+
+def accepted(module: nn.Module, *, exported: bool = False, stage: int | None = None) -> nn.Module:
+    """The module, without the wrapping of torch.compile, if nothing of it will be lost.
+
+    Args:
+        exported: it goes through torch.export, which sees hooks of parameters as little as stages do, and neither those
+            that modules have on their gradients.
+        stage: its number, for messages.
+
+    Raises:
+        StageError: what would be lost, or isn't there yet.
+    """
+    module = uncompiled(module)
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    if lazy := [name for name, x in tensors if is_lazy(x)]:
+        raise StageError(
+            f"no shape is known yet of {_some(lazy)}, as of lazy modules: run the module once on an example first",
+            stage=stage,
+        )
+    wrapped = [name for name, part in module.named_modules() if INSIDE in part._modules]
+    if wrapped and not exported:
+        raise StageError(
+            f"{_some(wrapped)} is wrapped by torch.compile: take the module inside, and have the stages' graphs "
+            "compiled by value_and_grad(..., compile=True)",
+            stage=stage,
+        )
+    hooked = [name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    way = "remove it, and change gradients where the step gives them"
+    if exported and not hooked:
+        parts = module.named_modules()
+        hooked = [name or "the module itself" for name, m in parts if m._backward_hooks or m._backward_pre_hooks]
+        way += ", or cut the module by hand: interop.from_modules keeps it"
+    if hooked:
+        loser = "export" if exported else "a stage"
+        raise StageError(f"{_some(hooked)} has a hook on gradients, which {loser} would lose: {way}", stage=stage)
+    return module
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
+
+
+def skeleton(module: nn.Module, stage: int | None = None) -> nn.Module:
+    """A copy of the module whose parameters and buffers are on the meta device: it holds no memory.
+
+    Plain tensors in attributes are copied, as constants. What an earlier forward has left in one, and has a history,
+    is on the meta device too: it must be written anew before it is read.
+
+    Args:
+        stage: its number, for messages.
+
+    Raises:
+        StageError: an attribute can't be copied.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    for x in _in_attributes(module):
+        if x.grad_fn is not None:
+            memo[id(x)] = x.detach().to("meta")
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise StageError(
+            f"{_uncopied(module, memo)} can't be copied ({text}). Stages are copies of modules: set it to None before "
+            "the module is cut, if an earlier forward has left it there, or keep it outside of the module",
+            stage=stage,
+        ) from error
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for prefix, part in module.named_modules():
+        for name, value in part.__dict__.items():
+            if name not in REGISTERED:
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _in_attributes(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors in attributes, and in lists, tuples and dicts there."""
+    for _, value in _attributes(module):
+        yield from _tensors(value)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for x in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(x)
+
+
+def _uncopied(module: nn.Module, memo: Mapping[int, Any]) -> str:
+    """The attribute that can't be copied, or the module's type."""
+    for where, value in _attributes(module):
+        try:
+            copy.deepcopy(value, dict(memo))
+        except Exception:
+            return where
+    return f"a {type(module).__name__}"
+
+
+def owning(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A module like the skeleton, with these parameters and buffers for good.
+
+    `torch.func.functional_call` takes them away again when it returns, and what runs later, as a checkpointed
+    block does in the backward, would find none.
+
+    Raises:
+        RuntimeError: names are missing, or are none of the skeleton's.
+    """
+    named = {**dict(skeleton.named_parameters()), **dict(skeleton.named_buffers())}
+    for what, names in (("Missing", named.keys() - tensors.keys()), ("Unexpected", tensors.keys() - named.keys())):
+        if names:
+            raise RuntimeError(f"{what} key(s) for {type(skeleton).__name__}: {', '.join(map(repr, sorted(names)))}")
+    given = {id(tensor): tensors[name] for name, tensor in named.items()}
+    twins = {id(module): twin_of(module, given) for module in skeleton.modules()}
+    own = {**given, **twins}
+    for twin in twins.values():
+        held = {name: value for name, value in twin.__dict__.items() if name not in REGISTERED}
+        twin.__dict__.update({name: _replaced(value, own) for name, value in held.items()})
+        twin._modules = {name: child and twins[id(child)] for name, child in twin._modules.items()}
+    return twins[id(skeleton)]
+
+
+def twin_of(module: nn.Module, given: Mapping[int, Tensor]) -> nn.Module:
+    """A copy of a module alone, which shares all but what belongs to a call."""
+    twin: nn.Module = object.__new__(module.__class__)  # a GraphModule makes a class of its own for each instance
+    twin.__dict__.update({k: list(v) if type(v) is list else v for k, v in module.__dict__.items()})
+    for kind in ("_parameters", "_buffers"):
+        held = module.__dict__[kind]
+        twin.__dict__[kind] = {name: x if x is None else given.get(id(x), x) for name, x in held.items()}
+    return twin
+
+
+def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
+    """The same value with what stands for tensors and modules, by their ids, in place of them and of their methods."""
+    if isinstance(value, Tensor | nn.Module):
+        return new.get(id(value), value)
+    if isinstance(value, MethodType) and id(value.__self__) in new:
+        return MethodType(value.__func__, new[id(value.__self__)])
+    if type(value) is dict:
+        found = [_replaced(x, new) for x in value.values()]
+        return dict(zip(value, found, strict=True)) if _others(found, value.values()) else value
+    if type(value) in (list, tuple):
+        found = [_replaced(x, new) for x in value]
+        return type(value)(found) if _others(found, value) else value
+    return value
+
+
+def _others(found: Iterable[Any], before: Iterable[Any]) -> bool:
+    return any(a is not b for a, b in zip(found, before, strict=True))
+
+
+def attached(module: nn.Module) -> Callable[..., Any]:
+    """The module's forward, during which attributes hold the tensors that the module has when it is called.
+
+    torch.export puts its own in where they are registered alone.
+    """
+    places = {id(x): (part, name) for part in module.modules() for name, x in _own(part)}
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        now = {key: getattr(part, name) for key, (part, name) in places.items()}
+        attributes = [
+            (part.__dict__, name) for part in module.modules() for name in part.__dict__.keys() - {*REGISTERED}
+        ]
+        held = [(into, name, into[name]) for into, name in attributes]
+        changed = [(into, name, x, new) for into, name, x in held if (new := _replaced(x, now)) is not x]
+        for into, name, _, new in changed:
+            into[name] = new
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for into, name, before, new in changed:
+                if into.get(name) is new:
+                    into[name] = before
+
+    return run
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, x) for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
+
+
+def call(skeleton: nn.Module, tensors: Mapping[str, Tensor], inputs: Sequence[Any]) -> tuple[Any, nn.Module]:
+    """What the module gives, with these parameters and buffers, and the module that owns them.
+
+    Raises:
+        StageError: forward has read a tensor of the skeleton's own.
+    """
+    module = owning(skeleton, tensors)
+    ungiven = (
+        "forward reads a tensor that a stage isn't given: what an earlier forward left in an attribute, or a parameter "
+        "through an object that is no module, list, tuple or dict. Have forward compute the one, and take the other "
+        "from where it is registered"
+    )
+    try:
+        outputs = module(*inputs)
+    except RuntimeError as error:
+        if re.search(r"\bmeta\b", str(error)) and not _on_meta((tensors, inputs)):
+            raise StageError(ungiven) from error
+        raise
+    if _on_meta(outputs) and not _on_meta((tensors, inputs)):
+        raise StageError(ungiven)
+    return outputs, module
+
+
+def _on_meta(tree: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.device.type == "meta" for x in flatten(tree).leaves)
