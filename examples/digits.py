@@ -49,23 +49,22 @@ def main(epochs: int) -> None:
     modules = convnet()
     pipeline, params = interop.from_modules(modules, loss=F.cross_entropy)
     plan = pipeline.plan(Placement.loop(STAGES), MICROBATCHES)
-    held = {stage for rank in handler.ranks(plan) for stage in plan.stages_on(rank)}
-    params = {stage: tree for stage, tree in params.items() if stage in held}
-    state = {stage: tree for stage, tree in interop.buffers(modules).items() if stage in held}
+    mine, state = handler.ranks(plan), interop.buffers(modules)
+    if distributed:
+        params, state = pipeline.params_on(params, plan, *mine), pipeline.state_on(state, plan, *mine)
 
     step = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler)
     predict = fpipe.evaluate(interop.eval_mode(pipeline), plan, handler=handler, gather=True)
     adamw = interop.optimizer(torch.optim.AdamW, lr=2e-3)
     optimizer = adamw.init(params)
     images, labels, test_images, test_labels = digits()
-    first = 0 in handler.ranks(plan)
     for epoch in range(epochs):
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))
         for i, rows in enumerate(order.split(BATCH)[:-1]):  # batch norm wants no microbatch of few rows
             loss, grads, state = step(params, images[rows], labels[rows], state=state, rng=(epoch, i))
             params, optimizer = adamw.update(grads, optimizer, params)
         right = predict(params, test_images, state=state).argmax(1) == test_labels
-        if first:
+        if 0 in mine:
             print(f"epoch {epoch}: loss {loss:.3f}, test accuracy {right.double().mean():.1%}")
     if distributed:
         dist.destroy_process_group()

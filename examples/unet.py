@@ -92,9 +92,8 @@ def main(
     mine = handler.ranks(plan)
     if 0 in mine:
         print(pipeline.describe())
-    held = {stage for rank in mine for stage in plan.stages_on(rank)}
-    params = {stage: tree for stage, tree in params.items() if stage in held}
-    state = {stage: tree for stage, tree in state.items() if stage in held}
+    if distributed:
+        params, state = pipeline.params_on(params, plan, *mine), pipeline.state_on(state, plan, *mine)
 
     step = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler)
     adamw = interop.optimizer(torch.optim.AdamW, lr=3e-3)

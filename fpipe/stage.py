@@ -222,6 +222,15 @@ class Pipeline:
                 held[owner] = place(held.get(owner, {}), path, self._shared(params, *users[0], owner, path))
         return dict(sorted(held.items()))
 
+    def state_on(self, state: Mapping[int, Any], plan: Plan, rank: int) -> dict[int, Any]:
+        """What one rank needs of all state: its stages' trees.
+
+        >>> pipeline = Pipeline([Stage(lambda p, s, x: (x, s), stateful=True)] * 2)
+        >>> pipeline.state_on({0: {"seen": 1}, 1: {"seen": 2}}, pipeline.plan(Placement.loop(2), 1), rank=1)
+        {1: {'seen': 2}}
+        """
+        return {stage: state[stage] for stage in plan.stages_on(rank) if stage in state}
+
     def describe(self, params: Mapping[int, Any] | None = None) -> str:
         """A table of the stages: parameters, bytes, what each reads; and the ties.
 

@@ -168,6 +168,15 @@ def test_state_goes_through_the_microbatches_in_order(handler):
     assert state[1]["seen"] == 5
 
 
+def test_a_rank_is_given_the_state_of_its_stages():
+    counting = Stage(lambda p, s, x: (x, s), stateful=True)
+    pipeline = Pipeline([counting, affine, counting, counting])
+    state = {s: {"seen": torch.tensor(s)} for s in (0, 2, 3)}
+    plan = pipeline.plan(Placement.loop(2, 2), 2)
+    assert [list(pipeline.state_on(state, plan, rank)) for rank in range(2)] == [[0, 2], [3]]
+    assert pipeline.state_on(state, plan, 1)[3] is state[3]
+
+
 @both
 def test_batch_norm_equals_the_module_fed_microbatch_by_microbatch(handler):
     torch.manual_seed(0)
