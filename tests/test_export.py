@@ -1,8 +1,13 @@
 """What export must not lose of a module's forward: kept, or refused with the line that has it."""
 
+import random
+import sys
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 
 import fpipe
 from fpipe import Placement, StageError, handlers, interop, schedules
@@ -160,3 +165,324 @@ def test_hooks_on_gradients_are_refused(hook):
         module.b.weight.register_hook(lambda gradient: gradient * 2)
     with pytest.raises(StageError, match=r"^b(\.weight)? has a hook on gradients, which export would lose"):
         interop.split(module, at=["b"], example=torch.randn(4, 6))
+
+
+class Forward(nn.Module):
+    """Two layers and a buffer, and a forward of its own."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.own, self.a, self.b = forward, nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x):
+        return self.b(self.own(self, x))
+
+
+def under_autocast(m, x):
+    h = m.a(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            stopped = m.a(h)
+        return h * stopped.float().sin() + m.a(h).float()
+
+
+def autocast_within(m, x):
+    h = m.a(x)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        stopped = m.a(h)
+    return h + stopped.float()
+
+
+def enabled_again(m, x):
+    with torch.no_grad():
+        h = m.a(x)
+        with torch.enable_grad():
+            g = m.a(x)
+        k = m.a(g)
+    return h + g + k
+
+
+@torch.no_grad()
+def without(m, x):
+    return m.a(x)
+
+
+def decorated(m, x):
+    with torch.no_grad():
+        h = without(m, x)
+        g = m.a(x)
+    return m.a(x) + h + g
+
+
+def inferred(m, x):
+    h = m.a(x)
+    with torch.inference_mode():
+        scale = h.abs().amax()
+    return h / scale.clone()  # torch wants one
+
+
+def by_function(m, x):
+    torch.set_grad_enabled(False)
+    h = m.a(x)
+    torch.set_grad_enabled(True)
+    return m.a(x) + h
+
+
+def asked(m, x):
+    with torch.no_grad():
+        h = m.a(x)
+        if not torch.is_grad_enabled():
+            h = h * 2
+    return m.a(x) + h
+
+
+def view_made_without(m, x):
+    h = m.a(x)
+    with torch.no_grad():
+        rows = h[:2] * 3
+    h = h * rows.sum()
+    h.mul_(2)
+    return h
+
+
+def written_later(m, x):
+    h = m.a(x)
+    with torch.no_grad():
+        held = h[0]
+    g = h.clone()
+    g[0] += held
+    return g
+
+
+def filled_without(m, x):
+    h = m.a(x)
+    with torch.no_grad():
+        made = torch.empty_like(h)
+        made.copy_(h)
+        made[0] = 1.0
+    made += m.b(x)
+    return h * made
+
+
+def buffer_without(m, x):
+    h = m.a(x)
+    with torch.no_grad():
+        m.seen.mul_(0.9).add_(h.mean(0))
+    return h + m.seen
+
+
+def whole_without(m, x):
+    h = m.a(x)
+    with torch.no_grad():
+        kept = h.detach().clone()
+        kept.mul_(2)
+    return h * kept
+
+
+KEPT = [under_autocast, autocast_within, enabled_again, decorated, inferred, by_function, asked, view_made_without]
+KEPT += [written_later, filled_without, buffer_without, whole_without]
+
+
+@pytest.mark.parametrize("forward", KEPT, ids=lambda f: f.__name__)
+def test_what_has_no_gradients_has_none(forward):
+    torch.manual_seed(0)
+    module, x, y = Forward(forward), torch.randn(4, 6), torch.randn(4, 6)
+    case = split_cases.Case(module, x, y, mse, {})
+    pipeline, params = interop.split(module, at=[interop.End("a")], example=x, loss=mse)
+    state = interop.buffers(pipeline, module)
+    _, grads, new = split_cases.run(split_cases.step(pipeline, handlers.Local(), microbatches=1), case, params, state)
+    _, gradients, buffers = split_cases.unsplit(case)
+    found = {name: gradient for tree in grads.values() for name, gradient in tree.items()}
+    for name, gradient in gradients.items():
+        expected = torch.zeros_like(found[name]) if gradient is None else gradient
+        torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-7)
+    assert all(torch.equal(tree["seen"], buffers["seen"]) for tree in new.values())
+
+
+apply = Straight.apply
+
+
+def in_place_without(m, x):
+    h = m.a(x)
+    with torch.no_grad():
+        h.mul_(2)
+    return h
+
+
+def into_detached(m, x):
+    h = m.a(x).detach()
+    h += m.b(x)
+    return h
+
+
+def through_detached(m, x):
+    h = m.a(x)
+    h.detach().clamp_(min=0)
+    return h
+
+
+def into_a_view_made_without(m, x):
+    h = m.a(x)
+    with torch.no_grad():
+        rows = h[:2]
+    rows += m.b(x)[:2]
+    return h
+
+
+def bound(m, x):
+    return apply(m.a(x))
+
+
+def of_the_node(m, x):
+    h = m.a(x)
+    h.grad_fn.register_prehook(lambda gradients: gradients)
+    return h
+
+
+def packed(m, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.half(), lambda saved: saved.float()):
+        return m.a(x).sin()
+
+
+@pytest.mark.parametrize(
+    ("forward", "says"),
+    [
+        (
+            in_place_without,
+            r"writes in place to values that have gradients, where they are switched off \(File ",
+        ),
+        (into_detached, r"writes in place .* into a tensor that was detached from them.*test_export"),
+        (through_detached, r"writes in place .* into a tensor that was detached from them.*test_export"),
+        (into_a_view_made_without, r"A view was created in no_grad mode .*rows \+="),
+        (bound, r"applies Straight, .* which export would lose \(in .*apply\(m\.a\(x\)\)"),
+        (of_the_node, r"asks for a tensor's grad_fn, which export would lose \(in .*register_prehook"),
+        (packed, "packs saved tensors by hooks of its own"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_autograd_would_see_otherwise_is_refused(forward, says):
+    with pytest.raises(StageError, match=f"(?s){says}"):
+        interop.split(Forward(forward), at=["b"], example=torch.randn(4, 6))
+    x = torch.ones(2, requires_grad=True)
+    apply(x).sum().backward()  # all is as it was
+    assert torch.equal(x.grad, torch.ones(2))
+
+
+def by_rows(m, x):
+    return m.a(x) * (2 if x.shape[0] > 5 else 3)
+
+
+def by_evenness(m, x):
+    return m.a(x) * (2 if x.shape[0] % 4 == 0 else 3)
+
+
+@pytest.mark.parametrize(
+    ("forward", "shapes", "right", "wrong", "says"),
+    [
+        (by_rows, None, [8, 6, 16], 4, r"axis 0 of the batch is 4, and the module was split where axis 0 of .* > 5"),
+        (by_evenness, None, [8, 4, 12], 6, r"is 6, and the module was split where \(axis 0 of the batch % 4\) == 0"),
+        (lambda m, x: m.a(x), {0: Dim("rows", min=4, max=9)}, [4, 9], 3, r"is 3, .* where axis 0 of the batch >= 4"),
+        (lambda m, x: m.a(x), {0: Dim("rows", max=9)}, [2, 1], 10, r"is 10, .* where axis 0 of the batch <= 9"),
+        (lambda m, x: m.a(x), {}, [8], 7, r"was split for 8 along axis 0: take an example of another size"),
+    ],
+    ids=["rows", "evenness", "least", "most", "fixed"],
+)
+def test_sizes_at_which_forward_does_something_else(forward, shapes, right, wrong, says):
+    torch.manual_seed(0)
+    module = Forward(forward)
+    shapes = (shapes,) if shapes else shapes
+    pipeline, params = interop.split(module, at=["b"], example=torch.randn(8, 6), dynamic_shapes=shapes)
+    for rows in right:
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(pipeline(params, x), module(x))
+    with pytest.raises(ValueError, match=says):
+        pipeline(params, torch.randn(wrong, 6))
+
+
+def test_sizes_that_hang_together():
+    class Two(Forward):
+        def forward(self, x, y):
+            return self.b(self.a(x) + y.unflatten(0, (-1, 2)).sum(1))
+
+    module, rows = Two(None), Dim("rows")
+    shapes = ({0: rows}, {0: 2 * rows})
+    given = torch.randn(4, 6), torch.randn(8, 6)
+    pipeline, params = interop.split(module, at=["b"], example=given, dynamic_shapes=shapes)
+    more = torch.randn(3, 6), torch.randn(6, 6)
+    torch.testing.assert_close(pipeline(params, more), module(*more))
+    with pytest.raises(ValueError, match=r"axis 0 has to be \(?2 ?\* ?axis 0 of the batch\[0\]\)?, which is 6"):
+        pipeline(params, (torch.randn(3, 6), torch.randn(8, 6)))
+
+
+def of_python(m, x):
+    return m.a(x) * random.random()
+
+
+def of_numpy(m, x):
+    return m.a(x) * float(np.random.rand())
+
+
+@pytest.mark.parametrize("forward", [of_python, of_numpy])
+def test_random_numbers_that_are_not_torchs(forward):
+    with pytest.raises(StageError, match="draws from the random numbers of Python or NumPy"):
+        interop.split(Forward(forward), at=["b"], example=torch.randn(4, 6))
+
+
+def test_numbers_that_forward_counts():
+    def counting(m, x):
+        m.calls += 1
+        return m.a(x)
+
+    module = Forward(counting)
+    module.calls = 3
+    with pytest.warns(UserWarning, match=r"forward changes the module\.calls from 3 to 4, which the stages don't"):
+        interop.split(module, at=["b"], example=torch.randn(4, 6))
+    assert module.calls == 3
+
+
+def branching(m, x):
+    h = m.a(x)
+    return h if h.sum() > 0 else -h
+
+
+def sampling(m, x):
+    return torch.distributions.Normal(m.a(x), 1.0).rsample()
+
+
+@pytest.mark.parametrize(
+    ("forward", "says"), [(branching, r"use torch\.where or torch\.cond"), (sampling, "take validate_args=False")]
+)
+def test_what_needs_the_value_of_a_tensor_is_told_once(forward, says, capfd):
+    with pytest.raises(StageError, match=says):
+        interop.split(Forward(forward), at=["b"], example=torch.randn(4, 6))
+    assert capfd.readouterr().err == ""
+
+
+def test_what_forward_says_is_heard(capfd):
+    def talking(m, x):
+        print("rows", x.shape[1], file=sys.stderr)
+        return m.a(x)
+
+    interop.split(Forward(talking), at=["b"], example=torch.randn(4, 6))
+    assert "rows 6" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"at": [1], "example": torch.randn(4, 6)}, r"names of submodules and End\(name\), and no 1"),
+        ({"at": ["b"]}, r"what example= and kwargs= are: missing a required argument: 'x'"),
+    ],
+)
+def test_options_of_a_wrong_kind(options, says):
+    with pytest.raises(TypeError, match=says):
+        interop.split(Forward(by_rows), **options)
+
+
+def test_a_name_with_an_at_sign():
+    module = nn.Sequential()
+    for name in ("a", "b@1"):
+        module.add_module(name, nn.Linear(6, 6))
+    pipeline, _ = interop.split(module, at=["b@1"], example=torch.randn(4, 6))
+    assert list(pipeline.stages[1].fn.contents.params) == ["b@1.weight", "b@1.bias"]

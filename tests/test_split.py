@@ -9,6 +9,7 @@ import optree
 import pytest
 import torch
 from torch import nn
+from torch.distributed import pipelining
 from torch.export import Dim
 
 import fpipe
@@ -189,14 +190,14 @@ def test_frozen_parameters_get_no_gradient():
     assert grads[0]["0.weight"] is None
 
 
-class Marked(nn.Sequential):
-    def forward(self, x):
-        x = torch.relu(self[0](x))
-        interop.pipe_split()
-        return self[1](x)
+@pytest.mark.parametrize("mark", [interop.pipe_split, pipelining.pipe_split])
+def test_marks_inside_forward(mark):
+    class Marked(nn.Sequential):
+        def forward(self, x):
+            x = self[0](x)
+            mark()
+            return self[1](x)
 
-
-def test_marks_inside_forward():
     module, x = Marked(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(4, 4)
     pipeline, params = interop.split(module, example=x)
     assert [list(params[s]) for s in range(2)] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
@@ -334,7 +335,8 @@ def test_a_hugging_face_model_is_made_by_its_own_rules(monkeypatch):
     case, *_ = split_cases.split("llama", 4)
     with torch.device("meta"):
         module = split_cases.CASES["llama"]().module
-    monkeypatch.setattr(splitting, "export", lambda *_: split_cases.exported("llama"))
+    exported = split_cases.exported("llama")
+    monkeypatch.setattr(splitting, "export", lambda *_: exported)
     pipeline, _ = interop.split(module, at=case.cuts[4], kwargs=case.given[1], loss=case.loss)
     params, _ = interop.materialise(pipeline, init=module._init_weights)
     assert torch.equal(params[1]["model.rotary_emb.inv_freq"], case.module.model.rotary_emb.inv_freq.float())

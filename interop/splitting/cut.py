@@ -27,6 +27,7 @@ from fpipe.autodiff.trace import draws
 from fpipe.interop.splitting.export import MARK, Exported
 
 aten = torch.ops.aten
+MARKS = (str(MARK), "pippy._pipe_split.default")  # the other is torch.distributed.pipelining's own
 PRODUCTS = {
     getattr(aten, name)
     for name in (
@@ -169,7 +170,9 @@ class Flow:
                     f"{point.number}"
                 )
             return self.marks[point.number - 1]
-        name, at, call = point.name.partition("@")
+        name, at, call = point.name, "", ""
+        if name not in self.exported.modules:
+            name, at, call = name.rpartition("@") if "@" in name else (name, "", "")
         calls = self.calls.get(name)
         if calls is None and name in self.exported.modules:
             raise ValueError(f"there is no split point {point}: {name!r} doesn't run in forward, or does nothing there")
@@ -188,7 +191,7 @@ class Flow:
         before, found = -1, []
         for node in self.exported.graph.nodes:
             before = self.place.get(node, before)
-            if node.target is MARK:
+            if str(node.target) in MARKS:
                 found.append(before + 1)
         return found
 
@@ -264,7 +267,7 @@ def random(node: fx.Node) -> bool:
 def _says(node: fx.Node) -> bool:
     """Whether a node only checks or marks something."""
     target = node.target
-    return target is MARK or (isinstance(target, torch._ops.OpOverload) and not target._schema.returns)
+    return str(target) in MARKS or (isinstance(target, torch._ops.OpOverload) and not target._schema.returns)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -10,15 +10,19 @@ Invariants:
 from __future__ import annotations
 
 import copy
-import inspect
+import io
+import logging
+import random
+import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from pathlib import Path as File
-from typing import Any, NamedTuple, NoReturn
+from functools import wraps
+from typing import Any
 
+import numpy
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
@@ -30,21 +34,12 @@ from torch.utils import _pytree as pytree
 
 from fpipe.errors import StageError
 from fpipe.interop.modules import canonical
+from fpipe.interop.skeletons import attached
+from fpipe.interop.splitting.call import Call, leaves
+from fpipe.interop.splitting.gradients import MANUAL, graphs, line_of, stop_gradients, users_own, watched
 from fpipe.tree import Path
 
 aten = torch.ops.aten
-MANUAL = (
-    "Cut it by hand instead: interop.from_modules takes a module for each stage, interop.from_functions a pure "
-    "function for each"
-)
-OPERATION = "make it a torch.library.custom_op with register_autograd"
-
-
-class Call(NamedTuple):
-    """How forward is called: tensors on the meta device stand for the example's."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,6 +55,7 @@ class Exported:
         leaves: placeholder -> where in the batch it is.
         changed: buffer -> what forward leaves in it.
         output: the module's output, with nodes for tensors, of plain dicts, lists and tuples.
+        ranges: what sizes may be, by symbol.
         device: where the fakes were.
     """
 
@@ -72,6 +68,7 @@ class Exported:
     leaves: dict[fx.Node, Path]
     changed: dict[str, fx.Node]
     output: Any
+    ranges: Mapping[Any, Any]
     device: torch.device
 
 
@@ -102,21 +99,16 @@ def export(module: nn.Module, call: Call, dynamic_shapes: Any, device: torch.dev
     Raises:
         StageError: it can't be exported, or forward does what a pure function can't.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)  # torch's own
-            try:
-                program, lines = _program(module, call, dynamic_shapes, device)
-            except StageError:
-                raise
-            except Exception:
-                if dynamic_shapes is not None:
-                    raise
-                program, lines = _program(module, call, {}, device)  # some modules have one size alone
-    except StageError:
-        raise
-    except Exception as error:
-        raise StageError(_why(error, module)) from error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)  # torch's own
+        try:
+            program, lines = _program(module, call, dynamic_shapes, device)
+        except StageError:
+            raise
+        except Exception as error:
+            if dynamic_shapes is not None or _needs_values(error):
+                raise StageError(_why(error, module)) from error
+            return export(module, call, {}, device)  # some modules have one size alone
     return _read(program, lines, module, device)
 
 
@@ -132,19 +124,65 @@ def _program(
             if isinstance(x, Tensor) and x.ndim:
                 free[x] = {0: Dim.AUTO}
         dynamic_shapes = free.dynamic_shapes(fake, args, kwargs)  # type: ignore[no-untyped-call]
-    with _refusing_lost_gradients():
+    fake.forward = watched(_noticing(attached(fake), fake))
+    with _quietly():
         program = torch.export.export(fake, args, kwargs, dynamic_shapes=dynamic_shapes or None, strict=False)
     _check_constants(program)
     names = canonical(module)
     lines = _writes(program, names)
-    for part in _graphs(program):
-        _stop_gradients(part.graph)
-        part.recompile()
+    stop_gradients(program)
+    for part in graphs(program):
         if part is not program.graph_module:
             part.forward = fx.Interpreter(part).run  # keeps which submodule runs
     _merge_aliases(program, names)
     program.graph_module.recompile()
     return program.run_decompositions({aten.copy.default: _copied}), lines
+
+
+def _noticing(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """Refuses random numbers that would be the same for good, and tells of numbers that would no more be counted."""
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        drawn, held = _generators(), _numbers(module)
+        output = forward(*args, **kwargs)
+        if drawn != _generators():
+            raise StageError(
+                "forward draws from the random numbers of Python or NumPy, and the stages would draw the same for "
+                f"good: draw from torch's. {MANUAL}"
+            )
+        for (name, attribute), now in _numbers(module).items():
+            if (was := held.get((name, attribute), now)) != now:
+                warnings.warn(
+                    f"forward changes {name or 'the module'}.{attribute} from {was} to {now}, which the stages don't "
+                    "do again: make it a buffer if it is to change",
+                    stacklevel=2,
+                )
+        return output
+
+    return run
+
+
+def _generators() -> tuple[Any, ...]:
+    return random.getstate(), *map(str, numpy.random.get_state())
+
+
+def _numbers(module: nn.Module) -> dict[tuple[str, str], bool | int | float]:
+    found = ((name, k, v) for name, part in module.named_modules() for k, v in part.__dict__.items())
+    return {(name, k): v for name, k, v in found if type(v) in (bool, int, float)}
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """When torch fails it prints the graph so far; the error says what is to be said."""
+    said, logger = io.StringIO(), logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    was, logger.disabled = logger.disabled, True
+    try:
+        with redirect_stderr(said):
+            yield
+        sys.stderr.write(said.getvalue())
+    finally:
+        logger.disabled = was
 
 
 def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -167,52 +205,6 @@ def _fakes(
     return copy.deepcopy(module, memo), args, kwargs
 
 
-def refuse_hooks(module: nn.Module) -> None:
-    """Refuse what changes gradients from outside forward: export would see nothing of it.
-
-    Raises:
-        StageError: a submodule or parameter has a hook on its gradient.
-    """
-    found = [
-        name or "the module itself" for name, m in module.named_modules() if m._backward_hooks or m._backward_pre_hooks
-    ]
-    found += [name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
-    if found:
-        raise StageError(
-            f"{', '.join(found[:3])}{' and more' if len(found) > 3 else ''} has a hook on gradients, which export "
-            f"would lose: remove it, and change gradients where the step gives them. {MANUAL}"
-        )
-
-
-@contextmanager
-def _refusing_lost_gradients() -> Iterator[None]:
-    """Refuse what has a say in the backward besides its operations: of that, export would see nothing."""
-    apply, register_hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
-
-    def refuse(what: str, way: str) -> NoReturn:
-        caller = traceback.extract_stack(limit=3)[0]
-        where = f"in {caller.filename}:{caller.lineno}, {caller.name}: {caller.line}"
-        raise StageError(f"forward {what}, which export would lose ({where}): {way}. {MANUAL}")
-
-    def applied(function: type, *args: Any, **kwargs: Any) -> Any:
-        reentrant = function is torch.utils.checkpoint.CheckpointFunction
-        if function.__module__.startswith("torch.") and not reentrant:  # of custom operations, and the like
-            return apply.__get__(None, function)(*args, **kwargs)
-        what = f"applies {function.__name__}, a torch.autograd.Function with a backward of its own"
-        refuse(what, "take use_reentrant=False" if reentrant else OPERATION)
-
-    def hooked(tensor: Tensor, hook: Any) -> Any:
-        refuse("registers a hook on a tensor's gradient", OPERATION)
-
-    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
-    torch.Tensor.register_hook = hooked  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
-
-
 # Between export and decomposition
 
 
@@ -221,7 +213,7 @@ def _check_constants(program: ExportedProgram) -> None:
     for spec, node in _inputs(program):
         if spec.kind == InputKind.CONSTANT_TENSOR and isinstance(program.constants.get(spec.target), FakeTensor):
             raise StageError(
-                f"forward uses .data of a tensor{_line(next(iter(node.users), node))}, which export can't follow: "
+                f"forward uses .data of a tensor{line_of(next(iter(node.users), node))}, which export can't follow: "
                 "write .detach(), or change buffers in place under torch.no_grad()"
             )
 
@@ -230,30 +222,14 @@ def _writes(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, str
     """By the target of an input, the line of the model that writes to it."""
     targets = {node.name: names.get(spec.target, node.name) for spec, node in _inputs(program)}
     found = dict[str, str]()
-    for node in (node for part in _graphs(program) for node in part.graph.nodes):
+    for node in (node for part in graphs(program) for node in part.graph.nodes):
         schema = getattr(node.target, "_schema", None)
         into = node.all_input_nodes[0] if schema is not None and schema.is_mutable else None
         while into is not None and into.op != "placeholder":  # a view of it
             into = next(iter(into.all_input_nodes), None)
         if into is not None and into.name in targets:
-            found.setdefault(targets[into.name], _line(node))
+            found.setdefault(targets[into.name], line_of(node))
     return found
-
-
-def _graphs(program: ExportedProgram) -> list[fx.GraphModule]:
-    """The program's own graph, and those of blocks such as `with torch.no_grad()`."""
-    return [part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
-
-
-def _stop_gradients(graph: fx.Graph) -> None:
-    """Detach what comes out of a block without gradients: decomposition inlines it, and forgets that it was one."""
-    for node in list(graph.nodes):
-        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
-            for part in list(node.users):
-                with graph.inserting_after(part):
-                    stopped = graph.call_function(aten.detach.default, (part,))
-                stopped.meta = dict(part.meta)
-                part.replace_all_uses_with(stopped, delete_user_cb=lambda user, own=stopped: user is not own)
 
 
 def _merge_aliases(program: ExportedProgram, names: Mapping[str, str]) -> None:
@@ -294,14 +270,24 @@ def _read(program: ExportedProgram, lines: Mapping[str, str], module: nn.Module,
             outputs.append(value)
         else:
             raise StageError(_impure(spec, names, lines))
-    for node in (node for part in _graphs(program) for node in part.graph.nodes):
+    for node in (node for part in graphs(program) for node in part.graph.nodes):
         _portable(node)
     output = _plain(pytree.tree_unflatten(outputs, program.call_spec.out_spec), "the module's output")
-    leaves = _leaves(pytree.tree_unflatten(given, program.call_spec.in_spec), module)
+    found = leaves(pytree.tree_unflatten(given, program.call_spec.in_spec), module)
     parameters = frozenset(names[name] for name, _ in module.named_parameters())
     modules = frozenset(name for name, _ in module.named_modules(remove_duplicate=False))
     return Exported(
-        modules, graph, program.graph_module, tensors, parameters, constants, leaves, changed, output, device
+        modules=modules,
+        graph=graph,
+        root=program.graph_module,
+        tensors=tensors,
+        parameters=parameters,
+        constants=constants,
+        leaves=found,
+        changed=changed,
+        output=output,
+        ranges=program.range_constraints,
+        device=device,
     )
 
 
@@ -340,74 +326,23 @@ def _plain(tree: Any, where: str) -> Any:
     )
 
 
-def _leaves(inputs: tuple[tuple[Any, ...], dict[str, Any]], module: nn.Module) -> dict[fx.Node, Path]:
-    """Where in the batch each tensor is: the batch is what forward is given, as `split` says."""
-    args, kwargs = inputs
-
-    def tensors(tree: Any) -> list[tuple[fx.Node, Path]]:
-        found, _ = pytree.tree_flatten_with_path(tree)
-        return [(x, tuple(map(_key, path))) for path, x in found if isinstance(_value(x), Tensor)]
-
-    named = {name: tensors(tree) for name, tree in kwargs.items()}
-    positional = [found for found in map(tensors, args) if found]
-    if any(named.values()):
-        bound = inspect.signature(module.forward).bind_partial(*args).arguments
-        named |= {name: tensors(tree) for name, tree in bound.items()}
-        return {node: (name, *path) for name, found in named.items() for node, path in found}
-    if len(positional) == 1:
-        return dict(positional[0])
-    return {node: (i, *path) for i, found in enumerate(positional) for node, path in found}
-
-
-def batch_of(call: Call, module: nn.Module) -> Any:
-    """What forward is given, as a batch."""
-    args = [x for x in call.args if _has_tensors(x)]
-    if _has_tensors(call.kwargs):
-        return {**inspect.signature(module.forward).bind_partial(*call.args).arguments, **call.kwargs}
-    return args[0] if len(args) == 1 else tuple(args)
-
-
-def _has_tensors(tree: Any) -> bool:
-    return any(isinstance(x, Tensor) for x in pytree.tree_leaves(tree))
-
-
-def _value(x: Any) -> Any:
-    return x.meta.get("val") if isinstance(x, fx.Node) else None
-
-
-def _key(entry: Any) -> Any:
-    return next(getattr(entry, name) for name in ("idx", "key", "name") if hasattr(entry, name))
-
-
 # Why it failed
 
-LIBRARY = (str(File(torch.__path__[0]).resolve()), str(File(__file__).resolve().parent))
+
+def _needs_values(error: Exception) -> bool:
+    return "DataDependent" in type(error).__name__
 
 
 def _why(error: Exception, module: nn.Module) -> str:
     said = next((line for line in str(error).strip().splitlines() if line.strip()), "")
-    kind = type(error).__name__
-    valued = "It needs the value of a tensor, as a branch, .item() or .nonzero() does: use torch.where or torch.cond. "
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.line and f.filename[0] != "<"]
-    own = [f for f in frames if not str(File(f.filename).resolve()).startswith(LIBRARY)][-1:]
-    where = "".join(f" (in {f.filename}:{f.lineno}, {f.name}: {f.line})" for f in own)
-    hint = valued if "DataDependent" in kind else ""
-    return f"{type(module).__name__} can't be exported: {kind}: {said}{where}. {hint}{MANUAL}"
-
-
-def _line(node: fx.Node) -> str:
-    """The line of the model that a node comes from."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
-    places = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    return f" ({'; '.join(lines[places[-1] : places[-1] + 2])})" if places else ""
-
-
-def stand_in(tree: Any) -> Any:
-    """The same tree with tensors of the meta device."""
-    return pytree.tree_map(lambda x: x.detach().to("meta") if isinstance(x, Tensor) else x, tree)
-
-
-def device_of(*trees: Sequence[Any]) -> torch.device:
-    """Where the first of the tensors is that has values."""
-    found = [x.device for x in pytree.tree_leaves(trees) if isinstance(x, Tensor) and x.device.type != "meta"]
-    return found[0] if found else torch.device("cpu")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = users_own(frames)
+    where = f" (in {own.filename}:{own.lineno}, {own.name}: {own.line})" if own else ""
+    hint = ""
+    if _needs_values(error):
+        hint = (
+            "It needs the value of a tensor, as a branch, .item() or .nonzero() does: use torch.where or torch.cond. "
+        )
+    if hint and any("/torch/distributions/" in frame.filename for frame in frames):
+        hint = "A distribution looks at the values that it is given: take validate_args=False. "
+    return f"{type(module).__name__} can't be exported: {type(error).__name__}: {said}{where}. {hint}{MANUAL}"

@@ -11,10 +11,11 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from fpipe.interop.modules import Contents, named_tensors
+from fpipe.interop.splitting.call import Call
 from fpipe.interop.splitting.cut import Part, Point, hint, nodes_in
-from fpipe.interop.splitting.export import Call, Exported
+from fpipe.interop.splitting.export import Exported
+from fpipe.interop.splitting.sizes import Sizes, conditions, written
 from fpipe.stage import Batch, Output, Read
-from fpipe.tree import describe, short
 
 aten = torch.ops.aten
 
@@ -52,7 +53,7 @@ class GraphFunction:
         graph: a function of entries, state, inputs and the device, in this order.
         entries: names in the params that it takes: parameters, and buffers that nothing changes.
         state: buffers that forward changes.
-        sizes: of each input, what it was exported for, None for what is free; None for another stage's values.
+        sizes: what it is right for.
         contents: tensors on the meta device for what it holds and puts out.
         recipe: what all stages of the module have in common.
     """
@@ -63,7 +64,7 @@ class GraphFunction:
     entries: tuple[str, ...]
     state: tuple[str, ...]
     reads: tuple[Read, ...]
-    sizes: tuple[tuple[int | None, ...] | None, ...]
+    sizes: Sizes
     contents: Contents
     recipe: Recipe
 
@@ -89,25 +90,10 @@ class GraphFunction:
         for what, names, tree in (("params", self.entries, params), ("state", self.state, state)):
             if missing := [name for name in names if name not in tree]:
                 raise ValueError(f"{what} lacks {', '.join(missing)}: interop.from_state_dict gives them by stage")
-        for read, sizes, given in zip(self.reads, self.sizes, inputs, strict=True):
-            if sizes is not None:
-                _check(read, sizes, given)
+        self.sizes.check(self.reads, inputs)
         tensors = [*(params[name] for name in self.entries), *(state[name] for name in self.state), *inputs]
         device = next((x.device for x in tensors if isinstance(x, Tensor)), self.recipe.device)
         return self.graph(*tensors, device)
-
-
-def _check(read: Read, sizes: Sequence[int | None], given: Any) -> None:
-    assert isinstance(read, Batch)
-    name = f"the batch{short(read.path)}"
-    if not isinstance(given, Tensor) or given.ndim != len(sizes):
-        raise ValueError(f"{name} is {describe(given)}, where the module was split for a tensor of {len(sizes)} axes")
-    for axis, (found, expected) in enumerate(zip(given.shape, sizes, strict=True)):
-        if expected is not None and found != expected:
-            raise ValueError(
-                f"{name} is {describe(given)}, and the module was split for {expected} along axis {axis}: take an "
-                "example of another size (one of size 1 stays 1), or leave the axis free by dynamic_shapes="
-            )
 
 
 def function(
@@ -154,7 +140,10 @@ def function(
         entries=entries,
         state=tuple(exported.tensors[node] for node in state),
         reads=(*(sources[node] for node in part.values), *(Batch(*exported.leaves[node]) for node in part.leaves)),
-        sizes=(*(None for _ in part.values), *(_sizes(node) for node in part.leaves)),
+        sizes=Sizes(
+            (*(None for _ in part.values), *(tuple(map(written, node.meta["val"].shape)) for node in part.leaves)),
+            conditions(part.leaves, exported.ranges),
+        ),
         contents=Contents(
             {name: tensors[name] for name in sorted({*entries, *held}, key=list(tensors).index)},
             {exported.tensors[node]: tensors[exported.tensors[node]] for node in state},
@@ -166,10 +155,6 @@ def function(
 
 def _same(x: Any, device: torch.device) -> bool:
     return isinstance(x, torch.device) and x.type == device.type and (x.index or 0) == (device.index or 0)
-
-
-def _sizes(node: fx.Node) -> tuple[int | None, ...]:
-    return tuple(n if isinstance(n, int) else None for n in node.meta["val"].shape)
 
 
 def _blank(node: fx.Node) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,11 +10,13 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fpipe.interop.modules import Tree, canonical, named_tensors, skeleton
+from fpipe.interop.modules import Tree, canonical, named_tensors
+from fpipe.interop.skeletons import accepted, skeleton
 from fpipe.interop.splitting.balance import Place, bytes_of, chosen, estimate, places
 from fpipe.interop.splitting.balance import measure as measure_stages
-from fpipe.interop.splitting.cut import Begin, Flow, Mark, Point
-from fpipe.interop.splitting.export import Call, batch_of, device_of, export, refuse_hooks, stand_in
+from fpipe.interop.splitting.call import Call, batch_of, device_of, stand_in
+from fpipe.interop.splitting.cut import Begin, End, Flow, Mark, Point
+from fpipe.interop.splitting.export import export
 from fpipe.interop.splitting.graph import Recipe, function
 from fpipe.interop.state_dicts import entries_on
 from fpipe.stage import Pipeline, Stage
@@ -61,6 +64,7 @@ def split(
     Raises:
         StageError: the module can't be exported, or changes what it is given; says which of its lines.
         ValueError: there is no such split point, or a stage would be empty.
+        TypeError: forward can't be called with the example.
 
     >>> import torch
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -72,7 +76,11 @@ def split(
     """
     call = Call(example if isinstance(example, tuple) else (example,), dict(kwargs or {}))
     _check_choice(at, stages, policy)
-    refuse_hooks(module)
+    try:
+        inspect.signature(module.forward).bind(*call.args, **call.kwargs)
+    except TypeError as error:
+        raise TypeError(f"forward can't be called with what example= and kwargs= are: {error}") from None
+    module = accepted(module, exported=True)
     values = {name: x.detach() for name, x in named_tensors(module)}
     names, lasting = canonical(module), set(module.state_dict(keep_vars=True))
     recipe = Recipe(
@@ -117,6 +125,8 @@ def _check_choice(at: Any, stages: int | None, policy: str) -> None:
         raise ValueError("at= names the places to cut at, stages= lets them be chosen: give one of the two")
     if isinstance(at, str):
         raise ValueError(f"at= is a list of split points: at=[{at!r}]")
+    if wrong := [point for point in at or () if not isinstance(point, str | Begin | End | Mark)]:
+        raise TypeError(f"at= has names of submodules and End(name), and no {wrong[0]!r}")
     if policy not in ("equal", "balanced"):
         raise ValueError(f"policy is 'equal' or 'balanced', not {policy!r}")
     if stages is not None and stages < 1:

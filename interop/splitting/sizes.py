@@ -1,0 +1,123 @@
+"""The sizes that a stage's function is right for: export settles some, and what forward asks of others."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._sympy.printers import PythonPrinter
+
+from fpipe.stage import Batch, Read
+from fpipe.tree import describe, short
+
+_KNOWN = {"math": math, "max": max, "min": min, "bool": bool}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of what a stage reads of the batch.
+
+    Args:
+        axes: of each input, by axis: a number, or an expression of symbols; None for other stages' values.
+        conditions: expressions of these symbols that were true of the example, where forward did one thing and not
+            another; and the bounds that `dynamic_shapes` gives.
+    """
+
+    axes: tuple[tuple[int | str, ...] | None, ...]
+    conditions: tuple[str, ...] = ()
+
+    def check(self, reads: Sequence[Read], inputs: Sequence[Any]) -> None:
+        """Raises:
+        ValueError: the function would be wrong for these.
+        """
+        known: dict[str, int] = {}
+        where: dict[str, str] = {}
+        given = [(r, axes, x) for r, axes, x in zip(reads, self.axes, inputs, strict=True) if axes is not None]
+        for read, axes, x in given:
+            name = _name(read)
+            if not isinstance(x, Tensor) or x.ndim != len(axes):
+                raise ValueError(
+                    f"{name} is {describe(x)}, where the module was split for a tensor of {len(axes)} axes"
+                )
+            for axis, (n, size) in enumerate(zip(x.shape, axes, strict=True)):
+                if isinstance(size, int) and n != size:
+                    raise ValueError(
+                        f"{name} is {describe(x)}, and the module was split for {size} along axis {axis}: take an "
+                        "example of another size (one of size 1 stays 1), or leave the axis free by dynamic_shapes="
+                    )
+                if isinstance(size, str) and size.isidentifier():
+                    known.setdefault(size, n)
+                    where.setdefault(size, f"axis {axis} of {name}")
+        for read, axes, x in given:
+            for axis, (n, size) in enumerate(zip(x.shape, axes, strict=True)):
+                if isinstance(size, str) and known.keys() >= _symbols(size) and n != _value(size, known):
+                    said = f"{_said(size, where)}, which is {_value(size, known)}"
+                    raise ValueError(f"{_name(read)} is {describe(x)}, and axis {axis} has to be {said}")
+        for condition in self.conditions:
+            if known.keys() >= _symbols(condition) and not _value(condition, known):
+                found = ", ".join(f"{where[symbol]} is {known[symbol]}" for symbol in sorted(_symbols(condition)))
+                raise ValueError(
+                    f"{found}, and the module was split where {_said(condition, where)}: forward does something else "
+                    "at other sizes, or dynamic_shapes= excludes them. Split it with an example of such a size"
+                )
+
+
+def _name(read: Read) -> str:
+    assert isinstance(read, Batch)
+    return f"the batch{short(read.path)}"
+
+
+def _said(expression: str, where: Mapping[str, str]) -> str:
+    return re.sub(r"\b[a-z]\d+\b", lambda found: where.get(found[0], found[0]), expression)
+
+
+@cache
+def _symbols(expression: str) -> frozenset[str]:
+    """What an expression names."""
+    return frozenset(compile(expression, "<size>", "eval").co_names) - _KNOWN.keys()
+
+
+@cache
+def _code(expression: str) -> CodeType:
+    return compile(expression, "<size>", "eval")
+
+
+def _value(expression: str, known: Mapping[str, int]) -> Any:
+    return eval(_code(expression), _KNOWN | dict(known))
+
+
+def written(size: int | torch.SymInt) -> int | str:
+    """A size as a number or an expression."""
+    return size if isinstance(size, int) else str(PythonPrinter().doprint(size.node.expr))
+
+
+def conditions(nodes: Sequence[fx.Node], ranges: Mapping[Any, Any]) -> tuple[str, ...]:
+    """What was asked of the sizes of these placeholders while they were traced, and the bounds that were given.
+
+    Operations ask whether sizes are 1, to broadcast, and ask again when they run; that sizes which may change are 2 at
+    least is what torch takes for granted.
+    """
+    sizes = [n for node in nodes for n in node.meta["val"].shape if isinstance(n, torch.SymInt)]
+    if not sizes:
+        return ()
+    environment, doprint = sizes[0].node.shape_env, PythonPrinter().doprint
+    free = {symbol for n in sizes for symbol in n.node.expr.free_symbols}
+    asked = [environment.replace(guard.expr) for guard in environment.guards]
+    asked = [e for e in asked if e.free_symbols and e.free_symbols <= free and not (e.is_Relational and _of_one(e))]
+    found = [str(doprint(e)) for e in asked]
+    for symbol in sorted(free, key=str):
+        if bounds := ranges.get(symbol):
+            found += [f"{symbol} >= {bounds.lower}"] if bounds.lower > 2 else []
+            found += [f"{symbol} <= {bounds.upper}"] if bounds.upper.is_Integer else []
+    return tuple(dict.fromkeys(found))
+
+
+def _of_one(asked: Any) -> bool:
+    return asked.rel_op == "!=" and any(side in (0, 1) for side in asked.args)
