@@ -4,8 +4,9 @@
     python examples/train_gpt.py --ranks 2                             all ranks in this process
 
 With --checkpoints FOLDER it saves now and then, and goes on from there when it is started again: with the same bits, on
-as many ranks as there are then. Ctrl-C ends all ranks, after which torchrun shows a traceback of its own. On several
-machines, start `torchrun --nnodes 2 --rdzv-endpoint HOST:PORT ...` on each.
+as many ranks as there are then; with another seed, or another number of steps, it refuses to. Ctrl-C ends all ranks,
+after which torchrun shows a traceback of its own. On several machines, start
+`torchrun --nnodes 2 --rdzv-endpoint HOST:PORT ...` on each.
 """
 
 import math
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -141,6 +142,21 @@ def folder(logdir: Path) -> Path:
     return logdir / name[0]
 
 
+def begin(saved: interop.Checkpoints, like: dict[str, Any]) -> dict[str, Any]:
+    """Where training begins: what was saved last, or as given. A run of other options is no part of this one."""
+    path = saved.latest()
+    if path is None:
+        return like
+    try:
+        run = saved.load({"run": like["run"]}, path)["run"]
+        options = [f"--{name} {value}" for name, value in run.items() if value != like["run"][name]]
+        if options:
+            fail(f"{path} is of a run with {' '.join(options)}: go on with the same, or save to another folder")
+        return saved.load(like, path)
+    except interop.CheckpointError as error:
+        fail(str(error))
+
+
 def fail(message: str) -> NoReturn:
     console.print(message)
     raise typer.Exit(2)
@@ -214,11 +230,12 @@ def main(
         if isinstance(handler, handlers.Distributed):
             params = pipeline.params_on(params, plan, rank)
         adamw = interop.optimizer(torch.optim.AdamW, lr=lr, weight_decay=0.01)
-        optimizer, begun = adamw.init(params), 0
+        run = {"seed": seed, "steps": steps, "lr": lr, "dropout": dropout, "batch": batch, "microbatches": microbatches}
+        run |= {"layers": layers, "width": width, "context": context}
+        kept = {"params": params, "optimizer": adamw.init(params), "step": 0, "run": run}
         saved = checkpoints and interop.Checkpoints(checkpoints, pipeline, plan, handler=handler, keep=2)
-        if saved and saved.latest():
-            found = saved.load({"params": params, "optimizer": optimizer, "step": 0})
-            params, optimizer, begun = found["params"], found["optimizer"], found["step"]
+        kept = begin(saved, kept) if saved else kept
+        params, optimizer, begun = kept["params"], kept["optimizer"], kept["step"]
         train, validation = (source.to(device) for source in read(text))
         if len(validation) <= context:
             fail(f"{len(validation)} bytes are left for validation: too few for a context of {context}")
@@ -242,7 +259,7 @@ def main(
                 params, optimizer = adamw.update(grads, optimizer, params, lr=learning_rate(i, steps, lr))
                 report.show(i, loss.item(), batch * context / (time.perf_counter() - start))
                 if saved and ((i + 1) % save_every == 0 or i + 1 == end):
-                    saved.save({"params": params, "optimizer": optimizer, "step": i + 1})
+                    saved.save({"params": params, "optimizer": optimizer, "step": i + 1, "run": run})
         after = bits_per_byte()
         recorder.scalar("validation/bits_per_byte", after, end)
         show(f"validation: {before:.2f} bits per byte before, {after:.2f} after {end} steps")

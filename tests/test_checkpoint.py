@@ -5,15 +5,19 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
+import select
 import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 
 import fpipe
 from fpipe import Pipeline, Placement, TransportError, handlers, interop, schedules
@@ -203,6 +207,20 @@ def keep_saving(folder, ready, steps=None):
         os.write(ready, kept["step"].to_bytes(4, "little"))
 
 
+def save_as_rank(rank, folder, ready):
+    """One of two ranks that save such states together; rank 0 says each that is whole, beginning with what is there."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2)
+    alone, tree = small(folder)
+    ours = handlers.Distributed(timeout=30)
+    saved = interop.Checkpoints(folder, alone.pipeline, alone.plan, handler=ours, keep=2)
+    kept = saved.load(zeros({**tree, "params": {rank: tree["params"][rank]}}))
+    while True:
+        if rank == 0:
+            os.write(ready, kept["step"].to_bytes(4, "little"))
+        kept = optree.tree_map(lambda x: x + 1, kept)
+        saved.save(kept)
+
+
 def loaded_step(folder):
     saved, tree = small(folder)
     found = saved.load(zeros(tree))
@@ -251,6 +269,34 @@ def kill_at_random(folder, kills):
             found = loaded_step(folder)
             if found not in (whole, whole + 1):
                 return f"step {found} was loaded, and {whole} the last that was whole"
+            whole = found
+    return amid
+
+
+def kill_ranks_at_random(folder, kills):
+    """Kill two ranks that save together, again and again: how often a save was under way, or what went wrong."""
+    torch.set_num_threads(1)
+    rng, amid = random.Random(0), 0
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
+    with open(ours, "rb", buffering=0) as reading:
+        keep_saving(folder, theirs, steps=1)
+        whole = acknowledged(reading)[-1]
+        for _ in range(kills):
+            Path(f"{folder}.store").unlink(missing_ok=True)
+            pids = [forked(lambda rank=rank: save_as_rank(rank, folder, theirs)) for rank in (0, 1)]
+            select.select([ours], [], [], 30)
+            time.sleep(rng.uniform(0, 0.1))
+            for pid in rng.sample(pids, 2):
+                os.kill(pid, signal.SIGKILL)
+                time.sleep(rng.choice([0, 0.01]))  # the second has noticed, or not
+            for pid in pids:
+                os.waitpid(pid, 0)
+            begun, *_, said = acknowledged(reading) * 2 or [None]
+            amid += any(Path(folder).glob(".unfinished-*"))
+            found = loaded_step(folder)
+            if begun != whole or found not in (said, said + 1):
+                return f"begun at {begun} after {whole}, {found} was loaded, and {said} the last that was whole"
             whole = found
     return amid
 
@@ -305,6 +351,12 @@ def test_two_hundred_kills_at_random_moments_leave_the_last_or_the_next_whole(tm
     amid = elsewhere(kill_at_random, str(tmp_path / "saved"), 200)
     assert isinstance(amid, int), amid
     assert amid > 50  # so many were killed within a save
+
+
+def test_kills_of_two_ranks_at_random_moments_leave_the_last_or_the_next_whole(tmp_path):
+    amid = elsewhere(kill_ranks_at_random, str(tmp_path / "saved"), 15)
+    assert isinstance(amid, int), amid
+    assert amid > 3
 
 
 def test_a_kill_at_any_call_of_the_operating_systems_leaves_one_whole(tmp_path):
@@ -389,6 +441,80 @@ def test_an_error_on_one_rank_is_one_on_all_and_the_next_call_works(pools, tmp_p
     assert second[4] == other
 
 
+def not_common(rank, folder):
+    """What is said of buffers under a name that doesn't tell that they are by stage."""
+    pipeline, params = blocks([0, 2])
+    saved = interop.Checkpoints(folder, pipeline, pipeline.plan(Placement.loop(2), 1), handler=handler())
+    kept = {"params": {rank: params[rank]}, "buffers": {rank: {"mean": torch.ones(3)}}}
+    with pytest.raises(CheckpointError) as caught:
+        saved.save(kept)
+    saved.save({"params": kept["params"], "state": kept["buffers"], "rate": np.float64(0.5)})
+    found = saved.load(zeros({"state": kept["buffers"], "rate": 0.5}))
+    return str(caught.value), differences(found, {"state": kept["buffers"], "rate": 0.5})
+
+
+def test_what_only_some_ranks_have_by_no_stage_is_told(pools, tmp_path):
+    (first, same), (second, too) = pools(2).run(not_common, str(tmp_path))
+    assert same == too == []
+    assert re.match(
+        r"buffers\.([01])\.mean is (float32\[3\] on rank 1 and missing|missing on rank 1 and float32\[3\]) on", first
+    )
+    assert "what does stands in params and state, or has their structure" in first
+    assert first in second
+
+
+def latest_apart(rank, folder):
+    """The last one, where each rank sees a folder of its own, and each one of the other calls at the same time."""
+    pipeline = blocks([0, 2])[0]
+    plan = pipeline.plan(Placement.loop(2), 1)
+    os.makedirs(f"{folder}/{rank}/saved")
+    if rank == 0:
+        os.mkdir(f"{folder}/{rank}/saved/000007-step-3")
+    before = os.getcwd()
+    os.chdir(f"{folder}/{rank}")
+    try:
+        saved = interop.Checkpoints("saved", pipeline, plan, handler=handler())
+        found = [saved.latest()]
+        with pytest.raises(CheckpointError) as caught:
+            saved.load({"params": {}}) if rank else saved.latest()
+        return [*found, str(caught.value), saved.latest()]
+    finally:
+        os.chdir(before)
+
+
+def test_rank_0_says_which_one_is_the_last_and_ranks_at_different_calls_are_told(pools, tmp_path):
+    path = Path("saved/000007-step-3")
+    (one, first, again), (other, second, too) = pools(2).run(latest_apart, str(tmp_path))
+    assert one == other == again == too == path
+    assert first.startswith("rank 1 is at load of the checkpoints in saved, and this one at latest: every rank calls")
+    assert second.startswith("rank 0 is at latest of the checkpoints in saved, and this one at load: every rank calls")
+
+
+def come_alone(rank, folder):
+    """What rank 0 is told when rank 1 does not come: over connections that there are, and over new ones."""
+    pipeline, params = blocks([0, 2])
+    plan, handler, said = pipeline.plan(Placement.loop(2), 1), handlers.Distributed(timeout=3), []
+    known, new = (interop.Checkpoints(f"{folder}/{i}", pipeline, plan, handler=handler) for i in range(2))
+    known.save({"params": {rank: params[rank]}})
+    for saved in () if rank else (known, new):
+        with pytest.raises(TransportError) as caught:
+            saved.latest()
+        said.append(str(caught.value))
+    dist.barrier()  # rank 1 is there all the while
+    return said
+
+
+def test_a_rank_that_does_not_come_is_named(fresh_pool, tmp_path):
+    said, _ = fresh_pool(2).run(come_alone, str(tmp_path))
+    for i, text in enumerate(said):
+        assert text == (
+            f"rank 0 could not reach the other ranks at latest of the checkpoints in {tmp_path}/{i} (nothing came "
+            "within 3 s; missing: [1]): every rank calls latest, save and load, in the same order and with the same "
+            "folder"
+        )
+    assert len(said) == 2
+
+
 def save_apart(rank, folder):
     """Each rank has a folder of its own under one name."""
     pipeline, params = blocks([0, 2])
@@ -452,8 +578,8 @@ def test_a_damaged_checkpoint_says_what_is_wrong(tmp_path, file, damage, message
 def test_another_format(tmp_path, load):
     saved, tree = small(tmp_path)
     manifest = saved.save(tree) / "fpipe.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
-    with pytest.raises(CheckpointError, match="is a fpipe checkpoint of version 2, not of version 1"):
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 3}))
+    with pytest.raises(CheckpointError, match="is a fpipe checkpoint of version 3, not of version 2"):
         saved.load(tree) if load else interop.export_safetensors(tmp_path, tmp_path / "x")
 
 
@@ -572,6 +698,126 @@ def test_parts_are_loaded_and_the_meta_device_stands_for_the_handlers(tmp_path):
     assert differences(found["params"], optree.tree_map(torch.Tensor.double, tree["params"])) == []
     rest = saved.load({"note": "", "rate": 0.0, "done": False})
     assert rest == {"note": "é", "rate": 0.1, "done": True}
+
+
+NUMPYS = {
+    "lr": np.float64(0.1),
+    "count": np.int64(3),
+    "done": np.bool_(True),
+    "f": np.float32(0.5),
+    "name": np.str_("é"),
+}
+
+
+def test_numpys_numbers_are_saved_as_pythons(tmp_path):
+    saved, tree = small(tmp_path)
+    assert saved.save({**tree, **NUMPYS, "step": np.int64(7)}).name == "000001-step-7"
+    found = saved.load({**NUMPYS, "step": 0})
+    assert found == {**NUMPYS, "step": 7}
+    assert {type(value) for value in found.values()} == {float, int, bool, str}
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), np.complex64(1), object()])
+def test_what_can_not_be_saved_is_refused_with_its_place(tmp_path, value):
+    saved, tree = small(tmp_path)
+    with pytest.raises(TypeError, match=rf"^rates\.0\.one is a {type(value).__name__.removesuffix('64')}"):
+        saved.save({**tree, "rates": [{"one": value}]})
+
+
+def test_none_is_saved_too(tmp_path):
+    saved, tree = small(tmp_path)
+    kept = {**tree, "best": None, "grads": {0: {"w": None}, 1: {"b": torch.ones(2, 2)}}, "history": [0.5, None]}
+    saved.save(kept)
+    assert differences(saved.load(zeros({**kept, "best": None})), kept) == []
+    later = {**kept, "best": 0.25, "history": [None, torch.ones(3)]}
+    saved.save(later)  # where training began with none
+    assert (
+        differences(saved.load({**zeros(tree), "best": None, "grads": kept["grads"], "history": [0, None]}), later)
+        == []
+    )
+    with pytest.raises(CheckpointError, match=r"of other shapes are grads\.stages\.0\.w \(None there, \[3\] here\)"):
+        saved.load({"grads": {0: {"w": torch.zeros(3)}, 1: {"b": torch.zeros(2, 2)}}})
+
+
+@pytest.mark.parametrize(
+    "losses", [{0: 0.5, 1: 0.25}, {0: torch.ones(2), 1: torch.ones(3)}, {0: {"a": 1}, 1: {"a": 2}}]
+)
+def test_numbers_as_keys_do_not_make_a_dict_one_of_stages(tmp_path, losses):
+    def kept(cuts):
+        pipeline, params = blocks(cuts)
+        plan = pipeline.plan(Placement.loop(len(cuts)), 1)
+        return interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local()), params
+
+    saved, params = kept([0, 1, 2, 3])
+    saved.save({"params": params, "losses": losses})
+    other, like = kept([0])
+    assert differences(other.load({"params": zeros(like), "losses": zeros(losses)})["losses"], losses) == []
+    assert differences(saved.load({"losses": zeros(losses)}), {"losses": losses}) == []
+
+
+def test_what_has_the_structure_of_params_or_state_is_by_stage_under_any_name(tmp_path):
+    pipeline, params = blocks([0, 2])
+    plan = pipeline.plan(Placement.loop(2), 1)
+    saved = interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local())
+    mask = optree.tree_map(lambda x: x.ndim > 1, params)
+    best = {"params": params, "state": {1: {"layers.3.mean": torch.ones(1)}}}
+    saved.save({"params": params, "state": best["state"], "mask": mask, "best": [best], "average": {0: params[0]}})
+    whole, like = blocks([0])
+    alone = interop.Checkpoints(tmp_path, whole, whole.plan(Placement.loop(1), 1), handler=handlers.Local())
+    names = [f"layers.{i}.{n}" for i in range(4) for n in ("weight", "bias")]
+    found = alone.load(
+        {"mask": {0: dict.fromkeys(names, False)}, "best": [{"params": like, "state": {0: best["state"][1]}}]}
+    )
+    assert found["mask"][0] == {name: name.endswith("weight") for name in names}
+    assert differences(found["best"][0]["params"][0], {**params[0], **params[1]}) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "scalars"), [(torch.optim.AdamW, ["step"]), (torch.optim.NAdam, ["mu_product", "step"])]
+)
+def test_what_an_optimizer_keeps_has_its_parameters_dtype_and_scalars_their_own(tmp_path, kind, scalars):
+    saved, tree = small(tmp_path)
+    init, update = interop.optimizer(kind)
+    double = optree.tree_map(torch.Tensor.double, tree["params"])
+    saved.save({"params": double, "optimizer": update(double, init(double), double)[1]})
+    expected = update(tree["params"], init(tree["params"]), tree["params"])[1]
+    for like in (tree["params"], optree.tree_map(lambda x: x.to("meta"), tree["params"])):
+        found = saved.load({"params": like, "optimizer": init(like)})
+        dtypes = optree.tree_map(lambda x: x.dtype, found["optimizer"])
+        assert dtypes == optree.tree_map(lambda x: x.dtype, expected)
+    wide = {**update(double, init(double), double)[1][0]["w"], "exp_avg": torch.ones(3, dtype=torch.float16)}
+    saved.save({"params": double, "optimizer": {0: {"w": wide}, 1: {"b": {}}}})
+    found = saved.load({"params": tree["params"], "optimizer": init(tree["params"])})["optimizer"][0]["w"]
+    assert found["exp_avg"].dtype == torch.float16  # which was no parameter's
+    assert sorted(name for name, x in found.items() if x.ndim == 0) == scalars
+
+
+class Normed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_checkpoint_of_the_other_mode_names_the_way_out(tmp_path, training):
+    def split(training):
+        module = Normed().train(training)
+        pipeline, params = interop.split(module, at=["second"], example=torch.randn(4, 3), loss=cases.mse)
+        plan = pipeline.plan(Placement.loop(2), 1)
+        state = {"state": interop.buffers(pipeline, module)} if training else {}
+        return interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local()), {"params": params, **state}
+
+    saved, kept = split(training)
+    saved.save(kept)
+    other, like = split(not training)
+    with pytest.raises(CheckpointError) as caught:
+        other.load(like)
+    there, here = ("state", "params") if training else ("params", "state")
+    assert f"norm.running_mean, norm.running_var are {there} there and {here} here" in str(caught.value)
+    assert "interop.eval_mode" in str(caught.value)
 
 
 def test_layouts_in_memory_stay(tmp_path):

@@ -7,33 +7,37 @@ from __future__ import annotations
 
 import json
 import os
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fpipe.handlers.protocol import Handler
-from fpipe.interop.checkpoints.naming import Name, dotted, entries, is_empty
+from fpipe.interop.checkpoints.naming import Name, dotted, entries, is_empty, staged
 from fpipe.interop.checkpoints.ranks import Ranks
 from fpipe.interop.checkpoints.stored import CheckpointError, begun, checkpoints, last, opened, sealed, written
 from fpipe.interop.checkpoints.wanted import Wanted
 from fpipe.program import Plan
 from fpipe.stage import Pipeline
+from fpipe.tree import describe
 
 
 class Checkpoints:
     """Checkpoints of one training run, in a folder that all ranks share; each makes it, and calls its methods.
 
-    A training state is a dict: `params`, `{stage: tree}`, and whatever else is to be kept, trees of tensors, numbers
-    and texts under names of one's own: `state`, `optimizer`, `step`, a seed. A `{stage: tree}` in it is saved by the
-    ranks that hold the stages, each entry once, under its name in the module (stages of `split`) or `stages.<number>`
-    and its path; what an optimizer keeps goes with its parameter. So it can be loaded by other ranks, under another
-    placement, or in one process, and that of a split module into other cuts. What stands by no stage must be the same
-    on all ranks.
+    A training state is a dict: `params` and `state`, `{stage: tree}`, and whatever else is to be kept, trees of
+    tensors, numbers, texts and None under names of one's own: `optimizer`, `step`, a seed. These two, and what has
+    their structure or is kept for their entries, as an optimizer's state is, are saved by the ranks that hold the
+    stages, each entry once, under its name in the module (stages of `split`) or `stages.<number>` and its path. So it
+    can be loaded by other ranks, under another placement, or in one process, and that of a split module into other
+    cuts. What stands by no stage must be the same on all ranks.
 
     A checkpoint is there as a whole or not at all, whenever a save is killed; what a killed one left is removed by the
     next. It is a checkpoint of torch.distributed.checkpoint as well. Of several replicas of a pipeline, one saves.
@@ -74,29 +78,37 @@ class Checkpoints:
         self._pending: Saving | None = None
 
     def latest(self) -> Path | None:
-        """The one that was saved last."""
-        return next(reversed(checkpoints(self.folder)), None)
+        """The one that was saved last, as rank 0 sees it; the same on every rank.
+
+        Raises:
+            CheckpointError: rank 0 can't look into the folder.
+            TransportError: another rank did not come to it, or is gone.
+        """
+        self._begin("latest")
+        _, (found, *_) = self._ranks.together(
+            lambda: [path.name for path in checkpoints(self.folder)[-1:]] if self._ranks.first else []
+        )
+        return self.folder / found[0] if found else None
 
     def save(self, tree: Mapping[str, Any]) -> Path:
         """Save a training state; where it is then, on every rank.
 
         Raises:
-            CheckpointError: another rank could not save its part.
+            CheckpointError: another rank could not save its part, or has something else that belongs to no stage.
             TransportError: another rank did not come to it, or is gone.
             OSError: it can't be written.
-            TypeError: it holds what is neither a tensor, a number nor a text.
+            TypeError: it holds what is neither a tensor, a number, a text nor None.
         """
-        self._wait()
+        self._begin("save")
         return self._save(lambda: self._share(tree))
 
     def async_save(self, tree: Mapping[str, Any]) -> Saving:
         """Copy a training state to the CPU, and save it while training goes on, which may donate it.
 
-        The next save or load waits until it is saved, and raises what went wrong unless the handle's `wait` did. The
-        last one's is to be waited for: the interpreter's end does, but says nothing of errors.
+        The next call waits until it is saved, and raises what went wrong unless the handle's `wait` did. The last one's
+        is to be waited for: the interpreter's end does, but says nothing of errors.
         """
-        self._wait()
-        self._ranks.connect()
+        self._begin("save")
         share = Future[_Share]()
         try:
             share.set_result(self._share(tree).copied())
@@ -111,7 +123,8 @@ class Checkpoints:
         Args:
             like: a state of the same structure, as training begins with; what the checkpoint has under other names at
                 the top is not loaded. Tensors come on the devices and in the dtypes of its own; for one on the meta
-                device, on the handler's. What an optimizer's init left empty is filled with what was saved.
+                device, and where it has None, on the handler's. What an optimizer's init left empty is filled with what
+                was saved, in the dtype of its parameter where it had that.
             path: one of the checkpoints; by default the one that was saved last.
 
         Raises:
@@ -119,7 +132,7 @@ class Checkpoints:
                 unexpected, or of other shapes.
             TransportError: another rank did not come to it, or is gone.
         """
-        self._wait()
+        self._begin("load")
         if path is None:
             _, names = self._ranks.together(lambda: last(self.folder).name if self._ranks.first else "")
             path = self.folder / names[0]
@@ -131,32 +144,28 @@ class Checkpoints:
         self._ranks.together(wanted.read, lambda _: None)
         return wanted.tree()
 
-    def _wait(self) -> None:
+    def _begin(self, call: str) -> None:
         pending, self._pending = self._pending, None
         if pending is not None and not pending.told:
             pending.wait()
+        self._ranks.come(call)
 
     def _share(self, tree: Mapping[str, Any]) -> _Share:
         """What this process saves of it."""
         holders, own = self.plan.placement.holders, self._ranks.played
-        step = tree.get("step")
-        share = _Share(step if type(step) is int and step >= 0 else None, {}, {}, {})
-        for entry in entries(tree, self.pipeline)[0]:
-            leaf, name = entry.leaf, entry.name
-            if is_empty(leaf):
+        share = _Share({}, {}, {}, staged(tree, self.pipeline))
+        for entry in entries(tree, self.pipeline, share.by_stage)[0]:
+            if is_empty(entry.leaf):
                 continue
-            if not isinstance(leaf, Tensor | bool | int | float | str):
-                raise TypeError(
-                    f"{dotted(name)} is a {type(leaf).__name__}, and a checkpoint holds tensors, numbers and texts: "
-                    "make it one of these, or leave it out"
-                )
-            mine = (holders[entry.stage][0] if entry.stage is not None else 0) in own
+            leaf = _storable(entry.name, entry.leaf)
+            if entry.stage is None:
+                share.common[entry.name] = "None" if leaf is None else describe(leaf)
+            if (holders[entry.stage][0] if entry.stage is not None else 0) not in own:
+                continue
             if isinstance(leaf, Tensor):
-                share.tensors.update({name: leaf.detach()} if mine else {})
-            elif entry.stage is None:
-                share.common[name] = leaf
-            elif mine:
-                share.plain[name] = leaf
+                share.tensors[entry.name] = leaf
+            else:
+                share.plain[entry.name] = leaf
         return share
 
     def _save(self, give: Callable[[], _Share]) -> Path:
@@ -168,12 +177,16 @@ class Checkpoints:
 
         (share, _), names = ranks.together(begin, lambda found: found[1])
         filled = folder / names[0]
-        _, parts = ranks.together(lambda: (written(filled, ranks.played[0], share.tensors), share.plain, share.common))
+        _, parts = ranks.together(
+            lambda: (written(filled, ranks.played[0], share.tensors), share.plain, share.common, [*share.by_stage])
+        )
 
         def seal() -> str:
             if not ranks.first:
                 return ""
-            return sealed(filled, [part for part, _, _ in parts], _merged([rest for _, *rest in parts]), self.keep).name
+            written_, plain, common, by_stage = zip(*parts, strict=True)
+            _check_common(common)
+            return sealed(filled, written_, dict(ChainMap(*plain)), set(chain(*by_stage)), self.keep).name
 
         _, names = ranks.together(seal)
         saved: str = names[0]
@@ -203,29 +216,46 @@ class _Share:
     """A process's part of a training state.
 
     Args:
-        plain: what is no tensor, of its own stages.
-        common: and what stands by no stage.
+        plain: what is no tensor.
+        common: descriptions of all that stands by no stage, whoever saves it.
+        by_stage: where a `{stage: tree}` stands.
     """
 
-    step: int | None
     tensors: dict[Name, Tensor]
     plain: dict[Name, Any]
-    common: dict[Name, Any]
+    common: dict[Name, str]
+    by_stage: set[Name]
+
+    @property
+    def step(self) -> int | None:
+        """The training's, where the state has it as `step`."""
+        step = self.plain.get(("step",))
+        return step if type(step) is int and step >= 0 else None
 
     def copied(self) -> _Share:
         return replace(self, tensors={name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()})
 
 
-def _merged(plain: Sequence[Sequence[dict[Name, Any]]]) -> dict[Name, Any]:
-    """All that is no tensor, of which every rank has what is common."""
-    (_, common), found = plain[0], dict[Name, Any]()
-    for rank, (own, other) in enumerate(plain):
-        for name in common.keys() | other.keys():
-            ours, theirs = (json.dumps(each.get(name)) for each in (common, other))
+def _storable(name: Name, leaf: Any) -> Any:
+    """A tensor, or what JSON gives back as it is: a number of NumPy's is one of Python's then."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    value = leaf.item() if isinstance(leaf, np.generic) else leaf
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise TypeError(
+            f"{dotted(name)} is a {type(leaf).__name__}, and a checkpoint holds tensors, numbers and texts: make it "
+            "one of these, or leave it out"
+        )
+    return json.loads(json.dumps(value))
+
+
+def _check_common(common: Sequence[Mapping[Name, str]]) -> None:
+    first = common[0]
+    for rank, other in enumerate(common):
+        for name in first.keys() | other.keys():
+            ours, theirs = (each.get(name, "missing") for each in (first, other))
             if ours != theirs:
                 raise CheckpointError(
                     f"{dotted(name)} is {theirs} on rank {rank} and {ours} on rank 0: what belongs to no stage must be "
-                    "the same on every rank"
+                    "the same on every rank, and what does stands in params and state, or has their structure"
                 )
-        found |= own
-    return found | common

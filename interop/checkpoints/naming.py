@@ -6,8 +6,8 @@ Below a `{stage: tree}`, an entry has its module's own name (`layers.0.weight`) 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import optree
@@ -19,12 +19,18 @@ from fpipe.tree import NAMESPACE, Path, paths, pick
 Name = tuple[str, ...]
 """`("params", "layers.0.weight")`, `("optimizer", "layers.0.weight", "exp_avg")`, `("step",)`."""
 
+ALWAYS = {("params",), ("state",)}
+"""Where a `{stage: tree}` stands whatever its structure."""
+
+Held = Mapping[tuple[int, Path], Any]
+"""What stages have, by stage and path in its tree."""
+
 
 class Entry(NamedTuple):
     """A leaf of a training state.
 
     Args:
-        leaf: a tensor, a plain value, or an empty dict.
+        leaf: a tensor, a plain value, None, or an empty dict.
         stage: below whose number it stands; None where it belongs to all ranks.
         open: the parameter for which an optimizer may keep something in this empty dict.
     """
@@ -35,15 +41,36 @@ class Entry(NamedTuple):
     open: Tensor | None
 
 
-def entries(tree: Mapping[str, Any], pipeline: Pipeline) -> tuple[list[Entry], optree.PyTreeSpec]:
+def staged(tree: Mapping[str, Any], pipeline: Pipeline) -> set[Name]:
+    """Where in a training state a `{stage: tree}` stands: `params`, `state`, and what has the structure of these.
+
+    Numbers as keys alone are not enough: `{epoch: loss}` has them as well.
+    """
+    stages, held = range(len(pipeline.stages)), _held(tree, pipeline)
+    found = defaultdict[Path, list[bool]](list)
+    for path, leaf in zip(*_flat(tree)[:2], strict=True):
+        node: Any = tree
+        for depth, key in enumerate(path):
+            if _by_stage(node, stages):
+                found[path[:depth]].append(_follows(held, path[depth:], leaf))
+            node = pick(node, (key,))
+    return {tuple(map(str, at)) for at, follow in found.items() if at in ALWAYS or all(follow)}
+
+
+def entries(
+    tree: Mapping[str, Any], pipeline: Pipeline, by_stage: Container[Name]
+) -> tuple[list[Entry], optree.PyTreeSpec]:
     """The leaves of a training state by name, and what puts it together.
+
+    Args:
+        by_stage: where a `{stage: tree}` stands.
 
     Raises:
         ValueError: two have one name.
     """
-    params = _parameters(tree.get("params"), range(len(pipeline.stages)))
-    paths_, leaves, spec = optree.tree_flatten_with_path(tree, is_leaf=is_empty, namespace=NAMESPACE)  # type: ignore[arg-type]
-    found = [_entry(tree, path, leaf, pipeline, params) for path, leaf in zip(paths_, leaves, strict=True)]
+    held = _held(tree, pipeline)
+    paths_, leaves, spec = _flat(tree)
+    found = [_entry(path, leaf, pipeline, held, by_stage) for path, leaf in zip(paths_, leaves, strict=True)]
     counts = Counter(dotted(entry.name) for entry in found if not is_empty(entry.leaf))
     for name, count in counts.items():
         if count > 1:
@@ -56,29 +83,49 @@ def dotted(name: Name) -> str:
     return ".".join(name)
 
 
-def _entry(tree: Any, path: Path, leaf: Any, pipeline: Pipeline, params: Mapping[tuple[int, Path], Any]) -> Entry:
-    stages, node = range(len(pipeline.stages)), tree
-    for depth, key in enumerate(path):
-        if _by_stage(node, stages):
-            outer, stage, rest = path[:depth], key, path[depth + 1 :]
-            own = next((n for n in range(len(rest), -1, -1) if (stage, rest[:n]) in params), len(rest))
-            short = [str(part) for part in rest[:own]]
+def _flat(tree: Mapping[str, Any]) -> tuple[list[Path], list[Any], optree.PyTreeSpec]:
+    return optree.tree_flatten_with_path(tree, is_leaf=is_empty, none_is_leaf=True, namespace=NAMESPACE)  # type: ignore[arg-type]
+
+
+def _entry(path: Path, leaf: Any, pipeline: Pipeline, held: Held, by_stage: Container[Name]) -> Entry:
+    texts, stages = tuple(map(str, path)), range(len(pipeline.stages))
+    for depth, stage in enumerate(path):
+        if texts[:depth] in by_stage and type(stage) is int and stage in stages:
+            rest = path[depth + 1 :]
+            owner = _owner(held, stage, rest)
+            own = len(rest if owner is None else owner)
+            short = texts[depth + 1 : depth + 1 + own]
             if not getattr(pipeline.stages[stage].fn, "qualified", False):
-                short = ["stages", str(stage), *short]
-            parameter = params.get((stage, rest)) if is_empty(leaf) else None
-            return Entry((*map(str, outer), ".".join(short), *map(str, rest[own:])), leaf, stage, parameter)
-        node = pick(node, (key,))
-    return Entry(tuple(map(str, path)), leaf, None, None)
+                short = ("stages", str(stage), *short)
+            parameter = held.get((stage, rest)) if is_empty(leaf) else None
+            return Entry((*texts[:depth], ".".join(short), *texts[depth + 1 + own :]), leaf, stage, parameter)
+    return Entry(texts, leaf, None, None)
 
 
-def _parameters(params: Any, stages: range) -> dict[tuple[int, Path], Any]:
-    if not _by_stage(params, stages):
-        return {}
+def _held(tree: Mapping[str, Any], pipeline: Pipeline) -> Held:
+    """What stages have by what they say themselves, as those of modules do, and by what is given for them."""
+    stages = range(len(pipeline.stages))
+    trees = [(stage, part) for stage in stages for part in getattr(pipeline.stages[stage].fn, "contents", ())[:2]]
+    for given in (tree.get("state", {}), tree.get("params", {})):
+        trees += given.items() if _by_stage(given, stages) else ()
     found: dict[tuple[int, Path], Any] = {}
-    for stage, tree in params.items():
-        leaves = optree.tree_leaves(tree, namespace=NAMESPACE)
-        found |= {(stage, path): leaf for path, leaf in zip(paths(tree), leaves, strict=True)}
+    for stage, part in trees:
+        leaves = optree.tree_leaves(part, namespace=NAMESPACE)
+        found |= {(stage, path): leaf for path, leaf in zip(paths(part), leaves, strict=True)}
     return found
+
+
+def _owner(held: Held, stage: int, path: Path) -> Path | None:
+    """The entry of a stage that a path leads to, or to something below it."""
+    return next((path[:n] for n in range(len(path), -1, -1) if (stage, path[:n]) in held), None)
+
+
+def _follows(held: Held, path: Path, leaf: Any) -> bool:
+    """Whether a leaf may be an entry of a stage or be kept for one, where the path begins with the stage."""
+    stage, *rest = path
+    if is_empty(leaf):
+        return True
+    return _owner(held, stage, tuple(rest)) is not None and (bool(rest) or leaf is None or isinstance(leaf, Tensor))
 
 
 def _by_stage(node: Any, stages: range) -> bool:

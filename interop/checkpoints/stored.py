@@ -14,7 +14,7 @@ import pickle
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -71,8 +71,11 @@ def written(folder: Path, rank: int, tensors: Mapping[Name, Tensor]) -> Metadata
     return replace(metadata, storage_data={result.index: result.storage_data for result in results})
 
 
-def sealed(folder: Path, parts: Sequence[Metadata], plain: Plain, keep: int | None) -> Path:
+def sealed(folder: Path, parts: Sequence[Metadata], plain: Plain, by_stage: Collection[Name], keep: int | None) -> Path:
     """Make a filled folder a checkpoint, and remove those before the last `keep`.
+
+    Args:
+        by_stage: where in the training state a `{stage: tree}` stands.
 
     Raises:
         CheckpointError: what another rank wrote can't be seen from here.
@@ -90,7 +93,7 @@ def sealed(folder: Path, parts: Sequence[Metadata], plain: Plain, keep: int | No
             "all ranks share"
         )
     sizes = {name: (folder / name).stat().st_size for name in sorted(files)}
-    manifest = {**FORMAT, "files": sizes, "plain": [[name, value] for name, value in plain.items()]}
+    manifest = {**FORMAT, "files": sizes, "by_stage": sorted(by_stage), "plain": [*plain.items()]}
     _write(folder / MANIFEST, json.dumps(manifest).encode())
     synced(folder)
     final = folder.with_name(folder.name.removeprefix(UNFINISHED))
@@ -162,7 +165,8 @@ def opened(path: Path) -> Stored:
         there = (path / name).stat().st_size if (path / name).exists() else None
         if there != size:
             raise _damaged(path, f"its {name} " + ("is missing" if there is None else f"has {there} of {size} bytes"))
-    return Stored(path, {tuple(name): value for name, value in manifest["plain"]})
+    plain = {tuple(name): value for name, value in manifest["plain"]}
+    return Stored(path, plain, frozenset(map(tuple, manifest["by_stage"])))
 
 
 @dataclass(frozen=True)
@@ -171,10 +175,12 @@ class Stored:
 
     Args:
         plain: what is no tensor.
+        by_stage: where in the training state a `{stage: tree}` stood.
     """
 
     path: Path
     plain: Plain
+    by_stage: frozenset[Name]
 
     @cached_property
     def metadata(self) -> Metadata:

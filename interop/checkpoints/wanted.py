@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe.interop.checkpoints.naming import Entry, Name, dotted, entries, is_empty
+from fpipe.interop.checkpoints.naming import ALWAYS, Entry, Name, dotted, entries, is_empty, staged
 from fpipe.interop.checkpoints.stored import CheckpointError, Stored
 from fpipe.stage import Pipeline
 
@@ -39,7 +39,7 @@ class Wanted:
 
     def __init__(self, stored: Stored, like: Mapping[str, Any], pipeline: Pipeline, device: torch.device) -> None:
         self.stored, self.device = stored, device
-        self.entries, self.spec = entries(like, pipeline)
+        self.entries, self.spec = entries(like, pipeline, stored.by_stage | (staged(like, pipeline) & ALWAYS))
         self.sections = set(like)
         self.tensors: dict[Name, Tensor] = {}
         self.asked = Asked([], [], {})
@@ -51,28 +51,40 @@ class Wanted:
         if is_empty(leaf):
             below = self.stored.below.get(name, []) if entry.open is not None else []
             self.asked.names.extend(below)
-            self.tensors |= {each: self._kept(each, entry.open) for each in below if each in self.stored.tensors}
+            self.tensors |= {each: self._kept(each, entry) for each in below if each in self.stored.tensors}
             return
         self.asked.names.append(name)
-        there = self.stored.tensors.get(name) if isinstance(leaf, Tensor) else None
-        if there is not None and there.size == leaf.shape:
-            self.tensors[name] = torch.empty_like(leaf, device=self._home(leaf), requires_grad=False)
-        elif there is not None:
-            self.asked.misshapen[name] = f"{list(there.size)} there, {list(leaf.shape)} here"
-        elif isinstance(leaf, Tensor) or name not in self.stored.plain:
+        there = self.stored.tensors.get(name)
+        if there is None and name not in self.stored.plain:
             self.asked.missing.append(name)
+        elif there is not None and leaf is None:  # training began without
+            self.tensors[name] = torch.empty(there.size, dtype=there.properties.dtype, device=self.device)
+        elif there is not None and isinstance(leaf, Tensor) and there.size == leaf.shape:
+            self.tensors[name] = torch.empty_like(leaf, device=self._home(leaf), requires_grad=False)
+        elif there is not None or isinstance(leaf, Tensor):
+            was = self.stored.plain[name] if there is None else list(there.size)
+            self.asked.misshapen[name] = f"{was} there, {list(leaf.shape) if isinstance(leaf, Tensor) else leaf} here"
 
     def _home(self, leaf: Tensor) -> torch.device:
         return self.device if leaf.is_meta else leaf.device
 
-    def _kept(self, name: Name, parameter: Tensor | None) -> Tensor:
-        """Memory for what an optimizer keeps, laid out as it would; a count of steps stays with the host."""
+    def _kept(self, name: Name, entry: Entry) -> Tensor:
+        """Memory for what an optimizer keeps, laid out as it would.
+
+        What had its parameter's dtype has that of the one here; scalars keep theirs, and a count of steps stays with
+        the host.
+        """
+        parameter, there = entry.open, self.stored.tensors[name]
         assert parameter is not None
-        there = self.stored.tensors[name]
-        device = torch.device("cpu") if name[-1] == "step" else self._home(parameter)
+        counts = name[-1] == "step"
+        before, dtype = self.stored.tensors.get(("params", entry.name[-1])), there.properties.dtype
+        scalar = counts or (not there.size and parameter.ndim > 0)
+        if before is not None and dtype == before.properties.dtype and not scalar:
+            dtype = parameter.dtype
+        device = torch.device("cpu") if counts else self._home(parameter)
         if there.size == parameter.shape:
-            return torch.empty_like(parameter, dtype=there.properties.dtype, device=device, requires_grad=False)
-        return torch.empty(there.size, dtype=there.properties.dtype, device=device)
+            return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
+        return torch.empty(there.size, dtype=dtype, device=device)
 
     def check(self, asked: Sequence[Sequence[Any]]) -> None:
         """Compare what all ranks ask for with what is there.
@@ -99,6 +111,7 @@ class Wanted:
                     )
                     if found
                 )
+                + _other_mode(missing, there)
             )
 
     def read(self) -> None:
@@ -124,6 +137,19 @@ class Wanted:
 
     def _leaf(self, name: Name) -> Any:
         return self.tensors[name] if name in self.tensors else self.stored.plain[name]
+
+
+def _other_mode(missing: Iterable[Name], there: Iterable[Name]) -> str:
+    """The way out where a module was split in training mode there and in evaluation mode here, or the reverse."""
+    have, lack, modes = {*there}, sorted(missing), {"state": "training", "params": "evaluation"}
+    for was, now in (("state", "params"), ("params", "state")):
+        if moved := [dotted(name[1:]) for name in lack if name[0] == now and (was, *name[1:]) in have]:
+            return (
+                f"; {_some(moved)} are {was} there and {now} here, since the module was split in {modes[was]} mode "
+                f"there and in {modes[now]} mode here: load it into a pipeline split in {modes[was]} mode; to evaluate "
+                "what was split in training mode, take interop.eval_mode(pipeline), with the same params and state"
+            )
+    return ""
 
 
 def _nearest(name: Name, others: Iterable[Name]) -> str:
