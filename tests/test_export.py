@@ -340,6 +340,14 @@ def of_the_node(m, x):
     return h
 
 
+def inside_a_branch(m, x):
+    def yes(h):
+        with torch.no_grad():
+            return h * 2
+
+    return torch.cond(x.sum() > 0, yes, lambda h: h * 3, (m.a(x),))
+
+
 def packed(m, x):
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.half(), lambda saved: saved.float()):
         return m.a(x).sin()
@@ -358,6 +366,7 @@ def packed(m, x):
         (bound, r"applies Straight, .* which export would lose \(in .*apply\(m\.a\(x\)\)"),
         (of_the_node, r"asks for a tensor's grad_fn, which export would lose \(in .*register_prehook"),
         (packed, "packs saved tensors by hooks of its own"),
+        (inside_a_branch, r"switches gradients off inside cond, which export would lose \(in "),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -447,7 +456,7 @@ def branching(m, x):
 
 
 def sampling(m, x):
-    return torch.distributions.Normal(m.a(x), 1.0).rsample()
+    return torch.distributions.Normal(m.a(x), 1.0, validate_args=True).rsample()
 
 
 @pytest.mark.parametrize(

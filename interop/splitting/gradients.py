@@ -77,9 +77,19 @@ class _Watched(TorchFunctionMode):
             return _enable(args[0])
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             _refuse("registers a hook on a tensor's gradient", OPERATION)
+        if isinstance(func, torch._ops.HigherOrderOperator) and any(map(_switches, args)):
+            _refuse(f"switches gradients off inside {func}", "switch them off around it")
         if func == _GRAD_FN:  # made anew whenever it is asked for
             _refuse("asks for a tensor's grad_fn", OPERATION)
         return func(*args, **(kwargs or {}))
+
+
+def _switches(branch: Any) -> bool:
+    """Whether gradients are switched within what a control flow operation is given to run."""
+    if not isinstance(branch, fx.GraphModule):
+        return False
+    parts = (part for part in branch.modules() if isinstance(part, fx.GraphModule))
+    return any(part.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled) for part in parts)
 
 
 def _refuse(what: str, way: str) -> NoReturn:
