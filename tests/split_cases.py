@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -23,7 +24,7 @@ ROWS, TOKENS, VOCABULARY = 4, 6, 11
 
 @dataclass
 class Case:
-    """A module in float64 without dropout."""
+    """A module without dropout."""
 
     module: nn.Module
     batch: Any
@@ -43,7 +44,7 @@ class Case:
 def unet():
     x, y = torch.randn(ROWS, 3, 8, 8), torch.randn(ROWS, 1, 8, 8)
     cuts = {2: ["ups.1"], 4: ["encoders.1", interop.End("encoders.1"), "ups.0"]}
-    return Case(UNet(depth=2), x.double(), y.double(), mse, cuts)
+    return Case(UNet(depth=2), x, y, mse, cuts)
 
 
 def gpt():
@@ -106,47 +107,74 @@ HUGGING_FACE = ("gpt2", "llama", "bert", "t5")
 
 
 @cache
-def made(name):
+def made(name, dtype=torch.float64):
     """One module for all tests, which leave it as it is."""
     torch.manual_seed(0)
     case = CASES[name]()
-    case.module.double()
+    case.module.to(dtype)
+    if not isinstance(case.batch, dict) and case.batch.is_floating_point():
+        case.batch, case.target = case.batch.to(dtype), case.target.to(dtype)
     return case
 
 
-@cache
-def exported(name):
-    case = made(name)
-    example, kwargs = case.given
-    seen = []
+@contextmanager
+def exported_once(first=None):
+    """Within, a module is exported when it is split first, if it isn't already, and later cuts are of that export."""
+    real, seen = splitting.export, [] if first is None else [first]
 
     def export(*arguments):
-        seen.append(real(*arguments))
+        if not seen:
+            seen.append(real(*arguments))
         return seen[0]
 
-    real = splitting.export
     with mock.patch.object(splitting, "export", export):
+        yield seen
+
+
+@cache
+def exported(name, dtype=torch.float64):
+    case = made(name, dtype)
+    example, kwargs = case.given
+    with exported_once() as seen:
         interop.split(case.module, at=case.cuts[2], example=example, kwargs=kwargs)
     return seen[0]
 
 
-def split(name, count, **options):
+def split(name, count, dtype=torch.float64, **options):
     """`(case, pipeline, params, state)`."""
-    case, found = made(name), exported(name)
+    case = made(name, dtype)
     example, kwargs = case.given
     options = options or {"at": case.cuts[count]}
-    with mock.patch.object(splitting, "export", return_value=found):
+    with exported_once(exported(name, dtype)):
         pipeline, params = interop.split(case.module, example=example, kwargs=kwargs, loss=case.loss, **options)
     return case, pipeline, params, interop.buffers(pipeline, case.module)
 
 
 EQUAL = {"rtol": 1e-9, "atol": 1e-12}
 
+SCHEDULES = {
+    "gpipe": (schedules.gpipe, Placement.loop),
+    "one_f_one_b": (schedules.one_f_one_b, Placement.loop),
+    "zb_h1": (schedules.zb_h1, Placement.loop),
+    "interleaved_1f1b": (schedules.interleaved_1f1b, lambda ranks: Placement.loop(ranks, chunks=2)),
+    "zb_v": (schedules.zb_v, Placement.v),
+    "dualpipe_v": (schedules.dualpipe_v, Placement.v),
+}
 
-def step(pipeline, handler, schedule=schedules.gpipe, placement=Placement.loop, microbatches=2, **options):
-    ranks = len(pipeline.stages) // (placement(2).stages // 2)
-    plan = pipeline.plan(placement(ranks), microbatches)
-    return fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph", **options)
+
+def ranks(name, stages):
+    """How many it takes under a schedule."""
+    return stages // SCHEDULES[name][1](1).stages
+
+
+def planned(pipeline, name, microbatches=2):
+    count = ranks(name, len(pipeline.stages))
+    return pipeline.plan(SCHEDULES[name][1](count), microbatches)
+
+
+def step(pipeline, handler, name="gpipe", microbatches=2, **options):
+    plan = planned(pipeline, name, microbatches)
+    return fpipe.value_and_grad(pipeline, SCHEDULES[name][0], plan, handler=handler, autodiff="graph", **options)
 
 
 def run(function, case, params, state):
@@ -168,14 +196,14 @@ def unsplit(case, microbatches=1):
     return total, gradients, dict(module.named_buffers())
 
 
-def check(found, case, pipeline, microbatches=2):
+def check(found, case, pipeline, microbatches=2, tolerance=EQUAL):
     loss, grads, state = found
     whole, gradients, buffers = unsplit(case, microbatches)
-    torch.testing.assert_close(loss, whole, **EQUAL)
+    torch.testing.assert_close(loss, whole, **tolerance)
     named = {name: x for tree in grads.values() for name, x in tree.items()}
     assert {name for name, x in named.items() if x is not None} == gradients.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(named[name], gradient, **EQUAL, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(named[name], gradient, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
     for tree in state.values():
         for name, x in tree.items():
-            torch.testing.assert_close(x, buffers[name], **EQUAL)
+            torch.testing.assert_close(x, buffers[name], **tolerance)

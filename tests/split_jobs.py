@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-import fpipe
-from fpipe import handlers, schedules
+import torch
+
+from fpipe import interop
+from tests import split_cases
 from tests.jobs import differences, expected_on, handler
-from tests.sharing import Sharing
+from tests.sharing import sharing
 
 
-def train(rank, chosen, batch, target, pipeline, params, state):
-    """A step under each of the schedules, of stages that came as they are: where it differs from the reference."""
-    given, found, over = {"state": state} if state else {}, [], Sharing(handler(), {})
+def steps(rank, key, chosen, batch, target, pipeline, params, state, expected):
+    """A step under each of the schedules, of stages that came as they are: where it is not as expected."""
+    found = []
     for name in chosen:
-        placement = schedules.CATALOGUE[name.replace("_", "-")].plan(2, 2).placement
-        plan = pipeline.plan(placement, 2)
-        reference = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Reference())
-        own = pipeline.params_on(params, plan, rank)
-        expected = expected_on(reference(params, batch, target, **given), own, plan, rank, bool(state))
-        held = {"state": {s: t for s, t in state.items() if s in plan.stages_on(rank)}} if state else {}
-        step = fpipe.value_and_grad(pipeline, getattr(schedules, name), plan, handler=over, autodiff="graph")
-        found += differences(step(own, batch, target, **held), expected)
+        step, own, held = on(rank, key, name, pipeline, params, state)
+        theirs = expected_on(expected, own, split_cases.planned(pipeline, name), rank, bool(state))
+        found += [(name, *at) for at in differences(step(own, batch, target, **held), theirs)]
     return found
+
+
+def train(rank, key, name, batch, target, pipeline, params, state, count):
+    """The state_dict of this rank's stages after so many steps of AdamW."""
+    step, own, held = on(rank, key, name, pipeline, params, state)
+    adamw = interop.optimizer(torch.optim.AdamW, lr=1e-2)
+    kept = adamw.init(own)
+    for _ in range(count):
+        _, grads, *new = step(own, batch, target, **held)
+        own, kept = adamw.update(grads, kept, own)
+        held = {"state": new[0]} if new else {}
+    return interop.to_state_dict(pipeline, own, held.get("state"))
+
+
+def on(rank, key, name, pipeline, params, state):
+    """`(step, params, what else it takes)` of a rank, by graphs that all steps of this key share."""
+    plan, step = split_cases.planned(pipeline, name), split_cases.step(pipeline, sharing(handler(), *key), name)
+    held = {"state": {s: tree for s, tree in state.items() if s in plan.stages_on(rank)}} if state else {}
+    return step, pipeline.params_on(params, plan, rank), held
