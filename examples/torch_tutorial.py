@@ -32,7 +32,7 @@ class Config:
     microbatches: int = 4
 
 
-SMALL = Config(width=32, heads=4, vocabulary=100, length=12)
+SMALL = Config(width=32, layers=4, heads=4, vocabulary=100, length=12)
 
 
 class Transformer(nn.Module):
@@ -103,5 +103,5 @@ def main(config: Config) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="narrow layers, few tokens")
+    parser.add_argument("--small", action="store_true", help="few narrow layers, few tokens")
     main(SMALL if parser.parse_args().small else Config())

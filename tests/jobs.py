@@ -10,7 +10,6 @@ import optree
 import torch
 
 import fpipe
-from examples import train_gpt as example
 from fpipe import handlers, interop, schedules
 from fpipe.tensorboard import Recorder
 from tests import cases
@@ -334,41 +333,31 @@ def gpu_handler():
     return handlers.Distributed(device=torch.device("cuda", torch.cuda.current_device()), timeout=60)
 
 
-def train_gpt(rank, name, ranks, microbatches, distributed=True):
-    """Two steps of the example's GPT and its optimizer, on this rank or all: where they differ from the reference."""
-    plan = schedules.CATALOGUE[name].plan(ranks, microbatches)
-    schedule = schedules.CATALOGUE[name].schedule(plan)
-    losses, *trees = gpt_by_reference(plan)
-    if not distributed:
-        found = gpt_steps(sharing(handlers.Local(), "gpt", plan.stages), schedule, plan)
-        return differences(found, (losses, *trees))
-    found = gpt_steps(sharing(handler(), "gpt", plan.stages), schedule, plan, rank)
-    return differences(found, (losses, *({s: tree[s] for s in found[-1]} for tree in trees)))
+def train_gpt(rank, names, ranks, microbatches, pipelines, data, expected):
+    """Steps of the example's GPT on this rank under each schedule: where they differ from what the reference came to.
+
+    Args:
+        pipelines: (pipeline, params) by the number of stages.
+        expected: `gpt_steps` by the plan.
+    """
+    found = []
+    for name in names:
+        plan = schedules.CATALOGUE[name].plan(ranks, microbatches)
+        pipeline, params = pipelines[plan.stages]
+        own, over = pipeline.params_on(params, plan, rank), sharing(handler(), "gpt", plan.stages)
+        losses, *trees = expected[plan]
+        theirs = (losses, *({s: tree[s] for s in own} for tree in trees))
+        found += [(name, *at) for at in differences(gpt_steps(over, name, plan, pipeline, own, data), theirs)]
+    return found
 
 
-@functools.cache
-def gpt_by_reference(plan):
-    return gpt_steps(handlers.Reference(), schedules.gpipe, plan)
-
-
-@functools.cache
-def gpt(stages):
-    torch.manual_seed(0)
-    model = example.GPT(layers=8, width=32, context=16, dropout=0.1)
-    rows = torch.zeros(3, 16, dtype=torch.uint8)
-    return interop.split(model, at=example.cuts(model, stages), example=rows, loss=example.cross_entropy)
-
-
-def gpt_steps(handler, schedule, plan, rank=None):
-    """(losses, last gradients, params) of two steps on one rank, or all."""
-    pipeline, params = gpt(plan.stages)
-    params = params if rank is None else pipeline.params_on(params, plan, rank)
-    torch.manual_seed(0)
-    text, adamw = torch.randint(256, (500,), dtype=torch.uint8), interop.optimizer(torch.optim.AdamW, lr=0.1)
+def gpt_steps(handler, name, plan, pipeline, params, data):
+    """(losses, last gradients, params) of a step with each batch."""
+    schedule, adamw = schedules.CATALOGUE[name].schedule(plan), interop.optimizer(torch.optim.AdamW, lr=0.1)
     step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph")
     state, losses = adamw.init(params), []
-    for i in range(2):
-        loss, grads = step(params, *example.windows(text, 12, 16, seed=i), rng=(0, i))
+    for i, (batch, target) in enumerate(data):
+        loss, grads = step(params, batch, target, rng=(0, i))
         params, state = adamw.update(grads, state, params)
         losses.append(loss)
     return losses, grads, params

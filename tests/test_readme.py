@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fpipe import Placement, Plan
 from fpipe.interop import from_csv
 from fpipe.schedules import zb_v
@@ -18,54 +20,66 @@ def block(word):
     return found
 
 
-def run(tmp_path, text, *start):
-    script = tmp_path / "script.py"
+def torchrun(folder, text):
+    script = folder / "script.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{text}")
-    done = subprocess.run([sys.executable, *start, script], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    done = subprocess.run(start, capture_output=True, text=True, timeout=120, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+def run(capsys, text):
+    """What a block for one process prints, here: it needs no process of its own."""
+    capsys.readouterr()
+    exec(compile(text, "README.md", "exec"), {"__name__": "__main__"})
+    return capsys.readouterr().out
 
 
-def test_the_training_loop(tmp_path):
-    out = run(tmp_path, block("for i in range(20)"), *TORCHRUN)
-    losses = dict(re.findall(r"rank (\d): loss (\d+\.\d{3})", out))
+CHECK = """
+assert found["step"] == i
+assert all(torch.equal(params[s][n], found["params"][s][n]) for s in params for n in params[s])
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(what the training loop prints, its folder), of a run that also saves and loads, as is shown further below."""
+    folder = tmp_path_factory.mktemp("trained")
+    loop, end = block("for i in range(20)"), "dist.destroy_process_group()"
+    assert loop.count(end) == 1
+    return torchrun(folder, loop.replace(end, block("checkpoints.save(") + CHECK + end)), folder
+
+
+def test_the_training_loop(trained):
+    losses = dict(re.findall(r"rank (\d): loss (\d+\.\d{3})", trained[0]))
     assert losses.keys() == {"0", "1"}
     assert losses["0"] == losses["1"]
     assert float(losses["0"]) < 5.0
 
 
-def test_a_model_as_it_is(tmp_path):
-    out = run(tmp_path, block("describe()"))
+def test_what_the_training_loop_takes_and_gives_is_saved(trained):
+    assert [path.name for path in (trained[1] / "checkpoints").iterdir()] == ["000001-step-19"]
+
+
+def test_a_model_as_it_is(capsys):
+    out = run(capsys, block("describe()"))
     assert [line.rstrip() for line in out.splitlines()] == block("stage  parameters").splitlines()
 
 
-def test_what_the_training_loop_takes_and_gives_is_saved(tmp_path):
-    loop, end = block("for i in range(20)"), "dist.destroy_process_group()"
-    assert loop.count(end) == 1
-    check = """
-assert found["step"] == i
-assert all(torch.equal(params[s][n], found["params"][s][n]) for s in params for n in params[s])
-"""
-    run(tmp_path, loop.replace(end, block("checkpoints.save(") + check + end), *TORCHRUN)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000001-step-19"]
-
-
-def test_a_schedule_of_ones_own(tmp_path):
-    out = run(tmp_path, block("def eager_1f1b"))
+def test_a_schedule_of_ones_own(capsys):
+    out = run(capsys, block("def eager_1f1b"))
     assert [line.rstrip() for line in out.splitlines()] == block("rank 0  F0").splitlines()
 
 
 def test_a_step_as_it_ran(tmp_path):
-    texts = run(tmp_path, block("Recording("), *TORCHRUN), block("waiting for values")
+    texts = torchrun(tmp_path, block("Recording(")), block("waiting for values")
     found, shown = ([re.sub(r"[\d.]+", "#", line).split() for line in text.splitlines()] for text in texts)
     assert found == shown
 
 
 def test_a_run_that_is_recorded(tmp_path):
-    run(tmp_path, block("Recorder("), *TORCHRUN)
+    torchrun(tmp_path, block("Recorder("))
     command = [Path(sys.executable).with_name("fpipe"), "timeline", "runs/mine"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -74,8 +88,8 @@ def test_a_run_that_is_recorded(tmp_path):
     assert done.stderr == ""
 
 
-def test_what_policies_keep(tmp_path):
-    out = run(tmp_path, block("policies.cheap, policies.dots"))
+def test_what_policies_keep(capsys):
+    out = run(capsys, block("policies.cheap, policies.dots"))
     assert [line.rstrip() for line in out.splitlines()] == block("everything_saveable  KiB").splitlines()
 
 

@@ -16,6 +16,7 @@ import fpipe
 from fpipe import Output, Pipeline, Placement, Plan, ScheduleError, Stage, handlers, lower
 from fpipe.schedules import from_table, gpipe
 from fpipe.schedules.catalogue import CATALOGUE
+from tests.sharing import sharing
 
 SCHEDULES = {name: (lambda plan, e=entry: e.schedule(plan), entry.plan) for name, entry in CATALOGUE.items()}
 """Name -> (plan -> schedule), (ranks, microbatches -> plan); what is named joins by itself."""
@@ -73,13 +74,8 @@ def right(name, ranks, microbatches):
 
 
 def bits(plan, programs, handler="local"):
-    step = fpipe.value_and_grad(
-        pipeline(plan.stages),
-        from_table(programs),
-        plan,
-        handler=handlers.Local() if handler == "local" else handlers.Reference(),
-        reduction="sum",
-    )
+    own = sharing(handlers.Local(), "wrong", plan.stages) if handler == "local" else handlers.Reference()
+    step = fpipe.value_and_grad(pipeline(plan.stages), from_table(programs), plan, handler=own, reduction="sum")
     loss, grads = step(*arguments(plan.stages))
     return [loss, *(leaf for _, tree in sorted(grads.items()) for _, leaf in sorted(tree.items()))]
 
