@@ -6,7 +6,7 @@ import torch.distributed.pipelining as theirs
 
 import fpipe
 from fpipe import interop, schedules
-from tests.test_readme import ROOT, TORCHRUN, run
+from tests.test_readme import ROOT, run, torchrun
 
 PAGE = (ROOT / "docs" / "coming_from_pipelining.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
@@ -14,12 +14,12 @@ CODE = [text for kind, text in BLOCKS if kind == "python"]
 
 
 def test_the_training_loop_runs(tmp_path):
-    run(tmp_path, f"{CODE[0]}\nassert loss.isfinite()\n", *TORCHRUN)
+    torchrun(tmp_path, f"{CODE[0]}\nassert loss.isfinite()\n")
 
 
-def test_a_pipe_runs(tmp_path):
+def test_a_pipe_runs(capsys):
     shown = [text for kind, text in BLOCKS if kind == "text"][-1]
-    assert run(tmp_path, CODE[1]) == shown
+    assert run(capsys, CODE[1]) == shown
 
 
 def test_it_names_all_of_torchs_names():
