@@ -164,6 +164,7 @@ class Pipeline:
         """
         if len(target) > 1:
             raise TypeError(f"a pipeline takes params, a batch and one target, not {len(target)} targets")
+        self.accept(batch)
         outputs: dict[int, Any] = {}
         states = dict(state or {})
         data = Microbatch(batch, None)
@@ -176,6 +177,13 @@ class Pipeline:
         if target and self.loss is not None:
             result = self.loss(result, target[0])
         return result if state is None else (result, states)
+
+    def accept(self, batch: Any) -> None:
+        """Raises:
+        ValueError: stages would pass over a part of the batch, as those of an exported module can tell.
+        """
+        if accepts := getattr(self.stages[0].fn, "accepts", None):
+            accepts(batch)
 
     def params_of(self, params: Mapping[int, Any], stage: int) -> Any:
         """A stage's own params with the entries that it shares put in.

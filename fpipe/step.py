@@ -53,7 +53,8 @@ def value_and_grad(
         has_aux: the loss function returns `(loss, aux)`.
         reduction: what the loss function does over the samples of a microbatch. With "mean", microbatches
             weigh by their samples, or by `weight`; with "sum", losses are added.
-        weight: `weight(target) -> number`, e.g. the tokens that count; for "mean" only.
+        weight: `weight(target) -> number`, e.g. the tokens that count; for "mean" only. Where it is 0, the microbatch's
+            loss and the last stage's gradients count for nothing, also where they are NaN, as of a mean of nothing.
         in_axes: how `(batch, target)` are split, as in `torch.vmap`: an axis, None, or a pair of prefix trees.
         out_axes: how aux is merged; leaves without dimensions are stacked.
         gather: aux is wanted on every rank, not only on the loss's.
@@ -304,6 +305,7 @@ class _Job:
             )
 
     def _split(self, batch: Any, target: Any) -> tuple[list[Microbatch], int | None]:
+        self.pipeline.accept(batch)
         count = self.plan.microbatches
         axes = self.in_axes if isinstance(self.in_axes, tuple) else (self.in_axes, self.in_axes)
         if len(axes) != 2:

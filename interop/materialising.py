@@ -47,9 +47,9 @@ def materialise(
     for stage, contents in entries_on(pipeline, stages).items():
         fn: Any = pipeline.stages[stage].fn
         front = "" if fn.qualified else f"stages.{stage}."
-        made = _made(fn.skeleton, {*contents.params, *contents.state}, torch.device(device), init, (seed, front))
+        made, blank = _made(fn.skeleton, {*contents.params, *contents.state}, torch.device(device), init, (seed, front))
         made |= {name: x.to(device) for name, x in fn.kept.items() if name in made}
-        unset += [f"{front}{name}" for name, x in made.items() if _is_unset(x)]
+        unset += [f"{front}{name}" for name in made if name in blank and name not in fn.kept]
         params[stage] = {name: made[name] for name in contents.params}
         state |= {stage: {name: made[name] for name in contents.state}} if contents.state else {}
     if unset:
@@ -62,21 +62,33 @@ def materialise(
 
 def _made(
     skeleton: nn.Module, wanted: set[str], device: torch.device, init: Init | None, seed: tuple[int, str]
-) -> Tree:
-    """The tensors of these names, as the submodules that have them set them."""
-    first, found = canonical(skeleton), Tree()
+) -> tuple[Tree, set[str]]:
+    """The tensors of these names, as the submodules that have them set them, and the names of those that none sets."""
+    first, found, blank = canonical(skeleton), Tree(), set[str]()
     for prefix, module in skeleton.named_modules():
         own = {**module._parameters, **module._buffers}
         names = {name: first[f"{prefix}.{name}" if prefix else name] for name, x in own.items() if x is not None}
         if not wanted.intersection(names.values()) - found.keys():
             continue
-        twin = twin_of(module, {id(own[name]): _unset(own[name], device) for name in names})
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(_seed(*seed, prefix))
-            (init or _reset)(twin)
-        made = {names[name]: getattr(twin, name).detach() for name in names}
-        found |= {name: x for name, x in made.items() if name in wanted and name not in found}
-    return found
+        made = _initialised(module, device, init or _reset, _seed(*seed, prefix), fill=False)
+        unset = {name for name, x in made.items() if _is_unset(x)}
+        if not all(map(_tells, made.values())):
+            again = _initialised(module, device, init or _reset, _seed(*seed, prefix), fill=True)
+            unset |= {name for name, x in made.items() if not _tells(x) and not torch.equal(x, again[name])}
+        new = {name: entry for name, entry in names.items() if entry in wanted and entry not in found}
+        found |= {entry: made[name] for name, entry in new.items()}
+        blank |= {entry for name, entry in new.items() if name in unset}
+    return found, blank
+
+
+def _initialised(module: nn.Module, device: torch.device, init: Init, seed: int, fill: bool) -> Tree:
+    """The tensors that a module itself has, as it sets them."""
+    own = {name: x for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None}
+    twin = twin_of(module, {id(x): _unset(x, device, fill) for x in own.values()})
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        init(twin)
+    return {name: getattr(twin, name).detach() for name in own}
 
 
 def _reset(module: nn.Module) -> None:
@@ -92,11 +104,13 @@ def _seed(seed: int, front: str, prefix: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _unset(x: Tensor, device: torch.device) -> Tensor:
-    """Memory with values by which it can be told that nobody has set it."""
+def _unset(x: Tensor, device: torch.device, fill: bool) -> Tensor:
+    """Memory with values by which it can be told that nobody has set it; `fill`, where it takes two to tell."""
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
     if _tells(x):
         made.fill_(torch.nan if x.is_floating_point() or x.is_complex() else torch.iinfo(x.dtype).min)
+    else:
+        made.fill_(fill)
     return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
 
 

@@ -280,8 +280,22 @@ def whole_without(m, x):
     return h * kept
 
 
+def counted(m, x):
+    m.seen += 1
+    return m.a(x) + m.seen
+
+
+def averaged(m, x):
+    m.seen = 0.9 * m.seen + m.a(x).mean(0).detach()
+    return m.a(x) + m.seen
+
+
+def mapped(m, x):
+    return torch.vmap(lambda row: m.a(row).sin())(x)
+
+
 KEPT = [under_autocast, autocast_within, enabled_again, decorated, inferred, by_function, asked, view_made_without]
-KEPT += [written_later, filled_without, buffer_without, whole_without]
+KEPT += [written_later, filled_without, buffer_without, whole_without, counted, averaged, mapped]
 
 
 @pytest.mark.parametrize("forward", KEPT, ids=lambda f: f.__name__)
@@ -340,6 +354,24 @@ def of_the_node(m, x):
     return h
 
 
+def detached_in_place(m, x):
+    return m.a(x).detach_()
+
+
+def data_assigned(m, x):
+    m.seen.data = m.seen + 1
+    return m.a(x) + m.seen
+
+
+def frozen_inside(m, x):
+    m.a.weight.requires_grad_(False)
+    return m.a(x)
+
+
+def instance_norm(m, x):
+    return nn.functional.instance_norm(m.a(x)[None], m.seen[:4].clone(), torch.ones(4))[0]
+
+
 def inside_a_branch(m, x):
     def yes(h):
         with torch.no_grad():
@@ -366,6 +398,10 @@ def packed(m, x):
         (bound, r"applies Straight, .* which export would lose \(in .*apply\(m\.a\(x\)\)"),
         (of_the_node, r"asks for a tensor's grad_fn, which export would lose \(in .*register_prehook"),
         (packed, "packs saved tensors by hooks of its own"),
+        (detached_in_place, r"detaches a tensor in place, .*: write \.detach\(\)"),
+        (data_assigned, r"assigns \.data of a tensor, .*torch\.no_grad\(\)"),
+        (frozen_inside, "changes whether a tensor requires gradients"),
+        (instance_norm, r"changes the running statistics of an instance norm \(File "),
         (inside_a_branch, r"switches gradients off inside cond, which export would lose \(in "),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
@@ -386,16 +422,26 @@ def by_evenness(m, x):
     return m.a(x) * (2 if x.shape[0] % 4 == 0 else 3)
 
 
+def by_root(m, x):
+    return m.a(x) * int(x.shape[0] ** 0.5)
+
+
+def by_length(m, x):
+    return m.a(x) * len(x)
+
+
 @pytest.mark.parametrize(
     ("forward", "shapes", "right", "wrong", "says"),
     [
         (by_rows, None, [8, 6, 16], 4, r"axis 0 of the batch is 4, and the module was split where axis 0 of .* > 5"),
+        (by_root, None, [8, 4, 6], 9, r"is 9, .* where math\.trunc\(torch\.sym_float\(axis 0 of the batch\) \*\* 0\.5"),
+        (by_length, None, [8], 6, "was split for 8 along axis 0: take an example of another size"),
         (by_evenness, None, [8, 4, 12], 6, r"is 6, and the module was split where \(axis 0 of the batch % 4\) == 0"),
         (lambda m, x: m.a(x), {0: Dim("rows", min=4, max=9)}, [4, 9], 3, r"is 3, .* where axis 0 of the batch >= 4"),
         (lambda m, x: m.a(x), {0: Dim("rows", max=9)}, [2, 1], 10, r"is 10, .* where axis 0 of the batch <= 9"),
         (lambda m, x: m.a(x), {}, [8], 7, r"was split for 8 along axis 0: take an example of another size"),
     ],
-    ids=["rows", "evenness", "least", "most", "fixed"],
+    ids=["rows", "root", "length", "evenness", "least", "most", "fixed"],
 )
 def test_sizes_at_which_forward_does_something_else(forward, shapes, right, wrong, says):
     torch.manual_seed(0)
@@ -495,3 +541,72 @@ def test_a_name_with_an_at_sign():
         module.add_module(name, nn.Linear(6, 6))
     pipeline, _ = interop.split(module, at=["b@1"], example=torch.randn(4, 6))
     assert list(pipeline.stages[1].fn.contents.params) == ["b@1.weight", "b@1.bias"]
+
+
+class Masked(Forward):
+    def forward(self, x, mask=None, scale=2.0, **more):
+        h = self.a(x) * scale
+        h = h if mask is None else h * mask
+        return self.b(h * more["width"].shape[1] if "width" in more else h)
+
+
+X = torch.randn(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "batch", "says"),
+    [
+        (
+            {"x": X},
+            {"x": X, "mask": X},
+            r"the batch\['mask'\] is float32\[4, 6\], and the module was split with nothing",
+        ),
+        ({"x": X, "mask": None}, {"x": X, "mask": X}, r"split with nothing there: put it into the example"),
+        ({"x": X, "scale": 2.0}, {"x": X, "scale": 3.0}, r"\['scale'\] is 3\.0, and the module was split for 2\.0"),
+        ({"x": X, "width": X}, {"x": X, "width": X[:, :3]}, r"\['width'\] is .*, and the module was split for 6 along"),
+    ],
+    ids=["more", "none", "constant", "size"],
+)
+def test_a_batch_with_what_the_example_lacked(given, batch, says):
+    module = Masked(None)
+    pipeline, params = interop.split(module, at=["b"], kwargs=given, loss=mse)
+    torch.testing.assert_close(pipeline(params, given), module(**given))
+    with pytest.raises(ValueError, match=says):
+        pipeline(params, batch)
+    with pytest.raises((ValueError, StageError), match=says):
+        split_cases.step(pipeline, handlers.Local())(params, batch, torch.randn(4, 6))
+
+
+def test_rows_are_free_in_arguments_by_any_name():
+    module = Masked(None)
+    given = {"x": X, "width": X}
+    pipeline, params = interop.split(module, at=["b"], kwargs=given)
+    fewer = {name: x[:3] for name, x in given.items()}
+    torch.testing.assert_close(pipeline(params, fewer), module(**fewer))
+
+
+def test_a_condition_on_what_several_stages_read():
+    class Two(Forward):
+        def forward(self, x, y):
+            h = self.b(self.a(x).mean(1)) + y.mean(1)
+            return h * 2 if x.shape[1] > y.shape[1] else h
+
+    given = {"x": torch.randn(3, 5, 6), "y": torch.randn(3, 4, 6)}
+    free = {name: {0: Dim.AUTO, 1: Dim.AUTO} for name in given}
+    pipeline, params = interop.split(Two(None), at=["b"], kwargs=given, dynamic_shapes=free)
+    pipeline(params, given)
+    with pytest.raises(ValueError, match=r"axis 1 of the batch\['x'\] is 5.* split where"):
+        pipeline(params, {**given, "y": torch.randn(3, 6, 6)})
+
+
+@pytest.mark.parametrize("how", ["lambda", "method"])
+def test_a_closure_over_the_module(how):
+    module = Forward(lambda m, x: m.act(m.a(x)))
+    if how == "lambda":
+        module.act = lambda h: h * module.b.bias
+    else:
+        old, module.act = module.a.forward, torch.tanh
+        module.a.forward = lambda x: old(x) * 2
+    says = r"forward reads (a|b)\.(bias|weight) of the module itself, not of the one it is called on"
+    with pytest.raises(StageError, match=says):
+        interop.split(module, at=["b"], example=X)

@@ -533,3 +533,28 @@ def test_materialise_makes_attention():
     pipeline, _ = interop.split(module, stages=2, example=(torch.randn(2, 3, 8), torch.randn(2, 3, 8)))
     params, _ = interop.materialise(pipeline)
     assert all(x.isfinite().all() for tree in params.values() for x in tree.values())
+
+
+def test_materialise_tells_what_nothing_sets_of_any_type():
+    class Masking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.ones(4, dtype=torch.bool), persistent=False)
+
+        def forward(self, x):
+            return self.layer(x).where(self.mask, 0.0)
+
+    def init(part):
+        if hasattr(part, "mask"):
+            part.mask.copy_(torch.tensor([True, False, True, False]))
+        else:
+            part.reset_parameters()
+
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), Masking())
+    pipeline, _ = interop.split(module, at=["1"], example=torch.randn(3, 4))
+    with pytest.raises(ValueError, match=r"nothing sets 1\.mask"):
+        interop.materialise(pipeline)
+    params, _ = interop.materialise(pipeline, init=init)
+    assert params[1]["1.mask"].tolist() == [True, False, True, False]

@@ -1,4 +1,4 @@
-"""A microbatch of weight 0 isn't counted, whatever its loss and its gradients are."""
+"""A microbatch of weight 0 isn't counted, whatever its loss and the last stage's gradients are."""
 
 import pytest
 import torch

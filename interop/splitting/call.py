@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fpipe.tree import Path
+from fpipe.tree import NAMESPACE, Path, describe, short
 
 
 class Call(NamedTuple):
@@ -56,6 +57,27 @@ def batch_of(call: Call, module: nn.Module) -> Any:
     if _has_tensors(call.kwargs):
         return {**inspect.signature(module.forward).bind_partial(*call.args).arguments, **call.kwargs}
     return args[0] if len(args) == 1 else tuple(args)
+
+
+def placed(batch: Any) -> dict[Path, Any]:
+    """What a batch has, by where it is."""
+    leaves, spec = optree.tree_flatten(batch, none_is_leaf=True, namespace=NAMESPACE)
+    return dict(zip(map(tuple, spec.paths()), leaves, strict=True))
+
+
+def accept(batch: Any, known: Mapping[Path, Any]) -> None:
+    """Raises:
+    ValueError: the batch has what the example's lacked, or other constants: stages would pass over it.
+    """
+    for path, x in placed(batch).items():
+        plain = type(x) in (bool, int, float, str)
+        if isinstance(x, Tensor) or plain:
+            was = known.get(path)
+            where = f"the batch{short(path)} is {describe(x)}"
+            if was is None or (isinstance(x, Tensor) and not isinstance(was, Tensor)):
+                raise ValueError(f"{where}, and the module was split with nothing there: put it into the example")
+            if plain and not isinstance(was, Tensor) and x != was:
+                raise ValueError(f"{where}, and the module was split for {was!r}: split it once more for another")
 
 
 def _has_tensors(tree: Any) -> bool:

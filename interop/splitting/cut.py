@@ -25,6 +25,7 @@ from torch import fx
 
 from fpipe.autodiff.trace import draws
 from fpipe.interop.splitting.export import MARK, Exported
+from fpipe.interop.splitting.sizes import conditions, symbols, written
 
 aten = torch.ops.aten
 MARKS = (str(MARK), "pippy._pipe_split.default")  # the other is torch.distributed.pipelining's own
@@ -290,6 +291,7 @@ class _Cutter:
         self._place_state()
         for part in self.parts:
             self._close(part)
+        self._witness()
         for part in self.parts[:-1]:
             read = {node: None for other in self.parts for node in other.values}
             part.outputs = {self.flow.names[node]: node for node in part.nodes if node in read and node in self.home}
@@ -331,6 +333,18 @@ class _Cutter:
         part.entries = [n for n, name in exported.tensors.items() if n in found and name not in self.flow.state]
         part.nodes = sorted([*own, *(n for n in found if n in place and n in redone)], key=place.__getitem__)
 
+    def _witness(self) -> None:
+        """Let the first stage read leaves whose sizes alone count, so that it can tell when they are others."""
+        first, leaves = self.parts[0], list(self.flow.exported.leaves)
+        read = {leaf for part in self.parts for leaf in part.leaves}
+        first.leaves += [leaf for leaf in leaves if leaf not in read]
+        for condition in conditions(leaves, self.flow.exported.ranges):
+            needed = symbols(condition)
+            if not any(needed <= _symbols(part.leaves) for part in self.parts):
+                for leaf in leaves:
+                    if _symbols([leaf]) & needed - _symbols(first.leaves):
+                        first.leaves.append(leaf)
+
     def _measured(self, part: Part, found: set[fx.Node]) -> list[fx.Node]:
         """Settle what each size is read from; what is needed besides."""
         for node in found:
@@ -346,6 +360,12 @@ class _Cutter:
                     return [other]
             return [tensor]
         return []
+
+
+def _symbols(leaves: Iterable[fx.Node]) -> set[str]:
+    """The symbols that can be read off an axis."""
+    sizes = (written(n) for leaf in leaves for n in leaf.meta["val"].shape)
+    return {n for n in sizes if isinstance(n, str) and n.isidentifier()}
 
 
 def _axis(tensor: fx.Node, size: torch.SymInt) -> int | None:

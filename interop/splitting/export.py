@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import logging
 import random
@@ -27,14 +28,14 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fpipe.errors import StageError
 from fpipe.interop.modules import canonical
-from fpipe.interop.skeletons import attached
+from fpipe.interop.skeletons import REGISTERED, attached
 from fpipe.interop.splitting.call import Call, leaves
 from fpipe.interop.splitting.gradients import MANUAL, graphs, line_of, stop_gradients, users_own, watched
 from fpipe.tree import Path
@@ -118,13 +119,10 @@ def _program(
     """The module's program, and which line of it writes in place to which input."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake, args, kwargs = _fakes(module, call, mode, device)
+    fake.forward = _named(watched(_noticing(attached(fake), fake)), kwargs)
     if dynamic_shapes is None:
-        free = ShapesCollection()  # type: ignore[no-untyped-call]
-        for x in pytree.tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor) and x.ndim:
-                free[x] = {0: Dim.AUTO}
-        dynamic_shapes = free.dynamic_shapes(fake, args, kwargs)  # type: ignore[no-untyped-call]
-    fake.forward = watched(_noticing(attached(fake), fake))
+        given = inspect.signature(fake.forward).bind(*args, **kwargs).arguments
+        dynamic_shapes = pytree.tree_map(lambda x: {0: Dim.AUTO} if isinstance(x, Tensor) and x.ndim else None, given)
     with _quietly():
         program = torch.export.export(fake, args, kwargs, dynamic_shapes=dynamic_shapes or None, strict=False)
     _check_constants(program)
@@ -137,6 +135,17 @@ def _program(
     _merge_aliases(program, names)
     program.graph_module.recompile()
     return program.run_decompositions({aten.copy.default: _copied}), lines
+
+
+def _named(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """The forward with a parameter for each name that it is given: export knows no sizes of what is in `**kwargs`."""
+    signature = inspect.signature(forward)
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    known = [p for name, p in signature.parameters.items() if kinds[name] != inspect.Parameter.VAR_KEYWORD]
+    if len(known) < len(kinds):
+        more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in kinds]
+        forward.__signature__ = signature.replace(parameters=[*known, *more])  # type: ignore[attr-defined]
+    return forward
 
 
 def _noticing(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
@@ -163,13 +172,23 @@ def _noticing(forward: Callable[..., Any], module: nn.Module) -> Callable[..., A
     return run
 
 
+NUMBERS = (bool, int, float)
+
+
 def _generators() -> tuple[Any, ...]:
     return random.getstate(), *map(str, numpy.random.get_state())
 
 
-def _numbers(module: nn.Module) -> dict[tuple[str, str], bool | int | float]:
+def _numbers(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """What modules count in attributes: numbers, and lists and dicts of them."""
     found = ((name, k, v) for name, part in module.named_modules() for k, v in part.__dict__.items())
-    return {(name, k): v for name, k, v in found if type(v) in (bool, int, float)}
+    return {(name, k): copy.copy(v) for name, k, v in found if k not in REGISTERED and _counts(v)}
+
+
+def _counts(value: Any) -> bool:
+    if type(value) in (list, dict):
+        return all(type(x) in NUMBERS for x in (value.values() if type(value) is dict else value))
+    return type(value) in NUMBERS
 
 
 @contextmanager
@@ -213,8 +232,9 @@ def _check_constants(program: ExportedProgram) -> None:
     for spec, node in _inputs(program):
         if spec.kind == InputKind.CONSTANT_TENSOR and isinstance(program.constants.get(spec.target), FakeTensor):
             raise StageError(
-                f"forward uses .data of a tensor{line_of(next(iter(node.users), node))}, which export can't follow: "
-                "write .detach(), or change buffers in place under torch.no_grad()"
+                f"forward uses .data of a tensor, or one that is held where no module registers it"
+                f"{line_of(next(iter(node.users), node))}, which export can't follow: write .detach(), change buffers "
+                "in place under torch.no_grad(), and take parameters from where they are registered"
             )
 
 
@@ -265,7 +285,7 @@ def _read(program: ExportedProgram, lines: Mapping[str, str], module: nn.Module,
     changed, outputs = dict[str, fx.Node](), []
     for spec, value in zip(program.graph_signature.output_specs, result.args[0], strict=True):
         if spec.kind == OutputKind.BUFFER_MUTATION:
-            changed[names[spec.target]] = value
+            changed[names[spec.target]] = _assigned(value)
         elif spec.kind == OutputKind.USER_OUTPUT:
             outputs.append(value)
         else:
@@ -289,6 +309,18 @@ def _read(program: ExportedProgram, lines: Mapping[str, str], module: nn.Module,
         ranges=program.range_constraints,
         device=device,
     )
+
+
+def _assigned(value: fx.Node) -> fx.Node:
+    """What an assigned buffer was assigned: export copies it at the end of forward, whichever stage that is in."""
+    while value.target is aten.expand.default and len(value.users) == 1:
+        (source, *_) = value.all_input_nodes
+        if source.meta["val"].shape != value.meta["val"].shape:
+            break
+        value.replace_all_uses_with(source)
+        value.graph.erase_node(value)
+        value = source
+    return value
 
 
 def _impure(spec: Any, names: Mapping[str, str], lines: Mapping[str, str]) -> str:

@@ -45,7 +45,8 @@ def line_of(node: fx.Node) -> str:
     """The line of the model that a node comes from."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
     places = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    return f" ({'; '.join(lines[places[-1] : places[-1] + 2])})" if places else ""
+    own = [i for i in places if not lines[i].removeprefix('File "').startswith(LIBRARY)] or places
+    return f" ({'; '.join(lines[own[-1] : own[-1] + 2])})" if own else ""
 
 
 # While forward is traced
@@ -64,6 +65,8 @@ fx.node.has_side_effect(SWITCH)
 
 
 _GRAD_FN: Any = torch._C.TensorBase.__dict__["grad_fn"].__get__
+_SET_DATA: Any = torch._C.TensorBase.__dict__["data"].__set__
+_SET_REQUIRES_GRAD: Any = torch._C.TensorBase.__dict__["requires_grad"].__set__
 
 
 class _Watched(TorchFunctionMode):
@@ -77,6 +80,14 @@ class _Watched(TorchFunctionMode):
             return _enable(args[0])
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             _refuse("registers a hook on a tensor's gradient", OPERATION)
+        if func in (Tensor.detach_, torch.detach_):
+            _refuse("detaches a tensor in place", "write .detach()")
+        if func == _SET_DATA:
+            _refuse("assigns .data of a tensor", "copy into it under torch.no_grad()")
+        if func == _SET_REQUIRES_GRAD or (
+            func is Tensor.requires_grad_ and False in (*args[1:], *(kwargs or {}).values())
+        ):
+            _refuse("changes whether a tensor requires gradients", "write .detach(), or freeze it before the split")
         if isinstance(func, torch._ops.HigherOrderOperator) and any(map(_switches, args)):
             _refuse(f"switches gradients off inside {func}", "switch them off around it")
         if func == _GRAD_FN:  # made anew whenever it is asked for
@@ -236,6 +247,11 @@ class _Blocks:
                 self.stopped.add(user)
 
     def _operation(self, node: fx.Node, part: fx.GraphModule) -> None:
+        if node.target is aten.instance_norm.default and node.args[3] is not None and node.args[5]:
+            raise StageError(
+                f"forward changes the running statistics of an instance norm{line_of(node)}, which export takes for "
+                f"buffers that stay: take track_running_stats=False. {MANUAL}"
+            )
         gives = any(map(self._carries, node.all_input_nodes))
         for target in _written(node):
             self._write(node, target, gives)
@@ -276,7 +292,14 @@ class _Blocks:
 def _memory(node: fx.Node) -> set[int]:
     """Which memory its tensors share, of those types that can have gradients."""
     found = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
-    return {x.untyped_storage()._cdata for x in found if x.is_floating_point() or x.is_complex()}
+    return {_address(x) for x in found if x.is_floating_point() or x.is_complex()}
+
+
+def _address(x: Tensor) -> int:
+    try:
+        return int(x.untyped_storage()._cdata)
+    except NotImplementedError:  # one of many, as under vmap
+        return id(x)
 
 
 def _written(node: fx.Node) -> list[fx.Node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from fpipe.interop.modules import Contents, named_tensors
-from fpipe.interop.splitting.call import Call
+from fpipe.interop.splitting.call import Call, accept, batch_of, placed
 from fpipe.interop.splitting.cut import Part, Point, hint, nodes_in
 from fpipe.interop.splitting.export import Exported
 from fpipe.interop.splitting.sizes import Sizes, conditions, written
 from fpipe.stage import Batch, Output, Read
+from fpipe.tree import Path
 
 aten = torch.ops.aten
 
@@ -43,6 +45,11 @@ class Recipe:
     kept: Mapping[str, Tensor]
     homes: Mapping[str, int]
     state: frozenset[str]
+
+    @cached_property
+    def known(self) -> dict[Path, Any]:
+        """What the example's batch has, by where it is."""
+        return placed(batch_of(self.call, self.skeleton))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +89,12 @@ class GraphFunction:
     def kept(self) -> Mapping[str, Tensor]:
         """Values of buffers that no state_dict has."""
         return self.recipe.kept
+
+    def accepts(self, batch: Any) -> None:
+        """Raises:
+        ValueError: the batch has what the module was split without.
+        """
+        accept(batch, self.recipe.known)
 
     def __call__(self, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         state: Mapping[str, Tensor] = {}

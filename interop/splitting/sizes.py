@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from fpipe.stage import Batch, Read
 from fpipe.tree import describe, short
 
-_KNOWN = {"math": math, "max": max, "min": min, "bool": bool}
+_KNOWN = {"math": math, "torch": torch, "max": max, "min": min, "bool": bool}
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,12 @@ class Sizes:
                     where.setdefault(size, f"axis {axis} of {name}")
         for read, axes, x in given:
             for axis, (n, size) in enumerate(zip(x.shape, axes, strict=True)):
-                if isinstance(size, str) and known.keys() >= _symbols(size) and n != _value(size, known):
+                if isinstance(size, str) and known.keys() >= symbols(size) and n != _value(size, known):
                     said = f"{_said(size, where)}, which is {_value(size, known)}"
                     raise ValueError(f"{_name(read)} is {describe(x)}, and axis {axis} has to be {said}")
         for condition in self.conditions:
-            if known.keys() >= _symbols(condition) and not _value(condition, known):
-                found = ", ".join(f"{where[symbol]} is {known[symbol]}" for symbol in sorted(_symbols(condition)))
+            if known.keys() >= symbols(condition) and not _value(condition, known):
+                found = ", ".join(f"{where[symbol]} is {known[symbol]}" for symbol in sorted(symbols(condition)))
                 raise ValueError(
                     f"{found}, and the module was split where {_said(condition, where)}: forward does something else "
                     "at other sizes, or dynamic_shapes= excludes them. Split it with an example of such a size"
@@ -79,9 +80,10 @@ def _said(expression: str, where: Mapping[str, str]) -> str:
 
 
 @cache
-def _symbols(expression: str) -> frozenset[str]:
+def symbols(expression: str) -> frozenset[str]:
     """What an expression names."""
-    return frozenset(compile(expression, "<size>", "eval").co_names) - _KNOWN.keys()
+    names = (node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name))
+    return frozenset(names) - _KNOWN.keys()
 
 
 @cache
@@ -95,7 +97,8 @@ def _value(expression: str, known: Mapping[str, int]) -> Any:
 
 def written(size: int | torch.SymInt) -> int | str:
     """A size as a number or an expression."""
-    return size if isinstance(size, int) else str(PythonPrinter().doprint(size.node.expr))
+    expr = size if isinstance(size, int) else size.node.expr
+    return int(expr) if isinstance(expr, int) or expr.is_Integer else str(PythonPrinter().doprint(expr))
 
 
 def conditions(nodes: Sequence[fx.Node], ranges: Mapping[Any, Any]) -> tuple[str, ...]:

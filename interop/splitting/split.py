@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from fpipe.errors import StageError
 from fpipe.interop.modules import Tree, canonical, named_tensors
 from fpipe.interop.skeletons import accepted, skeleton
 from fpipe.interop.splitting.balance import Place, bytes_of, chosen, estimate, places
@@ -55,7 +56,8 @@ def split(
         measure: take the time of forward and backward as it is here for the example, rather than an estimate by
             arithmetic and bytes moved. Ranks would measure differently: let one do it, and give `at=split_points(...)`
             of its pipeline to the others.
-        example: what forward is given: a microbatch, of two rows at least, lest its size stay fixed at one.
+        example: what forward is given: a microbatch, of two rows at least, lest its size stay fixed at one. A size of
+            1 is taken to go the way of others, where sizes are free.
         kwargs: what it is given by name.
         dynamic_shapes: which sizes may change, as of `torch.export.export`. By default axis 0 of every tensor, where
             the module lets it; `{}` none.
@@ -94,7 +96,9 @@ def split(
         homes={},
         state=frozenset(),
     )
-    flow = Flow(export(recipe.skeleton, recipe.call, recipe.dynamic_shapes, recipe.device))
+    exported = export(recipe.skeleton, recipe.call, recipe.dynamic_shapes, recipe.device)
+    _refuse_captured(exported.constants.values(), values)
+    flow = Flow(exported)
     times = None
     if at is not None:
         points: list[Point] = [Begin(point) if isinstance(point, str) else point for point in at]
@@ -131,6 +135,20 @@ def _check_choice(at: Any, stages: int | None, policy: str) -> None:
         raise ValueError(f"policy is 'equal' or 'balanced', not {policy!r}")
     if stages is not None and stages < 1:
         raise ValueError(f"stages= is a number from 1, not {stages}")
+
+
+def _refuse_captured(constants: Iterable[Tensor], values: Mapping[str, Tensor]) -> None:
+    """Raises:
+    StageError: forward reads the module's tensors from elsewhere than the module.
+    """
+    names = {x.untyped_storage()._cdata: name for name, x in values.items() if x.device.type != "meta"}
+    for constant in constants:
+        if constant.device.type != "meta" and (name := names.get(constant.untyped_storage()._cdata)):
+            raise StageError(
+                f"forward reads {name} of the module itself, not of the one it is called on, as a lambda, a patched "
+                "method or a hook does that closes over the module: it would stay as it is now. Write a method, which "
+                "takes it from self"
+            )
 
 
 def _placed(pipeline: Pipeline, values: Mapping[str, Tensor], of: str = "params") -> dict[int, Tree]:
