@@ -165,6 +165,11 @@ def weighed(loss: Tensor, cotangent: Tensor, scale: Any) -> Tensor:
     return loss.detach() * cotangent if counts(scale) else torch.zeros_like(cotangent)
 
 
-def zeros(leaves: Leaves) -> Leaves:
-    """What the last stage sends back of a loss that doesn't count: 0 times NaN would be NaN."""
-    return [None if x is None else torch.zeros_like(x) for x in leaves]
+def discounted(weights: WeightGradients, inputs: Mapping[int, Leaves]) -> tuple[WeightGradients, dict[int, Leaves]]:
+    """What the last stage gives of a loss that doesn't count: 0 times NaN would be NaN."""
+    return WeightGradients([None] * len(weights)), zeros(inputs)
+
+
+def zeros(inputs: Mapping[int, Leaves]) -> dict[int, Leaves]:
+    """Zeros for input gradients, which others wait for."""
+    return {s: [None if x is None else torch.zeros_like(x) for x in leaves] for s, leaves in inputs.items()}

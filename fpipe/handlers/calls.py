@@ -20,17 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from fpipe import effects as fx
-from fpipe.autodiff.pieces import (
-    Leaves,
-    Pieces,
-    Prepared,
-    WeightGradients,
-    counts,
-    detached_tree,
-    seed,
-    weighed,
-    zeros,
-)
+from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, counts, detached_tree, discounted, seed, weighed, zeros
 from fpipe.effects import frees, gives, needs
 from fpipe.gradients import Key, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results
@@ -275,25 +265,14 @@ class Calls:
         gradients = tuple((s, self.slot(fx.Gradient(s, stage, m))) for s in self.plan.sources(stage))
 
         def give(found: Mapping[int, Leaves]) -> None:
-            counted = self._counted(stage, m)
             for source, slot in gradients:
-                slots[slot] = found[source] if counted else zeros(found[source])
+                slots[slot] = found[source]
 
         return give
 
     def _counted(self, stage: int, m: int) -> bool:
-        """Whether what the stage's backward gives counts; only the last stage knows that of a microbatch."""
-        return m not in self.step.uncounted or stage < self.plan.stages - 1
-
-    def _sink(self, stage: int, m: int) -> Sum | None:
-        return self.step.sums[stage] if self._counted(stage, m) else None
-
-    def _add(self, stage: int, m: int, weights: WeightGradients) -> None:
-        """Add a microbatch's weight gradients to their sums, nothing where it doesn't count."""
-        if self._counted(stage, m):
-            self.step.sums[stage].add(weights, weights.fresh)
-        else:
-            self.step.sums[stage].add([None] * len(weights))
+        """Whether a backward's result counts; only the last stage knows that of a microbatch."""
+        return stage < self.plan.stages - 1 or m not in self.step.uncounted
 
     def _backward(self, e: fx.Backward) -> Call:
         stage, m, slots = e.stage, e.microbatch, self.slots
@@ -301,9 +280,13 @@ class Calls:
         cotangents, give = self._cotangents(stage, m), self._give(stage, m)
 
         def call() -> None:
-            weights, inputs = backward(_taken(slots, residuals), cotangents(), self._sink(stage, m))
+            sums = self.step.sums[stage]
+            if self._counted(stage, m):
+                weights, inputs = backward(_taken(slots, residuals), cotangents(), sums)
+            else:
+                weights, inputs = discounted(*backward(_taken(slots, residuals), cotangents()))
             give(inputs)
-            self._add(stage, m, weights)
+            sums.add(weights, weights.fresh)
 
         return call
 
@@ -315,7 +298,7 @@ class Calls:
 
         def call() -> None:
             inputs, slots[deferred] = backward(_taken(slots, residuals), cotangents())
-            give(inputs)
+            give(inputs if self._counted(stage, m) else zeros(inputs))
 
         return call
 
@@ -324,7 +307,12 @@ class Calls:
         backward, deferred = self.pieces.stages[stage].backward_weight, self.slot(fx.Deferred(stage, m))
 
         def call() -> None:
-            self._add(stage, m, backward(_taken(slots, deferred), self._sink(stage, m)))
+            sums = self.step.sums[stage]
+            if self._counted(stage, m):
+                weights = backward(_taken(slots, deferred), sums)
+            else:
+                weights, _ = discounted(backward(_taken(slots, deferred)), {})
+            sums.add(weights, weights.fresh)
 
         return call
 
