@@ -31,8 +31,8 @@ def materialise(
         stages: those that are wanted, with the entries that they share: `plan.stages_on(rank)`. By default all.
         init: `init(submodule)`, which sets the tensors that a submodule itself has, in place; by default its own
             `reset_parameters` or `_reset_parameters`. It is called for submodules with tensors in these stages, those
-            that hold others first; tensors of others stay on the meta device. Of Hugging Face's models,
-            `model._init_weights`.
+            that hold others first; tensors of others stay on the meta device, so what a container does to the tensors
+            of its parts is not done. Of Hugging Face's models, `model._init_weights`.
         seed: of random numbers, together with the submodule's name: a tensor is the same on every rank, and for every
             number of stages. The global generators are left as they were.
 

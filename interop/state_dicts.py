@@ -30,6 +30,8 @@ def from_state_dict(
     """
     aliases, kept = _names(pipeline)
     held = entries_on(pipeline, stages)
+    if extra := [name for name in state_dict if name.endswith("_extra_state")]:
+        raise ValueError(f"stages carry no extra state of modules, as {extra[0]} is: leave it out of the state_dict")
     if unknown := [name for name in state_dict if name not in aliases and name not in kept]:
         near = difflib.get_close_matches(unknown[0], aliases, n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""

@@ -37,7 +37,7 @@ def run(capsys, text):
 
 
 CHECK = """
-assert found["step"] == i
+assert found["step"] == i + 1
 assert all(torch.equal(params[s][n], found["params"][s][n]) for s in params for n in params[s])
 """
 
@@ -59,7 +59,7 @@ def test_the_training_loop(trained):
 
 
 def test_what_the_training_loop_takes_and_gives_is_saved(trained):
-    assert [path.name for path in (trained[1] / "checkpoints").iterdir()] == ["000001-step-19"]
+    assert [path.name for path in (trained[1] / "checkpoints").iterdir()] == ["000001-step-20"]
 
 
 def test_a_model_as_it_is(capsys):

@@ -86,6 +86,8 @@ def test_another_modules_state_dict():
         interop.from_state_dict(pipeline, {**whole, "norm.bios": whole["norm.bias"]})
     with pytest.raises(ValueError, match=r"norm\.bias is of shape \[3\], and \[8\] in the module"):
         interop.from_state_dict(pipeline, {**whole, "norm.bias": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"no extra state of modules, as norm\._extra_state is"):
+        interop.from_state_dict(pipeline, {**whole, "norm._extra_state": {"scale": 2}})
 
 
 # Edges, ties, what is recomputed
