@@ -1,7 +1,10 @@
 """Checkpoints: whole after any kill, loaded by any number of ranks, with the same bits."""
 
+import copy
+import functools
 import json
 import multiprocessing
+import operator
 import os
 import pickle
 import random
@@ -18,9 +21,10 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import fpipe
-from fpipe import Pipeline, Placement, TransportError, handlers, interop, schedules
+from fpipe import Pipeline, Placement, Stage, TransportError, handlers, interop, schedules
 from fpipe.interop import CheckpointError
 from tests import cases, models
 from tests.jobs import differences, handler
@@ -515,6 +519,101 @@ def test_a_rank_that_does_not_come_is_named(fresh_pool, tmp_path):
     assert len(said) == 2
 
 
+def save_without_a_stage(rank, folder):
+    """What is said of states in which a rank has not what it holds, and what is there then."""
+    pipeline, params = blocks([0, 2])
+    plan, said = pipeline.plan(Placement.loop(2), 1), []
+    saved = interop.Checkpoints(folder, pipeline, plan, handler=handler(), keep=1)
+    own = {"params": {rank: params[rank]}, "step": 1}
+    saved.save(own)
+    first = pipeline.params_on(params, plan, 0)
+    for bad in ({"params": first, "step": 2}, {"step": 2} if rank else {**own, "step": 2}):
+        for save in (saved.save, lambda tree: saved.async_save(tree).wait()):
+            with pytest.raises(CheckpointError) as caught:
+                save(bad)
+            said.append(str(caught.value))
+    return said, saved.latest().name, differences(saved.load(own), own)
+
+
+def test_a_state_that_lacks_a_ranks_stage_is_refused_and_the_last_one_stays(pools, tmp_path):
+    (first, *there), (second, *too) = pools(2).run(save_without_a_stage, str(tmp_path))
+    assert there == too == ["000001-step-1", []]
+    text = (
+        "rank 1 holds stage 1, of which params has nothing: pipeline.params_on(params, plan, rank) gives what a rank "
+        "needs; what is kept of some stages alone has a name of its own"
+    )
+    assert first == second == [text] * 4
+
+
+PARTS = {
+    "stage": ([("params", 1)], r"rank 1 holds stage 1, of which params lacks 1\.0\.bias, 1\.1\.bias, 1\.1\.weight: "),
+    "entry": (
+        [("params", 3, "3.1.bias")],
+        r"rank 3 holds stage 3, of which params lacks 3\.1\.bias: pipeline\.params_on",
+    ),
+    "buffer": (
+        [("state", 0, "0.1.running_var")],
+        r"rank 0 holds stage 0, of which state lacks 0\.1\.running_var: pipeline\.state_on",
+    ),
+    "more": ([("params", 3), ("state", 0)], r"3\.1\.weight; rank 0 holds stage 0, of which state lacks 0\.1\.n"),
+    "nothing": ([("state",), ("params", 2)], None),
+}
+
+
+@pytest.mark.parametrize(("lost", "message"), PARTS.values(), ids=PARTS)
+def test_what_stages_say_that_they_hold_is_saved_whole(tmp_path, lost, message):
+    normed = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3)]
+    module = nn.Sequential(*normed[:2], nn.ReLU(), normed[2])
+    module[1][0].weight = module[0][0].weight
+    pipeline, params = interop.from_modules(module, at=[1, 2, 3])
+    plan = pipeline.plan(Placement.loop(4), 1)
+    saved = interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local(), keep=1)
+    kept = {"params": params, "state": interop.buffers(pipeline, module)}
+    saved.save(kept)
+    partial = optree.tree_map(lambda x: x, kept)
+    for *outer, key in lost:
+        del functools.reduce(operator.getitem, outer, partial)[key]
+    if message is None:
+        assert saved.save(partial).name == "000002"
+    else:
+        with pytest.raises(CheckpointError, match=message):
+            saved.save(partial)
+        assert saved.latest().name == "000001"
+    assert differences(saved.load(zeros(kept) if message else zeros(partial)), kept if message else partial) == []
+
+
+@pytest.mark.parametrize(("section", "stage"), [("params", 1), ("state", 0)])
+def test_plain_functions_have_an_entry_for_each_stage(tmp_path, section, stage):
+    pipeline = Pipeline([Stage(lambda p, s, x: (x, s), stateful=True), lambda p, x: x])
+    plan = pipeline.plan(Placement.loop(2), 1)
+    saved = interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local(), keep=1)
+    kept = {"params": {0: {"w": torch.ones(2)}, 1: {}}, "state": {0: {"seen": 1}}}
+    saved.save(kept)
+    del kept[section][stage]
+    with pytest.raises(CheckpointError, match=f"rank {stage} holds stage {stage}, of which {section} has nothing"):
+        saved.save(kept)
+    saved.save({"params": {0: {}, 1: {}}})
+    saved.save({"step": 3})
+
+
+def load_less_on_rank_0(rank, folder):
+    """What is said of a part that only rank 1 asks for, and not for all of it."""
+    pipeline, params = blocks([0, 2])
+    saved = interop.Checkpoints(folder, pipeline, pipeline.plan(Placement.loop(2), 1), handler=handler())
+    own = {"params": {rank: params[rank]}}
+    saved.save({**own, **({"state": {1: {"mean": torch.ones(1), "seen": 1}}} if rank else {})})
+    with pytest.raises(CheckpointError) as caught:
+        saved.load({**own, **({"state": {1: {"mean": torch.ones(1)}}} if rank else {})})
+    return str(caught.value), differences(saved.load(own), own)
+
+
+def test_what_is_wrong_with_a_part_that_one_rank_asks_for_is_told_on_all(pools, tmp_path):
+    (first, same), (second, too) = pools(2).run(load_less_on_rank_0, str(tmp_path))
+    assert same == too == []
+    assert first == second
+    assert first.endswith("is of another model or has another state: nobody asks for state.seen")
+
+
 def save_apart(rank, folder):
     """Each rank has a folder of its own under one name."""
     pipeline, params = blocks([0, 2])
@@ -551,6 +650,44 @@ def test_a_checkpoint_of_another_model(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("kept", "has"), [({"opt": None}, " (has opt)"), ({"ema": 0.5}, ""), ({}, "")])
+def test_an_optimizer_that_was_not_saved_is_missing(tmp_path, kept, has):
+    saved, tree = small(tmp_path)
+    _, state = update(tree["params"], init(tree["params"]), tree["params"])
+    saved.save(tree | {name: state if value is None else value for name, value in kept.items()})
+    with pytest.raises(CheckpointError) as caught:
+        saved.load({**tree, "optimizer": init(tree["params"])})
+    assert str(caught.value).endswith(f"is of another model or has another state: it lacks optimizer{has}")
+
+
+def test_what_an_optimizer_keeps_is_missing_where_it_was_not_saved(tmp_path):
+    saved, tree = small(tmp_path)
+    _, state = update(tree["params"], init(tree["params"]), tree["params"])
+    saved.save({**tree, "optimizer": {0: state[0]}})
+    with pytest.raises(CheckpointError, match=r"it lacks optimizer\.stages\.1\.b$"):
+        saved.load({"params": tree["params"], "optimizer": init(tree["params"])})
+
+
+def test_an_optimizer_that_keeps_nothing_is_loaded_as_it_was_saved(tmp_path):
+    pipeline, params = blocks([0, 2])
+    init, update = interop.optimizer(torch.optim.SGD, lr=0.1)
+    saved = interop.Checkpoints(tmp_path, pipeline, pipeline.plan(Placement.loop(2), 1), handler=handlers.Local())
+    whole, like = blocks([0])
+    alone = interop.Checkpoints(tmp_path, whole, whole.plan(Placement.loop(1), 1), handler=handlers.Local())
+    for state in (init(params), update(params, init(params), params)[1]):
+        saved.save({"params": params, "optimizer": state, "metrics": {}})
+        assert saved.load({"params": params, "optimizer": init(params)})["optimizer"] == state
+        found = alone.load({"params": like, "optimizer": init(like), "metrics": {}})
+        assert (found["optimizer"], found["metrics"]) == (init(like), {})
+
+
+def test_a_part_that_was_empty_here_and_not_saved_is_missing(tmp_path):
+    saved, tree = small(tmp_path)
+    saved.save({**tree, "metric": 0.5})
+    with pytest.raises(CheckpointError, match=r"it lacks metrics \(has metric\)$"):
+        saved.load({**tree, "metrics": {}})
+
+
 def cut_short(path):
     path.write_bytes(path.read_bytes()[:-5])
 
@@ -579,7 +716,7 @@ def test_another_format(tmp_path, load):
     saved, tree = small(tmp_path)
     manifest = saved.save(tree) / "fpipe.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 3}))
-    with pytest.raises(CheckpointError, match="is a fpipe checkpoint of version 3, not of version 2"):
+    with pytest.raises(CheckpointError, match="is a fpipe checkpoint of version 3, not of version 1"):
         saved.load(tree) if load else interop.export_safetensors(tmp_path, tmp_path / "x")
 
 
@@ -724,6 +861,32 @@ def test_what_can_not_be_saved_is_refused_with_its_place(tmp_path, value):
         saved.save({**tree, "rates": [{"one": value}]})
 
 
+UNSTORABLE = {
+    "torch.sparse_coo": lambda: torch.eye(2).to_sparse(),
+    "torch.sparse_csr": lambda: torch.eye(2).to_sparse_csr(),
+    "torch.jagged": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", UNSTORABLE)
+def test_tensors_that_are_not_dense_are_refused_with_their_place(tmp_path, layout):
+    saved, tree = small(tmp_path)
+    grads = {0: {"w": UNSTORABLE[layout]()}, 1: {"b": torch.ones(2, 2)}}
+    message = rf"^grads\.stages\.0\.w is a tensor of layout {layout}, and a checkpoint holds dense ones: .*to_dense\(\)"
+    with pytest.raises(TypeError, match=message):
+        saved.save({**tree, "grads": grads})
+    saved.save({**tree, "grads": {0: {"w": torch.eye(2)}, 1: {"b": torch.ones(2, 2)}}})
+    with pytest.raises(TypeError, match=message):
+        saved.load({"params": tree["params"], "grads": grads})
+
+
+def test_a_tensor_without_memory_is_refused_with_its_place(tmp_path):
+    saved, tree = small(tmp_path)
+    with pytest.raises(TypeError, match=r"^params\.stages\.0\.w has no values, being on the meta device: "):
+        saved.save({"params": {**tree["params"], 0: {"w": torch.ones(3, device="meta")}}})
+
+
 def test_none_is_saved_too(tmp_path):
     saved, tree = small(tmp_path)
     kept = {**tree, "best": None, "grads": {0: {"w": None}, 1: {"b": torch.ones(2, 2)}}, "history": [0.5, None]}
@@ -792,10 +955,10 @@ def test_what_an_optimizer_keeps_has_its_parameters_dtype_and_scalars_their_own(
     assert sorted(name for name, x in found.items() if x.ndim == 0) == scalars
 
 
-class Normed(torch.nn.Module):
+class Normed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.second = torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3)
+        self.first, self.norm, self.second = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
 
     def forward(self, x):
         return self.second(self.norm(self.first(x)))
@@ -866,3 +1029,39 @@ def test_weights_are_exported_under_the_modules_names(tmp_path, last):
     expected = {**params[0], **params[1], **state[1]}
     assert differences(load_file(tmp_path / "model.safetensors"), expected) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000001-step-3", "model.safetensors"]
+
+
+class Masked(nn.Module):
+    """With buffers of which one is in the state_dict, and two are not: one stays, one is changed by forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("scale", torch.full((3,), 2.0))
+        self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0]), persistent=False)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.seen.add_(1)
+        return self.second(self.first(x) * self.mask * self.scale)
+
+
+@pytest.mark.parametrize("by", ["split", "split on meta", "from_modules"])
+def test_an_export_is_a_state_dict_of_the_module(tmp_path, by):
+    load_file = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").load_file
+    example, module = torch.randn(4, 3), nn.Sequential(Masked(), nn.ReLU(), nn.Linear(3, 3))
+    if by == "from_modules":
+        pipeline, params = interop.from_modules(module, at=[1])
+    else:
+        pipeline, params = interop.split(module, at=["2"], example=example)
+    state = interop.buffers(pipeline, module)
+    if by == "split on meta":  # where nothing is known of the values of buffers
+        pipeline, _ = interop.split(copy.deepcopy(module).to("meta"), at=["2"], example=example.to("meta"))
+    plan = pipeline.plan(Placement.loop(2), 1)
+    saved = interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local())
+    saved.save({"params": params, "state": state})
+    interop.export_safetensors(tmp_path, tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    assert differences(found, dict(module.state_dict())) == []
+    nn.Sequential(Masked(), nn.ReLU(), nn.Linear(3, 3)).load_state_dict(found)
+    assert differences(saved.load(zeros({"params": params, "state": state})), {"params": params, "state": state}) == []

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from fpipe.handlers.protocol import Handler
-from fpipe.interop.checkpoints.naming import Name, dotted, entries, is_empty, staged
+from fpipe.interop.checkpoints.contents import Lack, check_whole, lacking, nonpersistent
+from fpipe.interop.checkpoints.naming import Name, dense, dotted, entries, is_empty, staged
 from fpipe.interop.checkpoints.ranks import Ranks
-from fpipe.interop.checkpoints.stored import CheckpointError, begun, checkpoints, last, opened, sealed, written
+from fpipe.interop.checkpoints.stored import CheckpointError, Outline, begun, checkpoints, last, opened, sealed, written
 from fpipe.interop.checkpoints.wanted import Wanted
 from fpipe.program import Plan
 from fpipe.stage import Pipeline
@@ -94,10 +95,11 @@ class Checkpoints:
         """Save a training state; where it is then, on every rank.
 
         Raises:
-            CheckpointError: another rank could not save its part, or has something else that belongs to no stage.
+            CheckpointError: another rank could not save its part, or has something else that belongs to no stage; or
+                params or state, where there are any, lack what a stage holds.
             TransportError: another rank did not come to it, or is gone.
             OSError: it can't be written.
-            TypeError: it holds what is neither a tensor, a number, a text nor None.
+            TypeError: it holds what is neither a dense tensor, a number, a text nor None.
         """
         self._begin("save")
         return self._save(lambda: self._share(tree))
@@ -129,8 +131,9 @@ class Checkpoints:
 
         Raises:
             CheckpointError: there is none, it is damaged, or it is another model's: says which names are missing,
-                unexpected, or of other shapes.
+                unexpected, or of other shapes. What an optimizer's init left empty is missing unless it was saved.
             TransportError: another rank did not come to it, or is gone.
+            TypeError: a tensor of `like` is sparse or nested.
         """
         self._begin("load")
         if path is None:
@@ -153,9 +156,10 @@ class Checkpoints:
     def _share(self, tree: Mapping[str, Any]) -> _Share:
         """What this process saves of it."""
         holders, own = self.plan.placement.holders, self._ranks.played
-        share = _Share({}, {}, {}, staged(tree, self.pipeline))
+        share = _Share({}, {}, {}, staged(tree, self.pipeline), set(), {*tree}, [])
         for entry in entries(tree, self.pipeline, share.by_stage)[0]:
             if is_empty(entry.leaf):
+                share.empty.add(entry.name)
                 continue
             leaf = _storable(entry.name, entry.leaf)
             if entry.stage is None:
@@ -166,27 +170,28 @@ class Checkpoints:
                 share.tensors[entry.name] = leaf
             else:
                 share.plain[entry.name] = leaf
+        stages = {stage for stage, ranks in enumerate(holders) if ranks[0] in own}
+        share.lacking.extend(lacking(tree, self.pipeline, {*share.tensors, *share.plain}, stages))
         return share
 
     def _save(self, give: Callable[[], _Share]) -> Path:
         ranks, folder = self._ranks, self.folder
-
-        def begin() -> tuple[_Share, str]:
-            share = give()
-            return share, begun(folder, share.step).name if ranks.first else ""
-
-        (share, _), names = ranks.together(begin, lambda found: found[1])
-        filled = folder / names[0]
+        share, told = ranks.together(give, lambda share: (share.sections, share.lacking))
+        sections, lacks = map(chain.from_iterable, zip(*told, strict=True))
+        check_whole(sections, lacks, self.plan.placement.holders)
+        _, names = ranks.together(lambda: begun(folder, share.step).name if ranks.first else "")
+        filled, own = folder / names[0], ranks.played[0]
         _, parts = ranks.together(
-            lambda: (written(filled, ranks.played[0], share.tensors), share.plain, share.common, [*share.by_stage])
+            lambda: (written(filled, own, share.tensors), share.plain, share.common, share.by_stage, share.empty)
         )
 
         def seal() -> str:
             if not ranks.first:
                 return ""
-            written_, plain, common, by_stage = zip(*parts, strict=True)
+            written_, plain, common, by_stage, empty = zip(*parts, strict=True)
             _check_common(common)
-            return sealed(filled, written_, dict(ChainMap(*plain)), set(chain(*by_stage)), self.keep).name
+            outline = Outline(frozenset(chain(*by_stage)), frozenset(chain(*empty)), nonpersistent(self.pipeline))
+            return sealed(filled, written_, dict(ChainMap(*plain)), outline, self.keep).name
 
         _, names = ranks.together(seal)
         saved: str = names[0]
@@ -219,12 +224,18 @@ class _Share:
         plain: what is no tensor.
         common: descriptions of all that stands by no stage, whoever saves it.
         by_stage: where a `{stage: tree}` stands.
+        empty: where an empty dict stands, whoever saves what else is there.
+        sections: the names at the top, whoever saves what is there.
+        lacking: what its params and state lack of the stages that it saves.
     """
 
     tensors: dict[Name, Tensor]
     plain: dict[Name, Any]
     common: dict[Name, str]
     by_stage: set[Name]
+    empty: set[Name]
+    sections: set[str]
+    lacking: list[Lack]
 
     @property
     def step(self) -> int | None:
@@ -239,7 +250,11 @@ class _Share:
 def _storable(name: Name, leaf: Any) -> Any:
     """A tensor, or what JSON gives back as it is: a number of NumPy's is one of Python's then."""
     if isinstance(leaf, Tensor):
-        return leaf.detach()
+        if leaf.is_meta:
+            raise TypeError(
+                f"{dotted(name)} has no values, being on the meta device: interop.materialise gives it some"
+            )
+        return dense(name, leaf).detach()
     value = leaf.item() if isinstance(leaf, np.generic) else leaf
     if value is not None and not isinstance(value, bool | int | float | str):
         raise TypeError(

@@ -7,10 +7,11 @@ Below a `{stage: tree}`, an entry has its module's own name (`layers.0.weight`) 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
+import torch
 from torch import Tensor
 
 from fpipe.stage import Pipeline
@@ -21,6 +22,8 @@ Name = tuple[str, ...]
 
 ALWAYS = {("params",), ("state",)}
 """Where a `{stage: tree}` stands whatever its structure."""
+
+SHOWN = 4  # names of a kind in a message
 
 Held = Mapping[tuple[int, Path], Any]
 """What stages have, by stage and path in its tree."""
@@ -33,12 +36,14 @@ class Entry(NamedTuple):
         leaf: a tensor, a plain value, None, or an empty dict.
         stage: below whose number it stands; None where it belongs to all ranks.
         open: the parameter for which an optimizer may keep something in this empty dict.
+        path: where in the training state it stands.
     """
 
     name: Name
     leaf: Any
     stage: int | None
     open: Tensor | None
+    path: Path
 
 
 def staged(tree: Mapping[str, Any], pipeline: Pipeline) -> set[Name]:
@@ -68,9 +73,7 @@ def entries(
     Raises:
         ValueError: two have one name.
     """
-    held = _held(tree, pipeline)
-    paths_, leaves, spec = _flat(tree)
-    found = [_entry(path, leaf, pipeline, held, by_stage) for path, leaf in zip(paths_, leaves, strict=True)]
+    found, spec = _entries(tree, pipeline, by_stage)
     counts = Counter(dotted(entry.name) for entry in found if not is_empty(entry.leaf))
     for name, count in counts.items():
         if count > 1:
@@ -78,13 +81,54 @@ def entries(
     return found, spec
 
 
+def known(pipeline: Pipeline) -> list[Entry]:
+    """What stages hold by what they say themselves, as those of modules do; what they share is there once."""
+    tied = {(user, *path) for uses in pipeline.entries.values() for user, path in uses[1:]}
+    said = {stage: each.fn.contents for stage, each in enumerate(pipeline.stages) if hasattr(each.fn, "contents")}
+    tree = {of: {stage: getattr(contents, of) for stage, contents in said.items()} for of in ("params", "state")}
+    return [
+        entry
+        for entry in _entries(tree, pipeline, ALWAYS)[0]
+        if not is_empty(entry.leaf) and not any(entry.path[1:end] in tied for end in range(3, len(entry.path) + 1))
+    ]
+
+
 def dotted(name: Name) -> str:
     """A name as a checkpoint's key."""
     return ".".join(name)
 
 
+def some(texts: Sequence[str], between: str = ", ") -> str:
+    """The first of them, for messages."""
+    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return between.join(texts[:SHOWN]) + more
+
+
+def dense(name: Name, tensor: Tensor) -> Tensor:
+    """A tensor that a checkpoint can hold.
+
+    Raises:
+        TypeError: it is sparse or nested.
+    """
+    if tensor.layout != torch.strided or tensor.is_nested:
+        what = "nested tensor" if tensor.layout == torch.strided else f"tensor of layout {tensor.layout}"
+        raise TypeError(
+            f"{dotted(name)} is a {what}, and a checkpoint holds dense ones: give its to_dense(), or its values and "
+            "indices, or leave it out"
+        )
+    return tensor
+
+
 def _flat(tree: Mapping[str, Any]) -> tuple[list[Path], list[Any], optree.PyTreeSpec]:
     return optree.tree_flatten_with_path(tree, is_leaf=is_empty, none_is_leaf=True, namespace=NAMESPACE)  # type: ignore[arg-type]
+
+
+def _entries(
+    tree: Mapping[str, Any], pipeline: Pipeline, by_stage: Container[Name]
+) -> tuple[list[Entry], optree.PyTreeSpec]:
+    held = _held(tree, pipeline)
+    paths_, leaves, spec = _flat(tree)
+    return [_entry(path, leaf, pipeline, held, by_stage) for path, leaf in zip(paths_, leaves, strict=True)], spec
 
 
 def _entry(path: Path, leaf: Any, pipeline: Pipeline, held: Held, by_stage: Container[Name]) -> Entry:
@@ -98,8 +142,8 @@ def _entry(path: Path, leaf: Any, pipeline: Pipeline, held: Held, by_stage: Cont
             if not getattr(pipeline.stages[stage].fn, "qualified", False):
                 short = ("stages", str(stage), *short)
             parameter = held.get((stage, rest)) if is_empty(leaf) else None
-            return Entry((*texts[:depth], ".".join(short), *texts[depth + 1 + own :]), leaf, stage, parameter)
-    return Entry(texts, leaf, None, None)
+            return Entry((*texts[:depth], ".".join(short), *texts[depth + 1 + own :]), leaf, stage, parameter, path)
+    return Entry(texts, leaf, None, None, path)
 
 
 def _held(tree: Mapping[str, Any], pipeline: Pipeline) -> Held:

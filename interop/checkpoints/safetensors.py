@@ -15,8 +15,8 @@ from fpipe.interop.checkpoints.stored import CheckpointError, opened, synced
 def export_safetensors(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
     """Write parameters and buffers of a checkpoint into one file, under their modules' own names.
 
-    A tied parameter is there once, under the name that its owner has for it. All of them pass through this process's
-    memory.
+    Buffers that no state_dict has, made with `persistent=False`, are left out. A tied parameter is there once, under
+    the name that its owner has for it. All of them pass through this process's memory.
 
     Args:
         folder: a checkpoint, or a folder of them, of which the last is taken.
@@ -33,7 +33,7 @@ def export_safetensors(folder: str | os.PathLike[str], file: str | os.PathLike[s
     tensors: dict[Name, Tensor] = {
         name: torch.empty(there.size, dtype=there.properties.dtype)
         for name, there in stored.tensors.items()
-        if name[0] in ("params", "state")
+        if name[0] in ("params", "state") and name not in stored.outline.nonpersistent
     }
     stored.read(tensors)
     named = {dotted(name[1:]): tensor for name, tensor in tensors.items()}

@@ -14,8 +14,8 @@ import pickle
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,21 @@ Plain = Mapping[Name, Any]
 
 class CheckpointError(RuntimeError):
     """There is no checkpoint, it is damaged, or it is another model's."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a training state was like, but for its tensors and values.
+
+    Args:
+        by_stage: where a `{stage: tree}` stood.
+        empty: where an empty dict stood, as where an optimizer keeps nothing for a parameter.
+        nonpersistent: the buffers that no state_dict has.
+    """
+
+    by_stage: frozenset[Name]
+    empty: frozenset[Name]
+    nonpersistent: frozenset[Name]
 
 
 # Saving
@@ -71,11 +86,8 @@ def written(folder: Path, rank: int, tensors: Mapping[Name, Tensor]) -> Metadata
     return replace(metadata, storage_data={result.index: result.storage_data for result in results})
 
 
-def sealed(folder: Path, parts: Sequence[Metadata], plain: Plain, by_stage: Collection[Name], keep: int | None) -> Path:
+def sealed(folder: Path, parts: Sequence[Metadata], plain: Plain, outline: Outline, keep: int | None) -> Path:
     """Make a filled folder a checkpoint, and remove those before the last `keep`.
-
-    Args:
-        by_stage: where in the training state a `{stage: tree}` stands.
 
     Raises:
         CheckpointError: what another rank wrote can't be seen from here.
@@ -93,7 +105,8 @@ def sealed(folder: Path, parts: Sequence[Metadata], plain: Plain, by_stage: Coll
             "all ranks share"
         )
     sizes = {name: (folder / name).stat().st_size for name in sorted(files)}
-    manifest = {**FORMAT, "files": sizes, "by_stage": sorted(by_stage), "plain": [*plain.items()]}
+    names = {field: sorted(found) for field, found in vars(outline).items()}
+    manifest = {**FORMAT, "files": sizes, **names, "plain": [*plain.items()]}
     _write(folder / MANIFEST, json.dumps(manifest).encode())
     synced(folder)
     final = folder.with_name(folder.name.removeprefix(UNFINISHED))
@@ -166,7 +179,7 @@ def opened(path: Path) -> Stored:
         if there != size:
             raise _damaged(path, f"its {name} " + ("is missing" if there is None else f"has {there} of {size} bytes"))
     plain = {tuple(name): value for name, value in manifest["plain"]}
-    return Stored(path, plain, frozenset(map(tuple, manifest["by_stage"])))
+    return Stored(path, plain, Outline(*(frozenset(map(tuple, manifest[field.name])) for field in fields(Outline))))
 
 
 @dataclass(frozen=True)
@@ -175,12 +188,11 @@ class Stored:
 
     Args:
         plain: what is no tensor.
-        by_stage: where in the training state a `{stage: tree}` stood.
     """
 
     path: Path
     plain: Plain
-    by_stage: frozenset[Name]
+    outline: Outline
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -190,6 +202,11 @@ class Stored:
             raise _damaged(self.path, f"its {METADATA} can't be read ({error})") from error
         assert isinstance(found, Metadata)
         return found
+
+    @cached_property
+    def sections(self) -> set[str]:
+        """The names at the top."""
+        return {name[0] for name in (*self.tensors, *self.plain, *self.outline.empty)}
 
     @cached_property
     def below(self) -> dict[Name, list[Name]]:

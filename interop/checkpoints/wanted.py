@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe.interop.checkpoints.naming import ALWAYS, Entry, Name, dotted, entries, is_empty, staged
+from fpipe.interop.checkpoints.naming import ALWAYS, Entry, Name, dense, dotted, entries, is_empty, some, staged
 from fpipe.interop.checkpoints.stored import CheckpointError, Stored
 from fpipe.stage import Pipeline
-
-SHOWN = 4  # names of each kind in a message
 
 
 class Asked(NamedTuple):
     """What a rank asks a checkpoint for.
 
     Args:
+        sections: the names at the top.
         missing: of the names, those that it lacks.
         misshapen: the names of tensors of other shapes, and what they are.
     """
 
+    sections: list[str]
     names: list[Name]
     missing: list[Name]
     misshapen: dict[Name, str]
@@ -39,10 +39,9 @@ class Wanted:
 
     def __init__(self, stored: Stored, like: Mapping[str, Any], pipeline: Pipeline, device: torch.device) -> None:
         self.stored, self.device = stored, device
-        self.entries, self.spec = entries(like, pipeline, stored.by_stage | (staged(like, pipeline) & ALWAYS))
-        self.sections = set(like)
+        self.entries, self.spec = entries(like, pipeline, stored.outline.by_stage | (staged(like, pipeline) & ALWAYS))
         self.tensors: dict[Name, Tensor] = {}
-        self.asked = Asked([], [], {})
+        self.asked = Asked([*like], [], [], {})
         for entry in self.entries:
             self._want(entry)
 
@@ -52,6 +51,8 @@ class Wanted:
             below = self.stored.below.get(name, []) if entry.open is not None else []
             self.asked.names.extend(below)
             self.tensors |= {each: self._kept(each, entry) for each in below if each in self.stored.tensors}
+            if not below and not self._was_empty(entry):
+                self.asked.missing.append(name)
             return
         self.asked.names.append(name)
         there = self.stored.tensors.get(name)
@@ -59,11 +60,17 @@ class Wanted:
             self.asked.missing.append(name)
         elif there is not None and leaf is None:  # training began without
             self.tensors[name] = torch.empty(there.size, dtype=there.properties.dtype, device=self.device)
-        elif there is not None and isinstance(leaf, Tensor) and there.size == leaf.shape:
+        elif there is not None and isinstance(leaf, Tensor) and there.size == dense(name, leaf).shape:
             self.tensors[name] = torch.empty_like(leaf, device=self._home(leaf), requires_grad=False)
         elif there is not None or isinstance(leaf, Tensor):
             was = self.stored.plain[name] if there is None else list(there.size)
             self.asked.misshapen[name] = f"{was} there, {list(leaf.shape) if isinstance(leaf, Tensor) else leaf} here"
+
+    def _was_empty(self, entry: Entry) -> bool:
+        """Of what is for no parameter it is enough that its section was saved: stages have it by how they are cut."""
+        if entry.open is not None:
+            return entry.name in self.stored.outline.empty
+        return entry.name[0] in self.stored.sections
 
     def _home(self, leaf: Tensor) -> torch.device:
         return self.device if leaf.is_meta else leaf.device
@@ -93,17 +100,22 @@ class Wanted:
             CheckpointError: it is another model's.
         """
         whole = [Asked(*each) for each in asked]
+        sections = {section for each in whole for section in each.sections}
         names = {name for each in whole for name in each.names}
         missing = {name for each in whole for name in each.missing}
         misshapen = {name: text for each in whole for name, text in each.misshapen.items()}
         there = [*self.stored.tensors, *self.stored.plain]
-        unexpected = sorted({name for name in there if name[0] in self.sections} - names)
+        unexpected = sorted({name for name in there if name[0] in sections} - names)
         if missing or unexpected or misshapen:
-            near = [_nearest(name, unexpected) for name in sorted(missing)]
+            unasked = [(section,) for section in sorted(self.stored.sections - sections)]
+            near = [
+                _nearest(name, unexpected, 0.8) if name[0] in self.stored.sections else _nearest(name, unasked, 0.5)
+                for name in sorted({name if name[0] in self.stored.sections else name[:1] for name in missing})
+            ]
             raise CheckpointError(
                 f"{self.stored.path} is of another model or has another state: "
                 + "; ".join(
-                    f"{what} {_some(found)}"
+                    f"{what} {some(found)}"
                     for what, found in (
                         ("it lacks", near),
                         ("nobody asks for", [dotted(name) for name in unexpected]),
@@ -145,18 +157,13 @@ def _other_mode(missing: Iterable[Name], there: Iterable[Name]) -> str:
     for was, now in (("state", "params"), ("params", "state")):
         if moved := [dotted(name[1:]) for name in lack if name[0] == now and (was, *name[1:]) in have]:
             return (
-                f"; {_some(moved)} are {was} there and {now} here, since the module was split in {modes[was]} mode "
+                f"; {some(moved)} are {was} there and {now} here, since the module was split in {modes[was]} mode "
                 f"there and in {modes[now]} mode here: load it into a pipeline split in {modes[was]} mode; to evaluate "
                 "what was split in training mode, take interop.eval_mode(pipeline), with the same params and state"
             )
     return ""
 
 
-def _nearest(name: Name, others: Iterable[Name]) -> str:
-    found = get_close_matches(dotted(name), map(dotted, others), n=1, cutoff=0.8)
+def _nearest(name: Name, others: Iterable[Name], cutoff: float) -> str:
+    found = get_close_matches(dotted(name), map(dotted, others), n=1, cutoff=cutoff)
     return f"{dotted(name)} (has {found[0]})" if found else dotted(name)
-
-
-def _some(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return ", ".join(texts[:SHOWN]) + more
