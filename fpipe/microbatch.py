@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -56,6 +56,11 @@ def split(tree: Any, count: int, axes: Any = 0, what: str = "batch") -> tuple[li
     columns: list[Sequence[Any]] = []
     names = optree.tree_paths(tree, none_is_leaf=True, namespace=NAMESPACE)
     for path, leaf, axis in zip(names, leaves, axes_of(tree, axes, f"in_axes of the {what}"), strict=True):
+        if isinstance(leaf, Mapping):
+            kind = type(leaf).__name__
+            raise ValueError(
+                f"{what}{short(path)} is a {kind}, which is no tree and would stay whole: pass a plain dict"
+            )
         if axis is None or not isinstance(leaf, torch.Tensor):
             columns.append([leaf] * count)
             continue

@@ -74,7 +74,9 @@ def _made(
         unset = {name for name, x in made.items() if _is_unset(x)}
         if not all(map(_tells, made.values())):
             again = _initialised(module, device, init or _reset, _seed(*seed, prefix), fill=True)
-            unset |= {name for name, x in made.items() if not _tells(x) and not torch.equal(x, again[name])}
+            unset |= {
+                name for name, x in made.items() if not _tells(x) and not x.any() and bool((again[name] == 1).all())
+            }
         new = {name: entry for name, entry in names.items() if entry in wanted and entry not in found}
         found |= {entry: made[name] for name, entry in new.items()}
         blank |= {entry for name, entry in new.items() if name in unset}

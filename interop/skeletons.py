@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -77,7 +78,7 @@ def skeleton(module: nn.Module, stage: int | None = None) -> nn.Module:
     """A copy of the module whose parameters and buffers are on the meta device: it holds no memory.
 
     Plain tensors in attributes are copied, as constants. What an earlier forward has left in one, and has a history,
-    is on the meta device too: it must be written anew before it is read.
+    is on the meta device too, as is what shares the memory of a parameter: it must be written anew before it is read.
 
     Args:
         stage: its number, for messages.
@@ -90,8 +91,9 @@ def skeleton(module: nn.Module, stage: int | None = None) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
+    own = {_memory(x) for x in (*module.parameters(), *module.buffers())} - {None}
     for x in _in_attributes(module):
-        if x.grad_fn is not None:
+        if id(x) not in memo and (x.grad_fn is not None or _memory(x) in own):
             memo[id(x)] = x.detach().to("meta")
     try:
         return copy.deepcopy(module, memo)
@@ -102,6 +104,11 @@ def skeleton(module: nn.Module, stage: int | None = None) -> nn.Module:
             "the module is cut, if an earlier forward has left it there, or keep it outside of the module",
             stage=stage,
         ) from error
+
+
+def _memory(x: Tensor) -> int | None:
+    plain = x.layout is torch.strided and x.device.type != "meta"
+    return x.untyped_storage()._cdata if plain and x.numel() else None
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -290,12 +291,18 @@ def averaged(m, x):
     return m.a(x) + m.seen
 
 
+def given_away(m, x):
+    h = m.a(x)
+    m.seen.copy_(h.detach().mean(0))
+    return h * m.seen.sum()
+
+
 def mapped(m, x):
     return torch.vmap(lambda row: m.a(row).sin())(x)
 
 
 KEPT = [under_autocast, autocast_within, enabled_again, decorated, inferred, by_function, asked, view_made_without]
-KEPT += [written_later, filled_without, buffer_without, whole_without, counted, averaged, mapped]
+KEPT += [written_later, filled_without, buffer_without, whole_without, counted, averaged, given_away, mapped]
 
 
 @pytest.mark.parametrize("forward", KEPT, ids=lambda f: f.__name__)
@@ -426,6 +433,10 @@ def by_root(m, x):
     return m.a(x) * int(x.shape[0] ** 0.5)
 
 
+def by_distance(m, x):
+    return m.a(x) * (2 if abs(x.shape[0] - 10) <= 2 else 3)
+
+
 def by_length(m, x):
     return m.a(x) * len(x)
 
@@ -435,13 +446,14 @@ def by_length(m, x):
     [
         (by_rows, None, [8, 6, 16], 4, r"axis 0 of the batch is 4, and the module was split where axis 0 of .* > 5"),
         (by_root, None, [8, 4, 6], 9, r"is 9, .* where math\.trunc\(torch\.sym_float\(axis 0 of the batch\) \*\* 0\.5"),
+        (by_distance, None, [8, 9], 4, r"is 4, and the module was split where"),
         (by_length, None, [8], 6, "was split for 8 along axis 0: take an example of another size"),
         (by_evenness, None, [8, 4, 12], 6, r"is 6, and the module was split where \(axis 0 of the batch % 4\) == 0"),
         (lambda m, x: m.a(x), {0: Dim("rows", min=4, max=9)}, [4, 9], 3, r"is 3, .* where axis 0 of the batch >= 4"),
         (lambda m, x: m.a(x), {0: Dim("rows", max=9)}, [2, 1], 10, r"is 10, .* where axis 0 of the batch <= 9"),
         (lambda m, x: m.a(x), {}, [8], 7, r"was split for 8 along axis 0: take an example of another size"),
     ],
-    ids=["rows", "root", "length", "evenness", "least", "most", "fixed"],
+    ids=["rows", "root", "distance", "length", "evenness", "least", "most", "fixed"],
 )
 def test_sizes_at_which_forward_does_something_else(forward, shapes, right, wrong, says):
     torch.manual_seed(0)
@@ -563,14 +575,22 @@ X = torch.randn(4, 6)
         ),
         ({"x": X, "mask": None}, {"x": X, "mask": X}, r"split with nothing there: put it into the example"),
         ({"x": X, "scale": 2.0}, {"x": X, "scale": 3.0}, r"\['scale'\] is 3\.0, and the module was split for 2\.0"),
+        (
+            {"x": X},
+            {"x": X, "mask": X.numpy()},
+            r"the batch\['mask'\] is ndarray, and the module was split with nothing",
+        ),
+        ({"x": X}, UserDict(x=X, mask=X), r"batch is a UserDict, no tree|the batch is UserDict"),
         ({"x": X, "width": X}, {"x": X, "width": X[:, :3]}, r"\['width'\] is .*, and the module was split for 6 along"),
     ],
-    ids=["more", "none", "constant", "size"],
+    ids=["more", "none", "constant", "array", "mapping", "size"],
 )
 def test_a_batch_with_what_the_example_lacked(given, batch, says):
     module = Masked(None)
     pipeline, params = interop.split(module, at=["b"], kwargs=given, loss=mse)
     torch.testing.assert_close(pipeline(params, given), module(**given))
+    torch.testing.assert_close(pipeline(params, {"width": None, **given, "mask": None}), module(**given))
+    torch.testing.assert_close(pipeline(params, {"scale": 2.0, **given}), module(**given))
     with pytest.raises(ValueError, match=says):
         pipeline(params, batch)
     with pytest.raises((ValueError, StageError), match=says):
@@ -597,6 +617,31 @@ def test_a_condition_on_what_several_stages_read():
     pipeline(params, given)
     with pytest.raises(ValueError, match=r"axis 1 of the batch\['x'\] is 5.* split where"):
         pipeline(params, {**given, "y": torch.randn(3, 6, 6)})
+
+
+def test_a_buffer_that_is_returned_and_one_that_takes_anothers_value():
+    class Returning(Forward):
+        def forward(self, x):
+            h = self.a(x)
+            self.seen.copy_(self.b(h).detach().mean(0))
+            return self.b(h), self.seen
+
+    module = Returning(None)
+    pipeline, params = interop.split(module, at=["b@1"], example=X)
+    found, _ = pipeline(params, X, state=interop.buffers(pipeline, module))
+    torch.testing.assert_close(found, module(X))
+
+    class Two(Forward):
+        def forward(self, x):
+            y = self.b(self.a(x) + self.seen)
+            self.before.copy_(self.seen)
+            self.seen.copy_(y.detach().mean(0))
+            return y
+
+    module = Two(None)
+    module.register_buffer("before", torch.zeros(6))
+    pipeline, params = interop.split(module, stages=1, example=X)
+    assert pipeline(params, X, state=interop.buffers(pipeline, module))[0].shape == (4, 6)
 
 
 @pytest.mark.parametrize("how", ["lambda", "method"])

@@ -65,19 +65,47 @@ def placed(batch: Any) -> dict[Path, Any]:
     return dict(zip(map(tuple, spec.paths()), leaves, strict=True))
 
 
-def accept(batch: Any, known: Mapping[Path, Any]) -> None:
-    """Raises:
-    ValueError: the batch has what the example's lacked, or other constants: stages would pass over it.
+def known(call: Call, module: nn.Module) -> dict[Path, Any]:
+    """What the example's batch has, by where it is, and what forward takes where it has nothing."""
+    found = placed(batch_of(call, module))
+    if _has_tensors(call.kwargs):
+        for name, parameter in inspect.signature(module.forward).parameters.items():
+            if type(parameter.default) in (bool, int, float, str):
+                found.setdefault((name,), parameter.default)
+    return found
+
+
+def accept(batch: Any, example: Mapping[Path, Any], unread: Mapping[Path, Sequence[int | str]]) -> None:
+    """See that stages pass over nothing of a batch.
+
+    Args:
+        unread: the sizes of tensors that no stage reads, though forward may have looked at their sizes.
+
+    Raises:
+        ValueError: the batch has what the example lacked, or other constants or sizes.
     """
     for path, x in placed(batch).items():
-        plain = type(x) in (bool, int, float, str)
-        if isinstance(x, Tensor) or plain:
-            was = known.get(path)
-            where = f"the batch{short(path)} is {describe(x)}"
-            if was is None or (isinstance(x, Tensor) and not isinstance(was, Tensor)):
-                raise ValueError(f"{where}, and the module was split with nothing there: put it into the example")
-            if plain and not isinstance(was, Tensor) and x != was:
-                raise ValueError(f"{where}, and the module was split for {was!r}: split it once more for another")
+        was, where = example.get(path), f"the batch{short(path)} is {describe(x)}"
+        if x is None:
+            continue
+        if was is None:
+            way = "the batch is forward's one argument that has tensors" if () in example else "put it into the example"
+            raise ValueError(f"{where}, and the module was split with nothing there: {way}")
+        if not isinstance(was, Tensor) and (isinstance(x, Tensor) or not _same(x, was)):
+            raise ValueError(f"{where}, and the module was split for {describe(was)}: split it once more for another")
+        for axis, size in enumerate(unread.get(path, ())):
+            if axis and isinstance(size, int) and x.shape[axis : axis + 1] != (size,):
+                raise ValueError(
+                    f"{where}, and the module was split for {size} along axis {axis}: take an example of another size, "
+                    "or leave the axis free by dynamic_shapes="
+                )
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b) or bool(a != a and b != b)  # a NaN is itself
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _has_tensors(tree: Any) -> bool:

@@ -334,10 +334,8 @@ class _Cutter:
         part.nodes = sorted([*own, *(n for n in found if n in place and n in redone)], key=place.__getitem__)
 
     def _witness(self) -> None:
-        """Let the first stage read leaves whose sizes alone count, so that it can tell when they are others."""
+        """Let the first stage read leaves on whose sizes forward has branched, where no stage reads all of them."""
         first, leaves = self.parts[0], list(self.flow.exported.leaves)
-        read = {leaf for part in self.parts for leaf in part.leaves}
-        first.leaves += [leaf for leaf in leaves if leaf not in read]
         for condition in conditions(leaves, self.flow.exported.ranges):
             needed = symbols(condition)
             if not any(needed <= _symbols(part.leaves) for part in self.parts):

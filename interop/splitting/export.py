@@ -271,6 +271,7 @@ def _inputs(program: ExportedProgram) -> list[tuple[Any, fx.Node]]:
 
 def _read(program: ExportedProgram, lines: Mapping[str, str], module: nn.Module, device: torch.device) -> Exported:
     names = canonical(module)
+    _settle_assigned(program)
     graph, (result,) = program.graph, program.graph.find_nodes(op="output")
     tensors, constants, given = dict[fx.Node, str](), dict[fx.Node, Tensor](), list[fx.Node]()
     for spec, node in _inputs(program):
@@ -285,7 +286,7 @@ def _read(program: ExportedProgram, lines: Mapping[str, str], module: nn.Module,
     changed, outputs = dict[str, fx.Node](), []
     for spec, value in zip(program.graph_signature.output_specs, result.args[0], strict=True):
         if spec.kind == OutputKind.BUFFER_MUTATION:
-            changed[names[spec.target]] = _assigned(value)
+            changed[names[spec.target]] = value
         elif spec.kind == OutputKind.USER_OUTPUT:
             outputs.append(value)
         else:
@@ -311,16 +312,18 @@ def _read(program: ExportedProgram, lines: Mapping[str, str], module: nn.Module,
     )
 
 
-def _assigned(value: fx.Node) -> fx.Node:
-    """What an assigned buffer was assigned: export copies it at the end of forward, whichever stage that is in."""
-    while value.target is aten.expand.default and len(value.users) == 1:
-        (source, *_) = value.all_input_nodes
-        if source.meta["val"].shape != value.meta["val"].shape:
-            break
-        value.replace_all_uses_with(source)
-        value.graph.erase_node(value)
-        value = source
-    return value
+def _settle_assigned(program: ExportedProgram) -> None:
+    """Let an assigned buffer be what was computed: export copies it at the end, whichever stage that is in."""
+    (result,) = program.graph.find_nodes(op="output")
+    for spec, value in zip(program.graph_signature.output_specs, result.args[0], strict=True):
+        while spec.kind == OutputKind.BUFFER_MUTATION and value.target is aten.expand.default:
+            (source, *_) = value.all_input_nodes
+            if source.op != "call_function" or source.meta["val"].shape != value.meta["val"].shape:
+                break
+            result.replace_input_with(value, source)
+            if not value.users:
+                program.graph.erase_node(value)
+            value = source
 
 
 def _impure(spec: Any, names: Mapping[str, str], lines: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from fpipe.interop.modules import Contents, named_tensors
-from fpipe.interop.splitting.call import Call, accept, batch_of, placed
+from fpipe.interop.splitting.call import Call, accept, known
 from fpipe.interop.splitting.cut import Part, Point, hint, nodes_in
 from fpipe.interop.splitting.export import Exported
 from fpipe.interop.splitting.sizes import Sizes, conditions, written
@@ -47,9 +47,9 @@ class Recipe:
     state: frozenset[str]
 
     @cached_property
-    def known(self) -> dict[Path, Any]:
+    def example(self) -> dict[Path, Any]:
         """What the example's batch has, by where it is."""
-        return placed(batch_of(self.call, self.skeleton))
+        return known(self.call, self.skeleton)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,7 @@ class GraphFunction:
         entries: names in the params that it takes: parameters, and buffers that nothing changes.
         state: buffers that forward changes.
         sizes: what it is right for.
+        unread: the sizes of what no stage reads of the batch, by where it is.
         contents: tensors on the meta device for what it holds and puts out.
         recipe: what all stages of the module have in common.
     """
@@ -72,6 +73,7 @@ class GraphFunction:
     state: tuple[str, ...]
     reads: tuple[Read, ...]
     sizes: Sizes
+    unread: Mapping[Path, tuple[int | str, ...]]
     contents: Contents
     recipe: Recipe
 
@@ -94,7 +96,7 @@ class GraphFunction:
         """Raises:
         ValueError: the batch has what the module was split without.
         """
-        accept(batch, self.recipe.known)
+        accept(batch, self.recipe.example, self.unread)
 
     def __call__(self, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         state: Mapping[str, Tensor] = {}
@@ -157,6 +159,11 @@ def function(
             (*(None for _ in part.values), *(tuple(map(written, node.meta["val"].shape)) for node in part.leaves)),
             conditions(part.leaves, exported.ranges),
         ),
+        unread={
+            path: tuple(map(written, node.meta["val"].shape))
+            for node, path in exported.leaves.items()
+            if not any(node in other.leaves for other in parts)
+        },
         contents=Contents(
             {name: tensors[name] for name in sorted({*entries, *held}, key=list(tensors).index)},
             {exported.tensors[node]: tensors[exported.tensors[node]] for node in state},

@@ -18,7 +18,8 @@ from torch.utils._sympy.printers import PythonPrinter
 from fpipe.stage import Batch, Read
 from fpipe.tree import describe, short
 
-_KNOWN = {"math": math, "torch": torch, "max": max, "min": min, "bool": bool}
+SYMBOL = re.compile(r"\b[a-z]\d+\b")
+_KNOWN = {"math": math, "torch": torch}
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,14 @@ def _name(read: Read) -> str:
 
 
 def _said(expression: str, where: Mapping[str, str]) -> str:
-    return re.sub(r"\b[a-z]\d+\b", lambda found: where.get(found[0], found[0]), expression)
+    return SYMBOL.sub(lambda found: where.get(found[0], found[0]), expression)
 
 
 @cache
 def symbols(expression: str) -> frozenset[str]:
     """What an expression names."""
     names = (node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name))
-    return frozenset(names) - _KNOWN.keys()
+    return frozenset(name for name in names if SYMBOL.fullmatch(name))
 
 
 @cache
