@@ -7,17 +7,25 @@ stage that it lives in, and a stage with copies where its first copy is.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from numbers import Real
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from fpipe.errors import TransportError
+from fpipe.handlers.failures import PATIENCE, within
+from fpipe.handlers.links import first_line
 from fpipe.handlers.protocol import Handler
 from fpipe.program import Plan
 from fpipe.tree import flatten
+
+T = TypeVar("T")
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -34,7 +42,9 @@ def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler) -> Te
         makes it NaN or infinite.
 
     Raises:
-        TransportError: a rank has not come to it within the handler's timeout, or is gone.
+        TypeError, ValueError: grads is not what a step gives.
+        TransportError: another rank's arguments are wrong; says whose, and why. Or a rank has not come to it within the
+            handler's timeout, or is gone: then this handler's ranks have no norms any more.
 
     With `Distributed` the ranks' sums meet on the CPU, which on CUDA waits for the gradients.
 
@@ -43,15 +53,11 @@ def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler) -> Te
     >>> global_norm(grads, Plan(Placement.loop(ranks=2), microbatches=1), handler=handlers.Local())
     tensor(5., dtype=torch.float64)
     """
-    ranks = handler.ranks(plan)
-    found = squares(grads, plan, ranks)
-    if len(ranks) < plan.ranks:
-        found = _over_ranks(found.cpu(), handler).to(found.device)
-    return found.sum().sqrt()
+    return _norm(lambda: squares(grads, plan, handler.ranks(plan)), handler)
 
 
 def clip_by_global_norm(
-    grads: Mapping[int, Any], max_norm: float, plan: Plan, *, handler: Handler
+    grads: Mapping[int, Any], max_norm: float | Tensor, plan: Plan, *, handler: Handler
 ) -> tuple[dict[int, Any], Tensor]:
     """The gradients scaled down to a norm of at most `max_norm`, and the norm that they had. Every rank calls it.
 
@@ -61,16 +67,20 @@ def clip_by_global_norm(
 
     Raises:
         ValueError: max_norm is negative, or no number.
-        TransportError: as by `global_norm`.
+        TypeError, ValueError, TransportError: as by `global_norm`.
 
     >>> from fpipe import Placement, handlers
     >>> plan = Plan(Placement.loop(ranks=2), microbatches=1)
     >>> clip_by_global_norm({0: torch.tensor([3.0]), 1: torch.tensor([4.0])}, 1.0, plan, handler=handlers.Local())
     ({0: tensor([0.6000]), 1: tensor([0.8000])}, tensor(5., dtype=torch.float64))
     """
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm is a number of at least 0, not {max_norm}")
-    norm = global_norm(grads, plan, handler=handler)
+    max_norm = max_norm.detach() if isinstance(max_norm, Tensor) else max_norm
+
+    def checked() -> Tensor:
+        _check_limit(max_norm)
+        return squares(grads, plan, handler.ranks(plan))
+
+    norm = _norm(checked, handler)
     scale = (max_norm / (norm + EPSILON)).clamp(max=1.0)
     leaves, spec = flatten(dict(grads))
     devices = defaultdict[Any, list[int]](list)
@@ -84,19 +94,35 @@ def clip_by_global_norm(
     return clipped, norm
 
 
+def _check_limit(max_norm: Any) -> None:
+    limit = max_norm.item() if isinstance(max_norm, Tensor) and not max_norm.ndim else max_norm
+    if not (isinstance(limit, Real) and float(limit) >= 0):
+        raise ValueError(f"max_norm is a number of at least 0, not {max_norm}")
+
+
 def squares(grads: Mapping[int, Any], plan: Plan, ranks: Collection[int]) -> Tensor:
     """The sum of squares of each stage's gradients, in float64; zero where its first copy is on other ranks."""
+    if not isinstance(grads, Mapping):
+        raise TypeError(f"grads is {{stage: tree}}, as a step gives it, not a {type(grads).__name__}")
+    if unknown := [stage for stage in grads if stage not in range(plan.stages)]:
+        raise ValueError(
+            f"grads has an entry for {unknown[0]!r}, and the plan has stages 0 to {plan.stages - 1}: grads is "
+            "{stage: tree}, as a step gives it"
+        )
     holders = plan.placement.holders
-    found = {s: _squares(tree) for s, tree in sorted(grads.items()) if holders[s][0] in ranks}
+    found = {s: _squares(s, tree) for s, tree in sorted(grads.items()) if holders[s][0] in ranks}
     some = next((x for x in found.values() if x is not None), torch.zeros(()))
     zero = torch.zeros((), dtype=torch.float64, device=some.device)
     sums = [found.get(stage) for stage in range(plan.stages)]
     return torch.stack([zero if x is None else x.to(zero.device) for x in sums])
 
 
-def _squares(tree: Any) -> Tensor | None:
-    leaves = [_real(leaf.detach()) for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]
-    return torch.stack(torch._foreach_norm(leaves, 2, torch.float64)).square().sum() if leaves else None
+def _squares(stage: int, tree: Any) -> Tensor | None:
+    leaves = flatten(tree).leaves
+    if wrong := [leaf for leaf in leaves if not isinstance(leaf, Tensor)]:
+        raise TypeError(f"a gradient of stage {stage} is a {type(wrong[0]).__name__}, where it is a tensor or None")
+    numbers = [_real(leaf.detach()) for leaf in leaves]
+    return torch.stack(torch._foreach_norm(numbers, 2, torch.float64)).square().sum() if numbers else None
 
 
 def _real(leaf: Tensor) -> Tensor:
@@ -105,16 +131,90 @@ def _real(leaf: Tensor) -> Tensor:
     return torch.view_as_real(dense) if dense.is_complex() else dense
 
 
-def _over_ranks(sums: Tensor, handler: Any) -> Tensor:
-    """Each stage's sum, which one rank has, on all."""
+def _norm(sums: Callable[[], Tensor], handler: Any) -> Tensor:
+    """The norm, out of each stage's sum of squares on the ranks that are played here."""
+    if getattr(handler, "size", 1) == 1:
+        return sums().sum().sqrt()
+    peers = _Peers(handler)
     try:
-        group = handler.apart("norms", handler.timeout)
-        group.allreduce([sums]).wait()
-    except RuntimeError as error:
-        if isinstance(error, TransportError):
-            raise
-        raise TransportError(
-            f"rank {handler.rank} could not add the norms of {handler.size} ranks ({error}): every rank calls "
-            "global_norm or clip_by_global_norm, after the same step"
-        ) from error
-    return sums
+        found = sums()
+    except Exception as error:
+        peers.agree(0, f"{type(error).__name__}: {error}")
+        raise
+    peers.agree(len(found))
+    return peers.add(found.cpu()).to(found.device).sum().sqrt()
+
+
+CALLS = WeakKeyDictionary[Any, int]()
+"""How often a handler's ranks have come to their norms."""
+
+
+class _Peers:
+    """All ranks of a handler, come to the same call over connections of their own."""
+
+    def __init__(self, handler: Any) -> None:
+        self.handler = handler
+        CALLS[handler] = CALLS.get(handler, 0) + 1
+
+    def agree(self, stages: int, reason: str = "") -> None:
+        """Tell the others how many stages there are here, or the reason why there is no sum.
+
+        Raises:
+            TransportError: another rank has a reason, or other stages.
+        """
+        text = reason.encode()
+        told = self._gathered(torch.tensor([stages, len(text)]))
+        longest = max(int(length) for _, length in told)
+        if not longest:
+            if len(counts := {int(count) for count, _ in told}) > 1:
+                raise TransportError(f"the ranks have plans of {sorted(counts)} stages: every rank makes the same plan")
+            return
+        reasons = self._gathered(torch.tensor(list(text.ljust(longest, b"\0")), dtype=torch.uint8))
+        for rank, ((_, length), theirs) in enumerate(zip(told, reasons, strict=True)):
+            if length and not reason:
+                said = bytes(theirs[: int(length)].tolist()).decode()
+                raise TransportError(f"rank {rank} has no norm of its gradients: {said}")
+
+    def add(self, sums: Tensor) -> Tensor:
+        """Each stage's sum, which one rank has, on all."""
+        self._reaching(lambda: self._group().allreduce([sums]).wait())
+        return sums
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        shares = [torch.empty_like(own) for _ in range(self.handler.size)]
+        self._reaching(lambda: self._group().allgather([shares], [own]).wait())
+        return shares
+
+    def _group(self) -> Any:
+        return self.handler.apart("norms", self.handler.timeout)
+
+    def _lost(self, rank: int, more: int = 0) -> bool:
+        """Whether a rank has waited for others in vain at this call."""
+        name = f"fpipe/{self.handler.group.group_name}/norms/{CALLS[self.handler]}/{rank}"
+        return bool(_get_default_store().add(name, more))
+
+    def _missing(self) -> list[int]:
+        """Who isn't among those that wait in vain, which all do for about as long."""
+        deadline = time.monotonic() + PATIENCE / 2
+        while missing := [rank for rank in range(self.handler.size) if not self._lost(rank)]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return missing
+
+    def _reaching(self, speak: Callable[[], T]) -> T:
+        try:
+            return speak()
+        except RuntimeError as error:
+            if isinstance(error, TransportError):
+                raise
+            handler = self.handler
+            late = "imed out" in str(error) or "timeout" in str(error)
+            why = f"nothing came within {handler.timeout:g} s" if late else first_line(error)
+            within(PATIENCE, lambda: self._lost(handler.rank, 1))
+            if missing := within(PATIENCE, self._missing):
+                why += f"; missing: {missing}"
+            raise TransportError(
+                f"rank {handler.rank} could not add the norms of {handler.size} ranks ({why}): every rank calls "
+                "global_norm or clip_by_global_norm, after the same step; after this, make a new handler"
+            ) from error

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import time
 from pathlib import Path
 
@@ -110,19 +111,80 @@ def missing(rank, done):
         while not done.exists() and time.monotonic() < until:
             time.sleep(0.1)
         return done.exists()
-    start = time.monotonic()
-    with pytest.raises(TransportError) as caught:
-        fpipe.global_norm({rank: torch.ones(8)}, ALONE, handler=own)
+    start, told = time.monotonic(), []
+    for _ in range(2):
+        with pytest.raises(TransportError) as caught:
+            fpipe.global_norm({rank: torch.ones(8)}, ALONE, handler=own)
+        told.append(str(caught.value))
     done.touch()
-    return time.monotonic() - start, str(caught.value)
+    return time.monotonic() - start, told
 
 
 def test_a_rank_that_does_not_come_is_an_error_within_the_timeout(fresh_pool, tmp_path):
-    (seconds, text), waited = fresh_pool(2).run(missing, str(tmp_path / "done"))
+    (seconds, told), waited = fresh_pool(2).run(missing, str(tmp_path / "done"))
     assert waited
     assert 4 < seconds < 30
-    assert "rank 0 could not add the norms of 2 ranks" in text
-    assert "every rank calls global_norm or clip_by_global_norm, after the same step" in text
+    for text in told:
+        assert "rank 0 could not add the norms of 2 ranks" in text
+        assert "missing: [1]): every rank calls global_norm or clip_by_global_norm, after the same step" in text
+        assert "\n" not in text
+    assert "nothing came within 5 s" in told[0]
+
+
+WRONG = {
+    "unknown stage": ({2: torch.ones(1)}, 1.0, ValueError, "grads has an entry for 2, and the plan has stages 0 to 1"),
+    "by name": ({"w": torch.ones(1)}, 1.0, ValueError, "grads has an entry for 'w', and the plan has stages 0 to 1"),
+    "no mapping": ([torch.ones(1)], 1.0, TypeError, "grads is {stage: tree}, as a step gives it, not a list"),
+    "no tensor": ({1: {"w": 1.0}}, 1.0, TypeError, "a gradient of stage 1 is a float, where it is a tensor or None"),
+    "negative": ({1: torch.ones(1)}, -1.0, ValueError, "max_norm is a number of at least 0, not -1.0"),
+    "text": ({1: torch.ones(1)}, "1", ValueError, "max_norm is a number of at least 0, not 1"),
+    "vector": (
+        {1: torch.ones(1)},
+        torch.ones(2),
+        ValueError,
+        "max_norm is a number of at least 0, not tensor([1., 1.])",
+    ),
+}
+
+
+def wrong_on_rank_1(rank):
+    """What each rank was told of each wrong argument, and the norm of a call after it."""
+    own, told = handlers.Distributed(timeout=20), []
+    for grads, max_norm, _, _ in WRONG.values():
+        grads, max_norm = (grads, max_norm) if rank else ({0: torch.ones(1)}, 1.0)
+        with pytest.raises((TransportError, ValueError, TypeError)) as caught:
+            fpipe.clip_by_global_norm(grads, max_norm, ALONE, handler=own)
+        norm = fpipe.global_norm({rank: torch.ones(2)}, ALONE, handler=own)
+        told.append((caught.type, str(caught.value), norm.item()))
+    with pytest.raises(TransportError) as caught:
+        fpipe.global_norm({}, Plan(Placement.loop(2, 1 + rank), 1), handler=own)
+    return [*told, str(caught.value)]
+
+
+def test_a_wrong_argument_on_one_rank_is_an_error_on_all_and_the_next_call_works(pools):
+    first, second = pools(2).run(wrong_on_rank_1)
+    for theirs, own, (_, _, kind, says) in zip(first, second, WRONG.values(), strict=False):
+        assert (own[0], theirs[0]) == (kind, TransportError)
+        assert own[1].startswith(says)
+        assert theirs[1].startswith("rank 1 has no norm of its gradients: ")
+        assert says in theirs[1]
+        assert own[2] == theirs[2] == 2
+    assert first[-1] == second[-1] == "the ranks have plans of [2, 4] stages: every rank makes the same plan"
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_argument_says_so(wrong):
+    grads, max_norm, kind, says = WRONG[wrong]
+    with pytest.raises(kind, match=re.escape(says)):
+        fpipe.clip_by_global_norm(grads, max_norm, ALONE, handler=handlers.Local())
+
+
+def test_a_limit_that_is_trained_leaves_gradients_without_a_history():
+    limit = torch.tensor(0.5, requires_grad=True)
+    found, norm = fpipe.clip_by_global_norm({0: torch.ones(1), 1: None}, limit, ALONE, handler=handlers.Local())
+    assert not found[0].requires_grad
+    assert not norm.requires_grad
+    assert found[0] == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
