@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fpipe.stage import Batch, Output, Pipeline, Read
-from fpipe.tree import Path, as_path, flatten, pick, short
+from fpipe.stage import Batch, Output, Pipeline, Read, Stage
+from fpipe.tree import ABSENT, Path, as_path, flatten, pick, short
 
 
 def description(pipeline: Pipeline, params: Mapping[int, Any] | None = None) -> str:
@@ -16,6 +16,7 @@ def description(pipeline: Pipeline, params: Mapping[int, Any] | None = None) -> 
 
     A function that knows what it holds says so by an attribute `contents`, with trees `params` and `state` of tensors
     that need no memory, `outputs` by name, where it `begins` and its `share` of the time; None where that isn't known.
+    Where `params` has no entry for a stage, as for those of other ranks, its numbers are "—".
     """
     contents: list[Any] = [getattr(stage.fn, "contents", None) for stage in pipeline.stages]
     tied = {user: entry for entry, uses in pipeline.entries.items() for user in uses[1:]}
@@ -23,10 +24,7 @@ def description(pipeline: Pipeline, params: Mapping[int, Any] | None = None) -> 
     for index, stage in enumerate(pipeline.stages):
         row, known = {"stage": str(index)}, contents[index]
         if params is not None or known is not None:
-            tree = _own(known.params, index, tied) if params is None else params.get(index)
-            whole, frozen = _tensors(tree), _tensors([_at(tree, as_path(name)) for name in stage.frozen])
-            row |= {"parameters": f"{_count(whole) - _count(frozen):,}", "bytes": size(whole)}
-            row |= {"frozen": f"{_count(frozen):,}"} if frozen else {}
+            row |= _held(_own(known.params, index, tied) if params is None else params.get(index, ABSENT), stage)
         if known is not None and known.state:
             row["state"] = size(_tensors(known.state))
         if known is not None and known.share is not None:
@@ -45,6 +43,15 @@ def _own(tree: Mapping[Any, Any], stage: int, tied: Mapping[Any, Any]) -> dict[A
     return {name: x for name, x in tree.items() if (stage, (name,)) not in tied}
 
 
+def _held(tree: Any, stage: Stage) -> dict[str, str]:
+    """What a stage's params come to; numbers that no gradient is of, as of positions, are bytes alone."""
+    if tree is ABSENT:
+        return {"parameters": "—", "bytes": "—"}
+    whole, frozen = _count(_tensors(tree)), _count(_tensors([_at(tree, as_path(name)) for name in stage.frozen]))
+    row = {"parameters": f"{whole - frozen:,}", "bytes": size(_tensors(tree))}
+    return row | {"frozen": f"{frozen:,}"} if frozen else row
+
+
 def _at(tree: Any, path: Path) -> Any:
     """What is at a path; None where nothing is, as for an entry that lives with another stage."""
     try:
@@ -54,7 +61,7 @@ def _at(tree: Any, path: Path) -> Any:
 
 
 def _count(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(x.numel() for x in tensors)
+    return sum(x.numel() for x in tensors if x.is_floating_point() or x.is_complex())
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
