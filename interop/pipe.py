@@ -4,14 +4,39 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe
 
-from fpipe.interop.modules import Tree, from_modules
+from fpipe.interop.modules import ModuleFunction, StatefulModuleFunction, Tree, from_modules
 from fpipe.interop.skeletons import owning
-from fpipe.stage import Batch, Output, Pipeline, Read
+from fpipe.stage import Batch, Output, Pipeline, Read, Stage
+from fpipe.tree import describe
+
+Sizes = tuple[int | None, ...]
+"""Of a tensor, by axis; None where any will do."""
+
+
+@dataclass(frozen=True)
+class TracedFunction(ModuleFunction):
+    """A graph that was traced for inputs of some sizes; None for what is no tensor."""
+
+    sizes: tuple[Sizes | None, ...] = ()
+
+    def __call__(self, params: Tree, *inputs: Any) -> Any:
+        _check(self.sizes, inputs)
+        return super().__call__(params, *inputs)
+
+
+@dataclass(frozen=True)
+class StatefulTracedFunction(StatefulModuleFunction):
+    sizes: tuple[Sizes | None, ...] = ()
+
+    def __call__(self, params: Tree, state: Tree, *inputs: Any) -> tuple[Any, Tree]:
+        _check(self.sizes, inputs)
+        return super().__call__(params, state, *inputs)
 
 
 def from_pipe(pipe: Pipe, *, loss: Callable[..., Any] | None = None) -> tuple[Pipeline, dict[int, Tree]]:
@@ -20,15 +45,54 @@ def from_pipe(pipe: Pipe, *, loss: Callable[..., Any] | None = None) -> tuple[Pi
     A value that skips stages goes straight to its readers. A parameter that several stages have under one name is
     tied; where the module shared it between two names, torch has made copies, which only `interop.split` of the
     module itself ties again. With one input the batch is that, with several it is a tuple of them. The output is the
-    last stage's, as under torch's schedules. The mode, of training or evaluation, is the one that was traced.
+    last stage's, as under torch's schedules. The mode, of training or evaluation, is the one that was traced. So are
+    the sizes, which a graph may hold as numbers: microbatches of another size than `mb_args` had are refused.
 
     Args:
         loss: `loss(output, target) -> loss | (loss, aux)`.
 
+    Raises:
+        TypeError: it is no `Pipe`.
+        ValueError: forward returns something else than the last stage's output.
+        StageError: what a stage would lose, as by `interop.from_modules`.
+
     The state of stages with buffers is `interop.buffers([pipe.get_stage_module(i) for i in range(pipe.num_stages)])`.
     """
+    if not isinstance(pipe, Pipe):
+        raise TypeError(
+            f"from_pipe takes what torch.distributed.pipelining.pipeline returns, not a {type(pipe).__name__}: a "
+            "module as it is goes into interop.split, and modules cut by hand into interop.from_modules"
+        )
     modules = [pipe.get_stage_module(stage) for stage in range(pipe.num_stages)]
-    return from_modules(_sharing(modules), loss=loss, reads=_reads(pipe.split_gm.graph))
+    pipeline, params = from_modules(_sharing(modules), loss=loss, reads=_reads(pipe.split_gm.graph))
+    stages = [_traced(stage, module) for stage, module in zip(pipeline.stages, modules, strict=True)]
+    return pipeline.replace(stages, loss), params
+
+
+def _traced(stage: Stage, module: nn.Module) -> Stage:
+    """The stage, refusing other sizes than its graph was traced for."""
+    assert isinstance(stage.fn, ModuleFunction)
+    sizes = tuple(_sizes(node) for node in module.graph.nodes if node.op == "placeholder")  # type: ignore[union-attr]
+    kind = StatefulTracedFunction if stage.stateful else TracedFunction
+    return replace(stage, fn=kind(stage.fn.skeleton, stage.fn.qualified, stage.fn.made, sizes))
+
+
+def _sizes(node: fx.Node) -> Sizes | None:
+    value = node.meta.get("val")
+    return tuple(n if isinstance(n, int) else None for n in value.shape) if isinstance(value, Tensor) else None
+
+
+def _check(traced: Sequence[Sizes | None], inputs: Sequence[Any]) -> None:
+    for i, (sizes, x) in enumerate(zip(traced, inputs, strict=True)):
+        if sizes is None or not isinstance(x, Tensor):
+            continue
+        if len(sizes) != x.ndim or any(n not in (None, size) for n, size in zip(sizes, x.shape, strict=True)):
+            said = ", ".join("any" if n is None else str(n) for n in sizes)
+            raise ValueError(
+                f"its input {i} is {describe(x)}, and its Pipe was traced for [{said}], sizes that the graph may hold "
+                "as numbers: make microbatches as large as mb_args was, trace with an example of this size, or take "
+                "interop.split of the module, which leaves the batch's size free"
+            )
 
 
 def _sharing(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -53,4 +117,17 @@ def _reads(graph: fx.Graph) -> dict[int, list[Read]]:
         elif node.op == "call_function" and node.target is operator.getitem:
             source, index = node.args
             known[node] = Output(known[source].stage, index)
+        elif node.op == "output":
+            _check_output(node.args[0], known, len(reads) - 1)
     return reads
+
+
+def _check_output(returned: Any, known: dict[Any, Any], last: int) -> None:
+    """That the last stage's output is all that forward returns."""
+    found = [known.get(x) for x in returned] if isinstance(returned, tuple | list) else [known.get(returned)]
+    if found not in ([Output(last)], [Output(last, i) for i in range(len(found))]):
+        others = sorted({f"stage {x.stage}" if isinstance(x, Output) else "the batch" for x in found if x is not None})
+        raise ValueError(
+            f"forward returns what comes from {', '.join(others)}, where a Pipe's output is the last stage's: take "
+            "interop.split of the module, which keeps all that it returns"
+        )

@@ -107,3 +107,70 @@ def test_a_hook_of_a_parameter_is_refused():
     pipe.get_stage_module(1).b.weight.register_hook(lambda gradient: gradient * 2)
     with pytest.raises(StageError, match=r"^stage 1: b\.weight has a hook on gradients, which a stage would lose"):
         interop.from_pipe(pipe)
+
+
+class Averaged(nn.Module):
+    """Its graph holds the number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x)) / x.shape[0])
+
+
+@pytest.mark.parametrize("after", ["norm", "b"])
+def test_microbatches_of_another_size_than_was_traced_are_refused(after):
+    pipe = pipeline(Averaged(), mb_args=(torch.randn(2, 4),), split_spec={after: SplitPoint.BEGINNING})
+    stages, params = interop.from_pipe(pipe, loss=mse)
+    state = interop.buffers([pipe.get_stage_module(i) for i in range(2)])
+    x = torch.randn(8, 4)
+    step = fpipe.value_and_grad(stages, schedules.gpipe, stages.plan(Placement.loop(2), 4), handler=handlers.Local())
+    assert step(params, x, x, state=state)[0].isfinite()
+    for rows, microbatches in ((8, 2), (4, 4), (7, 4)):
+        plan = stages.plan(Placement.loop(2), microbatches)
+        step = fpipe.value_and_grad(stages, schedules.gpipe, plan, handler=handlers.Local())
+        with pytest.raises(
+            StageError, match=r"its input 0 is float32\[[14], 4\], and its Pipe was traced for \[2, 4\]"
+        ):
+            step(params, x[:rows], x[:rows], state=state)
+
+
+class Returns(nn.Module):
+    def __init__(self, returned):
+        super().__init__()
+        self.a, self.b, self.returned = nn.Linear(4, 4), nn.Linear(4, 4), returned
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.returned(x, h, self.b(h))
+
+
+def returning(returned):
+    return pipeline(Returns(returned), mb_args=(torch.randn(2, 4),), split_spec={"b": SplitPoint.BEGINNING})
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (lambda x, h, y: (y, h), "from stage 0, stage 1, where"),
+        (lambda x, h, y: {"y": y, "x": x}, "from stage 1, the batch, where"),
+    ],
+    ids=["of a stage", "of the batch"],
+)
+def test_outputs_of_earlier_stages_are_refused(returned, says):
+    with pytest.raises(ValueError, match=rf"forward returns what comes {says} a Pipe's output is the last stage's"):
+        interop.from_pipe(returning(returned))
+
+
+def test_several_outputs_of_the_last_stage_are_its_output():
+    pipe = returning(lambda x, h, y: (y.sin(), y))
+    stages, params = interop.from_pipe(pipe)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(stages(params, x), tuple(pipe(x)))
+
+
+def test_what_is_no_pipe_is_refused():
+    with pytest.raises(TypeError, match=r"not a Marked: a module as it is goes into interop\.split"):
+        interop.from_pipe(Marked())
