@@ -1,8 +1,9 @@
 """The optimizers of `torch.optim` as pairs of pure functions: init and update.
 
 A learning-rate schedule is a function of the step, `update(grads, state, params, lr=f(i))`: the count is the caller's,
-and no state keeps a second one. Gradients of several steps are added by `optree.tree_map(torch.add, total, grads)`,
-where None goes with None; with `reduction="sum"` the total is what one large batch gives.
+and no state keeps a second one. A group's own rate follows it as a function, `{"lr": lambda lr: lr / 10}`; a number
+stays as it is. Gradients of several steps are added by `optree.tree_map(torch.add, total, grads)`, where None goes with
+None; with `reduction="sum"` the total is what one large batch gives.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fpipe.tree import NAMESPACE, Path, paths_of
+from fpipe.tree import NAMESPACE, Path, describe, paths_of, short
 
 State = Any
 Group = tuple[Callable[[Path, Tensor], bool], Mapping[str, Any]]
@@ -47,11 +48,13 @@ def optimizer(
             returned lies there, no copy is made, and what was passed must not be used again. Whoever else shares
             that memory, as the modules of `from_modules` do, sees it change.
         groups: `(predicate, options)`, of which a parameter takes the options of the first whose
-            `predicate(path, parameter)` is true; they go before those of the call.
+            `predicate(path, parameter)` is true; they go before those of the call. One that is a function gives the
+            group's value for the call's: `{"lr": lambda lr: lr / 10}`.
 
     Raises:
-        TypeError: an optimizer that wants a closure, such as LBFGS.
-        ValueError: (in update) grads or state have another structure than params.
+        TypeError: an optimizer that wants a closure, LBFGS, or sparse gradients alone, SparseAdam.
+        ValueError: (in update) grads or state have another structure than params, or a gradient has another shape,
+            dtype or device than its parameter.
 
     >>> init, update = optimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
     >>> params = {0: {"w": torch.tensor([1.0, 2.0])}}
@@ -65,6 +68,8 @@ def optimizer(
     """
     if issubclass(kind, torch.optim.LBFGS):
         raise TypeError("LBFGS evaluates the loss itself, which a pure update can't")
+    if issubclass(kind, torch.optim.SparseAdam):
+        raise TypeError("SparseAdam takes sparse gradients alone, which not all are: take Adam, Adagrad or SGD")
 
     def init(params: Any) -> State:
         return optree.tree_map(lambda p: {}, params, namespace=NAMESPACE)
@@ -76,11 +81,13 @@ def optimizer(
         trained = [i for i, gradient in enumerate(gradients) if gradient is not None]
         if not trained:
             return params, state
+        _check_gradients(gradients, leaves, paths_of(spec))
         own = {i: leaves[i].detach() if donate else leaves[i].detach().clone() for i in trained}
         members = _members(own, paths_of(spec), groups)
-        given = [{**changed, "params": [own[i] for i in here]} for changed, here in members]
+        given = [{**_plain(changed), "params": [own[i] for i in here]} for changed, here in members]
         stepper = kind(given, **{**options, **changes})
-        for group, (_, here) in zip(stepper.param_groups, members, strict=True):
+        for group, (changed, here) in zip(stepper.param_groups, members, strict=True):
+            group |= {name: of(group[name]) for name, of in changed.items() if callable(of)}
             for i in here:
                 own[i].grad = gradients[i]
                 if states[i]:
@@ -105,6 +112,25 @@ def _members(
         first = next((k for k, (wanted, _) in enumerate(groups) if wanted(paths[i], parameter)), -1)
         found[first][1].append(i)
     return [(options, here) for options, here in found if here]
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that aren't functions of the call's."""
+    return {name: value for name, value in options.items() if not callable(value)}
+
+
+def _check_gradients(gradients: Sequence[Any], parameters: Sequence[Tensor], paths: Sequence[Path]) -> None:
+    for x, parameter, path in zip(gradients, parameters, paths, strict=True):
+        if x is not None and (not isinstance(x, Tensor) or _kind(x) != _kind(parameter)):
+            there = f" on {x.device}" if isinstance(x, Tensor) else ""
+            raise ValueError(
+                f"grads{short(path)} is {describe(x)}{there}, and its parameter {describe(parameter)} on "
+                f"{parameter.device}: grads go with the params that the step was given"
+            )
+
+
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.dtype, x.device
 
 
 def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any], donate: bool) -> dict[str, Any]:

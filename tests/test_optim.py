@@ -66,6 +66,28 @@ def test_an_optimizer_with_a_closure_is_refused():
         interop.optimizer(torch.optim.LBFGS)
 
 
+def test_an_optimizer_of_sparse_gradients_alone_is_refused():
+    with pytest.raises(TypeError, match="SparseAdam takes sparse gradients alone"):
+        interop.optimizer(torch.optim.SparseAdam)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "says"),
+    [
+        (torch.zeros(2), r"is float32\[2\] on cpu, and its parameter float32\[3\] on cpu: grads go with the params"),
+        (torch.zeros(3, dtype=torch.float64), r"is float64\[3\] on cpu, and its parameter float32\[3\] on cpu"),
+        (torch.zeros(3, device="meta"), r"is float32\[3\] on meta, and its parameter float32\[3\] on cpu"),
+        (0.0, r"is 0\.0, and its parameter float32\[3\] on cpu"),
+    ],
+    ids=["shape", "dtype", "device", "number"],
+)
+def test_gradients_of_another_shape_or_dtype(gradient, says):
+    init, update = interop.optimizer(torch.optim.SGD, lr=1.0)
+    params = {0: {"v": torch.zeros(2)}, 1: {"w": torch.zeros(3)}}
+    with pytest.raises(ValueError, match=rf"^grads\[1\]\['w'\] {says}"):
+        update({0: {"v": torch.zeros(2)}, 1: {"w": gradient}}, init(params), params)
+
+
 def test_gradients_of_another_structure():
     init, update = interop.optimizer(torch.optim.SGD, lr=1.0)
     params = {0: {"w": torch.zeros(1)}}
@@ -175,6 +197,34 @@ def test_groups_have_options_of_their_own():
         params, state = update(grads, state, params)
     assert differences(params, expected) == []
     assert set(asked) == {(0, "b"), (0, "w"), (1, "b"), (1, "w")}  # what has no gradient is in no group
+
+
+def test_a_groups_rate_follows_the_schedule_as_a_function_of_it():
+    params, steps = grown()
+    rates = [0.1 / (i + 1) for i in range(20)]
+    leaves = optree.tree_map(lambda p: p.clone().requires_grad_(), params)
+    stepper = torch.optim.AdamW([{"params": [leaves[s][n]]} for s in leaves for n in leaves[s] if n != "frozen"])
+    slow = {id(leaves[s]["b"]) for s in leaves}
+    for rate, grads in zip(rates, steps, strict=True):
+        for leaf, gradient in zip(
+            optree.tree_leaves(leaves), optree.tree_leaves(grads, none_is_leaf=True), strict=True
+        ):
+            leaf.grad = gradient
+        for group in stepper.param_groups:
+            group["lr"] = rate / 10 if id(group["params"][0]) in slow else rate
+        stepper.step()
+    vectors = (lambda path, p: path[1] == "b", {"lr": lambda lr: lr / 10})
+    init, update = interop.optimizer(torch.optim.AdamW, groups=[vectors])
+    state = init(params)
+    for rate, grads in zip(rates, steps, strict=True):
+        params, state = update(grads, state, params, lr=rate)
+    assert differences(params, optree.tree_map(torch.Tensor.detach, leaves)) == []
+
+
+def test_a_groups_function_is_of_the_optimizers_default_where_nothing_else_is_given():
+    init, update = interop.optimizer(torch.optim.SGD, groups=[(lambda path, p: True, {"lr": lambda lr: lr * 1000})])
+    params = {0: torch.zeros(1)}
+    assert update({0: torch.ones(1)}, init(params), params)[0][0] == -1  # SGD's default is 1e-3
 
 
 def test_gradients_of_several_steps_add_up_to_those_of_one_large_batch():
