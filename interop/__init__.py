@@ -42,10 +42,12 @@ _HOME = {
     "to_state_dict": "state_dicts",
 }
 
-__all__ = sorted(_HOME)
+_MODULES = ("transformers",)
+
+__all__ = sorted([*_HOME, *_MODULES])
 
 
-__getattr__ = on_first_use(__name__, _HOME)
+__getattr__ = on_first_use(__name__, _HOME, _MODULES)
 
 
 def __dir__() -> list[str]:

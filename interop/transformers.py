@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,16 +47,22 @@ def _own_loss(output: Mapping[str, Any], target: Any) -> Tensor:
     return loss
 
 
-def tokens(labels: Tensor, shifted: bool = True) -> Tensor:
+def tokens(labels: Tensor | None, shifted: bool = True) -> Tensor:
     """How many labels count: the weight of a microbatch.
 
     Args:
+        labels: the step's target.
         shifted: for models that predict the next token, whose first label is nobody's; False for masked or
             sequence-to-sequence ones.
+
+    Raises:
+        ValueError: there are no labels.
 
     >>> tokens(torch.tensor([[5, 7, -100, 2]]))
     tensor(2)
     """
+    if labels is None:
+        raise ValueError("tokens weighs by the labels, and is given none: pass them as the step's target as well")
     return (labels[..., 1:] if shifted else labels).ne(IGNORED).sum()
 
 
@@ -77,16 +84,42 @@ def load(
     Raises:
         FileNotFoundError: the folder has no safetensors.
         ImportError: safetensors is not installed.
-        ValueError: tensors are missing, or of other shapes: it is another model's.
+        ValueError: tensors are missing, or of other shapes: it is another model's; or names fit in several ways.
+
+    Tensors that the model's own parts have no place for, such as those of more layers, are a warning.
     """
     with ExitStack() as stack:
         return from_state_dict(pipeline, _Pretrained(Path(folder), pipeline, dtype, stack), stages)
 
 
+class _Front(NamedTuple):
+    """What the files' names have in front: one component `more` than the model's, or one `less`."""
+
+    more: str = ""
+    less: str = ""
+
+    def there(self, name: str) -> str | None:
+        """The files' name for the model's; None for what lies outside, as a head does."""
+        return self.more + name.removeprefix(self.less) if name.startswith(self.less) else None
+
+    def here(self, name: str) -> str | None:
+        """The model's name for the files'."""
+        return self.less + name.removeprefix(self.more) if name.startswith(self.more) else None
+
+    def __str__(self) -> str:
+        return f"with {self.more!r} in front" if self.more else f"without {self.less!r}" if self.less else "as they are"
+
+
+def _fronts(names: Iterable[str], there: Iterable[str]) -> list[_Front]:
+    """Every front that some name may have; sorted, so that all ranks see one order."""
+    more, less = ({f"{name.partition('.')[0]}." for name in some if "." in name} for some in (there, names))
+    return [_Front(), *(_Front(more=x) for x in sorted(more)), *(_Front(less=x) for x in sorted(less))]
+
+
 class _Pretrained(Mapping[str, Tensor]):
     """The tensors of a folder under the names of a model, each read when it is asked for.
 
-    A base model's files do for a model with a head, and the other way round: names may have one component more in
+    A base model's files do for a model with a head, and the other way round: all names may have one component more in
     front, or one less.
     """
 
@@ -94,14 +127,40 @@ class _Pretrained(Mapping[str, Tensor]):
         self.folder, self.dtype, self.stack = folder, dtype, stack
         self.files: dict[str, Any] = {}
         self.homes = self._read_index()
-        fronts = {name.partition(".")[0] for name in self.homes}
-        self.names: dict[str, str] = {}
-        wanted = {name for stage in pipeline.stages for name in getattr(stage.fn, "aliases", ())}
-        for name in wanted:
-            others = (name, name.partition(".")[2], *(f"{front}.{name}" for front in fronts))
-            there = next((other for other in others if other in self.homes), None)
-            if there is not None:
-                self.names[name] = there
+        functions: list[Any] = [stage.fn for stage in pipeline.stages]
+        names = {name: None for fn in functions for name in getattr(fn, "aliases", ())}
+        front, self.names = self._named(names)
+        if left := self._left(front, {*names, *(name for fn in functions for name in getattr(fn, "kept", ()))}):
+            warnings.warn(
+                f"{folder} has tensors that the model has no place for: {', '.join(left[:3])}"
+                f"{f' and {len(left) - 3} more' if len(left) > 3 else ''}; is it a larger model's?",
+                stacklevel=3,
+            )
+
+    def _named(self, names: Iterable[str]) -> tuple[_Front, dict[str, str]]:
+        """The one front that finds all that any does, and the files' names by the model's."""
+        found = {
+            front: {name: there for name in names if (there := front.there(name)) in self.homes}
+            for front in _fronts(names, self.homes)
+        }
+        found = {front: some for front, some in found.items() if some} or {_Front(): {}}
+        fitting = [front for front, some in found.items() if all(some.keys() >= x.keys() for x in found.values())]
+        if len(fitting) != 1:
+            raise ValueError(
+                f"{self.folder} fits the model in several ways, its names {', or '.join(map(str, fitting or found))}: "
+                "split the model that was saved, or give interop.from_state_dict the tensors under the model's names"
+            )
+        return fitting[0], found[fitting[0]]
+
+    def _left(self, front: _Front, known: Collection[str]) -> list[str]:
+        """The files' names below the model's own parts that the model lacks: those of other heads are none of them."""
+
+        def part(name: str) -> str:
+            return front.less + name.removeprefix(front.less).partition(".")[0]
+
+        parts = {part(name) for name in known if front.there(name) is not None}
+        ours = {there: front.here(there) for there in self.homes}
+        return sorted(there for there, name in ours.items() if name and name not in known and part(name) in parts)
 
     def _read_index(self) -> dict[str, str]:
         if (self.folder / INDEX).is_file():

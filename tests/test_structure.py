@@ -139,7 +139,7 @@ SURFACE = {
     "fpipe.interop": """
         CheckpointError Checkpoints End Optimizer buffers eval_mode export_safetensors from_csv from_functions
         from_modules from_pipe from_state_dict into_modules materialise optimizer pipe_split split split_points to_csv
-        to_state_dict
+        to_state_dict transformers
     """,
 }
 

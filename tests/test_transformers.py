@@ -1,11 +1,23 @@
 """Hugging Face's models through `interop.transformers`: weighed by tokens, and loaded stage by stage."""
 
 import json
+import subprocess
+import sys
+import warnings
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+from safetensors.torch import save_file
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import fpipe
 from fpipe import Placement, handlers, interop, schedules
@@ -106,3 +118,84 @@ def test_a_folder_without_tensors_and_another_model_are_told(gpt2, tmp_path):
     model(GPT2Model, n_layer=2).save_pretrained(tmp_path / "short")
     with pytest.raises(ValueError, match=r"lacks transformer\.h\.2"):
         load(tmp_path / "short", pipeline)
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0))
+
+
+def test_a_part_of_a_model_takes_no_names_of_another_part(tmp_path):
+    whole = t5()
+    whole.save_pretrained(tmp_path)
+    example = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
+    pipeline, params = split(whole.encoder, example=example, at=["block.1"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, _ = load(tmp_path, pipeline, [1])
+    assert differences(found, {1: params[1]}) == []
+    assert "block.1.layer.0.SelfAttention.k.weight" in found[1]  # as the decoder has one too
+
+
+def test_one_front_is_taken_for_the_whole_model(gpt2, tmp_path):
+    _, pipeline, params, _ = gpt2
+    tensors = interop.to_state_dict(pipeline, params)
+    names = [name for name in tensors if name != "lm_head.weight"]
+    others = {f"{front}.{name}": torch.zeros_like(tensors[name]) for front in "abcdexyz" for name in names[:9]}
+    save_file({**others, **{f"model.{name}": tensors[name] for name in names}}, tmp_path / "model.safetensors")
+    assert differences(load(tmp_path, pipeline)[0], params) == []
+
+
+def test_names_that_fit_in_several_ways_are_refused(gpt2, tmp_path):
+    _, pipeline, params, _ = gpt2
+    tensors = interop.to_state_dict(pipeline, params)
+    names = [name for name in tensors if name != "lm_head.weight"]
+    twice = {f"{front}.{name}": tensors[name].clone() for front in ("student", "teacher") for name in names}
+    save_file(twice, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"its names with 'student\.' in front, or with 'teacher\.' in front: split"):
+        load(tmp_path, pipeline)
+
+
+def test_layers_that_the_model_lacks_are_a_warning(gpt2, tmp_path):
+    whole, pipeline, params, _ = gpt2
+    model(n_layer=6).save_pretrained(tmp_path / "long")
+    with pytest.warns(UserWarning, match=r"no place for: transformer\.h\.4\.attn\.c_attn\.bias, .* and 21 more; is it"):
+        load(tmp_path / "long", pipeline)
+    whole.save_pretrained(tmp_path / "head")
+    base, _ = split(whole.transformer, example={"input_ids": batch(2)["input_ids"]}, at=["h.1"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(tmp_path / "head", pipeline)
+        found, _ = load(tmp_path / "head", base)
+    assert torch.equal(found[0]["wte.weight"], params[0]["transformer.wte.weight"])
+
+
+def test_weighing_by_tokens_wants_the_labels_as_target(gpt2):
+    _, pipeline, params, data = gpt2
+    plan = pipeline.plan(Placement.loop(3), 3)
+    step = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handlers.Local(), weight=tokens)
+    with pytest.raises(fpipe.StageError, match="pass them as the step's target as well"):
+        step(params, data)
+
+
+def test_it_is_found_in_interop_before_transformers_is_needed():
+    code = "import sys; from fpipe import interop; print(interop.transformers.load, 'transformers' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("<function load at")
+    assert shown.endswith("False\n")
+
+
+def test_positions_are_no_parameters_and_other_ranks_stages_are_unknown(gpt2):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = BertForMaskedLM(BertConfig(**sizes, intermediate_size=32, max_position_embeddings=64))
+    text = torch.zeros(2, 8, dtype=torch.long)
+    pipeline, _ = split(bert, example={"input_ids": text}, at=["bert.encoder.layer.0"])
+    head, *rows = pipeline.describe().splitlines()
+    assert head.split() == ["stage", "parameters", "bytes", "begins", "reads"]
+    assert sum(int(row.split()[1].replace(",", "")) for row in rows[:2]) == sum(p.numel() for p in bert.parameters())
+    _, pipeline, params, _ = gpt2
+    head, *rows = pipeline.describe({1: params[1]}).splitlines()
+    assert [row.split()[1:3] for row in rows[::2][:2]] == [["—", "—"]] * 2
+    assert rows[1].split()[1] == f"{sum(x.numel() for x in params[1].values()):,}"
