@@ -22,6 +22,10 @@ def test_a_pipe_runs(capsys):
     assert run(capsys, CODE[1]) == shown
 
 
+def test_what_stands_side_by_side_runs(capsys):
+    run(capsys, CODE[2])
+
+
 def test_it_names_all_of_torchs_names():
     known = set(re.findall(r"\w+", " ".join(line.split("|")[1] for line in PAGE.splitlines() if line.startswith("|"))))
     more = {"get_stage_module", "step", "losses", "return_outputs", "eval", "TensorChunkSpec", "TORCH_LOGS"}
