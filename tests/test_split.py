@@ -402,7 +402,7 @@ def test_measured_time_finds_what_an_estimate_does_not():
     module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], Slow(64, 64), nn.Linear(64, 64))
     options = {"example": torch.randn(4, 64), "dynamic_shapes": {}, "policy": "balanced"}
     pipeline, _ = interop.split(module, stages=3, measure=True, **options)
-    assert max(stage.fn.contents.share for stage in pipeline.stages) > 0.8
+    assert max(stage.fn.contents.share for stage in pipeline.stages) > 0.5
     assert any({n.partition(".")[0] for n in stage.fn.entries} <= {"4", "5"} for stage in pipeline.stages)
 
 
