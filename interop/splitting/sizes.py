@@ -77,7 +77,8 @@ def _name(read: Read) -> str:
 
 
 def _said(expression: str, where: Mapping[str, str]) -> str:
-    return SYMBOL.sub(lambda found: where.get(found[0], found[0]), expression)
+    plain = re.sub(r"torch\.sym_float\((\w+)\)", r"\1", re.sub(r"(\d\.\d+?)0+\b", r"\1", expression))
+    return SYMBOL.sub(lambda found: where.get(found[0], found[0]), plain)
 
 
 @cache
