@@ -4,7 +4,7 @@
     python examples/train_gpt.py --ranks 2                             all ranks in this process
 
 With --checkpoints FOLDER it saves now and then, and goes on from there when it is started again: with the same bits, on
-as many ranks as there are then; with another seed, or another number of steps, it refuses to. Ctrl-C ends all ranks,
+as many ranks as there are then; with another seed, text, or number of steps, it refuses to. Ctrl-C ends all ranks,
 after which torchrun shows a traceback of its own. On several machines, start
 `torchrun --nnodes 2 --rdzv-endpoint HOST:PORT ...` on each.
 """
@@ -149,7 +149,8 @@ def begin(saved: interop.Checkpoints, like: dict[str, Any]) -> dict[str, Any]:
         return like
     try:
         run = saved.load({"run": like["run"]}, path)["run"]
-        options = [f"--{name} {value}" for name, value in run.items() if value != like["run"][name]]
+        others = {name: value for name, value in run.items() if value != like["run"][name]}
+        options = [f"no --{name}" if value is None else f"--{name} {value}" for name, value in others.items()]
         if options:
             fail(f"{path} is of a run with {' '.join(options)}: go on with the same, or save to another folder")
         return saved.load(like, path)
@@ -231,7 +232,7 @@ def main(
             params = pipeline.params_on(params, plan, rank)
         adamw = interop.optimizer(torch.optim.AdamW, lr=lr, weight_decay=0.01)
         run = {"seed": seed, "steps": steps, "lr": lr, "dropout": dropout, "batch": batch, "microbatches": microbatches}
-        run |= {"layers": layers, "width": width, "context": context}
+        run |= {"layers": layers, "width": width, "context": context, "text": text and str(text)}
         kept = {"params": params, "optimizer": adamw.init(params), "step": 0, "run": run}
         saved = checkpoints and interop.Checkpoints(checkpoints, pipeline, plan, handler=handler, keep=2)
         kept = begin(saved, kept) if saved else kept
