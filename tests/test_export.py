@@ -581,9 +581,10 @@ X = torch.randn(4, 6)
             r"the batch\['mask'\] is ndarray, and the module was split with nothing",
         ),
         ({"x": X}, UserDict(x=X, mask=X), r"batch is a UserDict, no tree|the batch is UserDict"),
+        ({"x": X, "width": X}, {"x": X, "width": 6}, r"\['width'\] is 6, and the module was split for float32\[4, 6\]"),
         ({"x": X, "width": X}, {"x": X, "width": X[:, :3]}, r"\['width'\] is .*, and the module was split for 6 along"),
     ],
-    ids=["more", "none", "constant", "array", "mapping", "size"],
+    ids=["more", "none", "constant", "array", "mapping", "number", "size"],
 )
 def test_a_batch_with_what_the_example_lacked(given, batch, says):
     module = Masked(None)

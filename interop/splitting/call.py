@@ -85,13 +85,14 @@ def accept(batch: Any, example: Mapping[Path, Any], unread: Mapping[Path, Sequen
         ValueError: the batch has what the example lacked, or other constants or sizes.
     """
     for path, x in placed(batch).items():
-        was, where = example.get(path), f"the batch{short(path)} is {describe(x)}"
-        if x is None:
+        was = example.get(path)
+        if x is None or (isinstance(was, Tensor) and path not in unread):
             continue
+        where = f"the batch{short(path)} is {describe(x)}"
         if was is None:
             way = "the batch is forward's one argument that has tensors" if () in example else "put it into the example"
             raise ValueError(f"{where}, and the module was split with nothing there: {way}")
-        if not isinstance(was, Tensor) and (isinstance(x, Tensor) or not _same(x, was)):
+        if isinstance(x, Tensor) != isinstance(was, Tensor) or (not isinstance(x, Tensor) and not _same(x, was)):
             raise ValueError(f"{where}, and the module was split for {describe(was)}: split it once more for another")
         for axis, size in enumerate(unread.get(path, ())):
             if axis and isinstance(size, int) and x.shape[axis : axis + 1] != (size,):

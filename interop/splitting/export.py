@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
@@ -37,7 +36,15 @@ from fpipe.errors import StageError
 from fpipe.interop.modules import canonical
 from fpipe.interop.skeletons import REGISTERED, attached
 from fpipe.interop.splitting.call import Call, leaves
-from fpipe.interop.splitting.gradients import MANUAL, graphs, line_of, stop_gradients, users_own, watched
+from fpipe.interop.splitting.gradients import (
+    MANUAL,
+    graphs,
+    line_of,
+    place_in_model,
+    stop_gradients,
+    watched,
+    written_by,
+)
 from fpipe.tree import Path
 
 aten = torch.ops.aten
@@ -243,12 +250,11 @@ def _writes(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, str
     targets = {node.name: names.get(spec.target, node.name) for spec, node in _inputs(program)}
     found = dict[str, str]()
     for node in (node for part in graphs(program) for node in part.graph.nodes):
-        schema = getattr(node.target, "_schema", None)
-        into = node.all_input_nodes[0] if schema is not None and schema.is_mutable else None
-        while into is not None and into.op != "placeholder":  # a view of it
-            into = next(iter(into.all_input_nodes), None)
-        if into is not None and into.name in targets:
-            found.setdefault(targets[into.name], line_of(node))
+        for into in written_by(node):
+            while into.op != "placeholder" and into.all_input_nodes:  # a view of it
+                into = into.all_input_nodes[0]
+            if into.name in targets:
+                found.setdefault(targets[into.name], line_of(node))
     return found
 
 
@@ -371,8 +377,7 @@ def _needs_values(error: Exception) -> bool:
 def _why(error: Exception, module: nn.Module) -> str:
     said = next((line for line in str(error).strip().splitlines() if line.strip()), "")
     frames = traceback.extract_tb(error.__traceback__)
-    own = users_own(frames)
-    where = f" (in {own.filename}:{own.lineno}, {own.name}: {own.line})" if own else ""
+    where = place_in_model(frames)
     hint = ""
     if _needs_values(error):
         hint = (

@@ -35,10 +35,10 @@ OPERATION = "make it a torch.library.custom_op with register_autograd"
 LIBRARY = (str(File(torch.__path__[0]).resolve()), str(File(__file__).resolve().parent))
 
 
-def users_own(frames: Iterable[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """The innermost of the frames that is neither torch's nor ours."""
+def place_in_model(frames: Iterable[traceback.FrameSummary]) -> str:
+    """The innermost of the frames that is neither torch's nor ours, for messages."""
     own = [f for f in frames if f.filename[:1] != "<" and not str(File(f.filename).resolve()).startswith(LIBRARY)]
-    return own[-1] if own else None
+    return "".join(f" (in {f.filename}:{f.lineno}, {f.name}: {f.line})" for f in own[-1:])
 
 
 def line_of(node: fx.Node) -> str:
@@ -104,8 +104,7 @@ def _switches(branch: Any) -> bool:
 
 
 def _refuse(what: str, way: str) -> NoReturn:
-    caller = users_own(traceback.extract_stack())
-    where = f" (in {caller.filename}:{caller.lineno}, {caller.name}: {caller.line})" if caller else ""
+    where = place_in_model(traceback.extract_stack())
     raise StageError(f"forward {what}, which export would lose{where}: {way}. {MANUAL}")
 
 
@@ -217,7 +216,7 @@ class _Blocks:
     stopped: set[fx.Node] = field(default_factory=set)
 
     def walk(self, part: fx.GraphModule, given: Sequence[fx.Node] | None = None) -> None:
-        """Given: what a block's placeholders are outside; None for the whole."""
+        """Walk the whole, or a block whose placeholders were given these nodes."""
         placeholders = part.graph.find_nodes(op="placeholder")
         for node in placeholders if given is None else ():
             if getattr(node.meta.get("val"), "requires_grad", False):
@@ -253,7 +252,7 @@ class _Blocks:
                 f"buffers that stay: take track_running_stats=False. {MANUAL}"
             )
         gives = any(map(self._carries, node.all_input_nodes))
-        for target in _written(node):
+        for target in written_by(node):
             self._write(node, target, gives)
         if not self.enabled:
             for source in filter(self._carries, node.all_input_nodes):
@@ -302,7 +301,7 @@ def _address(x: Tensor) -> int:
         return id(x)
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def written_by(node: fx.Node) -> list[fx.Node]:
     """What an operation writes to."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -83,9 +82,8 @@ def _said(expression: str, where: Mapping[str, str]) -> str:
 
 @cache
 def symbols(expression: str) -> frozenset[str]:
-    """What an expression names."""
-    names = (node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name))
-    return frozenset(name for name in names if SYMBOL.fullmatch(name))
+    """The sizes that an expression names."""
+    return frozenset(SYMBOL.findall(expression))
 
 
 @cache
