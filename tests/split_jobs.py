@@ -35,5 +35,5 @@ def train(rank, key, name, batch, target, pipeline, params, state, count):
 def on(rank, key, name, pipeline, params, state):
     """`(step, params, what else it takes)` of a rank, by graphs that all steps of this key share."""
     plan, step = split_cases.planned(pipeline, name), split_cases.step(pipeline, sharing(handler(), *key), name)
-    held = {"state": {s: tree for s, tree in state.items() if s in plan.stages_on(rank)}} if state else {}
+    held = {"state": pipeline.state_on(state, plan, rank)} if state else {}
     return step, pipeline.params_on(params, plan, rank), held

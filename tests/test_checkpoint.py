@@ -58,6 +58,13 @@ def blocks(cuts):
     return Pipeline([Blocks(layers) for layers in stages], cases.mse), params
 
 
+def checkpoints_of(folder, cuts):
+    """Checkpoints of these layers in one process, and their params."""
+    pipeline, params = blocks(cuts)
+    plan = pipeline.plan(Placement.loop(len(cuts)), 1)
+    return interop.Checkpoints(folder, pipeline, plan, handler=handlers.Local()), params
+
+
 def small(folder, **options):
     """One process with two stages of plain functions."""
     pipeline = Pipeline([lambda p, x: x * p["w"], lambda p, x: x + p["b"]])
@@ -155,16 +162,11 @@ def test_copies_of_a_stage_are_saved_once_and_loaded_by_each(pools, tmp_path):
 
 @pytest.mark.parametrize("cuts", [[0], [0, 1], [0, 2, 3]])
 def test_what_a_split_module_has_is_loaded_into_other_cuts(tmp_path, cuts):
-    def kept(cuts):
-        pipeline, params = blocks(cuts)
-        plan = pipeline.plan(Placement.loop(len(cuts)), 1)
-        return interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local()), params
-
-    saved, params = kept([0, 1, 2, 3])
+    saved, params = checkpoints_of(tmp_path, [0, 1, 2, 3])
     grads = optree.tree_map(torch.ones_like, params)
     params, state = update(grads, init(params), params)
     saved.save({"params": params, "optimizer": state})
-    other, like = kept(cuts)
+    other, like = checkpoints_of(tmp_path, cuts)
     found = other.load({"params": zeros(like), "optimizer": init(like)})
     for key, expected in (("params", params), ("optimizer", state)):
         whole = {name: x for tree in expected.values() for name, x in tree.items()}
@@ -906,14 +908,9 @@ def test_none_is_saved_too(tmp_path):
     "losses", [{0: 0.5, 1: 0.25}, {0: torch.ones(2), 1: torch.ones(3)}, {0: {"a": 1}, 1: {"a": 2}}]
 )
 def test_numbers_as_keys_do_not_make_a_dict_one_of_stages(tmp_path, losses):
-    def kept(cuts):
-        pipeline, params = blocks(cuts)
-        plan = pipeline.plan(Placement.loop(len(cuts)), 1)
-        return interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local()), params
-
-    saved, params = kept([0, 1, 2, 3])
+    saved, params = checkpoints_of(tmp_path, [0, 1, 2, 3])
     saved.save({"params": params, "losses": losses})
-    other, like = kept([0])
+    other, like = checkpoints_of(tmp_path, [0])
     assert differences(other.load({"params": zeros(like), "losses": zeros(losses)})["losses"], losses) == []
     assert differences(saved.load({"losses": zeros(losses)}), {"losses": losses}) == []
 
