@@ -5,7 +5,7 @@ Names are imported on first use, so that what needs no torch never imports it.
 
 from typing import TYPE_CHECKING
 
-from fpipe.lazy import on_first_use
+from fpipe._lazy import attach
 
 if TYPE_CHECKING:
     from fpipe.costs import Costs, Link
@@ -25,44 +25,42 @@ if TYPE_CHECKING:
     from fpipe.step import evaluate, value_and_grad
     from fpipe.timeline import Timeline
 
-_HOME = {
-    "Batch": "stage",
-    "Costs": "costs",
-    "Edges": "program",
-    "Link": "costs",
-    "LiveBytes": "live",
-    "Measurement": "measurement",
-    "Output": "stage",
-    "Pipeline": "stage",
-    "Placement": "program",
-    "Plan": "program",
-    "Program": "program",
-    "Recording": "recording",
-    "Report": "handlers.verifier",
-    "ScheduleError": "errors",
-    "Stage": "stage",
-    "StageError": "errors",
-    "Timeline": "timeline",
-    "TransportError": "errors",
-    "clip_by_global_norm": "norms",
-    "draw": "drawing",
-    "evaluate": "step",
-    "gather": "gathering",
-    "global_norm": "norms",
-    "lower": "lowering",
-    "peak_bytes": "live",
-    "profile": "profiling",
-    "simulate": "handlers.simulator",
-    "value_and_grad": "step",
-    "verify": "handlers.verifier",
-}
-_MODULES = ("effects", "handlers", "interop", "policies", "schedules", "tensorboard")
+__all__ = [
+    "Batch",
+    "Costs",
+    "Edges",
+    "Link",
+    "LiveBytes",
+    "Measurement",
+    "Output",
+    "Pipeline",
+    "Placement",
+    "Plan",
+    "Program",
+    "Recording",
+    "Report",
+    "ScheduleError",
+    "Stage",
+    "StageError",
+    "Timeline",
+    "TransportError",
+    "clip_by_global_norm",
+    "draw",
+    "effects",
+    "evaluate",
+    "gather",
+    "global_norm",
+    "handlers",
+    "interop",
+    "lower",
+    "peak_bytes",
+    "policies",
+    "profile",
+    "schedules",
+    "simulate",
+    "tensorboard",
+    "value_and_grad",
+    "verify",
+]
 
-__all__ = sorted([*_HOME, *_MODULES])
-
-
-__getattr__ = on_first_use(__name__, _HOME, _MODULES)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = attach(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fpipe.lazy import on_first_use
+from fpipe._lazy import attach
 
 if TYPE_CHECKING:
     from fpipe.interop.checkpoints.checkpoint import Checkpoints
@@ -19,36 +19,28 @@ if TYPE_CHECKING:
     from fpipe.interop.splitting.split import split, split_points
     from fpipe.interop.state_dicts import from_state_dict, to_state_dict
 
-_HOME = {
-    "CheckpointError": "checkpoints.stored",
-    "Checkpoints": "checkpoints.checkpoint",
-    "End": "splitting.cut",
-    "Optimizer": "optim",
-    "buffers": "modules",
-    "eval_mode": "modes",
-    "export_safetensors": "checkpoints.safetensors",
-    "from_csv": "pipelining",
-    "from_functions": "modules",
-    "from_modules": "modules",
-    "from_pipe": "pipe",
-    "from_state_dict": "state_dicts",
-    "into_modules": "modules",
-    "materialise": "materialising",
-    "optimizer": "optim",
-    "pipe_split": "splitting.export",
-    "split": "splitting.split",
-    "split_points": "splitting.split",
-    "to_csv": "pipelining",
-    "to_state_dict": "state_dicts",
-}
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "End",
+    "Optimizer",
+    "buffers",
+    "eval_mode",
+    "export_safetensors",
+    "from_csv",
+    "from_functions",
+    "from_modules",
+    "from_pipe",
+    "from_state_dict",
+    "into_modules",
+    "materialise",
+    "optimizer",
+    "pipe_split",
+    "split",
+    "split_points",
+    "to_csv",
+    "to_state_dict",
+    "transformers",
+]
 
-_MODULES = ("transformers",)
-
-__all__ = sorted([*_HOME, *_MODULES])
-
-
-__getattr__ = on_first_use(__name__, _HOME, _MODULES)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = attach(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fpipe.lazy import on_first_use
+from fpipe._lazy import attach
 
 if TYPE_CHECKING:
     from fpipe.handlers.distributed import Distributed
@@ -10,21 +10,14 @@ if TYPE_CHECKING:
     from fpipe.handlers.protocol import Handler, Inputs, Observer, Results
     from fpipe.handlers.reference import Reference
 
-_HOME = {
-    "Distributed": "distributed",
-    "Handler": "protocol",
-    "Inputs": "protocol",
-    "Local": "local",
-    "Observer": "protocol",
-    "Reference": "reference",
-    "Results": "protocol",
-}
+__all__ = [
+    "Distributed",
+    "Handler",
+    "Inputs",
+    "Local",
+    "Observer",
+    "Reference",
+    "Results",
+]
 
-__all__ = sorted(_HOME)
-
-
-__getattr__ = on_first_use(__name__, _HOME)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = attach(__name__)

@@ -2,17 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from fpipe.lazy import on_first_use
+from fpipe._lazy import attach
 
 if TYPE_CHECKING:
     from fpipe.tensorboard.recorder import Recorder
 
-_HOME = {"Recorder": "recorder"}
+__all__ = [
+    "Recorder",
+]
 
-__all__ = sorted(_HOME)
-
-__getattr__ = on_first_use(__name__, _HOME)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = attach(__name__)
