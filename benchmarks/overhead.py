@@ -34,8 +34,8 @@ from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, Sink, WeightGradient
 from fpipe.effects import Send
 from fpipe.handlers.protocol import Inputs
 from fpipe.handlers.wire import SMALL, Wire
-from fpipe.interleave import interleave
 from fpipe.microbatch import Microbatch
+from fpipe.programs.interleaving import interleave
 from fpipe.schedules.catalogue import CATALOGUE
 from fpipe.signature import signature_of
 from fpipe.stage import Stage

@@ -42,7 +42,7 @@ from torch.multiprocessing.spawn import ProcessException
 import fpipe
 from benchmarks import models
 from fpipe import Costs, Link, Plan, Recording, handlers, interop, schedules
-from fpipe.program import Schedule
+from fpipe.plan import Schedule
 from fpipe.schedules.catalogue import CATALOGUE, recut
 
 # Unlike the catalogue's, without a search under costs, which takes minutes at 128 ranks.

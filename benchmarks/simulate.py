@@ -19,9 +19,10 @@ from typing import Any
 
 from fpipe import Costs, Placement, Plan, lower, schedules
 from fpipe.effects import Backward, Forward, Recv, Send
-from fpipe.handlers.simulator import play
-from fpipe.handlers.verifier import check
-from fpipe.program import Programs, Schedule
+from fpipe.plan import Schedule
+from fpipe.programs.program import Programs
+from fpipe.programs.verifier import check
+from fpipe.timelines.simulator import play
 
 ROUNDS = 3
 PLANS = {

@@ -9,21 +9,22 @@ from fpipe._lazy import attach
 
 if TYPE_CHECKING:
     from fpipe.costs import Costs, Link
-    from fpipe.drawing import draw
     from fpipe.errors import ScheduleError, StageError, TransportError
     from fpipe.gathering import gather
-    from fpipe.handlers.simulator import simulate
-    from fpipe.handlers.verifier import Report, verify
     from fpipe.live import LiveBytes, peak_bytes
-    from fpipe.lowering import lower
-    from fpipe.measurement import Measurement
     from fpipe.norms import clip_by_global_norm, global_norm
+    from fpipe.plan import Edges, Placement, Plan
     from fpipe.profiling import profile
-    from fpipe.program import Edges, Placement, Plan, Program
+    from fpipe.programs.lowering import lower
+    from fpipe.programs.program import Program
+    from fpipe.programs.verifier import Report, verify
     from fpipe.recording import Recording
     from fpipe.stage import Batch, Output, Pipeline, Stage
     from fpipe.step import evaluate, value_and_grad
-    from fpipe.timeline import Timeline
+    from fpipe.timelines.measurement import Measurement
+    from fpipe.timelines.simulator import simulate
+    from fpipe.timelines.text import draw
+    from fpipe.timelines.timeline import Timeline
 
 __all__ = [
     "Batch",

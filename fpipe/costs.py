@@ -23,7 +23,7 @@ from fpipe.effects import (
     WeightGradient,
 )
 from fpipe.errors import ScheduleError
-from fpipe.program import Plan
+from fpipe.plan import Plan
 
 PerStage = float | Sequence[float]
 Edge = tuple[int, int]  # source rank, target rank; or stage, reader

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import ScheduleError, TransportError
-from fpipe.measurement import Columns, Measurement
-from fpipe.program import Programs
+from fpipe.programs.program import Programs
 from fpipe.recording import Recording
+from fpipe.timelines.measurement import Columns, Measurement
 
 ROUNDS = 64  # messages each way by which two clocks are compared
 DRIFT = 1e-4  # seconds that two clocks may drift apart in one: a quartz is good to half of it

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fpipe.autodiff.pieces import Leaves
-from fpipe.program import Plan
+from fpipe.plan import Plan
 from fpipe.stage import Entry, Pipeline
 from fpipe.tree import ABSENT, Path, flatten, indices, paths, paths_of, pick
 

@@ -22,7 +22,7 @@ from fpipe.errors import TransportError
 from fpipe.handlers.failures import PATIENCE, within
 from fpipe.handlers.links import first_line
 from fpipe.handlers.protocol import Handler
-from fpipe.program import Plan
+from fpipe.plan import Plan
 from fpipe.tree import flatten
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from fpipe.effects import Effect, Value
 from fpipe.handlers.protocol import Handler, Observer, Outcome, Store, Witness
-from fpipe.program import Programs
+from fpipe.programs.program import Programs
 
 
 def configure() -> None:

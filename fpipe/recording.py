@@ -14,8 +14,8 @@ from math import isnan, nan
 
 from fpipe.effects import Effect, Recv, Value
 from fpipe.errors import ScheduleError
-from fpipe.measurement import Columns, Measurement
-from fpipe.program import Programs, plan_of
+from fpipe.programs.program import Programs, plan_of
+from fpipe.timelines.measurement import Columns, Measurement
 
 
 class _Lane:

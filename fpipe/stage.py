@@ -12,7 +12,7 @@ import torch
 
 from fpipe.errors import StageError
 from fpipe.microbatch import Microbatch
-from fpipe.program import Edges, Placement, Plan
+from fpipe.plan import Edges, Placement, Plan
 from fpipe.tree import Path, as_path, pick, place, short
 
 

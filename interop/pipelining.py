@@ -53,9 +53,10 @@ from fpipe.effects import (
     parts,
 )
 from fpipe.errors import ScheduleError
-from fpipe.handlers.verifier import check
-from fpipe.lowering import in_step, lower
-from fpipe.program import Placement, Plan, Programs, Schedule
+from fpipe.plan import Placement, Plan, Schedule
+from fpipe.programs.lowering import in_step, lower
+from fpipe.programs.program import Programs
+from fpipe.programs.verifier import check
 from fpipe.schedules.table import from_table
 
 _COMPUTE: dict[str, type[Compute]] = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}

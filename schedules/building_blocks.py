@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from fpipe.costs import Costs
 from fpipe.effects import Activation, BackwardInput, BackwardWeight, Compute, Effect, Forward, Gradient
-from fpipe.program import Plan
+from fpipe.plan import Plan
 
 # The way of a microbatch: down the ranks through their chunks a, up through b, and back; weight gradients aside.
 FA, FB, IB, IA, WB, WA = range(6)

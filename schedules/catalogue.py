@@ -11,7 +11,7 @@ from typing import Any
 from fpipe.costs import Costs, PerStage
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
-from fpipe.program import Placement, Plan, Schedule
+from fpipe.plan import Placement, Plan, Schedule
 from fpipe.schedules.controllable_memory import v_auto, v_half, v_min
 from fpipe.schedules.dualpipe import dualpipe, dualpipe_v
 from fpipe.schedules.gpipe import gpipe
@@ -22,7 +22,7 @@ from fpipe.schedules.one_f_one_b import one_f_one_b
 from fpipe.schedules.zb_auto import zb_auto
 from fpipe.schedules.zb_v import zb_v
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2
-from fpipe.timeline import Timeline
+from fpipe.timelines.timeline import Timeline
 
 Make = Callable[[Plan, Costs, float | None], Schedule]
 Place = Callable[[int, int], Placement]

@@ -7,7 +7,7 @@ from math import inf
 from fpipe.costs import Costs
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
-from fpipe.program import Placement, Plan, Schedule
+from fpipe.plan import Placement, Plan, Schedule
 from fpipe.schedules.building_blocks import (
     Fill,
     Shape,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fpipe.effects import Backward, Effect, Forward
-from fpipe.program import Plan
+from fpipe.plan import Plan
 
 
 def gpipe(rank: int, plan: Plan) -> Iterator[Effect]:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from fpipe.costs import Costs
 from fpipe.effects import Activation, BackwardInput, BackwardWeight, Effect, Forward, Gradient, Name
-from fpipe.program import Plan
+from fpipe.plan import Plan
 
 ROUNDING = 1e-12
 Table = dict[int, tuple[Effect, ...]]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from fpipe.effects import Backward, Effect, Forward
-from fpipe.program import Plan
+from fpipe.plan import Plan
 from fpipe.schedules.placements import a_loop
 
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from fpipe.effects import BackwardInput, BackwardWeight, Effect, Forward
-from fpipe.program import Plan
+from fpipe.plan import Plan
 from fpipe.schedules.interleaved import in_groups
 from fpipe.schedules.placements import a_loop
 

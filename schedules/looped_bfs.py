@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fpipe.effects import Effect
-from fpipe.program import Plan
+from fpipe.plan import Plan
 from fpipe.schedules.gpipe import gpipe
 from fpipe.schedules.placements import a_loop
 

@@ -1,7 +1,7 @@
 """The placements that schedules are for: what each refuses, and what would do. No torch."""
 
 from fpipe.errors import ScheduleError
-from fpipe.program import Placement, Plan
+from fpipe.plan import Placement, Plan
 
 
 def one_stage(schedule: str, rank: int, plan: Plan, otherwise: str) -> int:

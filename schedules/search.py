@@ -13,10 +13,10 @@ from math import ceil, floor, inf
 from fpipe.costs import Costs
 from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, Forward, Gradient, Name, Overlap
 from fpipe.errors import ScheduleError
-from fpipe.handlers.simulator import simulate
-from fpipe.program import Plan, Schedule
+from fpipe.plan import Plan, Schedule
 from fpipe.schedules.catalogue import CATALOGUE, Entry, recut, shares
-from fpipe.timeline import Timeline
+from fpipe.timelines.simulator import simulate
+from fpipe.timelines.timeline import Timeline
 
 CHUNKS = (1, 2, 3, 4, 6, 8)  # the numbers of stages on a rank that are tried
 MOST = 4  # the most for what orders under a limit, which takes long for many

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
-from fpipe.program import Plan, Schedule
+from fpipe.plan import Plan, Schedule
 
 
 def from_table(table: Mapping[int, Iterable[Effect]]) -> Schedule:

@@ -5,11 +5,11 @@ from functools import partial
 
 from fpipe.costs import Costs
 from fpipe.errors import ScheduleError
-from fpipe.handlers.simulator import simulate
-from fpipe.program import Plan, Schedule
+from fpipe.plan import Plan, Schedule
 from fpipe.schedules.greedy import greedy
 from fpipe.schedules.table import from_table
 from fpipe.schedules.zero_bubble import in_rounds
+from fpipe.timelines.simulator import simulate
 
 ROUNDING = 1e-12
 

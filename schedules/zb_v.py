@@ -5,7 +5,7 @@ from functools import lru_cache, partial
 
 from fpipe.costs import Costs
 from fpipe.effects import Effect
-from fpipe.program import Plan
+from fpipe.plan import Plan
 from fpipe.schedules.building_blocks import FA, FB, IA, IB, WA, WB, Word, Words, best_words, effects, even
 from fpipe.schedules.placements import a_v
 

@@ -10,8 +10,8 @@ import torch
 import fpipe
 from fpipe import Output, Pipeline, Stage, policies
 from fpipe.effects import Backward, BackwardInput, parts
-from fpipe.holding import held_bytes
-from fpipe.numbering import Numbering
+from fpipe.programs.interning import Numbering
+from fpipe.programs.memory import held_bytes
 from tests import cases, jobs
 from tests.sharing import sharing
 

@@ -23,7 +23,7 @@ from fpipe.effects import (
     Send,
     WeightGradient,
 )
-from fpipe.lowering import wavefront
+from fpipe.programs.lowering import wavefront
 from fpipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
 
 

@@ -18,7 +18,7 @@ import fpipe
 from fpipe import Costs, Placement, Plan
 from fpipe.cli import app
 from fpipe.cli.terminal import gantt
-from fpipe.handlers.verifier import verify
+from fpipe.programs.verifier import verify
 from fpipe.schedules.catalogue import CATALOGUE, recut, shares
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -322,7 +322,7 @@ def test_a_drawing_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
         path.write_text("half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fpipe.figure.save", save)
+    monkeypatch.setattr("fpipe.timelines.figure.save", save)
     assert "No space left" in said(run("draw", "1f1b", *SMALL, "--out", out, status=2))
     assert out.read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
@@ -363,7 +363,7 @@ def test_the_end_of_a_files_name_is_read_in_any_case(tmp_path):
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fpipe.figure", None)
+    monkeypatch.setitem(sys.modules, "fpipe.timelines.figure", None)
     assert "pip install matplotlib" in said(run("draw", "gpipe", *SMALL, "--out", tmp_path / "a.png", status=2))
 
 

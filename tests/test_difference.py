@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
-from fpipe.difference import Difference, links
-from fpipe.drawing import LOOKS
 from fpipe.effects import Forward, Recv, Send
-from fpipe.timeline import CAUSES, Spans, Timeline
+from fpipe.timelines.comparison import Difference, links
+from fpipe.timelines.text import LOOKS
+from fpipe.timelines.timeline import CAUSES, Spans, Timeline
 
 PLAN = Plan(Placement.loop(3), 6)
 EQUAL = simulate(schedules.one_f_one_b, PLAN)

@@ -9,8 +9,8 @@ import fpipe
 from fpipe import Placement, Plan, handlers, lower
 from fpipe.effects import Recv, needs
 from fpipe.handlers.links import Links
-from fpipe.interleave import interleave
-from fpipe.receipts import receipts
+from fpipe.programs.completions import receipts
+from fpipe.programs.interleaving import interleave
 from tests import cases, jobs
 
 each_way = pytest.mark.parametrize("autodiff", ["graph", "eager"])

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
-from fpipe.drawing import LOOKS, lane, lighter, text
 from fpipe.effects import TABLE, Backward, Forward, Overlap
+from fpipe.timelines.format import lighter
+from fpipe.timelines.text import LOOKS, lane, text
 
 
 def written(timeline, rank, scale, letters=True):
@@ -93,7 +94,7 @@ def test_text_of_an_overlap():
 
 
 def test_a_figure_has_a_box_for_every_effect_and_a_label_where_it_fits():
-    figure = pytest.importorskip("matplotlib.figure") and pytest.importorskip("fpipe.figure")
+    figure = pytest.importorskip("matplotlib.figure") and pytest.importorskip("fpipe.timelines.figure")
     timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(4), 8), Costs(communication=0.5))
     compute, idle, memory = figure.figure(timeline, "a title").axes
     boxes = sum(len(collection.get_paths()) for collection in compute.collections)
@@ -105,14 +106,14 @@ def test_a_figure_has_a_box_for_every_effect_and_a_label_where_it_fits():
 
 
 def test_a_figure_has_no_edges_that_hide_its_boxes():
-    figure = pytest.importorskip("fpipe.figure")
+    figure = pytest.importorskip("fpipe.timelines.figure")
     wide, narrow = (simulate(schedules.gpipe, Plan(Placement.loop(2), m)) for m in (4, 600))
     widths = [{w for c in figure.figure(t).axes[0].collections for w in c.get_linewidths()} for t in (wide, narrow)]
     assert widths == [{0.5}, {0.0}]
 
 
 def test_a_figure_labels_pairs():
-    figure = pytest.importorskip("fpipe.figure")
+    figure = pytest.importorskip("fpipe.timelines.figure")
     timeline = simulate(schedules.dualpipe, Plan(Placement.both_ways(8), 20), Costs(overlap=1.6))
     pairs = sum(isinstance(span.effect, Overlap) for rank in range(8) for span in timeline.compute(rank))
     labels = [label.get_text() for label in figure.figure(timeline).axes[0].texts]
@@ -120,14 +121,14 @@ def test_a_figure_labels_pairs():
 
 
 def test_a_figure_counts_microbatches():
-    figure = pytest.importorskip("fpipe.figure")
+    figure = pytest.importorskip("fpipe.timelines.figure")
     *_, memory = figure.figure(simulate(schedules.gpipe, Plan(Placement.loop(2), 1))).axes
     assert memory.texts[0].get_text() == "peak 1 microbatch, on rank 0"
     assert all(float(tick).is_integer() for tick in memory.get_yticks())
 
 
 def test_a_figure_with_every_hatch_is_small(tmp_path):
-    figure = pytest.importorskip("fpipe.figure")
+    figure = pytest.importorskip("fpipe.timelines.figure")
     timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(2), 3), Costs(communication=0.1))
     assert {gap.cause for rank in (0, 1) for gap in timeline.gaps(rank)} == set(figure.IDLE)
     figure.save(timeline, tmp_path / "a.svg")
@@ -135,7 +136,7 @@ def test_a_figure_with_every_hatch_is_small(tmp_path):
 
 
 def test_a_figure_tells_memory_in_bytes_where_sizes_are_given():
-    figure = pytest.importorskip("fpipe.figure")
+    figure = pytest.importorskip("fpipe.timelines.figure")
     timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(4), 8), Costs(residuals=2e9))
     *_, memory = figure.figure(timeline).axes
     assert memory.texts[0].get_text() == "peak 8 GB, on rank 0"

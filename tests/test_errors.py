@@ -8,7 +8,7 @@ import torch
 
 import fpipe
 from fpipe import Pipeline, Placement, Stage, StageError, handlers, schedules
-from fpipe.lowering import wavefront
+from fpipe.programs.lowering import wavefront
 from tests import faults
 from tests.cases import mse
 

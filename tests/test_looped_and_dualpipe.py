@@ -7,7 +7,7 @@ import pytest
 
 from fpipe import Costs, Edges, Placement, Plan, ScheduleError, draw, lower, simulate
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Overlap, gives, needs, parts
-from fpipe.interleave import interleave
+from fpipe.programs.interleaving import interleave
 from fpipe.schedules.dualpipe import dualpipe, dualpipe_v
 from fpipe.schedules.gpipe import gpipe
 from fpipe.schedules.interleaved import interleaved_1f1b

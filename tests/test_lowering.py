@@ -21,9 +21,9 @@ from fpipe.effects import (
     gives,
     needs,
 )
-from fpipe.interleave import interleave, turns
-from fpipe.lowering import collect, communicate, forward_only, prefetch, reduce
-from fpipe.numbering import Numbering
+from fpipe.programs.interleaving import interleave, turns
+from fpipe.programs.interning import Numbering
+from fpipe.programs.lowering import collect, communicate, forward_only, prefetch, reduce
 from fpipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
 from tests.programs import (
     B0,

@@ -16,10 +16,11 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
 from fpipe.effects import Gradient, Recv, Send
-from fpipe.perfetto import chrome_json, label, pftrace
 from fpipe.tensorboard.captures import assemble, columns_of
 from fpipe.tensorboard.columns import Header, encode
-from fpipe.timeline import Spans, Timeline
+from fpipe.tensorboard.exports import extras
+from fpipe.timelines.perfetto import Extras, chrome_json, label, pftrace
+from fpipe.timelines.timeline import Spans, Timeline
 
 QUEUED = Costs(communication=Link(0.1, 10), activation=7, residuals=3, deferred=1)  # sends wait for one another's bytes
 TIMELINES = {
@@ -250,7 +251,7 @@ def test_a_captures_bytes_memory_and_host_are_shown(written):
     sizes = [4096.0 if at in rows else float("nan") for at in timeline.spans.of(0)]
     columns = columns_of(timeline, 0, sizes=np.array(sizes), memory=[(0.5, 7.0)])
     header = Header("measured", 3, 0, "mine", timeline.plan, host=[("load data", -0.25, 0.125), ("step", -0.25, 2.0)])
-    found = written(timeline, unit="s", columns={0: columns}, headers={0: header})
+    found = written(timeline, unit="s", extras={0: extras(columns, header)})
     assert {each.args.get("bytes") for each in found.slices if each.category == "send" and each.rank == 0} == {4096}
     assert {each.args.get("bytes") for each in found.slices if each.rank == 1} == {None}
     assert found.counters[0, "memory"] == [(750_000_000, 7.0)]
@@ -265,7 +266,7 @@ def test_a_captures_bytes_memory_and_host_are_shown(written):
 def test_hostile_names_are_text(written):
     timeline = TIMELINES["no transfer time"]()
     header = Header("measured", 0, 0, HOSTILE, timeline.plan, host=[(HOSTILE, 0.0, 1.0)])
-    found = written(timeline, schedule=HOSTILE, unit="s", headers={0: header})
+    found = written(timeline, schedule=HOSTILE, unit="s", extras={0: Extras(host=header.host)})
     plain = HOSTILE.replace("\ud800", "?")
     assert found.labels == {0: plain, 1: plain}
     assert plain in {each.name for each in found.slices}

@@ -10,10 +10,10 @@ import fpipe
 from fpipe import Costs, Link, Measurement, Placement, Plan, ScheduleError, StageError, handlers, lower, schedules
 from fpipe.effects import Activation, Backward, Forward, Gradient, Recv, Reduce, Send, needs
 from fpipe.gathering import gather
-from fpipe.handlers.simulator import play
-from fpipe.measurement import Account
 from fpipe.recording import Recording
-from fpipe.timeline import CAUSES
+from fpipe.timelines.measurement import Account
+from fpipe.timelines.simulator import play
+from fpipe.timelines.timeline import CAUSES
 from tests import cases, jobs
 
 PLANS = {

@@ -6,8 +6,8 @@ import pytest
 
 from fpipe import Edges, Placement, Plan, ScheduleError, draw, lower
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Overlap
-from fpipe.interleave import interleave
-from fpipe.lowering import wavefront
+from fpipe.programs.interleaving import interleave
+from fpipe.programs.lowering import wavefront
 from fpipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
 
 

@@ -22,9 +22,9 @@ from fpipe.effects import (
     gives,
     needs,
 )
-from fpipe.handlers.simulator import play
 from fpipe.schedules import from_table, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
-from fpipe.timeline import CAUSES
+from fpipe.timelines.simulator import play
+from fpipe.timelines.timeline import CAUSES
 
 
 def close(found, expected):

@@ -52,35 +52,66 @@ def imports(nodes):
             yield from (f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names)
 
 
-def test_the_modules_of_core_schedules_and_interop_are_found():
-    assert {"fpipe", "fpipe.effects", "fpipe.handlers.local"} <= set(CORE)
-    assert {"fpipe.schedules.gpipe", "fpipe.interop.modules"} <= set(MODULES) - set(CORE)
+# Package -> packages that it may import: at run time, late, or for types. The longest name that fits a module is its.
+LAYOUT = {
+    "fpipe._lazy": "",
+    "fpipe.effects": "",
+    "fpipe.errors": "effects",
+    "fpipe.plan": "effects errors",
+    "fpipe.costs": "plan effects errors",
+    "fpipe.programs": "costs plan effects errors",
+    "fpipe.timelines": "programs costs plan effects errors",
+    "fpipe.schedules": "timelines programs costs plan effects errors",
+}
+TORCH_FREE = ["effects", "errors", "plan", "costs", "programs", "timelines", "schedules"]
+
+
+def package_of(module):
+    return max((name for name in LAYOUT if f"{module}.".startswith(f"{name}.")), key=len, default=None)
+
+
+def test_modules_are_found():
+    assert {"fpipe.effects", "fpipe.handlers.local", "fpipe.schedules.gpipe", "fpipe.interop.modes"} <= set(MODULES)
 
 
 def test_imports_are_absolute():
-    relative = [(name, found) for name, tree in MODULES.items() for found in imports(ast.walk(tree)) if found[0] == "."]
+    relative = [(name, m) for name, tree in MODULES.items() for m in imports(ast.walk(tree)) if m[0] == "."]
     assert relative == []
 
 
 def test_imports_at_run_time_are_a_dag():
     graph = {name: set(imports(run_on_import(tree))) & set(MODULES) for name, tree in MODULES.items()}
-    assert "fpipe.effects" in graph["fpipe.lowering"]
+    assert "fpipe.effects" in graph["fpipe.programs.lowering"]
     assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)  # else a CycleError, which names it
 
 
-def test_the_core_imports_neither_schedules_nor_interop():
-    outside = ("fpipe.schedules", "fpipe.interop")
-    wrong = [(name, f) for name, tree in CORE.items() for f in imports(ast.walk(tree)) if f.startswith(outside)]
+@pytest.mark.parametrize("package", LAYOUT)
+def test_a_package_imports_what_the_layout_says(package):
+    allowed = {package, "fpipe._lazy", *(f"fpipe.{name}" for name in LAYOUT[package].split())}
+    wrong = [
+        (name, imported)
+        for name, tree in MODULES.items()
+        if package_of(name) == package
+        for imported in imports(ast.walk(tree))
+        if imported.split(".")[0] == "fpipe" and package_of(imported) not in allowed
+    ]
     assert wrong == []
 
 
-def test_planning_lowering_and_drawing_never_import_torch():
+@pytest.mark.parametrize("package", TORCH_FREE)
+def test_a_package_without_torch_never_imports_it(package):
+    names = [name for name in MODULES if f"{name}.".startswith(f"fpipe.{package}.")]
+    code = f"import sys; import {', '.join(names)}; print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown == "False\n"
+
+
+def test_lowering_and_drawing_by_public_names_never_import_torch():
     code = """if True:
         import sys
-        import fpipe, fpipe.effects, fpipe.program, fpipe.lowering, fpipe.interleave, fpipe.drawing, fpipe.errors
-        import fpipe.handlers, fpipe.schedules
+        import fpipe
         plan = fpipe.Plan(fpipe.Placement.loop(2), 3)
-        fpipe.lower(fpipe.schedules.one_f_one_b, plan)
+        fpipe.verify(fpipe.schedules.one_f_one_b, plan)
         print(fpipe.draw(fpipe.schedules.gpipe, plan))
         print("torch" in sys.modules)
     """
@@ -90,18 +121,6 @@ def test_planning_lowering_and_drawing_never_import_torch():
         "rank 1  .  F0 F1 F2 B0 B1 B2",
         "False",
     ]
-
-
-def test_timelines_are_written_read_served_and_exported_without_torch():
-    names = ("captures", "disk", "exports", "plugin", "summary", "writer")
-    code = f"""if True:
-        import sys
-        import fpipe.difference, fpipe.perfetto, fpipe.tensorboard
-        import {", ".join(f"fpipe.tensorboard.{name}" for name in names)}
-        print("torch" in sys.modules)
-    """
-    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert shown == "False\n"
 
 
 @pytest.mark.parametrize("package", LAZY)

@@ -8,14 +8,14 @@ import pytest
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
-from fpipe.difference import Difference
 from fpipe.effects import BackwardInput, BackwardWeight, Forward, Recv, Send
 from fpipe.tensorboard.captures import columns_of
 from fpipe.tensorboard.columns import Clock, Header
 from fpipe.tensorboard.disk import Key, find
 from fpipe.tensorboard.summary import summary
 from fpipe.tensorboard.writer import Writer, write
-from fpipe.timeline import CAUSES
+from fpipe.timelines.comparison import Difference
+from fpipe.timelines.timeline import CAUSES
 from tests.board import Board
 from tests.tab import CHROMIUM, CLOCK, browser, large, opened
 from tests.test_recorder import recorded

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.cli import app
-from fpipe.cli.recorded import plain, shares, stays
-from fpipe.difference import Difference
+from fpipe.cli.recorded import plain
 from fpipe.effects import Reduce
 from fpipe.tensorboard.captures import columns_of
 from fpipe.tensorboard.columns import Clock, Header
 from fpipe.tensorboard.writer import Writer, write
-from fpipe.timeline import Spans, Timeline
+from fpipe.timelines.comparison import Difference, path_segments, path_shares
+from fpipe.timelines.timeline import Spans, Timeline
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = Plan(Placement.loop(3), 6)
@@ -93,9 +93,9 @@ def test_the_critical_path_is_folded(runs):
     text = " ".join(run("timeline", runs / "mine").stdout.split())
     path = text[text.index("critical path:") :]
     assert "rank 0 (1 F) 1 ms -> transfer 0.2 ms -> rank 1 (1 F) 1 ms -> transfer 0.2 ms -> rank 2 (" in path
-    assert f"backward {100 * shares(timeline)['backward'] / timeline.makespan:.1f}%" in path
-    assert sum(stay.time for stay in stays(timeline)) == pytest.approx(timeline.makespan)
-    assert sum(shares(timeline).values()) == pytest.approx(timeline.makespan)
+    assert f"backward {100 * path_shares(timeline)['backward'] / timeline.makespan:.1f}%" in path
+    assert sum(stay.time for stay in path_segments(timeline)) == pytest.approx(timeline.makespan)
+    assert sum(path_shares(timeline).values()) == pytest.approx(timeline.makespan)
 
 
 def test_a_long_path_is_cut_in_its_middle(tmp_path):
@@ -284,9 +284,9 @@ def test_gaps_on_the_critical_path_are_the_hosts():
     spans = simulate(schedules.one_f_one_b, PLAN, MS).spans
     ends = array("d", (end - 0.1 * (end - start) for start, end in zip(spans.starts, spans.ends, strict=True)))
     timeline = Timeline(PLAN, Spans(spans.first, spans.effects, spans.starts, ends, spans.waited))
-    assert shares(timeline)["host"] > 0.05 * timeline.makespan
-    assert sum(shares(timeline).values()) == pytest.approx(timeline.makespan)
-    assert sum(stay.time for stay in stays(timeline)) == pytest.approx(timeline.makespan)
+    assert path_shares(timeline)["host"] > 0.05 * timeline.makespan
+    assert sum(path_shares(timeline).values()) == pytest.approx(timeline.makespan)
+    assert sum(stay.time for stay in path_segments(timeline)) == pytest.approx(timeline.makespan)
 
 
 def test_a_prediction_without_a_unit_is_not_measured_against(runs):
@@ -337,7 +337,7 @@ def test_it_is_written_whole(suffix, runs):
 
 
 @pytest.mark.parametrize(
-    ("package", "suffix"), [("perfetto.protos.perfetto.trace", "pftrace"), ("fpipe.figure", "svg")]
+    ("package", "suffix"), [("perfetto.protos.perfetto.trace", "pftrace"), ("fpipe.timelines.figure", "svg")]
 )
 def test_without_what_a_format_needs_it_says_what_to_install(package, suffix, runs, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)

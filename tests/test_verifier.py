@@ -26,12 +26,12 @@ from fpipe.effects import (
     Send,
     WeightGradient,
 )
-from fpipe.handlers.verifier import check, verify
-from fpipe.interleave import interleave
-from fpipe.lowering import forward_only, wavefront
-from fpipe.program import Program
+from fpipe.programs.interleaving import interleave
+from fpipe.programs.lowering import forward_only, wavefront
+from fpipe.programs.program import Program
+from fpipe.programs.transports import TRANSPORTS
+from fpipe.programs.verifier import check, verify
 from fpipe.schedules import CATALOGUE, gpipe, interleaved_1f1b, one_f_one_b
-from fpipe.transports import TRANSPORTS
 from tests.programs import (
     B0,
     B1,

@@ -10,7 +10,7 @@ import typer
 
 from fpipe.costs import Costs, Edge, Link, PerStage
 from fpipe.errors import ScheduleError
-from fpipe.program import Placement, Plan
+from fpipe.plan import Placement, Plan
 from fpipe.schedules.catalogue import CATALOGUE, Entry, recut
 
 

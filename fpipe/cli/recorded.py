@@ -2,9 +2,7 @@
 
 import re
 import shlex
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -13,10 +11,8 @@ import typer
 from fpipe.cli.app import Unusable, verb
 from fpipe.cli.options import Json, counts
 from fpipe.cli.verbs import print_json, replacing, show
-from fpipe.difference import HOST, TRANSFER, Difference, links, part
-from fpipe.drawing import number, percent, scale_of, size
-from fpipe.effects import Recv, Send
-from fpipe.timeline import Timeline
+from fpipe.timelines.comparison import Difference, path_segments, path_shares
+from fpipe.timelines.format import number, percent, scale_of, size
 
 if TYPE_CHECKING:
     from fpipe.tensorboard.captures import Capture
@@ -39,20 +35,6 @@ class Run(NamedTuple):
     @property
     def title(self) -> str:
         return f"{self.name} {self.capture.kind}, step {self.capture.step}, {plain(self.capture.schedule)}"
-
-
-class Stay(NamedTuple):
-    """A stretch of the critical path: effects of one rank, or transfers from one to another.
-
-    Args:
-        ranks: the one, or both.
-        effects: how many of each kind.
-        time: from the end of what came before it.
-    """
-
-    ranks: tuple[int, ...]
-    effects: Mapping[str, int]
-    time: float
 
 
 @verb(
@@ -129,7 +111,7 @@ def _show(run: Run, predicted: Run | None) -> None:
     line = run.capture.timeline
     scale = scale_of(line.makespan, run.capture.unit)
     peaks = [run.capture.peak_memory(rank) for rank in range(line.plan.ranks)]
-    table, links = account(line, scale, peaks), path(stays(line), shares(line), line.makespan, scale)
+    table, links = account(line, scale, peaks), path(path_segments(line), path_shares(line), line.makespan, scale)
     show(headline(run.title, line, scale), table, *map(Text, _remarks(run, predicted)), links)
 
 
@@ -254,8 +236,8 @@ def _told(run: Run, predicted: Run | None) -> dict[str, object]:
         "peak_memory": [capture.peak_memory(rank) for rank in ranks],
         "allocator_peak": [_peak(capture, rank) for rank in ranks],
         "clock_uncertainty": uncertainty(capture),
-        "critical_path": [stay._asdict() for stay in stays(line)],
-        "shares": shares(line),
+        "critical_path": [stay._asdict() for stay in path_segments(line)],
+        "shares": path_shares(line),
         "predicted_makespan": predicted.capture.timeline.makespan if predicted else None,
         "notices": [*run.listing.notices, *capture.notices],
     }
@@ -282,28 +264,6 @@ def uncertainty(capture: "Capture") -> float | None:
     clocks = [header.clock for header in capture.headers.values()]
     known = [clock.uncertainty for clock in clocks if clock]
     return max(known) if len(known) == len(clocks) else None
-
-
-def stays(timeline: Timeline) -> list[Stay]:
-    """The critical path, rank after rank."""
-    spans = [(timeline.spans[link.at], link) for link in links(timeline)]
-    folded = groupby(spans, lambda each: TRANSFER if isinstance(each[0].effect, Send | Recv) else each[0].rank)
-    found = []
-    for where, group in folded:
-        run = list(group)
-        ranks = tuple(dict.fromkeys(span.rank for span, _ in run)) if where == TRANSFER else (int(where),)
-        kinds = Counter(type(span.effect).__name__ for span, _ in run)
-        found.append(Stay(ranks, dict(kinds), sum(link.gap + link.own for _, link in run)))
-    return found
-
-
-def shares(timeline: Timeline) -> dict[str, float]:
-    """How much of the makespan each kind of link of the critical path takes."""
-    found: dict[str, float] = defaultdict(float)
-    for link in links(timeline):
-        found[part(type(timeline.spans.effects[link.at]))] += link.own
-        found[HOST] += link.gap
-    return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
 def _compare(a: Run, b: Run, as_json: bool) -> None:

@@ -14,14 +14,14 @@ import typer
 from fpipe.cli.app import OWN
 from fpipe.cli.options import PlanOptions
 from fpipe.costs import Costs
-from fpipe.drawing import number
 from fpipe.errors import ScheduleError
-from fpipe.handlers.simulator import play
-from fpipe.handlers.verifier import check
-from fpipe.lowering import lower
-from fpipe.program import Plan, Schedule
+from fpipe.plan import Plan, Schedule
+from fpipe.programs.lowering import lower
+from fpipe.programs.verifier import check
 from fpipe.schedules.catalogue import CATALOGUE, Entry
-from fpipe.timeline import Timeline
+from fpipe.timelines.format import number
+from fpipe.timelines.simulator import play
+from fpipe.timelines.timeline import Timeline
 
 
 class Job(NamedTuple):

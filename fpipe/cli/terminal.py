@@ -14,15 +14,16 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from fpipe.difference import Difference
-from fpipe.drawing import LOOKS, Cell, Scale, extent, lane, lighter, number, percent, size, sized
 from fpipe.effects import Effect, parts
-from fpipe.handlers.verifier import Report
-from fpipe.perfetto import label
-from fpipe.timeline import CAUSES, Timeline
+from fpipe.programs.verifier import Report
+from fpipe.timelines.comparison import Difference
+from fpipe.timelines.format import Scale, extent, lighter, number, percent, size, sized
+from fpipe.timelines.perfetto import label
+from fpipe.timelines.text import LOOKS, Cell, lane
+from fpipe.timelines.timeline import CAUSES, Timeline
 
 if TYPE_CHECKING:
-    from fpipe.cli.recorded import Stay
+    from fpipe.timelines.comparison import PathSegment
 
 _MOST_BLOCKS = 40  # of lanes, one below the other, where no scale is asked for
 
@@ -262,7 +263,7 @@ _MOST_STAYS = 12  # of a critical path, at either end
 _MOST_EFFECTS = 10
 
 
-def path(stays: Sequence[Stay], shares: Mapping[str, float], makespan: float, scale: Scale) -> Text:
+def path(stays: Sequence[PathSegment], shares: Mapping[str, float], makespan: float, scale: Scale) -> Text:
     """The critical path, rank after rank, and what part of the makespan each kind of effect on it takes."""
     words = [_stay(stay, scale) for stay in stays if stay.time > 1e-9 * makespan]
     if (more := len(words) - 2 * _MOST_STAYS) > 0:
@@ -271,7 +272,7 @@ def path(stays: Sequence[Stay], shares: Mapping[str, float], makespan: float, sc
     return Text.assemble(("critical path: ", "bold"), f"{parts}\n", " -> ".join(words))
 
 
-def _stay(stay: Stay, scale: Scale) -> str:
+def _stay(stay: PathSegment, scale: Scale) -> str:
     if len(stay.ranks) > 1 or not stay.effects.keys().isdisjoint(("Send", "Recv")):
         return f"transfer {scale.full(stay.time)}"
     kinds = ", ".join(f"{count} {_letter(kind)}" for kind, count in stay.effects.items())

@@ -31,16 +31,17 @@ from fpipe.cli.options import (
     known,
 )
 from fpipe.cli.request import keep_to, played, read, resolve
-from fpipe.drawing import extent, number, percent, scale_of, sized
 from fpipe.effects import Compute, Effect, Overlap, parts
 from fpipe.errors import ScheduleError
-from fpipe.handlers.verifier import check
-from fpipe.lowering import lower
-from fpipe.program import Placement, Plan, Programs, Schedule
+from fpipe.plan import Placement, Plan, Schedule
+from fpipe.programs.lowering import lower
+from fpipe.programs.program import Programs
+from fpipe.programs.verifier import check
 from fpipe.schedules.catalogue import CATALOGUE, Entry, shares
 from fpipe.schedules.search import CHUNKS, pareto
 from fpipe.schedules.search import search as find
-from fpipe.timeline import Timeline
+from fpipe.timelines.format import extent, number, percent, scale_of, sized
+from fpipe.timelines.timeline import Timeline
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -265,7 +266,7 @@ def draw(
 
 def _draw_into(out: Path, name: str, timeline: Timeline) -> None:
     try:
-        from fpipe.figure import save
+        from fpipe.timelines.figure import save
     except ImportError:
         raise typer.BadParameter("a file needs matplotlib: pip install matplotlib", param_hint="--out") from None
     figures = f"makespan {number(timeline.makespan)}, cost {number(timeline.cost)}, bubble "

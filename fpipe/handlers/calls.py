@@ -24,7 +24,7 @@ from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, counts, detached_tre
 from fpipe.effects import frees, gives, needs
 from fpipe.gradients import Key, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results
-from fpipe.program import Program
+from fpipe.programs.program import Program
 from fpipe.rng import seeded
 from fpipe.signature import check_plain
 from fpipe.stage import Output, Stage

@@ -29,8 +29,9 @@ from fpipe.handlers.links import Links, Lost, first_line
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
 from fpipe.handlers.routes import Routes
 from fpipe.handlers.wire import Payload
-from fpipe.program import Plan, Program
-from fpipe.receipts import receipts
+from fpipe.plan import Plan
+from fpipe.programs.completions import receipts
+from fpipe.programs.program import Program
 from fpipe.tree import flatten
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

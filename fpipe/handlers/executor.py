@@ -13,7 +13,7 @@ from fpipe.errors import StageError
 from fpipe.gradients import Key, received, total
 from fpipe.handlers.calls import Calls, Channels, Step
 from fpipe.handlers.protocol import Inputs, Observer, Results, Witness
-from fpipe.program import Program
+from fpipe.programs.program import Program
 from fpipe.stage import Batch
 from fpipe.tree import summary
 

@@ -18,8 +18,9 @@ from fpipe import effects as fx
 from fpipe.autodiff.pieces import Pieces
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
-from fpipe.interleave import turns
-from fpipe.program import Plan, Program
+from fpipe.plan import Plan
+from fpipe.programs.interleaving import turns
+from fpipe.programs.program import Program
 from fpipe.tree import flatten
 
 

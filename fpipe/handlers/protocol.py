@@ -11,7 +11,8 @@ from torch import Tensor
 from fpipe.autodiff.pieces import Pieces
 from fpipe.effects import Effect, Name, Value
 from fpipe.microbatch import Microbatch, size
-from fpipe.program import Plan, Program, Programs
+from fpipe.plan import Plan
+from fpipe.programs.program import Program, Programs
 
 
 class Observer(Protocol):

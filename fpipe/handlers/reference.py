@@ -14,7 +14,8 @@ from fpipe.effects import Backward, BackwardWeight
 from fpipe.errors import blaming
 from fpipe.gradients import add, copied, total
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
-from fpipe.program import Plan, Program
+from fpipe.plan import Plan
+from fpipe.programs.program import Program
 from fpipe.rng import seeded
 from fpipe.tree import flatten, viewed
 

@@ -2,7 +2,7 @@
 
 Invariants:
 - a receive buffer is made when posted, and belongs to its value; a send is held until it is complete, which
-  the values that come back tell (fpipe/receipts.py), else the end of the step;
+  the values that come back tell (fpipe/programs/completions.py), else the end of the step;
 - while signatures are unknown, each value is preceded by its own on the control group, and its receive is
   posted only when it is used; afterwards receives are posted where the program says.
 """

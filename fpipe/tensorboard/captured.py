@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fpipe.effects import TABLE
-from fpipe.handlers.simulator import play
-from fpipe.measurement import Measurement
-from fpipe.program import Programs
+from fpipe.programs.program import Programs
 from fpipe.tensorboard.captures import columns_of
 from fpipe.tensorboard.columns import Clock, Header
 from fpipe.tensorboard.held import Held
 from fpipe.tensorboard.writer import Writer
-from fpipe.timeline import CAUSES, Timeline
+from fpipe.timelines.measurement import Measurement
+from fpipe.timelines.simulator import play
+from fpipe.timelines.timeline import CAUSES, Timeline
 
 
 @dataclass

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fpipe.effects import Effect
-from fpipe.program import Plan
+from fpipe.plan import Plan
 from fpipe.tensorboard.columns import BadColumns, Columns, Header, decode
-from fpipe.timeline import Spans, Timeline
+from fpipe.timelines.timeline import Spans, Timeline
 
 PLUGIN = "fpipe_timeline"
 KINDS = ("measured", "predicted")

@@ -32,7 +32,7 @@ from fpipe.effects import (
     WeightGradient,
 )
 from fpipe.errors import ScheduleError
-from fpipe.program import Edges, Placement, Plan
+from fpipe.plan import Edges, Placement, Plan
 
 MAGIC = b"FPT1"
 LARGEST = 1 << 29  # bytes of a rank's step, unpacked: more than this is no timeline

@@ -11,10 +11,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from fpipe.drawing import extent, percent, scale_of
 from fpipe.effects import parts
-from fpipe.perfetto import chrome_json, pftrace
 from fpipe.tensorboard.captures import Capture
+from fpipe.tensorboard.columns import Columns, Header
+from fpipe.timelines.format import extent, percent, scale_of
+from fpipe.timelines.perfetto import Extras, chrome_json, pftrace
 
 TYPES = {  # form -> media type; the form is the file's suffix
     "pftrace": "application/octet-stream",
@@ -57,7 +58,7 @@ def save(capture: Capture, file: Path, title: str) -> None:
     """
     form = file.suffix.lower().removeprefix(".")
     said: dict[str, Any] = {"schedule": capture.schedule, "unit": capture.unit}
-    said |= {"columns": capture.columns, "headers": capture.headers}
+    said["extras"] = {rank: extras(columns, capture.headers[rank]) for rank, columns in capture.columns.items()}
     if form == "json":
         with file.open("w") as stream:
             stream.writelines(chrome_json(capture.timeline, **said))
@@ -72,6 +73,12 @@ def save(capture: Capture, file: Path, title: str) -> None:
             _draw(capture, file, title)
 
 
+def extras(columns: Columns, header: Header) -> Extras:
+    """Return what the exporters take of a rank's capture beside the timeline."""
+    memory = zip(*(part.tolist() for part in columns.memory), strict=True)
+    return Extras(columns.bytes.tolist(), columns.used.tolist(), list(memory), header.host)
+
+
 @contextmanager
 def _needing(extra: str) -> Iterator[None]:
     try:
@@ -82,7 +89,7 @@ def _needing(extra: str) -> Iterator[None]:
 
 
 def _draw(capture: Capture, file: Path, title: str) -> None:
-    from fpipe import figure
+    from fpipe.timelines import figure
 
     timeline = capture.timeline
     makespan = scale_of(timeline.makespan, capture.unit).full(timeline.makespan)

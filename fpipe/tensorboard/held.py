@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fpipe.effects import Effect, Recv
 from fpipe.handlers.protocol import Store
-from fpipe.program import Program
+from fpipe.programs.program import Program
 from fpipe.tree import Flat
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.measurement import Columns
+from fpipe.timelines.measurement import Columns
 
 TRIES = 8  # comparisons of the device's clock with the host's, of which the closest counts
 

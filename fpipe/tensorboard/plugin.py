@@ -131,7 +131,7 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         return asked.answer(self._hold(asked, asked.text("run"), asked.number("step")).summary)
 
     def _compare(self, asked: Asked) -> Response:
-        from fpipe.difference import Difference
+        from fpipe.timelines.comparison import Difference
 
         one = self._capture(asked, asked.text("run"), asked.number("step"))
         other = self._capture(asked, asked.text("other"), asked.number("other_step"))

@@ -29,15 +29,15 @@ from fpipe.effects import Effect, Value
 from fpipe.errors import ScheduleError, TransportError
 from fpipe.gathering import digest, gathered
 from fpipe.handlers.protocol import Handler, Outcome, Store
-from fpipe.measurement import Measurement
 from fpipe.norms import squares
-from fpipe.program import Programs
+from fpipe.programs.program import Programs
 from fpipe.recording import Recording
 from fpipe.tensorboard.background import Background
 from fpipe.tensorboard.captured import Captured, Files
 from fpipe.tensorboard.held import Held
 from fpipe.tensorboard.marks import Kept, Later, Marks
 from fpipe.tensorboard.writer import Writer
+from fpipe.timelines.measurement import Measurement
 
 FLUSH = 5.0  # seconds after which curves are written, also when no step is captured
 PATIENCE = 30.0  # seconds that other ranks have to come with their share of a captured step

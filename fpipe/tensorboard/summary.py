@@ -6,7 +6,7 @@ from bisect import bisect_right
 from typing import Any
 
 from fpipe.tensorboard.captures import Capture
-from fpipe.timeline import Timeline
+from fpipe.timelines.timeline import Timeline
 
 MOST_GAPS = 50_000  # of all ranks, that are listed one by one
 

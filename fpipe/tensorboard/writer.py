@@ -19,13 +19,13 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 from tensorboard.plugins.scalar.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from fpipe.drawing import sized
 from fpipe.effects import Recv, Send
-from fpipe.holding import bytes_on
-from fpipe.numbering import Numbering
+from fpipe.programs.interning import Numbering
+from fpipe.programs.memory import bytes_on
 from fpipe.tensorboard.captures import KINDS, PLUGIN, columns_of, tag
 from fpipe.tensorboard.columns import Columns, Header, encode
-from fpipe.timeline import Timeline
+from fpipe.timelines.format import sized
+from fpipe.timelines.timeline import Timeline
 
 PART = 32 << 20  # bytes of one tensor; much larger ones make TensorBoard's server answer 500
 

@@ -25,7 +25,7 @@ from fpipe.interop.checkpoints.naming import Name, dense, dotted, entries, is_em
 from fpipe.interop.checkpoints.ranks import Ranks
 from fpipe.interop.checkpoints.stored import CheckpointError, Outline, begun, checkpoints, last, opened, sealed, written
 from fpipe.interop.checkpoints.wanted import Wanted
-from fpipe.program import Plan
+from fpipe.plan import Plan
 from fpipe.stage import Pipeline
 from fpipe.tree import describe
 

@@ -15,7 +15,7 @@ from fpipe.handlers.failures import PATIENCE, within
 from fpipe.handlers.links import first_line
 from fpipe.handlers.protocol import Handler
 from fpipe.interop.checkpoints.stored import CheckpointError, unpickled
-from fpipe.program import Plan
+from fpipe.plan import Plan
 
 T = TypeVar("T")
 

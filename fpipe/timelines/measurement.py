@@ -31,8 +31,9 @@ from fpipe.effects import (
     Value,
     needs,
 )
-from fpipe.program import Plan, Programs, plan_of
-from fpipe.timeline import Spans, Timeline
+from fpipe.plan import Plan
+from fpipe.programs.program import Programs, plan_of
+from fpipe.timelines.timeline import Spans, Timeline
 
 SHORT_WAIT = 50e-6  # seconds that a use takes to get what is there
 LAST_SHARE = (

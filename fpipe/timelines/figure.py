@@ -21,9 +21,10 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fpipe.drawing import LOOKS, lighter, number, size, sized, start, text
 from fpipe.effects import Effect, parts
-from fpipe.timeline import Timeline
+from fpipe.timelines.format import lighter, number, size, sized
+from fpipe.timelines.text import LOOKS, start, text
+from fpipe.timelines.timeline import Timeline
 
 FORMATS = (".svg", ".png", ".pdf")
 IDLE = {  # cause -> grey, hatch

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 
 from fpipe.costs import Costs
 from fpipe.effects import Activation, Gradient, Name, Recv, Send, Value
-from fpipe.numbering import Numbering
-from fpipe.program import Program, Programs
-from fpipe.receipts import receipts
+from fpipe.programs.completions import receipts
+from fpipe.programs.interning import Numbering
+from fpipe.programs.program import Program, Programs
 
 
 class Holding:

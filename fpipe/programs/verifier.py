@@ -39,12 +39,13 @@ from fpipe.effects import (
     parts,
 )
 from fpipe.errors import ScheduleError
-from fpipe.holding import bytes_on, peak_bytes
-from fpipe.interleave import crossed, turns
-from fpipe.lowering import lower, maker, readers
-from fpipe.numbering import Numbering, check_names
-from fpipe.program import Plan, Program, Programs, Schedule, plan_of
-from fpipe.transports import Transport
+from fpipe.plan import Plan, Schedule
+from fpipe.programs.interleaving import crossed, turns
+from fpipe.programs.interning import Numbering, check_names
+from fpipe.programs.lowering import lower, maker, readers
+from fpipe.programs.memory import bytes_on, peak_bytes
+from fpipe.programs.program import Program, Programs, plan_of
+from fpipe.programs.transports import Transport
 
 Edge = tuple[int, int]  # source rank, target rank
 

@@ -16,10 +16,11 @@ from typing import Any, get_args
 
 from fpipe.costs import Costs, Link
 from fpipe.effects import Compute, Overlap, Recv, Send
-from fpipe.interleave import turns
-from fpipe.lowering import lower
-from fpipe.program import Plan, Programs, Schedule, plan_of
-from fpipe.timeline import Spans, Timeline
+from fpipe.plan import Plan, Schedule
+from fpipe.programs.interleaving import turns
+from fpipe.programs.lowering import lower
+from fpipe.programs.program import Programs, plan_of
+from fpipe.timelines.timeline import Spans, Timeline
 
 
 def simulate(schedule: Schedule, plan: Plan, costs: Costs = Costs(), *, depth: int | None = None) -> Timeline:

@@ -35,9 +35,10 @@ from fpipe.effects import (
     parts,
 )
 from fpipe.errors import ScheduleError
-from fpipe.numbering import COMPUTE, Key, Numbering, check_names
-from fpipe.program import Plan, Program, Programs, Schedule, plan_of
-from fpipe.transports import Transport
+from fpipe.plan import Plan, Schedule
+from fpipe.programs.interning import COMPUTE, Key, Numbering, check_names
+from fpipe.programs.program import Program, Programs, plan_of
+from fpipe.programs.transports import Transport
 
 Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values that are not received yet
 

@@ -8,21 +8,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import chain, count, islice
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from fpipe.drawing import sized, text
 from fpipe.effects import TABLE, Activation, Effect, Gradient, Overlap, Recv, Reduce, Send, Value
-from fpipe.program import Plan
-from fpipe.timeline import Timeline
-
-if TYPE_CHECKING:
-    from fpipe.tensorboard.columns import Columns, Header
+from fpipe.plan import Plan
+from fpipe.timelines.format import sized
+from fpipe.timelines.text import text
+from fpipe.timelines.timeline import Timeline
 
 _TRACKS = {
     "compute": "compute",
@@ -32,7 +30,26 @@ _TRACKS = {
 }  # of `TABLE`, as they are named
 _BATCH = 1000  # packets or events of one piece of the output
 _SEQUENCE = 1  # of all packets: which writer they are from
-_NONE: Mapping[int, Any] = {}
+
+
+class Extras(NamedTuple):
+    """What a rank's measurement has beside the timeline.
+
+    Args:
+        bytes: by the place in the rank's program, of what a send or receive carries; NaN where that is not known.
+        used: by the same place, when the first use of a received value began to wait for it; NaN likewise.
+        memory: (time, bytes held from then on).
+        host: what the host did around the effects: (what, start, end).
+    """
+
+    bytes: Sequence[float] = ()
+    used: Sequence[float] = ()
+    memory: Sequence[tuple[float, float]] = ()
+    host: Sequence[tuple[str, float, float]] = ()
+
+
+_NONE: Mapping[int, Extras] = {}
+_NOTHING = Extras()
 
 
 class _Slice(NamedTuple):
@@ -73,8 +90,7 @@ class _Trace:
     timeline: Timeline
     schedule: str
     unit: str
-    columns: Mapping[int, Columns]
-    headers: Mapping[int, Header]
+    extras: Mapping[int, Extras]
 
     @property
     def labels(self) -> list[str]:
@@ -84,7 +100,7 @@ class _Trace:
 
     @cached_property
     def origin(self) -> float:
-        hosts = (start for header in self.headers.values() for _, start, _ in header.host)
+        hosts = (start for extras in self.extras.values() for _, start, _ in extras.host)
         return min(chain(self.timeline.spans.starts, hosts), default=0.0)
 
     @cached_property
@@ -109,7 +125,7 @@ class _Trace:
         groups: dict[str, list[list[_Slice]]] = {name: [] for name in _TRACKS.values()}
         for at in self.timeline.spans.of(rank):
             groups[_TRACKS[TABLE[type(self.timeline.spans.effects[at])].track]].append(self._slices(rank, at))
-        for what, start, end in self.headers[rank].host if rank in self.headers else ():
+        for what, start, end in self.extras.get(rank, _NOTHING).host:
             groups["host"].append([_Slice(_sound(what), "host", self.ns(start), max(self.ns(start), self.ns(end)), {})])
         for name, group in groups.items():
             for number, lane in enumerate(_apart(group), 1):
@@ -146,12 +162,11 @@ class _Trace:
         spans = self.timeline.spans
         row, waited = at - spans.first[rank], spans.waited[at]
         found = _fields(spans.effects[at]) | {"row": row}
-        if rank in self.columns:
-            own = self.columns[rank]
-            if row < len(own.bytes) and isfinite(own.bytes[row]):
-                found["bytes"] = int(own.bytes[row])
-            if row < len(own.used) and isfinite(own.used[row]):
-                found["first use waits from, µs"] = self.ns(own.used[row]) / 1000
+        extras = self.extras.get(rank, _NOTHING)
+        if row < len(extras.bytes) and isfinite(extras.bytes[row]):
+            found["bytes"] = int(extras.bytes[row])
+        if row < len(extras.used) and isfinite(extras.used[row]):
+            found["first use waits from, µs"] = self.ns(extras.used[row]) / 1000
         if waited >= 0:
             found["waited for"] = "{} on rank {}".format(*self.names[waited])
         return found
@@ -162,10 +177,9 @@ class _Trace:
         if held := self._memory(rank):
             yield "memory", "bytes", self._samples(held)
 
-    def _memory(self, rank: int) -> list[tuple[float, float]]:
-        if rank in self.columns and len(self.columns[rank].memory[0]):
-            at, held = self.columns[rank].memory
-            return list(zip(at.tolist(), held.tolist(), strict=True))
+    def _memory(self, rank: int) -> Sequence[tuple[float, float]]:
+        if measured := self.extras.get(rank, _NOTHING).memory:
+            return measured
         return self.timeline.memory(rank) if sized(self.timeline.costs) else []
 
     def _samples(self, steps: Iterable[tuple[float, float]]) -> list[_Sample]:
@@ -244,8 +258,7 @@ def chrome_json(
     *,
     schedule: str = "",
     unit: str = "",
-    columns: Mapping[int, Columns] = _NONE,
-    headers: Mapping[int, Header] = _NONE,
+    extras: Mapping[int, Extras] = _NONE,
 ) -> Iterator[str]:
     """Chrome's trace event format, piece by piece; Perfetto reads it too.
 
@@ -253,9 +266,9 @@ def chrome_json(
         timeline: what happened.
         schedule: its name.
         unit: of its times: "s", or none.
-        columns, headers: of a capture's ranks, for bytes, memory and what the host did.
+        extras: rank -> what was measured there beside the timeline.
     """
-    trace = _Trace(timeline, schedule, unit, columns, headers)
+    trace = _Trace(timeline, schedule, unit, extras)
     said = {"schedule": _sound(schedule), "time": "µs" if unit == "s" else "1000 µs are one unit of time"}
     yield f'{{"displayTimeUnit":"ns","otherData":{json.dumps(said)},"traceEvents":[\n'
     before = ""
@@ -296,8 +309,7 @@ def pftrace(
     *,
     schedule: str = "",
     unit: str = "",
-    columns: Mapping[int, Columns] = _NONE,
-    headers: Mapping[int, Header] = _NONE,
+    extras: Mapping[int, Extras] = _NONE,
 ) -> Iterator[bytes]:
     """Perfetto's own format, piece by piece. The arguments are those of `chrome_json`.
 
@@ -309,7 +321,7 @@ def pftrace(
     except ImportError as error:
         raise ImportError("a .pftrace needs the package perfetto: pip install 'fpipe[perfetto]'") from error
     written = proto.Trace()
-    for _ in _fill(written, proto, _Trace(timeline, schedule, unit, columns, headers)):
+    for _ in _fill(written, proto, _Trace(timeline, schedule, unit, extras)):
         if len(written.packet) >= _BATCH:
             yield written.SerializeToString()
             written.Clear()

@@ -8,7 +8,7 @@ that wait is over.
 from __future__ import annotations
 
 from fpipe.effects import Name, Recv, Send, Value, needs
-from fpipe.program import Programs
+from fpipe.programs.program import Programs
 
 
 def receipts(programs: Programs, rank: int) -> dict[Value, int]:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fpipe.effects import Effect, Name, Recv, Send, Value, gives
-from fpipe.lowering import maker
-from fpipe.program import Programs
+from fpipe.programs.lowering import maker
+from fpipe.programs.program import Programs
 
 MOST = 6  # waits of a cycle that are told in full
 Node = int | tuple[int, int]  # a rank; or the head of a rank's queue to a peer

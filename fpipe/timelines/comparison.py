@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
 
-from fpipe.drawing import LOOKS, extent
 from fpipe.effects import Effect, Recv, Send
-from fpipe.timeline import CAUSES, Spans, Timeline
+from fpipe.timelines.format import extent
+from fpipe.timelines.text import LOOKS
+from fpipe.timelines.timeline import CAUSES, Spans, Timeline
 
 Pair = tuple[float, float]
 TRANSFER, HOST, ELSEWHERE, UNMATCHED = "transfer", "host", "elsewhere", "unmatched"
@@ -260,3 +261,39 @@ def _took(spans: Spans, at: int) -> float:
     if sent >= 0 and isinstance(spans.effects[at], Recv):
         start = max(start, spans.starts[sent])
     return spans.ends[at] - start
+
+
+class PathSegment(NamedTuple):
+    """A stretch of the critical path: effects of one rank, or transfers from one to another.
+
+    Args:
+        ranks: the one, or both.
+        effects: how many of each kind.
+        time: from the end of what came before it.
+    """
+
+    ranks: tuple[int, ...]
+    effects: Mapping[str, int]
+    time: float
+
+
+def path_segments(timeline: Timeline) -> list[PathSegment]:
+    """The critical path, rank after rank."""
+    spans = [(timeline.spans[link.at], link) for link in links(timeline)]
+    folded = groupby(spans, lambda each: TRANSFER if isinstance(each[0].effect, Send | Recv) else each[0].rank)
+    found = []
+    for where, group in folded:
+        run = list(group)
+        ranks = tuple(dict.fromkeys(span.rank for span, _ in run)) if where == TRANSFER else (int(where),)
+        kinds = Counter(type(span.effect).__name__ for span, _ in run)
+        found.append(PathSegment(ranks, dict(kinds), sum(link.gap + link.own for _, link in run)))
+    return found
+
+
+def path_shares(timeline: Timeline) -> dict[str, float]:
+    """How much of the makespan each kind of link of the critical path takes."""
+    found: dict[str, float] = defaultdict(float)
+    for link in links(timeline):
+        found[part(type(timeline.spans.effects[link.at]))] += link.own
+        found[HOST] += link.gap
+    return dict(sorted(found.items(), key=lambda each: -each[1]))

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from fpipe.effects import Effect, Name, Recv, Send
 from fpipe.errors import ScheduleError
-from fpipe.numbering import Numbering
-from fpipe.program import Programs, plan_of
-from fpipe.transports import Transport
-from fpipe.waits import explain
+from fpipe.programs.deadlock import explain
+from fpipe.programs.interning import Numbering
+from fpipe.programs.program import Programs, plan_of
+from fpipe.programs.transports import Transport
 
 
 def interleave(programs: Programs) -> tuple[tuple[int, Effect], ...]:

@@ -21,9 +21,9 @@ from typing import NamedTuple, overload
 
 from fpipe.costs import Costs
 from fpipe.effects import TABLE, Backward, BackwardWeight, Effect, Forward, Overlap, Recv, parts
-from fpipe.holding import Holding
-from fpipe.numbering import Numbering
-from fpipe.program import Plan
+from fpipe.plan import Plan
+from fpipe.programs.interning import Numbering
+from fpipe.programs.memory import Holding
 
 CAUSES = ("warm-up", "dependency", "transfer", "imbalance", "drain")
 

@@ -31,7 +31,7 @@ from fpipe.effects import (
     parts,
 )
 from fpipe.errors import ScheduleError
-from fpipe.program import Plan
+from fpipe.plan import Plan
 
 COMPUTE = frozenset({Forward, Backward, BackwardInput, BackwardWeight})
 Key = tuple[type, int, int]

@@ -1,0 +1,1 @@
+"""When effects happen, predicted or measured, and what that says. No torch."""

@@ -1,0 +1,97 @@
+"""Numbers, times, bytes and sizes of plans as people read them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import floor, log10
+from typing import NamedTuple
+
+from fpipe.costs import Costs
+from fpipe.plan import Plan
+
+
+def number(value: float) -> str:
+    """Four digits, and no exponent where a person would write none.
+
+    >>> number(93.40000000000001), number(98304.0), number(0.0625), number(1e-6)
+    ('93.4', '98304', '0.0625', '1e-06')
+    """
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def size(value: float) -> str:
+    """Bytes in the largest decimal unit that they fill.
+
+    >>> size(999), size(1.5e9)
+    ('999 B', '1.5 GB')
+    """
+    power = min(4, max(0, floor(log10(value) / 3))) if value else 0
+    return f"{value / 1000**power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+class Scale(NamedTuple):
+    """The unit that times are shown in: its name, and how many of it one of the timeline's is."""
+
+    name: str
+    factor: float
+
+    def __call__(self, time: float) -> str:
+        """The time without its unit."""
+        return number(time * self.factor)
+
+    def full(self, time: float) -> str:
+        """The time with its unit."""
+        return f"{self(time)} {self.name}".rstrip()
+
+
+def scale_of(makespan: float, unit: str) -> Scale:
+    """The unit in which a makespan is a number that people read; of times without a unit, none.
+
+    >>> scale_of(0.18, "s").full(0.0123), scale_of(17.0, "").full(0.5)
+    ('12.3 ms', '0.5')
+    """
+    if unit != "s":
+        return Scale("", 1.0)
+    if makespan >= 10:
+        return Scale("s", 1.0)
+    return Scale("ms", 1e3) if makespan >= 1e-3 else Scale("µs", 1e6)
+
+
+def percent(share: float) -> str:
+    """A share of one in percent.
+
+    >>> percent(0.0625)
+    '6.2%'
+    """
+    return f"{100 * share:.1f}%"
+
+
+def extent(plan: Plan) -> str:
+    """How large a plan is.
+
+    >>> from fpipe import Placement
+    >>> extent(Plan(Placement.v(4), 8))
+    '4 ranks, 8 stages, 8 microbatches'
+    """
+    counts = {"rank": plan.ranks, "stage": plan.stages, "microbatch": plan.microbatches}
+    ending = {"rank": "s", "stage": "s", "microbatch": "es"}
+    return ", ".join(f"{count} {what}{ending[what] if count != 1 else ''}" for what, count in counts.items())
+
+
+def sized(costs: Costs) -> bool:
+    """Whether any size was given, so that memory can be told in bytes."""
+    return any(map(_given, (costs.activation, costs.residuals, costs.deferred)))
+
+
+def _given(cost: float | Sequence[float]) -> bool:
+    return any(cost) if isinstance(cost, Sequence) else cost > 0
+
+
+def lighter(colour: str, share: float) -> str:
+    """A colour mixed with white.
+
+    >>> lighter("#0080ff", 0.5)
+    '#80c0ff'
+    """
+    mixed = (round(int(colour[at : at + 2], 16) * (1 - share) + 255 * share) for at in (1, 3, 5))
+    return "#" + "".join(f"{part:02x}" for part in mixed)
