@@ -30,8 +30,8 @@ from torch.distributed.pipelining import _backward as runtime
 from fpipe import Stage
 from fpipe.autodiff.eager import Eager
 from fpipe.autodiff.traced import Traced
-from fpipe.microbatch import Microbatch
-from fpipe.tree import flatten
+from fpipe.stages.microbatch import Microbatch
+from fpipe.stages.pytree import flatten
 
 LEAST_ROUNDS, MOST_ROUNDS, WARM_UP = 30, 1000, 3
 TRACED_BLOCKS, TRACED_WIDTH, TRACE_SECONDS = 12, 256, 3.0

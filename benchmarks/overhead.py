@@ -32,15 +32,15 @@ from benchmarks import models
 from fpipe import Pipeline, Placement, Plan, handlers, interop, lower, schedules
 from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, Sink, WeightGradients, prepared
 from fpipe.effects import Send
+from fpipe.handlers.distributed.signature import signature_of
+from fpipe.handlers.distributed.wire import SMALL, Wire
 from fpipe.handlers.protocol import Inputs
-from fpipe.handlers.wire import SMALL, Wire
-from fpipe.microbatch import Microbatch
 from fpipe.programs.interleaving import interleave
 from fpipe.schedules.catalogue import CATALOGUE
-from fpipe.signature import signature_of
-from fpipe.stage import Stage
+from fpipe.stages.microbatch import Microbatch
+from fpipe.stages.pytree import Flat, flatten
+from fpipe.stages.stage import Stage
 from fpipe.tensorboard import Recorder
-from fpipe.tree import Flat, flatten
 
 REPEATS, PAIRS, WIDTH = 15, 40, 256
 PLANS = {

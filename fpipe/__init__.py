@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from fpipe.programs.program import Program
     from fpipe.programs.verifier import Report, verify
     from fpipe.recording import Recording
-    from fpipe.stage import Batch, Output, Pipeline, Stage
+    from fpipe.stages.pipeline import Pipeline
+    from fpipe.stages.stage import Batch, Output, Stage
     from fpipe.step import evaluate, value_and_grad
     from fpipe.timelines.measurement import Measurement
     from fpipe.timelines.simulator import simulate

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from fpipe.errors import TransportError
-from fpipe.handlers.failures import PATIENCE, within
-from fpipe.handlers.links import first_line
+from fpipe.handlers.distributed.connections import first_line
+from fpipe.handlers.distributed.failures import PATIENCE, within
 from fpipe.handlers.protocol import Handler
 from fpipe.plan import Plan
-from fpipe.tree import flatten
+from fpipe.stages.pytree import flatten
 
 T = TypeVar("T")
 

@@ -20,13 +20,14 @@ from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.autodiff.pieces import Leaves, Piece, seed
 from fpipe.costs import Costs, Shared
 from fpipe.errors import blaming
-from fpipe.gradients import add_leaves
-from fpipe.layout import buffer, strides_of
-from fpipe.microbatch import Microbatch, split
+from fpipe.handlers.distributed.strides import buffer, strides_of
+from fpipe.handlers.gradients import add_leaves
 from fpipe.policies import everything_saveable
-from fpipe.rng import seeded
-from fpipe.stage import Output, Pipeline, Stage, with_loss
-from fpipe.tree import Flat, flatten, indices
+from fpipe.stages.microbatch import Microbatch, split
+from fpipe.stages.pipeline import Pipeline, with_loss
+from fpipe.stages.pytree import Flat, flatten, indices
+from fpipe.stages.rng import seeded
+from fpipe.stages.stage import Output, Stage
 
 T = TypeVar("T")
 

@@ -15,14 +15,14 @@ from fpipe.autodiff.pieces import Pieces
 from fpipe.effects import Backward, BackwardWeight, parts
 from fpipe.errors import ScheduleError, StageError
 from fpipe.handlers.protocol import Handler, Inputs, Observer, Outcome, Results, Run, Witness
-from fpipe.microbatch import Microbatch, merge, split
 from fpipe.observe import observing
 from fpipe.plan import Plan, Schedule
 from fpipe.policies import everything_saveable
 from fpipe.programs.lowering import forward_only, lower, wavefront
 from fpipe.programs.program import Programs
 from fpipe.programs.verifier import check
-from fpipe.stage import Pipeline, with_loss
+from fpipe.stages.microbatch import Microbatch, merge, split
+from fpipe.stages.pipeline import Pipeline, with_loss
 
 Rng = tuple[int, int]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fpipe.interop.modules import Tree, canonical
 from fpipe.interop.skeletons import twin_of
 from fpipe.interop.state_dicts import entries_on
-from fpipe.stage import Pipeline
+from fpipe.stages.pipeline import Pipeline
 
 Init = Callable[[nn.Module], object]
 

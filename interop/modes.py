@@ -12,7 +12,7 @@ from fpipe.interop.splitting.cut import Flow
 from fpipe.interop.splitting.export import export
 from fpipe.interop.splitting.graph import GraphFunction
 from fpipe.interop.splitting.split import assembled
-from fpipe.stage import Pipeline
+from fpipe.stages.pipeline import Pipeline
 
 
 def eval_mode(pipeline: Pipeline, mode: bool = True) -> Pipeline:

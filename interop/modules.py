@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.interop.skeletons import accepted, call, skeleton, uncompiled
-from fpipe.stage import Pipeline, Read, Stage
+from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.stage import Read, Stage
 
 Tree = dict[str, Tensor]
 

@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fpipe.tree import NAMESPACE, Path, describe, paths_of, short
+from fpipe.stages.pytree import NAMESPACE, Path, describe, paths_of, short
 
 State = Any
 Group = tuple[Callable[[Path, Tensor], bool], Mapping[str, Any]]

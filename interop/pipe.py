@@ -12,8 +12,9 @@ from torch.distributed.pipelining import Pipe
 
 from fpipe.interop.modules import ModuleFunction, StatefulModuleFunction, Tree, from_modules
 from fpipe.interop.skeletons import owning
-from fpipe.stage import Batch, Output, Pipeline, Read, Stage
-from fpipe.tree import describe
+from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.pytree import describe
+from fpipe.stages.stage import Batch, Output, Read, Stage
 
 Sizes = tuple[int | None, ...]
 """Of a tensor, by axis; None where any will do."""

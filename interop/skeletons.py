@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fpipe.errors import StageError
-from fpipe.tree import flatten
+from fpipe.stages.pytree import flatten
 
 REGISTERED = ("_parameters", "_buffers", "_modules")
 INSIDE = "_orig_mod"

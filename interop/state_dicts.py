@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fpipe.interop.modules import Contents, Tree
-from fpipe.stage import Pipeline
+from fpipe.stages.pipeline import Pipeline
 
 
 def from_state_dict(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fpipe.interop.modules import Tree
 from fpipe.interop.splitting.split import split as split_module
 from fpipe.interop.state_dicts import from_state_dict
-from fpipe.stage import Pipeline
+from fpipe.stages.pipeline import Pipeline
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 IGNORED = -100

@@ -107,7 +107,7 @@ def shapes_change(rank, ranks, autodiff):
 
 def sequences_change(rank, ranks, schedule, dynamic):
     """Steps of sequences of other lengths: where they differ from the reference, and how often specs were sent."""
-    from fpipe.handlers.links import Links
+    from fpipe.handlers.distributed.connections import Links
 
     told, tell = [], Links.tell
     case, generator, plan = cases.make("attention", schedule, ranks, 2, rows=4)
@@ -214,7 +214,7 @@ def unused_gradients(rank, ranks, autodiff):
 
 def sends_held(rank, ranks, microbatches):
     """The most values that this rank held for its peers at once, in a step of 1F1B."""
-    from fpipe.handlers.routes import Routes
+    from fpipe.handlers.distributed.channels import Routes
 
     most, sender = 0, Routes.sender
 

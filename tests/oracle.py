@@ -10,8 +10,8 @@ import optree
 import torch
 
 from fpipe import Batch, Output
-from fpipe.stage import Target
-from fpipe.tree import flatten, pick
+from fpipe.stages.pytree import flatten, pick
+from fpipe.stages.stage import Target
 from tests import stages
 
 

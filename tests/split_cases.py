@@ -186,7 +186,7 @@ def run(function, case, params, state):
 def unsplit(case, microbatches=1):
     """(loss, gradients by name, buffers) of the module itself, microbatch by microbatch."""
     module, total = copy.deepcopy(case.module), 0.0
-    split = fpipe.microbatch.split
+    split = fpipe.stages.microbatch.split
     for batch, target in zip(split(case.batch, microbatches)[0], split(case.target, microbatches)[0], strict=True):
         output = module(**batch, **case.constants) if isinstance(batch, dict) else module(batch)
         loss = case.loss(output, target) / microbatches

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils import checkpoint as ckpt
 
 from fpipe import Batch, Output, Stage, interop
-from fpipe.microbatch import Microbatch
-from fpipe.stage import Target
+from fpipe.stages.microbatch import Microbatch
+from fpipe.stages.stage import Target
 from tests.trees import Pair, Record
 
 NOTHING = Microbatch(None, None)

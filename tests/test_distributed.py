@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe import Placement, Plan, handlers, lower
 from fpipe.effects import Recv, needs
-from fpipe.handlers.links import Links
+from fpipe.handlers.distributed.connections import Links
 from fpipe.programs.completions import receipts
 from fpipe.programs.interleaving import interleave
 from tests import cases, jobs

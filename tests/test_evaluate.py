@@ -5,7 +5,7 @@ import torch
 
 import fpipe
 from fpipe import Pipeline, Placement, handlers, schedules
-from fpipe.microbatch import merge, split
+from fpipe.stages.microbatch import merge, split
 from tests import cases, jobs
 from tests.sharing import sharing
 

@@ -10,7 +10,7 @@ import torch
 
 import fpipe
 from fpipe import Pipeline, Placement, handlers, schedules
-from fpipe.gradients import Sum, add, copied
+from fpipe.handlers.gradients import Sum, add, copied
 from tests import cases, jobs
 
 LOCAL = [handlers.Reference(), handlers.Local()]

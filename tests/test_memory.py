@@ -26,9 +26,9 @@ from fpipe.autodiff.functions import Residuals as Keeping
 from fpipe.autodiff.options import Options
 from fpipe.autodiff.pieces import Pieces
 from fpipe.autodiff.traced import Traced
-from fpipe.microbatch import Microbatch
-from fpipe.stage import with_loss
-from fpipe.tree import flatten
+from fpipe.stages.microbatch import Microbatch
+from fpipe.stages.pipeline import with_loss
+from fpipe.stages.pytree import flatten
 from tests import cases
 
 POLICIES = {

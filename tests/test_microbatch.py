@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fpipe.microbatch import axes_of, merge, size, split
+from fpipe.stages.microbatch import axes_of, merge, size, split
 
 Pair = namedtuple("Pair", ["left", "right"])
 

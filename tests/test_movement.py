@@ -15,8 +15,8 @@ from fpipe.autodiff import emit as emitting
 from fpipe.autodiff.emit import Block, emit
 from fpipe.autodiff.memory import note_views
 from fpipe.autodiff.traced import Traced
-from fpipe.microbatch import Microbatch
-from fpipe.tree import flatten
+from fpipe.stages.microbatch import Microbatch
+from fpipe.stages.pytree import flatten
 
 aten = torch.ops.aten
 TRICKY = [0.0, -0.0, 1.5, float("nan"), float("inf"), -float("inf"), -2.0, 1e-40]

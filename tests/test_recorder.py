@@ -15,13 +15,13 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 import fpipe
 from fpipe import gathering, handlers
 from fpipe.effects import TABLE, Recv
+from fpipe.stages.pytree import flatten
 from fpipe.tensorboard import Recorder
 from fpipe.tensorboard import recorder as recorder_of
 from fpipe.tensorboard.disk import Key, find
 from fpipe.tensorboard.marks import Kept, Marks
 from fpipe.tensorboard.writer import Writer
 from fpipe.timelines.measurement import Columns
-from fpipe.tree import flatten
 from tests import cases, jobs, live_jobs
 
 TURNS = ("the ranks took turns in one process: a rank idles while the others compute",)

@@ -15,8 +15,9 @@ from fpipe import Batch, Output, Pipeline, Placement, Plan, ScheduleError, Stage
 from fpipe.autodiff.eager import Eager
 from fpipe.autodiff.pieces import Pieces
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, parts
-from fpipe.microbatch import Microbatch
-from fpipe.stage import Target, with_loss
+from fpipe.stages.microbatch import Microbatch
+from fpipe.stages.pipeline import with_loss
+from fpipe.stages.stage import Target
 from tests import cases, jobs
 
 LOCAL = [handlers.Reference(), handlers.Local()]

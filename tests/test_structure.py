@@ -62,6 +62,7 @@ LAYOUT = {
     "fpipe.programs": "costs plan effects errors",
     "fpipe.timelines": "programs costs plan effects errors",
     "fpipe.schedules": "timelines programs costs plan effects errors",
+    "fpipe.stages": "plan effects errors",
 }
 TORCH_FREE = ["effects", "errors", "plan", "costs", "programs", "timelines", "schedules"]
 

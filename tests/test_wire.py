@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fpipe.handlers.wire import SMALL, Wire
-from fpipe.layout import strides_of
-from fpipe.signature import Signature, TensorSpec, signature_of
-from fpipe.tree import Flat, flatten
+from fpipe.handlers.distributed.signature import Signature, TensorSpec, signature_of
+from fpipe.handlers.distributed.strides import strides_of
+from fpipe.handlers.distributed.wire import SMALL, Wire
+from fpipe.stages.pytree import Flat, flatten
 
 CPU = torch.device("cpu")
 

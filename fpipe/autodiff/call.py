@@ -13,8 +13,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fpipe.signature import PLAIN
-from fpipe.tree import Absent, describe
+from fpipe.stages.pytree import PLAIN, Absent, describe
 
 TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 

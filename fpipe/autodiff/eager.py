@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fpipe.autodiff.pieces import Leaves, Prepared, Sink, WeightGradients, detached, detached_tree, prepared
-from fpipe.microbatch import Microbatch
-from fpipe.stage import Stage
-from fpipe.tree import Flat, flatten, viewed
+from fpipe.stages.microbatch import Microbatch
+from fpipe.stages.pytree import Flat, flatten, viewed
+from fpipe.stages.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)

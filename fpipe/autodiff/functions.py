@@ -20,7 +20,7 @@ from fpipe.autodiff.simplify import simplified
 from fpipe.autodiff.trace import AS_OUTPUT, Cotangent, Joint, trace
 from fpipe.errors import StageError
 from fpipe.policies import Policy
-from fpipe.stage import Stage
+from fpipe.stages.stage import Stage
 
 Prepare = Callable[[Leaves], Leaves]
 Cotangents = tuple[Cotangent, ...]

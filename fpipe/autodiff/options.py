@@ -10,7 +10,8 @@ from fpipe.autodiff.eager import Eager
 from fpipe.autodiff.pieces import Piece
 from fpipe.autodiff.traced import Graphs, Traced
 from fpipe.policies import Policy, everything_saveable
-from fpipe.stage import Output, Pipeline, Stage
+from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.stage import Output, Stage
 
 Autodiff = Literal["auto", "graph", "eager"]
 Policies = Policy | Mapping[int, Policy]

@@ -16,10 +16,10 @@ import optree
 import torch
 from torch import Tensor
 
-from fpipe.microbatch import Microbatch
-from fpipe.signature import HOW_TO_REGISTER, PLAIN
-from fpipe.stage import Pipeline, Stage
-from fpipe.tree import Flat, Path, as_path, flatten, indices, paths_of, short
+from fpipe.stages.microbatch import Microbatch
+from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.pytree import HOW_TO_REGISTER, PLAIN, Flat, Path, as_path, flatten, indices, paths_of, short
+from fpipe.stages.stage import Stage
 
 Leaves = list[Any]
 """Tensors in flattening order; None where there is nothing."""

@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fpipe import policies
 from fpipe.autodiff.call import Call, Leaf, Spec, Static, Untraceable
 from fpipe.autodiff.shapes import symbolic
-from fpipe.stage import Stage
-from fpipe.tree import flatten, viewed
+from fpipe.stages.pytree import flatten, viewed
+from fpipe.stages.stage import Stage
 
 Cotangent = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
 """Shape, strides and dtype of an output leaf's cotangent; None where there is none."""

@@ -22,10 +22,10 @@ from fpipe.autodiff.eager import NO_REENTRANT, Eager, is_reentrant
 from fpipe.autodiff.functions import Deferred, Functions, Recipe, Residuals
 from fpipe.autodiff.pieces import Leaves, Prepared, Sink, WeightGradients, prepared
 from fpipe.errors import StageError
-from fpipe.microbatch import Microbatch
 from fpipe.policies import Policy, everything_saveable
-from fpipe.stage import Output, Stage
-from fpipe.tree import Flat, flatten
+from fpipe.stages.microbatch import Microbatch
+from fpipe.stages.pytree import Flat, flatten
+from fpipe.stages.stage import Output, Stage
 
 NO_STATE, NO_DATA = flatten(None), flatten([])
 MANY = 64

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from fpipe._lazy import attach
 
 if TYPE_CHECKING:
-    from fpipe.handlers.distributed import Distributed
+    from fpipe.handlers.distributed.handler import Distributed
     from fpipe.handlers.local import Local
     from fpipe.handlers.protocol import Handler, Inputs, Observer, Results
     from fpipe.handlers.reference import Reference

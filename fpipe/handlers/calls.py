@@ -22,13 +22,12 @@ import torch
 from fpipe import effects as fx
 from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, counts, detached_tree, discounted, seed, weighed, zeros
 from fpipe.effects import frees, gives, needs
-from fpipe.gradients import Key, Sum, add_leaves, sent
+from fpipe.handlers.gradients import Key, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results
 from fpipe.programs.program import Program
-from fpipe.rng import seeded
-from fpipe.signature import check_plain
-from fpipe.stage import Output, Stage
-from fpipe.tree import ABSENT, Flat, flatten, indices
+from fpipe.stages.pytree import ABSENT, Flat, check_plain, flatten, indices
+from fpipe.stages.rng import seeded
+from fpipe.stages.stage import Output, Stage
 
 Call = Callable[[], Any]
 
@@ -208,7 +207,7 @@ class Calls:
         stage, m, slots = e.stage, e.microbatch, self.slots
         forward, stateful = self.pieces.stages[stage].forward, self.pipeline.stages[stage].stateful
         sources = tuple((s, self.slot(fx.Activation(s, m))) for s in self.plan.sources(stage))
-        name, out, residuals = fx.Activation(stage, m), self.slot(fx.Activation(stage, m)), None
+        out, residuals = self.slot(fx.Activation(stage, m)), None
         if keep := fx.Residuals(stage, m) in self.uses:
             residuals = self.slot(fx.Residuals(stage, m))
         last = stage == self.plan.stages - 1
@@ -231,7 +230,7 @@ class Calls:
                 with seeded(step.inputs.rng, stage, m, self.device):
                     outputs = run(step)
             if goes_on:
-                check_plain(outputs, self.rank, name)
+                check_plain(outputs, self.rank, stage, m)
             slots[out] = outputs
             if last:
                 self._result(m, outputs, keep)

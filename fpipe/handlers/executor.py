@@ -10,12 +10,12 @@ import torch
 from fpipe import effects as fx
 from fpipe.autodiff.pieces import Pieces
 from fpipe.errors import StageError
-from fpipe.gradients import Key, received, total
 from fpipe.handlers.calls import Calls, Channels, Step
+from fpipe.handlers.gradients import Key, received, total
 from fpipe.handlers.protocol import Inputs, Observer, Results, Witness
 from fpipe.programs.program import Program
-from fpipe.stage import Batch
-from fpipe.tree import summary
+from fpipe.stages.pytree import summary
+from fpipe.stages.stage import Batch
 
 
 class Executor:

@@ -21,7 +21,7 @@ from fpipe.handlers.protocol import Inputs, Observer, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.interleaving import turns
 from fpipe.programs.program import Program
-from fpipe.tree import flatten
+from fpipe.stages.pytree import flatten
 
 
 class Local:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fpipe.autodiff.pieces import Pieces
 from fpipe.effects import Effect, Name, Value
-from fpipe.microbatch import Microbatch, size
 from fpipe.plan import Plan
 from fpipe.programs.program import Program, Programs
+from fpipe.stages.microbatch import Microbatch, size
 
 
 class Observer(Protocol):

@@ -12,12 +12,12 @@ from torch import Tensor
 from fpipe.autodiff.pieces import Pieces, counts, detached_tree, prepared, seed, weighed
 from fpipe.effects import Backward, BackwardWeight
 from fpipe.errors import blaming
-from fpipe.gradients import add, copied, total
+from fpipe.handlers.gradients import add, copied, total
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.program import Program
-from fpipe.rng import seeded
-from fpipe.tree import flatten, viewed
+from fpipe.stages.pytree import flatten, viewed
+from fpipe.stages.rng import seeded
 
 
 class Reference:

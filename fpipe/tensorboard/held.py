@@ -11,7 +11,7 @@ from torch import Tensor
 from fpipe.effects import Effect, Recv
 from fpipe.handlers.protocol import Store
 from fpipe.programs.program import Program
-from fpipe.tree import Flat
+from fpipe.stages.pytree import Flat
 
 
 class Held:

@@ -26,8 +26,8 @@ from fpipe.interop.checkpoints.ranks import Ranks
 from fpipe.interop.checkpoints.stored import CheckpointError, Outline, begun, checkpoints, last, opened, sealed, written
 from fpipe.interop.checkpoints.wanted import Wanted
 from fpipe.plan import Plan
-from fpipe.stage import Pipeline
-from fpipe.tree import describe
+from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.pytree import describe
 
 
 class Checkpoints:

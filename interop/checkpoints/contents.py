@@ -9,7 +9,7 @@ from torch import nn
 
 from fpipe.interop.checkpoints.naming import Name, dotted, known, some
 from fpipe.interop.checkpoints.stored import CheckpointError
-from fpipe.stage import Pipeline
+from fpipe.stages.pipeline import Pipeline
 
 Lack = tuple[str, int, list[str]]
 """`params` or `state`, a stage, and what is not there of it; no names where it has nothing there."""

@@ -14,8 +14,8 @@ import optree
 import torch
 from torch import Tensor
 
-from fpipe.stage import Pipeline
-from fpipe.tree import NAMESPACE, Path, paths, pick
+from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.pytree import NAMESPACE, Path, paths, pick
 
 Name = tuple[str, ...]
 """`("params", "layers.0.weight")`, `("optimizer", "layers.0.weight", "exp_avg")`, `("step",)`."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from fpipe.errors import TransportError
-from fpipe.handlers.failures import PATIENCE, within
-from fpipe.handlers.links import first_line
+from fpipe.handlers.distributed.connections import first_line
+from fpipe.handlers.distributed.failures import PATIENCE, within
 from fpipe.handlers.protocol import Handler
 from fpipe.interop.checkpoints.stored import CheckpointError, unpickled
 from fpipe.plan import Plan

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fpipe.interop.checkpoints.naming import ALWAYS, Entry, Name, dense, dotted, entries, is_empty, some, staged
 from fpipe.interop.checkpoints.stored import CheckpointError, Stored
-from fpipe.stage import Pipeline
+from fpipe.stages.pipeline import Pipeline
 
 
 class Asked(NamedTuple):

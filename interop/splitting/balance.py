@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from fpipe.interop.splitting.cut import Begin, End, Flow, Point, frames, hint, is_size, nodes_in
-from fpipe.microbatch import Microbatch
-from fpipe.stage import Pipeline
-from fpipe.tree import flatten
+from fpipe.stages.microbatch import Microbatch
+from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.pytree import flatten
 
 INTENSITY = 32
 """Operations that take as long as to move one byte: some 10 on CPUs, some 100 on GPUs."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fpipe.tree import NAMESPACE, Path, describe, short
+from fpipe.stages.pytree import NAMESPACE, Path, describe, short
 
 
 class Call(NamedTuple):

@@ -45,7 +45,7 @@ from fpipe.interop.splitting.gradients import (
     watched,
     written_by,
 )
-from fpipe.tree import Path
+from fpipe.stages.pytree import Path
 
 aten = torch.ops.aten
 

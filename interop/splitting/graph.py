@@ -16,8 +16,8 @@ from fpipe.interop.splitting.call import Call, accept, known
 from fpipe.interop.splitting.cut import Part, Point, hint, nodes_in
 from fpipe.interop.splitting.export import Exported
 from fpipe.interop.splitting.sizes import Sizes, conditions, written
-from fpipe.stage import Batch, Output, Read
-from fpipe.tree import Path
+from fpipe.stages.pytree import Path
+from fpipe.stages.stage import Batch, Output, Read
 
 aten = torch.ops.aten
 

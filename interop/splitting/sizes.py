@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._sympy.printers import PythonPrinter
 
-from fpipe.stage import Batch, Read
-from fpipe.tree import describe, short
+from fpipe.stages.pytree import describe, short
+from fpipe.stages.stage import Batch, Read
 
 SYMBOL = re.compile(r"\b[a-z]\d+\b")
 _KNOWN = {"math": math, "torch": torch}

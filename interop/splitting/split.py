@@ -20,7 +20,8 @@ from fpipe.interop.splitting.cut import Begin, End, Flow, Mark, Point
 from fpipe.interop.splitting.export import export
 from fpipe.interop.splitting.graph import Recipe, function
 from fpipe.interop.state_dicts import entries_on
-from fpipe.stage import Pipeline, Stage
+from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.stage import Stage
 
 
 def split(

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fpipe.errors import StageError, TransportError
-from fpipe.handlers.wire import Payload, Wire
-from fpipe.signature import decode, encode, signature_of
+from fpipe.handlers.distributed.signature import decode, encode, signature_of
+from fpipe.handlers.distributed.wire import Payload, Wire
 
 log = logging.getLogger("fpipe.transport")
 

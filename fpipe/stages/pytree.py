@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fpipe.errors import StageError
+
 NAMESPACE = "fpipe"
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+HOW_TO_REGISTER = (
+    "only tensors, plain values and registered trees do; register its type with "
+    f"optree.register_pytree_node(cls, flatten, unflatten, namespace={NAMESPACE!r})"
+)
 
 Path = tuple[Any, ...]
 
@@ -128,3 +135,21 @@ def viewed(tree: Any) -> Any:
     """Every tensor through an identity of its own, at which its gradients meet."""
     leaves, spec = flatten(tree)
     return spec.unflatten([x.view_as(x) if isinstance(x, torch.Tensor) else x for x in leaves])
+
+
+def check_plain(payload: Flat, rank: int, stage: int, microbatch: int) -> None:
+    """Refuse what can't go from stage to stage: a type that hides tensors would lose their gradients.
+
+    Raises:
+        StageError: a leaf that is neither a tensor nor plain.
+    """
+    for at, leaf in enumerate(payload.leaves):
+        if not isinstance(leaf, torch.Tensor) and type(leaf) not in PLAIN and leaf is not ABSENT:
+            kind = type(leaf)
+            raise StageError(
+                f"its output{short(paths(payload.tree)[at])} is a {kind.__module__}.{kind.__qualname__}, which can't "
+                f"go from stage to stage: {HOW_TO_REGISTER}",
+                rank=rank,
+                stage=stage,
+                microbatch=microbatch,
+            )

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from fpipe import effects as fx
 from fpipe.errors import StageError
-from fpipe.handlers.agreement import REMEMBERED, Agreement
-from fpipe.handlers.links import Held, Links
+from fpipe.handlers.distributed.connections import Held, Links
+from fpipe.handlers.distributed.handshake import REMEMBERED, Agreement
+from fpipe.handlers.distributed.signature import Signature, TensorSpec, decode, encode, signature_of
+from fpipe.handlers.distributed.wire import Payload, Wire
 from fpipe.handlers.protocol import Inputs
-from fpipe.handlers.wire import Payload, Wire
-from fpipe.signature import Signature, TensorSpec, decode, encode, signature_of
 
 
 @dataclass(eq=False, slots=True)

@@ -22,17 +22,17 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from fpipe import effects as fx
 from fpipe.autodiff.pieces import Pieces
 from fpipe.errors import ScheduleError, StageError, TransportError
-from fpipe.handlers.agreement import Agreement, Refused
+from fpipe.handlers.distributed.channels import Routes
+from fpipe.handlers.distributed.connections import Links, Lost, first_line
+from fpipe.handlers.distributed.failures import PATIENCE, Failures, Watch, within
+from fpipe.handlers.distributed.handshake import Agreement, Refused
+from fpipe.handlers.distributed.wire import Payload
 from fpipe.handlers.executor import Executor
-from fpipe.handlers.failures import PATIENCE, Failures, Watch, within
-from fpipe.handlers.links import Links, Lost, first_line
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
-from fpipe.handlers.routes import Routes
-from fpipe.handlers.wire import Payload
 from fpipe.plan import Plan
 from fpipe.programs.completions import receipts
 from fpipe.programs.program import Program
-from fpipe.tree import flatten
+from fpipe.stages.pytree import flatten
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

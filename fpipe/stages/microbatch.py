@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fpipe.tree import NAMESPACE, describe, short, summary
+from fpipe.stages.pytree import NAMESPACE, describe, short, summary
 
 
 class Microbatch(NamedTuple):

@@ -16,16 +16,9 @@ import optree
 import torch
 from torch import Tensor
 
-from fpipe import effects as fx
-from fpipe.errors import StageError
-from fpipe.layout import Strides, strides_of
-from fpipe.tree import ABSENT, NAMESPACE, Absent, Flat, Text, flatten, paths, short
+from fpipe.handlers.distributed.strides import Strides, strides_of
+from fpipe.stages.pytree import ABSENT, NAMESPACE, Absent, Flat, Text, flatten
 
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-HOW_TO_REGISTER = (
-    "only tensors, plain values and registered trees do; register its type with "
-    f"optree.register_pytree_node(cls, flatten, unflatten, namespace={NAMESPACE!r})"
-)
 DICTS = (dict, OrderedDict, defaultdict)
 
 
@@ -74,24 +67,6 @@ def same(a: Signature, b: Signature) -> bool:
     """Whether two signatures are equal, plain leaves as text: NaN is NaN, True is not 1."""
     plain = any(not isinstance(leaf, TensorSpec) and leaf is not None for leaf in a.leaves)
     return encode(a) == encode(b) if plain else a == b
-
-
-def check_plain(payload: Flat, rank: int, name: fx.Value) -> None:
-    """Refuse what can't go from stage to stage: a type that hides tensors would lose their gradients.
-
-    Raises:
-        StageError: a leaf that is neither a tensor nor plain.
-    """
-    for at, leaf in enumerate(payload.leaves):
-        if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN and leaf is not ABSENT:
-            kind = type(leaf)
-            raise StageError(
-                f"its output{short(paths(payload.tree)[at])} is a {kind.__module__}.{kind.__qualname__}, which can't "
-                f"go from stage to stage: {HOW_TO_REGISTER}",
-                rank=rank,
-                stage=name.stage,
-                microbatch=getattr(name, "microbatch", None),
-            )
 
 
 def encode(signature: Signature) -> bytes:

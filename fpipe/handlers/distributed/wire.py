@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe.layout import Strides, buffer, message, restored, strides_of
-from fpipe.signature import Signature, TensorSpec, same, signature_of
-from fpipe.tree import Flat
+from fpipe.handlers.distributed.signature import Signature, TensorSpec, same, signature_of
+from fpipe.handlers.distributed.strides import Strides, buffer, message, restored, strides_of
+from fpipe.stages.pytree import Flat
 
 Payload = Flat | list[Any]
 

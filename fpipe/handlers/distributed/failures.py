@@ -14,7 +14,7 @@ from typing import TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from fpipe.errors import StageError, TransportError
-from fpipe.handlers.links import Links, Lost
+from fpipe.handlers.distributed.connections import Links, Lost
 
 log = logging.getLogger("fpipe.transport")
 

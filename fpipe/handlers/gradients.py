@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fpipe.autodiff.pieces import Leaves
 from fpipe.plan import Plan
-from fpipe.stage import Entry, Pipeline
-from fpipe.tree import ABSENT, Path, flatten, indices, paths, paths_of, pick
+from fpipe.stages.pipeline import Entry, Pipeline
+from fpipe.stages.pytree import ABSENT, Path, flatten, indices, paths, paths_of, pick
 
 Key = Path | tuple[Entry, Path, int]
 """A leaf of a stage's params by its path; of a stage held elsewhere, the k-th leaf of a use of an entry it shares."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import StageError, TransportError
-from fpipe.handlers.failures import Failures
-from fpipe.handlers.links import Links
+from fpipe.handlers.distributed.connections import Links
+from fpipe.handlers.distributed.failures import Failures
+from fpipe.handlers.distributed.signature import signature_of
+from fpipe.handlers.distributed.wire import alike, look
 from fpipe.handlers.protocol import Inputs
-from fpipe.handlers.wire import alike, look
-from fpipe.signature import PLAIN, signature_of
-from fpipe.tree import Flat, flatten
+from fpipe.stages.pytree import PLAIN, Flat, flatten
 
 REMEMBERED = 64  # signatures of whole steps; the least recently used is forgotten, on every rank the same
 

@@ -7,21 +7,23 @@ from typing import Any
 
 import torch
 
-from fpipe.stage import Batch, Output, Pipeline, Read, Stage
-from fpipe.tree import ABSENT, Path, as_path, flatten, pick, short
+from fpipe.stages.pytree import ABSENT, Path, as_path, flatten, pick, short
+from fpipe.stages.stage import Batch, Output, Read, Stage
 
 
-def description(pipeline: Pipeline, params: Mapping[int, Any] | None = None) -> str:
+def description(
+    stages: Sequence[Stage], entries: Mapping[Any, Sequence[Any]], params: Mapping[int, Any] | None = None
+) -> str:
     """The table that `Pipeline.describe` gives.
 
     A function that knows what it holds says so by an attribute `contents`, with trees `params` and `state` of tensors
     that need no memory, `outputs` by name, where it `begins` and its `share` of the time; None where that isn't known.
     Where `params` has no entry for a stage, as for those of other ranks, its numbers are "—".
     """
-    contents: list[Any] = [getattr(stage.fn, "contents", None) for stage in pipeline.stages]
-    tied = {user: entry for entry, uses in pipeline.entries.items() for user in uses[1:]}
+    contents: list[Any] = [getattr(stage.fn, "contents", None) for stage in stages]
+    tied = {user: entry for entry, uses in entries.items() for user in uses[1:]}
     rows = []
-    for index, stage in enumerate(pipeline.stages):
+    for index, stage in enumerate(stages):
         row, known = {"stage": str(index)}, contents[index]
         if params is not None or known is not None:
             row |= _held(_own(known.params, index, tied) if params is None else params.get(index, ABSENT), stage)

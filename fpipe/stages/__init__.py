@@ -1,0 +1,1 @@
+"""Pure functions over pytrees, put together into a pipeline."""
