@@ -30,7 +30,8 @@ import torch.multiprocessing as mp
 import fpipe
 from benchmarks import models
 from fpipe import Pipeline, Placement, Plan, handlers, interop, lower, schedules
-from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, Sink, WeightGradients, prepared
+from fpipe.autodiff.graph.block import Sink
+from fpipe.autodiff.interface import Leaves, Pieces, Prepared, WeightGradients, prepared
 from fpipe.effects import Send
 from fpipe.handlers.distributed.signature import signature_of
 from fpipe.handlers.distributed.wire import SMALL, Wire

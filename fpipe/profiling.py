@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import effects as fx
 from fpipe.autodiff.functions import Deferred, Residuals
+from fpipe.autodiff.interface import Leaves, Piece, seed
 from fpipe.autodiff.options import Autodiff, Options, Policies
-from fpipe.autodiff.pieces import Leaves, Piece, seed
 from fpipe.costs import Costs, Shared
 from fpipe.errors import blaming
 from fpipe.handlers.distributed.strides import buffer, strides_of

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
+from fpipe.autodiff.interface import Pieces
 from fpipe.autodiff.options import Autodiff, Options, Policies
-from fpipe.autodiff.pieces import Pieces
 from fpipe.effects import Backward, BackwardWeight, parts
 from fpipe.errors import ScheduleError, StageError
 from fpipe.handlers.protocol import Handler, Inputs, Observer, Outcome, Results, Run, Witness

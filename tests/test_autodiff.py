@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fpipe import StageError, policies
 from fpipe.autodiff.eager import Eager
-from fpipe.autodiff.pieces import seed
+from fpipe.autodiff.interface import seed
 from fpipe.autodiff.traced import Traced
 from tests import stages
 from tests.oracle import (

@@ -23,8 +23,8 @@ from fpipe import Pipeline, Placement, Stage, StageError, handlers, policies, sc
 from fpipe.autodiff.eager import Eager
 from fpipe.autodiff.functions import Deferred as Deferring
 from fpipe.autodiff.functions import Residuals as Keeping
+from fpipe.autodiff.interface import Pieces
 from fpipe.autodiff.options import Options
-from fpipe.autodiff.pieces import Pieces
 from fpipe.autodiff.traced import Traced
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import with_loss

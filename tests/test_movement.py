@@ -11,9 +11,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import Stage
-from fpipe.autodiff import emit as emitting
-from fpipe.autodiff.emit import Block, emit
-from fpipe.autodiff.memory import note_views
+from fpipe.autodiff.graph import codegen as emitting
+from fpipe.autodiff.graph.aliasing import note_views
+from fpipe.autodiff.graph.block import Block
+from fpipe.autodiff.graph.codegen import emit
 from fpipe.autodiff.traced import Traced
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import flatten

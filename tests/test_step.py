@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fpipe
 from fpipe import Batch, Output, Pipeline, Placement, Plan, ScheduleError, Stage, handlers, interop, schedules
 from fpipe.autodiff.eager import Eager
-from fpipe.autodiff.pieces import Pieces
+from fpipe.autodiff.interface import Pieces
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, parts
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import with_loss

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fpipe.autodiff.pieces import Leaves, Prepared, Sink, WeightGradients, detached, detached_tree, prepared
+from fpipe.autodiff.graph.block import Sink
+from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients, detached, detached_tree, prepared
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Flat, flatten, viewed
 from fpipe.stages.stage import Stage

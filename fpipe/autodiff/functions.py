@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.call import Call
-from fpipe.autodiff.cut import BackwardBlocks, Cut, NotKept, cut, layout
-from fpipe.autodiff.emit import Block, emit
-from fpipe.autodiff.functional import functional
-from fpipe.autodiff.pieces import Leaves, Prepared, Sink, WeightGradients
-from fpipe.autodiff.shapes import Guards, guards
-from fpipe.autodiff.simplify import simplified
-from fpipe.autodiff.trace import AS_OUTPUT, Cotangent, Joint, trace
+from fpipe.autodiff.graph.block import Block, Sink
+from fpipe.autodiff.graph.codegen import emit
+from fpipe.autodiff.graph.cse import simplified
+from fpipe.autodiff.graph.functionalize import functional
+from fpipe.autodiff.graph.guards import Guards, guards
+from fpipe.autodiff.graph.partition import BackwardBlocks, Cut, NotKept, cut, layout
+from fpipe.autodiff.graph.signature import Call
+from fpipe.autodiff.graph.trace import AS_OUTPUT, Cotangent, Joint, trace
+from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients
 from fpipe.errors import StageError
 from fpipe.policies import Policy
 from fpipe.stages.stage import Stage

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fpipe.autodiff.eager import Eager
-from fpipe.autodiff.pieces import Piece
+from fpipe.autodiff.interface import Piece
 from fpipe.autodiff.traced import Graphs, Traced
 from fpipe.policies import Policy, everything_saveable
 from fpipe.stages.pipeline import Pipeline

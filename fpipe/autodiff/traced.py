@@ -17,10 +17,11 @@ from typing import Any
 import optree
 import torch
 
-from fpipe.autodiff.call import Call, Impure, Tree, Untraceable, ambient, glance, leaf, leaves
 from fpipe.autodiff.eager import NO_REENTRANT, Eager, is_reentrant
 from fpipe.autodiff.functions import Deferred, Functions, Recipe, Residuals
-from fpipe.autodiff.pieces import Leaves, Prepared, Sink, WeightGradients, prepared
+from fpipe.autodiff.graph.block import Sink
+from fpipe.autodiff.graph.signature import Call, Impure, Tree, Untraceable, ambient, glance, leaf, leaves
+from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients, prepared
 from fpipe.errors import StageError
 from fpipe.policies import Policy, everything_saveable
 from fpipe.stages.microbatch import Microbatch

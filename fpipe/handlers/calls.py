@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from fpipe import effects as fx
-from fpipe.autodiff.pieces import Leaves, Pieces, Prepared, counts, detached_tree, discounted, seed, weighed, zeros
+from fpipe.autodiff.interface import Leaves, Pieces, Prepared, counts, detached_tree, discounted, seed, weighed, zeros
 from fpipe.effects import frees, gives, needs
 from fpipe.handlers.gradients import Key, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results

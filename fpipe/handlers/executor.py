@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fpipe import effects as fx
-from fpipe.autodiff.pieces import Pieces
+from fpipe.autodiff.interface import Pieces
 from fpipe.errors import StageError
 from fpipe.handlers.calls import Calls, Channels, Step
 from fpipe.handlers.gradients import Key, received, total

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.pieces import Leaves
+from fpipe.autodiff.interface import Leaves
 from fpipe.plan import Plan
 from fpipe.stages.pipeline import Entry, Pipeline
 from fpipe.stages.pytree import ABSENT, Path, flatten, indices, paths, paths_of, pick

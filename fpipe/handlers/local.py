@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fpipe import effects as fx
-from fpipe.autodiff.pieces import Pieces
+from fpipe.autodiff.interface import Pieces
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
 from fpipe.plan import Plan

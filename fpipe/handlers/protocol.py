@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from fpipe.autodiff.pieces import Pieces
+from fpipe.autodiff.interface import Pieces
 from fpipe.effects import Effect, Name, Value
 from fpipe.plan import Plan
 from fpipe.programs.program import Program, Programs

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.pieces import Pieces, counts, detached_tree, prepared, seed, weighed
+from fpipe.autodiff.interface import Pieces, counts, detached_tree, prepared, seed, weighed
 from fpipe.effects import Backward, BackwardWeight
 from fpipe.errors import blaming
 from fpipe.handlers.gradients import add, copied, total

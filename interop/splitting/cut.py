@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fpipe.autodiff.trace import draws
+from fpipe.autodiff.graph.trace import draws
 from fpipe.interop.splitting.export import MARK, Exported
 from fpipe.interop.splitting.sizes import conditions, symbols, written
 

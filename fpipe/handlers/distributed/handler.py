@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from fpipe import effects as fx
-from fpipe.autodiff.pieces import Pieces
+from fpipe.autodiff.interface import Pieces
 from fpipe.errors import ScheduleError, StageError, TransportError
 from fpipe.handlers.distributed.channels import Routes
 from fpipe.handlers.distributed.connections import Links, Lost, first_line

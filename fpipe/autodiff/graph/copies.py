@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fpipe.autodiff.functional import written
-from fpipe.autodiff.memory import memory, root, size
-from fpipe.autodiff.moves import (
+from fpipe.autodiff.graph.aliasing import memory, root, size
+from fpipe.autodiff.graph.block import Block
+from fpipe.autodiff.graph.functionalize import written
+from fpipe.autodiff.graph.layouts import (
     RESHAPES,
     TRANSPOSES,
     Order,
@@ -47,9 +48,6 @@ from fpipe.autodiff.moves import (
     source_of,
     split,
 )
-
-if TYPE_CHECKING:
-    from fpipe.autodiff.emit import Block
 
 aten = torch.ops.aten
 PARTS = {aten.select_backward.default, aten.slice_backward.default}

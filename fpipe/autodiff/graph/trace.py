@@ -26,8 +26,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import policies
-from fpipe.autodiff.call import Call, Leaf, Spec, Static, Untraceable
-from fpipe.autodiff.shapes import symbolic
+from fpipe.autodiff.graph.guards import symbolic
+from fpipe.autodiff.graph.signature import Call, Leaf, Spec, Static, Untraceable
 from fpipe.stages.pytree import flatten, viewed
 from fpipe.stages.stage import Stage
 

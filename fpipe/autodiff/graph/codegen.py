@@ -25,34 +25,13 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.autodiff.functional import gives_itself, written
-from fpipe.autodiff.memory import root
-from fpipe.autodiff.movement import fewer_moves
-from fpipe.autodiff.pieces import Sink
+from fpipe.autodiff.graph.aliasing import root
+from fpipe.autodiff.graph.block import Block, Sink
+from fpipe.autodiff.graph.copies import fewer_moves
+from fpipe.autodiff.graph.functionalize import gives_itself, written
 
 SIMPLE = (bool, int, str, type(None))
 OPERATORS = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.mod: "%"}
-
-
-@dataclass(frozen=True)
-class Block:
-    """Part of a graph.
-
-    Args:
-        inputs: by the function's arguments, in which order a list has which values.
-        body: what runs, in order.
-        outputs: lists of values, each a node, or what it is.
-        empties: the argument whose list is emptied before anything runs, so that values can be given up.
-        large: which of the first outputs, by number, a sink is offered as soon as they are there, so that they needn't
-            all live at once; None where the function takes no sink.
-    """
-
-    name: str
-    inputs: Mapping[str, Sequence[fx.Node | None]]
-    body: Sequence[fx.Node]
-    outputs: Sequence[Sequence[Any]]
-    empties: str | None = None
-    large: frozenset[int] | None = None
 
 
 @dataclass

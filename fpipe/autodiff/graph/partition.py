@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fpipe.autodiff.economy import worth_keeping
-from fpipe.autodiff.emit import Block
-from fpipe.autodiff.functional import impure
-from fpipe.autodiff.memory import hint, memory, root, size
-from fpipe.autodiff.simplify import expression, random
-from fpipe.autodiff.trace import Cotangent, Joint
+from fpipe.autodiff.graph.aliasing import hint, memory, root, size
+from fpipe.autodiff.graph.block import Block
+from fpipe.autodiff.graph.cse import expression, random
+from fpipe.autodiff.graph.functionalize import impure
+from fpipe.autodiff.graph.rematerialise import worth_keeping
+from fpipe.autodiff.graph.trace import Cotangent, Joint
 from fpipe.errors import StageError
 from fpipe.policies import Policy, Value
 

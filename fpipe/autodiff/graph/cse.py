@@ -13,10 +13,10 @@ from typing import Any
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fpipe.autodiff.call import Untraceable
-from fpipe.autodiff.functional import geometry, impure
-from fpipe.autodiff.memory import note_views, storage
-from fpipe.autodiff.trace import Joint, draws
+from fpipe.autodiff.graph.aliasing import note_views, storage
+from fpipe.autodiff.graph.functionalize import geometry, impure
+from fpipe.autodiff.graph.signature import Untraceable
+from fpipe.autodiff.graph.trace import Joint, draws
 
 
 def random(node: fx.Node) -> bool:

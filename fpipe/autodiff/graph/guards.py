@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fpipe.autodiff.call import Call, Spec
+from fpipe.autodiff.graph.signature import Call, Spec
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from torch import fx
 
-from fpipe.autodiff.memory import root
+from fpipe.autodiff.graph.aliasing import root
 
 
 def worth_keeping(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fpipe.autodiff.call import Impure, Untraceable
-from fpipe.autodiff.memory import storage
-from fpipe.autodiff.trace import Joint
+from fpipe.autodiff.graph.aliasing import storage
+from fpipe.autodiff.graph.signature import Impure, Untraceable
+from fpipe.autodiff.graph.trace import Joint
 
 aten = torch.ops.aten
 

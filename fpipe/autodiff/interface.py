@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fpipe.autodiff.graph.block import Sink
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import HOW_TO_REGISTER, PLAIN, Flat, Path, as_path, flatten, indices, paths_of, short
@@ -31,13 +32,6 @@ class WeightGradients(list[Any]):
     def __init__(self, leaves: Leaves, fresh: Collection[int] = ()) -> None:
         super().__init__(leaves)
         self.fresh = fresh
-
-
-class Sink(Protocol):
-    """Takes weight gradients as soon as they are there."""
-
-    def take(self, i: int, gradient: Tensor) -> bool:
-        """Add the i-th gradient now, if that can be done in place; whether it was."""
 
 
 class Piece(Protocol):
