@@ -10,15 +10,15 @@ from fpipe._lazy import attach
 if TYPE_CHECKING:
     from fpipe.costs import Costs, Link
     from fpipe.errors import ScheduleError, StageError, TransportError
-    from fpipe.gathering import gather
-    from fpipe.live import LiveBytes, peak_bytes
     from fpipe.norms import clip_by_global_norm, global_norm
     from fpipe.plan import Edges, Placement, Plan
-    from fpipe.profiling import profile
+    from fpipe.profiling.gathering import gather
+    from fpipe.profiling.live_bytes import LiveBytes, peak_bytes
+    from fpipe.profiling.profiler import profile
+    from fpipe.profiling.recording import Recording
     from fpipe.programs.lowering import lower
     from fpipe.programs.program import Program
     from fpipe.programs.verifier import Report, verify
-    from fpipe.recording import Recording
     from fpipe.stages.pipeline import Pipeline
     from fpipe.stages.stage import Batch, Output, Stage
     from fpipe.step import evaluate, value_and_grad

@@ -15,9 +15,9 @@ from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.effects import Backward, BackwardWeight, parts
 from fpipe.errors import ScheduleError, StageError
 from fpipe.handlers.protocol import Handler, Inputs, Observer, Outcome, Results, Run, Witness
-from fpipe.observe import observing
 from fpipe.plan import Plan, Schedule
 from fpipe.policies import everything_saveable
+from fpipe.profiling.observers import observing
 from fpipe.programs.lowering import forward_only, lower, wavefront
 from fpipe.programs.program import Programs
 from fpipe.programs.verifier import check

@@ -8,8 +8,8 @@ import numpy as np
 
 from fpipe import Placement, Plan
 from fpipe.effects import BackwardInput, Forward
-from fpipe.tensorboard.columns import Columns, Header
-from fpipe.tensorboard.writer import Writer
+from fpipe.tensorboard.files.columns import Columns, Header
+from fpipe.tensorboard.files.writer import Writer
 
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = [f"--{flag}" for flag in ("headless", "no-sandbox", "disable-gpu", "disable-sync", "no-first-run")]

@@ -9,10 +9,10 @@ import pytest
 
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
 from fpipe.effects import TABLE, Forward, Recv
-from fpipe.tensorboard import columns
-from fpipe.tensorboard.captures import Place, assemble, columns_of, parsed, placed, tag
-from fpipe.tensorboard.columns import BadColumns, Clock, Columns, Header, decode, encode
-from fpipe.tensorboard.summary import summary
+from fpipe.tensorboard.files import columns
+from fpipe.tensorboard.files.captures import Place, assemble, columns_of, parsed, placed, tag
+from fpipe.tensorboard.files.columns import BadColumns, Clock, Columns, Header, decode, encode
+from fpipe.tensorboard.server.summary import summary
 from tests.test_recording import PLANS
 
 COSTS = Costs(forward=1, backward_input=1.1, backward_weight=0.7, communication=Link(0.1, 40), activation=10)
@@ -236,7 +236,7 @@ def test_a_summary_is_the_timelines_own_account():
 
 
 def test_too_many_gaps_are_not_listed(monkeypatch):
-    monkeypatch.setattr("fpipe.tensorboard.summary.MOST_GAPS", 3)
+    monkeypatch.setattr("fpipe.tensorboard.server.summary.MOST_GAPS", 3)
     assert summary(assemble(GOOD))["gaps"] is None
 
 

@@ -10,11 +10,12 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
-from fpipe.tensorboard import disk, writer
-from fpipe.tensorboard.captures import columns_of
-from fpipe.tensorboard.columns import BadColumns, Header, encode
-from fpipe.tensorboard.disk import Key, find
-from fpipe.tensorboard.writer import Writer, write
+from fpipe.tensorboard.files import reader as disk
+from fpipe.tensorboard.files import writer
+from fpipe.tensorboard.files.captures import columns_of
+from fpipe.tensorboard.files.columns import BadColumns, Header, encode
+from fpipe.tensorboard.files.reader import Key, find
+from fpipe.tensorboard.files.writer import Writer, write
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = Plan(Placement.loop(2), 4)

@@ -8,7 +8,7 @@ import torch
 import fpipe
 from fpipe import handlers
 from fpipe.tensorboard import Recorder
-from fpipe.tensorboard.disk import Key, find
+from fpipe.tensorboard.files.reader import Key, find
 from tests import cases, jobs
 
 pytestmark = [

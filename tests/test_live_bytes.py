@@ -10,7 +10,7 @@ import fpipe
 from fpipe import Costs, LiveBytes, Output, Pipeline, Placement, Plan, Stage, handlers, schedules
 from fpipe.costs import Shared
 from fpipe.effects import Activation, Deferred, Forward, Residuals
-from fpipe.live import peak_bytes
+from fpipe.profiling.live_bytes import peak_bytes
 from tests import cases, jobs, live_jobs
 
 SCHEDULES = [

@@ -10,7 +10,7 @@ import pytest
 import fpipe
 from fpipe import handlers
 from fpipe.effects import Activation, Forward, Recv, needs
-from fpipe.observe import EffectLog, Several
+from fpipe.profiling.observers import EffectLog, Several
 from tests import cases, jobs
 
 

@@ -16,9 +16,9 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
 from fpipe.effects import Gradient, Recv, Send
-from fpipe.tensorboard.captures import assemble, columns_of
-from fpipe.tensorboard.columns import Header, encode
-from fpipe.tensorboard.exports import extras
+from fpipe.tensorboard.files.captures import assemble, columns_of
+from fpipe.tensorboard.files.columns import Header, encode
+from fpipe.tensorboard.server.exports import extras
 from fpipe.timelines.perfetto import Extras, chrome_json, label, pftrace
 from fpipe.timelines.timeline import Spans, Timeline
 

@@ -12,12 +12,12 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
-from fpipe.tensorboard import writer as writing
-from fpipe.tensorboard.captures import PLUGIN, assemble, columns_of, tag
-from fpipe.tensorboard.columns import Header, decode
-from fpipe.tensorboard.plugin import PipelinePlugin
-from fpipe.tensorboard.summary import summary
-from fpipe.tensorboard.writer import Writer, write
+from fpipe.tensorboard.files import writer as writing
+from fpipe.tensorboard.files.captures import PLUGIN, assemble, columns_of, tag
+from fpipe.tensorboard.files.columns import Header, decode
+from fpipe.tensorboard.files.writer import Writer, write
+from fpipe.tensorboard.server.plugin import PipelinePlugin
+from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
 from tests.board import Board
 

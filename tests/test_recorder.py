@@ -13,14 +13,15 @@ import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import fpipe
-from fpipe import gathering, handlers
+from fpipe import handlers
 from fpipe.effects import TABLE, Recv
+from fpipe.profiling import gathering
 from fpipe.stages.pytree import flatten
 from fpipe.tensorboard import Recorder
-from fpipe.tensorboard import recorder as recorder_of
-from fpipe.tensorboard.disk import Key, find
-from fpipe.tensorboard.marks import Kept, Marks
-from fpipe.tensorboard.writer import Writer
+from fpipe.tensorboard.files.reader import Key, find
+from fpipe.tensorboard.files.writer import Writer
+from fpipe.tensorboard.recording import recorder as recorder_of
+from fpipe.tensorboard.recording.device_clock import Kept, Marks
 from fpipe.timelines.measurement import Columns
 from tests import cases, jobs, live_jobs
 
@@ -404,8 +405,8 @@ class Device:
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: "aside")
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12345)
-        for module in ("marks", "recorder"):
-            monkeypatch.setattr(f"fpipe.tensorboard.{module}.time.perf_counter", self.clock)
+        for module in ("device_clock", "recorder"):
+            monkeypatch.setattr(f"fpipe.tensorboard.recording.{module}.time.perf_counter", self.clock)
 
     def clock(self):
         self.now += 1e-7

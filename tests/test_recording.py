@@ -9,8 +9,8 @@ import torch
 import fpipe
 from fpipe import Costs, Link, Measurement, Placement, Plan, ScheduleError, StageError, handlers, lower, schedules
 from fpipe.effects import Activation, Backward, Forward, Gradient, Recv, Reduce, Send, needs
-from fpipe.gathering import gather
-from fpipe.recording import Recording
+from fpipe.profiling.gathering import gather
+from fpipe.profiling.recording import Recording
 from fpipe.timelines.measurement import Account
 from fpipe.timelines.simulator import play
 from fpipe.timelines.timeline import CAUSES

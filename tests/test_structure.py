@@ -63,8 +63,31 @@ LAYOUT = {
     "fpipe.timelines": "programs costs plan effects errors",
     "fpipe.schedules": "timelines programs costs plan effects errors",
     "fpipe.stages": "plan effects errors",
+    "fpipe.policies": "",
+    "fpipe.autodiff.graph": "policies stages errors",
+    "fpipe.autodiff": "autodiff.graph policies stages plan effects errors",
+    "fpipe.handlers": "autodiff stages programs plan effects errors",
+    "fpipe.handlers.distributed": "handlers autodiff stages programs plan effects errors",
+    "fpipe.profiling": "handlers handlers.distributed autodiff stages timelines programs costs plan effects errors",
+    "fpipe.norms": "handlers handlers.distributed stages plan errors",
+    "fpipe.step": "profiling handlers autodiff policies stages programs plan effects errors",
+    "fpipe.tensorboard.files": "timelines programs plan effects errors",
+    "fpipe.tensorboard.server": "tensorboard.files timelines effects",
+    "fpipe.tensorboard.recording": (
+        "tensorboard.files profiling norms handlers stages timelines programs plan effects errors"
+    ),
 }
-TORCH_FREE = ["effects", "errors", "plan", "costs", "programs", "timelines", "schedules"]
+TORCH_FREE = [
+    "effects",
+    "errors",
+    "plan",
+    "costs",
+    "programs",
+    "timelines",
+    "schedules",
+    "tensorboard.files",
+    "tensorboard.server",
+]
 
 
 def package_of(module):

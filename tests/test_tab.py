@@ -9,11 +9,11 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.effects import BackwardInput, BackwardWeight, Forward, Recv, Send
-from fpipe.tensorboard.captures import columns_of
-from fpipe.tensorboard.columns import Clock, Header
-from fpipe.tensorboard.disk import Key, find
-from fpipe.tensorboard.summary import summary
-from fpipe.tensorboard.writer import Writer, write
+from fpipe.tensorboard.files.captures import columns_of
+from fpipe.tensorboard.files.columns import Clock, Header
+from fpipe.tensorboard.files.reader import Key, find
+from fpipe.tensorboard.files.writer import Writer, write
+from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.timeline import CAUSES
 from tests.board import Board

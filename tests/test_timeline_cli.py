@@ -20,9 +20,9 @@ from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.cli import app
 from fpipe.cli.recorded import plain
 from fpipe.effects import Reduce
-from fpipe.tensorboard.captures import columns_of
-from fpipe.tensorboard.columns import Clock, Header
-from fpipe.tensorboard.writer import Writer, write
+from fpipe.tensorboard.files.captures import columns_of
+from fpipe.tensorboard.files.columns import Clock, Header
+from fpipe.tensorboard.files.writer import Writer, write
 from fpipe.timelines.comparison import Difference, path_segments, path_shares
 from fpipe.timelines.timeline import Spans, Timeline
 

@@ -15,8 +15,8 @@ from fpipe.timelines.comparison import Difference, path_segments, path_shares
 from fpipe.timelines.format import number, percent, scale_of, size
 
 if TYPE_CHECKING:
-    from fpipe.tensorboard.captures import Capture
-    from fpipe.tensorboard.disk import Key, Listing
+    from fpipe.tensorboard.files.captures import Capture
+    from fpipe.tensorboard.files.reader import Key, Listing
 
 _SUFFIXES = (".pftrace", ".json", ".svg", ".png", ".pdf", ".csv")
 _LONGEST = 200  # characters of a name that are shown
@@ -168,7 +168,7 @@ def _opened(given: str, kind: Kind | None, step: int | None) -> Run:
 
 def _listed(folder: str) -> "Listing":
     """What there is of the one run in a folder."""
-    from fpipe.tensorboard.disk import find
+    from fpipe.tensorboard.files.reader import find
 
     try:
         listing = find(folder)
@@ -190,8 +190,8 @@ def _listed(folder: str) -> "Listing":
 
 
 def _read(name: str, listing: "Listing", kind: Kind, step: int) -> Run:
-    from fpipe.tensorboard.columns import BadColumns
-    from fpipe.tensorboard.disk import Key
+    from fpipe.tensorboard.files.columns import BadColumns
+    from fpipe.tensorboard.files.reader import Key
 
     key = Key(listing.experiments[0], kind, step)
     try:
@@ -284,7 +284,7 @@ def _compare(a: Run, b: Run, as_json: bool) -> None:
 
 
 def _write(out: Path, run: Run) -> None:
-    from fpipe.tensorboard.exports import MissingPackage, save
+    from fpipe.tensorboard.server.exports import MissingPackage, save
 
     try:
         with replacing(out) as file:

@@ -209,7 +209,7 @@ def simulate(
 
 
 def _write(logdir: Path, name: str, timeline: Timeline, unit: str) -> None:
-    from fpipe.tensorboard.writer import write
+    from fpipe.tensorboard.files.writer import write
 
     with _progress(f"write {logdir}"):
         try:

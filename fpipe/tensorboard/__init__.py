@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from fpipe._lazy import attach
 
 if TYPE_CHECKING:
-    from fpipe.tensorboard.recorder import Recorder
+    from fpipe.tensorboard.recording.recorder import Recorder
 
 __all__ = [
     "Recorder",

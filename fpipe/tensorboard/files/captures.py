@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fpipe.effects import Effect
 from fpipe.plan import Plan
-from fpipe.tensorboard.columns import BadColumns, Columns, Header, decode
+from fpipe.tensorboard.files.columns import BadColumns, Columns, Header, decode
 from fpipe.timelines.timeline import Spans, Timeline
 
 PLUGIN = "fpipe_timeline"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
-from fpipe.tensorboard.captures import Capture
+from fpipe.tensorboard.files.captures import Capture
 from fpipe.timelines.timeline import Timeline
 
 MOST_GAPS = 50_000  # of all ranks, that are listed one by one

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import ScheduleError, TransportError
+from fpipe.profiling.recording import Recording
 from fpipe.programs.program import Programs
-from fpipe.recording import Recording
 from fpipe.timelines.measurement import Columns, Measurement
 
 ROUNDS = 64  # messages each way by which two clocks are compared

@@ -20,10 +20,10 @@ from tensorboard.plugins.base_plugin import FrontendMetadata, TBContext, TBPlugi
 from werkzeug.exceptions import BadRequest, HTTPException, NotFound, UnprocessableEntity
 from werkzeug.wrappers import Request, Response
 
-from fpipe.tensorboard.captures import PLUGIN, Capture, assemble, parsed, placed
-from fpipe.tensorboard.columns import BadColumns
-from fpipe.tensorboard.listing import listing
-from fpipe.tensorboard.summary import summary
+from fpipe.tensorboard.files.captures import PLUGIN, Capture, assemble, parsed, placed
+from fpipe.tensorboard.files.columns import BadColumns
+from fpipe.tensorboard.server.listing import listing
+from fpipe.tensorboard.server.summary import summary
 
 TYPES_OF_FILES = {".js": "application/javascript", ".css": "text/css"}
 KEPT = 4  # captures that stay put together, for the summary, comparison and exports of one
@@ -140,7 +140,7 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         return asked.answer(Difference(one.timeline, other.timeline).as_json())
 
     def _export(self, asked: Asked) -> Response:
-        from fpipe.tensorboard.exports import TYPES, MissingPackage, exported
+        from fpipe.tensorboard.server.exports import TYPES, MissingPackage, exported
 
         form = asked.text("format")
         if form not in TYPES:
@@ -243,7 +243,7 @@ def _bytes(tensor: Any) -> bytes:
 
 def _static() -> Iterator[tuple[str, View]]:
     """The page's files; there are no others."""
-    for file in files("fpipe.tensorboard").joinpath("static").iterdir():
+    for file in files("fpipe.tensorboard.server").joinpath("static").iterdir():
         kind = TYPES_OF_FILES.get("." + file.name.rpartition(".")[2])
         if kind is not None:
             yield f"/{file.name}", _file(file.read_bytes(), kind)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 
-from fpipe.tensorboard.captures import Capture, assemble, parsed, placed
+from fpipe.tensorboard.files.captures import Capture, assemble, parsed, placed
 
 _HEADER, _FOOTER = 12, 4  # bytes around a record: its length and the checksum of that, and its own checksum
 

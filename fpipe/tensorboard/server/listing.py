@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fpipe.tensorboard.captures import parsed, placed
+from fpipe.tensorboard.files.captures import parsed, placed
 
 
 def listing(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from fpipe.effects import TABLE
 from fpipe.programs.program import Programs
-from fpipe.tensorboard.captures import columns_of
-from fpipe.tensorboard.columns import Clock, Header
-from fpipe.tensorboard.held import Held
-from fpipe.tensorboard.writer import Writer
+from fpipe.tensorboard.files.captures import columns_of
+from fpipe.tensorboard.files.columns import Clock, Header
+from fpipe.tensorboard.files.writer import Writer
+from fpipe.tensorboard.recording.memory import Held
 from fpipe.timelines.measurement import Measurement
 from fpipe.timelines.simulator import play
 from fpipe.timelines.timeline import CAUSES, Timeline

@@ -22,8 +22,8 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from fpipe.effects import Recv, Send
 from fpipe.programs.interning import Numbering
 from fpipe.programs.memory import bytes_on
-from fpipe.tensorboard.captures import KINDS, PLUGIN, columns_of, tag
-from fpipe.tensorboard.columns import Columns, Header, encode
+from fpipe.tensorboard.files.captures import KINDS, PLUGIN, columns_of, tag
+from fpipe.tensorboard.files.columns import Columns, Header, encode
 from fpipe.timelines.format import sized
 from fpipe.timelines.timeline import Timeline
 

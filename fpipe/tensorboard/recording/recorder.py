@@ -27,16 +27,16 @@ from torch import Tensor
 
 from fpipe.effects import Effect, Value
 from fpipe.errors import ScheduleError, TransportError
-from fpipe.gathering import digest, gathered
 from fpipe.handlers.protocol import Handler, Outcome, Store
 from fpipe.norms import squares
+from fpipe.profiling.gathering import digest, gathered
+from fpipe.profiling.recording import Recording
 from fpipe.programs.program import Programs
-from fpipe.recording import Recording
-from fpipe.tensorboard.background import Background
-from fpipe.tensorboard.captured import Captured, Files
-from fpipe.tensorboard.held import Held
-from fpipe.tensorboard.marks import Kept, Later, Marks
-from fpipe.tensorboard.writer import Writer
+from fpipe.tensorboard.files.writer import Writer
+from fpipe.tensorboard.recording.background import Background
+from fpipe.tensorboard.recording.captured import Captured, Files
+from fpipe.tensorboard.recording.device_clock import Kept, Later, Marks
+from fpipe.tensorboard.recording.memory import Held
 from fpipe.timelines.measurement import Measurement
 
 FLUSH = 5.0  # seconds after which curves are written, also when no step is captured

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fpipe.effects import parts
-from fpipe.tensorboard.captures import Capture
-from fpipe.tensorboard.columns import Columns, Header
+from fpipe.tensorboard.files.captures import Capture
+from fpipe.tensorboard.files.columns import Columns, Header
 from fpipe.timelines.format import extent, percent, scale_of
 from fpipe.timelines.perfetto import Extras, chrome_json, pftrace
 

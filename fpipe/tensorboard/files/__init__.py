@@ -1,0 +1,1 @@
+"""Timelines in event files: their bytes, written and read. No torch."""

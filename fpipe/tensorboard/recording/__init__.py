@@ -1,0 +1,1 @@
+"""What records timelines and scalars of a run."""
