@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from torch import fx, nn
 
-from fpipe.interop.modules import ModuleFunction
-from fpipe.interop.splitting.cut import Flow
+from fpipe.interop.modules.functions import ModuleFunction
 from fpipe.interop.splitting.export import export
-from fpipe.interop.splitting.graph import GraphFunction
+from fpipe.interop.splitting.partition import Flow
 from fpipe.interop.splitting.split import assembled
+from fpipe.interop.splitting.stage_graph import GraphFunction
 from fpipe.stages.pipeline import Pipeline
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fpipe.interop.modules import Tree
+from fpipe.interop.modules.functions import Tree
+from fpipe.interop.modules.state_dicts import from_state_dict
 from fpipe.interop.splitting.split import split as split_module
-from fpipe.interop.state_dicts import from_state_dict
 from fpipe.stages.pipeline import Pipeline
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"

@@ -8,20 +8,9 @@ from fpipe.costs import Costs
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
-from fpipe.schedules.building_blocks import (
-    Fill,
-    Shape,
-    Words,
-    Work,
-    best_words,
-    block,
-    effects,
-    even,
-    repeat,
-    squeeze,
-)
-from fpipe.schedules.placements import a_v
+from fpipe.schedules.requirements import a_v
 from fpipe.schedules.table import from_table
+from fpipe.schedules.v_blocks import Fill, Shape, Words, Work, best_words, block, effects, even, repeat, squeeze
 from fpipe.schedules.zb_v import orders as zb_v_orders
 
 

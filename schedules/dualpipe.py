@@ -13,7 +13,7 @@ from itertools import count
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Compute, Effect, Forward, Overlap
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan
-from fpipe.schedules.placements import a_v
+from fpipe.schedules.requirements import a_v
 
 KINDS: dict[str, type[Forward | Backward | BackwardInput]] = {"F": Forward, "B": Backward, "I": BackwardInput}
 

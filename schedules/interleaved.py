@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from fpipe.effects import Backward, Effect, Forward
 from fpipe.plan import Plan
-from fpipe.schedules.placements import a_loop
+from fpipe.schedules.requirements import a_loop
 
 
 def interleaved_1f1b(rank: int, plan: Plan) -> Iterator[Effect]:

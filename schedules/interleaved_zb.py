@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fpipe.effects import BackwardInput, BackwardWeight, Effect, Forward
 from fpipe.plan import Plan
 from fpipe.schedules.interleaved import in_groups
-from fpipe.schedules.placements import a_loop
+from fpipe.schedules.requirements import a_loop
 
 
 def interleaved_zb(rank: int, plan: Plan) -> Iterator[Effect]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fpipe.effects import Effect
 from fpipe.plan import Plan
 from fpipe.schedules.gpipe import gpipe
-from fpipe.schedules.placements import a_loop
+from fpipe.schedules.requirements import a_loop
 
 
 def looped_bfs(rank: int, plan: Plan) -> Iterator[Effect]:

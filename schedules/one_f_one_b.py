@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from fpipe.effects import Backward, Effect, Forward
 from fpipe.plan import Plan
-from fpipe.schedules.placements import one_stage
+from fpipe.schedules.requirements import one_stage
 
 
 def one_f_one_b(rank: int, plan: Plan) -> Iterator[Effect]:

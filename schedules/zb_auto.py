@@ -6,7 +6,7 @@ from functools import partial
 from fpipe.costs import Costs
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
-from fpipe.schedules.greedy import greedy
+from fpipe.schedules.list_scheduling import greedy
 from fpipe.schedules.table import from_table
 from fpipe.schedules.zero_bubble import in_rounds
 from fpipe.timelines.simulator import simulate

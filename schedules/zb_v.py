@@ -6,8 +6,8 @@ from functools import lru_cache, partial
 from fpipe.costs import Costs
 from fpipe.effects import Effect
 from fpipe.plan import Plan
-from fpipe.schedules.building_blocks import FA, FB, IA, IB, WA, WB, Word, Words, best_words, effects, even
-from fpipe.schedules.placements import a_v
+from fpipe.schedules.requirements import a_v
+from fpipe.schedules.v_blocks import FA, FB, IA, IB, WA, WB, Word, Words, best_words, effects, even
 
 
 def zb_v(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effect]:

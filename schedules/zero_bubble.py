@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from fpipe.effects import BackwardInput, BackwardWeight, Effect, Forward
 from fpipe.plan import Plan
-from fpipe.schedules.placements import one_stage
+from fpipe.schedules.requirements import one_stage
 
 
 def zb_h1(rank: int, plan: Plan) -> Iterator[Effect]:

@@ -371,7 +371,7 @@ def test_a_kill_at_any_call_of_the_operating_systems_leaves_one_whole(tmp_path):
 
 def die_amid_saving(rank, folder):
     """Rank 1 ends while it writes the second time."""
-    from fpipe.interop.checkpoints import checkpoint
+    from fpipe.interop.checkpoints import checkpoints as checkpoint
 
     pipeline, params = blocks([0, 2])
     plan = pipeline.plan(Placement.loop(2), 1)
@@ -767,7 +767,7 @@ def test_keeping_none_is_refused(tmp_path):
 
 
 def test_what_is_donated_meanwhile_is_saved_as_it_was(tmp_path, monkeypatch):
-    from fpipe.interop.checkpoints import checkpoint
+    from fpipe.interop.checkpoints import checkpoints as checkpoint
 
     written, order = checkpoint.written, []
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import fpipe
 from fpipe import Costs, Placement, Plan
 from fpipe.cli import app
-from fpipe.cli.terminal import gantt
+from fpipe.cli.tables import gantt
 from fpipe.programs.verifier import verify
 from fpipe.schedules.catalogue import CATALOGUE, recut, shares
 

@@ -24,7 +24,7 @@ from fpipe.effects import (
     Reduce,
     Send,
 )
-from fpipe.interop.pipelining import from_csv, to_csv
+from fpipe.interop.torch_csv import from_csv, to_csv
 from fpipe.schedules import from_table, gpipe, interleaved_1f1b
 from fpipe.schedules.catalogue import CATALOGUE
 from tests import torch_jobs

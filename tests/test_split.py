@@ -16,8 +16,8 @@ import fpipe
 from fpipe import Batch, Output, Placement, handlers, interop
 from fpipe.interop.splitting import split as splitting
 from fpipe.interop.splitting.balance import estimate, places
-from fpipe.interop.splitting.cut import Flow
 from fpipe.interop.splitting.export import export
+from fpipe.interop.splitting.partition import Flow
 from tests import split_cases
 from tests.cases import mse
 from tests.jobs import differences

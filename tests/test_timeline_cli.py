@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.cli import app
-from fpipe.cli.recorded import plain
+from fpipe.cli.timeline import plain
 from fpipe.effects import Reduce
 from fpipe.tensorboard.files.captures import columns_of
 from fpipe.tensorboard.files.columns import Clock, Header

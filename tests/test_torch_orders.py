@@ -4,7 +4,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from fpipe import Placement, Plan
-from fpipe.interop.pipelining import to_csv
+from fpipe.interop.torch_csv import to_csv
 from fpipe.schedules.dualpipe import dualpipe_v
 from fpipe.schedules.gpipe import gpipe
 from fpipe.schedules.interleaved import interleaved_1f1b

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, draw, simulate, verify
 from fpipe.effects import BackwardInput, Forward
-from fpipe.schedules.building_blocks import (
+from fpipe.schedules.controllable_memory import third, v_auto, v_half, v_min
+from fpipe.schedules.table import from_table
+from fpipe.schedules.v_blocks import (
     IA,
     STRETCHES,
     Fill,
@@ -23,8 +25,6 @@ from fpipe.schedules.building_blocks import (
     repeat,
     squeeze,
 )
-from fpipe.schedules.controllable_memory import third, v_auto, v_half, v_min
-from fpipe.schedules.table import from_table
 from fpipe.schedules.zb_v import zb_v
 
 PEAKS = {zb_v: lambda p: p, v_half: lambda p: (p + 2) // 2, v_min: lambda p: (p + 4) // 3}  # FIGURES: microbatches

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, draw, lower, simulate
 from fpipe.effects import BackwardInput, BackwardWeight, Forward
 from fpipe.programs.verifier import verify
-from fpipe.schedules.greedy import Policy, greedy
+from fpipe.schedules.list_scheduling import Policy, greedy
 from fpipe.schedules.table import from_table
 from fpipe.schedules.zb_auto import zb_auto
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2

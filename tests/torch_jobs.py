@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import fpipe
 from fpipe import handlers, interop
-from fpipe.interop.pipelining import from_csv
+from fpipe.interop.torch_csv import from_csv
 
 WIDTH, ROWS = 8, 24
 

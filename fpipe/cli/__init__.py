@@ -4,7 +4,7 @@
 - It never imports torch. What is slow to import is imported by the verb that needs it; matplotlib only for a file.
 """
 
-from fpipe.cli import recorded as recorded  # each adds itself to the application
+from fpipe.cli import timeline as timeline  # each adds itself to the application
 from fpipe.cli import verbs as verbs
 from fpipe.cli.app import app, main
 

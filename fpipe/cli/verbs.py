@@ -1,18 +1,12 @@
 """The verbs, one function each: what they are asked, and what they print or write. No torch."""
 
 import csv
-import json
-import os
 import shlex
-import stat
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from math import floor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -30,7 +24,8 @@ from fpipe.cli.options import (
     counts,
     known,
 )
-from fpipe.cli.request import keep_to, played, read, resolve
+from fpipe.cli.output import console, print_json, progress, replacing, show
+from fpipe.cli.resolve import keep_to, played, read, resolve
 from fpipe.effects import Compute, Effect, Overlap, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
@@ -43,53 +38,12 @@ from fpipe.schedules.search import search as find
 from fpipe.timelines.format import extent, number, percent, scale_of, sized
 from fpipe.timelines.timeline import Timeline
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-
 _CHUNKS = ",".join(map(str, CHUNKS))
 _MOST_COLUMNS = 100_000  # of a drawing whose scale is asked for
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which then takes the place of `path`, with its mode: nobody sees half a file.
-
-    A link stays, and what it leads to is replaced. What is no regular file, a pipe or a device, is written to.
-    """
-    target = Path(os.path.realpath(path))
-    plain = target.is_file() or not target.exists()
-    try:
-        with tempfile.TemporaryDirectory(prefix=".", dir=target.parent if plain else None) as folder:
-            unfinished = Path(folder) / path.name
-            yield unfinished
-            if plain:
-                if target.exists():
-                    unfinished.chmod(stat.S_IMODE(target.stat().st_mode))
-                unfinished.replace(target)
-            else:
-                target.write_bytes(unfinished.read_bytes())
-    except OSError as error:
-        raise typer.BadParameter(f"{path} can't be written: {error.strerror}", param_hint="--out") from None
-
-
-@contextmanager
-def _progress(doing: str, steps: int | None = None) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr while something long runs, if that is a terminal; the function it gives says what comes next."""
-    if not sys.stderr.isatty():
-        yield lambda what: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(doing, total=steps)
-        yield lambda what: bar.update(task, description=what, advance=1)
-
-
 def _simulated(name: str, asked: PlanOptions, costs: CostOptions, limit: float | None) -> tuple[str, Timeline]:
-    with _progress(f"lower {name}", 3) as step:
+    with progress(f"lower {name}", 3) as step:
         job = resolve(name, asked, costs.fitting, limit)
         timeline = played(job, step)
     keep_to(timeline.peak_in_flight, limit)
@@ -109,20 +63,6 @@ def result(name: str, timeline: Timeline) -> dict[str, object]:
     }
 
 
-def print_json(found: object) -> None:
-    print(json.dumps(found))
-
-
-def console(width: int | None = None) -> "Console":
-    from rich.console import Console
-
-    return Console(width=width, highlight=False)
-
-
-def show(*what: "RenderableType") -> None:
-    console().print(*what, sep="\n", crop=False)  # a table that is wider than the terminal is shown whole
-
-
 @verb("fpipe schedules")
 def schedules(as_json: Json = False) -> None:
     """List the named schedules."""
@@ -130,7 +70,7 @@ def schedules(as_json: Json = False) -> None:
         said = ("placement", "chunks", "any_chunks", "peak", "idea", "source")
         print_json({name: {key: getattr(entry, key) for key in said} for name, entry in CATALOGUE.items()})
         return
-    from fpipe.cli.terminal import table
+    from fpipe.cli.tables import table
 
     columns = ["name", "placement", "peak", "what it does"]
     found = table(columns, words=columns, folded=columns[-1:])
@@ -153,7 +93,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check a schedule: complete, in order, free of deadlock."""
-    with _progress(f"lower {name}", 2) as step:
+    with progress(f"lower {name}", 2) as step:
         job = resolve(name, asked, costs.fitting, limit)
         programs = lower(job.schedule, job.plan, transport=transport)
         step(f"verify {name}")
@@ -170,7 +110,7 @@ def verify(
         peaks = {"peak_in_flight": report.peak_in_flight, "peak_bytes": report.peak_bytes}
         print_json({"schedule": job.name, **counts(job.plan), **found, **peaks})
         return
-    from fpipe.cli.terminal import verdict
+    from fpipe.cli.tables import verdict
 
     show(verdict(job.name, report))
 
@@ -200,7 +140,7 @@ def simulate(
     if as_json:
         print_json(result(name, timeline))
         return
-    from fpipe.cli.terminal import account, headline
+    from fpipe.cli.tables import account, headline
 
     scale = scale_of(timeline.makespan, unit)
     show(headline(name, timeline, scale), account(timeline, scale))
@@ -211,7 +151,7 @@ def simulate(
 def _write(logdir: Path, name: str, timeline: Timeline, unit: str) -> None:
     from fpipe.tensorboard.files.writer import write
 
-    with _progress(f"write {logdir}"):
+    with progress(f"write {logdir}"):
         try:
             write(logdir, timeline, schedule=name, unit=unit)
         except OSError as error:
@@ -258,7 +198,7 @@ def draw(
     if as_json:
         print_json(result(name, timeline) | {"spans": list(_computes(timeline))})
     elif not out:
-        from fpipe.cli.terminal import gantt, headline
+        from fpipe.cli.tables import gantt, headline
 
         screen = console(width)
         screen.print(headline(name, timeline), gantt(timeline, screen, scale), sep="\n")
@@ -270,7 +210,7 @@ def _draw_into(out: Path, name: str, timeline: Timeline) -> None:
     except ImportError:
         raise typer.BadParameter("a file needs matplotlib: pip install matplotlib", param_hint="--out") from None
     figures = f"makespan {number(timeline.makespan)}, cost {number(timeline.cost)}, bubble "
-    with _progress(f"draw {out}"), replacing(out) as file:
+    with progress(f"draw {out}"), replacing(out) as file:
         save(timeline, file, f"{name}: {extent(timeline.plan)}\n{figures}{percent(timeline.bubble_rate)} of the cost")
 
 
@@ -312,7 +252,7 @@ def compare(
     entrants: list[tuple[str, Timeline, float]] = []
     refused: dict[str, str] = {}
     asked = [(name, chunks) for name in names or CATALOGUE for chunks in _tried(name, loops)]
-    with _progress("compare", len(asked)) as step:
+    with progress("compare", len(asked)) as step:
         for name, chunks in asked:
             step(name)
             try:
@@ -329,7 +269,7 @@ def compare(
         rows = [result(name, line) | {"peak": peak, "causes": line.causes} for name, line, peak in entrants]
         print_json({"schedules": rows, "refused": refused})
     else:
-        from fpipe.cli.terminal import comparison
+        from fpipe.cli.tables import comparison
 
         show(comparison(entrants, refused))
     if refused and (names or not entrants):
@@ -369,7 +309,7 @@ def search(
     if frontier and out:
         raise typer.BadParameter("one schedule is written: take --memory-limit, not --pareto", param_hint="--out")
     plan, own = model.plan, costs.fitting(model.plan)
-    with _progress("search") as step:
+    with progress("search") as step:
         options = {"chunks": loops, "progress": step}
         found = pareto(plan, own, **options) if frontier else [find(plan, own, limit, **options)]
     if frontier and limit is not None:
@@ -379,11 +319,11 @@ def search(
         rows = [result(each.name, each.timeline) | {"lower_bound": each.lower_bound} for each in found]
         print_json(rows if frontier else rows[0])
     else:
-        from fpipe.cli.terminal import discovery
+        from fpipe.cli.tables import discovery
 
         show(discovery([(each.name, each.timeline, each.peak, each.lower_bound) for each in found]))
     if out:
-        from fpipe.interop.pipelining import to_csv
+        from fpipe.interop.torch_csv import to_csv
 
         with replacing(out) as file:
             file.write_text(to_csv(found[0].schedule, found[0].plan))
@@ -403,7 +343,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a schedule for torch.distributed.pipelining."""
-    from fpipe.interop.pipelining import to_csv
+    from fpipe.interop.torch_csv import to_csv
 
     job = resolve(name, asked, costs.fitting, limit)
     if limit is not None:
@@ -430,7 +370,7 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Read one of torch.distributed.pipelining, and say what it is."""
-    from fpipe.interop.pipelining import from_csv
+    from fpipe.interop.torch_csv import from_csv
 
     schedule, plan = from_csv(read(file))
     programs = lower(schedule, plan)
@@ -441,7 +381,7 @@ def import_(
         found = {"placement": plan.placement.holders, "ordered": ordered, "same_as": same, "effects": report.effects}
         print_json({"schedule": file, **counts(plan), **found, "peak_in_flight": report.peak_in_flight})
         return
-    from fpipe.cli.terminal import verdict
+    from fpipe.cli.tables import verdict
 
     order = "" if ordered else "; microbatches run out of order, so verify and train with it unordered"
     whose = f"the compute order of {' and '.join(same)}" if same else "no named schedule's compute order"

@@ -14,7 +14,7 @@ from fpipe.errors import TransportError
 from fpipe.handlers.distributed.connections import first_line
 from fpipe.handlers.distributed.failures import PATIENCE, within
 from fpipe.handlers.protocol import Handler
-from fpipe.interop.checkpoints.stored import CheckpointError, unpickled
+from fpipe.interop.checkpoints.storage import CheckpointError, unpickled
 from fpipe.plan import Plan
 
 T = TypeVar("T")

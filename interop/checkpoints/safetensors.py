@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fpipe.interop.checkpoints.naming import Name, dotted
-from fpipe.interop.checkpoints.stored import CheckpointError, opened, synced
+from fpipe.interop.checkpoints.names import Name, dotted
+from fpipe.interop.checkpoints.storage import CheckpointError, opened, synced
 
 
 def export_safetensors(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:

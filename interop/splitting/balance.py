@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from fpipe.interop.splitting.cut import Begin, End, Flow, Point, frames, hint, is_size, nodes_in
+from fpipe.interop.splitting.partition import Begin, End, Flow, Point, frames, hint, is_size, nodes_in
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import flatten

@@ -33,10 +33,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fpipe.errors import StageError
-from fpipe.interop.modules import canonical
-from fpipe.interop.skeletons import REGISTERED, attached
-from fpipe.interop.splitting.call import Call, leaves
-from fpipe.interop.splitting.gradients import (
+from fpipe.interop.modules.functions import canonical
+from fpipe.interop.modules.skeletons import REGISTERED, attached
+from fpipe.interop.splitting.autograd_checks import (
     MANUAL,
     graphs,
     line_of,
@@ -45,6 +44,7 @@ from fpipe.interop.splitting.gradients import (
     watched,
     written_by,
 )
+from fpipe.interop.splitting.example import Call, leaves
 from fpipe.stages.pytree import Path
 
 aten = torch.ops.aten

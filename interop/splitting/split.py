@@ -11,15 +11,15 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fpipe.errors import StageError
-from fpipe.interop.modules import Tree, canonical, named_tensors
-from fpipe.interop.skeletons import accepted, skeleton
+from fpipe.interop.modules.functions import Tree, canonical, named_tensors
+from fpipe.interop.modules.skeletons import accepted, skeleton
+from fpipe.interop.modules.state_dicts import entries_on
 from fpipe.interop.splitting.balance import Place, bytes_of, chosen, estimate, places
 from fpipe.interop.splitting.balance import measure as measure_stages
-from fpipe.interop.splitting.call import Call, batch_of, device_of, stand_in
-from fpipe.interop.splitting.cut import Begin, End, Flow, Mark, Point
+from fpipe.interop.splitting.example import Call, batch_of, device_of, stand_in
 from fpipe.interop.splitting.export import export
-from fpipe.interop.splitting.graph import Recipe, function
-from fpipe.interop.state_dicts import entries_on
+from fpipe.interop.splitting.partition import Begin, End, Flow, Mark, Point
+from fpipe.interop.splitting.stage_graph import Recipe, function
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Stage
 

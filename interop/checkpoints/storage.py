@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fpipe.interop.checkpoints.naming import Name, dotted
+from fpipe.interop.checkpoints.names import Name, dotted
 
 FORMAT = {"format": "fpipe checkpoint", "version": 1}
 MANIFEST, METADATA = "fpipe.json", ".metadata"

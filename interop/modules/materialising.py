@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.interop.modules import Tree, canonical
-from fpipe.interop.skeletons import twin_of
-from fpipe.interop.state_dicts import entries_on
+from fpipe.interop.modules.functions import Tree, canonical
+from fpipe.interop.modules.skeletons import twin_of
+from fpipe.interop.modules.state_dicts import entries_on
 from fpipe.stages.pipeline import Pipeline
 
 Init = Callable[[nn.Module], object]

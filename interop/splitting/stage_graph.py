@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from fpipe.interop.modules import Contents, named_tensors
-from fpipe.interop.splitting.call import Call, accept, known
-from fpipe.interop.splitting.cut import Part, Point, hint, nodes_in
+from fpipe.interop.modules.functions import Contents, named_tensors
+from fpipe.interop.splitting.example import Call, accept, known
 from fpipe.interop.splitting.export import Exported
-from fpipe.interop.splitting.sizes import Sizes, conditions, written
+from fpipe.interop.splitting.partition import Part, Point, hint, nodes_in
+from fpipe.interop.splitting.size_guards import Sizes, conditions, written
 from fpipe.stages.pytree import Path
 from fpipe.stages.stage import Batch, Output, Read
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe.interop.checkpoints.naming import ALWAYS, Entry, Name, dense, dotted, entries, is_empty, some, staged
-from fpipe.interop.checkpoints.stored import CheckpointError, Stored
+from fpipe.interop.checkpoints.names import ALWAYS, Entry, Name, dense, dotted, entries, is_empty, some, staged
+from fpipe.interop.checkpoints.storage import CheckpointError, Stored
 from fpipe.stages.pipeline import Pipeline
 
 

@@ -40,7 +40,7 @@ def resolve(name: str, asked: PlanOptions, costs: Callable[[Plan], Costs], limit
         costs: plan -> the costs that a schedule which orders by them gets.
     """
     if name.endswith(".csv"):
-        from fpipe.interop.pipelining import from_csv
+        from fpipe.interop.torch_csv import from_csv
 
         schedule, plan = from_csv(read(name))
         return Job(name, schedule, asked.agree(plan, name), costs(plan))

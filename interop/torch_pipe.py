@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe
 
-from fpipe.interop.modules import ModuleFunction, StatefulModuleFunction, Tree, from_modules
-from fpipe.interop.skeletons import owning
+from fpipe.interop.modules.functions import ModuleFunction, StatefulModuleFunction, Tree, from_modules
+from fpipe.interop.modules.skeletons import owning
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import describe
 from fpipe.stages.stage import Batch, Output, Read, Stage

@@ -25,7 +25,7 @@ from torch import fx
 
 from fpipe.autodiff.graph.trace import draws
 from fpipe.interop.splitting.export import MARK, Exported
-from fpipe.interop.splitting.sizes import conditions, symbols, written
+from fpipe.interop.splitting.size_guards import conditions, symbols, written
 
 aten = torch.ops.aten
 MARKS = (str(MARK), "pippy._pipe_split.default")  # the other is torch.distributed.pipelining's own

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.interop.modules import Contents, Tree
+from fpipe.interop.modules.functions import Contents, Tree
 from fpipe.stages.pipeline import Pipeline
 
 

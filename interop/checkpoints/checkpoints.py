@@ -20,11 +20,20 @@ import torch
 from torch import Tensor
 
 from fpipe.handlers.protocol import Handler
-from fpipe.interop.checkpoints.contents import Lack, check_whole, lacking, nonpersistent
-from fpipe.interop.checkpoints.naming import Name, dense, dotted, entries, is_empty, staged
+from fpipe.interop.checkpoints.completeness import Lack, check_whole, lacking, nonpersistent
+from fpipe.interop.checkpoints.loading import Wanted
+from fpipe.interop.checkpoints.names import Name, dense, dotted, entries, is_empty, staged
 from fpipe.interop.checkpoints.ranks import Ranks
-from fpipe.interop.checkpoints.stored import CheckpointError, Outline, begun, checkpoints, last, opened, sealed, written
-from fpipe.interop.checkpoints.wanted import Wanted
+from fpipe.interop.checkpoints.storage import (
+    CheckpointError,
+    Outline,
+    begun,
+    checkpoints,
+    last,
+    opened,
+    sealed,
+    written,
+)
 from fpipe.plan import Plan
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import describe

@@ -10,7 +10,7 @@ import typer
 
 from fpipe.cli.app import Unusable, verb
 from fpipe.cli.options import Json, counts
-from fpipe.cli.verbs import print_json, replacing, show
+from fpipe.cli.output import print_json, replacing, show
 from fpipe.timelines.comparison import Difference, path_segments, path_shares
 from fpipe.timelines.format import number, percent, scale_of, size
 
@@ -106,7 +106,7 @@ def timeline(
 def _show(run: Run, predicted: Run | None) -> None:
     from rich.text import Text
 
-    from fpipe.cli.terminal import account, headline, path
+    from fpipe.cli.tables import account, headline, path
 
     line = run.capture.timeline
     scale = scale_of(line.makespan, run.capture.unit)
@@ -276,7 +276,7 @@ def _compare(a: Run, b: Run, as_json: bool) -> None:
     if as_json:
         print_json({"runs": [_which(a), _which(b)], **found.as_json(), "notices": notices})
         return
-    from fpipe.cli.terminal import difference
+    from fpipe.cli.tables import difference
 
     _note(notices)
     same = a.capture.unit == b.capture.unit

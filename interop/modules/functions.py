@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fpipe.interop.skeletons import accepted, call, skeleton, uncompiled
+from fpipe.interop.modules.skeletons import accepted, call, skeleton, uncompiled
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Read, Stage
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fpipe.interop.checkpoints.naming import Name, dotted, known, some
-from fpipe.interop.checkpoints.stored import CheckpointError
+from fpipe.interop.checkpoints.names import Name, dotted, known, some
+from fpipe.interop.checkpoints.storage import CheckpointError
 from fpipe.stages.pipeline import Pipeline
 
 Lack = tuple[str, int, list[str]]
