@@ -13,8 +13,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from tests.board import Board
-from tests.tab import CLOCK, Tab, browser, large
+from tests.support.board import Board
+from tests.support.tab import CLOCK, Tab, browser, large
 
 COUNTS = (100_000, 1_000_000)
 ROUNDS = 5

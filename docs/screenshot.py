@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.board import Board
-from tests.tab import Tab, browser
+from tests.support.board import Board
+from tests.support.tab import Tab, browser
 
 ROOT = Path(__file__).parents[1]
 STEP = 20

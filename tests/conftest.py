@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("shared machine", deadline=None)

@@ -6,8 +6,8 @@ import torch
 import fpipe
 from fpipe import Pipeline, Placement, handlers, schedules
 from fpipe.stages.microbatch import merge, split
-from tests import cases, jobs
-from tests.sharing import sharing
+from tests.support import cases, jobs
+from tests.support.sharing import sharing
 
 PLACEMENTS = {"loop": Placement.loop(2), "chunks": Placement.loop(2, 2), "v": Placement.v(2)}
 NAMES = ["linear", "convolution", "attention", "dictionary", "skip", "tied", "modules"]

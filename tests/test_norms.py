@@ -13,8 +13,8 @@ from torch import nn
 
 import fpipe
 from fpipe import Placement, Plan, TransportError, handlers, interop, schedules
-from tests import cases
-from tests.jobs import differences, handler
+from tests.support import cases
+from tests.support.jobs import differences, handler
 
 ALONE = Plan(Placement.loop(2), 1)
 PLACES = ["gpipe", "one_f_one_b", "zb_h1", "interleaved_1f1b", "gpipe_v", "zb_v", "dualpipe_v"]

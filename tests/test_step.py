@@ -18,7 +18,7 @@ from fpipe.effects import Backward, BackwardInput, BackwardWeight, parts
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import with_loss
 from fpipe.stages.stage import Target
-from tests import cases, jobs
+from tests.support import cases, jobs
 
 LOCAL = [handlers.Reference(), handlers.Local()]
 both = pytest.mark.parametrize("handler", LOCAL, ids=["reference", "local"])

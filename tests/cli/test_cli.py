@@ -1,0 +1,704 @@
+"""The command line: what it prints, what it writes, how it ends; and the catalogue of schedules that it names.
+
+Oracles: closed forms, the library's own results, and the examples of the help texts, which must run.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import fpipe
+from fpipe import Costs, Placement, Plan
+from fpipe.cli import app
+from fpipe.cli.tables import gantt
+from fpipe.programs.verifier import verify
+from fpipe.schedules.catalogue import CATALOGUE, recut, shares
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [
+    "gpipe",
+    "1f1b",
+    "interleaved-1f1b",
+    "looped-bfs",
+    "zb-h1",
+    "zb-h2",
+    "zb-auto",
+    "interleaved-zb",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "v-auto",
+    "dualpipe-v",
+    "dualpipe",
+]
+VERBS = ["schedules", "verify", "simulate", "draw", "compare", "search", "export", "import", "timeline"]
+SMALL = ("--ranks", "4", "--microbatches", "8")
+
+OWN = """
+from fpipe.effects import Backward, Forward
+from neighbour import EXTRA
+
+def eager(rank, plan):
+    (stage,) = plan.stages_on(rank)
+    warmup = min(plan.stages - 1 - stage + EXTRA, plan.microbatches)
+    for m in range(plan.microbatches + warmup):
+        if m < plan.microbatches:
+            yield Forward(stage, m)
+        if m >= warmup:
+            yield Backward(stage, m - warmup)
+
+def stuck(rank, plan):
+    (stage,) = plan.stages_on(rank)
+    for m in range(plan.microbatches):
+        yield Forward(stage, m)
+        yield Backward(stage, m)
+
+def short(rank, plan):
+    yield from list(eager(rank, plan))[:-1]
+
+def costly(rank, plan, *, costs=None, memory_limit=None):
+    assert costs.forward == 3.0 and memory_limit == 4.0
+    yield from eager(rank, plan)
+
+def made(plan, costs, memory_limit):
+    from fpipe.schedules import zb_auto
+    return zb_auto(plan, costs, memory_limit)
+
+def made_none(plan):
+    pass
+
+def none(rank, plan):
+    pass
+
+def broken(rank, plan):
+    yield {}["a key"]
+"""
+
+
+def run(*args, status=0, **env):
+    found = CliRunner().invoke(app, list(map(str, args)), env={"COLUMNS": "120", **env}, prog_name="fpipe")
+    if found.exception and not isinstance(found.exception, SystemExit):
+        raise found.exception
+    assert found.exit_code == status, found.output
+    return found
+
+
+def told(*args, **env):
+    return json.loads(run(*args, "--json", **env).stdout)
+
+
+def said(found):
+    """What stands on stderr, in one line and without the frame."""
+    return " ".join(found.stderr.replace("│", " ").split())
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "neighbour.py").write_text("EXTRA = 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")  # what the command adds is taken away again
+    monkeypatch.delitem(sys.modules, "neighbour", raising=False)
+    return tmp_path
+
+
+def examples(verb):
+    shown = run(verb, "--help").stdout
+    return [line.strip() for line in shown.splitlines() if line.startswith(" fpipe ")]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_examples_of_the_help_run(verb, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = examples(verb)
+    assert found
+    for example in found:
+        words = example.split()
+        assert words[0] == "fpipe"
+        run(*words[1:])
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_json(verb, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    *before, last = examples(verb)
+    for example in before:
+        run(*example.split()[1:])
+    assert told(*last.split()[1:])
+
+
+def test_the_help_lists_the_verbs():
+    shown = run("--help").stdout
+    assert [verb for verb in VERBS if not re.search(rf"│ {verb} ", shown)] == []
+
+
+def test_the_json_of_simulate_is_fixed():
+    times = ("--forward", "1.0", "--backward-input", "1.0", "--backward-weight", "1.0", "--communication", "0.1")
+    found = told("simulate", "1f1b", "--ranks", "4", "--microbatches", "8", *times)
+    assert list(found) == [
+        *("schedule", "ranks", "microbatches", "chunks", "makespan", "cost", "bubble_rate", "idle", "peak_in_flight")
+    ]
+    assert (found["schedule"], found["ranks"], found["microbatches"], found["chunks"]) == ("1f1b", 4, 8, 1)
+    cost = (8 + 4 - 1) * 3 + 0.1 * (2 * 3 * 8 / 4 + 2 * 2)  # FIGURES: 1F1B (Narayanan et al. 2019; ZB table 2)
+    assert found["cost"] == pytest.approx(cost, rel=1e-12)
+    assert found["bubble_rate"] == pytest.approx((cost - 8 * 3) / cost, rel=1e-12)
+    assert found["idle"][0] == pytest.approx(cost - 8 * 3, rel=1e-12)
+    assert found["peak_in_flight"] == [4, 3, 2, 1]
+
+
+def test_times_are_per_stage_and_a_chunk_counts_its_part():
+    p, v, m = 4, 2, 16
+    found = told(
+        "simulate",
+        "interleaved-1f1b",
+        "--ranks",
+        p,
+        "--microbatches",
+        m,
+        "--chunks",
+        v,
+        "--forward",
+        "0.5,0.5,0.5,0.5,0.5,0.5,0.5,0.5",
+    )
+    total = v * (0.5 + 1 + 1)
+    assert found["chunks"] == v
+    assert found["cost"] == pytest.approx(m * total + (p - 1) * total / v, rel=1e-12)
+    assert found["peak_in_flight"] == [(2 * (p - r - 1) + (v - 1) * p + 1) / v for r in range(p)]
+
+
+@pytest.mark.parametrize(
+    ("option", "costs"),
+    [
+        (("--backward", "1.5"), Costs(backward=1.5)),
+        (("--communication", "0.5:10", "--activation", "20"), Costs(communication=fpipe.Link(0.5, 10), activation=20)),
+        (("--forward", "1,2,3,4"), Costs(forward=[1, 2, 3, 4])),
+        (
+            ("--communication", "0-1=0.1,1-2=0.2:5,2-3=0.3,1-0=0,2-1=0,3-2=1", "--activation", "1"),
+            Costs(
+                communication={(0, 1): 0.1, (1, 2): fpipe.Link(0.2, 5), (2, 3): 0.3, (1, 0): 0, (2, 1): 0, (3, 2): 1},
+                activation=1,
+            ),
+        ),
+    ],
+)
+def test_costs_are_the_librarys(option, costs):
+    timeline = fpipe.simulate(fpipe.schedules.one_f_one_b, Plan(Placement.loop(4), 8), costs)
+    assert told("simulate", "1f1b", *SMALL, *option)["makespan"] == timeline.makespan
+
+
+def test_the_json_has_the_schedules_own_name():
+    assert told("simulate", "Zb_H1", *SMALL)["schedule"] == "zb-h1"
+    assert told("draw", "Zb_H1", *SMALL)["schedule"] == "zb-h1"
+
+
+def test_overlap_is_the_time_of_a_pair():
+    slow, fast = (told("simulate", "dualpipe-v", *SMALL, *option) for option in ((), ("--overlap", "2")))
+    assert fast["makespan"] < slow["makespan"]
+
+
+def test_simulate_shows_every_rank():
+    shown = run("simulate", "1f1b", "--ranks", "2", "--microbatches", "4", "--residuals", "5e6").stdout
+    assert (
+        re.sub(" +$", "", shown, flags=re.MULTILINE)
+        == """\
+1f1b: 2 ranks, 2 stages, 4 microbatches
+makespan 15, cost 15, bubble 20.0%
+                  warm  depen-  trans-  imba-             in
+rank  busy  idle    up   dency     fer  lance  drain  flight  memory
+   0    12     3     0       3       0      0      0       2   10 MB
+   1    12     0     1       0       0      0      2       1    5 MB
+"""
+    )
+
+
+def test_draw_is_to_scale():
+    shown = run("draw", "gpipe", "--ranks", "2", "--microbatches", "3", "--backward", "4", "--width", "40").stdout
+    assert (
+        shown
+        == """\
+gpipe: 2 ranks, 2 stages, 3 microbatches
+makespan 20, cost 20, bubble 25.0%
+         idle  0         10
+rank 0  25.0%  FFF.....B0--B1--B2--
+rank 1  25.0%  .FFFB0--B1--B2--....
+F forward  B backward  . idle
+The number is the microbatch.
+"""
+    )
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_tables_are_never_cut(width):
+    """However narrow the terminal: a number without its last digits is another number."""
+    times = (*SMALL, "--communication", "0.1", "--residuals", "1e9")
+    shown = run("simulate", "1f1b", *times, COLUMNS=str(width)).stdout
+    assert shown == run("simulate", "1f1b", *times, COLUMNS="200").stdout
+    assert re.search(r"^ +0 +24 +10\.6 +0 +9\.9 +0\.7 +0 +0 +4 +4 GB$", shown, re.MULTILINE)
+    assert max(map(len, shown.splitlines())) <= 80
+    shown, whole = (run("compare", *SMALL, COLUMNS=c).stdout.split("* best")[0] for c in (str(width), "200"))
+    assert shown == whole
+    assert re.search(r"^zb-v +2 +25\.5 +24\* +0\.0%\* +4 ", shown, re.MULTILINE)
+
+
+def test_draw_gives_every_effect_a_column_and_goes_on_below():
+    shown = run("draw", "1f1b", "--ranks", "4", "--microbatches", "64", "--communication", "0.1", COLUMNS="80").stdout
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+    for rank in range(4):
+        lane = "".join(line[15:] for line in lines if line.startswith(f"rank {rank}"))
+        assert lane.count("F") == 64
+        assert lane.count("B") == 64
+        assert len(lane) == 211
+
+
+def test_draw_says_where_it_ends():
+    plan = ("--ranks", "2", "--microbatches", "8", "--width", "60")
+    shown = run("draw", "1f1b", *plan, "--forward", "0.001").stdout
+    lanes = [line[15:] for line in shown.splitlines() if line.startswith("rank 0")]
+    assert len(lanes) == 40
+    assert "".join(lanes).startswith("FF")
+    assert "This is until 1.8 of 18.01: --out FILE.svg draws all of it." in shown
+    left = "Some of what is shorter than a column is left out: --scale 1"
+    assert left in run("draw", "1f1b", *plan, "--scale", "0.4").stdout
+    assert "left out" not in run("draw", "1f1b", *plan, "--scale", "1").stdout
+
+
+@pytest.mark.parametrize(("scale", "says"), [("1", False), ("2", True)])
+def test_the_legend_is_of_the_labels_shown(scale, says):
+    shown = run("draw", "gpipe", "--ranks", "2", "--microbatches", "3", "--backward", "1", "--scale", scale).stdout
+    assert ("The number is the microbatch" in shown) == says
+
+
+def test_labels_are_of_one_width():
+    shown = run("draw", "1f1b", *SMALL, COLUMNS="100").stdout
+    assert "  F0F1F2F3............B0--F4B1--F5B2--F6B3--" in shown
+
+
+@pytest.mark.parametrize(
+    ("system", "lane"),
+    [("standard", "F0--F1--B0--B1--"), ("256", "0   1   0   1   "), ("truecolor", "0   1   0   1   ")],
+)
+def test_letters_stay_where_colours_are_few(system, lane):
+    timeline = fpipe.simulate(fpipe.schedules.gpipe, Plan(Placement.loop(1), 2), Costs(backward=1))
+    console = Console(color_system=system, force_terminal=True, width=40, _environ={})
+    with console.capture() as shown:
+        console.print(gantt(timeline, console, scale=4))
+    assert lane in re.sub(r"\x1b\[[0-9;]*m", "", shown.get())
+
+
+def test_draw_goes_on_below_what_is_wider_than_the_terminal():
+    shown = run("draw", "1f1b", "--ranks", "2", "--microbatches", "3", "--scale", "4", "--width", "40").stdout
+    lanes = [line[15:] for line in shown.splitlines() if line.startswith("rank 0")]
+    assert "".join(lanes) == "F0--F1--........B0------F2--B1------....B2------"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "option"), [(".svg", ()), (".png", ()), (".pdf", ()), (".svg", ("--residuals", "1e9"))]
+)
+def test_draw_writes_a_file_whole(suffix, option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / f"a$b{suffix}"
+    run("draw", "interleaved-1f1b", *SMALL, "--out", out, *option)
+    first = out.read_bytes()
+    assert first.startswith({".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[suffix])
+    assert len(first) > 5000
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]  # and no unfinished file beside it
+    run("draw", "interleaved-1f1b", *SMALL, "--out", out, *option)
+    assert out.read_bytes() == first
+
+
+def test_a_drawing_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    out = tmp_path / "a.svg"
+    out.write_text("before")
+
+    def save(timeline, path, title):
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fpipe.timelines.figure.save", save)
+    assert "No space left" in said(run("draw", "1f1b", *SMALL, "--out", out, status=2))
+    assert out.read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
+
+
+def test_what_is_written_goes_where_a_link_leads(tmp_path):
+    target, link = tmp_path / "kept.csv", tmp_path / "link.csv"
+    target.write_text("before")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    run("export", "gpipe", *SMALL, "--out", link)
+    assert link.is_symlink()
+    assert target.read_text() == run("export", "gpipe", *SMALL).stdout
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.csv", "link.csv"]
+
+
+@pytest.mark.parametrize(
+    ("args", "suffix"), [(("export", "gpipe"), ".csv"), (("search",), ".csv"), (("draw", "gpipe"), ".pdf")]
+)
+def test_a_pipe_is_written_to(args, suffix, tmp_path):
+    small = ("--ranks", "3", "--microbatches", "2")
+    pipe, file = tmp_path / f"pipe{suffix}", tmp_path / f"file{suffix}"
+    os.mkfifo(pipe)
+    run(*args, *small, "--out", file)
+    arrived = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    try:
+        run(*args, *small, "--out", pipe)
+        assert pipe.is_fifo()
+        assert arrived.communicate(timeout=30)[0] == file.read_bytes()
+    finally:
+        arrived.kill()
+
+
+def test_the_end_of_a_files_name_is_read_in_any_case(tmp_path):
+    run("draw", "gpipe", *SMALL, "--out", tmp_path / "a.PNG")
+    assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fpipe.timelines.figure", None)
+    assert "pip install matplotlib" in said(run("draw", "gpipe", *SMALL, "--out", tmp_path / "a.png", status=2))
+
+
+def test_the_spans_of_a_drawing():
+    spans = told("draw", "1f1b", "--ranks", "2", "--microbatches", "1")["spans"]
+    assert spans == [
+        {"rank": 0, "start": 0.0, "end": 1.0, "effects": [{"kind": "Forward", "stage": 0, "microbatch": 0}]},
+        {"rank": 0, "start": 4.0, "end": 6.0, "effects": [{"kind": "Backward", "stage": 0, "microbatch": 0}]},
+        {"rank": 1, "start": 1.0, "end": 2.0, "effects": [{"kind": "Forward", "stage": 1, "microbatch": 0}]},
+        {"rank": 1, "start": 2.0, "end": 4.0, "effects": [{"kind": "Backward", "stage": 1, "microbatch": 0}]},
+    ]
+
+
+def test_a_schedule_of_ones_own_and_its_neighbours(own):
+    assert told("simulate", "mine.py:eager", *SMALL)["peak_in_flight"] == [5, 4, 3, 2]
+    assert told("simulate", own / "mine.py:eager", *SMALL)["schedule"] == f"{own}/mine.py:eager"
+
+
+def test_a_schedule_of_ones_own_gets_costs_and_limit_if_it_takes_them(own):
+    found = told(
+        "simulate", "mine.py:costly", "--ranks", "2", "--microbatches", "8", "--forward", "3", "--memory-limit", "4"
+    )
+    assert found["ranks"] == 2
+
+
+def test_a_factory_of_ones_own_begins_with_the_plan(own):
+    given = (*SMALL, "--forward", "2", "--memory-limit", "4")
+    made, named = (told("simulate", name, *given) for name in ("mine.py:made", "zb-auto"))
+    assert made == {**named, "schedule": "mine.py:made"}
+    wrong = said(run("simulate", "mine.py:made_none", *SMALL, status=1))
+    assert "so it makes a schedule, (rank, plan) -> effects; it made None" in wrong
+    wrong = said(run("simulate", "mine.py:none", *SMALL, status=1))
+    assert "on rank 0 the schedule returns None: it yields effects" in wrong
+
+
+def test_what_a_file_of_ones_own_raises_is_shown_from_there(own):
+    (own / "wrong.py").write_text("def f(:\n")
+    shown = run("simulate", "mine.py:broken", *SMALL, status=1).stderr
+    assert [Path(file).name for file in re.findall(r'File "(.*?)", line', shown)] == ["mine.py"]
+    assert shown.endswith("KeyError: 'a key'\n")
+    shown = run("simulate", "wrong.py:f", *SMALL, status=1).stderr
+    assert [Path(file).name for file in re.findall(r'File "(.*?)", line', shown)] == ["wrong.py"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_a_full_disk_is_told_in_a_sentence(option):
+    command = [sys.executable, "-m", "fpipe", "simulate", "1f1b", *SMALL, *option]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "error: the output can't be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("verb", ["verify", "simulate", "draw", "export", "compare"])
+def test_a_wrong_schedule_ends_with_1_and_why_on_stderr(verb, own):
+    found = run(verb, "mine.py:short", *SMALL, status=1)
+    said = found.stdout + found.stderr if verb == "compare" else found.stderr
+    assert re.search(r"rank 0 .*Backward.*microbatch=?.?7", said.replace("\n", " "))
+    if verb != "compare":
+        assert found.stdout == ""
+
+
+def test_a_deadlock_is_shown_with_its_waits(own):
+    swapped = """
+from fpipe.effects import *
+def swapped(rank, plan):
+    if rank == 0:
+        yield from (Forward(0, 0), Recv(Gradient(0, 1, 0), 1), Backward(0, 0), Send(Activation(0, 0), 1))
+    else:
+        yield from (Recv(Activation(0, 0), 0), Forward(1, 0), Backward(1, 0), Send(Gradient(0, 1, 0), 0))
+"""
+    (own / "swapped.py").write_text(swapped)
+    said = run("verify", "swapped.py:swapped", "--ranks", "2", "--microbatches", "1", status=1).stderr
+    assert "rank 0" in said
+    assert "rank 1" in said
+    assert "wait" in said
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("simulate", "zb-h", *SMALL), "did you mean zb-h1 or zb-h2"),
+        (("simulate", "nothing", *SMALL), "there are gpipe, 1f1b"),
+        (("simulate", "1f1b", "--ranks", "4"), "--microbatches 8"),
+        (("simulate", "1f1b", "--ranks", "0", "--microbatches", "8"), "--ranks"),
+        (("simulate", "1f1b", *SMALL, "--forward", "1,x"), "'x' is no number"),
+        (("simulate", "1f1b", *SMALL, "--forward", "-1"), "'-1' is no number"),
+        (("simulate", "1f1b", *SMALL, "--forward", "nan"), "'nan' is no number"),
+        (("simulate", "1f1b", *SMALL, "--forward", "1,2"), "forward has 2 entries, the plan 4 stages"),
+        (("simulate", "1f1b", *SMALL, "--placement", "0,2"), "rank 1 has no stage"),
+        (("simulate", "1f1b", *SMALL, "--placement", "circle"), "no placement"),
+        (("simulate", "1f1b", *SMALL, "--placement", "0,1"), "0,1 has 2, not 4"),
+        (("simulate", "gpipe", *SMALL, "--placement", "v", "--chunks", "3"), "v has 2, not 3"),
+        (("compare", *SMALL, "--loops", "0"), "2,4"),
+        (("compare", *SMALL, "--chunks", "2", "--forward", "1,2,3,4"), "forward has 4 entries, the plan 8 stages"),
+        (("search", *SMALL, "--forward", "1,2"), "forward has 2 entries, the plan 4 stages"),
+        (("search", "--microbatches", "4"), "--ranks"),
+        (("search", *SMALL, "--pareto", "--out", "a.csv"), "--memory-limit, not --pareto"),
+        (("simulate", "missing.py:f", *SMALL), "no file missing.py"),
+        (("simulate", "mine.py", *SMALL), "eager, stuck, short, costly"),
+        (("simulate", "mine.py:other", *SMALL), "no function 'other'"),
+        (("simulate", "my.pyx", *SMALL), "no schedule is called 'my.pyx'"),
+        (("simulate", "1f1b", *SMALL, "--communication", "0.1,0.2"), "'0.1,0.2' is no transfer: give a time as 0.1"),
+        (("simulate", "1f1b", *SMALL, "--communication", "1:0"), "bandwidth (more than 0)"),
+        (("simulate", "1f1b", *SMALL, "--communication", "-1"), "'-1' is no transfer"),
+        (("simulate", "1f1b", *SMALL, "--communication", "0-1"), "0-1=0.1,1-0=0.2"),
+        (("draw", "1f1b", *SMALL, "--scale", "1e9"), "take 3030 or less"),
+        (("import", "missing.csv"), "missing.csv"),
+        (("draw", "1f1b", *SMALL, "--out", "a.gif"), ".svg, .png"),
+        (("draw", "1f1b", *SMALL, "--out", "missing/a.svg"), "can't be written"),
+        (("verify", "1f1b", *SMALL, "--transport", "pigeon"), "rendezvous"),
+        (("export", "1f1b", *SMALL, "--format", "xml"), "torch-csv"),
+    ],
+)
+def test_a_wrong_command_ends_with_2_and_says_what_would_do(args, says, own):
+    found = run(*args, status=2)
+    assert found.stdout == ""
+    assert says in said(found)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("1f1b", *SMALL, "--chunks", "2"), "1f1b has 1 stage on each rank, not 2"),
+        (("dualpipe", "--ranks", "3", "--microbatches", "8"), "even number of ranks"),
+        (("1f1b", *SMALL, "--placement", "v"), "Placement.loop(4)"),
+        (("1f1b", *SMALL, "--memory-limit", "3"), "rank 0 has 4 microbatches in flight, 1 more than the limit of 3"),
+    ],
+)
+def test_a_plan_that_a_schedule_does_not_admit_ends_with_1(args, says):
+    assert says in run("simulate", *args, status=1).stderr
+
+
+def test_names_are_never_read_as_markup(own):
+    (own / "[red]x[bold].py").write_text(OWN)
+    assert run("simulate", "[red]x[bold].py:eager", *SMALL).stdout.startswith("[red]x[bold].py:eager: 4 ranks")
+    assert "[red]x[bold].py" in run("simulate", "[red]x[bold].py:other", *SMALL, status=2).stderr
+    assert "[red]x[bold].py:eager" in run("compare", "[red]x[bold].py:eager", "gpipe", *SMALL).stdout
+
+
+def test_a_placement_of_ones_own():
+    found = told("simulate", "gpipe", "--placement", "0,1,1,0", "--microbatches", "4")
+    assert (found["ranks"], found["chunks"]) == (2, 2)
+    assert (
+        told("simulate", "gpipe", "--placement", "v", "--ranks", "2", "--microbatches", "4")["makespan"]
+        == found["makespan"]
+    )
+    copies = told("simulate", "gpipe", "--placement", "0+1,1+0", "--microbatches", "4")
+    assert (
+        copies["idle"]
+        == told("simulate", "gpipe", "--placement", "both-ways", "--ranks", "2", "--microbatches", "4")["idle"]
+    )
+
+
+def test_verify_reports_messages_and_peaks():
+    found = told(
+        "verify", "1f1b", "--ranks", "2", "--microbatches", "3", "--activation", "10", "--transport", "rendezvous"
+    )
+    assert (found["transport"], found["ordered"]) == ("rendezvous", True)
+    assert found["edges"] == [
+        {"from": 0, "to": 1, "messages": 3, "bytes": 30},
+        {"from": 1, "to": 0, "messages": 3, "bytes": 30},
+    ]
+    assert found["peak_in_flight"] == [2, 1]
+
+
+def test_verify_unordered(own):
+    (own / "late.csv").write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
+    assert "error: " in run("verify", "late.csv", status=1).stderr
+    run("verify", "late.csv", "--unordered")
+    assert told("simulate", "late.csv")["microbatches"] == 2
+    assert told("import", "late.csv")["ordered"] is False
+
+
+@pytest.mark.parametrize("form", ["torch-csv", "torch-csv-compute"])
+def test_what_is_exported_comes_back(form, tmp_path):
+    text = run("export", "interleaved-1f1b", *SMALL, "--format", form).stdout
+    assert ("SEND" in text) == (form == "torch-csv")
+    out = tmp_path / "a.csv"
+    run("export", "interleaved-1f1b", *SMALL, "--format", form, "--out", out)
+    assert out.read_text() == text
+    assert told("export", "interleaved-1f1b", *SMALL, "--format", form)["rows"] == [
+        line.split(",") for line in text.splitlines()
+    ]
+    found = told("import", out)
+    assert (found["same_as"], found["ordered"], found["chunks"]) == (["interleaved-1f1b"], True, 2)
+    here, back = (told("simulate", *args) for args in (("interleaved-1f1b", *SMALL), (out,)))
+    assert {**back, "schedule": 0} == {**here, "schedule": 0}
+    assert f"{out} has 4, not 5" in said(run("simulate", out, "--ranks", "5", status=2, COLUMNS="500"))
+
+
+def test_import_says_what_a_file_is(tmp_path):
+    out = tmp_path / "a.csv"
+    run("export", "1f1b", "--ranks", "2", "--microbatches", "3", "--out", out)
+    shown = run("import", out).stdout
+    assert "\nPlacement.loop(2, chunks=1); the compute order of 1f1b\n" in shown
+
+
+def test_compare_puts_the_fastest_first_and_says_who_cannot_run():
+    found = told("compare", "--ranks", "3", "--microbatches", "8", "--communication", "0.1")
+    rows = found["schedules"]
+    assert rows == sorted(rows, key=lambda row: row["cost"])
+    assert {row["schedule"] for row in rows} | {name.split(" ")[0] for name in found["refused"]} == set(NAMES)
+    assert "even number of ranks" in found["refused"]["dualpipe"]
+    assert all(sum(cause.values()) == pytest.approx(row["makespan"] - 8 * 3) for row in rows for cause in row["causes"])
+
+
+def test_compare_is_fair_to_cuts():
+    """A microbatch takes 4 (2 + 3 + 1) through the model, wherever it is cut."""
+    times = ("--forward", "2", "--backward-input", "3", "--backward-weight", "1", "--overlap", "6")
+    rows = told("compare", *SMALL, *times)["schedules"]
+    assert len(rows) > 8
+    for row in rows:
+        busy = row["makespan"] - row["causes"][0]["warm-up"] - row["causes"][0]["drain"] - row["idle"][0]
+        assert busy == pytest.approx(8 * 6), row["schedule"]
+
+
+def test_compare_marks_the_best_in_80_columns():
+    shown = run("compare", *SMALL, "--communication", "0.1", COLUMNS="80").stdout
+    table = shown.split("Not here")[0]
+    assert "*" in table
+    assert max(map(len, table.splitlines())) <= 80
+    assert re.search(r"^1f1b +1 ", table, re.MULTILINE)
+
+
+def test_compare_tries_what_searches_at_one_and_two_chunks():
+    rows = told("compare", "zb-auto", "interleaved-zb", *SMALL, "--loops", "2,4")["schedules"]
+    tried = [("interleaved-zb", 2), ("interleaved-zb", 4), ("zb-auto", 1), ("zb-auto", 2)]
+    assert sorted((row["schedule"], row["chunks"]) for row in rows) == tried
+    assert told("schedules")["zb-auto"]["placement"] == "any"
+
+
+def test_compare_keeps_the_limit():
+    found = told("compare", *SMALL, "--memory-limit", "4")
+    assert "8 microbatches in flight, 4 more than the limit" in found["refused"]["gpipe"]
+    assert max(row["peak"] for row in found["schedules"]) <= 4
+
+
+def test_search_adds_a_lower_bound_to_the_json_of_simulate():
+    found = told("search", *SMALL, "--communication", "0.1")
+    keys = list(told("simulate", "1f1b", *SMALL))
+    assert list(found) == [*keys, "lower_bound"]
+    assert found["lower_bound"] <= found["cost"]
+    assert found["cost"] <= min(row["cost"] for row in told("compare", *SMALL, "--communication", "0.1")["schedules"])
+
+
+def test_the_frontier_keeps_to_a_limit():
+    small = ("--ranks", "2", "--microbatches", "4", "--pareto")
+    rows = told("search", *small, "--memory-limit", "1.5")
+    assert 0 < len(rows) < len(told("search", *small))
+    assert max(peak for row in rows for peak in row["peak_in_flight"]) <= 1.5
+    assert "the limit of 0.1" in run("search", *small, "--memory-limit", "0.1", status=1).stderr
+
+
+def test_search_tries_the_chunks_asked_for():
+    small = ("--ranks", "2", "--microbatches", "4")
+    assert told("search", *small, "--loops", "1", "--memory-limit", "2")["chunks"] <= 2
+    assert "more than 0" in run("search", *small, "--memory-limit", "0", status=1).stderr
+    assert "the least is 1" in said(run("search", *small, "--memory-limit", "0.5", status=1))
+
+
+@pytest.mark.parametrize("verb", ["verify", "simulate", "draw", "export"])
+def test_every_verb_keeps_to_a_limit(verb):
+    assert "4 microbatches in flight, 1 more" in run(verb, "1f1b", *SMALL, "--memory-limit", "3", status=1).stderr
+
+
+def test_what_was_found_runs_like_any_other(tmp_path):
+    out = tmp_path / "found.csv"
+    found = told("search", *SMALL, "--memory-limit", "4", "--out", out)
+    assert max(found["peak_in_flight"]) <= 4
+    v = found["chunks"]
+    again = told(
+        "simulate",
+        out,
+        *(word for kind in ("forward", "backward-input", "backward-weight") for word in (f"--{kind}", 1 / v)),
+    )
+    assert again["cost"] == pytest.approx(found["cost"])
+
+
+def test_the_frontier_trades_time_for_memory():
+    rows = told("search", "--ranks", "2", "--microbatches", "4", "--pareto")
+    assert len(rows) > 1
+    assert [row["cost"] for row in rows] == sorted((row["cost"] for row in rows), reverse=True)
+
+
+def test_nothing_imports_torch_and_only_a_file_matplotlib(tmp_path):
+    commands = [example.split()[1:] for verb in VERBS for example in examples(verb) if not example.endswith(".svg")]
+    code = f"""if True:
+        import sys
+        from fpipe.cli import app
+        for args in {commands}:
+            app([*args, "--json"], standalone_mode=False)
+            print(*args, *sys.modules.keys() & {{"torch", "matplotlib", "rich"}}, file=sys.stderr)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.splitlines() == [" ".join(command) for command in commands]
+
+
+def test_as_a_module():
+    shown = subprocess.run(
+        [sys.executable, "-m", "fpipe", "schedules"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.startswith("name ")
+    assert shown.stderr == ""
+
+
+def test_the_catalogue_has_the_names():
+    assert sorted(CATALOGUE) == sorted(NAMES)
+    assert list(told("schedules")) == list(CATALOGUE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_catalogue_makes_plans_and_schedules_that_are_right(name):
+    plan = CATALOGUE[name].plan(4, 12)
+    schedule = CATALOGUE[name].schedule(plan)
+    assert len(verify(schedule, plan).effects) == 4
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"zb-auto", "v-auto"}))
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 16), (6, 24)])
+def test_the_peaks_of_the_catalogue(name, p, m):
+    entry = CATALOGUE[name]
+    plan = entry.plan(p, m)
+    peak = max(shares(fpipe.simulate(entry.schedule(plan), plan)))
+    assert peak == eval(entry.peak, {"p": p, "v": entry.chunks, "m": m})
+
+
+@pytest.mark.parametrize("into", [1, 2, 3, 4, 6, 8, 12])
+def test_a_recut_model_takes_as_long(into):
+    costs = recut(Costs(forward=[1, 2, 3, 6], residuals=4, activation=[5, 6, 7, 8]), 4, into)
+    assert costs.check(Plan(Placement.loop(into), 1)) is None
+    assert sum(costs.forward) == pytest.approx(12)
+    assert costs.residuals * into == 16
+    assert costs.activation[-1] == 8
+    assert costs.backward is None

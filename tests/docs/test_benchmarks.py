@@ -1,0 +1,100 @@
+"""The benchmarks over several processes: what they print, what they refuse, and that they end."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.spawn import ProcessException
+
+from benchmarks import models, peers
+from benchmarks.scale import grown
+from fpipe import Costs
+
+ROOT = Path(__file__).parents[2]
+PEERS = {"schedule", "ranks", "width", "fpipe_ms", "peer_ms", "ratio", "limit_share", "fpipe_bytes", "peer_bytes"}
+SCALE = {"schedule", "ranks", "sequences_per_second", "bubble", "peak_bytes"}
+
+
+def printed(benchmark, *options):
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--json", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_peers(tmp_path):
+    schedule = "zb-v"
+    figure = tmp_path / "peers.svg"
+    options = ("--width", "32", "--schedules", schedule, "--steps", "1", "--rounds", "1", "--out", str(figure))
+    (row,) = printed("peers", "--ranks", "2", *options)
+    assert row.keys() >= PEERS
+    assert (row["schedule"], row["ranks"], row["width"]) == (schedule, 2, 32)
+    assert row["ratio"] == pytest.approx(row["fpipe_ms"] / row["peer_ms"])
+    assert [len(row[key]) for key in ("fpipe_bytes", "peer_bytes")] == [2, 2]
+    assert schedule in figure.read_text()
+
+
+def test_scale():
+    options = ("--ranks", "4", "--microbatches", "4", "--width", "32", "--schedules", "1f1b")
+    found = printed("scale", *options, "--rounds", "1")
+    (predicted,), (row,) = found["prediction"], found["scale"]
+    assert sum(predicted["more_ms"].values()) == pytest.approx(predicted["measured_ms"] - predicted["predicted_ms"])
+    assert row.keys() >= SCALE
+    assert 0 < row["bubble"] < 1
+
+
+@pytest.mark.parametrize("option", [("--ranks", "3"), ("--width", "33"), ("--schedules", "zb-h1"), ("--out", "x.txt")])
+def test_a_wrong_option_says_what_is_possible(option, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["peers", *option])
+    with pytest.raises(SystemExit, match="2"):
+        peers.main()
+    possible = {"--ranks": "2, 4", "--width": "32, 256, 512", "--schedules": "'zb-v'", "--out": ".json, .svg or .png"}
+    assert possible[option[0]] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("off", ["loss", "weight", "bias", None])
+def test_what_differs_is_named(off):
+    module = nn.Linear(2, 2)
+
+    def gradients():
+        return {name: torch.ones_like(p) * (2 if name == off else 1) for name, p in module.named_parameters()}
+
+    def peer():
+        for p in module.parameters():
+            p.grad = torch.ones_like(p)
+        return [torch.tensor(1.0), torch.tensor(3.0)]
+
+    pair = peers.Pair(lambda: (torch.tensor(1.0 if off == "loss" else 2.0), {3: gradients()}), peer, {3: module})
+    expected = {"loss": "the loss", None: ""}.get(off, f"the gradient of stage 3, {off}")
+    assert pair.check() == expected
+
+
+def stuck(rank, ranks):
+    yield "begun"
+    time.sleep(600)
+
+
+def broken(rank, ranks):
+    yield "begun"
+    raise ValueError(f"rank {rank} is broken")
+
+
+@pytest.mark.parametrize(
+    ("job", "limit", "error"), [(stuck, 3, "not done after 3 s"), (broken, 100, r"rank \d is broken")]
+)
+def test_processes_that_hang_or_fail_end(job, limit, error):
+    with pytest.raises((TimeoutError, ProcessException), match=error):
+        list(models.in_processes(job, 2, limit=limit))
+    assert not torch.multiprocessing.active_children()
+
+
+def test_costs_of_a_model_that_grows():
+    same = dict.fromkeys(("backward_input", "backward_weight", "backward", "residuals", "deferred"), [1] * 5)
+    found = grown(Costs(forward=[1, 2, 4, 6, 9], activation=[5] * 5, **same), count=8, stages=4)
+    assert found.forward == (5, 8, 8, 13)
+    assert found.activation == (5, 5, 5, 5)

@@ -1,0 +1,130 @@
+"""The examples run, at a small size."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from examples import train_gpt as example
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--layers", "2", "--width", "32", "--context", "16", "--batch", "8", "--microbatches", "4", "--steps", "6"]
+
+
+def run(name, *options, processes=0):
+    start = [sys.executable]
+    if processes:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [*start, f"examples/{name}.py", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "can't be traced" not in done.stderr
+    return done.stdout
+
+
+def called(capsys, name, /, **options):
+    """What an example prints in this process: it needs none of its own."""
+    capsys.readouterr()
+    importlib.import_module(f"examples.{name}").main(**options)
+    return capsys.readouterr().out
+
+
+def test_train_gpt_in_two_processes_and_on_from_there_in_one(tmp_path, capsys):
+    """The same losses as in one process that never stopped, and as on another number of ranks."""
+    options = {"layers": 2, "width": 32, "context": 16, "batch": 8, "microbatches": 4, "steps": 6, "dropout": 0.2}
+    places = {"logdir": tmp_path / "runs", "checkpoints": tmp_path / "saved"}
+    given = [f"--{name}={value}" for name, value in {**options, **places, "schedule": "1f1b", "until": 3}.items()]
+
+    def told(out):
+        assert "tensorboard --logdir" in out
+        return re.findall(r"loss (\S+)", out), *re.findall(r"(\S+) bits per byte before, (\S+) after (\d) steps", out)
+
+    def here(**more):
+        example.main(**{**options, "logdir": tmp_path, **more})
+        return told(capsys.readouterr().out)
+
+    begun, (before, between, until) = told(run("train_gpt", *given, processes=2))
+    assert {path.name for path in places["logdir"].glob("*/measured/*")} == {"rank0", "rank1"}
+    ended, (again, after, steps) = here(**places, schedule="interleaved-1f1b", ranks=1)
+    assert (until, again, steps) == ("3", between, "6")
+    assert here(schedule="1f1b", ranks=2) == (begun + ended, (before, after, "6"))
+    assert [len(begun), len(ended)] == [3, 3]
+
+    with pytest.raises(typer.Exit):
+        here(**places, ranks=2, seed=1, steps=9)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is of a run with --seed 0 --steps 6: go on with the same, or save to another folder" in said
+
+
+def test_train_gpt_on_a_text_of_ones_own(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("to be or not to be, that is the question. " * 200)
+    assert "7,560 bytes to train on" in run("train_gpt", *SMALL, "--logdir", str(tmp_path), "--text", str(text))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--schedule", "1f2b"], "no schedule '1f2b': take one of gpipe, 1f1b, interleaved-1f1b"),
+        (["--width", "100"], "--width 100 is no multiple of 32"),
+        (["--batch", "4"], "--batch 4 can't be split into 8 microbatches"),
+        (["--layers", "1"], "--layers 1 are too few for 2 stages"),
+        (["--text", "LICENSE", "--context", "1000"], "too few for a context of 1000"),
+    ],
+)
+def test_train_gpt_says_what_is_wrong_with_its_options(options, message):
+    command = [sys.executable, "examples/train_gpt.py", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stdout
+    assert done.stderr == ""
+
+
+def test_custom_schedule(capsys):
+    out = called(capsys, "custom_schedule")
+    bubbles = dict(re.findall(r"^(\w+) +bubble +(\S+)%", out, re.MULTILINE))
+    assert float(bubbles["patient"]) < float(bubbles["one_f_one_b"])
+    assert "the bits of the reference" in out
+    assert "rank 0 never yields BackwardWeight of stage 0, microbatch 7" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("gpt2_tied", {"steps": 21}), ("unet", {"steps": 11, "depth": 2, "blocks": 1})]
+)
+def test_one_process_and_two_learn_the_same(capsys, name, options):
+    given = [f"--{option}={value}" for option, value in options.items()]
+    texts = [called(capsys, name, **options), run(name, *given, processes=2)]
+    found = [[float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in texts]
+    assert found[0] == found[1]
+    assert found[0][-1] < found[0][0]
+    assert "apart" not in texts[1]  # embedding and head
+
+
+def test_digits_are_read():
+    out = run("digits", "--epochs", "3", processes=3)
+    assert float(re.findall(r"accuracy (\S+)%", out)[-1]) > 95
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama", "bert", "t5"])
+def test_huggingface(capsys, model):
+    if model == "bert":
+        out = run("huggingface", "--model", model, "--steps", "11", processes=2)
+    else:
+        out = called(capsys, "huggingface", name=model, steps=11)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
+    assert losses[-1] < losses[0]
+
+
+def test_pippy_readme():
+    assert "the outputs were the network's" in run("pippy_readme", processes=3)
+
+
+def test_torch_tutorial():
+    out = run("torch_tutorial", "--small", processes=2)
+    assert re.findall(r"^(.*): loss .*, outputs as on one device$", out, re.MULTILINE) == ["by hand", "by tracing"]

@@ -1,0 +1,56 @@
+"""Every schedule trains the example's GPT, with the reference's bits."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from examples import train_gpt as example
+from fpipe import handlers, interop
+from fpipe.schedules import CATALOGUE
+from tests.support import jobs
+from tests.support.sharing import sharing
+from tests.support.split_cases import exported_once
+
+ROWS, CONTEXT = 2, 16  # of a microbatch, however many there are: all have the same graphs
+
+
+@cache
+def pipelines():
+    """(pipeline, params) by the number of stages."""
+    torch.manual_seed(0)
+    model = example.GPT(layers=8, width=32, context=CONTEXT, dropout=0.1)
+    rows = torch.zeros(ROWS, CONTEXT, dtype=torch.uint8)
+    given = {"example": rows, "loss": example.cross_entropy}
+    with exported_once():
+        return {stages: interop.split(model, at=example.cuts(model, stages), **given) for stages in (2, 4, 8)}
+
+
+@cache
+def data(m):
+    """Two batches."""
+    torch.manual_seed(0)
+    text = torch.randint(256, (500,), dtype=torch.uint8)
+    return [example.windows(text, ROWS * m, CONTEXT, seed=seed) for seed in range(2)]
+
+
+@cache
+def expected(plan):
+    return jobs.gpt_steps(handlers.Reference(), "gpipe", plan, *pipelines()[plan.stages], data(plan.microbatches))
+
+
+@pytest.mark.parametrize(("ranks", "m"), [(2, 4), (2, 12), (4, 4), (4, 12)])
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_local(name, m, ranks):
+    plan = CATALOGUE[name].plan(ranks, m)
+    local = sharing(handlers.Local(), "gpt", plan.stages)
+    found = jobs.gpt_steps(local, name, plan, *pipelines()[plan.stages], data(m))
+    assert jobs.differences(found, expected(plan)) == []
+
+
+@pytest.mark.parametrize(("ranks", "m"), [(2, 12), (4, 4)])
+def test_gloo(pools, m, ranks):
+    """In one job, so that what is trained is sent once."""
+    plans = {entry.plan(ranks, m) for entry in CATALOGUE.values()}
+    given = (pipelines(), data(m), {plan: expected(plan) for plan in plans})
+    assert pools(ranks).run(jobs.train_gpt, list(CATALOGUE), ranks, m, *given, limit=300) == [[]] * ranks

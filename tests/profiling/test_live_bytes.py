@@ -1,0 +1,246 @@
+"""How many bytes are held: by a call, by a rank between its effects, and as the verifier predicts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fpipe
+from fpipe import Costs, LiveBytes, Output, Pipeline, Placement, Plan, Stage, handlers, schedules
+from fpipe.costs import Shared
+from fpipe.effects import Activation, Deferred, Forward, Residuals
+from fpipe.profiling.live_bytes import peak_bytes
+from tests.support import cases, jobs, live_jobs
+
+SCHEDULES = [
+    "gpipe",
+    "one_f_one_b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "zb_h1",
+    "zb_h2",
+    "interleaved_zb",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dualpipe_v",
+    "dualpipe",
+]
+each_kind = pytest.mark.parametrize("kind", live_jobs.KINDS)
+
+
+# Of a call
+
+
+def keep_two():
+    return torch.zeros(1000), torch.zeros(500)
+
+
+def drop_the_first():
+    x = torch.zeros(1000)
+    del x
+    return torch.zeros(500)
+
+
+def temporary():
+    x = torch.zeros(1000)
+    return x.neg().sum()
+
+
+def temporary_within_an_operation():
+    """Two means and two deviations, which it never gives out."""
+    return F.layer_norm(torch.zeros(2, 500), (500,))
+
+
+def through_autograd():
+    """x, its tanh, the total and its gradient, which expands; then the gradient of tanh, and of x as a sum."""
+    x = torch.zeros(1000).requires_grad_()
+    torch.tanh(x).sum().backward()
+
+
+def nothing():
+    return 1 + 1
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (nothing, 0),
+        (keep_two, 6000),
+        (drop_the_first, 4000),
+        (temporary, 8004),
+        (temporary_within_an_operation, 8016),
+        (through_autograd, 12008),
+    ],
+)
+def test_the_peak_of_a_call(call, expected):
+    call()
+    assert peak_bytes(call) == expected
+
+
+def test_what_was_there_before_a_call_counts_nothing_also_where_the_call_frees_it():
+    there = [torch.zeros(10_000)]
+
+    def call():
+        there.clear()
+        return torch.zeros(10)
+
+    assert peak_bytes(call) == 40
+
+
+def test_a_call_that_fails_leaves_no_profiler_behind():
+    with pytest.raises(ZeroDivisionError):
+        peak_bytes(lambda: 1 / 0)
+    assert peak_bytes(keep_two) == 6000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_the_peak_of_a_call_on_a_gpu():
+    before = torch.zeros(1000, device="cuda")
+    assert peak_bytes(lambda: before.neg().neg(), "cuda") == 8000
+
+
+# Of a rank
+
+
+def tanh_twice():
+    pipeline = Pipeline([lambda p, x: torch.tanh(x @ p)] * 2, loss=lambda y, t: (y - t).square().mean())
+    return pipeline, {0: torch.eye(8), 1: torch.eye(8)}, torch.ones(64, 8), torch.ones(64, 8)
+
+
+def test_in_one_process_memory_is_its_makers_and_what_a_step_returns_is_nobodys():
+    pipeline, *arguments = tanh_twice()
+    plan, live = pipeline.plan(Placement.loop(2), 2), LiveBytes()
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), observe=live)
+    step(*arguments)
+    assert live.held == []
+    loss, grads = live.run(step, *arguments)
+    assert torch.equal(loss, step(*arguments)[0])
+    assert grads.keys() == {0, 1}
+    programs = fpipe.lower(schedules.gpipe, plan)
+    assert [held.effect for held in live.held if held.rank == 0] == list(programs[0])
+    assert [held.after for held in live.held if held.rank == 0] == list(after_gpipe(programs[0], 1024))
+    assert all(held.most >= max(held.before, held.after) for held in live.held)
+    assert max(held.most - held.after for held in live.held if held.effect == Forward(0, 1)) == 1024  # before tanh
+
+
+def after_gpipe(program, size):
+    """Two activations are made, which are residuals, and given up in turn."""
+    made = 0
+    for effect in program:
+        made += {"Forward": size, "Backward": -size}.get(type(effect).__name__, 0)
+        yield made
+
+
+def test_a_rank_that_is_not_played_here_holds_nothing():
+    assert LiveBytes().peak(3) == 0
+
+
+# As predicted
+
+
+@each_kind
+@pytest.mark.parametrize("policy", live_jobs.POLICIES)
+@pytest.mark.parametrize("name", ["gpipe_v", "interleaved_zb", "zb_v", "dualpipe_v"])
+def test_one_process_that_hands_values_on_to_itself_holds_what_is_predicted(name, policy, kind):
+    schedule, place = cases.SCHEDULES[name]
+    check(*live_jobs.compared(0, kind, schedule, place(1), 4, handlers.Local(), policy))
+
+
+@each_kind
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_rank_holds_what_is_predicted(pools, name, kind):
+    for found in pools(2).run(live_jobs.held, kind, name, 2, 6):
+        check(*found)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("one_f_one_b", "layers"), ("zb_v", "skip"), ("dualpipe", "layers")])
+def test_so_do_four(pools, name, kind):
+    for found in pools(4).run(live_jobs.held, kind, name, 4, 8):
+        check(*found)
+
+
+def check(measured, predicted, difference):
+    """Beside what is predicted live losses, and at DualPipe's end a copy's sums until they are added to another's."""
+    assert measured == pytest.approx(predicted, rel=0.02)
+    assert difference < 0.1 * predicted
+
+
+def test_memory_that_several_names_have_is_counted_once():
+    """Rank 0 has both stages: at the second forward's end two residuals, of which one is the output of the first."""
+    plan = Plan(Placement.loop(1, chunks=2), 1)
+    apart = Costs(activation=[10, 0], residuals=[30, 50], deferred=[0, 20])
+    output = Shared(10, (Activation(0, 0), Residuals(0, 0), Residuals(1, 0), Deferred(1, 0)))
+    once = Costs(activation=[10, 0], residuals=[30, 50], deferred=[0, 20], shared=[output])
+    assert fpipe.verify(schedules.gpipe, plan, costs=apart).peak_bytes == (10 + 30 + 50,)
+    assert fpipe.verify(schedules.gpipe, plan, costs=once).peak_bytes == (30 + 50 - 10,)
+    tops = [max(n for _, n in fpipe.simulate(schedules.gpipe, plan, costs).memory(0)) for costs in (apart, once)]
+    assert tops == [90, 70]
+
+
+def test_a_rank_receives_what_its_stages_read_and_gives_a_gradient_as_large():
+    plan = Plan(Placement.loop(3), 1, fpipe.Edges([(), (0,), (0, 1)]))
+    costs = Costs(activation=[10, 4, 0], reads={(0, 2): 3})
+    report = fpipe.verify(schedules.gpipe, plan, costs=costs)
+    assert report.bytes == {(0, 1): 10, (0, 2): 3, (1, 0): 10, (1, 2): 4, (2, 0): 3, (2, 1): 4}
+    assert report.peak_bytes == (10 + 10 + 3, 10 + 4 + 4, 3 + 4)
+
+
+@pytest.mark.parametrize("autodiff", ["graph", "eager"])
+def test_profile_says_what_is_shared_and_what_is_read(autodiff):
+    def first(p, x):
+        h = torch.tanh(x @ p)
+        return {"h": h, "skip": h * 2}
+
+    def last(p, h):
+        return torch.tanh(h @ p)
+
+    pipeline = Pipeline([Stage(first), Stage(last, reads=(Output(0, "h"),))], cases.mse)
+    params, x = {0: torch.eye(4), 1: torch.eye(4)}, torch.ones(6, 4)
+    costs = fpipe.profile(pipeline, params, x, x, microbatches=2, autodiff=autodiff, repeats=1)
+    size = 3 * 4 * 4
+    assert costs.activation[0] == 2 * size
+    assert costs.reads == (((0, 1), size),)
+    output = next(names for n, names in costs.shared if n == size and Activation(0, 0) in names)
+    assert {Activation(0, 0), Residuals(0, 0), Residuals(1, 0), Deferred(1, 0)} <= {*output}
+
+
+def test_of_a_view_its_own_elements_travel():
+    pipeline = Pipeline([lambda p, x: torch.tanh(x @ p)[:, :1], lambda p, x: x * p], cases.mse)
+    params, x = {0: torch.eye(16), 1: torch.tensor(2.0)}, torch.ones(8, 16)
+    costs = fpipe.profile(pipeline, params, x, x[:, :1], repeats=1)
+    assert costs.activation[0] == 8 * 4
+    assert costs.residuals[0] == 8 * 16 * 4
+    assert all(n <= 8 * 4 for n, names in costs.shared if Activation(0, 0) in names)
+
+
+@pytest.mark.parametrize("given", [{"shared": [(-1, ())]}, {"reads": {(0, 1): float("nan")}}])
+def test_bytes_that_are_none(given):
+    with pytest.raises(fpipe.ScheduleError, match=f"{next(iter(given))} must be a finite number of at least 0"):
+        Costs(**given)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_h1"])
+def test_a_large_weight_gradient_lives_no_longer_than_it_takes_to_add_it(name):
+    """Of eight layers' gradients one at a time lives beside the sums."""
+    width, count = 128, 8
+
+    def layers(p, x):
+        for w in p:
+            x = torch.tanh(x @ w)
+        return x
+
+    pipeline = Pipeline([layers], cases.mse)
+    params = {0: [torch.eye(width) for _ in range(count)]}
+    x = torch.ones(16, width)
+    plan = pipeline.plan(Placement.loop(1), 4)
+    schedule, _ = cases.SCHEDULES[name]
+    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Local(), autodiff="graph")
+    loss, grads = step(params, x, x)
+    expected = cases.reference(cases.Case(pipeline, params, x, x), schedule, plan)
+    assert jobs.differences((loss, grads), expected) == []
+    layer, row = width * width * 4, 4 * width * 4
+    kept = 4 * (count + 1) * row * (2 if name == "zb_h1" else 1)  # of all microbatches
+    assert peak_bytes(lambda: step(params, x, x)) < (count + 1) * layer + kept + layer // 2

@@ -1,0 +1,487 @@
+"""A measured step: recorded by hand along a clock that stands still, in one process, and over several."""
+
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+
+import fpipe
+from fpipe import Costs, Link, Measurement, Placement, Plan, ScheduleError, StageError, handlers, lower, schedules
+from fpipe.effects import Activation, Backward, Forward, Gradient, Recv, Reduce, Send, needs
+from fpipe.profiling.gathering import gather
+from fpipe.profiling.recording import Recording
+from fpipe.timelines.measurement import Account
+from fpipe.timelines.simulator import play
+from fpipe.timelines.timeline import CAUSES
+from tests.support import cases, jobs
+
+PLANS = {
+    "gpipe": (schedules.gpipe, Plan(Placement.loop(3), 4)),
+    "1f1b": (schedules.one_f_one_b, Plan(Placement.loop(4), 6)),
+    "interleaved": (schedules.interleaved_1f1b, Plan(Placement.loop(2, 2), 4)),
+    "zb_v": (schedules.zb_v, Plan(Placement.v(3), 6)),
+    "dualpipe": (schedules.dualpipe, Plan(Placement.both_ways(4), 8)),
+    "skips and ties": (
+        schedules.gpipe,
+        Plan(Placement.loop(4), 3, fpipe.Edges([(), (0,), (0, 1), (0, 2)]), ties=((0, 3),)),
+    ),
+}
+
+
+class Clock:
+    """Stands still until it is set."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Driven:
+    """A recording, and what a handler would tell it at given times."""
+
+    def __init__(self, programs):
+        self.clock = Clock()
+        self.recording = Recording(programs, self.clock)
+
+    def at(self, now, what, *args):
+        self.clock.now = now
+        getattr(self.recording, what)(*args)
+
+    def run(self, rank, effect, start, end, *waits):
+        """An effect from start to end, and before it the waits (value, used, arrived)."""
+        for value, used, arrived in waits:
+            self.at(used, "wait", rank, value)
+            self.at(arrived, "arrive", rank, value)
+        self.at(start, "begin", rank, effect)
+        self.at(end, "end", rank, effect)
+
+
+def drive(programs, predicted):
+    """The recording of a step that goes as predicted."""
+    driven = Driven(programs)
+    for rank, program in programs.items():
+        coming, free = {}, 0.0
+        for effect, at in zip(program, predicted.spans.of(rank), strict=True):
+            span = predicted.spans[at]
+            if isinstance(effect, Recv):
+                coming[effect.value] = span.end
+            if isinstance(effect, Send | Recv):
+                driven.run(rank, effect, span.start, span.start)
+                continue
+            waits = []
+            for value in needs(effect, program.plan):
+                if value in coming:
+                    waits.append((value, free, free := max(free, coming.pop(value))))
+            driven.run(rank, effect, span.start, span.end, *waits)
+            free = span.end
+    return driven.recording
+
+
+def made(name, **costs):
+    schedule, plan = PLANS[name]
+    programs = lower(schedule, plan)
+    return programs, play(programs, Costs(**costs))
+
+
+@pytest.mark.parametrize("communication", [0, 0.25, 3])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_step_that_goes_as_predicted_has_the_predicted_timeline(name, communication):
+    programs, predicted = made(name, forward=1, backward_input=1.5, backward_weight=0.5, communication=communication)
+    measurement = drive(programs, predicted).measurement()
+    measured = measurement.timeline()
+    for rank in programs:
+        assert list(measured.compute(rank)) == list(predicted.compute(rank))
+        receives = measurement.receives(rank)
+        expected = [span for span in predicted.spans if span.rank == rank and span.track == "receive"]
+        found = [span for span in measured.spans if span.rank == rank and span.track == "receive"]
+        for receive, a, b in zip(receives, found, expected, strict=True):
+            assert (a.start, a.waited_for) == (b.start, b.waited_for)
+            assert a.end >= b.end if receive.there else a.end == b.end
+    assert measured.causes == predicted.causes
+    assert measured.critical_path == predicted.critical_path
+    assert measured.peak_in_flight == predicted.peak_in_flight
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_receive_is_waiting_and_transfer_and_waits_are_dependency_and_transfer(name):
+    programs, predicted = made(name, forward=1, backward_input=1.5, backward_weight=0.5, communication=0.25)
+    measurement = drive(programs, predicted).measurement()
+    for rank in programs:
+        account, causes = measurement.account(rank), predicted.causes[rank]
+        for receive in measurement.receives(rank):
+            assert receive.waiting + receive.transfer == receive.arrived - receive.posted
+            assert 0 <= receive.exposed <= receive.transfer
+            assert receive.there or receive.transfer == 0.25
+        assert account.compute == predicted.busy[rank]
+        assert account.between == [0.0] * (len(list(predicted.compute(rank))) - 1)
+        first, last = min(s.start for s in predicted.compute(rank)), max(s.end for s in predicted.compute(rank))
+        inside = [r for r in measurement.receives(rank) if first <= r.used < last]
+        assert sum(r.arrived - r.used for r in inside) == predicted.idle[rank]
+        exposed = sum(r.exposed for r in inside)
+        # of several values that a piece waits for, a timeline counts the last alone
+        assert exposed >= causes["transfer"] if measurement.plan.edges.skips else exposed == causes["transfer"]
+
+
+A, G = Activation(0, 0), Gradient(0, 1, 0)
+
+
+def by_hand():
+    """One microbatch over two ranks, with a host that takes its time; seconds."""
+    driven = Driven(lower(schedules.gpipe, Plan(Placement.loop(2), 1)))
+    run = driven.run
+    run(0, Recv(G, 1), 7, 8)
+    run(0, Forward(0, 0), 10, 14)
+    run(0, Send(A, 1), 15, 16)
+    run(0, Backward(0, 0), 41, 50, (G, 20, 40))
+    run(0, Reduce(0), 50, 51)
+    run(1, Recv(A, 0), 11, 12)
+    run(1, Forward(1, 0), 22, 25, (A, 12, 21))
+    run(1, Backward(1, 0), 28, 34)
+    run(1, Send(G, 0), 35, 36)
+    run(1, Reduce(1), 36, 37)
+    return driven.recording.measurement()
+
+
+def test_waiting_transfer_and_the_time_between_two_pieces_by_hand():
+    measurement = by_hand()
+    assert [(r.waiting, r.transfer, r.exposed, r.there) for r in measurement.receives(0)] == [(28, 5, 5, False)]
+    assert [(r.waiting, r.transfer, r.exposed, r.there) for r in measurement.receives(1)] == [(4, 6, 6, False)]
+    assert measurement.account(0) == Account(13, [7], 2, 20, 5, 0, 0, 1, 0)
+    assert measurement.account(1) == Account(9, [3], 2, 9, 6, 0, 0, 1, 0)
+    timeline = measurement.timeline()
+    assert timeline.causes[0] == {"warm-up": 0, "dependency": 21, "transfer": 6, "imbalance": 0, "drain": 0}
+    assert [span.effect for span in timeline.critical_path] == [
+        *(Forward(0, 0), Send(A, 1), Recv(A, 0), Forward(1, 0), Backward(1, 0), Send(G, 0), Recv(G, 1), Backward(0, 0))
+    ]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_costs_of_a_step_that_goes_as_predicted_predict_it(name):
+    """Of values that were there at their first use only a bound is known, so that every transfer is waited for here."""
+    times = {"forward": 1, "backward_input": 1.5, "backward_weight": 0.5}
+    programs, predicted = made(name, **times, communication=3)
+    costs = drive(programs, predicted).measurement().costs()
+    for rank in programs:
+        for span in predicted.compute(rank):
+            assert costs.time(span.effect) == span.end - span.start
+    assert play(programs, costs).makespan == pytest.approx(predicted.makespan)
+
+
+def test_costs_are_medians_of_what_was_waited_for():
+    costs = by_hand().costs()
+    assert (costs.forward, costs.backward) == ((4, 3), (9, 6))
+    assert dict(costs.communication) == {(0, 1): Link(6), (1, 0): Link(5)}
+
+
+def test_ranks_that_are_not_recorded_leave_the_others_as_they_are():
+    """What rank 1 sent was waited for as long as before; nobody knows since when it was under way."""
+    measurement = by_hand()
+    alone = Measurement(measurement.programs, {0: measurement.columns[0]})
+    with pytest.raises(ValueError, match="rank 1 is not recorded in this process"):
+        alone.timeline()
+    whole, part = measurement.timeline(), alone.timeline(partial=True)
+    assert list(part.compute(0)) == list(whole.compute(0))
+    assert list(part.compute(1)) == []
+    assert (part.busy, part.causes[0]["transfer"]) == ([13, 0], 0)
+    assert part.causes[0]["dependency"] + part.causes[0]["imbalance"] == 27
+    sends = [span for span in part.spans if span.track == "send"]
+    assert [(span.start, span.end) for span in sends] == [(8, 9)]  # its post
+    assert alone.costs().communication == ()
+
+
+def test_the_table():
+    assert str(by_hand()).splitlines()[:3] == [
+        "rank    compute   between      each   posting    waiting   exposed          hidden   there",
+        "   0  13000.000  7000.000  7000.000  2000.000  20000.000  5000.000  0.000 to 0.000  0 of 1",
+        "   1   9000.000  3000.000  3000.000  2000.000   9000.000  6000.000  0.000 to 0.000  0 of 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("used", "arrived", "there", "exposed", "hidden", "at_most"),
+    [
+        (9, 12, False, 3, 3, 3),  # posted by both at 4, under compute from 5 to 8, then waited for
+        (9, 9, True, 0, 0, 3),  # at 9 it was there: it came at any time since 4
+        (9, 9.25, True, 0.25, 0, 3),  # probably too: to get it took a twentieth of the time since
+        (9, 9.5, False, 0.5, 3, 3),
+        (3, 6, False, 2, 1, 1),  # waited for before it was sent, and computed meanwhile: not from here on
+    ],
+)
+def test_a_transfer_under_compute(used, arrived, there, exposed, hidden, at_most):
+    """Rank 1 posts two receives at 0, and computes from 5 to 8 while the second is under way."""
+    programs = lower(schedules.gpipe, Plan(Placement.loop(2), 2))
+    other = Activation(0, 1)
+    driven = Driven(programs)
+    for effect in programs[0]:
+        posted = {Send(A, 1): 1, Send(other, 1): 4}.get(effect, 0)
+        waits = [(v, 0, 0) for v in needs(effect, programs[0].plan) if isinstance(v, Gradient)]
+        driven.run(0, effect, posted, posted, *waits)
+    for effect in programs[1]:
+        if effect == Forward(1, 0):
+            driven.run(1, effect, 5, 8, (A, 0, 2))
+        elif effect == Forward(1, 1):
+            driven.run(1, effect, 13, 14, (other, used, arrived))
+        else:
+            driven.run(1, effect, *((0, 0) if isinstance(effect, Recv) else (20, 20)))
+    measurement = driven.recording.measurement()
+    first, second = measurement.receives(1)
+    assert (first.there, first.waiting, first.transfer) == (False, 1, 1)
+    assert (second.there, second.waiting, second.transfer) == (there, 4, arrived - 4)
+    account = measurement.account(1)
+    assert (account.receives, account.there) == (2, int(there))
+    assert (account.exposed, account.hidden, account.hidden_at_most) == (1 + exposed, hidden, at_most)
+
+
+def run_on(recording, rank, effects):
+    """Effects that begin and end, and values that come, at once."""
+    for effect in effects:
+        recording.begin(rank, effect)
+        if isinstance(effect, Recv):
+            recording.wait(rank, effect.value)
+            recording.arrive(rank, effect.value)
+        recording.end(rank, effect)
+
+
+def run_all(recording):
+    for rank, program in recording.programs.items():
+        run_on(recording, rank, program)
+
+
+def fail(recording, count):
+    """A step that fails in the effect after `count` of rank 0's, the others' being done."""
+    effects = recording.programs[0].effects
+    run_on(recording, 0, effects[:count])
+    for rank in (1, 2):
+        run_on(recording, rank, recording.programs[rank])
+    recording.begin(0, effects[count])
+
+
+def starts(recording):
+    return {rank: columns.starts for rank, columns in recording.measurement().columns.items()}
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_step_that_fails_leaves_the_last_whole_one_and_the_next_starts_over(before, count):
+    programs, predicted = made("gpipe", communication=1)
+    recording = drive(programs, predicted)
+    for _ in range(before):
+        run_all(recording)
+    assert recording.steps == 1 + before
+    whole = starts(recording)
+    recording.clock.now = -1.0
+    fail(recording, count)
+    assert recording.steps == 1 + before
+    assert starts(recording) == whole
+    recording.clock.now = 77.0
+    run_all(recording)
+    assert recording.steps == 2 + before
+    assert all(
+        set(columns.starts) | set(columns.ends) == {77.0} for columns in recording.measurement().columns.values()
+    )
+
+
+def test_memory_is_made_for_two_steps_and_kept():
+    programs, predicted = made("1f1b")
+    recording = drive(programs, predicted)
+    run_all(recording)
+    columns = {id(lane.starts) for lanes in (recording._lanes, recording._last) for lane in lanes.values()}
+    for _ in range(3):
+        run_all(recording)
+    assert {id(lane.starts) for lanes in (recording._lanes, recording._last) for lane in lanes.values()} == columns
+    assert len(columns) == 2 * len(programs)
+
+
+def test_what_is_recorded_is_not_changed_by_a_later_step():
+    programs, predicted = made("1f1b")
+    recording = drive(programs, predicted)
+    measurement = recording.measurement()
+    recording.clock.now = 99.0
+    for _ in range(2):
+        run_all(recording)
+    assert list(measurement.timeline().compute(0)) == list(predicted.compute(0))
+
+
+def test_other_programs_than_those_that_run_are_refused():
+    plan = Plan(Placement.loop(2), 4)
+    recording = Recording(lower(schedules.gpipe, plan))
+    recording.begin(0, recording.programs[0].effects[0])
+    with pytest.raises(ScheduleError, match=r"rank 0 begins Forward\(stage=0, microbatch=3\), where .* has Recv\("):
+        recording.begin(0, Forward(0, 3))
+
+
+def test_what_is_not_known_is_said():
+    programs = lower(schedules.gpipe, Plan(Placement.loop(2), 1))
+    recording = Recording(programs)
+    with pytest.raises(ValueError, match="no whole step has been recorded: pass observe=recording"):
+        recording.measurement()
+    for effect in programs[0]:
+        recording.begin(0, effect)
+        recording.end(0, effect)
+    with pytest.raises(ValueError, match=r"rank 0's handler never said that Gradient\(.*\) arrived"):
+        recording.measurement()
+
+
+def test_one_rank_alone_has_an_account_but_no_timeline():
+    programs, predicted = made("1f1b", communication=1)
+    whole = drive(programs, predicted).measurement()
+    part = type(whole)(programs, {1: whole.columns[1]})
+    account, expected = part.account(1), whole.account(1)
+    assert (account.compute, account.between, account.waiting) == (expected.compute, [0.0] * 11, expected.waiting)
+    assert (account.exposed, account.hidden, account.hidden_at_most) == (None, None, None)
+    assert str(part).splitlines()[1].split()[6:8] == ["-", "-"]
+    with pytest.raises(ValueError, match=r"rank 0 is not recorded .* fpipe.gather\(recording, group\)"):
+        part.timeline()
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "ranks"),
+    [
+        ("attention", "one_f_one_b", 2),
+        ("linear", "gpipe", 3),
+        ("linear", "interleaved_1f1b", 2),
+        ("skip", "split", 4),
+        ("tied", "gpipe_v", 2),
+        ("linear", "gpipe_both_ways", 2),
+        ("linear", "overlap", 3),
+    ],
+)
+def test_a_step_in_one_process(name, schedule, ranks):
+    case, generator, plan = cases.make(name, schedule, ranks, 4)
+    recording = Recording(lower(generator, plan))
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), observe=recording)
+    for count in (1, 2):
+        found = step(case.params, case.batch, case.target)
+        assert recording.steps == count
+    assert jobs.differences(found, cases.reference(case, generator, plan)) == []
+    timeline = recording.measurement().timeline()
+    for rank, program in recording.programs.items():
+        spans = [timeline.spans[at] for at in timeline.spans.of(rank)]
+        assert tuple(span.effect for span in spans) == program.effects
+        assert all(before.start <= after.start for before, after in pairwise(spans))
+        assert all(before.end <= after.start for before, after in pairwise(timeline.compute(rank)))
+        assert all(span.start <= span.end for span in spans)
+        causes = timeline.causes[rank]
+        assert list(causes) == list(CAUSES)
+        assert min(causes.values()) >= 0
+        assert sum(causes.values()) == pytest.approx(timeline.makespan - timeline.busy[rank], rel=1e-9)
+
+
+def test_a_step_that_fails_in_one_process_starts_over():
+    def stage(p, x):
+        if broken:
+            raise ValueError("broken")
+        return x * p
+
+    broken = False
+    pipeline = fpipe.Pipeline([lambda p, x: x * p, stage], lambda y, t: y.sum())
+    plan = pipeline.plan(Placement.loop(2), 2)
+    recording = Recording(lower(schedules.gpipe, plan))
+    step = fpipe.value_and_grad(
+        pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff="eager", observe=recording
+    )
+    arguments = {0: torch.ones(()), 1: torch.ones(())}, torch.ones(4)
+    step(*arguments)
+    whole = starts(recording)
+    broken = True
+    with pytest.raises(StageError, match="broken"):
+        step(*arguments)
+    assert (recording.steps, starts(recording)) == (1, whole)
+    broken = False
+    step(*arguments)
+    assert recording.steps == 2
+    assert min(starts(recording)[0]) > max(whole[0])
+
+
+def one_rank(rank, skew, steps=1):
+    """This rank's recording of steps that are over at once, by a clock that is ahead by `skew`; None: the machine's."""
+    programs, _ = made("1f1b")
+    recording = Recording(programs, time.perf_counter if skew is None else lambda: time.perf_counter() + skew)
+    for _ in range(steps):
+        run_on(recording, rank, programs[rank])
+    return recording
+
+
+def gathered(rank, skews):
+    """Offsets, uncertainty, this rank's own starts, and what all ranks' starts are made to be."""
+    recording = one_rank(rank, skews[rank])
+    own = recording.measurement().columns[rank].starts
+    found = gather(recording)
+    return (
+        found.offsets,
+        found.uncertainty,
+        own,
+        {r: c.starts for r, c in found.columns.items()},
+        found.timeline().makespan,
+    )
+
+
+def test_ranks_that_share_a_clock_are_put_together_as_they_are(pools):
+    found = pools(4).run(gathered, [None] * 4)
+    for rank, (offsets, uncertainty, own, starts, makespan) in enumerate(found):
+        assert offsets == uncertainty == dict.fromkeys(range(4), 0.0)
+        assert starts == found[0][3]
+        assert starts[rank] == own
+        assert makespan == found[0][4]
+
+
+def test_clocks_that_differ_are_compared(pools):
+    skews = [0.0, 5.0, -1000.0, 0.25]
+    for rank, (offsets, uncertainty, own, starts, _) in enumerate(pools(4).run(gathered, skews)):
+        assert uncertainty[0] == 0 < min(uncertainty[r] for r in (1, 2, 3))
+        assert max(uncertainty.values()) < 0.1
+        for other, skew in enumerate(skews):
+            assert abs(offsets[other] - skew) <= uncertainty[other]
+        assert list(starts[rank]) == pytest.approx([start - offsets[rank] for start in own], rel=0, abs=1e-9)
+
+
+def refused(rank, steps, whose):
+    recording = one_rank(rank if whose is None else whose, None, steps[rank])
+    gather(recording)
+
+
+@pytest.mark.parametrize(
+    ("steps", "whose", "error", "text"),
+    [
+        ((1, 1), None, "ScheduleError", "rank 0 of 2 processes does not play that rank alone of 4 recorded ones"),
+        ((1, 2, 1, 1), None, "ValueError", "rank 0 has seen 1 whole steps, rank 1 2, so that their last ones differ"),
+        ((1, 1, 1, 1), 0, "ScheduleError", "rank 1 of 4 processes does not play that rank alone of 4 recorded ones"),
+        ((1, 0, 1, 1), None, "ValueError", "whole step"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused_on_every_rank(pools, steps, whose, error, text):
+    for outcome in pools(len(steps)).outcomes(refused, steps, whose):
+        assert outcome.error == error
+        assert text in outcome.text
+
+
+def over_gloo(rank, schedule, ranks):
+    """Two steps on this rank, and what was measured of the second: where it differs, and the measurement."""
+    case, generator, plan = cases.make("attention", schedule, ranks, 4)
+    params, batch, target, _ = cases.own(case, plan, rank)
+    recording = Recording(lower(generator, plan))
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=jobs.handler(), observe=recording)
+    expected = jobs.expected_on(cases.reference(case, generator, plan), params, plan, rank, False)
+    found = [d for _ in range(2) for d in jobs.differences(step(params, batch, target), expected)]
+    measurement = gather(recording)
+    return found, str(measurement), measurement
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h1", "interleaved_1f1b"])
+def test_a_step_over_gloo(pools, schedule):
+    for differing, table, measurement in pools(2).run(over_gloo, schedule, 2):
+        assert differing == []
+        timeline = measurement.timeline()
+        for rank in range(2):
+            assert sum(timeline.causes[rank].values()) == pytest.approx(timeline.makespan - timeline.busy[rank])
+            assert all(before.end <= after.start for before, after in pairwise(timeline.compute(rank)))
+            account = measurement.account(rank)
+            assert account.compute == pytest.approx(timeline.busy[rank])
+            assert account.receives > 0
+            assert min(account.between) > 0
+            for receive in measurement.receives(rank):
+                assert receive.sent < receive.arrived
+        assert len(table.splitlines()) == 1 + 2 + 3

@@ -1,0 +1,147 @@
+"""Wrong programs, made out of right ones: the verifier refuses each, or it gives the reference's bits all the same.
+
+Of every named schedule, complete programs with communication: every effect left out, every one doubled, every two
+neighbours swapped; and of large plans, several faults at random. How many were tried is printed.
+"""
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe import Output, Pipeline, Placement, Plan, ScheduleError, Stage, handlers, lower
+from fpipe.schedules import from_table, gpipe
+from fpipe.schedules.catalogue import CATALOGUE
+from tests.support.sharing import sharing
+
+SCHEDULES = {name: (lambda plan, e=entry: e.schedule(plan), entry.plan) for name, entry in CATALOGUE.items()}
+"""Name -> (plan -> schedule), (ranks, microbatches -> plan); what is named joins by itself."""
+SCHEDULES["gpipe on a V"] = (lambda plan: gpipe, lambda ranks, m: Plan(Placement.v(ranks), m))
+SCHEDULES["gpipe both ways"] = (lambda plan: gpipe, lambda ranks, m: Plan(Placement.both_ways(ranks), m))
+SMALL = [(2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 2)]
+SIZE = 160  # effects of all ranks in a small plan, at most
+
+TRIED = Counter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tally(request):
+    """Print what was tried."""
+    yield
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{TRIED.total()} wrong programs: {TRIED['refused']} refused, {TRIED['harmless']} harmless")
+
+
+@cache
+def pipeline(stages):
+    """A chain in which the first stage is also read by the last, and shares its parameter with it."""
+
+    def layer(p, x):
+        return torch.tanh(x * p["w"])
+
+    def last(p, x, skip):
+        return x * p["w"] + skip * p["v"]
+
+    before = stages - 2
+    nodes = [layer, *[layer] * (stages - 2), Stage(last, reads=(Output(before), Output(0)))]
+    return Pipeline(nodes, lambda y, t: ((y - t) ** 2).sum(), ties={(stages - 1, "w"): (0, "w")})
+
+
+@cache
+def arguments(stages):
+    torch.manual_seed(0)
+    params = {s: {"w": torch.randn(3)} for s in range(stages)}
+    params[stages - 1] = {"v": torch.randn(3)}
+    return params, torch.randn(48, 3), torch.randn(48, 3)
+
+
+@cache
+def right(name, ranks, microbatches):
+    """Its plan, its complete programs, and the reference's bits; nothing if it doesn't take these numbers."""
+    make, plan_of = SCHEDULES[name]
+    try:
+        plain = plan_of(ranks, microbatches)
+        plan = pipeline(plain.stages).plan(plain.placement, microbatches)
+        schedule = make(plan)
+        programs = lower(schedule, plan)
+    except ScheduleError:
+        return None
+    return plan, {rank: program.effects for rank, program in programs.items()}, bits(plan, programs, "reference")
+
+
+def bits(plan, programs, handler="local"):
+    own = sharing(handlers.Local(), "wrong", plan.stages) if handler == "local" else handlers.Reference()
+    step = fpipe.value_and_grad(pipeline(plan.stages), from_table(programs), plan, handler=own, reduction="sum")
+    loss, grads = step(*arguments(plan.stages))
+    return [loss, *(leaf for _, tree in sorted(grads.items()) for _, leaf in sorted(tree.items()))]
+
+
+def harmless(plan, programs, expected):
+    """Whether it runs with the same bits; False if it is refused."""
+    try:
+        found = bits(plan, programs)
+    except ScheduleError:
+        TRIED["refused"] += 1
+        return False
+    assert all(map(torch.equal, found, expected)), "accepted, and its gradients are wrong"
+    TRIED["harmless"] += 1
+    return True
+
+
+def without(order, at):
+    return (*order[:at], *order[at + 1 :])
+
+
+def doubled(order, at):
+    return (*order[: at + 1], *order[at:])
+
+
+def swapped(order, at):
+    return (*order[:at], order[at + 1], order[at], *order[at + 2 :])
+
+
+def moved_on(order, at):
+    """An effect three places later."""
+    rest = without(order, at)
+    return (*rest[: at + 3], order[at], *rest[at + 3 :])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_small_program_with_one_fault(name):
+    tried = 0
+    for ranks, m in SMALL:
+        if (found := right(name, ranks, m)) is None:
+            continue
+        plan, programs, expected = found
+        if sum(map(len, programs.values())) > SIZE:
+            continue
+        assert harmless(plan, programs, expected)
+        for rank, order in programs.items():
+            for at in range(len(order)):
+                for change in (without, doubled):
+                    changed = programs | {rank: change(order, at)}
+                    assert not harmless(plan, changed, expected), f"rank {rank} {change.__name__} {order[at]}"
+                if at + 1 < len(order):
+                    harmless(plan, programs | {rank: swapped(order, at)}, expected)
+        tried += 1
+    assert tried >= 2
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_a_large_program_with_faults(data):
+    name = data.draw(st.sampled_from(sorted(SCHEDULES)))
+    found = right(name, data.draw(st.sampled_from([4, 6, 8])), data.draw(st.sampled_from([6, 8, 12, 16])))
+    assume(found is not None)
+    plan, programs, expected = found
+    for _ in range(data.draw(st.integers(1, 3))):
+        rank = data.draw(st.integers(0, plan.ranks - 1))
+        order = programs[rank]
+        at = data.draw(st.integers(0, len(order) - 2))
+        change = data.draw(st.sampled_from([without, doubled, swapped, moved_on]))
+        programs = programs | {rank: change(order, at)}
+    harmless(plan, programs, expected)

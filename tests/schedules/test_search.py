@@ -1,0 +1,150 @@
+"""What search finds is no worse than what it could have found, keeps the limit, stays above the bound, and runs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe import Costs, Edges, Placement, Plan, ScheduleError, handlers, simulate, verify
+from fpipe.schedules import CATALOGUE, lower_bound, pareto, search
+from fpipe.schedules.catalogue import recut, shares
+from tests.support import cases, jobs
+
+number = st.integers(0, 8).map(lambda n: n / 4)
+
+
+@st.composite
+def models(draw):
+    """Ranks, microbatches and costs of a model that is cut into one stage on each rank."""
+    p = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    per_stage = st.one_of(number, st.lists(number, min_size=p, max_size=p))
+    costs = Costs(draw(per_stage), draw(per_stage), draw(per_stage), communication=draw(number))
+    return Plan(Placement.loop(p), draw(st.sampled_from([1, 2, 3, 4, 8, 12]))), costs
+
+
+def admitted(plan, costs, limit=None, chunks=(1, 2, 3)):
+    """Every named schedule that takes the model, as (name, plan, costs, timeline)."""
+    for entry in CATALOGUE.values():
+        for v in chunks if entry.any_chunks else (entry.chunks,):
+            try:
+                cut = entry.plan(plan.ranks, plan.microbatches, v)
+                own = recut(costs, plan.stages, cut.stages)
+                yield entry.name, cut, own, simulate(entry.schedule(cut, own, limit), cut, own)
+            except ScheduleError:
+                continue
+
+
+@settings(max_examples=25)
+@given(models())
+def test_no_schedule_goes_below_the_bound(model):
+    plan, costs = model
+    for name, cut, own, timeline in admitted(plan, costs):
+        limit = max(timeline.peak_in_flight)
+        assert timeline.cost >= lower_bound(cut, own, limit) * (1 - 1e-12), (name, cut)
+
+
+@settings(max_examples=15)
+@given(models(), st.sampled_from([None, 1, 2, 3.5]))
+def test_nothing_that_was_tried_is_better(model, limit):
+    plan, costs = model
+    within = [t.cost for *_, t in admitted(plan, costs, limit) if limit is None or max(shares(t)) <= limit + 1e-9]
+    found = search(plan, costs, limit, chunks=(1, 2, 3))
+    assert found.timeline.cost == pytest.approx(min(within), rel=1e-9)
+    assert found.lower_bound <= found.timeline.cost * (1 + 1e-12)
+    assert limit is None or found.peak <= limit + 1e-9
+    verify(found.schedule, found.plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "costs", "limit", "bound"),
+    [
+        # One microbatch goes to the last stage and back: 4 forwards, 4 input gradients, 6 transfers, a weight gradient.
+        (Plan(Placement.loop(4), 1), Costs(communication=1), None, 15),
+        # The busiest rank.
+        (Plan(Placement.loop(2), 8), Costs(forward=[1, 2]), None, 32),
+        # Rank 0 runs no backward before its first forward, that of stage 1 and the way back: 1 + 1 + 5, then 3 * 5.
+        (Plan(Placement.loop(2), 3), Costs(1, 5, 0), None, 22),
+        # It runs the last of 3 forwards before the way to stage 1 and back: 3 * 5 + 5 + 1, then its own backward, 1.
+        (Plan(Placement.loop(2), 3), Costs(5, 1, 0), None, 22),
+        # max(6m, 6m + 6p - 3k - 1), two chunks on each rank, k half microbatches.
+        (Plan(Placement.v(4), 8), Costs(), 2, 48 + 24 - 12 - 1),
+        (Plan(Placement.v(4), 8), Costs(2, 2, 2), 2, 2 * (48 + 24 - 12 - 1)),
+        (Plan(Placement.v(4), 8), Costs(), 4, 48),
+        (Plan(Placement.v(4), 8), Costs(), None, 48),
+        (Plan(Placement.v(4), 8), Costs(1, 1, 2), 2, 64),
+        # An overlap that hides the forward takes work off every rank.
+        (Plan(Placement.v(2), 8), Costs(1, 1, 1, overlap=2), None, 32),
+    ],
+)
+def test_the_bound(plan, costs, limit, bound):
+    assert lower_bound(plan, costs, limit) == bound
+
+
+def test_a_limit_that_nothing_keeps_is_refused_with_the_least_that_would_do():
+    plan = Plan(Placement.loop(4), 8)
+    with pytest.raises(ScheduleError, match=r"keeps to 0\.25 microbatches in flight: the least is 1$"):
+        search(plan, memory_limit=0.25, chunks=(1, 2))
+    assert search(plan, memory_limit=1, chunks=(1, 2)).peak == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"costs": Costs([1, 2])}, "forward has 2 entries, the plan 3 stages"),
+        ({"costs": Costs(communication={(0, 1): 1})}, "communication has no entry for the edge from rank 1 to rank 0"),
+        ({"memory_limit": float("nan")}, "the memory limit must be more than 0 microbatches, not nan"),
+        ({"memory_limit": 0}, "the memory limit must be more than 0 microbatches, not 0"),
+        ({"chunks": ()}, r"chunks must be numbers of stages on a rank, at least one, and each at least 1: \(\)"),
+        ({"chunks": (0,)}, r"each at least 1: \(0,\)"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    with pytest.raises(ScheduleError, match=message):
+        search(Plan(Placement.loop(3), 2), **options)
+
+
+def test_no_limit_may_be_an_infinite_one():
+    plan = Plan(Placement.loop(2), 4)
+    assert search(plan, memory_limit=float("inf")).name == search(plan).name
+
+
+def test_of_equal_costs_the_lower_peak_wins_at_any_unit():
+    for scale in (1e-10, 1, 1e10):
+        found = search(Plan(Placement.loop(4), 12), Costs(scale, scale, scale))
+        assert (found.name, found.peak) == ("zb-v", 4)
+        assert found.timeline.cost == pytest.approx(36 * scale)
+
+
+def test_pareto_trades_time_for_memory():
+    plan = Plan(Placement.loop(4), 12)
+    front = pareto(plan, chunks=(1, 2))
+    times, peaks = [found.timeline.cost for found in front], [found.peak for found in front]
+    assert times == sorted(set(times), reverse=True)
+    assert peaks == sorted(set(peaks))
+    assert len(front) >= 3
+    assert times[-1] == search(plan, chunks=(1, 2)).timeline.cost
+    for limit in (1, 2, 4):
+        assert min(t for t, peak in zip(times, peaks, strict=True) if peak <= limit) <= (
+            search(plan, memory_limit=limit, chunks=(1, 2)).timeline.cost + 1e-9
+        )
+
+
+def test_with_skips_only_schedules_for_as_many_stages_are_tried():
+    plan = Plan(Placement.loop(2, 2), 4, Edges([(), (0,), (0, 1), (0, 2)]))
+    found = search(plan, Costs(communication=0.5))
+    assert found.plan.stages == 4
+    assert found.plan.edges == plan.edges
+    verify(found.schedule, found.plan)
+
+
+@pytest.mark.parametrize("limit", [None, 1.5])
+def test_what_was_found_runs_like_any_other(limit):
+    case = cases.make("attention", "interleaved_1f1b", 2, 5)[0]
+    found = search(case.pipeline.plan(Placement.loop(2, 2), 5), Costs(backward_weight=0.4), limit, chunks=(2,))
+    assert found.plan.stages == 4
+    step = fpipe.value_and_grad(case.pipeline, found.schedule, found.plan, handler=handlers.Local())
+    loss, grads = step(case.params, case.batch, case.target)
+    expected = cases.reference(case, found.schedule, found.plan)
+    assert torch.equal(loss, expected[0])
+    assert jobs.differences(grads, expected[1]) == []

@@ -1,0 +1,214 @@
+"""A small training step that goes wrong in one of many ways."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import fpipe
+from fpipe import Pipeline, Placement, handlers, schedules
+from tests.support.cases import mse
+
+FAULTS = {
+    "wrong tree": r"rank 1, stage 1, microbatch 0: Forward raised KeyError: 'w'",
+    "missing stage": r"rank 1, stage 1: params has no entry for it, only for stages",
+    "foreign stage": r"rank 1: params has entries for stages \[9\], of which this process holds only",
+    "short batch": r"batch \(float32\[3, 4\]\) has 3 rows on axis 0: too few for 4 microbatches",
+    "raises": r"rank 1, stage 1, microbatch 3: Forward raised ArithmeticError: the last",
+    "misfit": r"rank 2, stage 2, microbatch 0: Forward raised RuntimeError: .*\(stage 1 gave it float32\[2, 3\]\)",
+    "unregistered": r"rank 1, stage 1, microbatch 0: its output\['odd'\] is a tests.support.faults.Odd, which can't go from",
+    "raises at once": r"rank 0, stage 0, microbatch 0: Forward raised ArithmeticError: at once",
+    "bad weight": r"rank 2: KeyError: 'weight'",
+    "loss dtype": r"rank 2, stage 2: the loss is torch.float64, where equal inputs gave torch.float32 before",
+    "aux": r"rank 2, stage 2: the outputs can't be merged: the plain value at \['note'\] differs between microbatches",
+    "killed": r"rank 1 did not say why: did its script end, or was its process killed",
+    "world size": "",
+}
+"""What goes wrong -> what is said of it, on every rank."""
+
+SHORT = ("raises", "killed", "slow", "aux")
+"""What goes wrong when a microbatch has one row, as the last has in the third step."""
+COUNTING = ("loss dtype",)
+"""What goes wrong by the number of calls, which graphs don't make."""
+GUILTY = {"short batch": 0, "misfit": 2, "raises at once": 0, "bad weight": 2, "aux": 2, "loss dtype": 2}
+
+
+class Odd:
+    pass
+
+
+def layer(p, x):
+    return torch.tanh((x["h"] if isinstance(x, dict) else x) @ p["w"])
+
+
+def ways(*faults):
+    """Each with every way to differentiate under which it can happen."""
+    return [(f, way) for f in faults for way in ("graph", "eager") if way == "eager" or f not in COUNTING]
+
+
+def step(fault, ranks, handler, rank=None, autodiff="eager"):
+    """A function that trains three steps; a wrong argument or an accident comes with the third."""
+    calls = 0
+
+    def guilty(p, x):
+        if fault == "raises" and len(x) == 1:
+            raise ArithmeticError("the last")
+        if fault == "killed" and len(x) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "slow" and len(x) == 1:
+            time.sleep(5)
+        out = layer(p, x)
+        if fault == "misfit":
+            return out[:, :3]
+        if fault == "unregistered":
+            return {"h": out, "odd": Odd()}
+        return out
+
+    def first(p, x):
+        if fault == "raises at once":
+            raise ArithmeticError("at once")
+        return layer(p, x)
+
+    def weight(target):
+        raise KeyError("weight")
+
+    def loss(output, target):
+        nonlocal calls
+        calls += 1
+        if fault == "loss dtype":
+            return mse(output, target).to(torch.float64 if calls > 4 else torch.float32)
+        return mse(output, target), {"note": f"{len(output)} rows"}
+
+    options = {"bad weight": {"weight": weight}, "aux": {"has_aux": True}}.get(fault, {})
+    torch.manual_seed(0)
+    params = {s: {"w": torch.randn(4, 4)} for s in range(ranks)}
+    pipeline = Pipeline([first, guilty, *[layer] * (ranks - 2)], loss if fault in ("aux", "loss dtype") else mse)
+    plan = pipeline.plan(Placement.loop(ranks), 4)
+    one = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler, autodiff=autodiff, **options)
+    own = dict(params) if rank is None else pipeline.params_on(params, plan, rank)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+
+    def run(wrong=True):
+        for i in range(3):
+            given, batch, target = dict(own), x, y
+            if wrong and i == 2 and fault in SHORT:
+                batch, target = x[:7], y[:7]
+            if wrong and i == 2 and (rank is None or rank == GUILTY.get(fault, 1)):
+                if fault == "missing stage":
+                    del given[1]
+                if fault == "wrong tree":
+                    given[1] = {"v": given[1]["w"]}
+                if fault == "foreign stage":
+                    given[9] = {}
+                if fault == "short batch":
+                    batch = x[:3]
+            total, _ = one(given, batch, target)
+        return total.item()
+
+    return run
+
+
+def run(rank, ranks, fault, autodiff="eager", timeout=60.0):
+    return step(fault, ranks, handlers.Distributed(timeout=timeout), rank, autodiff)()
+
+
+def recover(rank, ranks, fault, autodiff):
+    """(loss of the steps after a refused one, the error before)."""
+    again = step(fault, ranks, handlers.Distributed(timeout=30), rank, autodiff)
+    error = ""
+    try:
+        again()
+    except (fpipe.StageError, fpipe.TransportError) as caught:
+        error = type(caught).__name__
+    return again(wrong=False), error
+
+
+def twice(rank, ranks):
+    again = step("raises", ranks, handlers.Distributed(timeout=30), rank)
+    with contextlib.suppress(fpipe.StageError, fpipe.TransportError):
+        again()
+    try:
+        again()
+    except fpipe.TransportError as error:
+        return str(error)
+    return "no error"
+
+
+def different_programs(rank):
+    pipeline = Pipeline([layer] * 2, mse)
+    plan = pipeline.plan(Placement.loop(2), 2)
+    schedule = schedules.gpipe if rank else schedules.one_f_one_b
+    fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Distributed(timeout=10))
+
+
+def refused_twice(rank):
+    """Two programs on one handler, each refused once: what the ranks are told of either."""
+    own = handlers.Distributed(timeout=10)
+    pipeline = Pipeline([layer] * 2, mse)
+    plan = pipeline.plan(Placement.loop(2), 4)
+    params = {rank: {"w": torch.eye(4)}}
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=own)
+    evaluate = fpipe.evaluate(pipeline, plan, handler=own)
+    told = []
+    for rows, run in ((3, step), (2, evaluate)):
+        x = torch.ones(rows if rank == 0 else 8, 4)
+        try:
+            run(params, x, torch.ones(8, 4))
+        except (fpipe.StageError, fpipe.TransportError) as error:
+            told.append(str(error))
+    return told
+
+
+def ends_early(rank):
+    """Rank 1's script ends without a word after its first step."""
+    own = handlers.Distributed(timeout=10)
+    pipeline = Pipeline([layer] * 2, mse)
+    plan = pipeline.plan(Placement.loop(2), 4)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=own)
+    for i in range(2):
+        if rank == 1 and i == 1:
+            os._exit(0)
+        step({rank: {"w": torch.eye(4)}}, torch.ones(8, 4), torch.ones(8, 4))
+
+
+def plain_step():
+    """A step of one rank in this process, its arguments given but for state and rng."""
+    pipeline = Pipeline([layer], mse)
+    plan = pipeline.plan(Placement.loop(1), 2)
+    one = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())
+    return lambda **more: one({0: {"w": torch.eye(4)}}, torch.ones(4, 4), torch.ones(4, 4), **more)
+
+
+def different_batches(rank):
+    """Each rank passes a batch of another size: what it is told."""
+    pipeline = Pipeline([layer] * 3, mse)
+    plan = pipeline.plan(Placement.loop(3), 2)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Distributed(timeout=10))
+    x = torch.ones(8 + 2 * rank, 4)
+    try:
+        step({rank: {"w": torch.eye(4)}}, x, x)
+    except fpipe.StageError as error:
+        return str(error)
+
+
+def missed_handler(rank):
+    """Rank 1 does not come to a handler; the next one works all the same."""
+    pipeline = Pipeline([layer] * 2, mse)
+    plan = pipeline.plan(Placement.loop(2), 2)
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+    first = "nothing"
+    if rank == 0:
+        try:
+            fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Distributed(group, timeout=1))
+        except fpipe.TransportError as error:
+            first = type(error).__name__
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Distributed(group, timeout=10))
+    loss, _ = step({rank: {"w": torch.eye(4)}}, torch.ones(8, 4), torch.ones(8, 4))
+    return f"{first} then {'a loss' if loss.isfinite() else 'none'}"

@@ -1,0 +1,363 @@
+"""What the ranks of a pool are asked to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+
+import optree
+import torch
+
+import fpipe
+from fpipe import handlers, interop, schedules
+from fpipe.tensorboard import Recorder
+from tests.support import cases
+from tests.support.sharing import sharing
+
+
+@functools.cache
+def handler():
+    """One handler for all jobs of this process: its connections are made once."""
+    return handlers.Distributed(timeout=30)
+
+
+def differences(found, expected):
+    """Where two trees are not equal in bits: paths, or nothing."""
+    none = {"none_is_leaf": True, "namespace": "fpipe"}
+    names = optree.tree_paths(expected, **none)
+    pairs = zip(names, optree.tree_leaves(found, **none), optree.tree_leaves(expected, **none), strict=True)
+    return [name for name, a, b in pairs if not same(a, b)]
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if (a.dtype, a.shape, a.requires_grad) != (b.dtype, b.shape, b.requires_grad):
+            return False
+        return torch.equal(bits(a), bits(b)) or not (a.any() or b.any())  # "no gradient" travels as -0.0
+    return a == b
+
+
+def bits(x):
+    """So that -0.0 is not 0.0, and a NaN is itself."""
+    return x.detach().resolve_conj().resolve_neg().flatten().contiguous().view(torch.uint8)
+
+
+def expected_on(result, params, plan, rank, stateful):
+    """The part of the reference's result that one rank is to have."""
+    loss, grads, *state = result
+    held = {s: {k: grads[s][k] for k in tree} for s, tree in params.items()}
+    states = [{s: t for s, t in state[0].items() if s in plan.stages_on(rank)}] if stateful else []
+    return (loss, held, *states)
+
+
+def train(rank, name, schedule, microbatches, ranks):
+    """Two steps by graphs on this rank against the reference: where they differ."""
+    case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(microbatches))
+    params, batch, target, state = cases.own(case, plan, rank)
+    expected = expected_on(cases.oracle(name, plan), params, plan, rank, case.state is not None)
+    own = sharing(handler(), name, plan.stages)
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, autodiff="graph", **case.options)
+    before = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (params, batch, target, state))
+    found = []
+    for _ in range(2):  # the first exchanges signatures, the second knows them
+        found += differences(step(params, batch, target, state=state, rng=case.rng), expected)
+    return found + [("arguments", *path) for path in differences((params, batch, target, state), before)]
+
+
+def evaluate_gathered(rank, name, ranks, microbatches):
+    """Outputs on this rank, of two runs, against the reference's: where they differ."""
+    case, _, plan = cases.make(name, "gpipe", ranks, microbatches)
+    params, batch, _, state = cases.own(case, plan, rank)
+    expected = fpipe.evaluate(case.pipeline, plan, handler=handlers.Reference())
+    run = fpipe.evaluate(case.pipeline, plan, handler=handler(), gather=True)
+    whole = expected(case.params, case.batch, state=case.state)
+    return [d for _ in range(2) for d in differences(run(params, batch, state=state), whole)]
+
+
+def evaluate_alone(rank, ranks):
+    case, _, plan = cases.make("linear", "gpipe", ranks, 2)
+    params, batch, *_ = cases.own(case, plan, rank)
+    outputs = fpipe.evaluate(case.pipeline, plan, handler=handler())(params, batch)
+    return "nothing" if outputs is None else "outputs"
+
+
+def own_communication(rank, ranks, microbatches):
+    """A schedule that sends and receives by itself: where two steps differ from the reference."""
+    case, _, plan = cases.make("tied", "gpipe", ranks, microbatches)
+    params, batch, target, _ = cases.own(case, plan, rank)
+    expected = expected_on(cases.reference(case, cases.talking, plan), params, plan, rank, False)
+    step = fpipe.value_and_grad(case.pipeline, cases.talking, plan, handler=handler())
+    return [d for _ in range(2) for d in differences(step(params, batch, target), expected)]
+
+
+def shapes_change(rank, ranks, autodiff):
+    """Steps of different shapes, each seen twice: where they differ from the reference."""
+    case, schedule, plan = cases.make("attention", "interleaved_1f1b", ranks, 3)
+    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handler(), autodiff=autodiff)
+    params, *_ = cases.own(case, plan, rank)
+    found = []
+    for rows in (16, 7, 16, 7, 3):
+        part = cases.Case(case.pipeline, case.params, case.batch[:rows], case.target[:rows])
+        _, batch, target, _ = cases.own(part, plan, rank)
+        expected = expected_on(cases.reference(part, schedule, plan), params, plan, rank, False)
+        found += differences(step(params, batch, target), expected)
+    return found
+
+
+def sequences_change(rank, ranks, schedule, dynamic):
+    """Steps of sequences of other lengths: where they differ from the reference, and how often specs were sent."""
+    from fpipe.handlers.distributed.connections import Links
+
+    told, tell = [], Links.tell
+    case, generator, plan = cases.make("attention", schedule, ranks, 2, rows=4)
+    options = {"autodiff": "graph", "dynamic": dynamic}
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler(), **options)
+    params, *_ = cases.own(case, plan, rank)
+    found, counts = [], []
+    Links.tell = lambda links, text, target: told.append(text) or tell(links, text, target)
+    try:
+        for length in (5, 3, 5, 4, 3):
+            part = cases.Case(case.pipeline, case.params, case.batch[:, :length], case.target[:, :length])
+            _, batch, target, _ = cases.own(part, plan, rank)
+            expected = expected_on(cases.reference(part, generator, plan), params, plan, rank, False)
+            found += differences(step(params, batch, target), expected)
+            counts.append(len(told))
+            told.clear()
+    finally:
+        Links.tell = tell
+    sent = sum(isinstance(e, fpipe.effects.Send) for e in fpipe.lower(generator, plan)[rank])
+    return found, counts == [sent, sent, 0, sent, 0]
+
+
+def rows_known_elsewhere(rank, ranks):
+    """The last stage has neither batch nor target, and the microbatches are uneven."""
+    pipeline = fpipe.Pipeline([lambda p, x: x * p, *[lambda p, x: x + p] * (ranks - 2), lambda p, x: (x * p).mean()])
+    params = {s: torch.tensor(1.5 + s, dtype=torch.float64) for s in range(ranks)}
+    x = torch.arange(7, dtype=torch.float64)
+    plan = pipeline.plan(fpipe.Placement.loop(ranks), 3)
+    step = fpipe.value_and_grad(pipeline, fpipe.schedules.one_f_one_b, plan, handler=handler())
+    loss, _ = step(pipeline.params_on(params, plan, rank), x if rank == 0 else None)
+    torch.testing.assert_close(loss, pipeline(params, x), rtol=1e-14, atol=0)
+    return loss.item()
+
+
+def beside_each_other(rank, ranks):
+    """Two pipelines over the two rows of a DeviceMesh, with different data: where they differ from the reference."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "pipeline"))
+    case, schedule, plan = cases.make("attention", "interleaved_1f1b", ranks // 2, 4)
+    row, place = mesh.get_coordinate()
+    case.batch = case.batch.roll(row, 0)
+    params, batch, target, _ = cases.own(case, plan, place)
+    expected = expected_on(cases.reference(case, schedule, plan), params, plan, place, False)
+    own = handlers.Distributed(mesh["pipeline"], timeout=30)
+    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=own)
+    return [d for _ in range(2) for d in differences(step(params, batch, target), expected)]
+
+
+def odd_values(rank, ranks, autodiff):
+    """Tensors that gloo finds hard, and trees of every kind, from stage to stage."""
+    from tests.support.trees import Pair, Record
+
+    def first(p, x):
+        return {
+            "z": Record(Pair(x * p, x.T), [x.bool(), x.bfloat16()], ("text", 3, None, 2.5)),
+            "a": (x[:0], x.sum(), torch.tensor(7), x[:, ::2], torch.float16),
+        }
+
+    def last(p, v):
+        record, (empty, total, seven, strided, dtype) = v["z"], v["a"]
+        assert list(v) == ["z", "a"]
+        assert isinstance(record, Record)
+        assert isinstance(record.pair, Pair)
+        assert record.note == ("text", 3, None, 2.5)
+        assert (empty.shape, empty.requires_grad, dtype) == ((0, 4), False, torch.float16)
+        mixed = record.pair.left + record.pair.right.T + record.many[0] + record.many[1].float()
+        return ((mixed[:, ::2] + strided) * p * seven + total).sum()
+
+    pipeline = fpipe.Pipeline([first, *[lambda p, v: v] * (ranks - 2), last])
+    params = {s: torch.tensor(2.0) for s in range(ranks)}
+    plan = pipeline.plan(fpipe.Placement.loop(ranks), 2)
+    x = torch.arange(16.0).view(4, 4)
+    arguments = {"reduction": "sum", "autodiff": autodiff}
+    whole = fpipe.value_and_grad(pipeline, fpipe.schedules.gpipe, plan, handler=handlers.Reference(), **arguments)
+    step = fpipe.value_and_grad(pipeline, fpipe.schedules.gpipe, plan, handler=handler(), **arguments)
+    own = pipeline.params_on(params, plan, rank)
+    expected = expected_on_scalars(whole(params, x), own)
+    return [d for _ in range(2) for d in differences(step(own, x if rank == 0 else None), expected)]
+
+
+def expected_on_scalars(result, params):
+    loss, grads = result
+    return loss, {stage: grads[stage] for stage in params}
+
+
+def unused_gradients(rank, ranks, autodiff):
+    """A consumer that gives no gradient for a leaf that wants one: the leaf's own backward must not be run."""
+    pipeline = fpipe.Pipeline(
+        [
+            lambda p, x: {"used": x * p, "idle": torch.sqrt(x * 0 * p)},  # its derivative is not finite
+            *[lambda p, v: v] * (ranks - 2),
+            lambda p, v: (v["used"] * p).sum(),
+        ]
+    )
+    params = {s: torch.tensor(2.0) for s in range(ranks)}
+    plan = pipeline.plan(fpipe.Placement.loop(ranks), 2)
+    options = {"reduction": "sum", "autodiff": autodiff}
+    step = fpipe.value_and_grad(pipeline, fpipe.schedules.gpipe, plan, handler=handler(), **options)
+    own = pipeline.params_on(params, plan, rank)
+    found = [step(own, torch.ones(4) if rank == 0 else None)[1] for _ in range(2)]
+    return [float(grads[rank]) for grads in found]
+
+
+def sends_held(rank, ranks, microbatches):
+    """The most values that this rank held for its peers at once, in a step of 1F1B."""
+    from fpipe.handlers.distributed.channels import Routes
+
+    most, sender = 0, Routes.sender
+
+    def counting(routes, value, source, target):
+        send = sender(routes, value, source, target)
+
+        def counted(payload):
+            nonlocal most
+            send(payload)
+            most = max(most, len(routes.sent[target].held))
+
+        return counted
+
+    Routes.sender = counting
+    try:
+        case, schedule, plan = cases.make("linear", "one_f_one_b", ranks, microbatches)
+        step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handlers.Distributed(timeout=30))
+    finally:
+        Routes.sender = sender
+    params, batch, target, _ = cases.own(case, plan, rank)
+    step(params, batch, target)
+    step(params, batch, target)
+    return most
+
+
+def gradients_come_and_go(rank, ranks, autodiff):
+    """A consumer reads a part of a value in some microbatches and steps, and not in others: (differences, warnings).
+
+    By graphs it decides by the number of rows, else by their values, which graphs can't.
+    """
+
+    def first(p, x):
+        return (x * p, torch.sqrt(x * p))
+
+    def last(p, v):
+        both = len(v[0]) > 1 if autodiff == "graph" else v[0].sum() > 4
+        return (v[0] + v[1] if both else v[0]).sum() * p
+
+    pipeline = fpipe.Pipeline([first, *[lambda p, v: v] * (ranks - 2), last])
+    plan = pipeline.plan(fpipe.Placement.loop(ranks), 2)
+    params = {s: torch.tensor(1.5) for s in range(ranks)}
+    own = pipeline.params_on(params, plan, rank)
+    steps = [
+        fpipe.value_and_grad(pipeline, fpipe.schedules.gpipe, plan, handler=h, reduction="sum", autodiff=autodiff)
+        for h in (handler(), handlers.Reference())
+    ]
+    found = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for rows in ([1, 1, 5, 6], [5, 6, 1], [5, 6, 7, 8], [1, 1, 1, 1], [1, 1, 1], [2, 3]):
+            x = torch.tensor(rows, dtype=torch.float32)
+            expected = expected_on_scalars(steps[1](params, x), own)
+            found += differences(steps[0](own, x), expected)
+    return found, [str(warning.message) for warning in told]
+
+
+def kept_alive(rank, ranks, autodiff):
+    """How many of the arguments of a step still live when its caller has dropped them."""
+    import gc
+    import weakref
+
+    case, schedule, plan = cases.make("attention", "interleaved_1f1b", ranks, 4)
+    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handler(), autodiff=autodiff)
+    arguments = optree.tree_map(torch.clone, cases.own(case, plan, rank)[:3])
+    given = [weakref.ref(leaf) for leaf in optree.tree_leaves(arguments)]
+    gc.collect()
+    gc.disable()
+    try:
+        step(*arguments)
+        del arguments
+        return sum(ref() is not None for ref in given)
+    finally:
+        gc.enable()
+
+
+def moved(tree, device):
+    return optree.tree_map(
+        lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tree, none_is_leaf=True, namespace="fpipe"
+    )
+
+
+def on_device(case, device):
+    where = {name: moved(getattr(case, name), device) for name in ("params", "batch", "target", "state")}
+    return dataclasses.replace(case, **where)
+
+
+def train_on_gpus(rank, name, schedule, microbatches, ranks):
+    """Two steps over NCCL, on this rank's device: where they differ from the reference there."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    case, generator, plan = cases.make(name, schedule, ranks, microbatches)
+    case = on_device(case, device)
+    params, batch, target, state = cases.own(case, plan, rank)
+    expected = expected_on(cases.reference(case, generator, plan), params, plan, rank, case.state is not None)
+    own = gpu_handler()
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **case.options)
+    return [d for _ in range(2) for d in differences(step(params, batch, target, state=state, rng=case.rng), expected)]
+
+
+def record_on_gpus(rank, logdir):
+    """Three steps over NCCL, of which the second and the third are captured."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    case, generator, plan = cases.make("attention", "one_f_one_b", 2, 4)
+    params, batch, target, _ = cases.own(on_device(case, device), plan, rank)
+    with Recorder(logdir, every=1) as recorder:
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=gpu_handler(), observe=recorder)
+        for _ in range(3):
+            step(params, batch, target)
+
+
+@functools.cache
+def gpu_handler():
+    """The pool's job group is gloo; the values of this handler go over NCCL."""
+    return handlers.Distributed(device=torch.device("cuda", torch.cuda.current_device()), timeout=60)
+
+
+def train_gpt(rank, names, ranks, microbatches, pipelines, data, expected):
+    """Steps of the example's GPT on this rank under each schedule: where they differ from what the reference came to.
+
+    Args:
+        pipelines: (pipeline, params) by the number of stages.
+        expected: `gpt_steps` by the plan.
+    """
+    found = []
+    for name in names:
+        plan = schedules.CATALOGUE[name].plan(ranks, microbatches)
+        pipeline, params = pipelines[plan.stages]
+        own, over = pipeline.params_on(params, plan, rank), sharing(handler(), "gpt", plan.stages)
+        losses, *trees = expected[plan]
+        theirs = (losses, *({s: tree[s] for s in own} for tree in trees))
+        found += [(name, *at) for at in differences(gpt_steps(over, name, plan, pipeline, own, data), theirs)]
+    return found
+
+
+def gpt_steps(handler, name, plan, pipeline, params, data):
+    """(losses, last gradients, params) of a step with each batch."""
+    schedule, adamw = schedules.CATALOGUE[name].schedule(plan), interop.optimizer(torch.optim.AdamW, lr=0.1)
+    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph")
+    state, losses = adamw.init(params), []
+    for i, (batch, target) in enumerate(data):
+        loss, grads = step(params, batch, target, rng=(0, i))
+        params, state = adamw.update(grads, state, params)
+        losses.append(loss)
+    return losses, grads, params

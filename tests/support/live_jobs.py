@@ -1,0 +1,101 @@
+"""What a rank is asked for how many bytes it holds, and the stages that hold them: large beside a loss."""
+
+from __future__ import annotations
+
+import functools
+from itertools import dropwhile
+
+import torch
+
+import fpipe
+from fpipe import Output, Pipeline, Stage, policies
+from fpipe.effects import Backward, BackwardInput, parts
+from fpipe.programs.interning import Numbering
+from fpipe.programs.memory import held_bytes
+from tests.support import cases, jobs
+from tests.support.sharing import sharing
+
+ROWS, WIDTH, LENGTH = 16, 32, 8
+BACKWARD = Backward | BackwardInput
+
+
+def blocks(stages):
+    """Transformer blocks: the residuals of each are much more than its output."""
+
+    def params():
+        return {
+            name: cases.randn(*shape, scale=0.2)
+            for name, shape in {"qkv": (WIDTH, 3 * WIDTH), "up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}.items()
+        }
+
+    def batch(rows):
+        return torch.randn(2, rows, LENGTH, WIDTH)
+
+    return Pipeline([cases.attend] * stages, cases.mse), {s: params() for s in range(stages)}, batch
+
+
+def layers(stages):
+    """Residuals are inputs and outputs, and nothing else."""
+    case = cases.linear(stages)
+    params = {s: {"w": cases.randn(WIDTH, WIDTH), "b": cases.randn(WIDTH)} for s in range(stages)}
+    return case.pipeline, params, lambda rows: torch.randn(2, 4 * rows * LENGTH, WIDTH)
+
+
+def skip(stages):
+    """One of the first output's two leaves is read by every later stage."""
+
+    def first(p, x):
+        h = torch.tanh(x @ p)
+        return {"h": h, "skip": h * x}
+
+    def layer(p, h, skip):
+        return torch.tanh(h @ p + skip)
+
+    nodes = [Stage(first), Stage(layer, reads=(Output(0, "h"), Output(0, "skip")))]
+    nodes += [Stage(layer, reads=(Output(s - 1), Output(0, "skip"))) for s in range(2, stages)]
+    params = {s: cases.randn(WIDTH, WIDTH) for s in range(stages)}
+    return Pipeline(nodes, cases.mse), params, lambda rows: torch.randn(2, 4 * rows * LENGTH, WIDTH)
+
+
+KINDS = {f.__name__: f for f in (blocks, layers, skip)}
+
+
+POLICIES = ("everything_saveable", "cheap", "dots_saveable", "nothing_saveable")
+
+
+@functools.cache
+def made(kind, stages, microbatches, policy):
+    """(pipeline, params, batch, target, costs), the same in every process."""
+    torch.manual_seed(0)
+    pipeline, params, batch = KINDS[kind](stages)
+    batch, target = batch(ROWS * microbatches)
+    options = {"autodiff": "graph", "policy": getattr(policies, policy)}
+    costs = fpipe.profile(pipeline, params, batch, target, microbatches=microbatches, repeats=1, **options)
+    return pipeline, params, batch, target, costs
+
+
+def held(rank, kind, name, ranks, microbatches):
+    schedule, place = cases.SCHEDULES[name]
+    return compared(rank, kind, schedule, place(ranks), microbatches, jobs.handler())
+
+
+def compared(rank, kind, schedule, placement, microbatches, handler, policy="everything_saveable"):
+    """What a rank holds at most, as measured and as predicted, and by how much these differ after an effect.
+
+    Until the ranks agree on the step, in its first effects, no receive has been posted: differences count from the
+    first backward on.
+    """
+    pipeline, params, batch, target, costs = made(kind, placement.stages, microbatches, policy)
+    plan, live = pipeline.plan(placement, microbatches), fpipe.LiveBytes()
+    own = sharing(handler, "live", kind, plan.stages, policy)
+    options = {"autodiff": "graph", "policy": getattr(policies, policy)}
+    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=own, observe=live, **options)
+    arguments = pipeline.params_on(params, plan, rank), batch, target
+    step(*arguments)  # traces
+    step(*arguments)  # knows signatures
+    live.run(step, *arguments)
+    predicted = list(held_bytes(fpipe.lower(schedule, plan), costs, Numbering(plan)))[rank]
+    pairs = zip((held for held in live.held if held.rank == rank), predicted, strict=True)
+    later = dropwhile(lambda pair: not any(isinstance(e, BACKWARD) for e in parts(pair[0].effect)), pairs)
+    difference = max(abs(held.after - n) for held, n in later)
+    return live.peak(rank), fpipe.verify(schedule, plan, costs=costs).peak_bytes[rank], difference

@@ -1,0 +1,265 @@
+"""A rank's spans as bytes, and all ranks' put together again: nothing is lost, and nothing is taken on trust."""
+
+import gzip
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fpipe import Costs, Link, Placement, Plan, schedules, simulate
+from fpipe.effects import TABLE, Forward, Recv
+from fpipe.tensorboard.files import columns
+from fpipe.tensorboard.files.captures import Place, assemble, columns_of, parsed, placed, tag
+from fpipe.tensorboard.files.columns import BadColumns, Clock, Columns, Header, decode, encode
+from fpipe.tensorboard.server.summary import summary
+from tests.profiling.test_recording import PLANS
+
+COSTS = Costs(forward=1, backward_input=1.1, backward_weight=0.7, communication=Link(0.1, 40), activation=10)
+
+
+def blobs(timeline, **said):
+    return {
+        rank: encode(
+            replace(Header("predicted", 7, rank, "mine", timeline.plan, unit=""), **said), columns_of(timeline, rank)
+        )
+        for rank in range(timeline.plan.ranks)
+    }
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_timeline_comes_back_as_it_was(name):
+    schedule, plan = PLANS[name]
+    timeline = simulate(schedule, plan, COSTS)
+    found = assemble(blobs(timeline))
+    assert found.notices == ()
+    assert (found.kind, found.step, found.schedule, found.unit) == ("predicted", 7, "mine", "")
+    assert found.plan == plan
+    assert list(found.timeline.spans) == list(timeline.spans)
+    assert found.timeline.causes == timeline.causes
+    assert found.timeline.critical_path == timeline.critical_path
+
+
+def test_a_header_comes_back_as_it_was():
+    header = Header(
+        kind="measured",
+        step=10**9,
+        rank=1,
+        schedule="<b>\n\0é",
+        plan=Plan(Placement.both_ways(2), 4),
+        clock=Clock(-0.25, 1e-6),
+        wall=1.7e9,
+        peak=(3e9, "allocator"),
+        host=(("before the first effect", -0.5, 0.0),),
+        device="cuda:1",
+    )
+    none = np.empty(0, np.int32)
+    empty = Columns([], np.empty(0), np.empty(0), (none, none))
+    assert decode(encode(header, empty))[0] == header
+    assert decode(encode(replace(header, clock=None, peak=None), empty))[0].clock is None
+
+
+def test_what_only_some_know_comes_back_too():
+    timeline = simulate(schedules.gpipe, Plan(Placement.loop(2), 2))
+    count = len(timeline.spans.of(1))
+    used, sizes = np.arange(count, dtype=float), np.full(count, np.nan)
+    given = columns_of(timeline, 1, used=used, sizes=sizes, memory=iter([(0.0, 10.0), (1.5, 1e12)]))
+    _, found = decode(encode(Header("measured", 0, 1, "", timeline.plan), given))
+    assert np.array_equal(found.used, used)
+    assert np.isnan(found.bytes).all()
+    assert [column.tolist() for column in found.memory] == [[0.0, 1.5], [10.0, 1e12]]
+
+
+def test_numbers_are_as_narrow_as_they_can_be():
+    plan = Plan(Placement.loop(1, chunks=300), 70_000)
+    timeline = Columns([Forward(299, 69_999)], np.zeros(1), np.ones(1), (np.array([-1], np.int32),) * 2)
+    raw = gzip.decompress(encode(Header("predicted", 0, 0, "", plan), timeline))
+    found = json.loads(raw[8 : 8 + int.from_bytes(raw[4:8], "little")])["columns"]
+    assert [found[name][0] for name in ("kind", "stage", "microbatch", "other", "start")] == [
+        "u1",
+        "u2",
+        "u4",
+        "u1",
+        "f8",
+    ]
+    assert all(at % 8 == 0 for _, at, _ in found.values())
+
+
+GOOD = blobs(simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 4), COSTS))
+
+
+def edited(change):
+    """A good blob with another header."""
+    raw = gzip.decompress(GOOD[0])
+    begin = 8 + int.from_bytes(raw[4:8], "little")
+    said = json.loads(raw[8:begin])
+    change(said)
+    text = json.dumps(said).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return gzip.compress(raw[:4] + len(text).to_bytes(4, "little") + text + raw[begin:])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "cut short"),
+        (b"no gzip", "not a gzip"),
+        (GOOD[0][:-20], "cut short"),
+        (gzip.compress(b"PNG!" + b"\0" * 8, mtime=0), "does not begin"),
+        (gzip.compress(b"FPT1" + b"\xff" * 4 + b"{}", mtime=0), "not a rank's spans"),
+        (edited(lambda said: said.update(format=2)), "of a later fpipe"),
+        (edited(lambda said: said["kinds"].__setitem__(0, "Teleport")), "'Teleport', of a later fpipe"),
+        (edited(lambda said: said["columns"]["start"].__setitem__(2, 10**6)), "not a rank's spans"),
+        (edited(lambda said: said["columns"]["kind"].__setitem__(0, "O")), "a column of 'O'"),
+        (edited(lambda said: said.pop("plan")), "not a rank's spans"),
+        (edited(lambda said: said["plan"].update(holders=[[9]])), "rank 0 has no stage"),
+        (edited(lambda said: said["columns"]["end"].__setitem__(2, 1)), "columns of different lengths"),
+    ],
+)
+def test_bytes_that_are_no_ranks_spans_are_refused(data, message):
+    with pytest.raises(BadColumns, match=message):
+        decode(data)
+
+
+def test_what_unpacks_to_more_than_any_timeline_is_refused(monkeypatch):
+    monkeypatch.setattr(columns, "LARGEST", 100)
+    with pytest.raises(BadColumns, match="larger than any timeline"):
+        decode(GOOD[0])
+
+
+def test_without_a_rank_the_others_are_shown_and_a_notice_says_so():
+    whole = assemble(GOOD).timeline
+    found = assemble({rank: blob for rank, blob in GOOD.items() if rank != 1})
+    assert found.notices == ("rank 1 of 3 missing: no file of theirs has this step whole",)
+    assert list(found.timeline.compute(1)) == []
+    assert found.timeline.busy == [whole.busy[0], 0.0, whole.busy[2]]
+    waits = [s.waited_for for s in found.timeline.spans if isinstance(s.effect, Recv)]
+    assert waits
+    assert set(waits) == {None}  # all were sent by rank 1
+    assert found.timeline.causes[0]["transfer"] == 0.0  # nobody knows when what it waited for was sent
+    said = summary(found)
+    assert ([row["rank"] for row in said["ranks"]], len(said["gaps"])) == ([0, 2], 2)
+
+
+def test_a_rank_whose_bytes_are_broken_is_left_out():
+    found = assemble(GOOD | {2: GOOD[2][:50]})
+    assert found.notices[0].startswith("rank 2 can't be read: cut short")
+    assert sorted(found.headers) == [0, 1]
+    with pytest.raises(BadColumns, match="rank 0 can't be read"):
+        assemble({0: b""})
+    with pytest.raises(BadColumns, match="no ranks"):
+        assemble({})
+
+
+def test_ranks_of_another_plan_are_left_out():
+    other = blobs(simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 5), COSTS))
+    assert assemble(GOOD | {1: other[1]}).notices[0] == "rank 1 has another plan than rank 0, and is left out"
+    assert assemble(GOOD | {3: GOOD[0]}).notices[0] == "what should be rank 3's is rank 0's, and is left out"
+
+
+def test_clocks_that_were_not_compared_are_told():
+    found = assemble(GOOD | {2: blobs(assemble(GOOD).timeline, clock=None)[2]})
+    assert found.notices == ("the clocks of rank 2 were not compared: each begins at its own first start",)
+
+
+def changed(rank=0, **columns):
+    """A good blob with a value of some columns changed: (place, value) of each."""
+    raw = bytearray(gzip.decompress(GOOD[rank]))
+    begin = 8 + int.from_bytes(raw[4:8], "little")
+    found = json.loads(raw[8:begin])["columns"]
+    for name, (place, value) in columns.items():
+        kind, at, length = found[name]
+        assert place < length
+        np.frombuffer(memoryview(raw), kind, length, begin + at)[place] = value
+    return gzip.compress(bytes(raw))
+
+
+FIRST = next(at for at, effect in enumerate(decode(GOOD[0])[1].effects) if isinstance(effect, Forward))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"start": (0, np.nan)}, "times that are none"),
+        ({"end": (3, np.inf)}, "times that are none"),
+        ({"start": (0, 1e300), "end": (0, 2e300)}, "times that are none"),
+        ({"end": (0, -1.0)}, "times that are none"),
+        ({"kind": (0, 200)}, "an effect of no kind"),
+        ({"stage": (FIRST, 2)}, "rank 0 runs a stage that is not on it"),
+        ({"stage": (0, 77)}, "a stage that the plan doesn't have"),
+        ({"microbatch": (0, 99)}, "a microbatch or a rank that the plan doesn't have"),
+        ({"peer": (1, 9)}, "a microbatch or a rank that the plan doesn't have"),
+    ],
+)
+def test_what_no_rank_can_have_done_is_refused(columns, message):
+    with pytest.raises(BadColumns, match=message):
+        decode(changed(**columns))
+    assert decode(changed())[1].effects == decode(GOOD[0])[1].effects
+
+
+@pytest.mark.parametrize("said", [{"peak": [-1, "process"]}, {"clock": {"offset": 0, "uncertainty": -1}}, {"rank": 3}])
+def test_what_no_header_can_say_is_refused(said):
+    with pytest.raises(BadColumns, match=r"that are none|rank 3 of a plan of 3"):
+        decode(edited(lambda header: header.update(said)))
+
+
+def test_a_capture_in_which_nothing_was_computed_is_refused():
+    none = np.empty(0, np.int32)
+    empty = encode(
+        Header("measured", 0, 0, "", Plan(Placement.loop(1), 1)), Columns([], np.empty(0), np.empty(0), (none, none))
+    )
+    with pytest.raises(BadColumns, match="nothing was computed"):
+        assemble({0: empty})
+
+
+def test_spans_that_wait_in_a_circle_end():
+    none = np.array([0, 0], np.int32), np.array([1, 0], np.int32)
+    circle = Columns([Forward(0, 0), Forward(0, 1)], np.arange(2.0), np.arange(1.0, 3.0), none)
+    found = assemble({0: encode(Header("measured", 0, 0, "", Plan(Placement.loop(1), 2)), circle)})
+    assert len(found.timeline.critical_path) == 2
+
+
+def test_a_summary_is_the_timelines_own_account():
+    found = assemble(GOOD)
+    timeline, said = found.timeline, json.loads(json.dumps(summary(found)))
+    assert (said["makespan"], said["cost"], said["bubble_rate"]) == (
+        timeline.makespan,
+        timeline.cost,
+        timeline.bubble_rate,
+    )
+    assert [row["causes"] for row in said["ranks"]] == timeline.causes
+    assert [sum(row["kinds"].values()) for row in said["ranks"]] == pytest.approx(timeline.busy)
+    spans, first = timeline.spans, timeline.spans.first
+    assert [spans[first[rank] + row] for rank, row in said["critical"]] == timeline.critical_path
+    gaps = [list(zip(g["start"], g["end"], g["cause"], strict=True)) for g in said["gaps"]]
+    assert gaps == [[tuple(gap) for gap in timeline.gaps(rank)] for rank in range(3)]
+
+
+def test_too_many_gaps_are_not_listed(monkeypatch):
+    monkeypatch.setattr("fpipe.tensorboard.server.summary.MOST_GAPS", 3)
+    assert summary(assemble(GOOD))["gaps"] is None
+
+
+@pytest.mark.parametrize("step", [0, 7, 10**8, 10**17])
+@pytest.mark.parametrize("part", [0, 1, 999])
+def test_tags_say_step_and_part(step, part):
+    assert parsed(tag(step, part)) == (step, part)
+
+
+@pytest.mark.parametrize(
+    "text", ["timeline/step_1", "timeline/step_00000001/part_1", "x/timeline/step_00000001", "loss"]
+)
+def test_other_tags_say_nothing(text):
+    assert parsed(text) is None
+
+
+def test_runs_say_whose_they_are():
+    assert placed("a/b/predicted/rank12") == Place("a/b", "predicted", 12)
+    assert placed("measured/rank0") == Place("", "measured", 0)
+    assert placed("<b>\n</b>/measured/rank0") == Place("<b>\n</b>", "measured", 0)
+    assert [placed(text) for text in ("rank0", "measured", "x/measured/rank-1", "xmeasured/rank0")] == [None] * 4
+
+
+def test_every_kind_of_effect_has_a_name():
+    assert {kind for kind, *_ in columns.KINDS} == set(TABLE)
+    assert len({kind.name for kind in columns.KINDS.values()}) == len(columns.KINDS)

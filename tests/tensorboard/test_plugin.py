@@ -1,0 +1,232 @@
+"""The Pipeline tab's server, in TensorBoard itself, with both of its loaders."""
+
+import gzip
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
+
+from fpipe import Costs, Placement, Plan, schedules, simulate
+from fpipe.tensorboard.files import writer as writing
+from fpipe.tensorboard.files.captures import PLUGIN, assemble, columns_of, tag
+from fpipe.tensorboard.files.columns import Header, decode
+from fpipe.tensorboard.files.writer import Writer, write
+from fpipe.tensorboard.server.plugin import PipelinePlugin
+from fpipe.tensorboard.server.summary import summary
+from fpipe.timelines.comparison import Difference
+from tests.support.board import Board
+
+PLAN = Plan(Placement.v(2), 4)
+TIMELINES = [simulate(schedules.zb_v, PLAN, Costs(forward=1 + n / 10, communication=0.1)) for n in range(3)]
+HOSTILE = "<img src=x onerror=alert(1)>'\"&\n‮../../etc/passwd" + "x" * 5000
+RUNS = ("run <b>bold</b> & 'more'", "..", "$(touch x)")
+
+
+def measured(timeline, step, rank, **said):
+    return replace(Header("measured", step, rank, "zb_v", timeline.plan), **said), columns_of(timeline, rank)
+
+
+def record(logdir, steps, timeline=TIMELINES[0], **said):
+    for rank in range(timeline.plan.ranks):
+        with Writer(logdir, "measured", rank) as writer:
+            for step in steps:
+                writer.timeline(*measured(timeline, step, rank, **said))
+
+
+def forge(logdir):
+    """Captures that no recorder wrote: outlines and tensors of any kind."""
+    texts = {1: b'{"ranks": Infinity}', 2: b"[" * 100_000, 3: b"null", 4: b'{"schedule": 1}'}
+    text = TensorProto(dtype=DT_STRING, string_val=[b"no gzip"], tensor_shape=TensorShapeProto())
+    number = TensorProto(dtype=DT_FLOAT, float_val=[1.0], tensor_shape=TensorShapeProto())
+    several = TensorProto(dtype=DT_STRING, string_val=[b"a", b"b"], tensor_shape=TensorShapeProto(dim=[{"size": 2}]))
+    with Writer(logdir, "measured", 0) as writer:
+        for step, tensor in ((1, text), (2, text), (3, number), (4, several)):
+            data = SummaryMetadata.PluginData(plugin_name=PLUGIN, content=texts[step])
+            metadata = SummaryMetadata(plugin_data=data, data_class=DATA_CLASS_TENSOR)
+            writer._add(Summary.Value(tag=tag(step), tensor=tensor, metadata=metadata), step, None)
+
+
+@pytest.fixture(scope="module", params=["rust", "python"])
+def board(request, tmp_path_factory):
+    """(server, log directory): all cases at once, for a server takes seconds to start."""
+    logdir = tmp_path_factory.mktemp("runs")
+    record(logdir / "many", range(120))
+    write(logdir / "many", TIMELINES[1], schedule="zb_v", unit="s")
+    write(logdir / "hostile", TIMELINES[0], schedule=HOSTILE)
+    for number, name in enumerate(RUNS):
+        folder = logdir / (f"up{number}" if name == ".." else name)
+        record(folder, [number])
+    forge(logdir / "forged")
+    with Writer(logdir / "lonely", "measured", 1) as writer:
+        writer.timeline(*measured(TIMELINES[0], 3, 1))
+    record(logdir / "cut", [1, 2])
+    (file,) = (logdir / "cut" / "measured" / "rank1").iterdir()
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "PART", 500)
+        record(logdir / "parts", [5], TIMELINES[2])
+    with ExitStack() as stack:
+        board = stack.enter_context(Board(logdir, fast=request.param == "rust"))
+        board.until(lambda captures: len(captures) == 133)
+        yield board, logdir
+
+
+def test_no_capture_is_dropped(board):
+    """Of a tag with many steps TensorBoard would keep a few, at random."""
+    captures = board[0].json("index")["captures"]
+    many = [c for c in captures if c["run"] == "many/measured"]
+    assert [c["step"] for c in many] == list(range(120))
+    assert many[7] | {"wall": 0} == {
+        "run": "many/measured",
+        "experiment": "many",
+        "kind": "measured",
+        "step": 7,
+        "ranks": [0, 1],
+        "expected": 2,
+        "schedule": "zb_v",
+        "unit": "s",
+        "stages": 4,
+        "microbatches": 4,
+        "wall": 0,
+    }
+
+
+def test_ranks_come_as_they_were_written(board):
+    for step in (0, 60, 119):
+        for rank in range(2):
+            status, kind, body = board[0].get("rank", run="many/measured", step=step, rank=rank)
+            assert (status, kind) == (200, "application/octet-stream")
+            assert body[:4] == b"FPT1"  # unpacked on the way, by the client's wish
+            header, found = _decoded(body)
+            assert (header.step, header.rank) == (step, rank)
+            assert found.effects == columns_of(TIMELINES[0], rank).effects
+
+
+def _decoded(body):
+    return decode(gzip.compress(body, 1))
+
+
+def test_a_summary_is_pythons(board):
+    found = board[0].json("summary", run="many/predicted", step=0)
+    blobs = {rank: board[0].get("rank", run="many/predicted", step=0, rank=rank)[2] for rank in range(2)}
+    assert found == json.loads(json.dumps(summary(assemble({r: gzip.compress(b, 1) for r, b in blobs.items()}))))
+    assert found["makespan"] == TIMELINES[1].makespan
+
+
+def test_two_captures_are_compared(board):
+    found = board[0].json("compare", run="many/measured", step=3, other="many/predicted", other_step=0)
+    assert found == json.loads(json.dumps(Difference(TIMELINES[0], TIMELINES[1]).as_json()))
+    assert found["makespan"] == [TIMELINES[0].makespan, TIMELINES[1].makespan]
+
+
+def test_names_are_data(board):
+    server, logdir = board
+    captures = server.json("index")["captures"]
+    assert {c["schedule"] for c in captures if c["experiment"] == "hostile"} == {HOSTILE[:200]}
+    header, _ = _decoded(server.get("rank", run="hostile/predicted", step=0, rank=0)[2])
+    assert header.schedule == HOSTILE
+    assert {RUNS[0], RUNS[2]} <= {c["experiment"] for c in captures}
+    assert server.json("summary", run=f"{RUNS[0]}/measured", step=0)["notices"] == []
+    assert not list(logdir.rglob("x"))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_what_nobody_recorded_is_refused_and_hides_nothing_else(board, step):
+    server, _ = board
+    assert [c["step"] for c in server.json("index")["captures"] if c["run"] == "forged/measured"] == [1, 2, 3, 4]
+    status, kind, body = server.get("summary", run="forged/measured", step=step)
+    assert (status, kind) == (422, "text/plain")
+    assert b"the capture can't be read" in body
+
+
+def test_runs_in_other_units_are_not_compared(board):
+    query = {"run": "many/measured", "step": 0, "other": "hostile/predicted", "other_step": 0}
+    status, _, body = board[0].get("compare", **query)
+    assert status == 422
+    assert b"without a unit" in body
+
+
+@pytest.mark.parametrize(
+    ("route", "query", "status", "text"),
+    [
+        ("rank", {"run": "many/measured", "step": 500, "rank": 0}, 404, "no capture of step 500 of rank 0"),
+        ("rank", {"run": "many/measured", "step": 0, "rank": 9}, 404, "no capture of step 0 of rank 9"),
+        ("rank", {"run": "../../etc/passwd", "step": 0, "rank": 0}, 404, "no capture"),
+        ("rank", {"run": "many/measured", "step": 0}, 400, "lacks rank="),
+        ("rank", {"run": "many/measured", "step": "../1", "rank": 0}, 400, "step= is a whole number"),
+        ("rank", {"run": "many/measured", "step": "٣", "rank": 0}, 400, "step= is a whole number"),
+        ("summary", {"run": "none", "step": 0}, 404, "no capture of step 0"),
+        ("summary", {}, 400, "lacks run="),
+        ("compare", {"run": "many/measured", "step": 0, "other": "none", "other_step": 0}, 404, "no capture"),
+        ("export", {"run": "many/measured", "step": 0, "format": "exe"}, 400, "format= is one of"),
+        ("export", {"run": "none", "step": 0, "format": "json"}, 404, "no capture"),
+        ("../../../etc/passwd", {}, 404, ""),
+        ("plugin.py", {}, 404, ""),
+    ],
+)
+def test_what_is_not_there_is_said_clearly(board, route, query, status, text):
+    found, _, body = board[0].get(route, **query)
+    assert (found, text in body.decode()) == (status, True), body
+
+
+def test_a_rank_that_is_missing_and_one_cut_short_are_told(board):
+    server, _ = board
+    assert server.json("summary", run="lonely/measured", step=3)["notices"] == [
+        "rank 0 of 2 missing: no file of theirs has this step whole"
+    ]
+    cut = {c["step"]: c["ranks"] for c in server.json("index")["captures"] if c["run"] == "cut/measured"}
+    assert cut == {1: [0, 1], 2: [0]}
+    assert server.json("summary", run="cut/measured", step=2)["notices"] == [
+        "rank 1 of 2 missing: no file of theirs has this step whole"
+    ]
+
+
+def test_what_is_large_goes_in_parts(board):
+    server, _ = board
+    assert [c["step"] for c in server.json("index")["captures"] if c["run"] == "parts/measured"] == [5]
+    assert server.json("summary", run="parts/measured", step=5)["makespan"] == TIMELINES[2].makespan
+
+
+def test_steps_that_come_later_are_seen(board):
+    server, logdir = board
+    with Writer(logdir / "late", "measured", 0) as writer:
+        writer.timeline(*measured(TIMELINES[0], 1, 0))
+        server.until(lambda captures: any(c["experiment"] == "late" for c in captures))
+        writer.timeline(*measured(TIMELINES[0], 2, 0))
+        writer.scalar("step/loss", 0.5, 2)
+        index = server.until(lambda captures: sum(c["experiment"] == "late" for c in captures) == 2)
+    assert [c["step"] for c in index["captures"] if c["experiment"] == "late"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"), [("json", "application/json"), ("pftrace", "application/octet-stream"), ("csv", "text/csv")]
+)
+def test_a_capture_is_exported(board, form, kind):
+    status, found, body = board[0].get("export", run="many/measured", step=0, format=form)
+    assert (status, found) == (200, kind)
+    assert len(body) > 1000
+
+
+def test_the_pages_files_are_served_and_nothing_else():
+    class Context:
+        data_provider = None
+
+    apps = PipelinePlugin(Context()).get_plugin_apps()
+    assert "/index.js" in apps
+    assert all(path.endswith((".js", ".css")) or path.strip("/").isalpha() for path in apps)
+
+
+def test_the_tab_comes_with_data_and_is_named():
+    class Context:
+        data_provider = None
+
+    plugin = PipelinePlugin(Context())
+    assert plugin.is_active() is False
+    assert plugin.data_plugin_names() == ("fpipe_timeline",)
+    assert plugin.frontend_metadata().tab_name == "Pipeline"
+    assert plugin.frontend_metadata().es_module_path == "/index.js"

@@ -1,0 +1,559 @@
+"""The recorder: which steps, what of them, over processes and clocks; and that training goes on whatever happens."""
+
+import logging
+import math
+import warnings
+from array import array
+from collections import defaultdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+import fpipe
+from fpipe import handlers
+from fpipe.effects import TABLE, Recv
+from fpipe.profiling import gathering
+from fpipe.stages.pytree import flatten
+from fpipe.tensorboard import Recorder
+from fpipe.tensorboard.files.reader import Key, find
+from fpipe.tensorboard.files.writer import Writer
+from fpipe.tensorboard.recording import recorder as recorder_of
+from fpipe.tensorboard.recording.device_clock import Kept, Marks
+from fpipe.timelines.measurement import Columns
+from tests.support import cases, jobs, live_jobs
+
+TURNS = ("the ranks took turns in one process: a rank idles while the others compute",)
+
+
+def scalars(logdir, run):
+    """name -> {step: value} of a run, and the steps in the order in which they were written."""
+    found = defaultdict(dict)
+    for file in sorted((logdir / run).iterdir()):
+        for event in EventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "scalars":
+                    found[value.tag][event.step] = value.tensor.float_val[0]
+    return dict(found)
+
+
+def train(recorder, steps, schedule="one_f_one_b", case="attention", ranks=2, microbatches=4, **options):
+    """Losses of steps of a test's case in this process."""
+    case, generator, plan = cases.make(case, schedule, ranks, microbatches)
+    options = {"handler": handlers.Local()} | options
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, observe=recorder, **options)
+    return [step(case.params, case.batch, case.target, rng=(0, i)) for i in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("options", "captured"),
+    [
+        ({}, [1]),
+        ({"every": 4}, [1, 4, 8]),
+        ({"every": 1}, list(range(1, 11))),
+        ({"steps": [0, 3]}, [0, 3]),
+        ({"steps": [12]}, []),
+        ({"every": 4, "first": 100}, [101, 104, 108]),
+    ],
+)
+def test_which_steps_are_captured(tmp_path, options, captured):
+    with Recorder(tmp_path, **options) as recorder:
+        train(recorder, 11)
+    found = find(tmp_path)
+    assert found.steps("", "measured") == found.steps("", "predicted") == captured
+    assert list(found.notices) == []
+    first = options.get("first", 0)
+    assert sorted(scalars(tmp_path, "measured/rank0")["step/loss"]) == list(range(first, first + 11))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "interleaved_1f1b", "zb_v", "dualpipe_v"])
+def test_a_capture_is_the_step_that_ran(tmp_path, schedule):
+    with Recorder(tmp_path, steps=[1]) as recorder:
+        losses = train(recorder, 2, schedule)
+    _, generator, plan = cases.make("attention", schedule, 2, 4)
+    programs = fpipe.lower(generator, plan)
+    for kind in ("measured", "predicted"):
+        found = find(tmp_path).read(Key("", kind, 1))
+        assert found.notices == (TURNS if kind == "measured" else ())
+        assert found.plan == plan
+        for rank in range(2):
+            assert tuple(found.columns[rank].effects) == programs[rank].effects
+        assert found.timeline.makespan > 0
+        computes = list(found.timeline.compute(0))
+        assert all(before.end <= after.start + 1e-12 for before, after in pairwise(computes))
+    curves = scalars(tmp_path, "measured/rank0")
+    assert curves["step/loss"] == {i: pytest.approx(loss.item()) for i, (loss, _) in enumerate(losses)}
+    measured, predicted = (find(tmp_path).read(Key("", kind, 1)).timeline for kind in ("measured", "predicted"))
+    assert scalars(tmp_path, "predicted/rank0")["bubble/fraction"][1] == pytest.approx(predicted.bubble_rate)
+    for rank in range(2):
+        own = scalars(tmp_path, f"measured/rank{rank}")
+        kinds = {kind.__name__: taken for kind, taken in measured.kinds[rank].items()}
+        assert {n[5:-8]: v[1] for n, v in own.items() if n.startswith("time/")} == pytest.approx(kinds)
+        assert not [name for name in own if name.startswith(("idle/", "bubble/"))]  # they took turns
+
+
+def test_recording_changes_nothing(tmp_path):
+    with Recorder(tmp_path, every=1, gradient_norm=True) as recorder:
+        recorded = train(recorder, 3, case="dropout")
+    assert jobs.differences(recorded, train(None, 3, case="dropout")) == []
+
+
+def test_a_prediction_is_the_simulation_at_the_measured_costs(tmp_path):
+    """At these every effect of a kind takes its median, and a schedule without transfers leaves no other time."""
+    with Recorder(tmp_path, steps=[2]) as recorder:
+        train(recorder, 3, "zb_v", ranks=1)
+    listing = find(tmp_path)
+    measured, predicted = (listing.read(Key("", kind, 2)).timeline for kind in ("measured", "predicted"))
+    taken = defaultdict(list)
+    for span in measured.compute(0):
+        taken[type(span.effect), span.effect.stage].append(span.end - span.start)
+    assert [s.end - s.start for s in predicted.compute(0)] == pytest.approx(
+        [np.median(taken[type(s.effect), s.effect.stage]) for s in measured.compute(0)]
+    )
+    assert predicted.idle == pytest.approx([0.0], abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", live_jobs.KINDS)
+@pytest.mark.parametrize("name", ["gpipe_v", "interleaved_zb", "zb_v", "dualpipe_v"])
+def test_what_is_held_is_what_the_verifier_predicts(tmp_path, kind, name):
+    """The verifier's figures are held against the allocator's own in tests of live bytes."""
+    schedule, place = cases.SCHEDULES[name]
+    pipeline, params, batch, target, costs = live_jobs.made(kind, place(1).stages, 4, "everything_saveable")
+    plan = pipeline.plan(place(1), 4)
+    with Recorder(tmp_path, steps=[1]) as recorder:
+        step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Local(), observe=recorder)
+        for _ in range(2):
+            step(params, batch, target)
+    measured, predicted = (find(tmp_path).read(Key("", kind, 1)) for kind in ("measured", "predicted"))
+    expected = fpipe.verify(schedule, plan, costs=costs).peak_bytes[0]
+    assert measured.peak_memory(0) == predicted.peak_memory(0) == pytest.approx(expected, rel=0.02)  # live losses
+    assert measured.columns[0].memory[1][-1] < 100
+    assert scalars(tmp_path, "measured/rank0")["memory/held_peak_bytes"] == {1: pytest.approx(measured.peak_memory(0))}
+
+
+def test_receives_say_how_large_what_came_was(tmp_path):
+    with Recorder(tmp_path, steps=[1]) as recorder:
+        train(recorder, 2, case="linear")
+    capture = find(tmp_path).read(Key("", "measured", 1))
+    for rank in range(2):
+        own = capture.columns[rank]
+        came = [size for effect, size in zip(own.effects, own.bytes, strict=True) if isinstance(effect, Recv)]
+        assert came
+        assert len(set(came)) == 1
+        assert came[0] > 0
+        assert np.isnan([size for e, size in zip(own.effects, own.bytes, strict=True) if not isinstance(e, Recv)]).all()
+
+
+def test_the_host_stands_around_the_effects(tmp_path):
+    with Recorder(tmp_path, steps=[1]) as recorder:
+        train(recorder, 2)
+    capture = find(tmp_path).read(Key("", "measured", 1))
+    (first, begun, start), (last, end, done) = capture.headers[0].host
+    assert (first, last) == ("before the first effect", "after the last effect")
+    assert begun < start == capture.timeline.spans.starts[0] == 0.0
+    assert end == max(capture.timeline.spans.ends[at] for at in capture.timeline.spans.of(0)) <= done
+
+
+def test_curves_of_ones_own_and_of_tokens(tmp_path):
+    with Recorder(tmp_path, tokens=10) as recorder:
+        recorder.scalar("before", 1)
+        train(recorder, 3)
+        recorder.scalar("after", torch.tensor(2.5, requires_grad=True))
+        recorder.scalar("elsewhere", 3.0, 77)
+    found, rows = scalars(tmp_path, "measured/rank0"), len(cases.make("attention", "gpipe", 2, 4)[0].batch)
+    assert (found["before"], found["after"], found["elsewhere"]) == ({0: 1.0}, {2: 2.5}, {77: 3.0})
+    assert sorted(found["step/samples_per_second"]) == [1, 2]
+    for step, speed in found["step/samples_per_second"].items():
+        assert found["step/tokens_per_second"][step] == pytest.approx(10 * speed)
+        assert 0 < speed <= rows / found["step/seconds"][step] * 1.01
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule"), [("attention", "gpipe"), ("tied", "one_f_one_b"), ("linear", "dualpipe")]
+)
+def test_the_gradients_norm_counts_each_parameter_once(tmp_path, case, schedule):
+    with Recorder(tmp_path, steps=[1], gradient_norm=True) as recorder:
+        _, (_, grads) = train(recorder, 2, schedule, case)
+    leaves = [leaf for leaf in flatten(grads).leaves if isinstance(leaf, torch.Tensor)]
+    expected = math.sqrt(sum(leaf.double().square().sum().item() for leaf in leaves))
+    assert scalars(tmp_path, "measured/rank0")["step/gradient_norm"] == {1: pytest.approx(expected, rel=1e-6)}
+
+
+def test_one_recorder_observes_one_function(tmp_path):
+    with Recorder(tmp_path) as recorder:
+        train(recorder, 1)
+        with pytest.raises(ValueError, match="observes a function already"):
+            train(recorder, 1)
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"steps": [-1]}, {"first": -1}])
+def test_what_cannot_be_captured_is_refused(tmp_path, options):
+    with pytest.raises(ValueError, match="at least"):
+        Recorder(tmp_path, **options)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        Recorder(tmp_path / "file" / "run")
+
+
+def test_a_disk_that_fails_ends_the_recording_and_not_the_training(tmp_path, monkeypatch):
+    def full(self, header, columns):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Writer, "timeline", full)
+    told = pytest.warns(UserWarning, match=r"nothing more is recorded \(OSError: .*No space left.*training goes on")
+    with told, Recorder(tmp_path, every=1) as recorder:
+        assert len(train(recorder, 4)) == 4
+
+
+def test_a_handler_that_shows_no_effects_is_told(tmp_path):
+    with Recorder(tmp_path, steps=[1]) as recorder, pytest.warns(UserWarning, match="step 1 could not be recorded"):
+        train(recorder, 2, handler=handlers.Reference())
+    assert sorted(scalars(tmp_path, "measured/rank0")["step/loss"]) == [0, 1]
+
+
+def test_a_step_that_fails_is_not_counted(tmp_path):
+    case, generator, plan = cases.make("linear", "gpipe", 2, 4)
+    with Recorder(tmp_path, every=1) as recorder:
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), observe=recorder)
+        for target in (case.target, None, case.target, case.target):
+            try:
+                step(case.params, case.batch, target)
+            except fpipe.StageError:
+                assert target is None
+    assert find(tmp_path).steps("", "measured") == [1, 2]
+
+
+def test_beside_the_log_of_effects(tmp_path, caplog):
+    with caplog.at_level("DEBUG", "fpipe.effects"), Recorder(tmp_path, steps=[0]) as recorder:
+        train(recorder, 1)
+    assert find(tmp_path).steps("", "measured") == [0]
+    assert "Forward" in caplog.text
+
+
+# Over processes
+
+
+def recorded(rank, logdir, schedule, steps, options):
+    """This rank's share of a run over gloo; what it warned of."""
+    case, generator, plan = cases.make("attention", schedule, torch.distributed.get_world_size(), 4)
+    params, batch, target, _ = cases.own(case, plan, rank)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with Recorder(logdir, **options) as recorder:
+            step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=jobs.handler(), observe=recorder)
+            for _ in range(steps):
+                loss, grads = step(params, batch, target)
+    squares = {
+        stage: sum(leaf.double().square().sum().item() for leaf in flatten(tree).leaves)
+        for stage, tree in grads.items()
+    }
+    return [str(w.message) for w in told if "record" in str(w.message)], loss.item(), squares
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v", "dualpipe"])
+def test_two_processes_write_one_capture(pools, tmp_path, schedule):
+    found = pools(2).run(recorded, str(tmp_path), schedule, 3, {"steps": [1, 2], "gradient_norm": True})
+    assert [told for told, _, _ in found] == [[], []]
+    _, _, plan = cases.make("attention", schedule, 2, 4)
+    listing = find(tmp_path)
+    for kind in ("measured", "predicted"):
+        assert listing.steps("", kind) == [1, 2]
+        capture = listing.read(Key("", kind, 2))
+        assert capture.notices == ()
+        assert capture.plan == plan
+        assert sorted(capture.headers) == [0, 1]
+        assert {header.clock for header in capture.headers.values()} == {(0.0, 0.0)}  # they share the machine's
+        for rank in range(2):
+            own = capture.columns[rank]
+            received = [at for at, effect in enumerate(own.effects) if isinstance(effect, Recv)]
+            assert received
+            sent = {(int(own.waited[0][at]), type(capture.timeline.spans.effects[0])) for at in received}
+            assert {source for source, _ in sent} == {1 - rank}
+            assert len(own.memory[0]) == 2 * sum(TABLE[type(e)].track == "compute" for e in own.effects)
+    whole = {stage: square for _, _, squares in found for stage, square in squares.items()}
+    for rank in range(2):
+        own, timeline = scalars(tmp_path, f"measured/rank{rank}"), listing.read(Key("", "measured", 2)).timeline
+        idle = sum(points[2] for name, points in own.items() if name.startswith("idle/"))
+        assert idle == pytest.approx(timeline.makespan - timeline.busy[rank], abs=1e-6)
+        assert ("bubble/fraction" in own) == (rank == 0)
+    assert scalars(tmp_path, "measured/rank0")["bubble/fraction"][2] == pytest.approx(timeline.bubble_rate)
+    curves = scalars(tmp_path, "measured/rank0")
+    assert curves["step/gradient_norm"][2] == pytest.approx(math.sqrt(sum(whole.values())), rel=1e-6)
+    assert curves["step/loss"][2] == pytest.approx(found[1][1])
+    assert "step/loss" not in scalars(tmp_path, "measured/rank1")
+
+
+def skewed(rank, logdir):
+    """As `recorded`, where rank 1 seems to be on another machine, whose clock is 100 s ahead."""
+    machine = gathering._machine
+    gathering._machine = lambda: f"{machine()} {rank}"
+    try:
+        return recorded(rank, logdir, "one_f_one_b", 2, {"steps": [1]})
+    finally:
+        gathering._machine = machine
+
+
+def test_clocks_that_are_not_one_are_compared(pools, tmp_path):
+    pools(2).run(skewed, str(tmp_path))
+    clocks = {rank: header.clock for rank, header in find(tmp_path).read(Key("", "measured", 1)).headers.items()}
+    assert clocks[0] == (0.0, 0.0)
+    assert 0 < clocks[1].uncertainty < 0.01
+    assert abs(clocks[1].offset) <= clocks[1].uncertainty  # in truth it is the same clock
+
+
+def lonely(rank, logdir):
+    """As `recorded`, where rank 1 doesn't come to compare clocks; what was warned of, and later losses."""
+    case, generator, plan = cases.make("attention", "one_f_one_b", 2, 4)
+    params, batch, target, _ = cases.own(case, plan, rank)
+    recorder_of.PATIENCE = 1.0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with Recorder(logdir, every=1) as recorder:
+            handler = handlers.Distributed(timeout=20)
+            step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler, observe=recorder)
+            step(params, batch, target)
+            recorder._own.alone = rank == 1
+            losses = [step(params, batch, target)[0].item() for _ in range(3)]
+    return [str(w.message) for w in told], losses
+
+
+def test_a_rank_whose_peer_does_not_answer_records_alone_and_training_goes_on(fresh_pool, tmp_path):
+    (told, losses), (nothing, others) = fresh_pool(2).run(lonely, str(tmp_path))
+    assert len(told) == 1
+    assert "from step 1 on this rank is recorded alone: " in told[0]
+    assert nothing == []
+    assert losses == others
+    listing = find(tmp_path)
+    assert listing.steps("", "measured") == [1, 2, 3]
+    assert listing.steps("", "predicted") == []
+    capture = listing.read(Key("", "measured", 2))
+    assert capture.notices == ("the clocks of ranks 0, 1 were not compared: each begins at its own first start",)
+    for rank in range(2):
+        own = capture.columns[rank]
+        assert own.starts[0] == 0.0
+        assert set(own.waited[0].tolist()) <= {-1, rank}
+
+
+def logging_on_one(rank, logdir):
+    """A recorder, and on rank 1 the log of effects beside it."""
+    logging.getLogger("fpipe.effects").setLevel("DEBUG" if rank else "WARNING")
+    try:
+        return recorded(rank, logdir, "one_f_one_b", 2, {"steps": [1]})[0]
+    finally:
+        logging.getLogger("fpipe.effects").setLevel("NOTSET")
+
+
+def test_the_log_of_effects_on_one_rank_is_nobody_elses_matter(pools, tmp_path):
+    assert pools(2).run(logging_on_one, str(tmp_path)) == [[], []]
+    assert find(tmp_path).steps("", "predicted") == [1]
+
+
+def failing_norm(rank, logdir):
+    """Rank 1 has gradients of which no norm can be taken."""
+    if rank == 1:
+        recorder_of._squares = lambda gradients, job: 1 / 0
+    return recorded(rank, logdir, "one_f_one_b", 4, {"every": 1, "gradient_norm": True})[0]
+
+
+def test_what_fails_on_one_rank_ends_no_training(fresh_pool, tmp_path):
+    told = fresh_pool(2).run(failing_norm, str(tmp_path))
+    assert told[0] == []
+    assert [text.split(":")[0] for text in told[1]] == [f"step {i} could not be recorded" for i in (1, 2, 3)]
+    assert find(tmp_path).captures == {}
+    assert sorted(scalars(tmp_path, "measured/rank0")["step/loss"]) == [0, 1, 2, 3]
+
+
+def disagreeing(rank, logdir):
+    case, generator, plan = cases.make("attention", "one_f_one_b", 2, 4)
+    recorder = Recorder(logdir, every=10 + rank)
+    fpipe.value_and_grad(case.pipeline, generator, plan, handler=jobs.handler(), observe=recorder)
+
+
+def test_ranks_that_would_record_other_steps_are_refused(fresh_pool, tmp_path):
+    for outcome in fresh_pool(2).outcomes(disagreeing, str(tmp_path)):
+        assert outcome.error == "ScheduleError"
+        assert "different schedules, plans or recorders" in outcome.text
+
+
+# On CUDA
+
+
+class Device:
+    """A device that passes each event two seconds after it was recorded."""
+
+    def __init__(self, monkeypatch):
+        self.now, device = 100.0, self
+
+        class Event:
+            def record(self, stream=None):
+                device.now += 1e-6
+                self.passed = device.now + (2.0 if stream == "compute" else 0.0)
+
+            def synchronize(self):
+                device.now = max(device.now, self.passed) + 1e-7
+
+            def elapsed_time(self, other):
+                assert device.now >= max(self.passed, other.passed), "asked before it was passed"
+                return 1e3 * (other.passed - self.passed)
+
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "aside")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12345)
+        for module in ("device_clock", "recorder"):
+            monkeypatch.setattr(f"fpipe.tensorboard.recording.{module}.time.perf_counter", self.clock)
+
+    def clock(self):
+        self.now += 1e-7
+        return self.now
+
+
+def test_marks_become_the_hosts_seconds(monkeypatch):
+    device = Device(monkeypatch)
+    marks = Marks(torch.device("cuda", 0), 6)
+    marks.begin(False)
+    assert marks() == 0.0  # nothing is recorded
+    marks.begin(True)
+    taken = []
+    for now in (110.0, 111.0, 112.5, 113.0):
+        device.now = now
+        taken.append(marks())
+    kept, nan = marks.keep(), float("nan")
+    columns = Columns(
+        *(array("d", own) for own in ((taken[0], taken[2]), (taken[1], taken[3]), (nan, taken[1]))),
+        array("d", [nan, taken[2]]),
+    )
+    marks.begin(True)  # another step, whose marks are other events
+    assert not {marks(), marks()} & set(taken)
+    found, width = kept.seconds({0: columns})
+    assert list(found[0].starts) == pytest.approx([112.0, 114.5], abs=1e-5)
+    assert list(found[0].ends) == pytest.approx([113.0, 115.0], abs=1e-5)
+    assert math.isnan(found[0].waits[0])
+    assert found[0].arrivals[1] == pytest.approx(114.5, abs=1e-5)
+    assert 0 <= width < 1e-5
+
+
+def test_a_step_that_fails_takes_no_marks_of_one_that_is_still_to_be_read(monkeypatch):
+    device = Device(monkeypatch)
+    marks = Marks(torch.device("cuda", 0), 2)
+    marks.begin(True)
+    taken = marks(), marks()
+    kept = marks.keep()
+    expected = device.now + 2
+    for _ in range(3):
+        device.now += 50
+        marks.begin(True)
+        marks(), marks()
+    columns = Columns(*(array("d", [mark]) for mark in (*taken, *taken)))
+    assert kept.seconds({0: columns})[0][0].ends[0] == pytest.approx(expected, abs=1e-4)
+
+
+def test_on_cuda_a_captured_step_is_read_after_the_next_one(tmp_path, monkeypatch):
+    device, read = Device(monkeypatch), []
+    resolve = Kept.seconds
+    monkeypatch.setattr(Kept, "seconds", lambda kept, columns: (read.append(recorder.step), resolve(kept, columns))[1])
+    case, generator, plan = cases.make("attention", "one_f_one_b", 2, 4)
+    with Recorder(tmp_path, every=1, device="cuda:0") as recorder:
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), observe=recorder)
+        for _ in range(4):
+            step(case.params, case.batch, case.target)
+            device.now += 1.0
+    assert read == [2, 3, 4]  # steps 1 and 2 while the one after them ends, and 3 on closing
+    listing = find(tmp_path)
+    assert listing.steps("", "measured") == [1, 2, 3]
+    for number in (1, 2, 3):
+        capture = listing.read(Key("", "measured", number))
+        assert {header.peak for header in capture.headers.values()} == {(12345.0, "allocator")}
+        assert {header.device for header in capture.headers.values()} == {"cuda:0"}
+        assert 0 < capture.timeline.makespan < 1.0
+        for rank in range(2):
+            spans = list(capture.timeline.compute(rank))
+            assert all(span.end > span.start for span in spans)
+            assert all(before.end <= after.start for before, after in pairwise(spans))
+
+
+# What a loop may do
+
+
+def test_a_number_is_as_it_was_when_it_was_given(tmp_path):
+    total, case, generator, plan = torch.zeros(()), *cases.make("linear", "gpipe", 2, 4)
+    with Recorder(tmp_path, steps=[]) as recorder:
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), observe=recorder)
+        for i in range(4):
+            loss, _ = step(case.params, case.batch, case.target)
+            total += i
+            recorder.scalar("total", total)
+            loss.zero_()
+    found = scalars(tmp_path, "measured/rank0")
+    assert found["total"] == {0: 0.0, 1: 1.0, 2: 3.0, 3: 6.0}
+    assert min(found["step/loss"].values()) > 0
+
+
+def test_what_is_no_number_is_refused_at_once(tmp_path):
+    with Recorder(tmp_path) as recorder, pytest.raises(ValueError, match="mine is one number, not a tensor of shape"):
+        recorder.scalar("mine", torch.ones(2))
+
+
+def test_a_curve_without_a_step(tmp_path):
+    with Recorder(tmp_path) as recorder:
+        recorder.scalar("mine", 2.0)
+    assert scalars(tmp_path, "measured/rank0") == {"mine": {0: 2.0}}
+
+
+def test_steps_after_closing_are_not_recorded(tmp_path):
+    case, generator, plan = cases.make("linear", "gpipe", 2, 4)
+    with Recorder(tmp_path, every=1) as recorder:
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), observe=recorder)
+        first = [step(case.params, case.batch, case.target) for _ in range(2)]
+    recorder.close()
+    assert jobs.differences(step(case.params, case.batch, case.target), first[0]) == []
+    assert find(tmp_path).steps("", "measured") == [1]
+
+
+def test_an_evaluation_is_recorded_by_a_recorder_of_its_own(tmp_path):
+    case, _, plan = cases.make("attention", "gpipe", 2, 4)
+    with Recorder(tmp_path, steps=[1]) as recorder:
+        run = fpipe.evaluate(case.pipeline, plan, handler=handlers.Local(), observe=recorder)
+        for _ in range(2):
+            run(case.params, case.batch)
+    capture = find(tmp_path).read(Key("", "measured", 1))
+    assert capture.schedule == "evaluate of wavefront"
+    assert {type(effect).__name__ for effect in capture.timeline.spans.effects} == {"Forward", "Send", "Recv"}
+    with Recorder(tmp_path / "other") as recorder:
+        train(recorder, 1)
+        with pytest.raises(ValueError, match="observes a function already"):
+            fpipe.evaluate(case.pipeline, plan, handler=handlers.Local(), observe=recorder)
+
+
+def test_an_error_in_the_loop_stays_the_error(tmp_path):
+    def loop():
+        with Recorder(tmp_path, every=1) as recorder:
+            train(recorder, 3)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        loop()
+    assert find(tmp_path).steps("", "measured") == [1, 2]
+
+
+def test_ranks_of_two_jobs_in_one_folder_are_not_put_together(tmp_path):
+    for name in ("one", "other"):
+        with Recorder(tmp_path / name, steps=[1]) as recorder:
+            train(recorder, 2)
+    for file in (tmp_path / "other/measured/rank1").iterdir():
+        file.rename(tmp_path / "one/measured/rank1" / f"{file.name}.1")
+    notices = find(tmp_path / "one").read(Key("", "measured", 1)).notices
+    assert "rank 1 is of another job than rank 0" in notices[0]
+
+
+def test_a_header_has_what_the_process_took(tmp_path):
+    with Recorder(tmp_path, steps=[1]) as recorder:
+        train(recorder, 2)
+    peak, whose = find(tmp_path).read(Key("", "measured", 1)).headers[0].peak
+    assert whose == "process"
+    assert peak > 1e7

@@ -1,0 +1,624 @@
+"""The Pipeline tab in a real browser: what it shows is what Python says."""
+
+import json
+import re
+import struct
+
+import pytest
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
+
+from fpipe import Costs, Placement, Plan, schedules, simulate
+from fpipe.effects import BackwardInput, BackwardWeight, Forward, Recv, Send
+from fpipe.tensorboard.files.captures import columns_of
+from fpipe.tensorboard.files.columns import Clock, Header
+from fpipe.tensorboard.files.reader import Key, find
+from fpipe.tensorboard.files.writer import Writer, write
+from fpipe.tensorboard.server.summary import summary
+from fpipe.timelines.comparison import Difference
+from fpipe.timelines.timeline import CAUSES
+from tests.support.board import Board
+from tests.support.tab import CHROMIUM, CLOCK, browser, large, opened
+from tests.tensorboard.test_recorder import recorded
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no Chromium at {CHROMIUM}: install Debian's package"),
+]
+HOSTILE = "<img src=x onerror=window.parent.hacked=1><b>'\"&\n\u202e" + "x" * 150
+MANY = 120  # captures of one run
+SCHEDULE = "<script>window.parent.hacked=1</script><img src=x onerror=window.parent.hacked=1>" + "y" * 5000
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory, pools):
+    """A real run in two processes, and what else there may be in a log directory."""
+    logdir = tmp_path_factory.mktemp("runs")
+    pools(2).run(recorded, str(logdir / "real"), "zb_v", 5, {"steps": [1, 2, 4]})
+    one, other = (simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 4), Costs(forward=f)) for f in (1.0, 1.5))
+    write(logdir / HOSTILE, one, schedule=SCHEDULE)
+    write(logdir / "other", other, schedule="one_f_one_b")
+    for rank in (0, 2):
+        with Writer(logdir / "partial", "measured", rank) as writer:
+            clock = None if rank else Clock(0.0, 0.0)
+            writer.timeline(Header("measured", 7, rank, "1f1b", one.plan, "s", clock), columns_of(one, rank))
+    write(logdir / "wide", simulate(schedules.one_f_one_b, Plan(Placement.loop(64), 80)), schedule="1f1b")
+    captured(logdir / "many", range(MANY))
+    captured(logdir / "grows", [1])
+    captured(logdir / "cut", [1, 2], ranks=2)
+    (file,) = (logdir / "cut" / "measured" / "rank1").iterdir()
+    file.write_bytes(file.read_bytes()[:-20])
+    return logdir
+
+
+def captured(logdir, steps, ranks=1):
+    """Steps that some ranks measured, all alike."""
+    found = simulate(schedules.one_f_one_b, Plan(Placement.loop(ranks), 4))
+    for rank in range(ranks):
+        with Writer(logdir, "measured", rank) as writer:
+            for step in steps:
+                writer.timeline(Header("measured", step, rank, "1f1b", found.plan), columns_of(found, rank))
+
+
+@pytest.fixture(scope="module")
+def board(logdir):
+    with Board(logdir) as board:
+        board.until(lambda captures: len(captures) == MANY + 13)
+        yield board
+
+
+@pytest.fixture(scope="module")
+def shared(chromium, board):
+    """One page for the tests that leave it as they find it."""
+    with opened(chromium, board) as tab:
+        yield tab
+
+
+@pytest.fixture
+def tab(shared):
+    shared.show("real/measured", 4, other="real/predicted, step 4")
+    for key in ("Escape", "Escape", "0"):  # the range, the selection, the zoom
+        shared.press(key)
+    shared.js("document.querySelector('#scroll').scrollTo(0, 0)")
+    return shared
+
+
+def capture(logdir, run="real", kind="measured", step=4):
+    return find(logdir).read(Key(run, kind, step))
+
+
+def forwards(found, rank):
+    """The rows of a rank's forwards, in order."""
+    return [row for row, effect in enumerate(found.columns[rank].effects) if isinstance(effect, Forward)]
+
+
+def amount(text):
+    """A number with its unit, in seconds or bytes."""
+    found = re.match(r"([+\u2212±]?)([\d.]+(?:e[+-]?\d+)?) ?(ns|µs|ms|s|kB|MB|GB|B)?", text)
+    units = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    return (-1 if found[1] == "\u2212" else 1) * float(found[2]) * units.get(found[3], 1.0)
+
+
+def close(value):
+    """As it is when it is shown in four digits."""
+    return pytest.approx(value, rel=6e-4, abs=1e-9)
+
+
+# What is shown
+
+
+def test_the_runs_ranks_and_effects(tab, logdir):
+    found = capture(logdir)
+    rows = tab.table("effects", "effects")
+    shown = [(int(rank), kind) for _, rank, kind, *_ in rows if kind != "host"]
+    assert len(shown) == len(found.timeline.spans)
+    for rank in range(2):
+        effects = found.columns[rank].effects
+        assert shown.count((rank, "forward")) == sum(isinstance(e, Forward) for e in effects)
+        assert shown.count((rank, "input gradient")) == sum(isinstance(e, BackwardInput) for e in effects)
+        assert sum(r == rank and kind.startswith("send") for r, kind in shown) == sum(
+            isinstance(e, Send) for e in effects
+        )
+    options = tab.js("[...document.querySelectorAll('#run option')].map(o => o.value)")
+    assert {"real/measured", "real/predicted", "other/predicted", "partial/measured", "wide/predicted"} <= set(options)
+
+
+def test_hovering_says_what_python_says(tab, logdir):
+    found = capture(logdir)
+    spans, first = found.timeline.spans, found.timeline.spans.first
+    for rank in range(2):
+        at = next(
+            i for i in spans.of(rank) if isinstance(spans.effects[i], Forward) and spans.effects[i].microbatch == 2
+        )
+        text, span = tab.hover(rank, at - first[rank]), spans[at]
+        for name, value in (("start", span.start), ("end", span.end), ("duration", span.end - span.start)):
+            assert amount(re.search(rf"{name}\s+(\S+ \S+)", text)[1]) == close(value), text
+        assert re.search(rf"stage\s+{span.effect.stage}\b", text)
+        assert re.search(r"microbatch\s+2\b", text)
+        assert "predicted" in text  # the difference to what is beside it
+
+
+def test_hovering_a_receive_says_how_long_it_waited_and_travelled(tab, logdir):
+    found = capture(logdir)
+    spans, first, own = found.timeline.spans, found.timeline.spans.first, found.columns[1]
+    rows = [row for row, e in enumerate(own.effects) if isinstance(e, Recv)]
+    row = max(rows, key=lambda row: own.ends[row] - own.starts[row])
+    span = spans[first[1] + row]
+    sent = spans[span.waited_for].start
+    left = min(max(span.start, sent), span.end)
+    text = tab.hover(1, row)
+    assert amount(re.search(r"waiting\s+(\S+ \S+)", text)[1]) == close(left - span.start)
+    assert amount(re.search(r"transfer\s+(\S+ \S+)", text)[1]) == close(span.end - left)
+    assert amount(re.search(r"bytes\s+(\S+ \S+)", text)[1]) == close(own.bytes[row])
+
+
+def test_hovering_where_a_rank_idles_says_why(tab, logdir):
+    found = capture(logdir)
+    for rank in range(2):
+        gap = max(found.timeline.gaps(rank), key=lambda gap: gap.end - gap.start)
+        text = tab.hover_idle(rank, forwards(found, rank)[0], (gap.start + gap.end) / 2)
+        assert text.startswith(f"idle: {gap.cause}")
+        for name, value in (("start", gap.start), ("end", gap.end), ("duration", gap.end - gap.start)):
+            assert amount(re.search(rf"{name}\s+(\S+ \S+)", text)[1]) == close(value), text
+
+
+def test_bubbles_are_pythons(tab, logdir):
+    said = summary(capture(logdir))
+    rows, scale = tab.table("bubbles", "bubbles"), 1e3 if said["makespan"] >= 1e-3 else 1e6
+    assert len(rows) == 2
+    for shown, row in zip(rows, said["ranks"], strict=True):
+        rank, busy, idle, share, _, *causes, in_flight, memory = shown
+        assert rank == f"rank {row['rank']}"
+        assert [float(busy), float(idle)] == [close(scale * row["busy"]), close(scale * row["idle"])]
+        assert share == f"{100 * row['share_idle']:.1f}%"
+        assert [float(c) for c in causes] == [close(scale * row["causes"][cause]) for cause in CAUSES]
+        assert float(in_flight) == row["peak_in_flight"]
+        assert amount(memory) == close(row["peak_memory"])
+    assert f"bubble {100 * said['bubble_rate']:.1f}%" in tab.text("#headline")
+    assert amount(re.search(r"makespan (\S+ \S+)", tab.text("#headline"))[1]) == close(said["makespan"])
+
+
+def test_the_critical_path_is_pythons(tab, logdir):
+    path = summary(capture(logdir))["critical"]
+    tab.frame.click("#tab-critical")
+    assert tab.js("window.fpipe.app.capture.summary.critical") == [list(place) for place in path]
+    items = tab.js("[...document.querySelectorAll('#critical li')].map(i => i.innerText)")
+    assert items[0].strip().startswith(f"rank {path[0][0]}")
+    took = sum(amount(re.search(r"\s([\d.]+(e-\d+)? (ns|µs|ms|s))\s*$", item)[1]) for item in items)
+    assert 0.5 * summary(capture(logdir))["makespan"] < took <= summary(capture(logdir))["makespan"] * 1.001
+    before = tab.pixels()
+    tab.press("c")
+    assert tab.frame.get_attribute("#toggle-path", "aria-pressed") == "true"
+    assert tab.pixels() != before
+    tab.press("c")
+    assert tab.pixels() == before
+
+
+def test_measured_stands_beside_predicted(tab, logdir):
+    measured, predicted = (capture(logdir, kind=kind).timeline for kind in ("measured", "predicted"))
+    difference = Difference(measured, predicted)
+    rows, scale = tab.table("ranks-diff", "diff"), 1e3 if max(difference.makespan) >= 1e-3 else 1e6
+    for rank, row in enumerate(rows):
+        pairs = measured.busy[rank], predicted.busy[rank]
+        assert [float(cell) for cell in row[1:3]] == [close(scale * taken) for taken in pairs]
+    said = tab.js("window.fpipe.app.answer")
+    assert said == json.loads(json.dumps(difference.as_json()))
+    effects = tab.js(
+        "[...document.querySelectorAll('#effects-diff tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+    )
+    assert amount(effects[0][1]) == close(said["effects"][0]["took"][0])
+    assert amount(effects[0][2]) == close(said["effects"][0]["took"][1])
+
+
+def test_another_run_can_stand_beside(tab):
+    tab.show(f"{HOSTILE}/predicted", other="other")
+    assert tab.js("window.fpipe.app.answer.kinds.Forward") == [12.0, 18.0]
+
+
+def test_runs_in_other_units_are_not_compared(tab):
+    tab.show("real/measured", 4, other="other/predicted, step 0")
+    assert "its times are in no unit of time, and those in s" in tab.text("#notices")
+    assert tab.js("window.fpipe.app.answer") is None
+    assert tab.js("window.fpipe.app.sheet.other") is None
+
+
+def test_another_run_begins_anew(tab, logdir):
+    for key in (".", "w", "w"):  # the first effect, of which every run has one
+        tab.press(key)
+    tab.js("window.fpipe.app.sheet.measure(0, 1)")
+    tab.js("window.fpipe.app.sheet.measured()")
+    assert "rank 1" in tab.text("#range")
+    tab.show("other/predicted")
+    assert tab.js("window.fpipe.app.sheet.view.fitted")
+    assert "measures a range" in tab.js("document.querySelector('#range').textContent")
+    assert "predicted" in tab.text("#details")  # the same effect, of the run that is shown
+    for table in ("ranks-diff", "effects-diff", "lies"):
+        assert tab.js(f"document.querySelector('#{table}').textContent") == ""
+    assert tab.js("window.fpipe.app.sheet.select({ rank: 9, row: 0 }), window.fpipe.app.sheet.selected") is None
+
+
+def test_steps_are_chosen_by_list_buttons_and_keys(tab):
+    step = "Number(document.querySelector('#step').value)"
+    assert tab.js("[...document.querySelectorAll('#step option')].map(o => Number(o.value)).sort()") == [1, 2, 4]
+    tab.frame.click("#step-prev")
+    tab.until(f"() => {step} === 2")
+    tab.press("[")
+    tab.until(f"() => {step} === 1")
+    tab.press("]")
+    tab.until(f"() => {step} === 2 && window.fpipe.app.capture.entry.step === 2")
+    tab.show("real/measured", 1)
+    assert tab.js("window.fpipe.app.capture.entry.step") == 1
+
+
+@pytest.mark.parametrize(
+    ("query", "matches"),
+    [
+        ("kind=F", lambda span: isinstance(span.effect, Forward)),
+        ("mb=1 kind=I", lambda span: isinstance(span.effect, BackwardInput) and span.effect.microbatch == 1),
+        ("rank=1 kind=F,I", lambda span: span.rank == 1 and isinstance(span.effect, Forward | BackwardInput)),
+        (
+            "kind=F mb=1-2 stage=0,3",
+            lambda span: (
+                isinstance(span.effect, Forward) and span.effect.microbatch in (1, 2) and span.effect.stage in (0, 3)
+            ),
+        ),
+        (
+            "mb=1 kind=b",
+            lambda span: isinstance(span.effect, BackwardInput | BackwardWeight) and span.effect.microbatch == 1,
+        ),
+        ("kind=F dur>1000s", lambda span: False),
+        ("constructor", lambda span: False),
+    ],
+)
+def test_search_finds_what_python_finds(tab, logdir, query, matches):
+    expected = sum(map(matches, capture(logdir).timeline.spans))
+    tab.frame.fill("#search", query)
+    tab.until("() => window.fpipe.app.finder.searched === document.querySelector('#search').value")
+    numbers = [int(n) for n in re.findall(r"\d+", tab.text("#search-count"))] or [0]
+    assert numbers[-1] == expected
+    tab.frame.fill("#search", "")
+
+
+@pytest.mark.parametrize(
+    "query", ["mb=", "mb=5-3", "mb=x", "constructor=1", "kind=Z", "kind=F,", "rank>1", "dur>1h", "=5"]
+)
+def test_a_query_that_cannot_be_read_is_told(tab, query):
+    tab.frame.fill("#search", query)
+    tab.until("() => window.fpipe.app.finder.searched === document.querySelector('#search').value")
+    assert tab.frame.get_attribute("#search", "aria-invalid") == "true"
+    assert query in tab.text("#search-count")
+    tab.frame.fill("#search", "")
+    tab.until("() => !document.querySelector('#search').hasAttribute('aria-invalid')")
+
+
+def test_n_goes_from_match_to_match(tab, logdir):
+    rows = forwards(capture(logdir), 1)
+    tab.frame.fill("#search", "kind=F rank=1")
+    for key, place in (("n", 0), ("n", 1), ("n", 2), ("N", 1), ("N", 0), ("N", -1), ("n", 0)):
+        tab.press(key)
+        assert tab.selected() == (1, rows[place])
+        assert tab.text("#search-count") == f"{place % len(rows) + 1} of {len(rows)}"
+    tab.frame.fill("#search", "")
+
+
+def test_the_keyboard_zooms_moves_and_selects(tab):
+    whole = tab.view()
+    for key, holds in (
+        ("w", lambda a, b: b[1] - b[0] < a[1] - a[0]),
+        ("w", lambda a, b: b[1] - b[0] < a[1] - a[0]),
+        ("d", lambda a, b: b[0] > a[0]),
+        ("ArrowLeft", lambda a, b: b[0] < a[0]),
+        ("s", lambda a, b: b[1] - b[0] > a[1] - a[0]),
+    ):
+        before = tab.view()
+        tab.press(key)
+        assert holds(before, tab.view()), key
+    tab.press("0")
+    assert tab.view() == pytest.approx(whole)
+    tab.press(".")
+    first = tab.text("#details")
+    said = tab.js("document.querySelector('#live').textContent")
+    assert "rank 0" in said
+    tab.press(".")
+    assert tab.text("#details") != first
+    assert tab.js("document.querySelector('#live').textContent") != said
+    assert tab.js("document.querySelector('#canvas').getAttribute('role')") == "application"
+
+
+def test_a_click_selects_and_keys_go_on_from_there(tab, logdir):
+    found = capture(logdir)
+    spans, first = found.timeline.spans, found.timeline.spans.first
+    computes = [row for row, at in enumerate(spans.of(1)) if spans[at].track == "compute"]
+    rows = sorted(forwards(found, 1), key=lambda row: found.columns[1].ends[row] - found.columns[1].starts[row])
+    row = rows[len(rows) // 2]
+    span = spans[first[1] + row]
+    tab.page.mouse.click(*tab.place(1, row))
+    tab.until("() => window.fpipe.app.sheet.selected")
+    assert tab.selected() == (1, row)
+    details = tab.text("#details")
+    assert amount(re.search(r"duration\s+(\S+ \S+)", details)[1]) == close(span.end - span.start)
+    assert re.search(rf"microbatch\s+{span.effect.microbatch}\b", details)
+    tab.press("Enter")
+    begin, end = tab.view()
+    assert begin <= span.start < span.end <= end
+    assert end - begin == pytest.approx(8 * (span.end - span.start))
+    tab.press("Alt+ArrowRight")
+    assert tab.selected() == (1, computes[computes.index(row) + 1])
+    tab.press("Alt+ArrowLeft")
+    assert tab.selected() == (1, row)
+    tab.press("Alt+ArrowUp")
+    rank, beside = tab.selected()
+    middle = (span.start + span.end) / 2
+    off = {at - first[0]: max(spans[at].start - middle, middle - spans[at].end) for at in spans.of(0)}
+    off = {row: max(0.0, far) for row, far in off.items() if spans[row + first[0]].track == "compute"}
+    assert (rank, off[beside]) == (0, min(off.values()))
+    tab.press("Alt+ArrowDown")
+    assert tab.selected()[0] == 1
+
+
+def test_p_selects_what_was_waited_for(tab, logdir):
+    spans, first = capture(logdir).timeline.spans, capture(logdir).timeline.spans.first
+    at = next(at for at in reversed(spans.of(1)) if isinstance(spans.effects[at], Forward))
+    tab.page.mouse.click(*tab.place(1, at - first[1]))
+    tab.until("() => window.fpipe.app.sheet.selected")
+    for _ in range(3):
+        tab.press("p")
+        at = spans[at].waited_for
+        rank = spans[at].rank
+        assert tab.selected() == (rank, at - first[rank])
+        assert re.search(rf"rank\s+{rank}\b", tab.text("#details"))
+
+
+def test_colours_tell_kinds_or_microbatches_or_stages(tab, logdir):
+    found = capture(logdir, "other", "predicted", 0)
+    tab.show("other/predicted")
+    places = (0, forwards(found, 0)[0]), (0, forwards(found, 0)[1]), (2, forwards(found, 2)[0])
+    same = {}
+    for colouring in ("kind", "microbatch", "stage"):
+        tab.frame.select_option("#colour", colouring)
+        corners = [(left + 3, top + 3) for left, _, top, _ in (tab.box(*place) for place in places)]
+        one, *others = (tab.colour(*corner) for corner in corners)
+        same[colouring] = [one == other for other in others]
+    tab.frame.select_option("#colour", "kind")
+    assert same == {"kind": [True, True], "microbatch": [False, True], "stage": [True, False]}
+
+
+def test_tracks_and_marks_can_be_left_out(tab):
+    shown, before = tab.tracks(0), tab.pixels()
+    assert {"compute", "send", "receive", "memory"} <= shown
+    for what in [*sorted(shown - {"compute"}), "causes", "arrows", "path"]:
+        tab.frame.click(f"#toggle-{what}")
+        assert tab.tracks(0) == shown - {what}
+        assert tab.pixels() != before, what
+        tab.frame.click(f"#toggle-{what}")
+        assert tab.tracks(0) == shown
+        assert tab.pixels() == before, what
+
+
+def test_ranks_are_folded(tab, logdir):
+    row = forwards(capture(logdir), 0)[0]
+    whole = tab.tracks(0)
+
+    def press_on_rank():
+        _, _, top, bottom = tab.box(0, row)
+        tab.page.mouse.click(*tab.on_page(20, (top + bottom) / 2))
+
+    press_on_rank()
+    tab.until("() => window.fpipe.app.sheet.layout.groups[0].collapsed")
+    assert (tab.tracks(0), tab.tracks(1)) == ({"compute"}, whole)
+    press_on_rank()
+    tab.until("() => !window.fpipe.app.sheet.layout.groups[0].collapsed")
+    tab.press(".")
+    for key, folded in (("x", {0}), ("x", set()), ("X", {0, 1}), ("X", set())):
+        tab.press(key)
+        assert {rank for rank in range(2) if tab.tracks(rank) == {"compute"}} == folded, key
+
+
+def test_memory_goes_in_steps(tab):
+    for _ in range(3):
+        lines = tab.lines("memory")
+        assert len(lines) > 20
+        assert [line for line in lines if line[0] != line[2] and line[1] != line[3]] == []
+        tab.press("w")
+
+
+def test_a_range_is_measured(tab, logdir):
+    timeline = capture(logdir).timeline
+    x, y = tab.place(0, next(r for r, e in enumerate(capture(logdir).columns[0].effects) if isinstance(e, Forward)))
+    tab.page.keyboard.down("Shift")
+    tab.page.mouse.move(x, y)
+    tab.page.mouse.down()
+    tab.page.mouse.move(x + 300, y + 5, steps=4)
+    tab.page.mouse.up()
+    tab.page.keyboard.up("Shift")
+    rows = tab.table("range", "range")
+    span = tab.js("[window.fpipe.app.sheet.range.from, window.fpipe.app.sheet.range.to]")
+    for rank, row in enumerate(rows):
+        busy = sum(max(0.0, min(s.end, span[1]) - max(s.start, span[0])) for s in timeline.compute(rank))
+        assert amount(row[1]) == pytest.approx(busy, rel=2e-3)
+        assert amount(row[1]) + amount(row[3]) == pytest.approx(span[1] - span[0], rel=2e-3)
+
+
+def test_exports_are_files(tab, logdir, tmp_path):
+    found = capture(logdir)
+    for button, check in (
+        ("export-json", lambda data: boxes(data) >= len(found.timeline.spans)),
+        ("export-pftrace", lambda data: slices(data) >= len(found.timeline.spans)),
+        ("export-png", lambda data: data[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">I", data[16:20])[0] >= 1000),
+    ):
+        with tab.page.expect_download() as download:
+            tab.frame.click(f"#{button}")
+        path = tmp_path / button
+        download.value.save_as(path)
+        assert check(path.read_bytes()), button
+        assert re.fullmatch(r"real-measured_step_00000004\.\w+", download.value.suggested_filename)
+
+
+def boxes(data):
+    """How many slices are in a trace of Chrome's."""
+    return sum(event["ph"] == "X" for event in json.loads(data)["traceEvents"])
+
+
+def slices(data):
+    """How many slices begin in a trace of Perfetto's."""
+    trace = Trace.FromString(data)
+    return sum(packet.track_event.type == TrackEvent.TYPE_SLICE_BEGIN for packet in trace.packet)
+
+
+def test_it_is_dark_where_the_host_is(tab):
+    def lightness():
+        ground = tab.js("getComputedStyle(document.body).backgroundColor")
+        return sum(map(int, re.findall(r"\d+", ground)[:3])), sum(tab.colour(1, 30))
+
+    light = lightness()
+    tab.page.evaluate("document.body.classList.add('dark-mode')")
+    tab.until("() => document.documentElement.classList.contains('dark')")
+    dark = lightness()
+    tab.page.evaluate("document.body.classList.remove('dark-mode')")
+    tab.until("() => !document.documentElement.classList.contains('dark')")
+    assert max(dark) < 200 < 600 < min(light)
+    assert lightness() == light
+
+
+def test_a_frame_that_is_loaded_anew_shows_the_same(tab):
+    tab.show("real/measured", 2)
+    tab.press("w")
+    tab.press("w")
+    seen = tab.view()
+    tab.until(
+        "from => sessionStorage.getItem('fpipe.pipeline').includes(from)",
+        str(tab.js("String(window.fpipe.app.sheet.view.from)")),
+    )
+    tab.again()
+    tab.settled("real/measured", 2)
+    assert tab.view() == pytest.approx(seen)
+
+
+# What is hostile, missing, or large
+
+
+def test_names_are_shown_as_text(tab):
+    tab.show(f"{HOSTILE}/predicted")
+    assert "<script>" in tab.text("#headline")
+    assert tab.js("document.querySelectorAll('img, script:not([type=module]):not([src])').length") == 0
+    assert tab.page.evaluate("window.hacked") is None
+    assert tab.js("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_a_missing_rank_and_a_clock_that_was_not_compared_are_told(tab):
+    tab.show("partial/measured")
+    notices = tab.text("#notices")
+    assert "rank 1 of 3 missing" in notices
+    assert "the clocks of rank 2 were not compared" in notices
+    assert tab.js("window.fpipe.app.sheet.layout.groups.map(group => group.number)") == [0, 1, 2]
+    rows = tab.table("bubbles", "bubbles")
+    assert [row[0] for row in rows] == ["rank 0", "rank 2"]
+    assert "not compared" in rows[1]
+    assert rows[1].count("\u2013") >= 1 + len(CAUSES)  # the share of the makespan, and the causes
+
+
+def test_sixty_four_ranks_are_scrolled(tab, logdir):
+    tab.show("wide/predicted")
+    assert tab.js("window.fpipe.app.sheet.layout.groups.length") == 64
+    assert tab.js("document.querySelector('#scroll').scrollHeight > document.querySelector('#scroll').clientHeight")
+    assert len(tab.table("bubbles", "bubbles")) == 64
+    tab.js("document.querySelector('#scroll').scrollTo(0, 1e6)")
+    text = tab.hover(63, forwards(capture(logdir, "wide", "predicted", 0), 63)[-1])
+    assert re.search(r"rank\s+63\b", text)
+    assert re.search(r"microbatch\s+79\b", text)
+
+
+def test_each_of_many_steps_can_be_chosen(tab):
+    tab.show("many/measured", 0)
+    steps = tab.js("[...document.querySelectorAll('#step option')].map(o => Number(o.value))")
+    assert steps == list(range(MANY))
+    tab.show("many/measured", MANY - 1)
+    assert tab.frame.is_disabled("#step-next")
+
+
+def test_a_file_that_was_cut_short_is_told(tab):
+    tab.show("cut/measured", 2)
+    assert "rank 1 of 2 missing" in tab.text("#notices")
+    assert tab.js("[...window.fpipe.app.capture.ranks.keys()]") == [0]
+    tab.show("cut/measured", 1)
+    assert "missing" not in tab.js("document.querySelector('#notices').textContent")
+    assert tab.js("window.fpipe.app.capture.ranks.size") == 2
+
+
+def test_a_server_that_is_gone_is_told_and_may_come_back(tab):
+    tab.page.context.set_offline(True)
+    tab.frame.check("#follow")
+    tab.until("() => document.querySelector('#notices').textContent.includes('does not answer')")
+    assert tab.js("window.fpipe.app.capture.ranks.size") == 2  # what was there is still shown
+    tab.page.context.set_offline(False)
+    tab.until("() => !document.querySelector('#notices').textContent.includes('does not answer')")
+    tab.forgive("ERR_INTERNET_DISCONNECTED")
+
+
+def test_a_reload_shows_a_new_step(tab, logdir, board):
+    tab.show("grows/measured", 1)
+    tab.frame.uncheck("#follow")
+    grow(logdir, board, 2)
+    there = "[...document.querySelectorAll('#step option')].some(o => o.value === '2')"
+    assert not tab.js(there)  # it doesn't follow, so that only the button makes it look
+    tab.page.click("app-header-reload button")
+    tab.until(f"() => {there}")
+    assert tab.js("Number(document.querySelector('#step').value)") == 1
+
+
+def test_it_follows_a_run(tab, logdir, board):
+    tab.show("grows/measured", 1)
+    tab.frame.check("#follow")
+    grow(logdir, board, 3)
+    tab.settled("grows/measured", 3)
+    assert tab.js("Number(document.querySelector('#step').value)") == 3
+
+
+def grow(logdir, board, step):
+    """One more step, once the server has seen it."""
+    captured(logdir / "grows", [step])
+    board.until(lambda captures: any((c["run"], c["step"]) == ("grows/measured", step) for c in captures))
+
+
+def test_without_data_the_tab_says_how_to_record(chromium, tmp_path):
+    with Writer(tmp_path, "measured", 0) as writer:
+        writer.scalar("step/loss", 1.0, 0)
+    with Board(tmp_path) as board, opened(chromium, board) as tab:
+        assert "Recorder" in tab.text("#empty")
+
+
+@pytest.mark.parametrize(("count", "until", "redraw"), [(100_000, 4.0, 64.0), (1_000_000, 10.0, 160.0)])
+def test_large_captures_are_drawn_in_time(chromium, tmp_path, count, until, redraw):
+    """Four times what benchmarks.tab shows on a quiet machine."""
+    large(tmp_path, count)
+    with Board(tmp_path) as board:
+        board.until(lambda captures: captures and len(captures[0]["ranks"]) == 16)
+        with opened(chromium, board, CLOCK) as tab:
+            taken = tab.js("window.done - window.begun") / 1e3
+            times = sorted(
+                tab.js("() => { const t = []; for (let i = 0; i < 15; i++) t.push(window.fpipe.redraw()); return t }")
+            )
+            lengths = tab.js("[...window.fpipe.app.capture.ranks.values()].map(rank => rank.recorded)")
+            assert lengths == [count // 16] * 16
+            assert taken < until
+            assert times[7] < redraw
+            assert ink(tab) > 0.5
+
+
+def ink(tab):
+    """The share of the timeline's pixels that differ from its ground."""
+    return tab.js(
+        """() => {
+            const canvas = document.querySelector("#canvas"), context = canvas.getContext("2d");
+            const { width, height } = canvas;
+            const { data } = context.getImageData(width / 4, height / 8, width / 2, height / 4);
+            let found = 0;
+            for (let at = 0; at < data.length; at += 4) found += Math.min(...data.slice(at, at + 3)) < 200;
+            return found / (data.length / 4);
+        }"""
+    )
