@@ -8,26 +8,16 @@ from functools import cached_property
 from math import inf, isfinite
 from typing import Any, NamedTuple, SupportsFloat
 
-from fpipe.effects import (
-    Activation,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Deferred,
-    Forward,
-    Gradient,
-    Name,
-    Overlap,
-    Residuals,
-    WeightGradient,
-)
+from fpipe.effects import Name, Overlap
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan
+from fpipe.tables import TABLE, Table, fields_of
 
 PerStage = float | Sequence[float]
 Edge = tuple[int, int]  # source rank, target rank; or stage, reader
-NOT_BY_STAGE = {"communication", "shared", "reads"}
+NOT_BY_STAGE = {"communication", "shared", "reads", "extra", "scale", "sizes"}
+SIZES = {"activation", "residuals", "deferred"}
+BY_DEFAULT = {"backward": ("backward_input", "backward_weight")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +66,15 @@ class Costs:
         shared: what these have in common. By default nothing: an output that residuals keep counts twice.
         reads: {(stage, reader): bytes} where a stage reads less of another's output than all: what its rank receives,
             and how large the gradient is that it gives.
+        extra: {class: cost} of effects and values of your own: the time of an effect, the bytes of a value. By
+            default 0.
+        scale: one factor for each microbatch, of the times of its effects; by default 1.
+        sizes: one factor for each microbatch, of the bytes of its values, and so of its transfers; by default `scale`.
 
     Raises:
         ScheduleError: a number that is negative or not finite.
 
+    >>> from fpipe.effects import Backward, Forward
     >>> costs = Costs(forward=[1, 2], communication={(0, 1): Link(latency=0.1, bandwidth=100)}, activation=50)
     >>> costs.time(Forward(1, 0)), costs.time(Backward(1, 0)), costs.link(0, 1)
     (2.0, 2.0, Link(latency=0.1, bandwidth=100.0))
@@ -96,6 +91,9 @@ class Costs:
     deferred: PerStage = 0.0
     shared: Sequence[Shared] = ()
     reads: Mapping[Edge, float] | tuple[tuple[Edge, float], ...] = ()
+    extra: Mapping[type, PerStage] | tuple[tuple[type, PerStage], ...] = ()
+    scale: Sequence[float] = ()
+    sizes: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -106,31 +104,39 @@ class Costs:
                 found = tuple(Shared(_number("shared", size), tuple(names)) for size, names in given)
             elif field.name == "reads":
                 found = tuple(sorted((edge, _number("reads", size)) for edge, size in dict(given).items()))
+            elif field.name == "extra":
+                costs = [(kind, _per_stage(kind.__name__, cost)) for kind, cost in dict(given).items()]
+                found = tuple(sorted(costs, key=lambda each: (each[0].__module__, each[0].__qualname__)))
+            elif field.name in ("scale", "sizes"):
+                found = tuple(_number(field.name, factor) for factor in given or self.scale)
             elif given is None and field.default is None:
                 found = None
             else:
                 found = _per_stage(field.name, given)
             object.__setattr__(self, field.name, found)
 
-    def time(self, effect: Compute | Overlap) -> float:
-        """How long a compute effect keeps its rank."""
-        match effect:
-            case Forward(stage):
-                return _at(self.forward, stage)
-            case BackwardInput(stage):
-                return _at(self.backward_input, stage)
-            case BackwardWeight(stage):
-                return _at(self.backward_weight, stage)
-            case Backward(stage) if self.backward is None:
-                return _at(self.backward_input, stage) + _at(self.backward_weight, stage)
-            case Backward(stage):
-                assert self.backward is not None
-                return _at(self.backward, stage)
-            case Overlap(forward, backward) if self.overlap is None:
-                return self.time(forward) + self.time(backward)
-            case Overlap(forward):
-                assert self.overlap is not None
-                return _at(self.overlap, forward.stage)
+    def time(self, effect: Any, table: Table = TABLE) -> float:
+        """Return how long an effect keeps its rank."""
+        return table.effects[type(effect)].time(effect, self)
+
+    def at(self, cost: str, of: Any) -> float:
+        """Return a cost by its name, for the stage and the microbatch that an effect or a value names."""
+        given = getattr(self, cost)
+        if isinstance(of, Overlap):
+            if given is None:
+                return self.time(of.forward) + self.time(of.backward)
+            of = of.forward
+        if given is None:
+            return sum(self.at(part, of) for part in BY_DEFAULT[cost])
+        factors = self.sizes if cost in SIZES else self.scale
+        return _at(given, of.stage) * (factors[of.microbatch] if factors else 1.0)
+
+    def extra_of(self, of: Any, factors: Sequence[float]) -> float:
+        """Return the cost in `extra` of an effect's or a value's class, times the factor of its microbatch."""
+        cost = self._extra.get(type(of), 0.0)
+        if isinstance(cost, Sequence):
+            cost = cost[of.stage]
+        return cost * (factors[of.microbatch] if factors and hasattr(of, "microbatch") else 1.0)
 
     def link(self, source: int, target: int) -> Link:
         """What a transfer from one rank to another takes."""
@@ -153,23 +159,14 @@ class Costs:
         link = self.link(source, target)
         return link.latency + self.bytes(value) / link.bandwidth
 
-    def bytes(self, name: Name) -> float:
-        """How large what a name stands for is. Sums of weight gradients are always there, and count nothing."""
-        match name:
-            case Activation(stage):
-                return _at(self.activation, stage)
-            case Gradient(stage, consumer):
-                return self.read(stage, consumer)
-            case Residuals(stage):
-                return _at(self.residuals, stage)
-            case Deferred(stage):
-                return _at(self.deferred, stage)
-            case WeightGradient():
-                return 0.0
+    def bytes(self, name: Any, table: Table = TABLE) -> float:
+        """Return the size of the named value; 0 for sums of weight gradients, which live for the whole step."""
+        return table.values[type(name)].bytes(name, self, None, 0)
 
-    def read(self, stage: int, reader: int) -> float:
-        """How much of a stage's output another stage reads, in bytes."""
-        return self._reads.get((stage, reader), _at(self.activation, stage))
+    def read(self, stage: int, reader: int, microbatch: int = 0) -> float:
+        """Return how many bytes of a stage's output another stage reads."""
+        whole = self._reads.get((stage, reader), _at(self.activation, stage))
+        return whole * (self.sizes[microbatch] if self.sizes else 1.0)
 
     def check(self, plan: Plan) -> None:
         """Refuse sequences that are not as long as the plan has stages."""
@@ -182,11 +179,26 @@ class Costs:
                     f"{field.name} has {len(given)} entries, the plan {plan.stages} stages: give one number for all "
                     "stages, or one for each"
                 )
+        for kind, given in self._extra.items():
+            if isinstance(given, tuple) and (len(given) != plan.stages or "stage" not in fields_of(kind)):
+                raise ScheduleError(
+                    f"extra has {len(given)} entries for {kind.__name__}: give one number, or, where it names a stage, "
+                    f"one for each of the plan's {plan.stages} stages"
+                )
+        for name in ("scale", "sizes"):
+            if (count := len(getattr(self, name))) not in (0, plan.microbatches):
+                raise ScheduleError(
+                    f"{name} has {count} entries, the plan {plan.microbatches} microbatches: give one factor for each"
+                )
 
     @cached_property
     def _links(self) -> dict[Edge, Link]:
         assert isinstance(self.communication, tuple)
         return dict(self.communication)
+
+    @cached_property
+    def _extra(self) -> dict[type, PerStage]:
+        return dict(self.extra)
 
     @cached_property
     def _reads(self) -> dict[Edge, float]:

@@ -189,6 +189,10 @@ class Plan:
         held = self.placement.holders[stage]
         return held[microbatch * len(held) // self.microbatches]
 
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold a stage: one, or one for each of its copies."""
+        return self.placement.holders[stage]
+
     def microbatches_of(self, stage: int, rank: int) -> range:
         """The microbatches that a rank runs through a stage it holds."""
         held = self.placement.holders[stage]

@@ -54,7 +54,7 @@ from fpipe.effects import (
 )
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
-from fpipe.programs.lowering import in_step, lower
+from fpipe.programs.lowering import lockstep, lower
 from fpipe.programs.program import Programs
 from fpipe.programs.verifier import check
 from fpipe.schedules.table import from_table
@@ -105,7 +105,7 @@ def to_csv(schedule: Schedule, plan: Plan, *, communication: bool = True, gather
         rows = {rank: tuple(_gather(program.effects, gathered)) for rank, program in programs.items()}
     else:
         silent = {r: [e for e in program if not isinstance(e, Send | Recv)] for r, program in programs.items()}
-        met = in_step({rank: tuple(_gather(row, gathered)) for rank, row in silent.items()}, plan)
+        met = lockstep({rank: tuple(_gather(row, gathered)) for rank, row in silent.items()}, plan)
         assert met is not None  # it was verified
         rows = met
     return "".join(",".join(map(_cell, rows[rank])) + "\n" for rank in range(plan.ranks))

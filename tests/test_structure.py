@@ -12,6 +12,7 @@ import pytest
 
 from fpipe import effects
 from fpipe._lazy import homes
+from fpipe.tables import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 LAZY = ["fpipe", "fpipe.handlers", "fpipe.interop", "fpipe.tensorboard"]
@@ -58,15 +59,16 @@ LAYOUT = {
     "fpipe.effects": "",
     "fpipe.errors": "effects",
     "fpipe.plan": "effects errors",
-    "fpipe.costs": "plan effects errors",
-    "fpipe.programs": "costs plan effects errors",
-    "fpipe.timelines": "programs costs plan effects errors",
-    "fpipe.schedules": "timelines programs costs plan effects errors",
+    "fpipe.tables": "effects",
+    "fpipe.costs": "tables plan effects errors",
+    "fpipe.programs": "tables costs plan effects errors",
+    "fpipe.timelines": "programs tables costs plan effects errors",
+    "fpipe.schedules": "timelines programs tables costs plan effects errors",
     "fpipe.stages": "plan effects errors",
     "fpipe.policies": "",
     "fpipe.autodiff.graph": "policies stages errors",
     "fpipe.autodiff": "autodiff.graph policies stages plan effects errors",
-    "fpipe.handlers": "autodiff stages programs plan effects errors",
+    "fpipe.handlers": "autodiff stages programs tables plan effects errors",
     "fpipe.handlers.distributed": "handlers autodiff stages programs plan effects errors",
     "fpipe.profiling": (
         "policies handlers handlers.distributed autodiff stages timelines programs costs plan effects errors"
@@ -82,11 +84,12 @@ LAYOUT = {
     "fpipe.interop.torch_pipe": "interop.modules stages errors",
     "fpipe.interop.transformers": "interop.splitting interop.modules stages errors",
     "fpipe.cli": (
-        "schedules interop.torch_csv tensorboard.files tensorboard.server timelines programs costs plan effects errors"
+        "schedules interop.torch_csv tensorboard.files tensorboard.server "
+        "timelines programs tables costs plan effects errors"
     ),
     "fpipe.__main__": "cli",
-    "fpipe.tensorboard.files": "timelines programs plan effects errors",
-    "fpipe.tensorboard.server": "tensorboard.files timelines effects",
+    "fpipe.tensorboard.files": "timelines programs tables plan effects errors",
+    "fpipe.tensorboard.server": "tensorboard.files timelines tables effects",
     "fpipe.tensorboard.recording": (
         "tensorboard.files profiling norms handlers stages timelines programs plan effects errors"
     ),
@@ -95,6 +98,7 @@ TORCH_FREE = [
     "effects",
     "errors",
     "plan",
+    "tables",
     "costs",
     "programs",
     "timelines",
@@ -219,8 +223,9 @@ def test_the_public_surface(package):
     assert import_module(package).__all__ == SURFACE[package].split()
 
 
-def test_the_table_has_a_row_for_every_effect():
-    assert set(effects.TABLE) == set(get_args(effects.Effect))
+def test_the_tables_have_a_row_for_every_effect_and_value():
+    assert set(TABLE.effects) == set(get_args(effects.Effect))
+    assert set(TABLE.values) == set(get_args(effects.Name))
 
 
 @pytest.mark.parametrize("folder", ["schedules", "interop"])

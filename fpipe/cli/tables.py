@@ -16,10 +16,11 @@ from rich.text import Text
 
 from fpipe.effects import Effect, parts
 from fpipe.programs.verifier import Report
+from fpipe.tables import Table as Effects
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.format import Scale, extent, lighter, number, percent, size, sized
 from fpipe.timelines.perfetto import label
-from fpipe.timelines.text import LOOKS, Cell, lane
+from fpipe.timelines.text import Cell, lane, looks
 from fpipe.timelines.timeline import CAUSES, Timeline
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def gantt(timeline: Timeline, console: Console, scale: float | None = None) -> G
     most = inf if scale else _MOST_BLOCKS * room
     scale = scale or _fitting(timeline, room)
     cells = [list(_first(lane(timeline, rank, scale, letters=not colours), most)) for rank in ranks]
-    lanes = [_row(row, " " if colours else "-") for row in cells]
+    lanes = [_row(row, " " if colours else "-", timeline) for row in cells]
     columns = len(lanes[0])
     block = max(1, ceil(columns / ceil(columns / room))) if columns else 1
     lines = []
@@ -108,7 +109,9 @@ def gantt(timeline: Timeline, console: Console, scale: float | None = None) -> G
         pairs = zip(margins, lanes, strict=True)
         lines += [Text.assemble((margin, "dim"), row[at : at + block]) for margin, row in pairs]
     return Group(
-        *lines, _legend([cell for row in cells for cell in row], colours), *_left_out(timeline, scale, columns)
+        *lines,
+        _legend([cell for row in cells for cell in row], colours, timeline),
+        *_left_out(timeline, scale, columns),
     )
 
 
@@ -161,31 +164,31 @@ def _axis(at: int, columns: int, scale: float) -> str:
     return axis
 
 
-def _row(cells: Iterable[Cell], filling: str) -> Text:
+def _row(cells: Iterable[Cell], filling: str, timeline: Timeline) -> Text:
     row = Text(no_wrap=True, end="")
     for cell in cells:
         if cell.effect is None:
             row.append("." * cell.columns, "dim")
         else:
-            row.append(cell.label.ljust(cell.columns, filling), _style(cell.effect))
+            row.append(cell.label.ljust(cell.columns, filling), _style(cell.effect, timeline))
     return row
 
 
-def _style(effect: Effect) -> str:
+def _style(effect: Effect, timeline: Timeline) -> str:
     """An effect's colour, lighter for odd microbatches: neighbours differ."""
-    colour = LOOKS[type(effect)].colour
+    colour = timeline.table.effects[type(effect)].colour
     odd = getattr(parts(effect)[0], "microbatch", 0) % 2
     return f"#000000 on {lighter(colour, 0.4) if odd else colour}"
 
 
-def _legend(cells: Sequence[Cell], colours: bool) -> Text:
+def _legend(cells: Sequence[Cell], colours: bool, timeline: Timeline) -> Text:
     kinds = {type(cell.effect) for cell in cells if cell.effect}
     labels = {cell.label for cell in cells}
     legend = Text()
-    for kind, look in LOOKS.items():
+    for kind, look in looks(timeline.table).items():
         if kind in kinds:
             legend.append("  " if colours else look.letter, f"#000000 on {look.colour}")
-            legend.append(f" {look.name}  ")
+            legend.append(f" {look.label}  ")
     legend.append(". idle", "dim")
     if any(label[-1:].isdigit() or label[-1:].islower() for label in labels):
         legend.append("\nThe number is the microbatch", "dim")
@@ -263,24 +266,25 @@ _MOST_STAYS = 12  # of a critical path, at either end
 _MOST_EFFECTS = 10
 
 
-def path(stays: Sequence[PathSegment], shares: Mapping[str, float], makespan: float, scale: Scale) -> Text:
+def path(stays: Sequence[PathSegment], shares: Mapping[str, float], timeline: Timeline, scale: Scale) -> Text:
     """The critical path, rank after rank, and what part of the makespan each kind of effect on it takes."""
-    words = [_stay(stay, scale) for stay in stays if stay.time > 1e-9 * makespan]
+    makespan = timeline.makespan
+    words = [_stay(stay, scale, timeline.table) for stay in stays if stay.time > 1e-9 * makespan]
     if (more := len(words) - 2 * _MOST_STAYS) > 0:
         words[_MOST_STAYS:-_MOST_STAYS] = [f"… {more} more …"]
     parts = ", ".join(f"{name} {percent(time / makespan)}" for name, time in shares.items() if time and makespan)
     return Text.assemble(("critical path: ", "bold"), f"{parts}\n", " -> ".join(words))
 
 
-def _stay(stay: PathSegment, scale: Scale) -> str:
+def _stay(stay: PathSegment, scale: Scale, effects: Effects) -> str:
     if len(stay.ranks) > 1 or not stay.effects.keys().isdisjoint(("Send", "Recv")):
         return f"transfer {scale.full(stay.time)}"
-    kinds = ", ".join(f"{count} {_letter(kind)}" for kind, count in stay.effects.items())
+    kinds = ", ".join(f"{count} {_letter(kind, effects)}" for kind, count in stay.effects.items())
     return f"rank {stay.ranks[0]} ({kinds}) {scale.full(stay.time)}"
 
 
-def _letter(kind: str) -> str:
-    return next((look.letter for each, look in LOOKS.items() if each.__name__ == kind), kind.lower())
+def _letter(kind: str, effects: Effects) -> str:
+    return next((row.letter for each, row in looks(effects).items() if each.__name__ == kind), kind.lower())
 
 
 def difference(found: Difference, names: tuple[str, str], scale: Scale) -> Group:
@@ -330,7 +334,7 @@ def _largest(found: Difference, scale: Scale) -> RenderableType:
     for each in found.effects[:_MOST_EFFECTS]:
         if not _cleared(each.longer, found):
             break
-        name = label(each.effect, each.rank[0], found.a.plan)
+        name = label(each.effect, each.rank[0], found.a.plan, found.a.table)
         times = (*each.took, each.longer, each.shift)
         what: Any = getattr(each.effect, "value", parts(each.effect)[0])
         shown.add_row(str(each.rank[0]), str(what.stage), Text(name), *(scale(_cleared(time, found)) for time in times))

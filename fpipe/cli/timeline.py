@@ -111,7 +111,7 @@ def _show(run: Run, predicted: Run | None) -> None:
     line = run.capture.timeline
     scale = scale_of(line.makespan, run.capture.unit)
     peaks = [run.capture.peak_memory(rank) for rank in range(line.plan.ranks)]
-    table, links = account(line, scale, peaks), path(path_segments(line), path_shares(line), line.makespan, scale)
+    table, links = account(line, scale, peaks), path(path_segments(line), path_shares(line), line, scale)
     show(headline(run.title, line, scale), table, *map(Text, _remarks(run, predicted)), links)
 
 

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
 from fpipe import effects as fx
 from fpipe.autodiff.interface import Leaves, Pieces, Prepared, counts, detached_tree, discounted, seed, weighed, zeros
-from fpipe.effects import frees, gives, needs
+from fpipe.errors import ScheduleError
 from fpipe.handlers.gradients import Key, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results
 from fpipe.programs.program import Program
@@ -30,6 +31,9 @@ from fpipe.stages.rng import seeded
 from fpipe.stages.stage import Output, Stage
 
 Call = Callable[[], Any]
+Function = Callable[[Any, Any], Call | None]
+Functions = Mapping[type, Function]
+NO_FUNCTIONS: Functions = MappingProxyType({})
 
 
 class Channels(Protocol):
@@ -88,16 +92,18 @@ class Calls:
         channels: Channels,
         observe: Observer | None,
         device: torch.device | None,
+        functions: Functions = NO_FUNCTIONS,
     ) -> None:
-        self.program, self.plan, self.rank = program, program.plan, program.rank
+        self.program, self.plan, self.rank, self.table = program, program.plan, program.rank, program.table
         self.pieces, self.pipeline = pieces, pieces.pipeline
         self.channels, self.observe, self.device = channels, observe, device
+        self.functions = {**FUNCTIONS, **functions}
         self.reads = _Reads(self.pipeline.stages)
         self.number: dict[fx.Name, int] = {}
-        self.uses = {name: at for at, effect in enumerate(program) for name in needs(effect, self.plan)}
+        self.uses = {name: at for at, effect in enumerate(program) for name in self.table.needs(effect, self.plan)}
         self.calls: list[Call] = []
         self.starts: list[int] = []
-        self.computes: dict[int, fx.Compute] = {}
+        self.computes: dict[int, fx.Effect] = {}
         self.slots: list[Any] = []
         self.touched: list[tuple[int, ...]] = []
         self.running: Step | None = None
@@ -130,8 +136,8 @@ class Calls:
 
     def _compile(self) -> None:
         first = self._first_uses()
-        posts: dict[fx.Value, Call] = {}
-        takes: dict[fx.Value, Call] = {}
+        posts: dict[fx.Name, Call] = {}
+        takes: dict[fx.Name, Call] = {}
         for effect in self.program:
             if isinstance(effect, fx.Recv):
                 by = first.get(effect.value, effect)
@@ -140,28 +146,28 @@ class Calls:
                 )
         for at, effect in enumerate(self.program):
             self.starts.append(len(self.calls))
-            used, given = needs(effect, self.plan), gives(effect, self.plan)
+            used, given = self.table.needs(effect, self.plan), self.table.gives(effect, self.plan)
             self.touched.append(tuple({self.slot(n): None for n in (*used, *given)}))
             if isinstance(effect, fx.Recv):
                 self._body(effect, [posts[effect.value]])
                 continue
             for name in used:
-                if isinstance(name, fx.Value) and name in takes:
+                if name in takes:
                     self._take(name, takes.pop(name))
             self._body(effect, self._effect(effect))
             dead = {n for n in used if self.uses[n] == at} | {n for n in given if n not in self.uses}
-            if slots := tuple(self.slot(n) for n in dead | set(frees(effect, self.plan))):
+            if slots := tuple(self.slot(n) for n in dead | set(self.table.frees(effect, self.plan))):
                 self.calls.append(partial(_drop, self.slots, slots))
         self.starts.append(len(self.calls))
 
     def _first_uses(self) -> dict[fx.Name, fx.Effect]:
         found: dict[fx.Name, fx.Effect] = {}
         for effect in self.program:
-            for name in needs(effect, self.plan):
+            for name in self.table.needs(effect, self.plan):
                 found.setdefault(name, effect)
         return found
 
-    def _take(self, value: fx.Value, take: Call) -> None:
+    def _take(self, value: Any, take: Call) -> None:
         """From its channel into its slot."""
         slots, slot = self.slots, self.slot(value)
 
@@ -178,30 +184,25 @@ class Calls:
         """What an effect does, between the observer's looks."""
         if self.observe is not None:
             self.calls.append(partial(self.observe.begin, self.rank, effect))
-        for part, call in zip(fx.parts(effect), body, strict=True):
-            if isinstance(part, fx.Compute):
+        for part, call in zip(fx.parts(effect) if body else (), body, strict=True):
+            if self.table.effects[type(part)].track == "compute":
                 self.computes[len(self.calls)] = part
             self.calls.append(call)
         if self.observe is not None:
             self.calls.append(partial(self.observe.end, self.rank, effect))
 
     def _effect(self, effect: fx.Effect) -> list[Call]:
-        match effect:
-            case fx.Forward():
-                return [self._forward(effect)]
-            case fx.Backward():
-                return [self._backward(effect)]
-            case fx.BackwardInput():
-                return [self._backward_input(effect)]
-            case fx.BackwardWeight():
-                return [self._backward_weight(effect)]
-            case fx.Overlap(forward, backward):
-                return [*self._effect(forward), *self._effect(backward)]
-            case fx.Send(value, rank):
-                return [self._send(value, rank)]
-            case fx.Reduce():
-                return [self._reduce(effect)]
-        raise AssertionError(effect)
+        return [call for part in fx.parts(effect) if (call := self._function(part)(self, part)) is not None]
+
+    def _function(self, effect: fx.Effect) -> Function:
+        try:
+            return self.functions[type(effect)]
+        except KeyError:
+            name = type(effect).__name__
+            raise ScheduleError(
+                f"rank {self.rank} has {effect}, and the handler has no function for it: pass "
+                f"functions={{{name}: function}} to the handler, where function(calls, effect) returns what runs"
+            ) from None
 
     def _forward(self, e: fx.Forward) -> Call:
         stage, m, slots = e.stage, e.microbatch, self.slots
@@ -315,12 +316,13 @@ class Calls:
 
         return call
 
-    def _send(self, value: fx.Value, target: int) -> Call:
+    def _send(self, e: fx.Send) -> Call:
+        value, target = e.value, e.rank
         slots, post = self.slots, self.channels.sender(value, self.rank, target)
         if isinstance(value, fx.WeightGradient):
             return lambda: post(self._shared(value.stage, target))
         slot = self.slot(value)
-        if isinstance(value, fx.Gradient):
+        if not isinstance(value, fx.Activation):
             return lambda: post(slots[slot])
         readers = tuple(c for c in self.plan.consumers(value.stage) if self.plan.rank_of(c, value.microbatch) == target)
         only = self.reads.only
@@ -343,6 +345,20 @@ class Calls:
                 self.step.foreign[sharer] = slots[slot]
 
         return call
+
+
+FUNCTIONS: Functions = {
+    fx.Forward: Calls._forward,
+    fx.Backward: Calls._backward,
+    fx.BackwardInput: Calls._backward_input,
+    fx.BackwardWeight: Calls._backward_weight,
+    fx.Send: Calls._send,
+    fx.Reduce: Calls._reduce,
+}
+"""Effect class -> `function(calls, effect)`, which returns a call that runs the effect in every step, or None for none.
+
+The function runs once, when the program is compiled; the call finds its slots, pieces and channels in its closure.
+"""
 
 
 def _taken(slots: list[Any], slot: int) -> Any:

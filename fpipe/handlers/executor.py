@@ -10,7 +10,7 @@ import torch
 from fpipe import effects as fx
 from fpipe.autodiff.interface import Pieces
 from fpipe.errors import StageError
-from fpipe.handlers.calls import Calls, Channels, Step
+from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Channels, Functions, Step
 from fpipe.handlers.gradients import Key, received, total
 from fpipe.handlers.protocol import Inputs, Observer, Results, Witness
 from fpipe.programs.program import Program
@@ -28,11 +28,12 @@ class Executor:
         channels: Channels,
         observe: Observer | None,
         device: torch.device | None = None,
+        functions: Functions = NO_FUNCTIONS,
     ) -> None:
         self.program, self.plan, self.rank = program, program.plan, program.rank
         self.pieces, self.pipeline = pieces, pieces.pipeline
         self.held = self.plan.stages_on(self.rank)
-        self.calls = Calls(program, pieces, channels, observe, device)
+        self.calls = Calls(program, pieces, channels, observe, device, functions)
         if isinstance(observe, Witness):
             observe.hold(self.rank, self.calls)
 
@@ -63,7 +64,7 @@ class Executor:
             effect = self.calls.computes.get(at)
             if error.rank is not None:
                 raise
-            raise error.on(self.rank, None if effect is None else effect.microbatch) from error.__cause__
+            raise error.on(self.rank, getattr(effect, "microbatch", None)) from error.__cause__
         except Exception as error:
             effect = self.calls.computes.get(at)
             if effect is None:
@@ -89,8 +90,10 @@ class Executor:
             sums[stage, rank] = received(self.pipeline, self.plan, step.inputs.params, stage, self.rank, leaves)
         return sums
 
-    def _failure(self, effect: fx.Compute, error: Exception) -> StageError:
-        stage, m, calls = effect.stage, effect.microbatch, self.calls
+    def _failure(self, effect: Any, error: Exception) -> StageError:
+        stage: Any = getattr(effect, "stage", None)
+        m: Any = getattr(effect, "microbatch", None)
+        calls = self.calls
         message = f"{type(effect).__name__} raised {type(error).__name__}: {error}"
         if isinstance(effect, fx.Forward):
             came = {source: calls.slots[calls.slot(fx.Activation(source, m))] for source in self.plan.sources(stage)}

@@ -16,6 +16,7 @@ import torch
 
 from fpipe import effects as fx
 from fpipe.autodiff.interface import Pieces
+from fpipe.handlers.calls import NO_FUNCTIONS, Functions
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
 from fpipe.plan import Plan
@@ -30,12 +31,20 @@ class Local:
     Args:
         devices: one for each rank, between which values are copied; by default nothing is moved. A stage's
             params and state must be on its rank's device.
+        functions: effect class -> `function(calls, effect)`, for effects of your own, or instead of fpipe's; it
+            returns what runs in every step (fpipe/handlers/calls.py).
 
     Raises:
         ScheduleError: (on compiling) no rank can go on; says what each waits for.
     """
 
-    def __init__(self, devices: Sequence[torch.device | str] | None = None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device | str] | None = None,
+        *,
+        functions: Functions = NO_FUNCTIONS,
+    ) -> None:
+        self.functions = functions
         self.devices = None if devices is None else [torch.device(d) for d in devices]
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
@@ -45,8 +54,9 @@ class Local:
 
     def compile(self, programs: Mapping[int, Program], pieces: Pieces, observe: Observer | None) -> Run:
         mailbox = _Mailbox(self.devices)
+        devices: Sequence[torch.device | None] = self.devices or [None] * len(programs)
         executors = {
-            rank: Executor(program, pieces, mailbox, observe, None if self.devices is None else self.devices[rank])
+            rank: Executor(program, pieces, mailbox, observe, devices[rank], self.functions)
             for rank, program in programs.items()
         }
         order = [partial(executors[turn.rank].run, turn.start, turn.stop) for turn in turns(programs)]

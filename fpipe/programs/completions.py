@@ -7,7 +7,7 @@ that wait is over.
 
 from __future__ import annotations
 
-from fpipe.effects import Name, Recv, Send, Value, needs
+from fpipe.effects import Name, Recv, Send, Value
 from fpipe.programs.program import Programs
 
 
@@ -31,5 +31,5 @@ def receipts(programs: Programs, rank: int) -> dict[Value, int]:
         for effect in program:
             if isinstance(effect, Send) and effect.rank == rank:
                 found[effect.value] = used
-            used = max([used, *(place.get(name, 0) for name in needs(effect, program.plan))])
+            used = max([used, *(place.get(name, 0) for name in program.table.needs(effect, program.plan))])
     return found

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fpipe.effects import Effect, Name, Recv, Send, Value, gives
-from fpipe.programs.lowering import maker
+from fpipe.effects import Effect, Name, Recv, Send
 from fpipe.programs.program import Programs
 
 MOST = 6  # waits of a cycle that are told in full
@@ -106,7 +105,8 @@ class _Waits:
             yield self._of_name(f"rank {rank} waits at {effect} for {name}", rank, name)
 
     def _of_name(self, text: str, rank: int, name: Name) -> Wait:
-        plan, effects, at = self.programs[rank].plan, self.programs[rank].effects, self.at[rank]
+        program, at = self.programs[rank], self.at[rank]
+        plan, table, effects = program.plan, program.table, program.effects
         recv = next((e for e in effects if isinstance(e, Recv) and e.value == name), None)
         if recv is not None and recv in effects[:at]:
             queue = self.queues.get((rank, recv.rank), deque([recv]))
@@ -116,11 +116,12 @@ class _Waits:
             return Wait(f"{text}, whose receive {where}", (rank, recv.rank))
         if recv is not None:
             return Wait(f"{text}, which it receives only later: post {recv} first", rank)
-        if isinstance(name, Value) and maker(name, plan) != rank:
-            source = maker(name, plan)
-            return Wait(f"{text} from rank {source}: post {Recv(name, source)} first", None)
+        source = table.producer(name, plan)
+        if source is not None and source != rank:
+            value: Any = name
+            return Wait(f"{text} from rank {source}: post {Recv(value, source)} first", None)
         for later in reversed(effects[at:]):
-            if name in gives(later, plan):
+            if name in table.gives(later, plan):
                 how = "which it gives itself" if later is effects[at] else f"which only {later} gives: run that first"
                 return Wait(f"{text}, {how}", rank)
         return Wait(f"{text}, which is not there, and which no later effect gives", None)

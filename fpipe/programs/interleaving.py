@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from fpipe.effects import Effect, Name, Recv, Send
 from fpipe.errors import ScheduleError
 from fpipe.programs.deadlock import explain
-from fpipe.programs.interning import Numbering
-from fpipe.programs.program import Programs, plan_of
+from fpipe.programs.interning import Interning
+from fpipe.programs.program import Programs, plan_of, table_of
 from fpipe.programs.transports import Transport
 
 
@@ -63,7 +63,7 @@ class _Play:
 
     def __init__(self, programs: Programs, transport: Transport) -> None:
         self.programs, self.transport = programs, transport
-        self.numbering = Numbering(plan_of(programs))
+        self.interning = Interning(plan_of(programs), table_of(programs))
         self.turns = deque(programs)
         self.at = dict.fromkeys(programs, 0)
         self.here: dict[int, dict[object, int]] = {rank: {} for rank in programs}  # name -> where it was given
@@ -73,7 +73,7 @@ class _Play:
     def advance(self, rank: int) -> Turn:
         """Run a rank until it would wait."""
         effects: tuple[Any, ...] = self.programs[rank].effects
-        here, numbering, start = self.here[rank], self.numbering, self.at[rank]
+        here, interning, start = self.here[rank], self.interning, self.at[rank]
         givers: list[Sequence[int]] = []
         for at in range(start, len(effects)):
             effect = effects[at]
@@ -84,22 +84,22 @@ class _Play:
                     break
                 givers.append(())
                 continue
-            (needs, gives, frees), shift = numbering.of(effect)
+            needs, gives, frees = interning.ids(effect)
             try:
-                givers.append([here[number + shift] for number in needs])
+                givers.append([here[id_] for id_ in needs])
             except KeyError as error:
                 self.waits_for[rank] = error.args[0]
                 break
-            for number in frees:
-                here.pop(number + shift, None)
-            for number in gives:
-                here[number + shift] = at
+            for id_ in frees:
+                here.pop(id_, None)
+            for id_ in gives:
+                here[id_] = at
         self.at[rank] = start + len(givers)
         return Turn(rank, start, self.at[rank], givers)
 
     def _post(self, rank: int, at: int, effect: Send | Recv) -> object:
         """Post a send or a receive, and let the transfers happen that now can; what it must wait for, or None."""
-        number, peer, sends = self.numbering.number(effect.value), effect.rank, isinstance(effect, Send)
+        number, peer, sends = self.interning.id(effect.value), effect.rank, isinstance(effect, Send)
         if sends:
             if number not in self.here[rank]:
                 return number
@@ -116,7 +116,7 @@ class _Play:
             (_, sent, _), (_, expected, received) = (post, met) if post[0] else (met, post)
             source, target = (rank, peer) if post[0] else (peer, rank)
             if sent != expected:
-                raise crossed(source, target, self.numbering.name(sent), self.numbering.name(expected))
+                raise crossed(source, target, self.interning.name(sent), self.interning.name(expected))
             self._arrive(target, sent, received)
         return None
 
@@ -133,16 +133,15 @@ class _Play:
             raise ScheduleError(explain(self.programs, self.at, missing, self.transport.paired))
         for (rank, peer, _), queue in self.queues.items():
             for sends, number, _ in queue:
-                value = self.numbering.name(number)
+                value = self.interning.name(number)
                 if sends:
                     raise ScheduleError(f"rank {rank} sends {value} to rank {peer}, which never receives it")
                 raise ScheduleError(f"rank {peer} never sends {value} to rank {rank}, which receives it")
 
     def _missing(self, rank: int) -> list[Name]:
         """What a parked rank needs and does not have."""
-        (needs, _, _), shift = self.numbering.of(self.programs[rank].effects[self.at[rank]])
-        numbers = (number + shift for number in needs)
-        return [self.numbering.name(number) for number in numbers if number not in self.here[rank]]
+        needs = self.interning.ids(self.programs[rank].effects[self.at[rank]]).needs
+        return [self.interning.name(id_) for id_ in needs if id_ not in self.here[rank]]
 
 
 def crossed(source: int, target: int, sent: Name, expected: Name) -> ScheduleError:

@@ -1,13 +1,13 @@
 """From compute order to complete programs, as passes over all ranks' programs. No torch.
 
-Each pass is a plain function `programs -> programs`; `lower` composes them. What holds after it:
+Each pass is a plain function `programs -> programs`, and `lower` composes them. After it:
 
 - a value is sent right after the last effect that gives it, once to each rank that reads it;
 - on each directed edge, receives are posted in the order of the sends, at the latest before first use;
 - a stage's `Reduce` follows its last weight gradient.
 
-A schedule that yields its own sends and receives keeps them as they are. Whether the programs are right, the
-verifier says: of a wrong schedule the passes make what they can.
+Sends and receives that a schedule yields itself stay as they are. The passes do not validate; the verifier does. For
+an invalid schedule the result is best effort.
 """
 
 from __future__ import annotations
@@ -18,42 +18,32 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fpipe.effects import (
-    TABLE,
-    Activation,
-    Backward,
-    BackwardWeight,
-    Effect,
-    Forward,
-    Gradient,
-    Overlap,
-    Recv,
-    Reduce,
-    Send,
-    Value,
-    WeightGradient,
-    parts,
-)
+from fpipe.effects import Effect, Forward, Recv, Reduce, Send, Value, WeightGradient, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
-from fpipe.programs.interning import COMPUTE, Key, Numbering, check_names
-from fpipe.programs.program import Program, Programs, plan_of
+from fpipe.programs.interning import Interning
+from fpipe.programs.names import check_names
+from fpipe.programs.program import Program, Programs, plan_of, table_of
 from fpipe.programs.transports import Transport
+from fpipe.tables import TABLE, WEIGHT, Table, fields_of
 
 Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values that are not received yet
 
 
-def lower(schedule: Schedule, plan: Plan, *, depth: int | None = None, transport: str = "async") -> Programs:
-    """Complete programs of all ranks, as the schedule has them; `fpipe.verify` says whether they are right.
+def lower(
+    schedule: Schedule, plan: Plan, *, depth: int | None = None, transport: str = "async", effects: Table = TABLE
+) -> Programs:
+    """Return the complete programs of all ranks. `fpipe.verify` says whether they are right.
 
     Args:
         schedule: `(rank, plan) -> iterator of effects`, in compute order.
         depth: receives posted beyond the next one used; 2 by default, 4 where stages are skipped.
-        transport: what receives are placed for. On `async`, fpipe's own, a receive that is posted early keeps nothing
-            waiting; for the others of `fpipe.verify` it stands where its send is made, and there is no depth.
+        transport: where receives are placed. With `async`, fpipe's own, a receive that is posted early makes nothing
+            wait. With the others of `fpipe.verify` it is posted where its send is, and there is no depth.
+        effects: the table of effects and values; `TABLE.extended({...})` for effects of your own.
 
     Raises:
-        ScheduleError: what is yielded is no effect, or names a stage, microbatch or rank that the plan lacks.
+        ScheduleError: the schedule yields a non-effect, or names a stage, microbatch or rank that the plan lacks.
 
     >>> from fpipe import Placement, Plan, schedules
     >>> lower(schedules.gpipe, Plan(Placement.loop(2), 1))[1].effects[:3]
@@ -61,14 +51,14 @@ def lower(schedule: Schedule, plan: Plan, *, depth: int | None = None, transport
 Backward(stage=1, microbatch=0))
     """
     early = Transport.named(transport) == Transport()
-    programs = collect(schedule, plan)
+    programs = collect(schedule, plan, effects)
     if not any(type(e) is Send or type(e) is Recv for program in programs.values() for e in program):
-        programs = prefetch(communicate(programs), depth) if early else meet(programs)
-    return reduce(exchange(programs))
+        programs = prefetch(communicate(programs), depth) if early else rendezvous(programs)
+    return reduce(exchange_sums(programs))
 
 
-def collect(schedule: Schedule, plan: Plan) -> Programs:
-    """What the schedule yields on each rank, as it stands."""
+def collect(schedule: Schedule, plan: Plan, table: Table = TABLE) -> Programs:
+    """Return what the schedule yields on each rank, unchanged."""
     programs = {}
     for rank in range(plan.ranks):
         yielded = schedule(rank, plan)
@@ -77,37 +67,14 @@ def collect(schedule: Schedule, plan: Plan) -> Programs:
                 f"on rank {rank} the schedule returns {yielded!r}: it yields effects, or returns a list"
             )
         effects = tuple(yielded)
-        check_names(effects, rank, plan)
-        programs[rank] = Program(plan, rank, effects)
+        check_names(effects, rank, plan, table)
+        programs[rank] = Program(plan, rank, effects, table)
     return programs
-
-
-def maker(value: Value, plan: Plan) -> int:
-    """The rank that makes a value."""
-    match value:
-        case Activation(stage, microbatch):
-            return plan.rank_of(stage, microbatch)
-        case Gradient(_, consumer, microbatch):
-            return plan.rank_of(consumer, microbatch)
-        case WeightGradient(_, rank):
-            return rank
-
-
-def readers(value: Value, plan: Plan) -> tuple[int, ...]:
-    """The other ranks that read a value, lowest first."""
-    match value:
-        case Activation(stage, microbatch):
-            found = {plan.rank_of(c, microbatch) for c in plan.consumers(stage)}
-        case Gradient(stage, _, microbatch):
-            found = {plan.rank_of(stage, microbatch)}
-        case WeightGradient(stage, _):
-            found = {rank for _, rank in plan.sharers(stage)}
-    return tuple(sorted(found - {maker(value, plan)}))
 
 
 def communicate(programs: Programs) -> Programs:
     """Add each `Send` after its producer, and each `Recv` before its first use, in the order of the sends."""
-    wires = _Wires(plan_of(programs))
+    wires = _EdgeCache(plan_of(programs), table_of(programs))
     sent: Sent = defaultdict(deque)
     sending = {rank: list(_with_sends(program, wires, sent)) for rank, program in programs.items()}
     return {
@@ -116,7 +83,7 @@ def communicate(programs: Programs) -> Programs:
     }
 
 
-def _with_sends(program: Program, wires: _Wires, sent: Sent) -> Iterator[Effect]:
+def _with_sends(program: Program, wires: _EdgeCache, sent: Sent) -> Iterator[Effect]:
     for effect in program:
         yield effect
         for value, peers in wires.out(effect):
@@ -126,65 +93,66 @@ def _with_sends(program: Program, wires: _Wires, sent: Sent) -> Iterator[Effect]
                     yield Send(value, peer)
 
 
-def _with_receives(rank: int, effects: list[Effect], wires: _Wires, sent: Sent) -> Iterator[Effect]:
+def _with_receives(rank: int, effects: list[Effect], wires: _EdgeCache, sent: Sent) -> Iterator[Effect]:
     received: set[int] = set()
     for effect in effects:
         for number, source in wires.into(effect):
             channel = sent[source, rank] if source != rank else ()
             while channel and number not in received:
                 value = channel.popleft()
-                received.add(wires.numbering.number(value))
+                received.add(wires.interning.id(value))
                 yield Recv(value, source)
         yield effect
 
 
-class _Wires:
-    """What effects put out for other ranks, and what they take in; looked up once for all microbatches alike."""
+class _EdgeCache:
+    """The values that effects send to other ranks, and those that they need from them.
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.numbering = plan, Numbering(plan)
-        self._out: dict[Key, list[tuple[Callable[[int], Value], tuple[int, ...]]]] = {}
-        self._into: dict[Key, list[tuple[int, int]]] = {}
+    Looked up once for all microbatches that a uniform row says the same of.
+    """
+
+    def __init__(self, plan: Plan, table: Table) -> None:
+        self.plan, self.table, self.interning = plan, table, Interning(plan, table)
+        self._out: dict[Any, list[tuple[Callable[[int], Value], tuple[int, ...]]]] = {}
+        self._into: dict[Any, list[tuple[int, bool, int]]] = {}  # an id, whether it moves with the microbatch, a rank
 
     def out(self, effect: Any) -> list[tuple[Value, tuple[int, ...]]]:
-        """The values that an effect gives, each with its readers on other ranks."""
-        kind = type(effect)
-        if kind in COMPUTE:
-            key, m = self.numbering.key(effect), effect.microbatch
+        """Return the values that an effect gives, each with the other ranks that read it."""
+        if (key := self.interning.uniform_key(effect)) is not None:
             if key not in self._out:
-                self._out[key] = [(_like(value), peers) for value, peers in self._find_out(effect)]
-            return [(make(m), peers) for make, peers in self._out[key]]
-        if kind is Overlap:
-            return [wire for part in parts(effect) for wire in self.out(part)]
-        return [] if kind is Recv else self._find_out(effect)
+                self._out[key] = [(_at_microbatch(value), ranks) for value, ranks in self._find_out(effect)]
+            return [(make(effect.microbatch), ranks) for make, ranks in self._out[key]]
+        return [] if type(effect) is Recv else [pair for part in parts(effect) for pair in self._find_out(part)]
 
     def into(self, effect: Any) -> list[tuple[int, int]]:
-        """The numbers of the values that an effect needs, each with the rank that makes it."""
-        kind = type(effect)
-        if kind in COMPUTE:
-            key, m = self.numbering.key(effect), effect.microbatch
+        """Return the ids of the values that an effect needs, each with the rank that makes it."""
+        if (key := self.interning.uniform_key(effect)) is not None:
+            m = effect.microbatch
             if key not in self._into:
-                self._into[key] = [(number - m, source) for number, source in self._find_into(effect)]
-            return [(number + m, source) for number, source in self._into[key]]
-        if kind is Overlap:
-            return [wire for part in parts(effect) for wire in self.into(part)]
-        return [] if kind is Send else self._find_into(effect)
+                self._into[key] = [(id_ - m * moves, moves, source) for id_, moves, source in self._find_into(effect)]
+            return [(id_ + m * moves, source) for id_, moves, source in self._into[key]]
+        if type(effect) is Send:
+            return []
+        return [(id_, source) for part in parts(effect) for id_, _, source in self._find_into(part)]
 
     def _find_out(self, effect: Effect) -> list[tuple[Value, tuple[int, ...]]]:
-        given = TABLE[type(effect)].gives(effect, self.plan)
-        return [(v, readers(v, self.plan)) for v in given if isinstance(v, Activation | Gradient)]
+        table, plan = self.table, self.plan
+        return [(v, table.readers(v, plan)) for v in table.gives(effect, plan) if table.travels(v)]
 
-    def _find_into(self, effect: Effect) -> list[tuple[int, int]]:
-        needed = TABLE[type(effect)].needs(effect, self.plan)
-        number = self.numbering.number
-        return [(number(v), maker(v, self.plan)) for v in needed if isinstance(v, Activation | Gradient)]
+    def _find_into(self, effect: Effect) -> list[tuple[int, bool, int]]:
+        table, plan, id_ = self.table, self.plan, self.interning.id
+        values = [(v, table.producer(v, plan)) for v in table.needs(effect, plan) if table.travels(v)]
+        return [(id_(v), hasattr(v, "microbatch"), source) for v, source in values if source is not None]
 
 
-def _like(value: Any) -> Callable[[int], Value]:
-    """Microbatch -> the value that is to it what this one is to its own."""
-    if isinstance(value, Activation):
-        return partial(Activation, value.stage)
-    return partial(Gradient, value.stage, value.consumer)
+def _at_microbatch(value: Any) -> Callable[[int], Value]:
+    """Return a function of a microbatch: the same value of that one."""
+    kind: Any = type(value)
+    names = fields_of(kind)
+    if "microbatch" not in names:
+        return lambda m: value
+    others = {name: getattr(value, name) for name in names if name != "microbatch"}
+    return partial(kind, *others.values()) if names[-1] == "microbatch" else lambda m: kind(**others, microbatch=m)
 
 
 def prefetch(programs: Programs, depth: int | None = None) -> Programs:
@@ -194,11 +162,11 @@ def prefetch(programs: Programs, depth: int | None = None) -> Programs:
     plan = plan_of(programs)
     if depth is None:
         depth = 4 if plan.edges.skips else 2
-    numbering = Numbering(plan)
-    return {rank: replace(p, effects=tuple(_prefetched(p, depth, numbering))) for rank, p in programs.items()}
+    interning = Interning(plan, table_of(programs))
+    return {rank: replace(p, effects=tuple(_prefetched(p, depth, interning))) for rank, p in programs.items()}
 
 
-def _prefetched(program: Program, depth: int, numbering: Numbering) -> Iterator[Effect]:
+def _prefetched(program: Program, depth: int, interning: Interning) -> Iterator[Effect]:
     receives = deque(e for e in program if isinstance(e, Recv))
     early = 0  # how many are posted ahead of their place
     waiting: set[int] = set()  # posted, not used yet
@@ -209,33 +177,34 @@ def _prefetched(program: Program, depth: int, numbering: Numbering) -> Iterator[
             if early:
                 early -= 1
             else:
-                waiting.add(numbering.number(effect.value))
+                waiting.add(interning.id(effect.value))
                 yield receives.popleft()
         else:
             while receives and len(waiting) <= depth:
                 early += 1
-                waiting.add(numbering.number(receives[0].value))
+                waiting.add(interning.id(receives[0].value))
                 yield receives.popleft()
             yield effect
-            (needs, _, _), shift = numbering.of(effect)
-            waiting.difference_update([number + shift for number in needs])
+            waiting.difference_update(interning.ids(effect).needs)
 
 
-def meet(programs: Programs) -> Programs:
-    """Add each `Send` after its producer, and its `Recv` on the other rank at that moment: every transport runs it.
+def rendezvous(programs: Programs) -> Programs:
+    """Add each `Send` after its producer, and its `Recv` on the other rank at that moment: any transport can run it.
 
-    Where the ranks wait for each other for ever there is no such moment, and `communicate` does.
+    Where the ranks wait for each other in a circle there is no such moment, and `communicate` places them.
     """
-    rows = in_step({rank: program.effects for rank, program in programs.items()}, plan_of(programs))
-    if rows is None:
+    rows = {rank: program.effects for rank, program in programs.items()}
+    placed = lockstep(rows, plan_of(programs), table_of(programs))
+    if placed is None:
         return communicate(programs)
-    return {rank: replace(program, effects=tuple(rows[rank])) for rank, program in programs.items()}
+    return {rank: replace(program, effects=tuple(placed[rank])) for rank, program in programs.items()}
 
 
-def in_step(rows: Mapping[int, Sequence[Any]], plan: Plan) -> dict[int, list[Any]] | None:
-    """The rows with their sends and receives, as ranks take turns, an effect each. What is no effect keeps its place.
+def lockstep(rows: Mapping[int, Sequence[Any]], plan: Plan, table: Table = TABLE) -> dict[int, list[Any]] | None:
+    """Insert sends and receives by running the ranks in turn, one effect each. Items that are not effects pass through.
 
-    None where no rank can go on.
+    Returns:
+        None where no rank can go on.
     """
     left = {rank: deque(row) for rank, row in rows.items()}
     done: dict[int, list[Any]] = {rank: [] for rank in rows}
@@ -244,27 +213,27 @@ def in_step(rows: Mapping[int, Sequence[Any]], plan: Plan) -> dict[int, list[Any
     while moved:
         moved = False
         for rank, row in left.items():
-            known = row and TABLE.get(type(row[0]))
-            if not row or (known and not here[rank].issuperset(known.needs(row[0], plan))):
+            is_effect = row and type(row[0]) in table.effects
+            if not row or (is_effect and not here[rank].issuperset(table.needs(row[0], plan))):
                 continue
             moved = True
             item = row.popleft()
             done[rank].append(item)
-            made = known.gives(item, plan) if known else ()
+            made = table.gives(item, plan) if is_effect else ()
             here[rank].update(made)
-            for value in (name for name in made if isinstance(name, Activation | Gradient)):
-                for peer in readers(value, plan):
+            for value in filter(table.travels, made):
+                for peer in table.readers(value, plan):
                     done[rank].append(Send(value, peer))
                     done[peer].append(Recv(value, rank))
                     here[peer].add(value)
     return None if any(left.values()) else done
 
 
-def exchange(programs: Programs) -> Programs:
-    """Add the sends and receives of the sums that copies and ties share, once they are final.
+def exchange_sums(programs: Programs) -> Programs:
+    """Add the sends and receives of the gradient sums that copies and ties share, once they are final.
 
-    At the end of the programs, or before a stage's own `Reduce`, so that it fits behind any communication; and in one
-    order over all ranks, so that every transport runs it.
+    They stand at the end of the programs, or before a stage's own `Reduce`, so that they fit behind any communication;
+    and in one order over all ranks, so that every transport can run it.
     """
     plan = plan_of(programs)
     if all(len(plan.sharers(stage)) == 1 for stage in range(plan.stages)):
@@ -272,26 +241,26 @@ def exchange(programs: Programs) -> Programs:
     posts = (e for program in programs.values() for e in program if type(e) is Send or type(e) is Recv)
     if any(isinstance(post.value, WeightGradient) for post in posts):
         return programs
-    return {rank: replace(p, effects=tuple(_with_exchange(p))) for rank, p in programs.items()}
+    return {rank: replace(p, effects=tuple(_with_sums(p))) for rank, p in programs.items()}
 
 
-def _with_exchange(program: Program) -> list[Effect]:
+def _with_sums(program: Program) -> list[Effect]:
     plan, rank, effects = program.plan, program.rank, list(program)
     shared = [stage for stage in _last_weights(program) if len(plan.sharers(stage)) > 1]
     posts: list[Effect] = []
     for value in (WeightGradient(*sum_) for sum_ in sorted({s for stage in shared for s in plan.sharers(stage)})):
-        peers = readers(value, plan)
+        peers = program.table.readers(value, plan)
         if value.rank == rank:
             posts += [Send(value, peer) for peer in peers]
         elif rank in peers:
             posts.append(Recv(value, value.rank))
-    reduced = (at for at, e in enumerate(effects) if isinstance(e, Reduce) and e.stage in shared)
-    at = next(reduced, len(effects))
+    reduces = (at for at, e in enumerate(effects) if isinstance(e, Reduce) and e.stage in shared)
+    at = next(reduces, len(effects))
     return [*effects[:at], *posts, *effects[at:]]
 
 
 def reduce(programs: Programs) -> Programs:
-    """Add `Reduce` after each stage's last weight gradient; of a stage that shares its sums, at the end."""
+    """Add `Reduce` after each stage's last weight gradient; for a stage that shares its sums, at the end."""
     if any(type(e) is Reduce for program in programs.values() for e in program):
         return programs
     return {rank: replace(p, effects=tuple(_with_reduce(p))) for rank, p in programs.items()}
@@ -309,28 +278,27 @@ def _with_reduce(program: Program) -> list[Effect]:
 
 
 def _last_weights(program: Program) -> dict[int, int]:
-    """Where each stage's last weight gradient stands."""
+    """Return the place of each stage's last weight gradient."""
     last: dict[int, int] = {}
-    held = len(program.plan.stages_on(program.rank))
+    stages = len(program.plan.stages_on(program.rank))
     for at in range(len(program) - 1, -1, -1):
-        for e in parts(program.effects[at]):
-            if isinstance(e, Backward | BackwardWeight):
-                last.setdefault(e.stage, at)
-        if len(last) == held:
+        part: Any
+        for part in parts(program.effects[at]):
+            if program.table.effects[type(part)].work & WEIGHT:
+                last.setdefault(part.stage, at)
+        if len(last) == stages:
             break
     return last
 
 
 def forward_only(programs: Programs) -> Programs:
-    """Drop what is backward: gradients, their sends and receives, and reduction."""
+    """Drop the backward pass: the effects that need or give a value of the backward pass, by the table."""
     return {rank: replace(p, effects=tuple(_forward(p))) for rank, p in programs.items()}
 
 
 def _forward(program: Program) -> Iterator[Effect]:
-    for effect in program:
-        for e in parts(effect):
-            if isinstance(e, Forward) or (isinstance(e, Send | Recv) and isinstance(e.value, Activation)):
-                yield e
+    plan, table = program.plan, program.table
+    return (part for effect in program for part in parts(effect) if not table.backward(part, plan))
 
 
 def wavefront(rank: int, plan: Plan) -> Iterator[Effect]:

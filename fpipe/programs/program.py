@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan
+from fpipe.tables import TABLE, Table
 
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's complete effects, communication included: what lowering returns and handlers replay."""
+    """One rank's complete effects, communication included: lowering returns it and handlers replay it.
+
+    Args:
+        table: says what its effects and their values are.
+    """
 
     plan: Plan
     rank: int
     effects: tuple[Effect, ...]
+    table: Table = field(default=TABLE, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.effects)
@@ -45,3 +51,15 @@ def plan_of(programs: Programs) -> Plan:
         if program.plan is not plan and program.plan != plan:
             raise ScheduleError(f"rank {rank} has a program for {program.plan}, others have one for {plan}")
     return plan
+
+
+def table_of(programs: Programs) -> Table:
+    """Return the table of the programs, which is the same for all ranks.
+
+    Raises:
+        ScheduleError: programs have different tables.
+    """
+    tables = {id(program.table): program.table for program in programs.values()}
+    if len(tables) != 1:
+        raise ScheduleError("the ranks' programs have different tables of effects: lower them together")
+    return next(iter(tables.values()))

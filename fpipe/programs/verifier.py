@@ -16,41 +16,25 @@ With 1 and 4 each name has exactly the uses that the plan says, so that nothing 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fpipe.costs import Costs
-from fpipe.effects import (
-    Activation,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Gradient,
-    Overlap,
-    Recv,
-    Reduce,
-    Send,
-    Value,
-    WeightGradient,
-    gives,
-    needs,
-    parts,
-)
+from fpipe.effects import Activation, Gradient, Overlap, Recv, Reduce, Send, Value, WeightGradient, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interleaving import crossed, turns
-from fpipe.programs.interning import Numbering, check_names
-from fpipe.programs.lowering import lower, maker, readers
+from fpipe.programs.interning import Interning
+from fpipe.programs.lowering import lower
 from fpipe.programs.memory import bytes_on, peak_bytes
-from fpipe.programs.program import Program, Programs, plan_of
+from fpipe.programs.names import check_names
+from fpipe.programs.program import Program, Programs, plan_of, table_of
 from fpipe.programs.transports import Transport
+from fpipe.tables import FORWARD, INPUT, TABLE, WEIGHT, Table
 
 Edge = tuple[int, int]  # source rank, target rank
 
-FORWARD, INPUT, WEIGHT = 1, 2, 4
-RUNS: dict[type, int] = {Forward: FORWARD, BackwardInput: INPUT, BackwardWeight: WEIGHT, Backward: INPUT | WEIGHT}
 MISSING = {
     INPUT | WEIGHT: "Backward, or BackwardInput and BackwardWeight,",
     INPUT: "BackwardInput",
@@ -112,6 +96,7 @@ def verify(
     ordered: bool = True,
     costs: Costs | None = None,
     depth: int | None = None,
+    effects: Table = TABLE,
 ) -> Report:
     """Check the programs that a schedule makes for a plan, communication included.
 
@@ -123,7 +108,7 @@ def verify(
         ordered: whether each stage must run its microbatches in order. False admits what promises a tolerance
             instead of bits, and is not for stages with state; `value_and_grad` wants True.
         costs: whose bytes the report counts.
-        depth: receives posted beyond the next one used, as in `lower`.
+        depth, effects: as in `lower`.
 
     Raises:
         ScheduleError: the first rule that is broken, or a shortest cycle of waits: which ranks, at which effects,
@@ -139,7 +124,7 @@ def verify(
     0 to 1         4
     1 to 0         4
     """
-    programs = lower(schedule, plan, depth=depth, transport=transport)
+    programs = lower(schedule, plan, depth=depth, transport=transport, effects=effects)
     return check(programs, transport=transport, ordered=ordered, costs=costs)
 
 
@@ -149,23 +134,24 @@ def check(programs: Programs, *, transport: str = "async", ordered: bool = True,
     plan = plan_of(programs)
     if costs is not None:
         costs.check(plan)
+    table = table_of(programs)
     for rank, program in programs.items():
-        check_names(program, rank, plan)
-    numbering = Numbering(plan)
-    effects = (part for program in programs.values() for effect in program for part in parts(effect))
-    trained = any(isinstance(e, Backward | BackwardInput | BackwardWeight) for e in effects)
+        check_names(program, rank, plan, table)
+    interning = Interning(plan, table)
+    all_parts: Any = (part for program in programs.values() for effect in program for part in parts(effect))
+    trained = any(table.effects[type(part)].work & (INPUT | WEIGHT) for part in all_parts)
     peaks = [_Runs(programs[rank], trained, ordered).check() for rank in range(plan.ranks)]
-    due = _due(plan, trained, numbering)
-    _check_carried(programs, due, numbering)
+    due = _due(programs, trained, interning)
+    _check_carried(programs, due, interning)
     deque(turns(programs, transport), maxlen=0)
     return Report(
         plan,
         transport,
         tuple(len(programs[rank]) for rank in range(plan.ranks)),
         {edge: sum(map(len, due[edge].values())) for edge in sorted(due)},
-        None if costs is None else _bytes(due, costs, numbering),
+        None if costs is None else _bytes(due, costs, interning),
         tuple(peak / len(plan.stages_on(rank)) for rank, peak in enumerate(peaks)),
-        None if costs is None else peak_bytes(programs, costs, numbering),
+        None if costs is None else peak_bytes(programs, costs, interning),
     )
 
 
@@ -173,7 +159,7 @@ class _Runs:
     """Rules 1 to 3 on one rank: what each stage has run, and how many microbatches are in flight."""
 
     def __init__(self, program: Program, trained: bool, ordered: bool) -> None:
-        self.program, self.plan, self.rank = program, program.plan, program.rank
+        self.program, self.plan, self.rank, self.table = program, program.plan, program.rank, program.table
         self.trained, self.ordered = trained, ordered
         self.own = {stage: self.plan.microbatches_of(stage, self.rank) for stage in self.plan.stages_on(self.rank)}
         self.done = {stage: bytearray(self.plan.microbatches) for stage in self.own}
@@ -186,21 +172,45 @@ class _Runs:
     def check(self) -> int:
         """Hold the rules; the most microbatches in flight."""
         effect: Any
+        works = {kind: row.work for kind, row in self.table.effects.items()}
         for effect in self.program:
             kind = type(effect)
-            if kind in RUNS:
-                self.run(effect)
+            if work := works[kind]:
+                self.run(effect, work)
             elif kind is Overlap:
                 self.overlap(effect)
             elif kind is Reduce:
                 self.reduce(effect)
             elif kind is Send and type(effect.value) is WeightGradient:
                 self.share(effect)
+            elif kind not in TABLE.effects:
+                self.place(effect)
+        if len(self.table.values) > len(TABLE.values):
+            self.give_once()
         self.end()
         return self.peak
 
-    def run(self, e: Any) -> None:
-        stage, m, runs = e.stage, e.microbatch, RUNS[type(e)]
+    def place(self, e: Any) -> None:
+        """Hold where an effect of the user's own may run."""
+        ranks = self.table.effects[type(e)].where(e, self.plan)
+        if self.rank not in ranks:
+            raise self.wrong(e, f"{_ranks(ranks)} may run it: yield it there")
+
+    def give_once(self) -> None:
+        """Hold that a value which never leaves the rank is given once until it is freed."""
+        here: set[Any] = set()
+        for effect in self.program:
+            here.difference_update(self.table.frees(effect, self.plan))
+            for name in self.table.gives(effect, self.plan):
+                row = self.table.values[type(name)]
+                if name in here and not row.sums:
+                    raise self.wrong(
+                        effect, f"its {name} is on the rank already: yield it once, or free the value first"
+                    )
+                here.add(name)
+
+    def run(self, e: Any, runs: int) -> None:
+        stage, m = e.stage, e.microbatch
         if stage not in self.own or m not in self.own[stage]:
             raise self.wrong(e, f"rank {self.plan.rank_of(stage, m)} runs that microbatch of that stage")
         if self.done[stage][m] & runs:
@@ -225,9 +235,9 @@ class _Runs:
             )
 
     def overlap(self, e: Any) -> None:
-        self.run(e.forward)
-        self.run(e.backward)
-        for name in {*gives(e.forward, self.plan)} & {*needs(e.backward, self.plan)}:
+        for part in parts(e):
+            self.run(part, self.table.effects[type(part)].work)
+        for name in {*self.table.gives(e.forward, self.plan)} & {*self.table.needs(e.backward, self.plan)}:
             raise self.wrong(e, f"its backward needs {name} of its forward: overlap what is independent")
 
     def reduce(self, e: Any) -> None:
@@ -270,78 +280,107 @@ class _Runs:
         return ScheduleError(f"rank {self.rank} yields {e}, but {why}")
 
 
-Due = dict[Edge, dict[int, range]]
-"""For each edge the numbers of the values due, in blocks alike in who makes and who reads them, by the block."""
+def _ranks(ranks: Collection[int]) -> str:
+    listed = ", ".join(map(str, sorted(ranks)))
+    return f"only rank {listed}" if len(ranks) == 1 else f"only ranks {listed}"
 
 
-def _due(plan: Plan, trained: bool, numbering: Numbering) -> Due:
-    due: Due = {}
-    block = numbering.block
+Due = dict[Edge, dict[int, Collection[int]]]
+"""For each edge the ids of the values that must travel on it, by block: the values of one have the same readers."""
 
-    def add(value: Value, count: int) -> None:
-        first = numbering.number(value)
-        for reader in readers(value, plan):
-            due.setdefault((maker(value, plan), reader), {})[first // block] = range(first, first + count)
+
+def _due(programs: Programs, trained: bool, interning: Interning) -> Due:
+    plan, block, due = interning.plan, interning.block, Due()
+
+    def add(value: Any, count: int) -> None:
+        first, source = interning.id(value), interning.table.producer(value, plan)
+        assert source is not None
+        for reader in interning.table.readers(value, plan):
+            due.setdefault((source, reader), {})[first // block] = range(first, first + count)
 
     for stage in range(plan.stages):
         for m in range(0, plan.microbatches, block):
             add(Activation(stage, m), block)
             for consumer in plan.consumers(stage) if trained else ():
                 add(Gradient(stage, consumer, m), block)
-        for rank in plan.placement.holders[stage] if trained else ():
+        for rank in plan.ranks_of(stage) if trained else ():
             add(WeightGradient(stage, rank), 1)
+    for value in _own_values(programs, interning.table):
+        id_, source = interning.id(value), interning.table.producer(value, plan)
+        for reader in interning.table.readers(value, plan):
+            if source is not None:
+                blocks = due.setdefault((source, reader), {})
+                blocks[id_ // block] = {*blocks.get(id_ // block, ()), id_}
     return due
 
 
-def _check_carried(programs: Programs, due: Due, numbering: Numbering) -> None:
-    """Rule 4: on every edge what is due is sent, and received in that order."""
+def _own_values(programs: Programs, table: Table) -> Iterator[Value]:
+    """Yield the values of the user's own that effects give and that other ranks read."""
+    kinds = {kind for kind in table.values if kind not in TABLE.values}
+    for program in programs.values() if kinds else ():
+        for effect in program:
+            if not isinstance(effect, Recv):
+                yield from (v for v in table.gives(effect, program.plan) if type(v) in kinds)
+
+
+def _check_carried(programs: Programs, due: Due, interning: Interning) -> None:
+    """Hold rule 4: on every edge the values that are due are sent, and received in that order."""
     sent: dict[Edge, list[int]] = {edge: [] for edge in due}
     received: dict[Edge, list[int]] = {edge: [] for edge in due}
     for rank, program in programs.items():
         effect: Any
         for effect in program:
             if type(effect) is Send:
-                sent.setdefault((rank, effect.rank), []).append(numbering.number(effect.value))
+                sent.setdefault((rank, effect.rank), []).append(interning.id(effect.value))
             elif type(effect) is Recv:
-                received.setdefault((effect.rank, rank), []).append(numbering.number(effect.value))
+                received.setdefault((effect.rank, rank), []).append(interning.id(effect.value))
     for edge in sorted({*sent, *received}):
         expected, sends, receives = due.get(edge, {}), sent.get(edge, []), received.get(edge, [])
-        _check_posts(Send, edge, sends, expected, numbering)
-        _check_posts(Recv, edge, receives, expected, numbering)
+        _check_posts(Send, edge, sends, expected, interning)
+        _check_posts(Recv, edge, receives, expected, interning)
         if sends != receives:
             first, second = next(pair for pair in zip(sends, receives, strict=True) if pair[0] != pair[1])
-            raise crossed(*edge, numbering.name(first), numbering.name(second))
+            raise crossed(*edge, interning.name(first), interning.name(second))
 
 
-def _check_posts(kind: type[Any], edge: Edge, posts: list[int], due: dict[int, range], numbering: Numbering) -> None:
-    """Whether a rank posts on an edge what is due there, and each once."""
-    (rank, peer), blocks = edge if kind is Send else edge[::-1], {number // numbering.block for number in posts}
-    if not blocks <= due.keys():
-        raise _refused(kind, rank, peer, next(n for n in posts if n // numbering.block not in due), numbering)
+def _check_posts(
+    kind: type[Any], edge: Edge, posts: list[int], due: dict[int, Collection[int]], interning: Interning
+) -> None:
+    """Hold that a rank posts on an edge the values that are due there, each once."""
+    (rank, peer), block = edge if kind is Send else edge[::-1], interning.block
+    if any(id_ not in due.get(id_ // block, ()) for id_ in posts):
+        id_ = next(id_ for id_ in posts if id_ not in due.get(id_ // block, ()))
+        raise _refused(kind, rank, peer, interning.name(id_), interning)
     if len(counts := Counter(posts)) < len(posts):
-        post = kind(numbering.name(next(n for n in posts if counts[n] > 1)), peer)
+        post = kind(interning.name(next(id_ for id_ in posts if counts[id_] > 1)), peer)
         raise ScheduleError(f"rank {rank} yields {post} twice: a value goes once to each rank that uses it")
     if len(posts) < sum(map(len, due.values())):
-        value = numbering.name(min({n for numbers in due.values() for n in numbers} - {*posts}))
+        value = interning.name(min({id_ for ids in due.values() for id_ in ids} - {*posts}))
         raise ScheduleError(
             f"rank {rank} never yields {kind(value, peer)}: rank {edge[1]} uses the value, and rank {edge[0]} makes it"
         )
 
 
-def _refused(kind: type[Any], rank: int, peer: int, number: int, numbering: Numbering) -> ScheduleError:
-    value: Any = numbering.name(number)
+def _refused(kind: type[Any], rank: int, peer: int, value: Any, interning: Interning) -> ScheduleError:
     source, target = (rank, peer) if kind is Send else (peer, rank)
-    if (makes := maker(value, numbering.plan)) != source:
-        why = f"rank {makes} makes the value"
-    elif target not in readers(value, numbering.plan):
+    table, plan = interning.table, interning.plan
+    producer = table.producer(value, plan)
+    if producer != source:
+        why = f"rank {producer} makes the value"
+    elif target not in table.readers(value, plan):
         why = f"rank {target} never uses the value"
     else:
-        why = "nothing runs backward"
+        why = "nothing runs backward" if table.values[type(value)].backward else "no effect gives the value"
     return ScheduleError(f"rank {rank} yields {kind(value, peer)}, but {why}")
 
 
-def _bytes(due: Due, costs: Costs, numbering: Numbering) -> dict[Edge, float]:
-    def size(number: int, rank: int) -> float:
-        return bytes_on(rank, numbering.name(number), costs, numbering)
+def _bytes(due: Due, costs: Costs, interning: Interning) -> dict[Edge, float]:
+    def size(id_: int, rank: int) -> float:
+        return bytes_on(rank, interning.name(id_), costs, interning)
 
-    return {edge: sum(size(block[0], edge[1]) * len(block) for block in due[edge].values()) for edge in sorted(due)}
+    def total(block: Collection[int], rank: int) -> float:
+        if costs.sizes:
+            return sum(size(id_, rank) for id_ in block)
+        return size(next(iter(block)), rank) * len(block)
+
+    return {edge: sum(total(block, edge[1]) for block in due[edge].values()) for edge in sorted(due)}

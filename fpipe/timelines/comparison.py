@@ -9,9 +9,10 @@ from functools import cached_property
 from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
 
-from fpipe.effects import Effect, Recv, Send
+from fpipe.effects import Effect, Recv, Send, parts
+from fpipe.tables import Row, Table
 from fpipe.timelines.format import extent
-from fpipe.timelines.text import LOOKS
+from fpipe.timelines.text import looks
 from fpipe.timelines.timeline import CAUSES, Spans, Timeline
 
 Pair = tuple[float, float]
@@ -119,11 +120,15 @@ class Difference:
                 )
         return found
 
+    @property
+    def _looks(self) -> dict[type, Row]:
+        return looks(self.a.table) | looks(self.b.table)
+
     @cached_property
     def kinds(self) -> dict[str, Pair]:
         """Kind of compute -> the time that all of it took."""
         totals = [_totals(self.a), _totals(self.b)]
-        names = [kind.__name__ for kind in LOOKS if any(kind.__name__ in total for total in totals)]
+        names = [kind.__name__ for kind in self._looks if any(kind.__name__ in total for total in totals)]
         return {name: (totals[0].get(name, 0.0), totals[1].get(name, 0.0)) for name in names}
 
     @cached_property
@@ -142,7 +147,7 @@ class Difference:
           Large where the first's path isn't critical in the second: look at the difference the other way round too.
         """
         found: dict[str, float] = defaultdict(float)
-        found.update({part(kind): 0.0 for kind in LOOKS if self.kinds.get(kind.__name__)})
+        found.update({row.label: 0.0 for kind, row in self._looks.items() if self.kinds.get(kind.__name__)})
         found |= {TRANSFER: 0.0, HOST: 0.0}
         covered, before = 0.0, -1
         for link in links(self.a):
@@ -152,7 +157,7 @@ class Difference:
                 found[UNMATCHED] += link.own
             else:
                 own, gap = self._there(matched.at[1], before)
-                found[part(type(matched.effect))] += link.own - own
+                found[part(matched.effect, self.a.table)] += link.own - own
                 found[HOST] -= gap
                 covered += own + gap
             before = matched.at[1] if matched else -2
@@ -209,7 +214,11 @@ def _keys(timeline: Timeline) -> Iterator[tuple[int, int, tuple[object, ...]]]:
     for rank in range(timeline.plan.ranks):
         for at in timeline.spans.of(rank):
             effect = timeline.spans.effects[at]
-            yield at, rank, (effect,) if type(effect) in LOOKS else (rank, effect)
+            yield (
+                at,
+                rank,
+                (effect,) if any(timeline.table.effects[type(e)].work for e in parts(effect)) else (rank, effect),
+            )
 
 
 def _origin(timeline: Timeline) -> float:
@@ -232,11 +241,12 @@ def _link(timeline: Timeline, at: int, origin: float) -> Link:
     return Link(at, gap, end - before - gap)
 
 
-def part(kind: type[Effect]) -> str:
-    """Which part of a difference a kind of effect counts to."""
-    if kind in LOOKS:
-        return LOOKS[kind].name
-    return TRANSFER if kind in (Send, Recv) else HOST
+def part(effect: Effect, table: Table) -> str:
+    """Return the part of a difference that an effect counts to."""
+    row = table.effects[type(effect)]
+    if row.track == "compute":
+        return row.label
+    return TRANSFER if row.track in ("send", "receive") else HOST
 
 
 def _totals(timeline: Timeline) -> dict[str, float]:
@@ -294,6 +304,6 @@ def path_shares(timeline: Timeline) -> dict[str, float]:
     """How much of the makespan each kind of link of the critical path takes."""
     found: dict[str, float] = defaultdict(float)
     for link in links(timeline):
-        found[part(type(timeline.spans.effects[link.at]))] += link.own
+        found[part(timeline.spans.effects[link.at], timeline.table)] += link.own
         found[HOST] += link.gap
     return dict(sorted(found.items(), key=lambda each: -each[1]))

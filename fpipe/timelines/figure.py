@@ -1,6 +1,6 @@
 """A timeline as a figure: lanes of compute, of idle ranks and of memory, on one scale of time. Needs matplotlib.
 
-Colours mean work, as in `drawing.LOOKS`, lighter for a rank's later chunks. Idle time is grey, hatched by its cause.
+Colours mean work, as in the table, lighter for a rank's later chunks. Idle time is grey, hatched by its cause.
 The ground is white, so that the figure reads the same on a light page and on a dark one.
 """
 
@@ -23,7 +23,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fpipe.effects import Effect, parts
 from fpipe.timelines.format import lighter, number, size, sized
-from fpipe.timelines.text import LOOKS, start, text
+from fpipe.timelines.text import looks, start, text
 from fpipe.timelines.timeline import Timeline
 
 FORMATS = (".svg", ".png", ".pdf")
@@ -100,7 +100,7 @@ def _compute(ax: Axes, timeline: Timeline, inches: float) -> None:
         for span in timeline.compute(rank):
             boxes.setdefault(_colour(span.effect, rank, timeline), []).append(_box(rank, span.start, span.end))
             if _room(span.effect, timeline) < (span.end - span.start) * inches:
-                label = text(span.effect, rank, plan, letter=False, chunk=False)
+                label = text(span.effect, rank, plan, timeline.table, letter=False, chunk=False)
                 labels.append(((span.start + span.end) / 2, rank, label))
     for colour, vertices in boxes.items():
         edges = [_EDGE if (end - begin) * inches * 72 > 4 * _EDGE else 0.0 for (begin, _), (end, _), *_ in vertices]
@@ -136,7 +136,7 @@ def _colour(effect: Effect, rank: int, timeline: Timeline) -> str:
     """The effect's, lighter for the rank's later chunks."""
     stages = timeline.plan.stages_on(rank)
     chunk = stages.index(getattr(parts(effect)[0], "stage", stages[0]))
-    return lighter(LOOKS[type(effect)].colour, 0.55 * chunk / max(1, len(stages) - 1))
+    return lighter(timeline.table.effects[type(effect)].colour, 0.55 * chunk / max(1, len(stages) - 1))
 
 
 def _idle(ax: Axes, timeline: Timeline) -> None:
@@ -195,9 +195,9 @@ def _legend(timeline: Timeline) -> Iterator[Patch]:
     ranks = range(timeline.plan.ranks)
     kinds = {type(span.effect) for rank in ranks for span in timeline.compute(rank)}
     causes = {gap.cause for rank in ranks for gap in timeline.gaps(rank)}
-    for kind, look in LOOKS.items():
+    for kind, look in looks(timeline.table).items():
         if kind in kinds:
-            yield Patch(facecolor=look.colour, label=look.name)
+            yield Patch(facecolor=look.colour, label=look.label)
     if any(len(timeline.plan.stages_on(rank)) > 1 for rank in ranks):
         yield Patch(facecolor="none", label="lighter: a later chunk")
     for cause, (colour, hatch) in IDLE.items():

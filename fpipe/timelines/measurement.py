@@ -15,24 +15,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fpipe.costs import Costs
-from fpipe.effects import (
-    TABLE,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Effect,
-    Forward,
-    Overlap,
-    Recv,
-    Send,
-    Value,
-    needs,
-)
+from fpipe.effects import Backward, BackwardInput, BackwardWeight, Effect, Forward, Overlap, Recv, Send, Value
 from fpipe.plan import Plan
-from fpipe.programs.program import Programs, plan_of
+from fpipe.programs.program import Programs, plan_of, table_of
+from fpipe.tables import TABLE, Table, fields_of
 from fpipe.timelines.timeline import Spans, Timeline
 
 SHORT_WAIT = 50e-6  # seconds that a use takes to get what is there
@@ -163,8 +152,16 @@ class Measurement:
 
     @property
     def plan(self) -> Plan:
-        """What ran."""
+        """The plan of the programs."""
         return plan_of(self.programs)
+
+    @property
+    def table(self) -> Table:
+        """The table of the programs' effects."""
+        return table_of(self.programs)
+
+    def _computes(self, effect: Effect) -> bool:
+        return self.table.effects[type(effect)].track == "compute"
 
     def receives(self, rank: int) -> list[Receive]:
         """A rank's receives, in the order of their posts."""
@@ -193,7 +190,7 @@ class Measurement:
         """Where a rank's time went."""
         own, effects, receives = self.columns[rank], self.programs[rank].effects, self.receives(rank)
         spans = list(zip(own.starts, own.ends, strict=True))
-        pieces = [span for effect, span in zip(effects, spans, strict=True) if TABLE[type(effect)].track == "compute"]
+        pieces = [span for effect, span in zip(effects, spans, strict=True) if self._computes(effect)]
         computed, waited = _Taken(pieces), _Taken(sorted((r.used, r.arrived) for r in receives))
         posts = (
             end - start for effect, (start, end) in zip(effects, spans, strict=True) if isinstance(effect, Send | Recv)
@@ -258,17 +255,19 @@ class Measurement:
         Of transfers those that were waited for; where there were none, the shortest of which a bound is known. What a
         stage never ran, it is said to take no time for: `simulate` gives the same schedule's prediction.
         """
-        taken = defaultdict[tuple[type[Effect], int], list[float]](list)
-        for rank, own in self.columns.items():
-            for effect, start, end in zip(self.programs[rank], own.starts, own.ends, strict=True):
-                if TABLE[type(effect)].track == "compute":
-                    stage = effect.forward.stage if isinstance(effect, Overlap) else effect.stage  # type: ignore[union-attr]
-                    taken[type(effect), stage].append(end - start)
-        found = {key: median(times) for key, times in taken.items()}
+        taken = defaultdict[tuple[type, int], list[float]](list)
+        part: Any
+        for rank, columns in self.columns.items():
+            for effect, start, end in zip(self.programs[rank], columns.starts, columns.ends, strict=True):
+                if self._computes(effect):
+                    part = effect.forward if isinstance(effect, Overlap) else effect
+                    taken[type(effect), getattr(part, "stage", 0)].append(end - start)
 
-        def times(kind: type[Effect]) -> list[float]:
-            return [found.get((kind, stage), 0.0) for stage in range(self.plan.stages)]
+        def times(kind: type) -> list[float]:
+            stages = range(self.plan.stages)
+            return [median(taken[kind, stage]) if (kind, stage) in taken else 0.0 for stage in stages]
 
+        extra = sorted({kind for kind, _ in taken if kind not in TABLE.effects}, key=lambda kind: kind.__name__)
         return Costs(
             forward=times(Forward),
             backward_input=times(BackwardInput),
@@ -276,6 +275,7 @@ class Measurement:
             backward=times(Backward),
             overlap=times(Overlap),
             communication=self._transfers(),
+            extra={kind: times(kind) if "stage" in fields_of(kind) else times(kind)[0] for kind in extra},
         )
 
     def _transfers(self) -> dict[tuple[int, int], float]:
@@ -305,7 +305,7 @@ class Measurement:
             for at, before in self._waited(rank):
                 waited[first[rank] + at] = -1 if before is None else first[rank] + before
         effects = [effect for rank in here for effect in self.programs[rank]]
-        return Spans(first, effects, starts, ends, waited)
+        return Spans(first, effects, starts, ends, waited, self.table)
 
     def _receiving(self, rank: int) -> list[int]:
         return [at for at, effect in enumerate(self.programs[rank]) if isinstance(effect, Recv)]
@@ -320,7 +320,7 @@ class Measurement:
             if isinstance(effect, Send):
                 yield at, last
             elif not isinstance(effect, Recv):
-                came = [late[name] for name in needs(effect, self.plan) if name in late]
+                came = [late[name] for name in self.table.needs(effect, self.plan) if name in late]
                 arrived, received = max(came, default=(-inf, -1))
                 yield at, received if arrived > ended else last
                 last, ended = at, self.columns[rank].ends[at]

@@ -16,8 +16,9 @@ from itertools import chain, count, islice
 from math import isfinite
 from typing import Any, NamedTuple, TypeVar
 
-from fpipe.effects import TABLE, Activation, Effect, Gradient, Overlap, Recv, Reduce, Send, Value
+from fpipe.effects import Effect, Recv, Send, parts
 from fpipe.plan import Plan
+from fpipe.tables import TABLE, Table, fields_of
 from fpipe.timelines.format import sized
 from fpipe.timelines.text import text
 from fpipe.timelines.timeline import Timeline
@@ -107,7 +108,11 @@ class _Trace:
     def names(self) -> list[tuple[str, int]]:
         """What each span is called, and its rank."""
         spans, plan = self.timeline.spans, self.timeline.plan
-        return [(label(spans.effects[at], rank, plan), rank) for rank in range(plan.ranks) for at in spans.of(rank)]
+        return [
+            (label(spans.effects[at], rank, plan, spans.table), rank)
+            for rank in range(plan.ranks)
+            for at in spans.of(rank)
+        ]
 
     def ns(self, time: float) -> int:
         return round((time - self.origin) * (1e9 if self.unit == "s" else 1e6))
@@ -124,12 +129,15 @@ class _Trace:
     def _lanes(self, rank: int) -> Iterator[tuple[str, list[_Slice]]]:
         groups: dict[str, list[list[_Slice]]] = {name: [] for name in _TRACKS.values()}
         for at in self.timeline.spans.of(rank):
-            groups[_TRACKS[TABLE[type(self.timeline.spans.effects[at])].track]].append(self._slices(rank, at))
+            groups[_TRACKS[self._track(at)]].append(self._slices(rank, at))
         for what, start, end in self.extras.get(rank, _NOTHING).host:
             groups["host"].append([_Slice(_sound(what), "host", self.ns(start), max(self.ns(start), self.ns(end)), {})])
         for name, group in groups.items():
             for number, lane in enumerate(_apart(group), 1):
                 yield name if number == 1 else f"{name} {number}", lane
+
+    def _track(self, at: int) -> str:
+        return self.timeline.table.effects[type(self.timeline.spans.effects[at])].track
 
     def _slices(self, rank: int, at: int) -> list[_Slice]:
         """What one effect is shown as: a receive as its wait, if it had one, and its transfer."""
@@ -140,7 +148,7 @@ class _Trace:
         if isinstance(effect, Send):
             return [_Slice(name, "send", start, end, args, at + 1 if at in self._received else 0)]
         if not isinstance(effect, Recv):
-            return [_Slice(name, TABLE[type(effect)].track, start, end, args)]
+            return [_Slice(name, self._track(at), start, end, args)]
         sent = spans.waited[at]
         if sent < 0 or not isinstance(spans.effects[sent], Send):
             return [_Slice(name, "receive", start, end, args)]
@@ -206,43 +214,30 @@ def _apart(group: Iterable[list[_Slice]]) -> list[list[_Slice]]:
     return lanes
 
 
-def label(effect: Effect, rank: int, plan: Plan) -> str:
-    """What an effect on a rank is called.
+def label(effect: Effect, rank: int, plan: Plan, table: Table = TABLE) -> str:
+    """Return what an effect on a rank is called.
 
     >>> from fpipe import Placement
+    >>> from fpipe.effects import Activation
     >>> label(Send(Activation(0, 3), 1), 0, Plan(Placement.loop(2), 4))
     'send activation 3'
     """
-    match effect:
-        case Send(value):
-            return f"send {_value(value)}"
-        case Recv(value):
-            return f"receive {_value(value)}"
-        case Reduce(stage):
-            return f"reduce stage {stage}"
-    return text(effect, rank, plan, chunk=False)
+    if any(table.effects[type(part)].work for part in parts(effect)):
+        return text(effect, rank, plan, table, chunk=False)
+    return table.text(effect)
 
 
-def _value(value: Value) -> str:
-    match value:
-        case Activation():
-            return f"activation {value.microbatch}"
-        case Gradient():
-            return f"gradient {value.microbatch}"
-    return f"weight gradient of stage {value.stage}"
-
-
-def _fields(effect: Effect) -> dict[str, object]:
-    """The effect's kind and its fields; of an overlap, those of both parts."""
-    if isinstance(effect, Overlap):
-        parts = {"forward": effect.forward, "backward": effect.backward}
-        of_parts = {f"{which} {name}": n for which, part in parts.items() for name, n in _fields(part).items()}
-        return {"kind": "Overlap", **of_parts}
-    kind = type(effect).__name__
-    if isinstance(effect, Send | Recv):
-        found = {name: getattr(effect.value, name) for name in effect.value.__slots__}
-        return {"kind": f"{kind} {type(effect.value).__name__}", **found, "peer": effect.rank}
-    return {"kind": kind, **{name: getattr(effect, name) for name in effect.__slots__}}
+def _fields(effect: Any) -> dict[str, object]:
+    """Return the effect's kind and its fields; of an overlap, those of both parts."""
+    kind, names = type(effect).__name__, fields_of(type(effect))
+    if hasattr(effect, "value"):
+        value = effect.value
+        carried = {name: getattr(value, name) for name in fields_of(type(value))}
+        return {"kind": f"{kind} {type(value).__name__}", **carried, "peer": effect.rank}
+    if len(parts(effect)) > 1:
+        both = {f"{name} {field}": n for name in names for field, n in _fields(getattr(effect, name)).items()}
+        return {"kind": kind, **both}
+    return {"kind": kind, **{name: getattr(effect, name) for name in names}}
 
 
 _Each = TypeVar("_Each")

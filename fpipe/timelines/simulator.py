@@ -10,40 +10,44 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import inf
-from typing import Any, get_args
+from typing import Any
 
 from fpipe.costs import Costs, Link
-from fpipe.effects import Compute, Overlap, Recv, Send
+from fpipe.effects import Recv, Send
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interleaving import turns
 from fpipe.programs.lowering import lower
-from fpipe.programs.program import Programs, plan_of
+from fpipe.programs.program import Programs, plan_of, table_of
+from fpipe.tables import TABLE, Table, is_uniform
 from fpipe.timelines.timeline import Spans, Timeline
 
 
-def simulate(schedule: Schedule, plan: Plan, costs: Costs = Costs(), *, depth: int | None = None) -> Timeline:
-    """The timeline of a schedule under given costs. It is taken to be right: `fpipe.verify` says whether it is.
+def simulate(
+    schedule: Schedule, plan: Plan, costs: Costs = Costs(), *, depth: int | None = None, effects: Table = TABLE
+) -> Timeline:
+    """Return the predicted timeline of a schedule. The schedule must be right: `fpipe.verify` says whether it is.
 
     Args:
-        costs: what effects take, per stage; one unit each, and nothing for transfers, by default.
-        depth: receives posted beyond the next one used, as in `lower`.
+        costs: the times and sizes of effects and values; by default one unit each, and none for transfers.
+        depth, effects: as in `lower`.
 
     Raises:
-        ScheduleError: the ranks wait for each other for ever, or the costs don't fit the plan.
+        ScheduleError: the ranks wait for each other in a circle, or the costs don't fit the plan.
 
     >>> from fpipe import Costs, Placement, Plan, schedules
     >>> simulate(schedules.gpipe, Plan(Placement.loop(4), 8), Costs(forward=1, backward=2)).bubble_rate
     0.2727272727272727
     """
     costs.check(plan)
-    return play(lower(schedule, plan, depth=depth), costs)
+    return play(lower(schedule, plan, depth=depth, effects=effects), costs)
 
 
 def play(programs: Programs, costs: Costs) -> Timeline:
-    """The timeline of complete programs."""
-    return Timeline(plan_of(programs), _Run(programs, costs).spans(), costs)
+    """Return the predicted timeline of complete programs."""
+    return Timeline(plan_of(programs), _Simulation(programs, costs).spans(), costs)
 
 
 class _Edge:
@@ -56,14 +60,17 @@ class _Edge:
         self.receives: deque[int] = deque()
 
 
-class _Run:
+class _Simulation:
     """The state of a simulation: spans as columns, a rank's next to each other, and when each rank is free."""
 
     def __init__(self, programs: Programs, costs: Costs) -> None:
         plan = plan_of(programs)
         ranks, stages = range(plan.ranks), range(plan.stages)
-        self.programs, self.costs = programs, costs
-        self.times = {kind: [costs.time(kind(s, 0)) for s in stages] for kind in get_args(Compute)}
+        self.programs, self.costs, self.plan, self.table = programs, costs, plan, table_of(programs)
+        plain = replace(costs, scale=(), sizes=())
+        work = {kind: row for kind, row in self.table.effects.items() if row.work and is_uniform(row.time)}
+        self.times = {kind: [row.time(kind(s, 0), plain) for s in stages] for kind, row in work.items()}
+        self.scale = costs.scale or (1.0,) * plan.microbatches
         self.free = [0.0 for _ in ranks]
         self.last = [-1 for _ in ranks]  # the span that keeps the rank until it is free
         self.edges: dict[tuple[int, int], _Edge] = {}
@@ -84,7 +91,7 @@ class _Run:
                 else:
                     self._run(at, rank, effect, given)
         whole = [effect for rank in range(len(self.programs)) for effect in self.programs[rank]]
-        return Spans(self.first, whole, self.starts, self.ends, self.waited)
+        return Spans(self.first, whole, self.starts, self.ends, self.waited, self.table)
 
     def _run(self, at: int, rank: int, effect: Any, givers: Sequence[int]) -> None:
         start, waited, first, ends = self.free[rank], self.last[rank], self.first[rank], self.ends
@@ -92,10 +99,16 @@ class _Run:
             if ends[first + giver] > start:
                 start, waited = ends[first + giver], first + giver
         times = self.times.get(type(effect))
-        took = times[effect.stage] if times else self.costs.time(effect) if type(effect) is Overlap else 0.0
+        took = times[effect.stage] * self.scale[effect.microbatch] if times else self._time(effect)
         self.starts[at], self.waited[at] = start, waited
         self.free[rank] = ends[at] = start + took
         self.last[rank] = at
+
+    def _time(self, effect: Any) -> float:
+        return self.table.effects[type(effect)].time(effect, self.costs)
+
+    def _bytes(self, value: Any, rank: int) -> float:
+        return self.table.values[type(value)].bytes(value, self.costs, self.plan, rank)
 
     def _send(self, at: int, rank: int, effect: Send) -> None:
         edge = self.edges.get((rank, effect.rank)) or self._edge(rank, effect.rank)
@@ -104,7 +117,7 @@ class _Run:
         if edge.bandwidth < inf:
             if edge.free > posted:
                 left, waited = edge.free, edge.last
-            edge.free = left = left + self.costs.bytes(effect.value) / edge.bandwidth
+            edge.free = left = left + self._bytes(effect.value, effect.rank) / edge.bandwidth
             edge.last = at
         self.starts[at], self.ends[at], self.waited[at] = posted, left + edge.latency, waited
         if edge.receives:

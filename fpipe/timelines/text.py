@@ -5,50 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from math import floor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fpipe.effects import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Effect,
-    Forward,
-    Name,
-    Overlap,
-    gives,
-    needs,
-    parts,
-)
+from fpipe.effects import Effect, Name, Recv, Send, parts
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interleaving import interleave
 from fpipe.programs.lowering import lower
+from fpipe.tables import TABLE, Row, Table
 from fpipe.timelines.timeline import Timeline
 
 
-class Look(NamedTuple):
-    """How an effect is drawn: its letter, its name in a legend, and its colour."""
-
-    letter: str
-    name: str
-    colour: str
+def looks(table: Table) -> dict[type, Row]:
+    """Return the rows of the effects that are drawn in a rank's lane, in the order of the table."""
+    return {kind: row for kind, row in table.effects.items() if row.track == "compute"}
 
 
-# The colours are Okabe and Ito's, which the colour-blind tell apart; black text reads on each.
-LOOKS: dict[type[Effect], Look] = {
-    Forward: Look("F", "forward", "#56b4e9"),
-    BackwardInput: Look("I", "input gradient", "#e69f00"),
-    BackwardWeight: Look("W", "weight gradient", "#009e73"),
-    Backward: Look("B", "backward", "#d55e00"),
-    Overlap: Look("&", "overlap", "#cc79a7"),
-}
-
-
-def draw(schedule: Schedule, plan: Plan) -> str:
-    """The timeline when every compute effect takes one unit of time and transfers take none.
+def draw(schedule: Schedule, plan: Plan, *, effects: Table = TABLE) -> str:
+    """Return the timeline in which every compute effect takes one unit of time and transfers take none.
 
     F is a forward, B a backward, I and W its two halves; the number is the microbatch. Where a rank holds
-    several stages, a letter after the number tells which of them (a for its first).
+    several stages, a letter after the number tells which of them (a for its first). `effects` is as in `lower`.
 
     Raises:
         ScheduleError: the schedule is wrong for the plan.
@@ -60,32 +36,39 @@ def draw(schedule: Schedule, plan: Plan) -> str:
     """
     ready: dict[Name, int] = {}
     rows: list[list[str]] = [[] for _ in range(plan.ranks)]
-    for rank, effect in interleave(lower(schedule, plan)):
-        if type(effect) in LOOKS:
-            start = max([len(rows[rank]), *(ready[name] for name in needs(effect, plan))])
-            rows[rank] += ["."] * (start - len(rows[rank])) + [text(effect, rank, plan)]
-            ready.update(dict.fromkeys(gives(effect, plan), start + 1))
+    for rank, effect in interleave(lower(schedule, plan, effects=effects)):
+        if isinstance(effect, Send | Recv):
+            continue
+        start = max([len(rows[rank]), *(ready[name] for name in effects.needs(effect, plan))])
+        end = start
+        if effects.effects[type(effect)].track == "compute":
+            rows[rank] += ["."] * (start - len(rows[rank])) + [text(effect, rank, plan, effects)]
+            end += 1
+        ready.update(dict.fromkeys(effects.gives(effect, plan), end))
     width = max(len(cell) for row in rows for cell in row)
     label = len(str(plan.ranks - 1))
     lines = (f"rank {rank:>{label}}  " + " ".join(f"{t:{width}}" for t in row) for rank, row in enumerate(rows))
     return "\n".join(line.rstrip() for line in lines)
 
 
-def text(effect: Effect, rank: int, plan: Plan, *, letter: bool = True, chunk: bool = True) -> str:
+def text(
+    effect: Effect, rank: int, plan: Plan, table: Table = TABLE, *, letter: bool = True, chunk: bool = True
+) -> str:
     """A compute effect's letter, microbatch and chunk; of an overlap, those of both parts.
 
     >>> from fpipe import Placement
+    >>> from fpipe.effects import Backward, Forward, Overlap
     >>> text(Overlap(Forward(3, 7), Backward(0, 5)), 0, Plan(Placement.v(2), 8))
     'F7b&B5a'
     """
-    return "&".join(_part(part, rank, plan, letter, chunk) for part in parts(effect))
+    return "&".join(_part(part, rank, plan, table, letter, chunk) for part in parts(effect))
 
 
-def _part(effect: Effect, rank: int, plan: Plan, letter: bool, chunk: bool) -> str:
-    assert isinstance(effect, Compute)
+def _part(effect: Any, rank: int, plan: Plan, table: Table, letter: bool, chunk: bool) -> str:
     stages = plan.stages_on(rank)
-    which = _letters(stages.index(effect.stage)) if chunk and len(stages) > 1 else ""
-    return f"{LOOKS[type(effect)].letter if letter else ''}{effect.microbatch}{which}"
+    which = _letters(stages.index(effect.stage)) if chunk and len(stages) > 1 and hasattr(effect, "stage") else ""
+    microbatch = str(effect.microbatch) if hasattr(effect, "microbatch") else ""
+    return f"{table.effects[type(effect)].letter if letter else ''}{microbatch}{which}"
 
 
 def _letters(number: int) -> str:
@@ -115,13 +98,13 @@ def lane(timeline: Timeline, rank: int, scale: float, *, letters: bool = True) -
     >>> [cell.label + "." * (cell.columns - len(cell.label)) for cell in lane(timeline, 0, scale=2)]
     ['F0..', 'F1..', '............', 'B0......', 'B1......']
     """
-    plan, first, at = timeline.plan, start(timeline), 0
+    first, at = start(timeline), 0
     for span in timeline.compute(rank):
         begin, end = (_column((time - first) * scale) for time in (span.start, span.end))
         if begin > at:
             yield Cell(None, begin - at, "")
         if end > begin:
-            yield Cell(span.effect, end - begin, _label(span.effect, rank, plan, end - begin, letters))
+            yield Cell(span.effect, end - begin, _label(span.effect, rank, timeline, end - begin, letters))
         at = max(at, end)
     last = _column(timeline.makespan * scale)
     if last > at:
@@ -138,9 +121,10 @@ def start(timeline: Timeline) -> float:
     return min(span.start for rank in range(timeline.plan.ranks) for span in islice(timeline.compute(rank), 1))
 
 
-def _label(effect: Effect, rank: int, plan: Plan, columns: int, letters: bool) -> str:
-    """The longest label that fits."""
-    forms = [text(effect, rank, plan, letter=letters, chunk=chunk) for chunk in (True, False)]
+def _label(effect: Effect, rank: int, timeline: Timeline, columns: int, letters: bool) -> str:
+    """Return the longest label that fits."""
+    plan, table = timeline.plan, timeline.table
+    forms = [text(effect, rank, plan, table, letter=letters, chunk=chunk) for chunk in (True, False)]
     if letters:
-        forms.append(LOOKS[type(effect)].letter)
+        forms.append(table.effects[type(effect)].letter)
     return next((form for form in forms if len(form) <= columns), "")

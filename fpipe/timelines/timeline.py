@@ -14,16 +14,17 @@ from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, overload
 
 from fpipe.costs import Costs
-from fpipe.effects import TABLE, Backward, BackwardWeight, Effect, Forward, Overlap, Recv, parts
+from fpipe.effects import Effect, Recv, parts
 from fpipe.plan import Plan
-from fpipe.programs.interning import Numbering
-from fpipe.programs.memory import Holding
+from fpipe.programs.interning import Interning
+from fpipe.programs.memory import LiveMemory
+from fpipe.tables import FORWARD, TABLE, WEIGHT, Table
 
 CAUSES = ("warm-up", "dependency", "transfer", "imbalance", "drain")
 
@@ -58,6 +59,7 @@ class Spans(Sequence[Span]):
     Args:
         first: where each rank's spans begin, and at last how many there are.
         effects, starts, ends, waited: the columns; -1 for a span that waited for none.
+        table: says what the effects are.
     """
 
     first: Sequence[int]
@@ -65,6 +67,7 @@ class Spans(Sequence[Span]):
     starts: array[float]
     ends: array[float]
     waited: array[int]
+    table: Table = field(default=TABLE, compare=False, repr=False)
 
     def of(self, rank: int) -> range:
         """Where a rank's spans are."""
@@ -82,7 +85,7 @@ class Spans(Sequence[Span]):
             return [self[i] for i in range(*at.indices(len(self)))]
         at = range(len(self))[at]
         effect, waited = self.effects[at], self.waited[at]
-        rank, track = bisect_right(self.first, at) - 1, TABLE[type(effect)].track
+        rank, track = bisect_right(self.first, at) - 1, self.table.effects[type(effect)].track
         return Span(rank, track, effect, self.starts[at], self.ends[at], waited if waited >= 0 else None)
 
 
@@ -103,8 +106,8 @@ class Timeline:
     """
 
     def __init__(self, plan: Plan, spans: Spans, costs: Costs = Costs()) -> None:
-        self.plan, self.spans, self.costs = plan, spans, costs
-        computes = {kind for kind, row in TABLE.items() if row.track == "compute"}
+        self.plan, self.spans, self.costs, self.table = plan, spans, costs, spans.table
+        computes = {kind for kind, row in self.table.effects.items() if row.track == "compute"}
         self._computes = [
             array("q", [at for at in spans.of(rank) if type(spans.effects[at]) in computes])
             for rank in range(plan.ranks)
@@ -244,15 +247,15 @@ class Timeline:
         if not self._trained:
             return
         for at in self._computes[rank]:
-            effect = self.spans.effects[at]
-            if isinstance(effect, Overlap):
-                yield at, 1, int(isinstance(effect.backward, Backward))
-            else:
-                yield at, int(isinstance(effect, Forward)), int(isinstance(effect, Backward | BackwardWeight))
+            work = [self._work(part) for part in parts(self.spans.effects[at])]
+            yield at, sum(w & FORWARD for w in work), sum(bool(w & WEIGHT) for w in work)
+
+    def _work(self, effect: Effect) -> int:
+        return self.table.effects[type(effect)].work
 
     @cached_property
     def _trained(self) -> bool:
-        return any(isinstance(e, Backward | BackwardWeight) for effect in self.spans.effects for e in parts(effect))
+        return any(self._work(part) & WEIGHT for effect in self.spans.effects for part in parts(effect))
 
     @cached_property
     def peak_in_flight(self) -> list[float]:
@@ -265,23 +268,23 @@ class Timeline:
         A received value counts from the post of its receive, one that is sent until it is delivered, and what a
         backward gives from its end, when that has used up what it was given. Each memory counts once.
         """
-        numbering, begins, ends = Numbering(self.plan), dict[int, float](), dict[int, float]()
+        interning, begins, ends = Interning(self.plan, self.table), dict[int, float](), dict[int, float]()
         for at in self.spans.of(rank):
-            (needs, gives, frees), shift = numbering.of(self.spans.effects[at])
+            needs, gives, frees = interning.ids(self.spans.effects[at])
             start, end = self.spans.starts[at], self.spans.ends[at]
-            ends |= {n + shift: max(ends.get(n + shift, end), end) for n in needs}
-            for n in gives:
-                begins.setdefault(n + shift, end if frees else start)
+            ends |= {id_: max(ends.get(id_, end), end) for id_ in needs}
+            for id_ in gives:
+                begins.setdefault(id_, end if frees else start)
         steps = defaultdict[float, tuple[list[int], list[int]]](lambda: ([], []))
-        for n in begins.keys() & ends.keys():
-            steps[begins[n]][0].append(n)
-            steps[ends[n]][1].append(n)
-        holding, found = Holding(self.costs, numbering, rank), []
+        for id_ in begins.keys() & ends.keys():
+            steps[begins[id_]][0].append(id_)
+            steps[ends[id_]][1].append(id_)
+        live, samples = LiveMemory(self.costs, interning, rank), []
         for time in sorted(steps):
-            come, gone = steps[time]
-            for n in come:
-                holding.take(n)
-            for n in gone:
-                holding.give_up(n)
-            found.append((time, holding.bytes))
-        return found
+            made, gone = steps[time]
+            for id_ in made:
+                live.add(id_)
+            for id_ in gone:
+                live.remove(id_)
+            samples.append((time, live.bytes))
+        return samples

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe import Placement, Plan, handlers, lower
-from fpipe.effects import Recv, needs
+from fpipe.effects import Recv
 from fpipe.handlers.distributed.connections import Links
 from fpipe.programs.completions import receipts
 from fpipe.programs.interleaving import interleave
+from fpipe.tables import TABLE
 from tests.support import cases, jobs
 
 each_way = pytest.mark.parametrize("autodiff", ["graph", "eager"])
@@ -82,7 +83,7 @@ def test_a_receipt_never_comes_before_its_send_is_received(ranks, chunks, microb
     proofs = [receipts(programs, rank) for rank in range(ranks)]
     taken = {}
     for rank, effect in interleave(programs):
-        for name in needs(effect, plan):
+        for name in TABLE.needs(effect, plan):
             received = [e for e in programs[rank] if isinstance(e, Recv) and e.value == name]
             for recv in received:
                 back = taken.setdefault((recv.rank, rank), [])

@@ -9,8 +9,9 @@ import pytest
 
 import fpipe
 from fpipe import handlers
-from fpipe.effects import Activation, Forward, Recv, needs
+from fpipe.effects import Activation, Forward, Recv
 from fpipe.profiling.observers import EffectLog, Several
+from fpipe.tables import TABLE
 from tests.support import cases, jobs
 
 
@@ -40,7 +41,7 @@ def first_uses(rank, program):
     """(rank, place of the first effect that needs it, value) of what a rank receives."""
     received = {effect.value for effect in program if isinstance(effect, Recv)}
     for at, effect in enumerate(program):
-        for name in needs(effect, program.plan):
+        for name in TABLE.needs(effect, program.plan):
             if name in received:
                 received.remove(name)
                 yield rank, at, name

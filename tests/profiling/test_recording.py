@@ -8,9 +8,10 @@ import torch
 
 import fpipe
 from fpipe import Costs, Link, Measurement, Placement, Plan, ScheduleError, StageError, handlers, lower, schedules
-from fpipe.effects import Activation, Backward, Forward, Gradient, Recv, Reduce, Send, needs
+from fpipe.effects import Activation, Backward, Forward, Gradient, Recv, Reduce, Send
 from fpipe.profiling.gathering import gather
 from fpipe.profiling.recording import Recording
+from fpipe.tables import TABLE
 from fpipe.timelines.measurement import Account
 from fpipe.timelines.simulator import play
 from fpipe.timelines.timeline import CAUSES
@@ -72,7 +73,7 @@ def drive(programs, predicted):
                 driven.run(rank, effect, span.start, span.start)
                 continue
             waits = []
-            for value in needs(effect, program.plan):
+            for value in TABLE.needs(effect, program.plan):
                 if value in coming:
                     waits.append((value, free, free := max(free, coming.pop(value))))
             driven.run(rank, effect, span.start, span.end, *waits)
@@ -217,7 +218,7 @@ def test_a_transfer_under_compute(used, arrived, there, exposed, hidden, at_most
     driven = Driven(programs)
     for effect in programs[0]:
         posted = {Send(A, 1): 1, Send(other, 1): 4}.get(effect, 0)
-        waits = [(v, 0, 0) for v in needs(effect, programs[0].plan) if isinstance(v, Gradient)]
+        waits = [(v, 0, 0) for v in TABLE.needs(effect, programs[0].plan) if isinstance(v, Gradient)]
         driven.run(0, effect, posted, posted, *waits)
     for effect in programs[1]:
         if effect == Forward(1, 0):

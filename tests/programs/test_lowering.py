@@ -7,24 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe import Edges, Placement, Plan, ScheduleError, lower
-from fpipe.effects import (
-    Activation,
-    Backward,
-    BackwardWeight,
-    Forward,
-    Overlap,
-    Recv,
-    Reduce,
-    Send,
-    WeightGradient,
-    frees,
-    gives,
-    needs,
-)
+from fpipe.effects import Activation, Backward, BackwardWeight, Forward, Overlap, Recv, Reduce, Send, WeightGradient
 from fpipe.programs.interleaving import interleave, turns
-from fpipe.programs.interning import Numbering
+from fpipe.programs.interning import Interning
 from fpipe.programs.lowering import collect, communicate, forward_only, prefetch, reduce
 from fpipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
+from fpipe.tables import TABLE
 from tests.support.programs import (
     B0,
     B1,
@@ -317,23 +305,22 @@ def test_turns_are_the_runs_of_the_interleaving(work):
         effects = programs[rank].effects
         order += [(rank, effect) for effect in effects[start:stop]]
         for effect, places in zip(effects[start:stop], givers, strict=True):
-            wanted = () if isinstance(effect, Send | Recv) else needs(effect, plan)
-            assert all(name in gives(effects[at], plan) for name, at in zip(wanted, places, strict=True))
+            wanted = () if isinstance(effect, Send | Recv) else TABLE.needs(effect, plan)
+            assert all(name in TABLE.gives(effects[at], plan) for name, at in zip(wanted, places, strict=True))
     assert tuple(order) == interleave(programs)
 
 
 @over_random_plans
 def test_numbers_say_what_the_table_says(work):
     schedule, plan, depth = work
-    numbering, names = Numbering(plan), {}
+    interning, names = Interning(plan), {}
     for program in lower(schedule, plan, depth=depth).values():
         for effect in program:
-            numbers, shift = numbering.of(effect)
-            said = [tuple(numbering.name(n + shift) for n in column) for column in numbers]
-            assert said == [needs(effect, plan), gives(effect, plan), frees(effect, plan)]
-            names |= {name: numbering.number(name) for column in said for name in column}
+            said = [tuple(map(interning.name, column)) for column in interning.ids(effect)]
+            assert said == [TABLE.needs(effect, plan), TABLE.gives(effect, plan), TABLE.frees(effect, plan)]
+            names |= {name: interning.id(name) for column in said for name in column}
     assert len({*names.values()}) == len(names)
-    assert all(numbering.name(number) == name for name, number in names.items())
+    assert all(interning.name(id_) == name for name, id_ in names.items())
 
 
 @over_random_plans

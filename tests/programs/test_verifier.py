@@ -1,7 +1,7 @@
 """Every rule broken by hand, with its message; deadlocks that others ran into; and what the report counts.
 
-Messages are asserted in the short forms of `tests.support.programs.text`: `a1.0>2` is the send of stage 1's activation of
-microbatch 0 to rank 2, `g0/1.0<1` the receive of stage 0's gradient from stage 1, `F1.0` a forward.
+Messages are asserted in the short forms of `tests.support.programs.text`: `a1.0>2` is the send of stage 1's activation
+of microbatch 0 to rank 2, `g0/1.0<1` the receive of stage 0's gradient from stage 1, `F1.0` a forward.
 """
 
 import re
@@ -217,12 +217,15 @@ def test_parts_of_an_overlap_that_depend_on_each_other_over_another_rank_are_ref
     )
 
 
+OWN = "for one of your own, pass effects=fpipe.tables.TABLE.extended({its class: Row(...)})"
+
+
 @pytest.mark.parametrize(
     ("effect", "message"),
     [
         (Reduce(1.0), "rank 1 yields Reduce(stage=1.0), but there are stages 0 to 1"),
-        ("F0", "rank 1 yields 'F0', which is no effect: see fpipe.effects.TABLE"),
-        (None, "rank 1 yields None, which is no effect: see fpipe.effects.TABLE"),
+        ("F0", "rank 1 yields 'F0', which is no effect of the table: " + OWN),
+        (None, "rank 1 yields None, which is no effect of the table: " + OWN),
         (F(1, 1), "rank 1 yields F1.1, but there are stages 0 to 1 and microbatches 0 to 0"),
         (B(2, 0), "rank 1 yields B2.0, but there are stages 0 to 1 and microbatches 0 to 0"),
         (BackwardInput(-1, 0), "rank 1 yields BackwardInput(stage=-1, microbatch=0), but there are stages 0 to 1 and "

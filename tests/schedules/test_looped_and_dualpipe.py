@@ -6,13 +6,14 @@ from itertools import product
 import pytest
 
 from fpipe import Costs, Edges, Placement, Plan, ScheduleError, draw, lower, simulate
-from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Overlap, gives, needs, parts
+from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Overlap, parts
 from fpipe.programs.interleaving import interleave
 from fpipe.schedules.dualpipe import dualpipe, dualpipe_v
 from fpipe.schedules.gpipe import gpipe
 from fpipe.schedules.interleaved import interleaved_1f1b
 from fpipe.schedules.interleaved_zb import interleaved_zb
 from fpipe.schedules.looped_bfs import looped_bfs
+from fpipe.tables import TABLE
 
 LOOPED = (looped_bfs, interleaved_1f1b, interleaved_zb)
 
@@ -152,8 +153,8 @@ def check(schedule, plan):
                 assert own == list(plan.microbatches_of(stage, rank))
     for pair in (effect for order in orders for effect in order if isinstance(effect, Overlap)):
         assert isinstance(pair.backward, Backward)
-        assert not set(gives(pair.forward, plan)) & set(needs(pair.backward, plan))
-        assert not set(gives(pair.backward, plan)) & set(needs(pair.forward, plan))
+        assert not set(TABLE.gives(pair.forward, plan)) & set(TABLE.needs(pair.backward, plan))
+        assert not set(TABLE.gives(pair.backward, plan)) & set(TABLE.needs(pair.forward, plan))
     programs = lower(schedule, plan)
     assert len(interleave(programs)) == sum(map(len, programs.values()))
 

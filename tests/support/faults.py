@@ -22,7 +22,7 @@ FAULTS = {
     "short batch": r"batch \(float32\[3, 4\]\) has 3 rows on axis 0: too few for 4 microbatches",
     "raises": r"rank 1, stage 1, microbatch 3: Forward raised ArithmeticError: the last",
     "misfit": r"rank 2, stage 2, microbatch 0: Forward raised RuntimeError: .*\(stage 1 gave it float32\[2, 3\]\)",
-    "unregistered": r"rank 1, stage 1, microbatch 0: its output\['odd'\] is a tests.support.faults.Odd, which can't go from",
+    "unregistered": r"rank 1, stage 1, microbatch 0: its output\['odd'\] is a tests.support.faults.Odd, which can't go",
     "raises at once": r"rank 0, stage 0, microbatch 0: Forward raised ArithmeticError: at once",
     "bad weight": r"rank 2: KeyError: 'weight'",
     "loss dtype": r"rank 2, stage 2: the loss is torch.float64, where equal inputs gave torch.float32 before",

@@ -10,8 +10,8 @@ import torch
 import fpipe
 from fpipe import Output, Pipeline, Stage, policies
 from fpipe.effects import Backward, BackwardInput, parts
-from fpipe.programs.interning import Numbering
-from fpipe.programs.memory import held_bytes
+from fpipe.programs.interning import Interning
+from fpipe.programs.memory import live_bytes
 from tests.support import cases, jobs
 from tests.support.sharing import sharing
 
@@ -94,7 +94,7 @@ def compared(rank, kind, schedule, placement, microbatches, handler, policy="eve
     step(*arguments)  # traces
     step(*arguments)  # knows signatures
     live.run(step, *arguments)
-    predicted = list(held_bytes(fpipe.lower(schedule, plan), costs, Numbering(plan)))[rank]
+    predicted = list(live_bytes(fpipe.lower(schedule, plan), costs, Interning(plan)))[rank]
     pairs = zip((held for held in live.held if held.rank == rank), predicted, strict=True)
     later = dropwhile(lambda pair: not any(isinstance(e, BACKWARD) for e in parts(pair[0].effect)), pairs)
     difference = max(abs(held.after - n) for held, n in later)

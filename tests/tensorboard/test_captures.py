@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
-from fpipe.effects import TABLE, Forward, Recv
+from fpipe.effects import Forward, Recv
+from fpipe.tables import TABLE
 from fpipe.tensorboard.files import columns
 from fpipe.tensorboard.files.captures import Place, assemble, columns_of, parsed, placed, tag
 from fpipe.tensorboard.files.columns import BadColumns, Clock, Columns, Header, decode, encode

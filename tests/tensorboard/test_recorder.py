@@ -14,9 +14,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 import fpipe
 from fpipe import handlers
-from fpipe.effects import TABLE, Recv
+from fpipe.effects import Recv
 from fpipe.profiling import gathering
 from fpipe.stages.pytree import flatten
+from fpipe.tables import TABLE
 from fpipe.tensorboard import Recorder
 from fpipe.tensorboard.files.reader import Key, find
 from fpipe.tensorboard.files.writer import Writer
@@ -274,7 +275,7 @@ def test_two_processes_write_one_capture(pools, tmp_path, schedule):
             assert received
             sent = {(int(own.waited[0][at]), type(capture.timeline.spans.effects[0])) for at in received}
             assert {source for source, _ in sent} == {1 - rank}
-            assert len(own.memory[0]) == 2 * sum(TABLE[type(e)].track == "compute" for e in own.effects)
+            assert len(own.memory[0]) == 2 * sum(TABLE.effects[type(e)].track == "compute" for e in own.effects)
     whole = {stage: square for _, _, squares in found for stage, square in squares.items()}
     for rank in range(2):
         own, timeline = scalars(tmp_path, f"measured/rank{rank}"), listing.read(Key("", "measured", 2)).timeline

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
 from fpipe.effects import Forward, Recv, Send
+from fpipe.tables import TABLE
 from fpipe.timelines.comparison import Difference, links
-from fpipe.timelines.text import LOOKS
 from fpipe.timelines.timeline import CAUSES, Spans, Timeline
 
 PLAN = Plan(Placement.loop(3), 6)
@@ -136,7 +136,11 @@ def test_a_timeline_that_begins_late_differs_in_when_its_effects_begin_alone():
 def test_transfers_that_no_compute_waited_for_are_not_ranked():
     """Of what was there before its use a measurement has only a bound."""
     found = Difference(EQUAL, EQUAL)
-    awaited = {EQUAL.spans.waited[at] for at in found.matched if type(EQUAL.spans.effects[at]) in LOOKS}
+    awaited = {
+        EQUAL.spans.waited[at]
+        for at in found.matched
+        if TABLE.effects[type(EQUAL.spans.effects[at])].track == "compute"
+    }
     ranked = {each.at[0] for each in found.effects}
     for at, effect in enumerate(EQUAL.spans.effects):
         if isinstance(effect, Recv):

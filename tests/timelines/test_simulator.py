@@ -9,20 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, lower, simulate
-from fpipe.effects import (
-    Activation,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Gradient,
-    Overlap,
-    Recv,
-    Send,
-    gives,
-    needs,
-)
+from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, Forward, Gradient, Overlap, Recv, Send
 from fpipe.schedules import from_table, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
+from fpipe.tables import TABLE
 from fpipe.timelines.simulator import play
 from fpipe.timelines.timeline import CAUSES
 
@@ -69,10 +58,10 @@ def relaxed(programs, costs):
     computes = Forward | Backward | BackwardInput | BackwardWeight | Overlap
     took = {at: Fraction(costs.time(e)) if isinstance(e, computes) else 0 for at, e in effects.items()}
     waits = {(rank, at): [((rank, at - 1), took[rank, at - 1])] if at else [] for rank, at in events}
-    made = {(rank, n): (rank, at) for rank, at in events for n in gives(effects[rank, at], plan)}
+    made = {(rank, n): (rank, at) for rank, at in events for n in TABLE.gives(effects[rank, at], plan)}
     sent = {(e.value, e.rank): event for event, e in effects.items() if isinstance(e, Send)}
     for (rank, at), effect in effects.items():
-        for name in () if isinstance(effect, Send) else needs(effect, plan):
+        for name in () if isinstance(effect, Send) else TABLE.needs(effect, plan):
             maker = made[rank, name]
             if isinstance(effects[maker], Recv):
                 maker = sent[name, rank]

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from fpipe import effects as fx
 from fpipe.autodiff.interface import Pieces
 from fpipe.errors import ScheduleError, StageError, TransportError
+from fpipe.handlers.calls import NO_FUNCTIONS, Functions
 from fpipe.handlers.distributed.channels import Routes
 from fpipe.handlers.distributed.connections import Links, Lost, first_line
 from fpipe.handlers.distributed.failures import PATIENCE, Failures, Watch, within
@@ -46,6 +47,7 @@ class Distributed:
         timeout: seconds that any wait for a peer may take before it is an error.
         device: where values live; under NCCL by default the current CUDA device (`torch.cuda.set_device` comes
             first), else the CPU.
+        functions: effect class -> `function(calls, effect)`, as in `Local`.
 
     `value_and_grad` and `evaluate` connect the ranks: every rank calls them, in the same order.
 
@@ -60,7 +62,9 @@ class Distributed:
         *,
         timeout: float = 300.0,
         device: torch.device | str | None = None,
+        functions: Functions = NO_FUNCTIONS,
     ) -> None:
+        self.functions = functions
         if not dist.is_initialized():
             raise TransportError(
                 "torch.distributed is not set up: start with torchrun, and call "
@@ -97,7 +101,7 @@ class Distributed:
             raise
         except RuntimeError as error:
             raise failures.of_peer(links, Lost(None, f"setting up connections ({error})")) from error
-        return _Run(self.rank, programs, pieces, links, failures, observe)
+        return _Run(self.rank, programs, pieces, links, failures, observe, self.functions)
 
     def _set_up(self) -> tuple[Links, Failures]:
         if self._links is None or self._failures is None:
@@ -178,13 +182,14 @@ class _Run:
         links: Links,
         failures: Failures,
         observe: Observer | None,
+        functions: Functions,
     ) -> None:
         program = programs[rank]
         self.program, self.plan, self.pieces = program, program.plan, pieces
         self.links, self.failures = links, failures
         self.agreement = Agreement(links, failures)
         self.channels = Routes(links, self.agreement, receipts(programs, program.rank))
-        self.executor = Executor(program, pieces, self.channels, observe)
+        self.executor = Executor(program, pieces, self.channels, observe, functions=functions)
 
     def __call__(self, inputs: Inputs) -> Results:
         self.failures.check()

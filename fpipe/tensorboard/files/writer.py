@@ -20,7 +20,7 @@ from tensorboard.plugins.scalar.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from fpipe.effects import Recv, Send
-from fpipe.programs.interning import Numbering
+from fpipe.programs.interning import Interning
 from fpipe.programs.memory import bytes_on
 from fpipe.tensorboard.files.captures import KINDS, PLUGIN, columns_of, tag
 from fpipe.tensorboard.files.columns import Columns, Header, encode
@@ -115,9 +115,9 @@ def _sizes(timeline: Timeline, rank: int) -> NDArray[np.float64] | None:
     """Bytes of what each send and receive carries, where the costs say."""
     if not sized(timeline.costs):
         return None
-    numbering = Numbering(timeline.plan)
+    interning = Interning(timeline.plan, timeline.table)
     own = (timeline.spans.effects[at] for at in timeline.spans.of(rank))
     carried = (effect.value if isinstance(effect, Send | Recv) else None for effect in own)
     return np.array(
-        [nan if value is None else bytes_on(rank, value, timeline.costs, numbering) for value in carried], float
+        [nan if value is None else bytes_on(rank, value, timeline.costs, interning) for value in carried], float
     )

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fpipe.effects import TABLE
 from fpipe.programs.program import Programs
 from fpipe.tensorboard.files.captures import columns_of
 from fpipe.tensorboard.files.columns import Clock, Header
@@ -128,7 +127,7 @@ class Captured:
             return
         spans, held = timeline.spans, self.held[rank]
         for at, (during, after) in zip(spans.of(rank), zip(held.during, held.after, strict=True), strict=True):
-            if TABLE[type(spans.effects[at])].track == "compute":
+            if spans.table.effects[type(spans.effects[at])].track == "compute":
                 yield spans.starts[at], during
                 yield spans.ends[at], after
 

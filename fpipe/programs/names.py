@@ -1,0 +1,60 @@
+"""Whether effects name what the plan has: stages, microbatches, ranks and values. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fpipe.effects import Overlap, parts
+from fpipe.errors import ScheduleError
+from fpipe.plan import Plan
+from fpipe.tables import FORWARD, INPUT, Table, fields_of
+
+
+def check_names(effects: Iterable[Any], rank: int, plan: Plan, table: Table) -> None:
+    """Raise ScheduleError for a non-effect, or for a stage, microbatch, rank or value outside the plan."""
+    ranges = {
+        "stage": range(plan.stages),
+        "consumer": range(plan.stages),
+        "microbatch": range(plan.microbatches),
+        "rank": range(plan.ranks),
+    }
+    for effect in effects:
+        kind = type(effect)
+        if kind not in table.effects:
+            raise ScheduleError(
+                f"rank {rank} yields {effect!r}, which is no effect of the table: for one of your own, pass "
+                "effects=fpipe.tables.TABLE.extended({its class: Row(...)})"
+            )
+        if kind is Overlap:
+            forward, backward = (table.effects.get(type(part)) for part in parts(effect))
+            if not (forward and backward and forward.work == FORWARD and backward.work & INPUT):
+                raise _refused(rank, effect, "it overlaps a Forward with a Backward or a BackwardInput")
+            check_names(parts(effect), rank, plan, table)
+        elif hasattr(effect, "value"):
+            if effect.rank == rank or not _in(ranges["rank"], effect.rank):
+                raise _refused(rank, effect, f"the peer must be another rank, 0 to {plan.ranks - 1}")
+            if not _exists(effect.value, plan, table, ranges):
+                raise _refused(rank, effect, "the plan has no such value")
+        elif not _fits(effect, ranges):
+            named = [name for name in fields_of(kind) if name in ranges]
+            limits = (f"{name}{'es' if name.endswith('h') else 's'} 0 to {ranges[name][-1]}" for name in named)
+            raise _refused(rank, effect, f"there are {' and '.join(limits)}")
+
+
+def _refused(rank: int, effect: Any, problem: str) -> ScheduleError:
+    return ScheduleError(f"rank {rank} yields {effect}, but {problem}")
+
+
+def _exists(value: Any, plan: Plan, table: Table, ranges: dict[str, range]) -> bool:
+    row = table.values.get(type(value))
+    return row is not None and row.producer is not None and _fits(value, ranges) and row.exists(value, plan)
+
+
+def _fits(named: Any, ranges: dict[str, range]) -> bool:
+    return all(_in(ranges[name], getattr(named, name)) for name in fields_of(type(named)) if name in ranges)
+
+
+def _in(numbers: range, number: object) -> bool:
+    """Whether a number is an index of a range; 1.0 is equal to an index, and is none."""
+    return (type(number) is int or hasattr(number, "__index__")) and number in numbers

@@ -1,0 +1,402 @@
+"""The two tables: what each effect means, and what each value is. No torch.
+
+Nothing else in the library asks an effect or a value for its type: lowering, verifier, simulator, memory, drawings,
+exports and the Pipeline tab look things up here. An effect of your own is a row, passed as
+`effects=TABLE.extended({Load: Row(...)})`, and a function, passed to the handler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from fpipe.effects import (
+    Activation,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Deferred,
+    Forward,
+    Gradient,
+    Overlap,
+    Recv,
+    Reduce,
+    Residuals,
+    Send,
+    WeightGradient,
+    parts,
+)
+
+FORWARD, INPUT, WEIGHT = 1, 2, 4
+"""The work of one stage on one microbatch, in bits: its forward, its input gradients, its weight gradients."""
+
+Names = tuple[Any, ...]
+
+
+class Topology(Protocol):
+    """What the tables ask of a plan."""
+
+    @property
+    def ranks(self) -> int: ...
+    def sources(self, stage: int, /) -> tuple[int, ...]: ...
+    def consumers(self, stage: int, /) -> tuple[int, ...]: ...
+    def rank_of(self, stage: int, microbatch: int, /) -> int: ...
+    def ranks_of(self, stage: int, /) -> tuple[int, ...]: ...
+    def sharers(self, stage: int, /) -> tuple[tuple[int, int], ...]: ...
+
+
+class Prices(Protocol):
+    """What the tables ask of costs, each for the stage and the microbatch that an effect or a value names."""
+
+    @property
+    def scale(self) -> Sequence[float]: ...
+    @property
+    def sizes(self) -> Sequence[float]: ...
+
+    def at(self, cost: str, of: Any, /) -> float: ...
+    def read(self, stage: int, reader: int, microbatch: int, /) -> float: ...
+    def extra_of(self, of: Any, factors: Sequence[float], /) -> float: ...
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def uniform(function: _Function) -> _Function:
+    """Mark a column that says the same of every microbatch, but for the microbatch itself.
+
+    Programs have millions of effects, so a marked column is asked once for all microbatches that run on the same
+    ranks. An unmarked one is asked for each effect.
+    """
+    function.uniform = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_uniform(function: Callable[..., Any]) -> bool:
+    """Whether a column is marked by `uniform`."""
+    return getattr(function, "uniform", False)
+
+
+@uniform
+def nothing(effect: Any, plan: Topology) -> Names:
+    """No names."""
+    return ()
+
+
+def home(effect: Any, plan: Topology) -> tuple[int, ...]:
+    """The ranks that hold the effect's stage and, where it names one, run its microbatch; all without a stage."""
+    if not hasattr(effect, "stage"):
+        return tuple(range(plan.ranks))
+    if not hasattr(effect, "microbatch"):
+        return plan.ranks_of(effect.stage)
+    return (plan.rank_of(effect.stage, effect.microbatch),)
+
+
+def _extra_time(effect: Any, costs: Prices) -> float:
+    return costs.extra_of(effect, costs.scale)
+
+
+def _extra_bytes(value: Any, costs: Prices, plan: Topology | None, rank: int) -> float:
+    return costs.extra_of(value, costs.sizes)
+
+
+Bytes = Callable[[Any, Prices, Topology | None, int], float]
+
+
+class Row(NamedTuple):
+    """What one kind of effect means to every reader. Its class is a frozen dataclass of numbers, values and effects.
+
+    Args:
+        needs: names that must be on the rank before the effect can run.
+        gives: names that are on the rank after it; for a receive, once it has arrived.
+        frees: names that have had their one use. Other names live until the last effect that needs them.
+        where: the ranks that may run it.
+        time: seconds, or the unit of the costs, for which it keeps its rank; by default `Costs(extra={kind: time})`.
+        work: which of `FORWARD | INPUT | WEIGHT` it does for its stage and microbatch.
+        track: its lane in a timeline: "compute", "send", "receive" or "host".
+        letter, label, colour: how it is drawn, called in a legend, and coloured ("#rrggbb").
+    """
+
+    needs: Callable[[Any, Topology], Names] = nothing
+    gives: Callable[[Any, Topology], Names] = nothing
+    frees: Callable[[Any, Topology], Names] = nothing
+    where: Callable[[Any, Topology], tuple[int, ...]] = home
+    time: Callable[[Any, Prices], float] = _extra_time
+    work: int = 0
+    track: str = "compute"
+    letter: str = "?"
+    label: str = "effect"
+    colour: str = "#9e9e9e"
+
+
+class ValueRow(NamedTuple):
+    """What one kind of value is to every reader. Its class is a frozen dataclass of numbers.
+
+    Args:
+        producer: the rank that makes it, for others to receive; None for a value that never leaves its rank.
+        readers: the ranks that use it; the producer may be among them.
+        bytes: its size on a rank, of (value, costs, plan, rank); without a plan, its whole size. By default
+            `Costs(extra={kind: bytes})`.
+        exists: whether the plan has it, where its stage, microbatch and rank are the plan's.
+        label: what it is called.
+        colour: of the sends and receives that carry it.
+        sums: whether several effects add to it: it is final after the last of them, and travels at the end.
+        backward: whether it belongs to the backward pass alone.
+    """
+
+    producer: Callable[[Any, Topology], int] | None = None
+    readers: Callable[[Any, Topology], Iterable[int]] = nothing
+    bytes: Bytes = _extra_bytes
+    label: str = "value"
+    colour: str = "#9e9e9e"
+    sums: bool = False
+    backward: bool = False
+    exists: Callable[[Any, Topology], bool] = lambda value, plan: True
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The two tables: effect class -> `Row`, value class -> `ValueRow`.
+
+    >>> sorted(kind.__name__ for kind in TABLE.effects)
+    ['Backward', 'BackwardInput', 'BackwardWeight', 'Forward', 'Overlap', 'Recv', 'Reduce', 'Send']
+    """
+
+    effects: Mapping[type, Row]
+    values: Mapping[type, ValueRow]
+
+    def extended(self, rows: Mapping[type, Row | ValueRow]) -> Table:
+        """Return a table with more rows, or with other rows for the same classes.
+
+        Raises:
+            TypeError: a class is no dataclass, or a row is neither a `Row` nor a `ValueRow`.
+        """
+        for kind, row in rows.items():
+            if not (isinstance(kind, type) and is_dataclass(kind)) or not isinstance(row, Row | ValueRow):
+                raise TypeError(f"the table maps frozen dataclasses to Row or ValueRow, not {kind!r} to {row!r}")
+        effects = {kind: row for kind, row in rows.items() if isinstance(row, Row)}
+        values = {kind: row for kind, row in rows.items() if isinstance(row, ValueRow)}
+        return Table({**self.effects, **effects}, {**self.values, **values})
+
+    def needs(self, effect: Any, plan: Topology) -> Names:
+        """Return the names that must be on the rank before the effect can run."""
+        return tuple(n for part in parts(effect) for n in self.effects[type(part)].needs(part, plan))
+
+    def gives(self, effect: Any, plan: Topology) -> Names:
+        """Return the names that are on the rank after it (for a receive: once it has arrived)."""
+        return tuple(n for part in parts(effect) for n in self.effects[type(part)].gives(part, plan))
+
+    def frees(self, effect: Any, plan: Topology) -> Names:
+        """Return the names that have had their one use."""
+        return tuple(n for part in parts(effect) for n in self.effects[type(part)].frees(part, plan))
+
+    def producer(self, value: Any, plan: Topology) -> int | None:
+        """Return the rank that makes a value; None for one that never leaves its rank."""
+        producer = self.values[type(value)].producer
+        return None if producer is None else producer(value, plan)
+
+    def readers(self, value: Any, plan: Topology) -> tuple[int, ...]:
+        """Return the ranks that receive a value, lowest first: all that read it but its producer."""
+        row = self.values[type(value)]
+        if row.producer is None:
+            return ()
+        return tuple(sorted(set(row.readers(value, plan)) - {row.producer(value, plan)}))
+
+    def travels(self, name: Any) -> bool:
+        """Whether a value goes to other ranks as soon as it is made."""
+        row = self.values[type(name)]
+        return row.producer is not None and not row.sums
+
+    def backward(self, effect: Any, plan: Topology) -> bool:
+        """Whether an effect belongs to the backward pass: it needs or gives one of its values."""
+        names = (*self.needs(effect, plan), *self.gives(effect, plan))
+        return any(self.values[type(name)].backward for name in names)
+
+    def text(self, effect: Any) -> str:
+        """Return what an effect is called: its label, and its value or its stage and microbatch.
+
+        >>> TABLE.text(Send(Activation(0, 3), 1)), TABLE.text(Reduce(2)), TABLE.text(Forward(0, 3))
+        ('send activation 3', 'reduce stage 2', 'forward stage 0, microbatch 3')
+        """
+        label = self.effects[type(effect)].label
+        return f"{label} {self.value_text(effect.value)}" if hasattr(effect, "value") else f"{label}{_where(effect)}"
+
+    def value_text(self, value: Any) -> str:
+        """Return what a value is called on a rank: by its microbatch, or by its stage.
+
+        >>> TABLE.value_text(Gradient(0, 1, 3)), TABLE.value_text(WeightGradient(2, 0))
+        ('gradient 3', 'weight gradient of stage 2')
+        """
+        label = self.values[type(value)].label
+        if hasattr(value, "microbatch"):
+            return f"{label} {value.microbatch}"
+        return f"{label} of stage {value.stage}" if hasattr(value, "stage") else label
+
+
+def _where(effect: Any) -> str:
+    named = [(name, getattr(effect, name)) for name in ("stage", "microbatch") if hasattr(effect, name)]
+    return "".join(f"{', ' if i else ' '}{name} {number}" for i, (name, number) in enumerate(named))
+
+
+def fields_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of a class's fields, in the order of its arguments."""
+    return tuple(kind.__dataclass_fields__)
+
+
+# What effects need, give and free
+
+
+@uniform
+def _inputs(e: Compute, plan: Topology) -> Names:
+    return tuple(Activation(s, e.microbatch) for s in plan.sources(e.stage))
+
+
+@uniform
+def _outputs(e: Compute, plan: Topology) -> Names:
+    residuals = Residuals(e.stage, e.microbatch)
+    return (Activation(e.stage, e.microbatch), residuals) if plan.consumers(e.stage) else (residuals,)
+
+
+@uniform
+def _cotangents(e: Compute, plan: Topology) -> Names:
+    gradients = (Gradient(e.stage, c, e.microbatch) for c in plan.consumers(e.stage))
+    return (*gradients, Residuals(e.stage, e.microbatch))
+
+
+@uniform
+def _input_gradients(e: Compute, plan: Topology) -> Names:
+    return tuple(Gradient(s, e.stage, e.microbatch) for s in plan.sources(e.stage))
+
+
+@uniform
+def _weight_gradient(e: Compute, plan: Topology) -> Names:
+    return (WeightGradient(e.stage, plan.rank_of(e.stage, e.microbatch)),)
+
+
+@uniform
+def _deferred(e: Compute, plan: Topology) -> Names:
+    return (Deferred(e.stage, e.microbatch),)
+
+
+@uniform
+def _both_gradients(e: Compute, plan: Topology) -> Names:
+    return _input_gradients(e, plan) + _weight_gradient(e, plan)
+
+
+@uniform
+def _input_gradients_and_deferred(e: Compute, plan: Topology) -> Names:
+    return _input_gradients(e, plan) + _deferred(e, plan)
+
+
+def _value(e: Send | Recv, plan: Topology) -> Names:
+    return (e.value,)
+
+
+def _sums(e: Reduce, plan: Topology) -> Names:
+    return tuple(WeightGradient(stage, rank) for stage, rank in plan.sharers(e.stage))
+
+
+# What they take
+
+
+def _cost(name: str) -> Callable[[Any, Prices], float]:
+    return uniform(lambda of, costs: costs.at(name, of))
+
+
+@uniform
+def _free(*args: Any) -> float:
+    return 0.0
+
+
+def _size(name: str) -> Bytes:
+    return uniform(lambda v, costs, plan, rank: costs.at(name, v))
+
+
+@uniform
+def _activation_bytes(v: Activation, costs: Prices, plan: Topology | None, rank: int) -> float:
+    if plan is None or rank == plan.rank_of(v.stage, v.microbatch):
+        return costs.at("activation", v)
+    return _read(v, costs, plan, rank)
+
+
+@uniform
+def _gradient_bytes(v: Gradient, costs: Prices, plan: Topology | None, rank: int) -> float:
+    if plan is None or plan.rank_of(v.consumer, v.microbatch) == plan.rank_of(v.stage, v.microbatch):
+        return costs.read(v.stage, v.consumer, v.microbatch)
+    return _read(v, costs, plan, plan.rank_of(v.consumer, v.microbatch))
+
+
+def _read(v: Activation | Gradient, costs: Prices, plan: Topology, rank: int) -> float:
+    """The bytes of a stage's output that the stages of another rank read; their gradients are as large."""
+    m = v.microbatch
+    return max(costs.read(v.stage, c, m) for c in plan.consumers(v.stage) if plan.rank_of(c, m) == rank)
+
+
+# The colours are Okabe and Ito's, which the colour-blind tell apart; black text reads on each.
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, GREY = "#56b4e9", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#9e9e9e"
+
+TABLE = Table(
+    {
+        Forward: Row(_inputs, _outputs, time=_cost("forward"), work=FORWARD, letter="F", label="forward", colour=BLUE),
+        BackwardInput: Row(
+            *(_cotangents, _input_gradients_and_deferred, _cotangents),
+            time=_cost("backward_input"),
+            work=INPUT,
+            letter="I",
+            label="input gradient",
+            colour=ORANGE,
+        ),
+        BackwardWeight: Row(
+            *(_deferred, _weight_gradient, _deferred),
+            time=_cost("backward_weight"),
+            work=WEIGHT,
+            letter="W",
+            label="weight gradient",
+            colour=GREEN,
+        ),
+        Backward: Row(
+            *(_cotangents, _both_gradients, _cotangents),
+            time=_cost("backward"),
+            work=INPUT | WEIGHT,
+            letter="B",
+            label="backward",
+            colour=VERMILION,
+        ),
+        # An overlap needs, gives and frees what its two parts do.
+        Overlap: Row(time=_cost("overlap"), letter="&", label="overlap", colour=PURPLE),
+        Send: Row(needs=_value, time=_free, track="send", letter="S", label="send"),
+        Recv: Row(gives=_value, time=_free, track="receive", letter="R", label="receive"),
+        Reduce: Row(needs=_sums, time=_free, track="host", letter="R", label="reduce"),
+    },
+    {
+        Activation: ValueRow(
+            lambda v, plan: plan.rank_of(v.stage, v.microbatch),
+            lambda v, plan: [plan.rank_of(c, v.microbatch) for c in plan.consumers(v.stage)],
+            _activation_bytes,
+            "activation",
+            BLUE,
+        ),
+        Gradient: ValueRow(
+            lambda v, plan: plan.rank_of(v.consumer, v.microbatch),
+            lambda v, plan: [plan.rank_of(v.stage, v.microbatch)],
+            _gradient_bytes,
+            "gradient",
+            VERMILION,
+            backward=True,
+            exists=lambda v, plan: v.consumer in plan.consumers(v.stage),
+        ),
+        WeightGradient: ValueRow(
+            lambda v, plan: v.rank,
+            lambda v, plan: [rank for _, rank in plan.sharers(v.stage)],
+            _free,  # it lives for the whole step
+            "weight gradient",
+            GREEN,
+            sums=True,
+            backward=True,
+            exists=lambda v, plan: v.rank in plan.ranks_of(v.stage),
+        ),
+        Residuals: ValueRow(bytes=_size("residuals"), label="residuals"),
+        Deferred: ValueRow(bytes=_size("deferred"), label="deferred", backward=True),
+    },
+)
