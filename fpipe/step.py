@@ -12,7 +12,7 @@ import torch
 
 from fpipe.autodiff.interface import Pieces
 from fpipe.autodiff.options import Autodiff, Options, Policies
-from fpipe.effects import Backward, BackwardWeight, parts
+from fpipe.effects import parts
 from fpipe.errors import ScheduleError, StageError
 from fpipe.handlers.protocol import Handler, Inputs, Observer, Outcome, Results, Run, Witness
 from fpipe.plan import Plan, Schedule
@@ -23,6 +23,7 @@ from fpipe.programs.program import Programs
 from fpipe.programs.verifier import check
 from fpipe.stages.microbatch import Microbatch, merge, split
 from fpipe.stages.pipeline import Pipeline, with_loss
+from fpipe.tables import TABLE, WEIGHT, Table
 
 Rng = tuple[int, int]
 
@@ -45,6 +46,7 @@ def value_and_grad(
     policy: Policies = everything_saveable,
     compile: bool = False,  # noqa: A002
     dynamic: bool = False,
+    effects: Table = TABLE,
 ) -> Callable[..., Any]:
     """A function that computes the loss and its gradients, microbatch by microbatch.
 
@@ -71,6 +73,7 @@ def value_and_grad(
             compiler's, and a backward holds its residuals until it ends.
         dynamic: trace a stage once for all sizes of what it reads. A cotangent that is not laid out as its output is
             copied, which may change bits.
+        effects: the table of effects; `TABLE.extended({...})` for your own, whose functions the handler takes.
 
     Returns:
         `step(params, batch, target=None, *, state=None, rng=None) -> (loss, grads)`; with `has_aux`,
@@ -92,9 +95,10 @@ def value_and_grad(
     """
     job = _Job(pipeline, plan, handler.ranks(plan), reduction, weight, in_axes, out_axes, f"step of {_name(schedule)}")
     pieces = job.pieces(True, has_aux, gather, Options(autodiff, policy, compile, dynamic))
-    programs = lower(schedule, plan, depth=prefetch)
+    programs = lower(schedule, plan, depth=prefetch, effects=effects)
     check(programs)
-    if not any(isinstance(p, Backward | BackwardWeight) for q in programs.values() for e in q for p in parts(e)):
+    all_parts = (part for program in programs.values() for effect in program for part in parts(effect))
+    if not any(effects.effects[type(part)].work & WEIGHT for part in all_parts):
         raise ScheduleError(f"{_name(schedule)} runs nothing backward: for outputs or the loss alone, use evaluate")
     run, witness = _compiled(handler, programs, pieces, observe, _name(schedule))
 
@@ -136,6 +140,7 @@ def evaluate(
     autodiff: Autodiff = "auto",
     compile: bool = False,  # noqa: A002
     dynamic: bool = False,
+    effects: Table = TABLE,
 ) -> Callable[..., Any]:
     """A function that runs the pipeline forward: no residual is kept, nothing is differentiated.
 
@@ -161,7 +166,7 @@ def evaluate(
         raise ValueError("has_aux and weight go with loss=True: they are the loss's")
     job = _Job(pipeline, plan, handler.ranks(plan), reduction, weight, in_axes, out_axes, "evaluation")
     pieces = job.pieces(loss, has_aux, gather, Options(autodiff, everything_saveable, compile, dynamic))
-    programs = forward_only(lower(schedule or wavefront, plan, depth=prefetch))
+    programs = forward_only(lower(schedule or wavefront, plan, depth=prefetch, effects=effects))
     check(programs)
     run, witness = _compiled(handler, programs, pieces, observe, f"evaluate of {_name(schedule or wavefront)}")
 

@@ -177,7 +177,11 @@ class Table:
                 raise TypeError(f"the table maps frozen dataclasses to Row or ValueRow, not {kind!r} to {row!r}")
         effects = {kind: row for kind, row in rows.items() if isinstance(row, Row)}
         values = {kind: row for kind, row in rows.items() if isinstance(row, ValueRow)}
-        return Table({**self.effects, **effects}, {**self.values, **values})
+        return self.joined(Table(effects, values))
+
+    def joined(self, other: Table) -> Table:
+        """Return a table with the rows of both; where both have a class, with the other's."""
+        return Table({**self.effects, **other.effects}, {**self.values, **other.values})
 
     def needs(self, effect: Any, plan: Topology) -> Names:
         """Return the names that must be on the rank before the effect can run."""

@@ -9,7 +9,6 @@ import pytest
 
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
 from fpipe.effects import Forward, Recv
-from fpipe.tables import TABLE
 from fpipe.tensorboard.files import columns
 from fpipe.tensorboard.files.captures import Place, assemble, columns_of, parsed, placed, tag
 from fpipe.tensorboard.files.columns import BadColumns, Clock, Columns, Header, decode, encode
@@ -108,8 +107,13 @@ def edited(change):
         (GOOD[0][:-20], "cut short"),
         (gzip.compress(b"PNG!" + b"\0" * 8, mtime=0), "does not begin"),
         (gzip.compress(b"FPT1" + b"\xff" * 4 + b"{}", mtime=0), "not a rank's spans"),
-        (edited(lambda said: said.update(format=2)), "of a later fpipe"),
-        (edited(lambda said: said["kinds"].__setitem__(0, "Teleport")), "'Teleport', of a later fpipe"),
+        (edited(lambda said: said.update(format=1)), "format 1, of another fpipe"),
+        (edited(lambda said: said["kinds"].__setitem__(0, "Teleport")), "not a rank's spans"),
+        (edited(lambda said: said["kinds"][0].update(type="__init__")), "whose name is none"),
+        (edited(lambda said: said["kinds"][0].update(colour="red;}")), "a colour that is not #rrggbb"),
+        (edited(lambda said: said["kinds"][0].update(track="<b>")), "on a track '<b>'"),
+        (edited(lambda said: said["kinds"][0].update(letter="x" * 65)), "at most 64 characters"),
+        (edited(lambda said: said["kinds"][0]["fields"].update(stage="start")), "a number in no column"),
         (edited(lambda said: said["columns"]["start"].__setitem__(2, 10**6)), "not a rank's spans"),
         (edited(lambda said: said["columns"]["kind"].__setitem__(0, "O")), "a column of 'O'"),
         (edited(lambda said: said.pop("plan")), "not a rank's spans"),
@@ -181,15 +185,15 @@ FIRST = next(at for at, effect in enumerate(decode(GOOD[0])[1].effects) if isins
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"start": (0, np.nan)}, "times that are none"),
-        ({"end": (3, np.inf)}, "times that are none"),
-        ({"start": (0, 1e300), "end": (0, 2e300)}, "times that are none"),
-        ({"end": (0, -1.0)}, "times that are none"),
-        ({"kind": (0, 200)}, "an effect of no kind"),
+        ({"start": (0, np.nan)}, "times that"),
+        ({"end": (3, np.inf)}, "times that"),
+        ({"start": (0, 1e300), "end": (0, 2e300)}, "times that"),
+        ({"end": (0, -1.0)}, "times that"),
+        ({"kind": (0, 200)}, "an unknown kind of effect"),
         ({"stage": (FIRST, 2)}, "rank 0 runs a stage that is not on it"),
         ({"stage": (0, 77)}, "a stage that the plan doesn't have"),
-        ({"microbatch": (0, 99)}, "a microbatch or a rank that the plan doesn't have"),
-        ({"peer": (1, 9)}, "a microbatch or a rank that the plan doesn't have"),
+        ({"microbatch": (0, 99)}, "a (microbatch|rank) that the plan doesn't have"),
+        ({"peer": (1, 9)}, "a (microbatch|rank) that the plan doesn't have"),
     ],
 )
 def test_what_no_rank_can_have_done_is_refused(columns, message):
@@ -200,7 +204,7 @@ def test_what_no_rank_can_have_done_is_refused(columns, message):
 
 @pytest.mark.parametrize("said", [{"peak": [-1, "process"]}, {"clock": {"offset": 0, "uncertainty": -1}}, {"rank": 3}])
 def test_what_no_header_can_say_is_refused(said):
-    with pytest.raises(BadColumns, match=r"that are none|rank 3 of a plan of 3"):
+    with pytest.raises(BadColumns, match=r"far too large|out of range|rank 3 of a plan of 3"):
         decode(edited(lambda header: header.update(said)))
 
 
@@ -259,8 +263,3 @@ def test_runs_say_whose_they_are():
     assert placed("measured/rank0") == Place("", "measured", 0)
     assert placed("<b>\n</b>/measured/rank0") == Place("<b>\n</b>", "measured", 0)
     assert [placed(text) for text in ("rank0", "measured", "x/measured/rank-1", "xmeasured/rank0")] == [None] * 4
-
-
-def test_every_kind_of_effect_has_a_name():
-    assert {kind for kind, *_ in columns.KINDS} == set(TABLE)
-    assert len({kind.name for kind in columns.KINDS.values()}) == len(columns.KINDS)

@@ -10,6 +10,7 @@ import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from fpipe.effects import Effect
 from fpipe.plan import Plan
+from fpipe.tables import Table
 from fpipe.tensorboard.files.columns import BadColumns, Columns, Header, decode
 from fpipe.timelines.timeline import Spans, Timeline
 
@@ -180,6 +182,7 @@ def _spans(ranks: int, columns: Mapping[int, Columns]) -> Spans:
         array("d", np.concatenate([own.starts for own in mine]).astype("d").tobytes()),
         array("d", np.concatenate([own.ends for own in mine]).astype("d").tobytes()),
         array("q", np.concatenate(waited).astype("q").tobytes()),
+        reduce(Table.joined, (each.table for each in mine)),
     )
 
 
@@ -220,4 +223,5 @@ def columns_of(
         np.empty(0) if used is None else used,
         np.empty(0) if sizes is None else sizes,
         (np.array([at for at, _ in held], float), np.array([size for _, size in held], float)),
+        timeline.table,
     )

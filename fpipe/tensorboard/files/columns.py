@@ -10,36 +10,25 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fpipe.effects import (
-    Activation,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Effect,
-    Forward,
-    Gradient,
-    Overlap,
-    Recv,
-    Reduce,
-    Send,
-    WeightGradient,
-)
+from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
 from fpipe.plan import Edges, Placement, Plan
+from fpipe.tables import TABLE, Table
+from fpipe.tensorboard.files.kinds import COLUMNS, LIMITS, Kind, described, read, rows_of
 
 MAGIC = b"FPT1"
+FORMAT = 2
 LARGEST = 1 << 29  # bytes of a rank's step, unpacked: more than this is no timeline
 LATEST = 1e12  # of times, in any unit: still a whole number of nanoseconds where 1 is a millisecond
 MOST = 1 << 60  # bytes
 _TYPES = ("u1", "u2", "u4", "i4", "f8")
-Row = tuple[int, int, int, int, int]  # stage, microbatch, other, second, peer
 
 
 class BadColumns(ValueError):
@@ -98,6 +87,7 @@ class Columns:
         used: when the first use of what a receive got began to wait for it; NaN where that is not known.
         bytes: of what a send or receive carries; NaN where that is not known.
         memory: when what the rank holds changed, and how many bytes it holds from then on.
+        table: says what the effects are.
     """
 
     effects: Sequence[Effect]
@@ -107,74 +97,10 @@ class Columns:
     used: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     bytes: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     memory: tuple[NDArray[np.float64], NDArray[np.float64]] = field(default_factory=lambda: (np.empty(0), np.empty(0)))
+    table: Table = TABLE
 
     def __len__(self) -> int:
         return len(self.effects)
-
-
-def _value(e: Send | Recv) -> Row:
-    match e.value:
-        case Activation(stage, microbatch):
-            return stage, microbatch, 0, 0, e.rank
-        case Gradient(stage, consumer, microbatch):
-            return stage, microbatch, consumer, 0, e.rank
-        case WeightGradient(stage, rank):
-            return stage, 0, rank, 0, e.rank
-
-
-def _compute(e: Any) -> Row:
-    return e.stage, e.microbatch, 0, 0, 0
-
-
-def _overlap(e: Overlap) -> Row:
-    return e.forward.stage, e.forward.microbatch, e.backward.stage, e.backward.microbatch, 0
-
-
-class _Kind(NamedTuple):
-    """How effects of one kind stand in a row, and how a row becomes one."""
-
-    name: str
-    row: Callable[[Any], Row]
-    effect: Callable[[int, int, int, int, int], Effect]
-
-
-def _posts(post: type[Send] | type[Recv]) -> dict[tuple[Any, ...], _Kind]:
-    name = post.__name__
-    return {
-        (post, Activation): _Kind(f"{name} Activation", _value, lambda s, m, o, n, p: post(Activation(s, m), p)),
-        (post, Gradient): _Kind(f"{name} Gradient", _value, lambda s, m, o, n, p: post(Gradient(s, o, m), p)),
-        (post, WeightGradient): _Kind(
-            f"{name} WeightGradient", _value, lambda s, m, o, n, p: post(WeightGradient(s, o), p)
-        ),
-    }
-
-
-KINDS: dict[tuple[Any, ...], _Kind] = {  # by `_key`; the page knows the names
-    (Forward,): _Kind("Forward", _compute, lambda s, m, o, n, p: Forward(s, m)),
-    (Backward,): _Kind("Backward", _compute, lambda s, m, o, n, p: Backward(s, m)),
-    (BackwardInput,): _Kind("BackwardInput", _compute, lambda s, m, o, n, p: BackwardInput(s, m)),
-    (BackwardWeight,): _Kind("BackwardWeight", _compute, lambda s, m, o, n, p: BackwardWeight(s, m)),
-    (Overlap, Backward): _Kind(
-        "Overlap Backward", _overlap, lambda s, m, o, n, p: Overlap(Forward(s, m), Backward(o, n))
-    ),
-    (Overlap, BackwardInput): _Kind(
-        "Overlap BackwardInput", _overlap, lambda s, m, o, n, p: Overlap(Forward(s, m), BackwardInput(o, n))
-    ),
-    (Reduce,): _Kind("Reduce", lambda e: (e.stage, 0, 0, 0, 0), lambda s, m, o, n, p: Reduce(s)),
-    **_posts(Send),
-    **_posts(Recv),
-}
-_CODES = {key: code for code, key in enumerate(KINDS)}
-_NAMES = [kind.name for kind in KINDS.values()]
-_FIELDS = ("stage", "microbatch", "other", "second", "peer")
-
-
-def _key(effect: Effect) -> tuple[Any, ...]:
-    if isinstance(effect, Overlap):
-        return Overlap, type(effect.backward)
-    if isinstance(effect, Send | Recv):
-        return type(effect), type(effect.value)
-    return (type(effect),)
 
 
 def encode(header: Header, columns: Columns) -> bytes:
@@ -187,11 +113,10 @@ def encode(header: Header, columns: Columns) -> bytes:
     >>> found == header, columns.effects[0], columns.ends
     (True, Forward(stage=0, microbatch=0), array([1.]))
     """
-    keys = [_key(effect) for effect in columns.effects]
-    rows = np.array([KINDS[key].row(effect) for key, effect in zip(keys, columns.effects, strict=True)], np.int64)
-    rows = rows.reshape(len(keys), len(_FIELDS))
-    found: dict[str, NDArray[Any]] = {"kind": np.array([_CODES[key] for key in keys], np.uint8)}
-    found |= {name: _narrow(rows[:, at]) for at, name in enumerate(_FIELDS)}
+    kinds, codes, numbers = rows_of(columns.effects)
+    rows = np.array(numbers, np.int64).reshape(len(numbers), len(COLUMNS))
+    found: dict[str, NDArray[Any]] = {"kind": np.array(codes, np.uint8)}
+    found |= {name: _narrow(rows[:, at]) for at, name in enumerate(COLUMNS)}
     found |= {
         "start": columns.starts,
         "end": columns.ends,
@@ -199,7 +124,7 @@ def encode(header: Header, columns: Columns) -> bytes:
         "from_row": columns.waited[1],
     }
     found |= {"used": columns.used, "bytes": columns.bytes, "memory_at": columns.memory[0], "memory": columns.memory[1]}
-    return _packed(header, found)
+    return _packed(header, found, [described(kind, columns.table) for kind in kinds])
 
 
 def _narrow(numbers: NDArray[np.int64]) -> NDArray[Any]:
@@ -207,7 +132,7 @@ def _narrow(numbers: NDArray[np.int64]) -> NDArray[Any]:
     return numbers.astype(np.uint8 if most < 1 << 8 else np.uint16 if most < 1 << 16 else np.uint32)
 
 
-def _packed(header: Header, found: Mapping[str, NDArray[Any]]) -> bytes:
+def _packed(header: Header, found: Mapping[str, NDArray[Any]], kinds: Sequence[Mapping[str, Any]]) -> bytes:
     at, placed, parts = 0, {}, []
     for name, column in found.items():
         data = column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes()
@@ -222,10 +147,10 @@ def _packed(header: Header, found: Mapping[str, NDArray[Any]]) -> bytes:
             "reads": plan.edges.reads,
             "ties": plan.ties,
         },
-        "format": 1,
+        "format": FORMAT,
         "ranks": plan.ranks,
         "clock": header.clock._asdict() if header.clock else None,
-        "kinds": _NAMES,
+        "kinds": kinds,
         "columns": placed,
     }
     text = json.dumps(said, allow_nan=False).encode()
@@ -263,18 +188,20 @@ def _decoded(raw: bytes) -> tuple[Header, Columns]:
         raise BadColumns("it does not begin as fpipe's timelines do")
     begin = 8 + int.from_bytes(raw[4:8], "little")
     said = json.loads(raw[8:begin])
-    if said["format"] != 1:
-        raise BadColumns(f"format {said['format']}, of a later fpipe: update this one")
+    if said["format"] != FORMAT:
+        raise BadColumns(f"format {said['format']}, of another fpipe: this one reads format {FORMAT}")
     header, found = _header(said), dict[str, NDArray[Any]]()
     for name, (kind, at, length) in said["columns"].items():
         if kind not in _TYPES:
             raise BadColumns(f"a column of {kind!r}")
         found[name] = np.frombuffer(raw, np.dtype(kind).newbyteorder("<"), length, begin + at)
-    _check(header, said["kinds"], found)
+    kinds, table = read(said["kinds"])
+    _check(header, kinds, found)
     return header, Columns(
-        list(_effects(said["kinds"], found)),
+        list(_effects(kinds, found)),
         *(found["start"], found["end"], (found["from_rank"], found["from_row"])),
         *(found["used"], found["bytes"], (found["memory_at"], found["memory"])),
+        table,
     )
 
 
@@ -302,47 +229,49 @@ def _header(said: Mapping[str, Any]) -> Header:
     )
 
 
-def _check(header: Header, names: Sequence[str], found: Mapping[str, NDArray[Any]]) -> None:
+def _check(header: Header, kinds: Sequence[Kind], columns: Mapping[str, NDArray[Any]]) -> None:
     """Refuse what no rank can have done: readers rely on it."""
-    whole, some = ("kind", *_FIELDS, "start", "end", "from_rank", "from_row"), ("used", "bytes")
-    count, plan = len(found["kind"]), header.plan
-    lengths = {len(found[name]) for name in whole} | {len(found[name]) for name in some if len(found[name])}
-    if lengths != {count} or len(found["memory_at"]) != len(found["memory"]):
-        raise BadColumns("columns of different lengths")
-    if not 0 <= header.rank < plan.ranks:
-        raise BadColumns(f"rank {header.rank} of a plan of {plan.ranks}")
-    if not 0 <= header.step < 10**18 or not 0 <= header.wall < LATEST:
-        raise BadColumns(f"step {header.step}, or a date, that is none")
+    for problem, wrong in _problems(header, kinds, columns):
+        if wrong:
+            raise BadColumns(problem)
+
+
+def _problems(
+    header: Header, kinds: Sequence[Kind], columns: Mapping[str, NDArray[Any]]
+) -> Iterator[tuple[str, bool | np.bool_]]:
+    """Yield each problem that a file can have, and whether this one has it."""
+    whole, some = ("kind", *COLUMNS, "start", "end", "from_rank", "from_row"), ("used", "bytes")
+    count, plan = len(columns["kind"]), header.plan
+    lengths = {len(columns[name]) for name in whole} | {len(columns[name]) for name in some if len(columns[name])}
+    yield "columns of different lengths", lengths != {count}
+    yield "columns of different lengths", len(columns["memory_at"]) != len(columns["memory"])
+    yield f"rank {header.rank} of a plan of {plan.ranks}", not 0 <= header.rank < plan.ranks
+    yield f"step {header.step} is out of range", not 0 <= header.step < 10**18
+    yield "a date that is out of range", not 0 <= header.wall < LATEST
     host = np.array([time for _, start, end in header.host for time in (start, end)])
-    times = [found["start"], found["end"], found["memory_at"], host]
-    if not all((np.abs(each) < LATEST).all() for each in times) or (found["end"] < found["start"]).any():
-        raise BadColumns("times that are none")
-    amounts = [found["memory"], found["bytes"][~np.isnan(found["bytes"])], header.peak[:1] if header.peak else ()]
-    amounts.append(header.clock[1:] if header.clock else ())
-    amounts.append(np.abs(header.clock[:1]) if header.clock else ())
-    if not all(((np.asarray(each) >= 0) & (np.asarray(each) < MOST)).all() for each in amounts):
-        raise BadColumns("bytes, or an uncertainty of clocks, that are none")
-    if found["kind"].max(initial=0) >= len(names):
-        raise BadColumns("an effect of no kind")
+    times = [columns["start"], columns["end"], columns["memory_at"], host]
+    yield "times that are out of range", not all((np.abs(each) < LATEST).all() for each in times)
+    yield "times that end before they start", (columns["end"] < columns["start"]).any()
+    clock = (header.clock.uncertainty, abs(header.clock.offset)) if header.clock else ()
+    sizes = [columns["memory"], columns["bytes"][~np.isnan(columns["bytes"])], header.peak[:1] if header.peak else ()]
+    amounts = [np.asarray(each) for each in (*sizes, clock)]
+    problem = "a count of bytes, or an uncertainty of clocks, that is negative or far too large"
+    yield problem, not all(((each >= 0) & (each < MOST)).all() for each in amounts)
+    yield "an unknown kind of effect", columns["kind"].max(initial=0) >= max(1, len(kinds))
     here = np.zeros(plan.stages, bool)
     here[list(plan.stages_on(header.rank))] = True
-    posts, overlaps = (
-        np.array([n.startswith(of) for n in names])[found["kind"]] for of in (("Send", "Recv"), "Overlap")
-    )
-    if (found["stage"] >= plan.stages).any() or (found["other"][overlaps] >= plan.stages).any():
-        raise BadColumns("a stage that the plan doesn't have")
-    if not here[found["stage"][~posts]].all() or not here[found["other"][overlaps]].all():
-        raise BadColumns(f"rank {header.rank} runs a stage that is not on it")
-    if (found["microbatch"] >= plan.microbatches).any() or (found["peer"] >= plan.ranks).any():
-        raise BadColumns("a microbatch or a rank that the plan doesn't have")
+    for code, kind in enumerate(kinds):
+        rows = columns["kind"] == code
+        for name, column in kind.numbers:
+            if limit := LIMITS.get(name):
+                numbers = columns[column][rows]
+                yield f"a {name} that the plan doesn't have", (numbers >= getattr(plan, limit)).any()
+                if name == "stage" and "value" not in kind.nested:
+                    yield f"rank {header.rank} runs a stage that is not on it", not here[numbers].all()
 
 
-def _effects(names: Sequence[str], found: Mapping[str, NDArray[Any]]) -> Iterator[Effect]:
-    known = {kind.name: kind.effect for kind in KINDS.values()}
-    makers = [known.get(name) for name in names]
-    rows = zip(found["kind"].tolist(), *(found[name].tolist() for name in _FIELDS), strict=True)
-    for code, *row in rows:
-        make = makers[code]
-        if make is None:
-            raise BadColumns(f"an effect {names[code]!r}, of a later fpipe: update this one")
-        yield make(*row)
+def _effects(kinds: Sequence[Kind], columns: Mapping[str, NDArray[Any]]) -> Iterator[Effect]:
+    makers = [kind.maker() for kind in kinds]
+    rows = zip(*(columns[name].tolist() for name in COLUMNS), strict=True)
+    for code, row in zip(columns["kind"].tolist(), rows, strict=True):
+        yield makers[code](row)

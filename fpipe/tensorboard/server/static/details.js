@@ -11,8 +11,6 @@ const CAUSES = {
   drain: "drain: after the rank's last effect",
 };
 
-const SECOND = { B: "backward", I: "input gradient" }; // of an overlap
-
 /** The title of an effect. */
 export function title(rank, row) {
   const kind = rank.kindOf(row);
@@ -32,14 +30,13 @@ export function facts(capture, spot, twin = null) {
   const when = (at) => time(at, capture.unit, 6);
   const [start, end] = [rank.start[row], rank.end[row]];
   const found = [["rank", device(rank)]];
-  if (kind.second) {
-    found.push(["forward", `stage ${rank.stage[row]}, microbatch ${rank.microbatch[row]}`]);
-    found.push(["with", `${SECOND[kind.second]}, stage ${rank.other[row]}, microbatch ${rank.second[row]}`]);
-  } else if (kind.track === "compute") {
-    found.push(["stage", String(rank.stage[row])], ["microbatch", String(rank.microbatch[row])]);
+  if (kind.parts.length > 1) {
+    for (const { label, stage, microbatch } of kind.parts) {
+      found.push([label, `stage ${rank[stage][row]}, microbatch ${rank[microbatch][row]}`]);
+    }
   } else if (kind.value) {
     found.push(["value", value(rank, row)], [kind.track === "send" ? "to" : "from", `rank ${rank.peer[row]}`]);
-  } else if (kind.name === "reduce") found.push(["stage", String(rank.stage[row])]);
+  } else for (const [field, column] of Object.entries(kind.columns)) found.push([field, String(rank[column][row])]);
   found.push(
     ["kind", kind.name],
     ["start", when(start)],

@@ -3,14 +3,6 @@
 import { element } from "./dom.js";
 import { CAUSES, colours, HUES, UNTOLD, WAITING } from "./palette.js";
 
-const KINDS = [
-  ["F", "forward", 0],
-  ["I", "input gradient", 1],
-  ["W", "weight gradient", 2],
-  ["B", "backward", 3],
-  ["&", "overlap", 4],
-];
-
 /** Fills the legend, and gives the page's own style the colours; of kinds, those that the capture has. */
 export function legend(place, capture, colouring, theme) {
   const hues = colours(theme);
@@ -18,10 +10,11 @@ export function legend(place, capture, colouring, theme) {
   hues.forEach((colour, at) => style.setProperty(`--hue-${at}`, colour));
   for (const cause of CAUSES) style.setProperty(`--${cause}`, theme.causes[cause]);
   const ranks = [...(capture?.ranks.values() ?? [])];
-  const kinds = KINDS.filter(([, , hue]) => !ranks.length || ranks.some((rank) => rank.hues.has(hue)));
+  const computes = ranks.flatMap((rank) => rank.kinds.filter((kind) => kind.track === "compute"));
+  const kinds = [...new Map(computes.map((kind) => [kind.letter, kind])).values()].sort((a, b) => a.hue - b.hue);
   const meaning =
     colouring === "kind"
-      ? kinds.map(([letter, name, hue]) => key(hues[hue], name, letter))
+      ? kinds.map(({ letter, name, hue }) => key(hues[hue], name, letter))
       : [
           faint(colouring),
           ...hues.slice(0, HUES).map((colour, at) => key(colour, at + 1 < HUES ? `${at}, ${at + HUES}` : "…")),

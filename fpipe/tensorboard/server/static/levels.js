@@ -6,7 +6,7 @@
  * opaque as it is busy: neither short stretches nor short gaps vanish.
  */
 
-import { CLASSES } from "./palette.js";
+import { classes as classCount } from "./palette.js";
 
 const SEEN = 0.14; // opacity of a pixel in which anything happens at all
 const MOMENT = 0.6; // of one in which something begins and takes no time
@@ -32,7 +32,7 @@ export class Levels {
   constructor(starts, ends, classes) {
     this.starts = starts;
     this.ends = ends;
-    const place = new Int8Array(CLASSES).fill(-1);
+    const place = new Int8Array(classCount()).fill(-1);
     this.present = [];
     for (const found of classes) if (place[found] < 0) place[found] = this.present.push(found) - 1;
     const width = this.present.length;

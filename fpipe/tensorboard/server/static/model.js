@@ -1,7 +1,7 @@
 /** A capture as it is drawn: ranks, their tracks, and which effect let which one start. */
 
 import { before, Levels } from "./levels.js";
-import { KINDS, UNKNOWN } from "./names.js";
+import { HOST_KIND, kindOf } from "./names.js";
 import { HUES, UNTOLD, WAITING } from "./palette.js";
 
 const LANES = 3; // beyond these, what overlaps is cut off where the next begins
@@ -134,7 +134,7 @@ export class Rank {
     this.number = header.rank;
     this.recorded = columns.kind.length;
     this.stages = header.plan.holders.flatMap((held, stage) => (held.includes(header.rank) ? [stage] : []));
-    this.kinds = [...header.kinds.map((name) => KINDS[name] ?? UNKNOWN), KINDS.Host];
+    this.kinds = [...header.kinds.map(kindOf), HOST_KIND];
     const lengthened = (column, more) => (host.length ? concatenated(column, host.map(more)) : column);
     this.kind = lengthened(columns.kind, () => header.kinds.length);
     for (const name of COLUMNS) this[name] = lengthened(columns[name], () => 0);
@@ -152,11 +152,6 @@ export class Rank {
     this.left = new Float64Array(this.kind.length).fill(NaN);
     this.linked = 0;
     this.tracks = this._tracks();
-    this.hues = new Set(
-      Array.from(new Set(columns.kind), (code) => this.kinds[code]).flatMap((kind) =>
-        kind.track === "compute" ? [kind.hue] : [],
-      ),
-    );
     this.last = this.end.reduce((a, b) => Math.max(a, b), 0);
   }
 
@@ -184,7 +179,7 @@ export class Rank {
   /** What an effect is, so that it is found in another run. */
   key(row) {
     const numbers = COLUMNS.map((name) => this[name][row]);
-    return [this.header.kinds[this.kind[row]] ?? "Host", ...numbers].join(" ");
+    return [this.kindOf(row).key, ...numbers].join(" ");
   }
 
   /** The row of an effect, -1 if this rank has none. */

@@ -1,25 +1,31 @@
-/** What effects are called. */
+/** What effects are called, by what a header says of their kinds. */
 
-import { HOST } from "./palette.js";
+import { HOST, hueOf } from "./palette.js";
 
-/** Each kind's track, letter and class of colour; the keys are the kinds of a header. */
-export const KINDS = {
-  Forward: { track: "compute", letter: "F", name: "forward", hue: 0 },
-  BackwardInput: { track: "compute", letter: "I", name: "input gradient", hue: 1 },
-  BackwardWeight: { track: "compute", letter: "W", name: "weight gradient", hue: 2 },
-  Backward: { track: "compute", letter: "B", name: "backward", hue: 3 },
-  "Overlap Backward": { track: "compute", letter: "&", name: "overlap", hue: 4, second: "B" },
-  "Overlap BackwardInput": { track: "compute", letter: "&", name: "overlap", hue: 4, second: "I" },
-  Reduce: { track: "host", letter: "R", name: "reduce", hue: HOST },
-  Host: { track: "host", letter: "H", name: "host", hue: HOST },
-  "Send Activation": { track: "send", letter: "S", name: "send", hue: 0, value: "activation" },
-  "Send Gradient": { track: "send", letter: "S", name: "send", hue: 3, value: "gradient" },
-  "Send WeightGradient": { track: "send", letter: "S", name: "send", hue: 2, value: "weight gradient" },
-  "Recv Activation": { track: "receive", letter: "R", name: "receive", hue: 0, value: "activation" },
-  "Recv Gradient": { track: "receive", letter: "R", name: "receive", hue: 3, value: "gradient" },
-  "Recv WeightGradient": { track: "receive", letter: "R", name: "receive", hue: 2, value: "weight gradient" },
-};
-export const UNKNOWN = { track: "host", letter: "?", name: "unknown", hue: HOST };
+/**
+ * @typedef {object} Kind effects of one kind
+ * @property {string} key its name in the header
+ * @property {string} name what it is called
+ * @property {string} letter
+ * @property {string} track
+ * @property {number} hue its class of colour
+ * @property {{letter: string, label: string, stage?: string, microbatch?: string}[]} parts of a compute: itself, or the
+ *   two of an overlap, with the columns that have their numbers
+ * @property {string} [value] what the value that it carries is called
+ * @property {Record<string, string>} columns its own numbers, or its value's: field -> column
+ */
+
+/** What the host did around the effects. */
+export const HOST_KIND = { key: "Host", name: "host", letter: "H", track: "host", hue: HOST, parts: [], columns: {} };
+
+/** @returns {Kind} a kind of a header */
+export function kindOf({ name, label, letter, track, colour, parts = [], value, fields }) {
+  const [{ stage, microbatch } = {}, second] = parts;
+  const carried = Object.values(fields).find((field) => typeof field === "object")?.fields;
+  const columns = second ? { stage, microbatch } : value ? carried : fields;
+  const hue = hueOf(value?.colour ?? colour);
+  return { key: name, name: label, letter, track, hue, parts, value: value?.label, columns };
+}
 
 /** a to z, then aa, ab, as the columns of a spreadsheet. */
 function letters(number) {
@@ -27,22 +33,20 @@ function letters(number) {
   return number < 26 ? last : letters(Math.floor(number / 26) - 1) + last;
 }
 
-function part(rank, stage, microbatch, letter) {
-  return `${letter}${microbatch}${rank.stages.length > 1 ? letters(rank.stages.indexOf(stage)) : ""}`;
+function part(rank, row, { letter, stage, microbatch }) {
+  const chunk = stage && rank.stages.length > 1 ? letters(rank.stages.indexOf(rank[stage][row])) : "";
+  return `${letter}${microbatch ? rank[microbatch][row] : ""}${chunk}`;
 }
 
 /** An effect's name as on its box: "F3", of a rank with several stages "F3a", of an overlap "F7b&B5a". */
 export function short(rank, row) {
   const kind = rank.kindOf(row);
-  const [stage, microbatch] = [rank.stage[row], rank.microbatch[row]];
-  if (kind.second) {
-    return `${part(rank, stage, microbatch, "F")}&${part(rank, rank.other[row], rank.second[row], kind.second)}`;
-  }
-  if (kind.track === "compute") return part(rank, stage, microbatch, kind.letter);
-  if (kind === KINDS.Host) return rank.header.host[row - rank.recorded][0];
-  if (kind === KINDS.Reduce) return `reduce ${stage}`;
-  if (kind.value === "weight gradient") return `${kind.name} weight gradient ${stage}`;
-  return kind.value ? `${kind.name} ${kind.value} ${microbatch}` : kind.name;
+  if (kind.parts.length) return kind.parts.map((each) => part(rank, row, each)).join("&");
+  if (kind === HOST_KIND) return rank.header.host[row - rank.recorded][0];
+  const { stage, microbatch } = kind.columns;
+  if (!kind.value) return stage ? `${kind.name} ${rank[stage][row]}` : kind.name;
+  const which = microbatch ? ` ${rank[microbatch][row]}` : stage ? ` ${rank[stage][row]}` : "";
+  return `${kind.name} ${kind.value}${which}`;
 }
 
 /** What is on a box that has no room for its name, longest first. */
@@ -50,17 +54,20 @@ export function mark(rank, row) {
   const kind = rank.kindOf(row);
   if (kind.value) return [String(rank.microbatch[row])];
   if (kind.track !== "compute") return [];
-  return kind.second ? [kind.letter] : [`${kind.letter}${rank.microbatch[row]}`, kind.letter];
+  const { microbatch } = kind.columns;
+  return microbatch ? [`${kind.letter}${rank[microbatch][row]}`, kind.letter] : [kind.letter];
 }
+
+const PREPOSITIONS = { stage: " of stage", consumer: " from stage", rank: " from rank" };
 
 /** The value that a send or receive carries. */
 export function value(rank, row) {
   const kind = rank.kindOf(row);
-  const [stage, microbatch, other] = [rank.stage[row], rank.microbatch[row], rank.other[row]];
-  if (kind.value === "activation") return `activation of stage ${stage}, microbatch ${microbatch}`;
-  if (kind.value === "gradient")
-    return `gradient of stage ${stage}'s output from stage ${other}, microbatch ${microbatch}`;
-  return kind.value ? `weight gradient of stage ${stage} from rank ${other}` : "";
+  if (!kind.value) return "";
+  const numbers = Object.entries(kind.columns).map(([field, column]) => {
+    return `${PREPOSITIONS[field] ?? `, ${field}`} ${rank[column][row]}`;
+  });
+  return `${kind.value}${numbers.join("")}`;
 }
 
 /** An effect and where it is. */

@@ -8,7 +8,8 @@ export const HUES = OKABE_ITO.length;
 export const WAITING = 7;
 export const HOST = 8;
 export const UNTOLD = 9; // of a receive, where it is not known when its send was posted
-export const CLASSES = 10;
+const FIXED = 10;
+const more = []; // colours of kinds that are none of these, in the order in which they were first seen
 export const CAUSES = ["warm-up", "dependency", "transfer", "imbalance", "drain"];
 
 /** What a colour means, by what is coloured by. */
@@ -16,7 +17,19 @@ export const COLOURINGS = { kind: "Kind", microbatch: "Microbatch", stage: "Stag
 
 /** The colours of the classes. */
 export function colours({ waiting, untold }) {
-  return [...OKABE_ITO, waiting, NEUTRAL, untold];
+  return [...OKABE_ITO, waiting, NEUTRAL, untold, ...more];
+}
+
+/** How many classes there are. */
+export const classes = () => FIXED + more.length;
+
+/** The class of a kind's colour. */
+export function hueOf(colour) {
+  if (colour === NEUTRAL) return HOST;
+  const known = OKABE_ITO.indexOf(colour);
+  if (known >= 0) return known;
+  if (!more.includes(colour)) more.push(colour);
+  return FIXED + more.indexOf(colour);
 }
 
 const LIGHT = {

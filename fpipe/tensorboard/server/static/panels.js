@@ -219,7 +219,6 @@ export function effects(table, capture, view, numbers, select) {
   const { unit } = capture;
   const rows = found.slice(0, MOST).map(([rank, row]) => {
     const kind = rank.kindOf(row);
-    const number_ = kind.name === "host" || kind.name === "reduce" ? "" : rank.microbatch[row];
     const took = rank.end[row] - rank.start[row];
     const press = () => select({ rank: rank.number, row });
     const button = element("button", { type: "button", class: "link", on: { click: press } }, short(rank, row));
@@ -227,8 +226,8 @@ export function effects(table, capture, view, numbers, select) {
       button,
       rank.number,
       kind.name,
-      kind.name === "host" ? "" : rank.stage[row],
-      number_,
+      kind.columns.stage ? rank.stage[row] : "",
+      kind.columns.microbatch ? rank.microbatch[row] : "",
       time(rank.start[row], unit, 6),
       time(took, unit),
     ];

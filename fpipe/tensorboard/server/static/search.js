@@ -22,7 +22,6 @@ const UNITS = new Map([
   ["ns", 1e-9],
   ["", 1],
 ]);
-const LETTERS = "FIWB&SRH";
 const HALVES = "IW"; // of a backward
 
 class BadQuery extends Error {}
@@ -42,9 +41,9 @@ export function parseQuery(text) {
 
 /** @returns {Part[]} */
 function parts(rank, row) {
-  const { letter, second } = rank.kindOf(row);
-  const own = { letter: second ? "F" : letter, stage: rank.stage[row], microbatch: rank.microbatch[row] };
-  return second ? [own, { letter: second, stage: rank.other[row], microbatch: rank.second[row] }] : [own];
+  const kind = rank.kindOf(row);
+  const of = (letter, { stage, microbatch }) => ({ letter, stage: rank[stage]?.[row], microbatch: rank[microbatch]?.[row] });
+  return kind.parts.length ? kind.parts.map((part) => of(part.letter, part)) : [of(kind.letter, kind.columns)];
 }
 
 /** @returns {Term} */
@@ -60,11 +59,7 @@ function term(text) {
   if (kind) return kinds(wanted, text);
   const holds = ranges(wanted, text);
   if (column === "rank") return (rank) => holds(rank.number);
-  return (rank, row, part) => {
-    const { name: what, value: carried } = rank.kindOf(row);
-    if (what === "host" || (what === "reduce" && column === "microbatch")) return false;
-    return column === "peer" ? Boolean(carried) && holds(rank.peer[row]) : holds(part[column]);
-  };
+  return (rank, row, part) => (column === "peer" ? Boolean(rank.kindOf(row).value) && holds(rank.peer[row]) : holds(part[column]));
 }
 
 function unknown(text) {
@@ -84,12 +79,11 @@ function ranges(text, whole) {
 function kinds(text, whole) {
   const wanted = text.split(",");
   if (wanted.includes("")) throw new BadQuery(`${whole}: give kinds, as in kind=F,B or kind=send`);
-  const alternatives = wanted.map((one) => (one.length === 1 ? lettered(one.toUpperCase(), whole) : called(one)));
+  const alternatives = wanted.map((one) => (one.length === 1 ? lettered(one.toUpperCase()) : called(one)));
   return (rank, row, part) => alternatives.some((holds) => holds(rank, row, part));
 }
 
-function lettered(wanted, whole) {
-  if (!LETTERS.includes(wanted)) throw new BadQuery(`${whole}: kinds are ${[...LETTERS].join(", ")}, or words`);
+function lettered(wanted) {
   return (rank, row, { letter }) => {
     const kind = rank.kindOf(row);
     if (wanted === "R" && kind.track !== "receive") return false;

@@ -1,0 +1,212 @@
+"""Effects as rows of numbers, and back. No torch.
+
+A file says of each kind of effect what its fields are and how it is drawn, so that a process that never imported the
+effect shows it. There it becomes a dataclass of the same name and fields.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass, make_dataclass
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from fpipe.errors import ScheduleError
+from fpipe.tables import TABLE, Row, Table, ValueRow, fields_of
+
+COLUMNS = ("stage", "microbatch", "other", "second", "peer")
+"""Where the numbers of an effect stand. A post's rank is its peer; further stages, ranks and numbers are the others."""
+
+LIMITS = {"stage": "stages", "consumer": "stages", "microbatch": "microbatches", "rank": "ranks"}
+"""Field -> the count of a plan that it lies below."""
+
+_TRACKS = ("compute", "send", "receive", "host")
+_COLOUR = re.compile(r"#[0-9a-f]{6}")
+_LONGEST = 64  # characters of a name, a label or a letter
+
+
+class Number(NamedTuple):
+    """A number of an effect: its field, and the column that has it."""
+
+    field: str
+    column: str
+
+
+class Kind(NamedTuple):
+    """How effects of one shape are written: their class, the classes of values and effects within, and the numbers.
+
+    Args:
+        cls: the effect's class.
+        nested: field -> class, for fields that are a value or an effect; their numbers come in their place.
+        numbers: all numbers, in the order of the fields.
+    """
+
+    cls: Any
+    nested: Mapping[str, type]
+    numbers: tuple[Number, ...]
+
+    def getter(self) -> Callable[[Any], tuple[int, ...]]:
+        """Return a function of an effect: its numbers, in the order of `numbers`."""
+        paths = []
+        for name in fields_of(self.cls):
+            nested = self.nested.get(name)
+            paths += [f"{name}.{field}" for field in fields_of(nested)] if nested else [name]
+        get: Callable[[Any], Any] = attrgetter(*paths)
+        return get if len(paths) > 1 else lambda effect: (get(effect),)
+
+    def maker(self) -> Callable[[Sequence[int]], Any]:
+        """Return a function of a row of `COLUMNS`: the effect that has these numbers."""
+        at = [COLUMNS.index(number.column) for number in self.numbers]
+        if not self.nested:
+            return lambda row: self.cls(*[row[i] for i in at])
+        whole: list[tuple[Any, list[int]]] = []
+        for name in fields_of(self.cls):
+            nested = self.nested.get(name)
+            count = len(fields_of(nested)) if nested else 1
+            whole.append((nested, at[:count]))
+            at = at[count:]
+        return lambda row: self.cls(*[kind(*[row[i] for i in own]) if kind else row[own[0]] for kind, own in whole])
+
+
+def rows_of(effects: Sequence[Any]) -> tuple[list[Kind], list[int], list[tuple[int, ...]]]:
+    """Return the kinds of effects, and of each effect its kind, by place, and its row of `COLUMNS`; 0 for no number.
+
+    Raises:
+        ScheduleError: an effect has more numbers than there are columns, or one that is no whole number from 0 on.
+    """
+    kinds: dict[tuple[type, ...], tuple[int, Kind, Callable[[Any], tuple[int, ...]], list[int]]] = {}
+    nested: dict[type, tuple[str, ...]] = {}
+    codes, rows = [], []
+    for effect in effects:
+        cls: Any = type(effect)
+        if cls not in nested:
+            nested[cls] = tuple(name for name in fields_of(cls) if is_dataclass(getattr(effect, name)))
+        key = (cls, *[type(getattr(effect, name)) for name in nested[cls]])
+        if key not in kinds:
+            kind = kind_of(cls, dict(zip(nested[cls], key[1:], strict=True)))
+            kinds[key] = len(kinds), kind, kind.getter(), [COLUMNS.index(number.column) for number in kind.numbers]
+        code, _, get, at = kinds[key]
+        row = [0] * len(COLUMNS)
+        for place, number in zip(at, get(effect), strict=True):
+            if type(number) is not int or number < 0:
+                raise ScheduleError(f"{effect} has {number!r}: an event file holds whole numbers of at least 0")
+            row[place] = number
+        codes.append(code)
+        rows.append(tuple(row))
+    return [kind for _, kind, _, _ in kinds.values()], codes, rows
+
+
+def kind_of(cls: Any, nested: Mapping[str, type]) -> Kind:
+    """Return how effects of a class are written whose fields hold values or effects of these classes.
+
+    Raises:
+        ScheduleError: they have more numbers than a file has columns.
+    """
+    fields = [field for name in fields_of(cls) for field in (fields_of(nested[name]) if name in nested else (name,))]
+    posts = {"value", "rank"} <= set(fields_of(cls))
+    taken = {"stage", "microbatch", *(["peer"] if posts else [])}
+    free = [column for column in COLUMNS if column not in taken]
+    numbers: list[Number] = []
+    for at, field in enumerate(fields):
+        if posts and field == "rank" and at == len(fields) - 1:
+            column = "peer"
+        elif field in ("stage", "microbatch") and field not in {number.column for number in numbers}:
+            column = field
+        elif free:
+            column = free.pop(0)
+        else:
+            raise ScheduleError(f"{cls.__name__} has {len(fields)} numbers: an event file holds {len(COLUMNS)}")
+        numbers.append(Number(field, column))
+    return Kind(cls, nested, tuple(numbers))
+
+
+def described(kind: Kind, table: Table) -> dict[str, Any]:
+    """Return what a file's header says of a kind: its fields, and how it is drawn."""
+    row = table.effects[kind.cls]
+    numbers = iter(kind.numbers)
+    fields: dict[str, Any] = {}
+    for name in fields_of(kind.cls):
+        nested = kind.nested.get(name)
+        if nested is None:
+            fields[name] = next(numbers).column
+        else:
+            fields[name] = {"type": nested.__name__, "fields": {f: next(numbers).column for f in fields_of(nested)}}
+    names = [kind.cls.__name__, *(nested.__name__ for nested in kind.nested.values())]
+    said: dict[str, Any] = {"name": " ".join(names), "type": names[0], "fields": fields, "track": row.track}
+    said |= {"letter": row.letter, "label": row.label, "colour": row.colour}
+    values = [table.values[nested] for nested in kind.nested.values() if nested in table.values]
+    if values:
+        said["value"] = {"label": values[0].label, "colour": values[0].colour}
+    elif row.track == "compute":
+        said["parts"] = [_part(nested, fields[name]["fields"], table) for name, nested in kind.nested.items()] or [
+            _part(kind.cls, fields, table)
+        ]
+    return said
+
+
+def _part(kind: type, fields: Mapping[str, str], table: Table) -> dict[str, Any]:
+    row = table.effects[kind]
+    return {"letter": row.letter, "label": row.label} | {n: fields[n] for n in ("stage", "microbatch") if n in fields}
+
+
+def read(said: Sequence[Mapping[str, Any]]) -> tuple[list[Kind], Table]:
+    """Return the kinds of a header, and the table of their effects.
+
+    Raises:
+        ValueError: a kind is not as `described` has it.
+    """
+    kinds, rows = [], dict[type, Row | ValueRow]()
+    for each in said:
+        nested = {name: field for name, field in each["fields"].items() if not isinstance(field, str)}
+        classes = {name: _class(field["type"], tuple(field["fields"])) for name, field in nested.items()}
+        kind = _class(each["type"], tuple(each["fields"]))
+        numbers = [
+            Number(*pair)
+            for name, field in each["fields"].items()
+            for pair in (field["fields"].items() if name in nested else [(name, field)])
+        ]
+        if any(number.column not in COLUMNS for number in numbers):
+            raise ValueError(f"an effect {each['name']!r} with a number in no column")
+        kinds.append(Kind(kind, classes, tuple(numbers)))
+        rows[kind] = _row(TABLE.effects.get(kind, Row()), each)
+        if "value" in each:
+            (value,) = classes.values()
+            label, colour = _text(each["value"]["label"]), _colour(each["value"]["colour"])
+            rows[value] = TABLE.values.get(value, ValueRow())._replace(label=label, colour=colour)
+    return kinds, TABLE.extended(rows)
+
+
+def _row(row: Row, said: Mapping[str, Any]) -> Row:
+    if said["track"] not in _TRACKS:
+        raise ValueError(f"an effect on a track {said['track']!r}")
+    letter, label, colour = _text(said["letter"]), _text(said["label"]), _colour(said["colour"])
+    return row._replace(track=said["track"], letter=letter, label=label, colour=colour)
+
+
+def _text(said: object) -> str:
+    if not isinstance(said, str) or len(said) > _LONGEST:
+        raise ValueError(f"a name of an effect that is not of at most {_LONGEST} characters")
+    return said
+
+
+def _colour(said: object) -> str:
+    if not isinstance(said, str) or not _COLOUR.fullmatch(said):
+        raise ValueError("a colour that is not #rrggbb")
+    return said
+
+
+def _class(name: str, fields: tuple[str, ...]) -> Any:
+    """Return fpipe's own class of that name and these fields, else one made for it."""
+    known = {kind.__name__: kind for kind in (*TABLE.effects, *TABLE.values)}
+    if name in known and fields_of(known[name]) == fields:
+        return known[name]
+    if any(len(each) > _LONGEST or each.startswith("_") for each in (name, *fields)):
+        raise ValueError("an effect, or a field of one, whose name is none")
+    return _foreign(name, fields)
+
+
+@lru_cache(maxsize=256)
+def _foreign(name: str, fields: tuple[str, ...]) -> type:
+    return make_dataclass(name, [(field, int) for field in fields], frozen=True, slots=True)
