@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fpipe.effects import (
@@ -130,6 +131,10 @@ class Row(NamedTuple):
     colour: str = "#9e9e9e"
 
 
+def _always(value: Any, plan: Topology) -> bool:
+    return True
+
+
 class ValueRow(NamedTuple):
     """What one kind of value is to every reader. Its class is a frozen dataclass of numbers.
 
@@ -152,7 +157,7 @@ class ValueRow(NamedTuple):
     colour: str = "#9e9e9e"
     sums: bool = False
     backward: bool = False
-    exists: Callable[[Any, Topology], bool] = lambda value, plan: True
+    exists: Callable[[Any, Topology], bool] = _always
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,17 +309,18 @@ def _sums(e: Reduce, plan: Topology) -> Names:
 # What they take
 
 
-def _cost(name: str) -> Callable[[Any, Prices], float]:
-    return uniform(lambda of, costs: costs.at(name, of))
+def _at(name: str, of: Any, costs: Prices, *at: Any) -> float:
+    return costs.at(name, of)
+
+
+def _cost(name: str) -> Callable[..., float]:
+    """Return a column that reads one of the costs; it can be pickled, as whole tables can."""
+    return uniform(partial(_at, name))
 
 
 @uniform
 def _free(*args: Any) -> float:
     return 0.0
-
-
-def _size(name: str) -> Bytes:
-    return uniform(lambda v, costs, plan, rank: costs.at(name, v))
 
 
 @uniform
@@ -335,6 +341,41 @@ def _read(v: Activation | Gradient, costs: Prices, plan: Topology, rank: int) ->
     """The bytes of a stage's output that the stages of another rank read; their gradients are as large."""
     m = v.microbatch
     return max(costs.read(v.stage, c, m) for c in plan.consumers(v.stage) if plan.rank_of(c, m) == rank)
+
+
+# Who makes values, and who reads them
+
+
+def _activation_producer(v: Activation, plan: Topology) -> int:
+    return plan.rank_of(v.stage, v.microbatch)
+
+
+def _activation_readers(v: Activation, plan: Topology) -> list[int]:
+    return [plan.rank_of(consumer, v.microbatch) for consumer in plan.consumers(v.stage)]
+
+
+def _gradient_producer(v: Gradient, plan: Topology) -> int:
+    return plan.rank_of(v.consumer, v.microbatch)
+
+
+def _gradient_readers(v: Gradient, plan: Topology) -> list[int]:
+    return [plan.rank_of(v.stage, v.microbatch)]
+
+
+def _has_edge(v: Gradient, plan: Topology) -> bool:
+    return v.consumer in plan.consumers(v.stage)
+
+
+def _sum_producer(v: WeightGradient, plan: Topology) -> int:
+    return v.rank
+
+
+def _sum_readers(v: WeightGradient, plan: Topology) -> list[int]:
+    return [rank for _, rank in plan.sharers(v.stage)]
+
+
+def _has_copy(v: WeightGradient, plan: Topology) -> bool:
+    return v.rank in plan.ranks_of(v.stage)
 
 
 # The colours are Okabe and Ito's, which the colour-blind tell apart; black text reads on each.
@@ -375,32 +416,32 @@ TABLE = Table(
     },
     {
         Activation: ValueRow(
-            lambda v, plan: plan.rank_of(v.stage, v.microbatch),
-            lambda v, plan: [plan.rank_of(c, v.microbatch) for c in plan.consumers(v.stage)],
+            _activation_producer,
+            _activation_readers,
             _activation_bytes,
             "activation",
             BLUE,
         ),
         Gradient: ValueRow(
-            lambda v, plan: plan.rank_of(v.consumer, v.microbatch),
-            lambda v, plan: [plan.rank_of(v.stage, v.microbatch)],
+            _gradient_producer,
+            _gradient_readers,
             _gradient_bytes,
             "gradient",
             VERMILION,
             backward=True,
-            exists=lambda v, plan: v.consumer in plan.consumers(v.stage),
+            exists=_has_edge,
         ),
         WeightGradient: ValueRow(
-            lambda v, plan: v.rank,
-            lambda v, plan: [rank for _, rank in plan.sharers(v.stage)],
+            _sum_producer,
+            _sum_readers,
             _free,  # it lives for the whole step
             "weight gradient",
             GREEN,
             sums=True,
             backward=True,
-            exists=lambda v, plan: v.rank in plan.ranks_of(v.stage),
+            exists=_has_copy,
         ),
-        Residuals: ValueRow(bytes=_size("residuals"), label="residuals"),
-        Deferred: ValueRow(bytes=_size("deferred"), label="deferred", backward=True),
+        Residuals: ValueRow(bytes=_cost("residuals"), label="residuals"),
+        Deferred: ValueRow(bytes=_cost("deferred"), label="deferred", backward=True),
     },
 )

@@ -74,7 +74,7 @@ LAYOUT = {
         "policies handlers handlers.distributed autodiff stages timelines programs costs plan effects errors"
     ),
     "fpipe.norms": "handlers handlers.distributed stages plan errors",
-    "fpipe.step": "profiling handlers autodiff policies stages programs plan effects errors",
+    "fpipe.step": "profiling handlers autodiff policies stages programs tables plan effects errors",
     "fpipe.interop.torch_csv": "schedules programs plan effects errors",
     "fpipe.interop.modules": "stages plan errors",
     "fpipe.interop.splitting": "interop.modules autodiff.graph stages errors",

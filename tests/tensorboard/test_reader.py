@@ -256,7 +256,7 @@ def test_reading_imports_no_torch(tmp_path):
     captured(tmp_path, 0, 1)
     code = f"""if True:
         import sys
-        from fpipe.tensorboard.disk import Key, find
+        from fpipe.tensorboard.files.reader import Key, find
         print(find({str(tmp_path)!r}).read(Key("", "measured", 1)).step, "torch" in sys.modules)
     """
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
