@@ -1,4 +1,4 @@
-"""value_and_grad and evaluate: pipeline x schedule x plan x handler."""
+"""The public verbs: value_and_grad and evaluate make one function of a pipeline, a schedule, a plan and a handler."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from fpipe.autodiff.interface import Pieces
 from fpipe.autodiff.options import Autodiff, Options, Policies
@@ -26,6 +27,7 @@ from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.tables import TABLE, WEIGHT, Table
 
 Rng = tuple[int, int]
+Reduction = Literal["mean", "sum"]
 
 
 def value_and_grad(
@@ -35,7 +37,7 @@ def value_and_grad(
     *,
     handler: Handler,
     has_aux: bool = False,
-    reduction: Literal["mean", "sum"] = "mean",
+    reduction: Reduction = "mean",
     weight: Callable[[Any], Any] | None = None,
     in_axes: Any = 0,
     out_axes: Any = 0,
@@ -48,42 +50,43 @@ def value_and_grad(
     dynamic: bool = False,
     effects: Table = TABLE,
 ) -> Callable[..., Any]:
-    """A function that computes the loss and its gradients, microbatch by microbatch.
+    """Return a function that computes the loss and its gradients, microbatch by microbatch.
 
     Args:
         plan: from `pipeline.plan(placement, microbatches)`.
         handler: `Reference()`, `Local()` or `Distributed(group)`.
         has_aux: the loss function returns `(loss, aux)`.
-        reduction: what the loss function does over the samples of a microbatch. With "mean", microbatches
-            weigh by their samples, or by `weight`; with "sum", losses are added.
-        weight: `weight(target) -> number`, e.g. the tokens that count; for "mean" only. Where it is 0, the microbatch's
-            loss and the last stage's gradients count for nothing, also where they are NaN, as of a mean of nothing.
-        in_axes: how `(batch, target)` are split, as in `torch.vmap`: an axis, None, or a pair of prefix trees.
-        out_axes: how aux is merged; leaves without dimensions are stacked.
-        gather: aux is wanted on every rank, not only on the loss's.
-        prefetch: receives posted beyond the next one used.
-        observe: sees every effect begin and end: a `Recording`, or `fpipe.tensorboard.Recorder(logdir)`.
-        autodiff: "graph" traces each stage once for every signature of what it is given, and cuts its backward as a
-            graph: its Python, what it closes over, and whether a module trains, are read then, as under `jax.jit`.
-            "eager" records it for every microbatch, and walks it once for each half where it is split. "auto" takes
-            graphs, and eager autograd, with a warning, for stages that can't be traced.
-        policy: what of a stage's forward may be kept for its backward, one of `fpipe.policies`; or one for each
-            stage, `{stage: policy}`, in which what is missing keeps everything.
-        compile: give the graphs to `torch.compile`, with its defaults, in the first step. Bits are then the
-            compiler's, and a backward holds its residuals until it ends.
-        dynamic: trace a stage once for all sizes of what it reads. A cotangent that is not laid out as its output is
+        reduction: what the loss function does over the samples of a microbatch. With "mean", a microbatch has the
+            weight of its samples, or that of `weight`. With "sum", the losses are added.
+        weight: `weight(target) -> number`, e.g. the number of tokens that count; only with "mean". A microbatch of
+            weight 0 adds nothing: its loss and the last stage's gradients are ignored, even if they are NaN, because
+            they are the mean of nothing.
+        in_axes: how to split `(batch, target)`, as in `torch.vmap`: an axis, None, or a pair of prefix trees.
+        out_axes: how to merge aux; leaves without dimensions are stacked.
+        gather: return aux on every rank, not only on the rank of the loss.
+        prefetch: the number of receives posted beyond the next one used.
+        observe: an observer of every effect: a `Recording`, or `fpipe.tensorboard.Recorder(logdir)`.
+        autodiff: "graph" traces each stage once per input signature and splits its backward as a graph. As under
+            `jax.jit`, the stage's Python code, its closures and the mode of its modules are read while it is traced.
+            "eager" records the stage for every microbatch, and walks the tape once for each half of a split backward.
+            "auto" uses graphs, and for stages that can't be traced eager autograd, with a warning.
+        policy: what a stage's forward may keep for its backward: one of `fpipe.policies`, or `{stage: policy}`;
+            a stage without an entry keeps everything.
+        compile: give the graphs to `torch.compile`, with its defaults, in the first step. The bits are then the
+            compiler's, and a backward keeps its residuals until it ends.
+        dynamic: trace a stage once for all input sizes. A cotangent whose strides differ from its output's is
             copied, which may change bits.
         effects: the table of effects; `TABLE.extended({...})` for your own, whose functions the handler takes.
 
     Returns:
         `step(params, batch, target=None, *, state=None, rng=None) -> (loss, grads)`; with `has_aux`,
-        `((loss, aux), grads)`; with stateful stages, a last element: the new state. `params`, `grads` and
-        `state` are `{stage: tree}` of the stages that this process holds; `rng` is `(seed, step)`. Nothing
-        that it is given changes. The loss is known on every rank.
+        `((loss, aux), grads)`; with stateful stages, the new state is a last element. `params`, `grads` and
+        `state` are `{stage: tree}` of the stages that this process holds; `rng` is `(seed, step)`. The step
+        changes none of its arguments. Every rank returns the loss.
 
     Raises:
-        ScheduleError: (at once) the schedule is wrong, or the plan is not this pipeline's or this handler's.
-        StageError: (in the step) what was given is wrong, or a stage failed.
+        ScheduleError: (at once) the schedule is wrong, or the plan does not fit this pipeline or this handler.
+        StageError: (in the step) an argument is wrong, or a stage failed.
         TransportError: (in the step) another rank failed.
 
     >>> from fpipe import Pipeline, Placement, handlers, schedules
@@ -93,33 +96,20 @@ def value_and_grad(
     >>> step({0: torch.tensor(2.0), 1: torch.tensor(1.0)}, torch.arange(4.0), torch.zeros(4))
     (tensor(21.), {0: tensor(17.), 1: tensor(8.)})
     """
-    job = _Job(pipeline, plan, handler.ranks(plan), reduction, weight, in_axes, out_axes, f"step of {_name(schedule)}")
-    pieces = job.pieces(True, has_aux, gather, Options(autodiff, policy, compile, dynamic))
+    options = Options(autodiff, policy, compile, dynamic)
+    ranks = handler.ranks(plan)
+    spec = _StepSpec(pipeline, plan, ranks, True, has_aux, reduction, weight, in_axes, out_axes, gather, options)
     programs = lower(schedule, plan, depth=prefetch, effects=effects)
     check(programs)
     all_parts = (part for program in programs.values() for effect in program for part in parts(effect))
     if not any(effects.effects[type(part)].work & WEIGHT for part in all_parts):
-        raise ScheduleError(f"{_name(schedule)} runs nothing backward: for outputs or the loss alone, use evaluate")
-    run, witness = _compiled(handler, programs, pieces, observe, _name(schedule))
+        raise ScheduleError(f"{_name(schedule)} has no backward: use evaluate for the outputs or the loss alone")
+    stateful = any(stage.stateful for stage in pipeline.stages)
 
-    def step(
-        params: Mapping[int, Any],
-        batch: Any,
-        target: Any = None,
-        *,
-        state: Mapping[int, Any] | None = None,
-        rng: Rng | None = None,
-    ) -> Any:
-        if witness is not None:
-            witness.step_begins()
-        inputs = job.inputs(params, batch, target, state, rng)
-        results = job.run(run, inputs)
-        loss = job.loss(results, has_aux)
-        if witness is not None:
-            witness.step_ends(Outcome(loss[0] if has_aux else loss, inputs.rows, results.gradients))
-        return (loss, results.gradients, results.state) if job.stateful else (loss, results.gradients)
+    def result(value: Any, results: Results) -> Any:
+        return (value, results.gradients, results.state) if stateful else (value, results.gradients)
 
-    return step
+    return _function(spec, programs, handler, observe, _name(schedule), result)
 
 
 def evaluate(
@@ -129,7 +119,7 @@ def evaluate(
     handler: Handler,
     loss: bool = False,
     has_aux: bool = False,
-    reduction: Literal["mean", "sum"] = "mean",
+    reduction: Reduction = "mean",
     weight: Callable[[Any], Any] | None = None,
     in_axes: Any = 0,
     out_axes: Any = 0,
@@ -142,16 +132,16 @@ def evaluate(
     dynamic: bool = False,
     effects: Table = TABLE,
 ) -> Callable[..., Any]:
-    """A function that runs the pipeline forward: no residual is kept, nothing is differentiated.
+    """Return a function that runs the pipeline forward: it keeps no residuals and differentiates nothing.
 
     Args:
-        loss: give the loss, on every rank, instead of the outputs.
-        gather: the outputs are wanted on every rank, not only on the last stage's (None elsewhere).
-        schedule: whose forward order to take; by default each microbatch enters as soon as it can.
+        loss: return the loss, on every rank, instead of the outputs.
+        gather: return the outputs on every rank, not only on the last stage's (None elsewhere).
+        schedule: take its forward order; by default each microbatch enters as soon as it can.
 
     Returns:
         `run(params, batch, target=None, *, state=None, rng=None) -> outputs`, merged along `out_axes`; with
-        `loss`, the loss, or `(loss, aux)`. The new state of stateful stages is not given back.
+        `loss`, the loss, or `(loss, aux)`. The new state of stateful stages is not returned.
 
     The other arguments and errors are those of `value_and_grad`.
 
@@ -163,14 +153,37 @@ def evaluate(
     tensor([1., 3., 5., 7.])
     """
     if not loss and (has_aux or weight is not None):
-        raise ValueError("has_aux and weight go with loss=True: they are the loss's")
-    job = _Job(pipeline, plan, handler.ranks(plan), reduction, weight, in_axes, out_axes, "evaluation")
-    pieces = job.pieces(loss, has_aux, gather, Options(autodiff, everything_saveable, compile, dynamic))
+        raise ValueError("has_aux and weight need loss=True: both concern the loss")
+    options = Options(autodiff, everything_saveable, compile, dynamic)
+    ranks = handler.ranks(plan)
+    spec = _StepSpec(pipeline, plan, ranks, loss, has_aux, reduction, weight, in_axes, out_axes, gather, options)
     programs = forward_only(lower(schedule or wavefront, plan, depth=prefetch, effects=effects))
     check(programs)
-    run, witness = _compiled(handler, programs, pieces, observe, f"evaluate of {_name(schedule or wavefront)}")
+    name = f"evaluate of {_name(schedule or wavefront)}"
+    return _function(spec, programs, handler, observe, name, lambda value, _: value)
 
-    def outputs(
+
+def _function(
+    spec: _StepSpec,
+    programs: Programs,
+    handler: Handler,
+    observe: Observer | None,
+    name: str,
+    result: Callable[[Any, Results], Any],
+) -> Callable[..., Any]:
+    """Return the function that runs the programs once, between the observer's notices of its begin and end.
+
+    Args:
+        name: of what runs, for the observer and for warnings.
+        result: makes the function's result of the loss or outputs and of all `Results`.
+    """
+    pieces, observer = spec.pieces(), observing(observe)
+    witness = observer if isinstance(observer, Witness) else None
+    if witness is not None:
+        witness.prepare(name, programs, handler)
+    run = _with_random_check(handler.compile(programs, pieces, observer), name)
+
+    def step(
         params: Mapping[int, Any],
         batch: Any,
         target: Any = None,
@@ -180,92 +193,99 @@ def evaluate(
     ) -> Any:
         if witness is not None:
             witness.step_begins()
-        inputs = job.inputs(params, batch, target, state, rng)
-        results = job.run(run, inputs)
-        found = job.loss(results, has_aux) if loss else results.output
+        inputs = spec.inputs(params, batch, target, state, rng)
+        results = run(inputs)
+        loss = spec.total(results.losses) if spec.loss else None
         if witness is not None:
-            witness.step_ends(Outcome((found[0] if has_aux else found) if loss else None, inputs.rows, {}))
-        return found
+            witness.step_ends(Outcome(loss, inputs.rows, results.gradients))
+        value = (loss, results.output) if spec.has_aux else results.output if loss is None else loss
+        return result(value, results)
 
-    return outputs
-
-
-def _compiled(
-    handler: Handler, programs: Programs, pieces: Pieces, observe: Observer | None, name: str
-) -> tuple[Run, Witness | None]:
-    """A function that runs one step, and who is to be told when one begins and ends."""
-    observer = observing(observe)
-    witness = observer if isinstance(observer, Witness) else None
-    if witness is not None:
-        witness.prepare(name, programs, handler)
-    return handler.compile(programs, pieces, observer), witness
+    return step
 
 
 def _name(schedule: Any) -> str:
-    return (
-        _name(schedule.func) if isinstance(schedule, functools.partial) else getattr(schedule, "__name__", "a schedule")
-    )
+    if isinstance(schedule, functools.partial):
+        return _name(schedule.func)
+    return getattr(schedule, "__name__", "a schedule")
 
 
-@dataclass
-class _Job:
-    """What value_and_grad and evaluate have in common: checks before, inputs, and the loss after."""
+def _with_random_check(run: Run, name: str) -> Run:
+    """Warn once if a step without a seed draws from the global generator."""
+    warned = False
+
+    def checked(inputs: Inputs) -> Results:
+        nonlocal warned
+        if warned or inputs.rng is not None:
+            return run(inputs)
+        before = torch.get_rng_state()
+        results = run(inputs)
+        if not torch.equal(before, torch.get_rng_state()):
+            warned = True
+            warnings.warn(
+                f"{name} drew random numbers from the global generator, so its result depends on the schedule; "
+                "pass rng=(seed, step)",
+                stacklevel=3,
+            )
+        return results
+
+    return checked
+
+
+@dataclass(frozen=True)
+class _StepSpec:
+    """The options of a step: check them and the arguments of each call, and split the batch.
+
+    Args:
+        ranks: the ranks that this process plays.
+        loss: compute the last stage's loss; without it the outputs are the result.
+    """
 
     pipeline: Pipeline
     plan: Plan
     ranks: Sequence[int]
-    reduction: str
+    loss: bool
+    has_aux: bool
+    reduction: Reduction
     weight: Callable[[Any], Any] | None
     in_axes: Any
     out_axes: Any
-    what: str
-    warned: bool = False
+    gather: bool
+    options: Options
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f"reduction must be 'mean' or 'sum', not {self.reduction!r}")
         if self.weight is not None and self.reduction != "mean":
-            raise ValueError("weight goes with reduction='mean': with 'sum' nothing is weighed")
+            raise ValueError("weight needs reduction='mean': with 'sum', losses have no weights")
         if self.plan != self.pipeline.plan(self.plan.placement, self.plan.microbatches):
             raise ScheduleError(
-                "the plan has other edges or ties than the pipeline: make it by pipeline.plan(placement, microbatches)"
+                "the plan's edges or ties are not the pipeline's: make it by pipeline.plan(placement, microbatches)"
             )
-        for stage, held in enumerate(self.plan.placement.holders):
-            if self.pipeline.stages[stage].stateful and len(held) > 1:
+        for stage, ranks in enumerate(self.plan.placement.holders):
+            if self.pipeline.stages[stage].stateful and len(ranks) > 1:
                 raise ScheduleError(
-                    f"stage {stage} is stateful and has copies on ranks {held}: a state needs every microbatch in "
+                    f"stage {stage} is stateful and has copies on ranks {ranks}: a state needs every microbatch in "
                     "order, so place it on one rank"
                 )
 
-    @property
-    def stateful(self) -> bool:
-        return any(stage.stateful for stage in self.pipeline.stages)
-
-    def pieces(self, loss: bool, has_aux: bool, gather: bool, options: Options) -> Pieces:
-        """The stages' pieces, the last with the loss where it is wanted."""
-        pipeline = with_loss(self.pipeline, has_aux) if loss else self.pipeline
-        return Pieces(pipeline, options.pieces(pipeline, loss), loss, gather and (has_aux or not loss), self._merge)
+    def pieces(self) -> Pieces:
+        """Return the stages' functions; those of the last stage include the loss where it is computed."""
+        pipeline = with_loss(self.pipeline, self.has_aux) if self.loss else self.pipeline
+        gather = self.gather and (self.has_aux or not self.loss)
+        return Pieces(pipeline, self.options.pieces(pipeline, self.loss), self.loss, gather, self._merge)
 
     def _merge(self, outputs: Mapping[int, Any]) -> Any:
         return merge([outputs[m] for m in range(self.plan.microbatches)], self.out_axes)
 
-    def run(self, run: Callable[[Inputs], Results], inputs: Inputs) -> Results:
-        watching = inputs.rng is None and not self.warned
-        before = torch.get_rng_state() if watching else None
-        results = run(inputs)
-        if before is not None and not torch.equal(before, torch.get_rng_state()):
-            self.warned = True
-            warnings.warn(
-                f"the {self.what} drew random numbers from the global generator, so its result depends on the "
-                "schedule; pass rng=(seed, step)",
-                stacklevel=3,
-            )
-        return results
+    def total(self, losses: Mapping[int, Tensor]) -> Tensor:
+        """Add the losses in microbatch order."""
+        return functools.reduce(torch.add, (losses[m] for m in range(self.plan.microbatches)))
 
     def inputs(
         self, params: Mapping[int, Any], batch: Any, target: Any, state: Mapping[int, Any] | None, rng: Rng | None
     ) -> Inputs:
-        """The step's arguments in microbatches; what is wrong with them is told to all ranks by the handler."""
+        """Split the step's arguments into microbatches. The handler reports an error in them to all ranks."""
         try:
             if rng is not None:
                 seed, step = rng
@@ -274,17 +294,17 @@ class _Job:
             self._check_state(state or {})
             data, rows = self._split(batch, target)
         except Exception as error:
-            return Inputs({}, {}, (), broken=self._broken(error))
+            return Inputs({}, {}, (), broken=self._stage_error(error))
         return Inputs(params, state or {}, data, rows, self.reduction == "mean" and self.weight is None, rng)
 
-    def _broken(self, error: Exception) -> StageError:
+    def _stage_error(self, error: Exception) -> StageError:
         rank = self.ranks[0] if len(self.ranks) == 1 else None
         if isinstance(error, StageError):
             return error.on(rank)
-        plain = isinstance(error, ValueError)
-        found = StageError(str(error) if plain else f"{type(error).__name__}: {error}", rank=rank)
-        found.__cause__ = error
-        return found
+        message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        result = StageError(message, rank=rank)
+        result.__cause__ = error
+        return result
 
     def _check_params(self, params: Mapping[int, Any]) -> None:
         if not isinstance(params, Mapping):
@@ -293,46 +313,42 @@ class _Job:
         foreign = sorted(set(params) - needed, key=repr)
         if foreign:
             raise StageError(
-                f"params has entries for stages {foreign}, of which this process holds only {sorted(needed)}: "
-                "take pipeline.params_on(params, plan, rank)"
+                f"params has entries for stages {foreign}, but this process holds only {sorted(needed)}: "
+                "pass pipeline.params_on(params, plan, rank)"
             )
 
     def _check_state(self, state: Mapping[int, Any]) -> None:
-        held = {stage for rank in self.ranks for stage in self.plan.stages_on(rank)}
-        stateful = {stage for stage in held if self.pipeline.stages[stage].stateful}
+        local = {stage for rank in self.ranks for stage in self.plan.stages_on(rank)}
+        stateful = {stage for stage in local if self.pipeline.stages[stage].stateful}
         for stage in sorted(stateful - set(state)):
             raise StageError(
-                f"it is stateful, and state has no entry for it: pass state={{{stage}: tree}}", stage=stage
+                f"the stage is stateful, but state has no entry for it: pass state={{{stage}: tree}}", stage=stage
             )
         for stage in sorted(set(state) - stateful, key=repr):
             raise StageError(
                 f"state has an entry for stage {stage}, which is not a stateful stage of this process: "
-                "pass those of plan.stages_on(rank)"
+                "pass pipeline.state_on(state, plan, rank)"
             )
 
     def _split(self, batch: Any, target: Any) -> tuple[list[Microbatch], int | None]:
+        """Return the microbatches, and the number of rows of the whole batch."""
         self.pipeline.accept(batch)
         count = self.plan.microbatches
         axes = self.in_axes if isinstance(self.in_axes, tuple) else (self.in_axes, self.in_axes)
         if len(axes) != 2:
-            raise ValueError(f"in_axes is one axis or a pair, for batch and target, not {self.in_axes!r}")
+            raise ValueError(f"in_axes must be one axis, or a pair for batch and target, not {self.in_axes!r}")
         batches, rows = split(batch, count, axes[0], "batch")
         targets, target_rows = split(target, count, axes[1], "target")
         if self.weight is not None:
-            return [Microbatch(*part) for part in zip(batches, targets, self._scales(targets), strict=True)], None
+            return list(map(Microbatch, batches, targets, self._scales(self.weight, targets))), None
         if self.reduction == "mean" and None not in (rows, target_rows) and rows != target_rows:
             raise ValueError(f"the batch has {rows} rows, the target {target_rows}")
         return list(map(Microbatch, batches, targets)), rows if rows is not None else target_rows
 
-    def _scales(self, targets: Sequence[Any]) -> Sequence[Any]:
-        """Each microbatch's share of the weight, where the loss is."""
-        assert self.weight is not None
+    def _scales(self, weight: Callable[[Any], Any], targets: Sequence[Any]) -> Sequence[Any]:
+        """Return each microbatch's share of the weight; None where this process does not compute the loss."""
         if not any(self.plan.stages - 1 in self.plan.stages_on(rank) for rank in self.ranks):
             return [None] * len(targets)
-        weights = [torch.as_tensor(self.weight(part), dtype=torch.float64, device="cpu") for part in targets]
-        whole = functools.reduce(torch.add, weights)
-        return [weight / whole for weight in weights]
-
-    def loss(self, results: Results, has_aux: bool) -> Any:
-        loss = functools.reduce(torch.add, (results.losses[m] for m in range(self.plan.microbatches)))
-        return (loss, results.output) if has_aux else loss
+        weights = [torch.as_tensor(weight(target), dtype=torch.float64, device="cpu") for target in targets]
+        total = functools.reduce(torch.add, weights)
+        return [weight / total for weight in weights]

@@ -18,7 +18,7 @@ from tests.support.cases import mse
 FAULTS = {
     "wrong tree": r"rank 1, stage 1, microbatch 0: Forward raised KeyError: 'w'",
     "missing stage": r"rank 1, stage 1: params has no entry for it, only for stages",
-    "foreign stage": r"rank 1: params has entries for stages \[9\], of which this process holds only",
+    "foreign stage": r"rank 1: params has entries for stages \[9\], but this process holds only",
     "short batch": r"batch \(float32\[3, 4\]\) has 3 rows on axis 0: too few for 4 microbatches",
     "raises": r"rank 1, stage 1, microbatch 3: Forward raised ArithmeticError: the last",
     "misfit": r"rank 2, stage 2, microbatch 0: Forward raised RuntimeError: .*\(stage 1 gave it float32\[2, 3\]\)",
