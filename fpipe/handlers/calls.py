@@ -23,7 +23,7 @@ import torch
 from fpipe import effects as fx
 from fpipe.autodiff.interface import Leaves, Pieces, Prepared, counts, detached_tree, discounted, seed, weighed, zeros
 from fpipe.errors import ScheduleError
-from fpipe.handlers.gradients import Key, Sum, add_leaves, sent
+from fpipe.handlers.gradients import LeafKey, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import ABSENT, Flat, check_plain, flatten, indices
@@ -68,7 +68,7 @@ class Step:
     uncounted: set[int] = field(default_factory=set)
     results: Results = field(default_factory=Results)
 
-    def own(self, stage: int) -> dict[Key, Any]:
+    def own(self, stage: int) -> dict[LeafKey, Any]:
         """This rank's sums for a stage, by path."""
         return dict(zip(self.prepared[stage].paths, self.sums[stage].read(), strict=True))
 

@@ -11,7 +11,7 @@ from fpipe import effects as fx
 from fpipe.autodiff.interface import Pieces
 from fpipe.errors import StageError
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Channels, Functions, Step
-from fpipe.handlers.gradients import Key, received, total
+from fpipe.handlers.gradients import LeafKey, received, total
 from fpipe.handlers.protocol import Inputs, Observer, Results, Witness
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import summary
@@ -84,7 +84,7 @@ class Executor:
         """Give up everything that the step holds."""
         self.calls.clear()
 
-    def _sums(self, step: Step) -> dict[tuple[int, int], dict[Key, Any]]:
+    def _sums(self, step: Step) -> dict[tuple[int, int], dict[LeafKey, Any]]:
         sums = {(stage, self.rank): step.own(stage) for stage in step.sums}
         for (stage, rank), leaves in step.foreign.items():
             sums[stage, rank] = received(self.pipeline, self.plan, step.inputs.params, stage, self.rank, leaves)

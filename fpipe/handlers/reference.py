@@ -1,6 +1,11 @@
-"""The oracle: microbatch by microbatch through the stages in order, gradients by one call of autograd.
+"""The definition of the result: `torch.autograd.grad` of the stages composed in order, microbatch by microbatch.
 
-No schedule, no pieces' backward, no communication. Every other handler must give these bits.
+It uses no schedule, no split backward and no communication. Every other handler must give the same bits. The order of
+the sums is part of the definition:
+
+- autograd adds the gradients of an output from its highest consumer down: each consumer reads the output through an
+  identity of its own, made when the consumer runs;
+- the weight gradients of each stage and copy are added in microbatch order, then over copies, then over ties by stage.
 """
 
 from collections.abc import Mapping
@@ -12,64 +17,96 @@ from torch import Tensor
 from fpipe.autodiff.interface import Pieces, counts, detached_tree, prepared, seed, weighed
 from fpipe.effects import Backward, BackwardWeight
 from fpipe.errors import blaming
-from fpipe.handlers.gradients import add, copied, total
+from fpipe.handlers.gradients import LeafKey, add, copied, total
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.program import Program
-from fpipe.stages.pytree import flatten, viewed
+from fpipe.stages.pytree import Path, flatten, viewed
 from fpipe.stages.rng import seeded
 
 
 class Reference:
-    """Plays all ranks in this process and disregards the order of effects."""
+    """Play all ranks in this process, and ignore the order of effects."""
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         return tuple(range(plan.ranks))
 
     def compile(self, programs: Mapping[int, Program], pieces: Pieces, observe: Observer | None) -> Run:
-        plan, pipeline = programs[0].plan, pieces.pipeline
         train = any(isinstance(e, Backward | BackwardWeight) for p in programs.values() for e in p)
-
-        def run(inputs: Inputs) -> Results:
-            if inputs.broken:
-                raise inputs.broken
-            results, sums = Results(state=dict(inputs.state)), dict[tuple[int, int], dict[Any, Any]]()
-            params = [prepared(stage, pipeline.params_of(inputs.params, s)) for s, stage in enumerate(pipeline.stages)]
-            own = [p.own[i] for p in params for i in p.trained]
-            for m in range(plan.microbatches):
-                data, out = inputs.data[m], dict[int, Any]()
-                for s, stage in enumerate(pipeline.stages):
-                    with torch.set_grad_enabled(train), seeded(inputs.rng, s, m), blaming(s, m):
-                        read = {r: viewed(out[r]) for r in plan.sources(s)}
-                        arguments = stage.arguments(read, stage.given(data))
-                        output, state = stage(params[s].tree, results.state.get(s), arguments)
-                        out[s] = viewed(output)
-                    if stage.stateful:
-                        results.state[s] = detached_tree(state)
-                loss, kept = out[s] if pieces.loss else (None, out[s])
-                results.outputs[m] = detached_tree(kept)
-                if loss is None:
-                    continue
-                weight = seed(loss, scale := inputs.scale(m))
-                results.losses[m] = weighed(loss, weight, scale)
-                if not (counted := counts(scale)):
-                    _nothing_back(read)
-                used = loss.requires_grad and own
-                grads = iter(torch.autograd.grad(loss, own, weight, allow_unused=True) if used else [None] * len(own))
-                for s, p in enumerate(params if train else ()):
-                    into = sums.setdefault((s, plan.rank_of(s, m)), dict.fromkeys(p.paths))
-                    for path in p.paths:
-                        gradient = next(grads)
-                        into[path] = add(into[path], gradient if counted or s < plan.stages - 1 else None)
-            results.gradients = copied(total(pipeline, plan, inputs.params, range(plan.stages), sums)) if train else {}
-            results.output = pieces.merge(results.outputs)
-            return results
-
-        return run
+        return lambda inputs: _Step(programs[0].plan, pieces, train, inputs).run()
 
 
-def _nothing_back(read: Any) -> None:
-    """Let zeros go back through what the last stage reads, whatever its own gradients are: 0 times NaN would be NaN."""
-    for x in flatten(read).leaves:
+class _Step:
+    """One step; `sums` are the weight gradients of each (stage, rank), by path."""
+
+    def __init__(self, plan: Plan, pieces: Pieces, train: bool, inputs: Inputs) -> None:
+        if inputs.broken:
+            raise inputs.broken
+        self.plan, self.pieces, self.pipeline, self.train, self.inputs = plan, pieces, pieces.pipeline, train, inputs
+        stages = enumerate(self.pipeline.stages)
+        self.params = [prepared(stage, self.pipeline.params_of(inputs.params, s)) for s, stage in stages]
+        self.sums: dict[tuple[int, int], dict[LeafKey, Tensor | None]] = {}
+        self.results = Results(state=dict(inputs.state))
+
+    def run(self) -> Results:
+        results, pipeline, plan = self.results, self.pipeline, self.plan
+        for m in range(plan.microbatches):
+            output, last_inputs = self._forward(m)
+            if self.pieces.loss:
+                loss, output = output
+                self._accumulate(m, self._grads(m, loss, last_inputs))
+            results.outputs[m] = detached_tree(output)
+        if self.train:
+            results.gradients = copied(total(pipeline, plan, self.inputs.params, range(plan.stages), self.sums))
+        results.output = self.pieces.merge(results.outputs)
+        return results
+
+    def _forward(self, m: int) -> tuple[Any, Any]:
+        """Return the last stage's output, and the outputs that it read."""
+        data, outputs, read, state = self.inputs.data[m], dict[int, Any](), dict[int, Any](), self.results.state
+        for s, stage in enumerate(self.pipeline.stages):
+            with torch.set_grad_enabled(self.train), seeded(self.inputs.rng, s, m), blaming(s, m):
+                read = {source: viewed(outputs[source]) for source in self.plan.sources(s)}
+                arguments = stage.arguments(read, stage.given(data))
+                output, new_state = stage(self.params[s].tree, state.get(s), arguments)
+                outputs[s] = viewed(output)
+            if stage.stateful:
+                state[s] = detached_tree(new_state)
+        return outputs[self.plan.stages - 1], read
+
+    def _grads(self, m: int, loss: Tensor, last_inputs: Any) -> dict[tuple[int, Path], Tensor | None]:
+        """Return the gradient of every trained parameter by (stage, path); record the weighted loss.
+
+        A microbatch of weight 0 gives none for the last stage, and zeros for the inputs of the last stage, even where
+        these gradients are NaN.
+        """
+        scale = self.inputs.scale(m)
+        cotangent = seed(loss, scale)
+        self.results.losses[m] = weighed(loss, cotangent, scale)
+        leaves = {
+            (s, path): params.own[i]
+            for s, params in enumerate(self.params)
+            for i, path in zip(params.trained, params.paths, strict=True)
+        }
+        if not loss.requires_grad or not leaves:
+            return dict.fromkeys(leaves)
+        if not counts(scale):
+            _zero_gradients(last_inputs)
+        gradients = torch.autograd.grad(loss, tuple(leaves.values()), cotangent, allow_unused=True)
+        last = self.plan.stages - 1
+        return {
+            (s, path): gradient if s != last or counts(scale) else None
+            for (s, path), gradient in zip(leaves, gradients, strict=True)
+        }
+
+    def _accumulate(self, m: int, gradients: Mapping[tuple[int, Path], Tensor | None]) -> None:
+        for (s, path), gradient in gradients.items():
+            sums = self.sums.setdefault((s, self.plan.rank_of(s, m)), {})
+            sums[path] = add(sums.get(path), gradient)
+
+
+def _zero_gradients(tree: Any) -> None:
+    """Let autograd pass zeros on from these tensors, because 0 times NaN is NaN."""
+    for x in flatten(tree).leaves:
         if isinstance(x, Tensor) and x.requires_grad:
             x.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
