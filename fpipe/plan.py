@@ -170,6 +170,15 @@ class Plan:
             if not 0 <= stage < self.stages:
                 raise ScheduleError(f"a tie names stage {stage}: there are stages 0 to {self.stages - 1}")
 
+    def _repr_html_(self) -> str:
+        """Return the table of stages by rank that a notebook shows."""
+        rows = "".join(
+            f"<tr><th>rank {rank}</th><td>{', '.join(map(str, self.stages_on(rank)))}</td></tr>"
+            for rank in range(self.ranks)
+        )
+        caption = f"{self.stages} stages on {self.ranks} ranks, {self.microbatches} microbatches"
+        return f"<table><caption>{caption}</caption><tr><th></th><th>stages</th></tr>{rows}</table>"
+
     @property
     def stages(self) -> int:
         """How many stages there are."""

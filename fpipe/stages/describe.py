@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 import torch
@@ -20,8 +21,25 @@ def description(
     that need no memory, `outputs` by name, where it `begins` and its `share` of the time; None where that isn't known.
     Where `params` has no entry for a stage, as for those of other ranks, its numbers are "—".
     """
+    return "\n".join([*_table(_rows(stages, entries, params)), *_ties(entries)])
+
+
+def html(stages: Sequence[Stage], entries: Mapping[Any, Sequence[Any]]) -> str:
+    """Return the same table for a notebook."""
+    rows = _rows(stages, entries, None)
+    columns = _columns(rows)
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    cells = ("".join(f"<td>{escape(row.get(name, ''))}</td>" for name in columns) for row in rows)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    ties = "".join(f"<div>{escape(tie)}</div>" for tie in _ties(entries))
+    return f"<table><tr>{head}</tr>{body}</table>{ties}"
+
+
+def _rows(
+    stages: Sequence[Stage], entries: Mapping[Any, Sequence[Any]], params: Mapping[int, Any] | None
+) -> list[dict[str, str]]:
     contents: list[Any] = [getattr(stage.fn, "contents", None) for stage in stages]
-    tied = {user: entry for entry, uses in entries.items() for user in uses[1:]}
+    tied = _tied(entries)
     rows = []
     for index, stage in enumerate(stages):
         row, known = {"stage": str(index)}, contents[index]
@@ -34,10 +52,19 @@ def description(
         if known is not None and known.begins is not None:
             row["begins"] = known.begins
         rows.append(row | {"reads": ", ".join(_read(read, contents) for read in stage.inputs) or "nothing"})
-    lines = _table(rows)
-    for (user, path), (owner, source) in sorted(tied.items(), key=str):
-        lines.append(f"tied: {_name(path)} of stage {user} is {_name(source)} of stage {owner}")
-    return "\n".join(lines)
+    return rows
+
+
+def _tied(entries: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
+    """Return the shared entry of each use of it by a further stage."""
+    return {user: entry for entry, uses in entries.items() for user in uses[1:]}
+
+
+def _ties(entries: Mapping[Any, Sequence[Any]]) -> list[str]:
+    return [
+        f"tied: {_name(path)} of stage {user} is {_name(source)} of stage {owner}"
+        for (user, path), (owner, source) in sorted(_tied(entries).items(), key=str)
+    ]
 
 
 def _own(tree: Mapping[Any, Any], stage: int, tied: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -95,16 +122,18 @@ def size(tensors: Sequence[torch.Tensor]) -> str:
     return f"{count} B" if not power else f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB"
 
 
+def _columns(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the columns that some row has."""
+    names = ("stage", "parameters", "frozen", "bytes", "state", "time", "begins", "reads")
+    return [name for name in names if any(name in row for row in rows)]
+
+
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Columns that some row has, numbers to the right."""
-    columns = [
-        name
-        for name in ("stage", "parameters", "frozen", "bytes", "state", "time", "begins")
-        if any(name in row for row in rows)
-    ]
+    """Align all columns but the last to the right."""
+    *columns, last = _columns(rows)
     widths = [max(len(name), *(len(row.get(name, "")) for row in rows)) for name in columns]
-    head = dict(zip((*columns, "reads"), (*columns, "reads"), strict=True))
+    head = {name: name for name in (*columns, last)}
     return [
-        "  ".join([*(row.get(n, "").rjust(w) for n, w in zip(columns, widths, strict=True)), row["reads"]])
+        "  ".join([*(row.get(n, "").rjust(w) for n, w in zip(columns, widths, strict=True)), row[last]])
         for row in (head, *rows)
     ]

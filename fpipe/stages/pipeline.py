@@ -11,7 +11,7 @@ import torch
 
 from fpipe.errors import StageError
 from fpipe.plan import Edges, Placement, Plan
-from fpipe.stages.describe import description
+from fpipe.stages.describe import description, html
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Path, as_path, pick, place, short
 from fpipe.stages.stage import Batch, Output, Read, Stage, Target
@@ -163,6 +163,10 @@ class Pipeline:
         tied: w of stage 1 is w of stage 0
         """
         return description(self.stages, self.entries, params)
+
+    def _repr_html_(self) -> str:
+        """Return the table of stages that a notebook shows."""
+        return html(self.stages, self.entries)
 
     def replace(self, stages: Sequence[Stage], loss: Callable[..., Any] | None) -> Pipeline:
         """The same edges' and ties' pipeline with other stages and another loss."""

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from itertools import pairwise
 from typing import NamedTuple, overload
 
@@ -26,6 +27,7 @@ from fpipe.programs.interning import Interning
 from fpipe.programs.memory import LiveMemory
 from fpipe.tables import FORWARD, TABLE, WEIGHT, Table
 
+_MOST_DRAWN = 5000  # compute effects in a notebook's drawing
 CAUSES = ("warm-up", "dependency", "transfer", "imbalance", "drain")
 
 
@@ -116,6 +118,13 @@ class Timeline:
     def compute(self, rank: int) -> Iterator[Span]:
         """A rank's compute, in order."""
         return (self.spans[at] for at in self._computes[rank])
+
+    def _repr_svg_(self) -> str | None:
+        """Return the drawing that a notebook shows; None for a timeline too long to be drawn in a page."""
+        if sum(map(len, self._computes)) > _MOST_DRAWN:
+            return None
+        drawing: str = import_module("fpipe.timelines.svg").svg(self)  # by name, because it imports this module
+        return drawing
 
     @cached_property
     def _bounds(self) -> list[tuple[float, float]]:
