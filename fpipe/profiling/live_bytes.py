@@ -1,13 +1,13 @@
-"""How many bytes of tensors are held: at the peak of a call, and between the effects of a step.
+"""Measure the live bytes of tensors by the allocator's events: the peak of a call, and at each effect of a step.
 
-On the CPU these are the allocator's own events, by torch's profiler: of every tensor with its size, temporaries
-within operations too. It sees the thread that calls; gloo's own threads make nothing but sums of a few numbers.
+On the CPU torch's profiler records every allocation with its size, temporaries within operations included. It sees
+only the calling thread; gloo's threads allocate nothing but sums of a few numbers.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -23,12 +23,12 @@ MARK = "fpipe.live"
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """The most bytes of tensors that a call holds at once, beyond what was there before it.
+    """Return the most bytes of tensors that are live during a call, beyond those that were live before it.
 
     Args:
-        call: `lambda: step(params, batch, target)`, for one; best when it has run before, for tracing takes memory.
-        device: the CPU, by every event of its allocator, or a CUDA device, by the statistics of torch's caching
-            allocator, whose peak this resets. On both the bytes asked for, before they are rounded up.
+        call: for example `lambda: step(params, batch, target)`. Call it once before, because tracing takes memory.
+        device: the CPU, measured by every event of its allocator; or a CUDA device, measured by the statistics of
+            torch's caching allocator, whose peak this resets. Both count requested bytes, before rounding.
 
     >>> def call():
     ...     x = torch.zeros(1000)
@@ -43,38 +43,37 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
         return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before)
     with _recorded() as events:
         call()
-    made, live, peak = dict[int, int](), 0, 0
-    for event in events:
-        if event.size > 0:
-            made[event.address] = event.size
-            live += event.size
-            peak = max(peak, live)
+    sizes, memory = dict[int, int](), _Memory()
+    for address, size in events:
+        if size > 0:
+            sizes[address] = size
+            memory.add(size)
         else:
-            live -= made.pop(event.address, 0)
-    return peak
+            memory.add(-sizes.pop(address, 0))
+    return memory.peak
 
 
-class Held(NamedTuple):
-    """What a rank holds when an effect begins, at most while it runs, and when it ends."""
+class EffectMemory(NamedTuple):
+    """The live bytes of a rank when an effect begins, their peak while it runs, and when it ends."""
 
     rank: int
     effect: Effect
     before: int
-    most: int
+    peak: int
     after: int
 
 
 class LiveBytes:
-    """An observer that says what each rank holds at the boundaries of effects, in bytes, on the CPU.
+    """An observer that measures the live bytes of each rank at the begin and end of every effect, on the CPU.
 
-    Counted is what a step makes from its first effect on, less what it returns: sums of gradients, losses and outputs
-    lie apart, as do parameters and the batch, which are the caller's. Memory is held by the rank whose effect makes
-    it, until it is freed. Where one process plays all ranks, a value is handed over as it is, and stays its maker's;
-    where that makes a copy, the copy is its receiver's. Of a stage with copies the sums that are added to another
-    rank's are not returned, and count.
+    It counts what a step allocates from its first effect on, except for what it returns: sums of gradients, losses and
+    outputs. Parameters and the batch belong to the caller and do not count. Memory counts for the rank whose effect
+    allocates it, until it is freed. Where one process plays all ranks, a value is passed on without a copy and counts
+    for its producer; a copy counts for its receiver. A copy of a stage does not return the sums that are added to
+    another rank's, so these count.
 
     Args:
-        held: of the last `run`, an entry for each effect, in the order in which they ran.
+        effects: of the last `run`, one entry for each effect, in the order in which they ran.
 
     >>> import fpipe
     >>> pipeline = fpipe.Pipeline([lambda p, x: torch.tanh(x @ p)] * 2, loss=lambda y, t: (y - t).square().mean())
@@ -89,23 +88,23 @@ class LiveBytes:
     """
 
     def __init__(self) -> None:
-        self.held: list[Held] = []
+        self.effects: list[EffectMemory] = []
         self._marks: list[_Mark] | None = None
 
     def run(self, step: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a step that this observes; what it returns."""
+        """Call a step that has this observer, and return its result."""
         self._marks = marks = list[_Mark]()
         try:
             with _recorded() as events:
                 result = step(*args, **kwargs)
         finally:
             self._marks = None
-        self.held = list(_by_rank(events, marks))
+        self.effects = list(_by_effect(events, marks))
         return result
 
     def peak(self, rank: int) -> int:
-        """The most that a rank holds at the boundary of an effect: `Report.peak_bytes`, as measured."""
-        return max((max(held.before, held.after) for held in self.held if held.rank == rank), default=0)
+        """Return a rank's most live bytes at the begin or end of an effect: `Report.peak_bytes`, measured."""
+        return max((max(memory.before, memory.after) for memory in self.effects if memory.rank == rank), default=0)
 
     def begin(self, rank: int, effect: Effect) -> None:
         self._mark(rank, effect, begins=True)
@@ -114,10 +113,10 @@ class LiveBytes:
         self._mark(rank, effect, begins=False)
 
     def wait(self, rank: int, value: Value) -> None:
-        """A wait makes nothing."""
+        """A wait allocates nothing."""
 
     def arrive(self, rank: int, value: Value) -> None:
-        """Nor does its end."""
+        """An arrival allocates nothing."""
 
     def _mark(self, rank: int, effect: Effect, begins: bool) -> None:
         if self._marks is not None:
@@ -132,7 +131,7 @@ class _Mark(NamedTuple):
 
 
 class _Event(NamedTuple):
-    """Memory made, size > 0, or freed, size < 0; or a mark, without a size."""
+    """An allocation (size > 0), a release (size < 0), or a mark (size 0)."""
 
     address: int
     size: int
@@ -140,7 +139,7 @@ class _Event(NamedTuple):
 
 @contextmanager
 def _recorded() -> Iterator[list[_Event]]:
-    """The events of the block, in order, once it is over."""
+    """Record the block's events; the list is filled when the block ends."""
     events: list[_Event] = []
     with _quietly():
         profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
@@ -155,68 +154,70 @@ def _recorded() -> Iterator[list[_Event]]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the profiler's own messages, for which it looks when it is first started."""
-    given = os.environ.get("KINETO_LOG_LEVEL")
+    """Silence the profiler's own messages. It reads the variable when it is first started."""
+    before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         yield
     finally:
-        if given is None:
+        if before is None:
             del os.environ["KINETO_LOG_LEVEL"]
 
 
 def _in_order(tree: list[Any]) -> Iterator[_Event]:
-    found, todo = list[Any](), [*tree]
+    events, todo = list[Any](), [*tree]
     while todo:
         event = todo.pop()
         todo += event.children
         if event.name in (MARK, "[memory]"):
-            found.append(event)
-    for event in sorted(found, key=lambda e: e.start_time_ns):
-        of = event.extra_fields
+            events.append(event)
+    for event in sorted(events, key=lambda e: e.start_time_ns):
+        fields = event.extra_fields
         if event.name == MARK:
             yield _Event(0, 0)
-        elif of.device.type == "cpu" and of.alloc_size:
-            yield _Event(of.ptr, of.alloc_size)
+        elif fields.device.type == "cpu" and fields.alloc_size:
+            yield _Event(fields.ptr, fields.alloc_size)
 
 
 @dataclass
-class _Holder:
-    """What one rank holds now, and the most since it was last asked."""
+class _Memory:
+    """Live bytes, and their peak since it was last reset."""
 
     live: int = 0
-    most: int = 0
+    peak: int = 0
 
     def add(self, size: int) -> None:
         self.live += size
-        self.most = max(self.most, self.live)
+        self.peak = max(self.peak, self.live)
 
 
-def _by_rank(events: list[_Event], marks: list[_Mark]) -> Iterator[Held]:
-    ranks = {mark.rank: _Holder() for mark in marks}
-    kept, made, before = _survivors(events), dict[int, tuple[_Holder, int]](), 0
-    upcoming = iter(marks)
-    mark, owner = next(upcoming, None), None  # what is made before the first effect lies apart
-    for at, (address, size) in enumerate(events):
-        if size > 0 and at not in kept and owner is not None:
-            made[address] = ranks[owner], size
-            ranks[owner].add(size)
-        elif size < 0 and address in made:
-            holder, size = made.pop(address)
-            holder.add(-size)
-        elif not size and mark is not None:
-            rank, effect, begins = mark
-            holder = ranks[rank]
-            if begins:
-                before = holder.most = holder.live
-            else:
-                yield Held(rank, effect, before, holder.most, holder.live)
-            following = next(upcoming, None)
-            owner, mark = _owner(mark, following, ranks), following
+def _by_effect(events: list[_Event], marks: list[_Mark]) -> Iterator[EffectMemory]:
+    """Count the events between two marks for the rank that `_payer` names; those before the first mark for none."""
+    memories = {mark.rank: _Memory() for mark in marks}
+    blocks: dict[int, tuple[_Memory, int]] = {}  # address -> the memory that it counts for, and its size
+    intervals = _between_marks(_without_results(events))
+    before = 0
+    for mark, following, interval in zip(marks, [*marks[1:], None], intervals, strict=True):
+        memory = memories[mark.rank]
+        if mark.begins:
+            before = memory.peak = memory.live
+        else:
+            yield EffectMemory(mark.rank, mark.effect, before, memory.peak, memory.live)
+        payer = _payer(mark, following, memories)
+        for address, size in interval:
+            if size < 0 and address in blocks:
+                owner, size = blocks.pop(address)
+                owner.add(-size)
+            elif size > 0 and payer is not None:
+                blocks[address] = memories[payer], size
+                memories[payer].add(size)
 
 
-def _owner(mark: _Mark, following: _Mark | None, ranks: Container[int]) -> int | None:
-    """Whose is what is made from here on: within an effect its rank's, else that of the next. Sums are nobody's."""
+def _payer(mark: _Mark, following: _Mark | None, ranks: Container[int]) -> int | None:
+    """Return the rank that allocations after a mark count for: the running effect's, else the next effect's.
+
+    Sums of gradients count for none. A send's allocations count for its receiver if this process plays that rank.
+    """
     rank, effect, begins = mark
     if not begins:
         return rank if following is None else following.rank
@@ -225,12 +226,24 @@ def _owner(mark: _Mark, following: _Mark | None, ranks: Container[int]) -> int |
     return effect.rank if isinstance(effect, Send) and effect.rank in ranks else rank
 
 
-def _survivors(events: list[_Event]) -> set[int]:
-    """Where memory is made that is never freed."""
-    made: dict[int, int] = {}
+def _between_marks(events: Iterable[_Event]) -> list[list[_Event]]:
+    """Split the events at the marks; those before the first mark are left out."""
+    intervals: list[list[_Event]] = [[]]
+    for event in events:
+        if event.size:
+            intervals[-1].append(event)
+        else:
+            intervals.append([])
+    return intervals[1:]
+
+
+def _without_results(events: list[_Event]) -> list[_Event]:
+    """Leave out the allocations that are never released: the results of the step."""
+    unreleased: dict[int, int] = {}  # address -> index of its allocation
     for at, (address, size) in enumerate(events):
         if size > 0:
-            made[address] = at
+            unreleased[address] = at
         elif size < 0:
-            made.pop(address, None)
-    return set(made.values())
+            unreleased.pop(address, None)
+    results = set(unreleased.values())
+    return [event for at, event in enumerate(events) if at not in results]

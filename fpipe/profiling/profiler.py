@@ -1,4 +1,4 @@
-"""What stages take: times measured piece by piece, and bytes by which memory is whose."""
+"""Measure stages: the seconds of each piece, and bytes by storage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import effects as fx
@@ -22,7 +22,9 @@ from fpipe.costs import Costs, Shared
 from fpipe.errors import blaming
 from fpipe.handlers.distributed.strides import buffer, strides_of
 from fpipe.handlers.gradients import add_leaves
+from fpipe.handlers.protocol import Inputs
 from fpipe.policies import everything_saveable
+from fpipe.profiling.storages import StorageBytes
 from fpipe.stages.microbatch import Microbatch, split
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.pytree import Flat, flatten, indices
@@ -48,25 +50,24 @@ def profile(
     compile: bool = False,  # noqa: A002
     repeats: int = 10,
 ) -> Costs:
-    """What each stage's pieces take on this machine, for `simulate`, `search` and schedules that order by costs.
+    """Measure what each stage costs on this machine, for `simulate`, `search` and schedules that order by costs.
 
     Args:
         params, state: of all stages.
-        batch, target: split into `microbatches`, of which costs are those of one: the median over all of them.
+        batch, target: split into `microbatches`. The costs are those of one microbatch: the median over all of them.
         rng: (seed, step), by default (0, 0).
-        repeats: steps that are measured with backwards in one, and as many with split ones, after one of each that
-            isn't.
+        repeats: the number of measured steps with fused backwards, and of those with split ones, after one unmeasured
+            step of each.
 
     Returns:
-        `Costs` with seconds for `forward`, `backward`, `backward_input` and `backward_weight`, and bytes for
-        `activation`, `residuals` and `deferred`, parameters and the batch apart, with what of it is the same memory
-        (`shared`) and what of an output its readers read (`reads`).
-        Communication costs nothing: `dataclasses.replace(costs, communication=Link(latency, bandwidth))` says
-        what it takes.
+        `Costs` in seconds for `forward`, `backward`, `backward_input` and `backward_weight`, and in bytes for
+        `activation`, `residuals` and `deferred`. Parameters and the batch are not counted. `shared` lists the memory
+        that several of these have in common, `reads` what a stage reads of an output if it does not read all of it.
+        Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`.
 
     Raises:
-        StageError: what was given is wrong, or a stage failed.
-        ValueError: no repeats.
+        StageError: an argument is wrong, or a stage failed.
+        ValueError: `repeats` is below 1.
 
     >>> from fpipe import Pipeline
     >>> pipeline = Pipeline([lambda p, x: torch.tanh(x @ p)] * 2, loss=lambda y, t: (y - t).square().mean())
@@ -77,84 +78,87 @@ def profile(
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, not {repeats}")
-    whole = with_loss(pipeline, has_aux)
-    pieces = Options(autodiff, policy, compile).pieces(whole, loss=True)
+    pipeline = with_loss(pipeline, has_aux)
+    pieces = Options(autodiff, policy, compile).pieces(pipeline, loss=True)
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
     batches, targets = (split(tree, microbatches, axis)[0] for tree, axis in zip((batch, target), axes, strict=True))
-    run = _Run(whole, pieces, params, state or {}, rng or (0, 0), list(map(Microbatch, batches, targets)))
-    run.step(halves=False)
-    run.step(halves=True, noting=True)
-    run.times.clear()  # in these, stages are traced
+    data = list(map(Microbatch, batches, targets))
+    profiler = _Profiler(pipeline, pieces, Inputs(params, state or {}, data, rng=rng or (0, 0)))
+    profiler.step(halves=False)
+    profiler.step(halves=True, sizes=True)
+    profiler.seconds.clear()  # of the steps that traced the stages
     for _ in range(repeats):
-        run.step(halves=False)
-        run.step(halves=True)
-    return run.costs()
+        profiler.step(halves=False)
+        profiler.step(halves=True)
+    return profiler.costs()
 
 
-class _Run:
-    """A pipeline's pieces, run stage by stage and measured."""
+class _Profiler:
+    """Run a pipeline's pieces stage by stage, and measure them.
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        pieces: Sequence[Piece],
-        params: Mapping[int, Any],
-        state: Mapping[int, Any],
-        rng: tuple[int, int],
-        data: Sequence[Microbatch],
-    ) -> None:
-        self.pipeline, self.pieces, self.rng, self.data, self.state = pipeline, pieces, rng, data, state
-        self.prepared = [p.prepare(pipeline.params_of(params, s)) for s, p in enumerate(pieces)]
-        self.on_gpu = any(isinstance(x, Tensor) and x.is_cuda for p in self.prepared for x in p.leaves)
-        self.times: dict[tuple[str, int, int], list[float]] = defaultdict(list)  # by piece, stage and microbatch
-        given = flatten((list(data), dict(state))).leaves
-        self.memory = _Memory([*(x for p in self.prepared for x in p.leaves), *given])
-        self.noting = False
+    Args:
+        seconds: of each run, by (piece, stage, microbatch).
+        sizing: whether the memory of the running microbatch is measured.
+    """
 
-    def step(self, halves: bool, noting: bool = False) -> None:
-        """Every microbatch through all stages and back; of the first, which is the largest, its memory is noted."""
-        state = dict(self.state)
-        for m, data in enumerate(self.data):
-            self.noting = noting and m == 0
+    def __init__(self, pipeline: Pipeline, pieces: Sequence[Piece], inputs: Inputs) -> None:
+        self.pieces, self.inputs = pieces, inputs
+        self.prepared = [p.prepare(pipeline.params_of(inputs.params, s)) for s, p in enumerate(pieces)]
+        params = [x for p in self.prepared for x in p.leaves]
+        self.on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in params)
+        self.seconds: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+        self.sizes = _Sizes([*params, *flatten((list(inputs.data), dict(inputs.state))).leaves])
+        self.sizing = False
+
+    def step(self, halves: bool, sizes: bool = False) -> None:
+        """Run every microbatch forward and back; with `sizes`, measure the memory of the first, the largest."""
+        state = dict(self.inputs.state)
+        for m in range(len(self.inputs.data)):
+            self.sizing = sizes and m == 0
             outputs: dict[int, Flat] = {}
-            kept: list[Any] = []
+            residuals: list[Any] = []
             for s in range(len(self.pieces)):
-                outputs[s], residuals, state[s] = self._forward(s, m, state.get(s), outputs, data)
-                kept.append(residuals)
-            self._backward(m, outputs, kept, halves)
+                outputs[s], kept, state[s] = self._forward(s, m, state.get(s), outputs)
+                residuals.append(kept)
+            self._backward(m, outputs, residuals, halves)
 
-    def _forward(self, s: int, m: int, state: Any, outputs: Mapping[int, Flat], data: Microbatch) -> tuple[Any, ...]:
-        piece, saved = self.pieces[s], _Saved()
+    def _forward(self, s: int, m: int, state: Any, outputs: Mapping[int, Flat]) -> tuple[Flat, Any, Any]:
+        """Return (outputs, residuals, new state)."""
+        piece, data, saved = self.pieces[s], self.inputs.data[m], _SavedTensors()
         sources = {source: outputs[source] for source in piece.stage.sources}
-        with blaming(s, m), seeded(self.rng, s, m), saved.hooks() if self.noting else nullcontext():
-            given, residuals, state = self._timed(
+        with blaming(s, m), seeded(self.inputs.rng, s, m), saved.hooks() if self.sizing else nullcontext():
+            output, residuals, state = self._timed(
                 "forward", s, m, lambda: piece.forward(self.prepared[s], state, sources, data, keep=True)
             )
-        if self.noting:
+        if self.sizing:
             kept = residuals.values if isinstance(residuals, Residuals) else saved.tensors
-            self.memory.note(fx.Activation(s, 0), given.leaves)
-            self.memory.note(fx.Residuals(s, 0), kept)
+            self.sizes.add(fx.Activation(s, 0), output.leaves)
+            self.sizes.add(fx.Residuals(s, 0), kept)
             if not isinstance(residuals, Residuals):
-                self.memory.note(fx.Deferred(s, 0), kept)
+                self.sizes.add(fx.Deferred(s, 0), kept)
             for source, value in sources.items():
-                self.memory.read(source, s, _read(piece.stage, source, value))
-        return given, residuals, state
+                self.sizes.add_read(source, s, _read(piece.stage, source, value))
+        return output, residuals, state
 
     def _backward(self, m: int, outputs: Mapping[int, Flat], kept: list[Any], halves: bool) -> None:
         gradients: dict[int, list[Leaves]] = defaultdict(list)
         for s in reversed(range(len(self.pieces))):
             piece, residuals = self.pieces[s], kept.pop()
-            given = self._seeds(outputs[s]) if s == len(self.pieces) - 1 else add_leaves(gradients.pop(s))
+            last = s == len(self.pieces) - 1
+            cotangents = self._seeds(outputs[s]) if last else add_leaves(gradients.pop(s))
             if halves:
-                found, deferred = self._timed("backward_input", s, m, partial(piece.backward_input, residuals, given))
-                if self.noting:
-                    self.memory.note(fx.Deferred(s, 0), deferred.values if isinstance(deferred, Deferred) else given)
-                    for source, leaves in found.items():
-                        self.memory.note(fx.Gradient(source, s, 0), leaves)
+                inputs, deferred = self._timed(
+                    "backward_input", s, m, partial(piece.backward_input, residuals, cotangents)
+                )
+                if self.sizing:
+                    leaves = deferred.values if isinstance(deferred, Deferred) else cotangents
+                    self.sizes.add(fx.Deferred(s, 0), leaves)
+                    for source, leaves in inputs.items():
+                        self.sizes.add(fx.Gradient(source, s, 0), leaves)
                 self._timed("backward_weight", s, m, partial(piece.backward_weight, deferred))
             else:
-                _, found = self._timed("backward", s, m, partial(piece.backward, residuals, given))
-            for source, leaves in found.items():  # from the highest consumer down
+                _, inputs = self._timed("backward", s, m, partial(piece.backward, residuals, cotangents))
+            for source, leaves in inputs.items():  # from the highest consumer down
                 gradients[source].append(leaves)
 
     def _seeds(self, output: Flat) -> Leaves:
@@ -166,7 +170,7 @@ class _Run:
         start = time.perf_counter()
         result = call()
         self._wait()
-        self.times[piece, s, m].append(time.perf_counter() - start)
+        self.seconds[piece, s, m].append(time.perf_counter() - start)
         return result
 
     def _wait(self) -> None:
@@ -174,34 +178,34 @@ class _Run:
             torch.cuda.synchronize()
 
     def costs(self) -> Costs:
-        """Medians over repeats, and then over microbatches."""
-        stages, count = range(len(self.pieces)), len(self.data)
+        """Return medians over repeats, and then over microbatches."""
+        stages, count = range(len(self.pieces)), len(self.inputs.data)
 
         def times(piece: str) -> list[float]:
-            by_microbatch = [[statistics.median(self.times[piece, s, m]) for m in range(count)] for s in stages]
-            return [statistics.median(found) for found in by_microbatch]
+            by_microbatch = [[statistics.median(self.seconds[piece, s, m]) for m in range(count)] for s in stages]
+            return [statistics.median(medians) for medians in by_microbatch]
 
         return Costs(
             forward=times("forward"),
             backward_input=times("backward_input"),
             backward_weight=times("backward_weight"),
             backward=times("backward"),
-            activation=[self.memory.activations[fx.Activation(s, 0)] for s in stages],
-            residuals=[self.memory.bytes(fx.Residuals(s, 0)) for s in stages],
-            deferred=[self.memory.bytes(fx.Deferred(s, 0)) for s in stages],
-            shared=self.memory.shared(),
-            reads=self.memory.reads,
+            activation=[self.sizes.activations[fx.Activation(s, 0)] for s in stages],
+            residuals=[self.sizes.bytes(fx.Residuals(s, 0)) for s in stages],
+            deferred=[self.sizes.bytes(fx.Deferred(s, 0)) for s in stages],
+            shared=self.sizes.shared(),
+            reads=self.sizes.reads,
         )
 
 
-class _Saved:
-    """What eager autograd saves for a backward: the memory of what can't be traced."""
+class _SavedTensors:
+    """The tensors that eager autograd saves for a backward: the residuals of a stage that can't be traced."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
     def hooks(self) -> saved_tensors_hooks:
-        """Not while a stage is traced, which would trace them too."""
+        """Return hooks for the forward. Do not trace a stage under them: they would be traced too."""
         return saved_tensors_hooks(self._note, lambda x: x)
 
     def _note(self, x: Tensor) -> Tensor:
@@ -209,59 +213,52 @@ class _Saved:
         return x.detach()
 
 
-class _Memory:
-    """Which names of a microbatch have which memory. It holds all of it, so that none is used twice.
+class _Sizes:
+    """The bytes that the names of one microbatch have. All tensors are kept alive, so that no storage is used twice.
 
     Args:
-        apart: what is nobody's.
-        activations, reads: bytes that travel of a whole output, and of what a stage reads of it where that is less.
+        excluded: tensors that do not count.
+        activations, reads: bytes that are sent of a whole output, and of what a stage reads of it if that is less.
     """
 
-    def __init__(self, apart: Iterable[Any]) -> None:
-        self.apart = _storages(apart)
-        self.found: dict[int, tuple[UntypedStorage, dict[fx.Name, None]]] = {}
+    def __init__(self, excluded: Iterable[Any]) -> None:
+        self.storages, self.kept = StorageBytes[fx.Name](excluded), list[Any]()
         self.activations: dict[fx.Name, int] = {}
         self.reads: dict[tuple[int, int], float] = {}
 
-    def note(self, name: fx.Name, leaves: Sequence[Any]) -> None:
-        storages = _storages(leaves)
+    def add(self, name: fx.Name, leaves: Sequence[Any]) -> None:
+        self.kept += leaves  # a backward empties its list of residuals
+        self.storages.add(name, leaves)
         if isinstance(name, fx.Activation):
-            self.activations[name] = _travelling(leaves)
-        for key, storage in storages.items():
-            if key not in self.apart:
-                self.found.setdefault(key, (storage, {}))[1][name] = None
+            self.activations[name] = _sent_bytes(leaves)
 
-    def read(self, source: int, reader: int, leaves: Iterable[Any]) -> None:
-        size = _travelling(leaves)
+    def add_read(self, source: int, reader: int, leaves: Iterable[Any]) -> None:
+        size = _sent_bytes(leaves)
         if size < self.activations[fx.Activation(source, 0)]:
             self.reads[source, reader] = size
 
     def bytes(self, name: fx.Name) -> int:
-        return sum(storage.nbytes() for storage, names in self.found.values() if name in names)
+        return self.storages.bytes(name)
 
     def shared(self) -> list[Shared]:
-        """By the names that share it; what a stage's residuals and deferred alone share is never held by both."""
+        """Return the bytes that names share; not those that a stage's residuals and deferred alone share, because they
+        are never live together."""
         sizes: dict[tuple[fx.Name, ...], int] = defaultdict(int)
-        for storage, names in self.found.values():
-            if len(names) > 1 and names.keys() != {fx.Residuals(s := next(iter(names)).stage, 0), fx.Deferred(s, 0)}:
-                sizes[tuple(names)] += storage.nbytes()
+        for names, size in self.storages.shared():
+            stage = names[0].stage
+            if {*names} != {fx.Residuals(stage, 0), fx.Deferred(stage, 0)}:
+                sizes[names] += size
         whole = self.activations
         return [Shared(min(size, *(whole.get(n, size) for n in names)), names) for names, size in sizes.items()]
 
 
 def _read(stage: Stage, source: int, value: Flat) -> list[Any]:
-    """The leaves of a source's output that a stage reads."""
+    """Return the leaves of a source's output that a stage reads."""
     paths = {read.path for read in stage.inputs if isinstance(read, Output) and read.stage == source}
     return [value.leaves[i] for path in paths for i in indices(value.tree, path)]
 
 
-def _travelling(leaves: Iterable[Any]) -> int:
-    """Bytes of the messages that tensors become: of a view its own elements, of what is expanded each once."""
+def _sent_bytes(leaves: Iterable[Any]) -> int:
+    """Return the bytes of the tensors as messages: a view's own elements, and expanded elements once."""
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     return sum(buffer(tuple(x.shape), strides_of(x), x.dtype, torch.device("meta")).nbytes for x in tensors)
-
-
-def _storages(leaves: Iterable[Any]) -> dict[int, UntypedStorage]:
-    """Each memory that tensors have."""
-    found = [x.untyped_storage() for x in leaves if isinstance(x, Tensor)]
-    return {storage._cdata: storage for storage in found}

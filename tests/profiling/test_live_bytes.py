@@ -115,15 +115,17 @@ def test_in_one_process_memory_is_its_makers_and_what_a_step_returns_is_nobodys(
     plan, live = pipeline.plan(Placement.loop(2), 2), LiveBytes()
     step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), observe=live)
     step(*arguments)
-    assert live.held == []
+    assert live.effects == []
     loss, grads = live.run(step, *arguments)
     assert torch.equal(loss, step(*arguments)[0])
     assert grads.keys() == {0, 1}
     programs = fpipe.lower(schedules.gpipe, plan)
-    assert [held.effect for held in live.held if held.rank == 0] == list(programs[0])
-    assert [held.after for held in live.held if held.rank == 0] == list(after_gpipe(programs[0], 1024))
-    assert all(held.most >= max(held.before, held.after) for held in live.held)
-    assert max(held.most - held.after for held in live.held if held.effect == Forward(0, 1)) == 1024  # before tanh
+    assert [memory.effect for memory in live.effects if memory.rank == 0] == list(programs[0])
+    assert [memory.after for memory in live.effects if memory.rank == 0] == list(after_gpipe(programs[0], 1024))
+    assert all(memory.peak >= max(memory.before, memory.after) for memory in live.effects)
+    assert (
+        max(memory.peak - memory.after for memory in live.effects if memory.effect == Forward(0, 1)) == 1024
+    )  # before tanh
 
 
 def after_gpipe(program, size):

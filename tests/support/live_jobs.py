@@ -95,7 +95,7 @@ def compared(rank, kind, schedule, placement, microbatches, handler, policy="eve
     step(*arguments)  # knows signatures
     live.run(step, *arguments)
     predicted = list(live_bytes(fpipe.lower(schedule, plan), costs, Interning(plan)))[rank]
-    pairs = zip((held for held in live.held if held.rank == rank), predicted, strict=True)
+    pairs = zip((memory for memory in live.effects if memory.rank == rank), predicted, strict=True)
     later = dropwhile(lambda pair: not any(isinstance(e, BACKWARD) for e in parts(pair[0].effect)), pairs)
-    difference = max(abs(held.after - n) for held, n in later)
+    difference = max(abs(memory.after - n) for memory, n in later)
     return live.peak(rank), fpipe.verify(schedule, plan, costs=costs).peak_bytes[rank], difference

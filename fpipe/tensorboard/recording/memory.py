@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
-
-from torch import Tensor
 
 from fpipe.effects import Effect, Recv
 from fpipe.handlers.protocol import Store
+from fpipe.profiling.storages import StorageBytes, storage_bytes
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import Flat
 
@@ -32,17 +30,14 @@ class Held:
         count = len(program)
         self.during, self.after, self.sizes = [0.0] * count, [0.0] * count, [float("nan")] * count
         self._came = {store.slot(e.value): at for at, e in enumerate(program) if isinstance(e, Recv)}
-        self._of: dict[int, tuple[int, ...]] = {}  # slot -> its memories
-        self._users: Counter[int] = Counter()
-        self._bytes: dict[int, int] = {}
-        self._whole = 0
-        self._apart: frozenset[int] | None = None
+        self._seen = set[int]()  # slots whose value is counted
+        self._bytes: StorageBytes[int] | None = None
         self._at = 0
 
     def begin(self, effect: Effect) -> None:
         """An effect begins: the one before it has given up its last."""
-        if self._apart is None:
-            self._apart = frozenset(_memories(self.store.apart()))
+        if self._bytes is None:
+            self._bytes = StorageBytes(excluded=self.store.apart())
         if self._at:
             self.after[self._at - 1] = self._look(self._at - 1)
         self.during[self._at] = self._look(self._at)  # with what has come for it
@@ -54,32 +49,20 @@ class Held:
         self._at += 1
 
     def _look(self, at: int) -> float:
-        slots = self.store.slots
-        for slot in self.store.touched[at]:
+        assert self._bytes is not None
+        slots, touched = self.store.slots, self.store.touched[at]
+        for slot in touched:
             if slots[slot] is None:
-                self._drop(slot)
-            elif slot not in self._of:
-                self._add(slot, _leaves(slots[slot]))
-        return float(self._whole)
-
-    def _add(self, slot: int, leaves: Iterable[Any]) -> None:
-        assert self._apart is not None
-        found = _memories(leaves)
-        if slot in self._came:
-            self.sizes[self._came[slot]] = float(sum(found.values()))
-        mine = tuple(key for key in found if key not in self._apart)
-        self._of[slot] = mine
-        for key in mine:
-            self._users[key] += 1
-            if self._users[key] == 1:
-                self._bytes[key] = found[key]
-                self._whole += found[key]
-
-    def _drop(self, slot: int) -> None:
-        for key in self._of.pop(slot, ()):
-            self._users[key] -= 1
-            if not self._users[key]:
-                self._whole -= self._bytes.pop(key)
+                self._seen.discard(slot)
+                self._bytes.remove(slot)
+        for slot in touched:
+            if slots[slot] is not None and slot not in self._seen:
+                self._seen.add(slot)
+                leaves = list(_leaves(slots[slot]))
+                self._bytes.add(slot, leaves)
+                if slot in self._came:
+                    self.sizes[self._came[slot]] = float(sum(storage_bytes(leaves).values()))
+        return float(self._bytes.total)
 
 
 def _leaves(value: Any) -> Iterable[Any]:
@@ -89,11 +72,3 @@ def _leaves(value: Any) -> Iterable[Any]:
         return value
     values: Iterable[Any] = getattr(value, "values", ())  # residuals and what is deferred, of a traced stage
     return values
-
-
-def _memories(leaves: Iterable[Any]) -> Mapping[int, int]:
-    return {storage._cdata: storage.nbytes() for storage in _storages(leaves)}
-
-
-def _storages(leaves: Iterable[Any]) -> Iterator[Any]:
-    return (leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor))
