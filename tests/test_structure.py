@@ -13,6 +13,7 @@ import pytest
 from fpipe import effects
 from fpipe._lazy import homes
 from fpipe.tables import TABLE
+from tests.support.catalogue import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 LAZY = ["fpipe", "fpipe.handlers", "fpipe.interop", "fpipe.tensorboard"]
@@ -205,10 +206,9 @@ SURFACE = {
         value_and_grad verify
     """,
     "fpipe.handlers": "Distributed Handler Inputs Local Observer Reference Results",
-    "fpipe.schedules": """
-        CATALOGUE Found dualpipe dualpipe_v from_table gpipe interleaved_1f1b interleaved_zb looped_bfs lower_bound
-        one_f_one_b pareto search v_auto v_half v_min zb_auto zb_h1 zb_h2 zb_v
-    """,
+    "fpipe.schedules": " ".join(
+        sorted({*FUNCTIONS, "CATALOGUE", "Found", "from_table", "lower_bound", "pareto", "search"})
+    ),
     "fpipe.tensorboard": "Recorder",
     "fpipe.interop": """
         CheckpointError Checkpoints End Optimizer buffers eval_mode export_safetensors from_csv from_functions

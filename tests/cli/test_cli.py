@@ -22,22 +22,7 @@ from fpipe.programs.verifier import verify
 from fpipe.schedules.catalogue import CATALOGUE, recut, shares
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = [
-    "gpipe",
-    "1f1b",
-    "interleaved-1f1b",
-    "looped-bfs",
-    "zb-h1",
-    "zb-h2",
-    "zb-auto",
-    "interleaved-zb",
-    "zb-v",
-    "v-half",
-    "v-min",
-    "v-auto",
-    "dualpipe-v",
-    "dualpipe",
-]
+NAMES = list(CATALOGUE)
 VERBS = ["schedules", "verify", "simulate", "draw", "compare", "search", "export", "import", "timeline"]
 SMALL = ("--ranks", "4", "--microbatches", "8")
 
@@ -673,9 +658,8 @@ def test_as_a_module():
     assert shown.stderr == ""
 
 
-def test_the_catalogue_has_the_names():
-    assert sorted(CATALOGUE) == sorted(NAMES)
-    assert list(told("schedules")) == list(CATALOGUE)
+def test_schedules_lists_the_catalogue():
+    assert list(told("schedules")) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

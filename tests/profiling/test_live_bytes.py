@@ -12,21 +12,8 @@ from fpipe.costs import Shared
 from fpipe.effects import Activation, Deferred, Forward, Residuals
 from fpipe.profiling.live_bytes import peak_bytes
 from tests.support import cases, jobs, live_jobs
+from tests.support.catalogue import ORDERS
 
-SCHEDULES = [
-    "gpipe",
-    "one_f_one_b",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "zb_h1",
-    "zb_h2",
-    "interleaved_zb",
-    "zb_v",
-    "v_half",
-    "v_min",
-    "dualpipe_v",
-    "dualpipe",
-]
 each_kind = pytest.mark.parametrize("kind", live_jobs.KINDS)
 
 
@@ -152,7 +139,7 @@ def test_one_process_that_hands_values_on_to_itself_holds_what_is_predicted(name
 
 
 @each_kind
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ORDERS)
 def test_each_rank_holds_what_is_predicted(pools, name, kind):
     for found in pools(2).run(live_jobs.held, kind, name, 2, 6):
         check(*found)

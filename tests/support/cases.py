@@ -25,6 +25,7 @@ from fpipe.effects import (
     Send,
 )
 from fpipe.policies import checkpoint_name
+from tests.support.catalogue import ORDERS
 from tests.support.trees import Pair
 
 ROWS, WIDTH, VOCABULARY, CONTEXT = 16, 8, 11, 5
@@ -285,32 +286,21 @@ def zb_auto(rank, plan):
     return schedules.zb_auto(plan, costs, max(1, plan.ranks - 1))(rank, plan)
 
 
-def loop(ranks):
-    return Placement.loop(ranks, chunks=2)
+def place_of(entry):
+    """The entry's placement of a number of ranks."""
+    return lambda ranks: entry.place(ranks, entry.chunks)
 
 
 UNEQUAL = Costs(1, 1.5, 0.5, communication=0.3)
-SCHEDULES = {
-    "gpipe": (schedules.gpipe, Placement.loop),
-    "one_f_one_b": (schedules.one_f_one_b, Placement.loop),
-    "interleaved_1f1b": (schedules.interleaved_1f1b, loop),
+SCHEDULES = {name: (getattr(schedules, name), place_of(entry)) for name, entry in ORDERS.items()} | {
     "gpipe_v": (schedules.gpipe, Placement.v),
     "gpipe_both_ways": (schedules.gpipe, Placement.both_ways),
     "split": (split_backward, Placement.loop),
     "overlap": (overlapping, Placement.loop),
-    "looped_bfs": (schedules.looped_bfs, loop),
-    "zb_h1": (schedules.zb_h1, Placement.loop),
-    "zb_h2": (schedules.zb_h2, Placement.loop),
     "zb_auto": (zb_auto, Placement.loop),
-    "interleaved_zb": (schedules.interleaved_zb, loop),
-    "zb_v": (schedules.zb_v, Placement.v),
     "zb_v_unequal": (partial(schedules.zb_v, costs=UNEQUAL), Placement.v),
-    "v_half": (schedules.v_half, Placement.v),
-    "v_min": (schedules.v_min, Placement.v),
-    "dualpipe_v": (schedules.dualpipe_v, Placement.v),
-    "dualpipe": (schedules.dualpipe, Placement.both_ways),
 }
-BOTH_WAYS = [name for name, (_, place) in SCHEDULES.items() if place == Placement.both_ways]
+BOTH_WAYS = [name for name, (_, place) in SCHEDULES.items() if place(2) == Placement.both_ways(2)]
 
 
 def rows(microbatches):
