@@ -8,9 +8,10 @@ from fpipe.costs import Costs
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
+from fpipe.schedules.list_scheduling import Work
 from fpipe.schedules.requirements import a_v
 from fpipe.schedules.table import from_table
-from fpipe.schedules.v_blocks import Fill, Shape, Words, Work, best_words, block, effects, even, repeat, squeeze
+from fpipe.schedules.v_blocks import Fill, Shape, Words, best_words, block, effects, even, repeat, squeeze
 from fpipe.schedules.zb_v import orders as zb_v_orders
 
 
@@ -18,11 +19,11 @@ def v_half(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Eff
     """V-Half on `Placement.v(ranks)` (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
 
     Args:
-        costs: order for these; by default for passes that all take the same time, and transfers none.
+        costs: order for these; by default all passes take the same time, and transfers take none.
 
     Half the memory of 1F1B and of ZB-V: peak (p+2)//2 microbatches, or m. Cost where F = B = W = 1 for each chunk,
-    c = 0 and m > p: the lower bound for this peak (figure 13), max(6m, 6m + 6p - 6((p+2)//2) - 1). With costs the order
-    is at least as fast under them, and holds no more.
+    c = 0 and m > p: the lower bound for this peak (figure 13), max(6m, 6m + 6p - 6((p+2)//2) - 1). Under other costs
+    the order is at least as fast as the default order, within the same peak.
 
     Raises:
         ScheduleError: another placement.
@@ -45,12 +46,12 @@ def v_min(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effe
     """V-Min on `Placement.v(ranks)` (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
 
     Args:
-        costs: order for these; by default for passes that all take the same time, and transfers none.
+        costs: order for these; by default all passes take the same time, and transfers take none.
 
     A third of the memory of 1F1B and of ZB-V: peak (p+4)//3 microbatches, or m. Cost where F = B = W = 1 for each
     chunk, c = 0 and m > p: the lower bound for this peak (figure 13), max(6m, 6m + 6p - 6((p+4)//3) - 1). Where passes
-    differ, ranks wait for each other all along: V-Half bears it better. With costs the order is at least as fast under
-    them, and holds no more.
+    differ, ranks wait for each other throughout; V-Half suffers less. Under other costs the order is at least as fast
+    as the default order, within the same peak.
 
     Raises:
         ScheduleError: another placement.
@@ -70,13 +71,11 @@ def v_min(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effe
 
 
 def v_auto(plan: Plan, costs: Costs = Costs(), memory_limit: float | None = None) -> Schedule:
-    """The best order found on the V placement under a memory limit, out of building blocks and the named schedules.
+    """Return the best order found on the V placement under a memory limit, of building blocks and named schedules.
 
     Args:
         costs: of stages and transfers.
-        memory_limit: the most microbatches in flight on a rank, a chunk counting half; without one, all.
-
-    Where stages are skipped, the transfers along the skips are not looked at.
+        memory_limit: the most microbatches in flight on a rank, where a chunk counts half; by default no limit.
 
     Raises:
         ScheduleError: another placement, or a limit of less than one microbatch.
@@ -99,12 +98,12 @@ def v_auto(plan: Plan, costs: Costs = Costs(), memory_limit: float | None = None
 
 
 def half(ranks: int) -> int:
-    """V-Half's peak in chunks."""
+    """Return V-Half's peak in chunks."""
     return (ranks + 2) // 2 * 2
 
 
 def third(ranks: int) -> int:
-    """V-Min's peak in chunks."""
+    """Return V-Min's peak in chunks."""
     return (ranks + 4) // 3 * 2
 
 
@@ -114,20 +113,20 @@ def half_orders(ranks: int, microbatches: int) -> Words:
 
 
 def min_orders(ranks: int, microbatches: int) -> Words:
-    """V-Min: a microbatch never waits, but at the turn where it would meet others, which is where 3 divides p.
+    """V-Min: a microbatch waits only at the turn, and only if 3 divides p, where it would collide with others.
 
-    Where p = 2 mod 3 the peak leaves room for the same wait. The paper has none there, and costs up to 4 units more.
+    If p = 2 mod 3, the peak has room for the same wait. The paper has no wait there, and costs up to 4 units more.
     """
     return _orders(ranks, microbatches, Shape((0, 0, 0, 0), (0, 0 if ranks % 3 == 1 else 2, 0)), third(ranks))
 
 
 @lru_cache(maxsize=8)
 def _orders(ranks: int, microbatches: int, shape: Shape, limit: int) -> Words:
-    """A block repeated, squeezed, and reordered where that helps, at unit costs."""
+    """Repeat a block and squeeze it at unit costs, with reordering if that helps."""
     work = Work.of(Plan(Placement.v(ranks), microbatches), Costs())
     words = repeat(block(ranks, shape), 6, microbatches)
-    tried = [squeeze(words, work, limit, Fill(reorder)) for reorder in (False, True)]
-    return min(tried, key=lambda result: result[0])[1]
+    results = [squeeze(words, work, limit, Fill(reorder)) for reorder in (False, True)]
+    return min(results, key=lambda result: result[0])[1]
 
 
 @lru_cache(maxsize=8)

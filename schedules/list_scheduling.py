@@ -1,14 +1,17 @@
-"""List scheduling: each rank, when it is free, takes the best of what it can run. No torch.
+"""List scheduling: each rank, when it is free, starts the best pass that can start. No torch.
 
-- Effects are placed in the order of their starts: a rank decides knowing all that has started anywhere before.
-- The effects of one kind and stage run in microbatch order.
-- A rank holds no more than its limit, and always keeps room to finish its older microbatches before its newer ones.
-  So the oldest can go on on every rank, and no choice leads to ranks that wait for ever.
+A pass is one kind of effect of one stage, `kind * stages + stage`, and runs in microbatch order. `ListScheduler` plays
+the ranks against each other; `greedy` chooses by rules, and v_blocks.py by orders that are nearly right already.
+
+- Passes are placed in the order of their starts: a rank chooses with the knowledge of all that has started before.
+- Transfers on one edge queue, as in the simulator.
+- Under `greedy` a rank never exceeds its limit, and always keeps room to finish its older microbatches before its newer
+  ones. So the oldest microbatch can proceed on every rank, and no choice leads to a deadlock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import product
@@ -16,23 +19,150 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from fpipe.costs import Costs
-from fpipe.effects import Activation, BackwardInput, BackwardWeight, Effect, Forward, Gradient, Name
+from fpipe.effects import Activation, BackwardInput, BackwardWeight, Compute, Effect, Forward, Gradient, Value
 from fpipe.plan import Plan
 
 ROUNDING = 1e-12
 Table = dict[int, tuple[Effect, ...]]
-Kind = type[Forward] | type[BackwardInput] | type[BackwardWeight]
-KINDS: tuple[Kind, ...] = (Forward, BackwardInput, BackwardWeight)
+KINDS: tuple[type[Compute], ...] = (Forward, BackwardInput, BackwardWeight)
+FORWARD, INPUT, WEIGHT = range(3)
+
+
+class Hop(NamedTuple):
+    """Where a pass's result goes: to an input of another pass, over an edge whose bytes queue, or within the rank.
+
+    Args:
+        input: the number of the target's input.
+        wire, latency: time that the bytes take on the edge, and until they arrive.
+    """
+
+    target: int
+    input: int
+    rank: int
+    edge: tuple[int, int] | None = None
+    wire: float = 0.0
+    latency: float = 0.0
 
 
 @dataclass(frozen=True)
-class Policy:
+class Work:
+    """The passes of a plan: the time of each, how many inputs it waits for, and where its result goes."""
+
+    plan: Plan
+    times: list[float]
+    inputs: list[int]
+    hops: list[list[Hop]]
+
+    @classmethod
+    def of(cls, plan: Plan, costs: Costs) -> Work:
+        """Read a plan without copies, and its costs.
+
+        Raises:
+            ScheduleError: the costs do not fit the plan.
+        """
+        costs.check(plan)
+        count = plan.stages
+        times = [costs.time(kind(stage, 0)) for kind in KINDS for stage in range(count)]
+        work = cls(plan, times, [0] * len(times), [[] for _ in times])
+        for stage in range(count):
+            forward, backward = stage, INPUT * count + stage
+            work._connect(forward, backward)
+            work._connect(backward, WEIGHT * count + stage)
+            for reader in plan.consumers(stage):
+                work._connect(forward, reader, costs, Activation(stage, 0))
+                work._connect(INPUT * count + reader, backward, costs, Gradient(stage, reader, 0))
+        return work
+
+    def _connect(self, source: int, target: int, costs: Costs | None = None, value: Value | None = None) -> None:
+        a, b = (self.plan.rank_of(at % self.plan.stages, 0) for at in (source, target))
+        hop = Hop(target, self.inputs[target], b)
+        if a != b and costs is not None and value is not None:
+            link = costs.link(a, b)
+            hop = hop._replace(edge=(a, b), wire=costs.bytes(value) / link.bandwidth, latency=link.latency)
+        self.hops[source].append(hop)
+        self.inputs[target] += 1
+
+    @property
+    def even(self) -> bool:
+        """Whether all passes take the same time, and transfers take none."""
+        return len(set(self.times)) == 1 and not any(hop.wire or hop.latency for hops in self.hops for hop in hops)
+
+    def total(self, rank: int) -> float:
+        """The time of one microbatch's passes on a rank."""
+        count = self.plan.stages
+        return sum(sum(self.times[kind * count + s] for kind in range(3)) for s in self.plan.stages_on(rank))
+
+
+class ListScheduler:
+    """The state of all ranks while passes are placed. Times of what has not been placed are infinite.
+
+    Args:
+        done: by pass, how many microbatches have started.
+        live: by rank, how many chunks are between the start of their forward and that of their weight gradient.
+        order: by rank, the passes placed.
+    """
+
+    def __init__(self, work: Work, microbatches: int) -> None:
+        ranks, passes = work.plan.ranks, len(work.times)
+        self.work, self.plan, self.microbatches = work, work.plan, microbatches
+        self.done, self.live = [0] * passes, [0] * ranks
+        self.arrivals = [[[inf] * microbatches for _ in range(count)] for count in work.inputs]
+        self.order: list[list[int]] = [[] for _ in range(ranks)]
+        self.began, self.free = [inf] * ranks, [0.0] * ranks
+        self.sent: dict[tuple[int, int], float] = {}  # when the last bytes have left, by edge
+
+    def run(self, choose: Callable[[int, float], int | None]) -> float:
+        """Place all passes, and return the cost, the largest span of a rank.
+
+        Args:
+            choose: (rank, now) -> the pass that it starts now, or None. A rank is asked when it becomes free and, while
+                free, when an input arrives.
+        """
+        agenda = [(0.0, rank) for rank in range(self.plan.ranks)]
+        while agenda:
+            now, rank = heappop(agenda)
+            if now >= self.free[rank] and (chosen := choose(rank, now)) is not None:
+                for event in self._place(chosen, rank, now):
+                    heappush(agenda, event)
+        return max(free - began for free, began in zip(self.free, self.began, strict=True))
+
+    def _place(self, at: int, rank: int, now: float) -> list[tuple[float, int]]:
+        """Start a pass, and return when ranks have to choose because of it."""
+        microbatch, end = self.done[at], now + self.work.times[at]
+        kind = at // self.plan.stages
+        self.done[at] += 1
+        self.live[rank] += (kind == FORWARD) - (kind == WEIGHT)
+        self.order[rank].append(at)
+        self.began[rank], self.free[rank] = min(self.began[rank], now), end
+        events = [(end, rank)]
+        for target, number, reader, edge, wire, latency in self.work.hops[at]:
+            arrival = end
+            if edge is not None:
+                self.sent[edge] = max(end, self.sent.get(edge, 0.0)) + wire
+                arrival = self.sent[edge] + latency
+                events.append((arrival, reader))
+            self.arrivals[target][number][microbatch] = arrival
+        return events
+
+    def arrival(self, at: int) -> float:
+        """When the last input of a pass's next microbatch arrives, as far as is known; infinite after the last one."""
+        microbatch = self.done[at]
+        if microbatch == self.microbatches:
+            return inf
+        latest = 0.0
+        for arrivals in self.arrivals[at]:
+            latest = max(latest, arrivals[microbatch])
+        return latest
+
+
+@dataclass(frozen=True)
+class Rules:
     """How a rank chooses. Of two stages' forwards it takes the later stage's, of two input gradients the earlier's.
 
     Args:
-        first: what goes first where a forward and an input gradient are both there; "turn" takes them in turn.
+        first: which runs first if a forward and an input gradient can both start; "turn" alternates.
         patience: a weight gradient fills a wait of at least this part of its own time.
-        caution: a forward is held back for an input gradient that comes within this part of the forward's time.
+        caution: a forward is delayed for an input gradient that can start within this part of the forward's time.
     """
 
     first: Literal["turn", "forward", "input"] = "turn"
@@ -41,14 +171,13 @@ class Policy:
 
 
 FIRST: tuple[Literal["turn", "forward", "input"], ...] = ("turn", "forward", "input")
-POLICIES = tuple(Policy(*choice) for choice in product(FIRST, (0.0, 0.5, 1.0), (0.0, 0.5)))
+RULES = tuple(Rules(*choice) for choice in product(FIRST, (0.0, 0.5, 1.0), (0.0, 0.5)))
 
 
-def greedy(plan: Plan, costs: Costs, limits: Sequence[float], policies: Sequence[Policy] = POLICIES) -> Table:
-    """The order of least cost (the largest span of a rank) that one of the policies leads to.
+def greedy(plan: Plan, costs: Costs, limits: Sequence[float], rules: Sequence[Rules] = RULES) -> Table:
+    """Return the order of least cost (the largest span of a rank) that one of the rules leads to.
 
-    Any DAG and any placement without copies. Transfers on one edge don't hold each other up here, as they do in the
-    simulator where an edge has a bandwidth.
+    It takes any DAG, and any placement without copies.
 
     Args:
         limits: the most microbatches in flight on each rank, at least 1; a chunk of v counts 1/v.
@@ -58,138 +187,84 @@ def greedy(plan: Plan, costs: Costs, limits: Sequence[float], policies: Sequence
     {0: (Forward(stage=0, microbatch=0), BackwardInput(stage=0, microbatch=0), BackwardWeight(stage=0, microbatch=0), \
 Forward(stage=0, microbatch=1), BackwardInput(stage=0, microbatch=1), BackwardWeight(stage=0, microbatch=1))}
     """
-    least, best = inf, None
-    for policy in policies:
-        run = _Run(plan, costs, limits, policy)
-        if (cost := run.go()) < least:
-            least, best = cost, run
-        if least <= run.busiest * (1 + ROUNDING):
+    work = Work.of(plan, costs)
+    busiest = plan.microbatches * max(map(work.total, range(plan.ranks)))
+    least, best = inf, list[list[int]]()
+    for rule in rules:
+        choice = _Greedy(ListScheduler(work, plan.microbatches), limits, rule)
+        cost = choice.state.run(choice.choose)
+        if cost < least:
+            least, best = cost, choice.state.order
+        if least <= busiest * (1 + ROUNDING):
             break  # no order is faster
-    assert best is not None
-    return {rank: tuple(effects) for rank, effects in enumerate(best.effects)}
+    return {rank: _effects(order, plan.stages) for rank, order in enumerate(best)}
 
 
-class _Next(NamedTuple):
-    """An effect that a rank could run next, and when it could start."""
+def _effects(order: Sequence[int], stages: int) -> tuple[Effect, ...]:
+    done = [0] * (len(KINDS) * stages)
+    effects = []
+    for at in order:
+        effects.append(KINDS[at // stages](at % stages, done[at]))
+        done[at] += 1
+    return tuple(effects)
 
-    start: float
-    kind: Kind
-    stage: int
 
+class _Greedy:
+    """The choice of passes by rules."""
 
-class _Run:
-    """Where every rank stands. Times are known of all that has been placed, and infinite before."""
+    def __init__(self, state: ListScheduler, limits: Sequence[float], rules: Rules) -> None:
+        plan, self.state, self.rules = state.plan, state, rules
+        stages = [plan.stages_on(rank) for rank in range(plan.ranks)]
+        self.limits = [int(min(n, plan.microbatches) * len(s) + 1e-9) for n, s in zip(limits, stages, strict=True)]
+        self.passes = [[[kind * plan.stages + s for s in own] for kind in range(3)] for own in stages]
+        self.turn = [FORWARD] * plan.ranks
 
-    def __init__(self, plan: Plan, costs: Costs, limits: Sequence[float], policy: Policy) -> None:
-        ranks, stages = range(plan.ranks), range(plan.stages)
-        self.plan, self.costs, self.policy = plan, costs, policy
-        self.own = [plan.stages_on(rank) for rank in ranks]
-        self.rank_of = [plan.rank_of(stage, 0) for stage in stages]
-        self.limits = [int(min(limits[r], plan.microbatches) * len(self.own[r]) + 1e-9) for r in ranks]
-        self.times = {kind: [costs.time(kind(stage, 0)) for stage in stages] for kind in KINDS}
-        work = [sum(self.times[kind][stage] for kind in KINDS) for stage in stages]
-        self.busiest = plan.microbatches * max(sum(work[stage] for stage in own) for own in self.own)
-        self.done = {kind: [0] * plan.stages for kind in KINDS}
-        self.ends = {kind: [[inf] * plan.microbatches for _ in stages] for kind in KINDS}
-        self.inputs = {
-            Forward: [self._activations(s) for s in stages],
-            BackwardInput: [self._gradients(s) for s in stages],
-        }
-        self.effects: list[list[Effect]] = [[] for _ in ranks]
-        self.held = [0] * plan.ranks
-        self.turn: list[Kind] = [Forward] * plan.ranks
-        self.began, self.free = [inf] * plan.ranks, [0.0] * plan.ranks
+    def choose(self, rank: int, now: float) -> int | None:
+        chosen = self._choose(rank, now)
+        if chosen is not None and chosen // self.state.plan.stages != WEIGHT:
+            self.turn[rank] = INPUT if chosen < self.state.plan.stages else FORWARD
+        return chosen
 
-    def _activations(self, stage: int) -> list[tuple[list[float], float]]:
-        """What a stage's forwards wait for: when each was made, by microbatch, and how long it travels."""
-        sources = self.plan.sources(stage)
-        return [(self.ends[Forward][s], self._delay(s, stage, Activation(s, 0))) for s in sources]
-
-    def _gradients(self, stage: int) -> list[tuple[list[float], float]]:
-        consumers = self.plan.consumers(stage)
-        given = [(self.ends[BackwardInput][c], self._delay(c, stage, Gradient(stage, c, 0))) for c in consumers]
-        return [(self.ends[Forward][stage], 0.0), *given]
-
-    def _delay(self, source: int, target: int, value: Name) -> float:
-        return self.costs.delay(self.rank_of[source], self.rank_of[target], value)
-
-    def go(self) -> float:
-        """Place everything; the largest span of a rank."""
-        agenda = [(0.0, rank) for rank in range(self.plan.ranks)]
-        while agenda:
-            now, rank = heappop(agenda)
-            if now < self.free[rank]:
-                continue
-            chosen = self.choose(rank, now)
-            if chosen.start == now:
-                self.place(rank, chosen)
-                heappush(agenda, (self.free[rank], rank))
-                for reader in self.readers(chosen):
-                    if self.free[reader] <= now:
-                        heappush(agenda, (now, reader))
-            elif chosen.start < inf:
-                heappush(agenda, (chosen.start, rank))
-        return max(free - began for free, began in zip(self.free, self.began, strict=True))
-
-    def place(self, rank: int, chosen: _Next) -> None:
-        start, kind, stage = chosen
-        microbatch = self.done[kind][stage]
-        self.effects[rank].append(kind(stage, microbatch))
-        self.done[kind][stage] += 1
-        self.began[rank] = min(self.began[rank], start)
-        self.free[rank] = self.ends[kind][stage][microbatch] = start + self.times[kind][stage]
-        self.held[rank] += (kind is Forward) - (kind is BackwardWeight)
-        if kind is not BackwardWeight:
-            self.turn[rank] = BackwardInput if kind is Forward else Forward
-
-    def readers(self, chosen: _Next) -> list[int]:
-        """The ranks that may start something with what an effect gives."""
-        if chosen.kind is BackwardWeight:
-            return []
-        neighbours = self.plan.consumers if chosen.kind is Forward else self.plan.sources
-        return [self.rank_of[stage] for stage in neighbours(chosen.stage)]
-
-    def choose(self, rank: int, now: float) -> _Next:
-        """What a rank runs now; or, with a later start, when it has to choose again."""
-        forward, backward = self.next(Forward, rank, now), self.next(BackwardInput, rank, now)
-        first = {"turn": self.turn[rank], "forward": Forward, "input": BackwardInput}[self.policy.first]
-        if backward.start == now and (forward.start > now or first is BackwardInput):
+    def _choose(self, rank: int, now: float) -> int | None:
+        forwards, inputs, weights = self.passes[rank]
+        times, done, stages = self.state.work.times, self.state.done, self.state.plan.stages
+        forward_start, forward = self._next((at for at in reversed(forwards) if self._room(rank, at)), now)
+        input_start, backward = self._next(inputs, now)
+        first = {"turn": self.turn[rank], "forward": FORWARD, "input": INPUT}[self.rules.first]
+        if input_start == now and (forward_start > now or first == INPUT):
             return backward
-        if forward.start == now:
-            if not 0 < backward.start - now < self.policy.caution * self.times[Forward][forward.stage]:
+        wait = min(forward_start, input_start)
+        if forward_start == now:
+            if not 0 < input_start - now < self.rules.caution * times[forward]:
                 return forward
-            wait = backward
-        else:
-            wait = min(forward, backward, key=lambda n: n.start)
-        for stage in self.own[rank]:
-            late = self.done[BackwardWeight][stage] < self.done[BackwardInput][stage]
-            if late and wait.start - now >= self.policy.patience * self.times[BackwardWeight][stage]:
-                return _Next(now, BackwardWeight, stage)
-        return wait
+            wait = input_start
+        for at in weights:
+            if done[at] < done[at - stages] and wait - now >= self.rules.patience * times[at]:
+                return at
+        return None
 
-    def next(self, kind: Kind, rank: int, now: float) -> _Next:
-        """The rank's forward, or input gradient, that can start first, from now on."""
-        found = _Next(inf, kind, -1)
-        for stage in self.own[rank] if kind is BackwardInput else reversed(self.own[rank]):
-            microbatch = self.done[kind][stage]
-            if microbatch < self.plan.microbatches and (kind is BackwardInput or self.room(rank, stage)):
-                start = max([now, *(ends[microbatch] + delay for ends, delay in self.inputs[kind][stage])])
-                if start < found.start:
-                    found = _Next(start, kind, stage)
-        return found
+    def _next(self, passes: Iterable[int], now: float) -> tuple[float, int]:
+        """Return the first start from now on, and the pass that can start then."""
+        start, chosen = inf, -1
+        for at in passes:
+            arrival = max(now, self.state.arrival(at))
+            if arrival < start:
+                start, chosen = arrival, at
+        return start, chosen
 
-    def room(self, rank: int, stage: int) -> bool:
-        """Whether a rank can hold one more forward of a stage and still finish the older microbatches first."""
-        own, free = self.own[rank], self.limits[rank] - self.held[rank] - 1
-        if free < 0 or free >= len(own) - 1:  # each microbatch that is begun lacks fewer stages than there are
+    def _room(self, rank: int, forward: int) -> bool:
+        """Whether a rank has room for this forward, and can then still finish the older microbatches first."""
+        forwards, _, weights = self.passes[rank]
+        free, done = self.limits[rank] - self.state.live[rank] - 1, self.state.done
+        if free < 0 or free >= len(forwards) - 1:  # a microbatch that has begun needs at most that many more chunks
             return free >= 0
-        begun = [self.done[Forward][s] + (s == stage) for s in own]
-        ended = [self.done[BackwardWeight][s] for s in own]
+        begun = [done[at] + (at == forward) for at in forwards]
+        ended = [done[at] for at in weights]
         for microbatch in range(min(ended), max(begun)):
             inside = sum(microbatch < b for b in begun)
-            if free < len(own) - inside:
+            if free < len(forwards) - inside:
                 return False
             free += inside - sum(microbatch < e for e in ended)
-            if free >= len(own) - 1:
+            if free >= len(forwards) - 1:
                 return True
         return True

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, draw, simulate, verify
 from fpipe.effects import BackwardInput, Forward
 from fpipe.schedules.controllable_memory import third, v_auto, v_half, v_min
+from fpipe.schedules.list_scheduling import Work
 from fpipe.schedules.table import from_table
 from fpipe.schedules.v_blocks import (
     IA,
     STRETCHES,
     Fill,
     Shape,
-    Work,
     block,
     effects,
     fitting,

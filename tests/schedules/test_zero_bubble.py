@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, draw, lower, simulate
 from fpipe.effects import BackwardInput, BackwardWeight, Forward
 from fpipe.programs.verifier import verify
-from fpipe.schedules.list_scheduling import Policy, greedy
+from fpipe.schedules.list_scheduling import Rules, greedy
 from fpipe.schedules.table import from_table
 from fpipe.schedules.zb_auto import zb_auto
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2
@@ -216,7 +216,7 @@ def test_an_unlimited_order_takes_no_more_memory_than_it_needs():
 def test_chunks_never_lock_each_other_out(limit):
     """Two chunks share a rank's memory: were the first to fill it, the second could never run."""
     plan = Plan(Placement.loop(3, chunks=2), 7)
-    table = greedy(plan, Costs(), [limit] * 3, [Policy("forward")])
+    table = greedy(plan, Costs(), [limit] * 3, [Rules("forward")])
     assert max(verify(from_table(table), plan).peak_in_flight) <= limit
 
 
