@@ -1,4 +1,4 @@
-"""The named schedules as data: where their stages stand, how each is made, what it is known for. No torch."""
+"""The named schedules as data: placement, factory, peak memory, idea and source of each. No torch."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from fpipe.schedules.zero_bubble import zb_h1, zb_h2
 from fpipe.timelines.timeline import Timeline
 
 Make = Callable[[Plan, Costs, float | None], Schedule]
-Place = Callable[[int, int], Placement]
+PlacementFactory = Callable[[int, int], Placement]
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """A named schedule.
 
     Args:
-        make: (plan, costs, memory limit in microbatches of a whole rank) -> schedule. Most don't look at the last two.
+        make: (plan, costs, memory limit in microbatches of a whole rank) -> schedule. Most ignore the last two.
         place: (ranks, chunks) -> placement; `placement` is its name.
-        chunks: stages on each rank, unless one asks for others and `any_chunks` admits them.
-        peak: its peak in flight, in microbatches of a rank's share of the model, at equal costs and m large enough:
+        chunks: stages on each rank by default; with `any_chunks`, a plan may have another number.
+        peak: the peak in flight, in microbatches of a rank's share of the model, at equal costs and m large enough:
             p ranks, v chunks, m microbatches.
         limited: whether it orders under the memory limit.
     """
 
     name: str
     make: Make
-    place: Place
+    place: PlacementFactory
     placement: str
     chunks: int
     any_chunks: bool
@@ -53,10 +53,10 @@ class Entry:
     limited: bool = False
 
     def plan(self, ranks: int, microbatches: int, chunks: int | None = None) -> Plan:
-        """The plan with the schedule's own placement.
+        """Return the plan with the schedule's own placement.
 
         Raises:
-            ScheduleError: chunks, ranks or microbatches that the placement doesn't admit.
+            ScheduleError: chunks, ranks or microbatches that the placement does not allow.
 
         >>> CATALOGUE["1f1b"].plan(ranks=2, microbatches=4, chunks=2)
         Traceback (most recent call last):
@@ -68,10 +68,10 @@ class Entry:
         return Plan(self.place(ranks, self.chunks if chunks is None else chunks), microbatches)
 
     def schedule(self, plan: Plan, costs: Costs = Costs(), memory_limit: float | None = None) -> Schedule:
-        """The schedule for a plan, ordered by costs and within a memory limit where it can be.
+        """Return the schedule for a plan; those that order by costs or under a memory limit use these.
 
         Raises:
-            ScheduleError: a limit, or costs, that no order fits; other plans are refused when the schedule runs.
+            ScheduleError: no order fits the limit or the costs. A wrong plan raises when the schedule runs.
         """
         return self.make(plan, costs, memory_limit)
 
@@ -98,10 +98,10 @@ _LOOP = (Placement.loop, "loop", 2, True)
 _V = (_v, "V", 2, False)
 _BOTH_WAYS = (_both_ways, "both ways", 2, False)
 
-CATALOGUE: dict[str, Entry] = {
+CATALOGUE: dict[str, CatalogueEntry] = {
     entry.name: entry
     for entry in (
-        Entry(
+        CatalogueEntry(
             "gpipe",
             _always(gpipe),
             *_ANY,
@@ -109,7 +109,7 @@ CATALOGUE: dict[str, Entry] = {
             idea="all forwards, then all backwards",
             source="Huang et al. 2019",
         ),
-        Entry(
+        CatalogueEntry(
             "1f1b",
             _always(one_f_one_b),
             *_CHAIN,
@@ -117,7 +117,7 @@ CATALOGUE: dict[str, Entry] = {
             idea="a forward and a backward in turn",
             source="Narayanan et al. 2019",
         ),
-        Entry(
+        CatalogueEntry(
             "interleaved-1f1b",
             _always(interleaved_1f1b),
             *_LOOP,
@@ -125,7 +125,7 @@ CATALOGUE: dict[str, Entry] = {
             idea="1F1B over several chunks of a rank",
             source="Narayanan et al. 2021",
         ),
-        Entry(
+        CatalogueEntry(
             "looped-bfs",
             _always(looped_bfs),
             *_LOOP,
@@ -133,7 +133,7 @@ CATALOGUE: dict[str, Entry] = {
             idea="every chunk takes all microbatches at a time",
             source="Lamy-Poirier 2023",
         ),
-        Entry(
+        CatalogueEntry(
             "zb-h1",
             _always(zb_h1),
             *_CHAIN,
@@ -141,7 +141,7 @@ CATALOGUE: dict[str, Entry] = {
             idea="1F1B, its weight gradients in the bubble",
             source="Qi et al. 2024, zero bubble",
         ),
-        Entry(
+        CatalogueEntry(
             "zb-h2",
             _always(zb_h2),
             *_CHAIN,
@@ -149,7 +149,7 @@ CATALOGUE: dict[str, Entry] = {
             idea="ZB-H1 with more forwards ahead: no bubble",
             source="Qi et al. 2024, zero bubble",
         ),
-        Entry(
+        CatalogueEntry(
             "zb-auto",
             zb_auto,
             *_ANY,
@@ -158,7 +158,7 @@ CATALOGUE: dict[str, Entry] = {
             source="Qi et al. 2024, zero bubble",
             limited=True,
         ),
-        Entry(
+        CatalogueEntry(
             "interleaved-zb",
             _always(interleaved_zb),
             *_LOOP,
@@ -166,7 +166,7 @@ CATALOGUE: dict[str, Entry] = {
             idea="interleaved 1F1B, its weight gradients in the bubble",
             source="after ZB-H1",
         ),
-        Entry(
+        CatalogueEntry(
             "zb-v",
             _by_costs(zb_v),
             *_V,
@@ -174,7 +174,7 @@ CATALOGUE: dict[str, Entry] = {
             idea="no bubble with the memory of 1F1B, over a V",
             source="Qi et al. 2024, zero bubble",
         ),
-        Entry(
+        CatalogueEntry(
             "v-half",
             _by_costs(v_half),
             *_V,
@@ -182,7 +182,7 @@ CATALOGUE: dict[str, Entry] = {
             idea="about half of that memory, over a V",
             source="Qi et al. 2024, controllable memory",
         ),
-        Entry(
+        CatalogueEntry(
             "v-min",
             _by_costs(v_min),
             *_V,
@@ -190,7 +190,7 @@ CATALOGUE: dict[str, Entry] = {
             idea="about a third of that memory, over a V",
             source="Qi et al. 2024, controllable memory",
         ),
-        Entry(
+        CatalogueEntry(
             "v-auto",
             v_auto,
             *_V,
@@ -199,7 +199,7 @@ CATALOGUE: dict[str, Entry] = {
             source="Qi et al. 2024, controllable memory",
             limited=True,
         ),
-        Entry(
+        CatalogueEntry(
             "dualpipe-v",
             _always(dualpipe_v),
             *_V,
@@ -207,7 +207,7 @@ CATALOGUE: dict[str, Entry] = {
             idea="DualPipe folded into a V, without copies",
             source="DualPipe repository 2025",
         ),
-        Entry(
+        CatalogueEntry(
             "dualpipe",
             _always(dualpipe),
             *_BOTH_WAYS,

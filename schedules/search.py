@@ -1,7 +1,7 @@
-"""The best known program for a plan, costs and a memory limit, and how far from the best possible it can be. No torch.
+"""Search all named schedules for the fastest under a memory limit, with a lower bound of the cost. No torch.
 
-Costs are those of the plan's own cut into stages. A schedule with another number of stages on a rank gets the costs of
-the same model cut that way (`recut`), so that all are compared on the same work.
+Costs are given for the plan's own stages. A schedule with another number of stages on a rank gets the costs of the same
+model split that way (`recut`), so that all schedules are compared on the same work.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from fpipe.costs import Costs
 from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, Forward, Gradient, Name, Overlap
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
-from fpipe.schedules.catalogue import CATALOGUE, Entry, recut, shares
+from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, recut, shares
 from fpipe.timelines.simulator import simulate
 from fpipe.timelines.timeline import Timeline
 
-CHUNKS = (1, 2, 3, 4, 6, 8)  # the numbers of stages on a rank that are tried
-MOST = 4  # the most for what orders under a limit, which takes long for many
+CHUNKS = (1, 2, 3, 4, 6, 8)  # the numbers of stages on a rank to try
+MOST_LIMITED = 4  # the most for schedules that order under a limit, because these are slow for many stages
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Found:
-    """A schedule, where its stages stand, and what it takes.
+    """A schedule with its plan, costs and predicted timeline.
 
     Args:
         name: in `CATALOGUE`.
         schedule, plan, costs: run it by `value_and_grad(pipeline, schedule, plan)`, or simulate it again.
-        lower_bound: no program on any of the plans tried has a lower cost.
+        lower_bound: no program on any of the tried plans has a lower cost.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Found:
 
     @property
     def peak(self) -> float:
-        """The most that a rank holds, in microbatches of a rank's share of the model (1/ranks of it)."""
+        """The most in flight on a rank, in microbatches of a rank's share of the model (1/ranks of it)."""
         return max(shares(self.timeline))
 
 
@@ -54,19 +54,20 @@ def search(
     chunks: Sequence[int] = CHUNKS,
     progress: Callable[[str], None] | None = None,
 ) -> Found:
-    """The program of least cost among all named schedules, each at its best number of chunks, within a memory limit.
+    """Return the named schedule of least cost within a memory limit, each at its best number of chunks.
 
     Args:
-        plan: ranks, microbatches and the cut that the costs are for. A chain is cut anew where a schedule wants another
-            number of stages; with other edges, or ties, only schedules for as many stages are tried.
+        plan: ranks, microbatches and the stages of the costs. A chain is split anew for a schedule with another number
+            of stages; with other edges or with ties, only schedules with as many stages are tried.
         memory_limit: microbatches in flight on a rank, of its share of the model (1/ranks of it).
-        chunks: the numbers of stages on a rank to try, of those that the model can be cut into.
-        progress: is told the name of each candidate.
+        chunks: the numbers of stages on a rank to try, if the model can be split that way.
+        progress: called with the name of each candidate.
 
     Of equal costs the lower peak wins.
 
     Raises:
-        ScheduleError: costs that don't fit the plan, or nothing keeps to the limit; it says what would do.
+        ScheduleError: the costs do not fit the plan, or no schedule fits the limit; the message gives the least that
+            would.
 
     >>> from fpipe import Placement
     >>> found = search(Plan(Placement.loop(4), 8), memory_limit=4)
@@ -102,7 +103,7 @@ def pareto(
     chunks: Sequence[int] = CHUNKS,
     progress: Callable[[str], None] | None = None,
 ) -> list[Found]:
-    """Time against peak memory: programs of which none is both slower and larger than another, smallest peak first."""
+    """Return the Pareto front of cost and peak memory, smallest peak first."""
     _check(plan, costs, None, chunks)
     every = list(_candidates(plan, costs, None, chunks, progress))
     largest = _best(every).peak
@@ -116,13 +117,13 @@ def pareto(
 
 
 def _limits(largest: float, most: int = 16) -> list[float]:
-    """From one microbatch up, in steps of half a one or more, so that they are not too many to try."""
+    """Return limits from one microbatch up, in steps of at least half a microbatch, so that there are not too many."""
     halves = ceil(2 * largest)
     return [half / 2 for half in range(2, halves, ceil(halves / most))]
 
 
 def _best(found: Sequence[Found]) -> Found:
-    """The one of least cost, and of those that with the lowest peak, then the shortest makespan."""
+    """Return the result of least cost, then lowest peak, then shortest makespan."""
     enough = min(one.timeline.cost for one in found) * (1 + ROUNDING)
     return min((one for one in found if one.timeline.cost <= enough), key=lambda one: (one.peak, one.timeline.makespan))
 
@@ -133,9 +134,9 @@ def _candidates(
     limit: float | None,
     chunks: Sequence[int],
     progress: Callable[[str], None] | None,
-    entries: Iterable[Entry] = tuple(CATALOGUE.values()),
+    entries: Iterable[CatalogueEntry] = tuple(CATALOGUE.values()),
 ) -> Iterator[Found]:
-    """What runs, of the entries; if none does, the first one's error."""
+    """Yield a result for each entry that takes the plan and the limit; if none does, raise the first error."""
     found, refused = 0, []
     for entry in entries:
         for v in _tried(entry, chunks):
@@ -147,7 +148,7 @@ def _candidates(
                 schedule = entry.schedule(cut, own, limit)
                 timeline = simulate(schedule, cut, own)
             except ScheduleError as error:
-                refused.append(error)  # it doesn't admit the plan, or the limit
+                refused.append(error)  # it does not take the plan, or the limit
             else:
                 found += 1
                 yield Found(entry.name, schedule, cut, own, timeline, lower_bound(cut, own, limit))
@@ -155,14 +156,14 @@ def _candidates(
         raise refused[0]
 
 
-def _tried(entry: Entry, chunks: Sequence[int]) -> Sequence[int]:
+def _tried(entry: CatalogueEntry, chunks: Sequence[int]) -> Sequence[int]:
     if not entry.any_chunks:
         return (entry.chunks,)
-    return [v for v in chunks if v <= MOST or not entry.limited]
+    return [v for v in chunks if v <= MOST_LIMITED or not entry.limited]
 
 
-def _cut(plan: Plan, entry: Entry, chunks: int) -> Plan:
-    """The entry's own plan for the same model."""
+def _cut(plan: Plan, entry: CatalogueEntry, chunks: int) -> Plan:
+    """Return the entry's own plan for the same model."""
     cut = entry.plan(plan.ranks, plan.microbatches, chunks)
     if plan == Plan(plan.placement, plan.microbatches):
         return cut
@@ -170,11 +171,11 @@ def _cut(plan: Plan, entry: Entry, chunks: int) -> Plan:
 
 
 def lower_bound(plan: Plan, costs: Costs, memory_limit: float | None = None) -> float:
-    """A cost that no program goes below: work that a rank has to do, waits that nothing shortens, memory it lacks.
+    """Return a lower bound of the cost, the largest of three.
 
-    - A rank computes what it holds.
-    - From a stage's first forward it takes the way to the last stage and back until the first of all its backwards;
-      so it does from the last of all its forwards until its last backward.
+    - A rank runs all passes of its stages.
+    - Between a stage's first forward and its first backward a microbatch travels to the last stage and back; likewise
+      between its last forward and its last backward.
     - Two chunks on each rank, equal times and k half microbatches of memory: max(6m, 6m + 6p - 3k - 1) at unit times
       (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, figure 13).
 
@@ -189,7 +190,7 @@ def lower_bound(plan: Plan, costs: Costs, memory_limit: float | None = None) -> 
     fused = [costs.time(Backward(s, 0)) for s in stages]
     apart = [costs.time(BackwardInput(s, 0)) + costs.time(BackwardWeight(s, 0)) for s in stages]
     pair = [inf if costs.overlap is None else costs.time(Overlap(Forward(s, 0), Backward(s, 0))) for s in stages]
-    # Whatever form a schedule gives them: an effect within an overlap may take less than alone.
+    # In any form: within an overlap, an effect may take less time than alone.
     forward = [min(costs.time(Forward(s, 0)), pair[s]) for s in stages]
     inputs = [min(costs.time(BackwardInput(s, 0)), fused[s], *pair) for s in stages]
     backward = [min(fused[s], apart[s], *pair) for s in stages]
@@ -208,7 +209,7 @@ def lower_bound(plan: Plan, costs: Costs, memory_limit: float | None = None) -> 
 def _away(
     plan: Plan, costs: Costs, stage: int, microbatch: int, forward: Sequence[float], inputs: Sequence[float]
 ) -> float:
-    """From the end of a stage's forward to the start of its backward: to the last stage and back."""
+    """Return the least time from the end of a stage's forward to the start of its backward."""
 
     def travels(source: int, target: int, value: Name) -> float:
         return costs.delay(plan.rank_of(source, microbatch), plan.rank_of(target, microbatch), value)
@@ -230,7 +231,7 @@ def _away(
 
 
 def _published(plan: Plan, costs: Costs, memory_limit: float | None) -> float:
-    """The bound for two chunks on each rank, where it is said to hold."""
+    """Return the published bound for two chunks on each rank; 0 where its assumptions do not hold."""
     p, m = plan.ranks, plan.microbatches
     times = {costs.time(kind(s, 0)) for kind in (Forward, BackwardInput, BackwardWeight) for s in range(plan.stages)}
     two = plan.stages == 2 * p and all(len(plan.stages_on(rank)) == 2 for rank in range(p))

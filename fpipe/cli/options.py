@@ -1,4 +1,4 @@
-"""What the verbs are asked for: plans, models and costs, as groups of options, and how they are written. No torch."""
+"""The verbs' options, in groups: plans, models and costs; and their parsers. No torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -11,33 +11,33 @@ import typer
 from fpipe.costs import Costs, Edge, Link, PerStage
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan
-from fpipe.schedules.catalogue import CATALOGUE, Entry, recut
+from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, recut
 
 
-def _per_stage(given: str | float) -> PerStage:
-    numbers = tuple(_number(part) for part in str(given).split(","))
+def _per_stage(text: str | float) -> PerStage:
+    numbers = tuple(_number(part) for part in str(text).split(","))
     return numbers if len(numbers) > 1 else numbers[0]
 
 
-def _number(given: str) -> float:
+def _number(text: str) -> float:
     try:
-        found = float(given)
+        value = float(text)
     except ValueError:
-        found = nan
-    if not 0 <= found < inf:
-        raise typer.BadParameter(f"{given!r} is no number of at least 0: give one as 0.5, or one a stage as 1,1,2,1")
-    return found
+        value = nan
+    if not 0 <= value < inf:
+        raise typer.BadParameter(f"{text!r} is no number of at least 0: give one as 0.5, or one a stage as 1,1,2,1")
+    return value
 
 
-def _transfers(given: str | float) -> float | Link | dict[Edge, float | Link]:
-    """0.1, 0.01:1e9, or either for each edge, as 0-1=0.1,1-0=0.2."""
-    text = str(given)
+def _transfers(option: str | float) -> float | Link | dict[Edge, float | Link]:
+    """Parse 0.1, 0.01:1e9, or either for each edge, as 0-1=0.1,1-0=0.2."""
+    text = str(option)
     try:
         if "=" not in text:
             return _transfer(text)
         pairs = (part.split("=") for part in text.split(","))
         return {_edge(edge): _transfer(transfer) for edge, transfer in pairs}
-    except ValueError:  # a ScheduleError too: what `Link` and `Costs` refuse
+    except ValueError:  # also the ScheduleErrors of `Link` and `Costs`
         raise typer.BadParameter(
             f"{text!r} is no transfer: give a time as 0.1, a latency and a bandwidth (more than 0) as 0.01:1e9, or "
             "either for every edge between two ranks as 0-1=0.1,1-0=0.2"
@@ -55,25 +55,25 @@ def _edge(text: str) -> Edge:
     return source, target
 
 
-def at_least_one(given: str) -> tuple[int, ...]:
+def at_least_one(text: str) -> tuple[int, ...]:
     try:
-        found = tuple(map(int, given.split(",")))
+        numbers = tuple(map(int, text.split(",")))
     except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise typer.BadParameter(f"{given!r} is no list of counts: give one as 2,4")
-    return found
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise typer.BadParameter(f"{text!r} is no list of counts: give one as 2,4")
+    return numbers
 
 
 def known(incomplete: str) -> list[str]:
     return [name for name in CATALOGUE if name.startswith(incomplete)]
 
 
-NAME = (
+SCHEDULE_HELP = (
     "A name that `fpipe schedules` lists; FILE.py:FUNCTION, a schedule (rank, plan) or a factory of one (plan, ...); "
     "or FILE.csv as torch writes it."
 )
-Name = Annotated[str, typer.Argument(metavar="SCHEDULE", help=NAME, autocompletion=known)]
+ScheduleArg = Annotated[str, typer.Argument(metavar="SCHEDULE", help=SCHEDULE_HELP, autocompletion=known)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Time = partial(typer.Option, metavar="TIME", parser=_per_stage, rich_help_panel="Costs: one number, or one a stage")
 Bytes = partial(
@@ -103,25 +103,27 @@ class PlanOptions:
         ),
     ] = None
 
-    def plan(self, entry: Entry | None) -> Plan:
-        """The plan of a named schedule, or of one that brings no placement."""
+    def plan(self, entry: CatalogueEntry | None) -> Plan:
+        """Return the plan of a named schedule, or of a schedule without a placement of its own."""
         if self.placement and self.placement not in _PLACES:
-            return self.agree(Plan(_listed(self.placement), self._given("microbatches")), self.placement)
-        ranks, microbatches = self._given("ranks"), self._given("microbatches")
+            return self.check_consistent(Plan(_listed(self.placement), self._required("microbatches")), self.placement)
+        ranks, microbatches = self._required("ranks"), self._required("microbatches")
         if self.placement:
-            return self.agree(Plan(_PLACES[self.placement](ranks, self.chunks or 1), microbatches), self.placement)
+            return self.check_consistent(
+                Plan(_PLACES[self.placement](ranks, self.chunks or 1), microbatches), self.placement
+            )
         if entry:
             return entry.plan(ranks, microbatches, self.chunks)
         return Plan(Placement.loop(ranks, self.chunks or 1), microbatches)
 
-    def agree(self, plan: Plan, source: str) -> Plan:
-        """A plan that has its counts from elsewhere, once no others were asked for."""
+    def check_consistent(self, plan: Plan, source: str) -> Plan:
+        """Return a plan from elsewhere; raise if an option contradicts it."""
         for option, has in counts(plan).items():
             if getattr(self, option) not in (None, has):
                 raise typer.BadParameter(f"{source} has {has}, not {getattr(self, option)}", param_hint=f"--{option}")
         return plan
 
-    def _given(self, option: str) -> int:
+    def _required(self, option: str) -> int:
         count: int | None = getattr(self, option)
         if count is None:
             raise typer.BadParameter(f"missing: give a number, as in --{option} 8", param_hint=f"--{option}")
@@ -129,7 +131,7 @@ class PlanOptions:
 
 
 def counts(plan: Plan) -> dict[str, int]:
-    """What the options of a plan stand for in it."""
+    """Return the values that a plan has for the options of `PlanOptions`."""
     chunks = max(len(plan.stages_on(rank)) for rank in range(plan.ranks))
     return {"ranks": plan.ranks, "microbatches": plan.microbatches, "chunks": chunks}
 
@@ -153,7 +155,7 @@ _PLACES: dict[str, Callable[[int, int], Placement]] = {
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A model on so many ranks, whatever the schedule."""
+    """A model on a number of ranks, for any schedule."""
 
     ranks: Annotated[int, InPlan(min=1, metavar="N", help="How many ranks.")]
     microbatches: Annotated[int, InPlan(min=1, metavar="N", help="How many microbatches.")]
@@ -168,13 +170,13 @@ class ModelOptions:
 
     @property
     def plan(self) -> Plan:
-        """The plan that the costs are for."""
+        """The plan of the costs."""
         return Plan(Placement.loop(self.ranks, self.chunks), self.microbatches)
 
 
 @dataclass(frozen=True)
 class CostOptions:
-    """What a stage takes, by the names of `Costs`; parsed as `PerStage`, a union, of which typer has no notion."""
+    """The fields of `Costs`. Their type is `PerStage`, a union, which typer does not support."""
 
     forward: Annotated[Any, Time(help="Forward.")] = 1
     backward_input: Annotated[Any, Time(help="Input gradient.")] = 1
@@ -198,8 +200,8 @@ class CostOptions:
     def costs(self) -> Costs:
         return Costs(**{field.name: getattr(self, field.name) for field in fields(self)})
 
-    def fitting(self, plan: Plan) -> Costs:
-        """The costs, once sequences are as long as the plan has stages."""
+    def validated(self, plan: Plan) -> Costs:
+        """Return the costs; raise if they do not fit the plan."""
         try:
             self.costs.check(plan)
         except ScheduleError as error:
@@ -207,8 +209,8 @@ class CostOptions:
         return self.costs
 
     def recut(self, model: ModelOptions, plan: Plan) -> Costs:
-        """The costs of the same model under a plan with any number of stages."""
-        return recut(self.fitting(model.plan), model.plan.stages, plan.stages)
+        """Return the costs of the same model under a plan with another number of stages."""
+        return recut(self.validated(model.plan), model.plan.stages, plan.stages)
 
 
 Limit = Annotated[

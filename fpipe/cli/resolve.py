@@ -1,4 +1,4 @@
-"""From what was asked to what runs: the schedule that a name stands for, its plan, costs and timeline. No torch."""
+"""Resolve the name of a schedule to the schedule, its plan, costs and timeline. No torch."""
 
 import importlib.util
 import inspect
@@ -18,14 +18,14 @@ from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.lowering import lower
 from fpipe.programs.verifier import check
-from fpipe.schedules.catalogue import CATALOGUE, Entry
+from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry
 from fpipe.timelines.format import number
 from fpipe.timelines.simulator import play
 from fpipe.timelines.timeline import Timeline
 
 
 class Job(NamedTuple):
-    """A schedule that was asked for, on its plan, at its costs."""
+    """A schedule with its plan and costs."""
 
     name: str
     schedule: Schedule
@@ -34,16 +34,16 @@ class Job(NamedTuple):
 
 
 def resolve(name: str, asked: PlanOptions, costs: Callable[[Plan], Costs], limit: float | None) -> Job:
-    """The schedule that a name stands for.
+    """Return the schedule that a name stands for.
 
     Args:
-        costs: plan -> the costs that a schedule which orders by them gets.
+        costs: plan -> costs, for schedules that order by them.
     """
     if name.endswith(".csv"):
         from fpipe.interop.torch_csv import from_csv
 
         schedule, plan = from_csv(read(name))
-        return Job(name, schedule, asked.agree(plan, name), costs(plan))
+        return Job(name, schedule, asked.check_consistent(plan, name), costs(plan))
     if name.endswith(".py") or ".py:" in name:
         plan = asked.plan(None)
         return Job(name, _own(name, plan, costs(plan), limit), plan, costs(plan))
@@ -53,22 +53,22 @@ def resolve(name: str, asked: PlanOptions, costs: Callable[[Plan], Costs], limit
 
 
 def _own(name: str, plan: Plan, costs: Costs, limit: float | None) -> Schedule:
-    """What a function in a user's file is, by its first parameter: a schedule, or, where that is `plan`, a factory."""
+    """Return the schedule in a user's file: its function, or the result of one whose first parameter is `plan`."""
     function = _load(name)
     parameters = list(inspect.signature(function).parameters)
     options = {"costs": costs, "memory_limit": limit}
     taken = {option: options[option] for option in parameters if option in options}
     if parameters[:1] != ["plan"]:
         return partial(function, **taken)
-    made = function(plan, **taken)
-    if not callable(made):
+    schedule = function(plan, **taken)
+    if not callable(schedule):
         raise ScheduleError(
-            f"{name} begins with plan, so it makes a schedule, (rank, plan) -> effects; it made {made!r}"
+            f"{name} begins with plan, so it makes a schedule, (rank, plan) -> effects; it made {schedule!r}"
         )
-    return cast(Schedule, made)
+    return cast(Schedule, schedule)
 
 
-def _entry(name: str) -> Entry:
+def _entry(name: str) -> CatalogueEntry:
     plain = name.lower().replace("_", "-")
     if plain not in CATALOGUE:
         near = sorted(get_close_matches(plain, CATALOGUE, n=2, cutoff=0.5))
@@ -80,7 +80,7 @@ def _entry(name: str) -> Entry:
 
 
 def _load(name: str) -> Callable[..., Any]:
-    """The function in FILE.py:FUNCTION. The file may import its neighbours, as a script may."""
+    """Load the function of FILE.py:FUNCTION. Like a script, the file can import modules from its folder."""
     file, _, function = name.partition(".py:") if ".py:" in name else (name.removesuffix(".py"), "", "")
     path = Path(file + ".py")
     if not path.is_file():
@@ -91,12 +91,12 @@ def _load(name: str) -> Callable[..., Any]:
     assert spec.loader
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = getattr(module, function, None) if function else None
-    if not callable(found):
+    result = getattr(module, function, None) if function else None
+    if not callable(result):
         own = [f.__name__ for f in vars(module).values() if inspect.isfunction(f) and f.__module__ == spec.name]
         wanted = f"{path} has no function {function!r}" if function else f"name a function of {path}, as in {path}:NAME"
         raise typer.BadParameter(f"{wanted}; it has {', '.join(own) or 'none'}", param_hint="SCHEDULE")
-    return cast(Callable[..., Any], found)
+    return cast(Callable[..., Any], result)
 
 
 def read(file: str) -> str:
@@ -107,7 +107,7 @@ def read(file: str) -> str:
 
 
 def played(job: Job, step: Callable[[str], None] = lambda what: None) -> Timeline:
-    """The timeline of a schedule, once it was verified, in any order of microbatches."""
+    """Verify a schedule, with any order of microbatches, and simulate it."""
     programs = lower(job.schedule, job.plan)
     step(f"verify {job.name}")
     check(programs, ordered=False)
@@ -115,8 +115,8 @@ def played(job: Job, step: Callable[[str], None] = lambda what: None) -> Timelin
     return play(programs, job.costs)
 
 
-def keep_to(peaks: Sequence[float], limit: float | None) -> None:
-    """Refuse what doesn't keep to the memory limit."""
+def enforce_limit(peaks: Sequence[float], limit: float | None) -> None:
+    """Raise ScheduleError if a rank exceeds the memory limit."""
     peak = max(peaks)
     if limit is not None and peak > limit + 1e-9:
         raise ScheduleError(

@@ -1,4 +1,4 @@
-"""The verb for timelines that were written for TensorBoard: measured, or predicted. No torch."""
+"""The verb for timelines that were written for TensorBoard, measured or predicted. No torch."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from fpipe.cli.app import Unusable, verb
+from fpipe.cli.app import CommandError, verb
 from fpipe.cli.options import Json, counts
 from fpipe.cli.output import print_json, replacing, show
 from fpipe.timelines.comparison import Difference, path_segments, path_shares
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from fpipe.tensorboard.files.reader import Key, Listing
 
 _SUFFIXES = (".pftrace", ".json", ".svg", ".png", ".pdf", ".csv")
-_LONGEST = 200  # characters of a name that are shown
-_NEAREST = 4  # steps that are offered in place of one that isn't there
+_MOST_CHARACTERS = 200  # shown of a name
+_MOST_STEPS = 4  # suggested in place of a missing one
 Kind = Literal["measured", "predicted"]
 
 
 class Run(NamedTuple):
-    """A capture, and by what name it was asked for."""
+    """A capture, and the name that the user gave."""
 
     name: str
     capture: "Capture"
@@ -76,29 +76,37 @@ def timeline(
     Folders are those that were written for TensorBoard: by a recorder while a
     model trained, or by simulate --logdir.
     """
+    _check_arguments(runs, diff, out)
+    if len(runs) == 2:
+        _compare(_opened(runs[0], kind, step), _opened(runs[1], kind, step), as_json)
+    elif diff:
+        _compare(*_measured_and_predicted(runs[0], step), as_json)
+    else:
+        _report(_opened(runs[0], kind, step), out, as_json)
+
+
+def _check_arguments(runs: list[str], diff: bool, out: Path | None) -> None:
     if len(runs) > 2:
         raise typer.BadParameter(f"two runs can be compared, not {len(runs)}", param_hint="RUN")
     if out and out.suffix.lower() not in _SUFFIXES:
         known = f"{', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
         raise typer.BadParameter(f"{out} ends in no known format: take {known}", param_hint="--out")
-    if diff or len(runs) == 2:
-        if out:
-            raise typer.BadParameter("one timeline is written: name one run, without --diff", param_hint="--out")
-        one = len(runs) == 1
-        a, b = _both(runs[0], step) if one else (_opened(runs[0], kind, step), _opened(runs[1], kind, step))
-        _compare(a, b, as_json)
-        return
-    run = _opened(runs[0], kind, step)
+    if out and (diff or len(runs) == 2):
+        raise typer.BadParameter("one timeline is written: name one run, without --diff", param_hint="--out")
+
+
+def _report(run: Run, out: Path | None, as_json: bool) -> None:
+    """Write one run's timeline to a file, or show it beside its prediction, as tables or JSON."""
     _note([*run.listing.notices, *run.capture.notices])
     if out:
         _write(out, run)
     try:
         predicted = _prediction(run)
-    except Unusable as error:  # what was measured is still worth showing
+    except CommandError as error:  # the measurement is still worth showing
         predicted = None
         _note([str(error)])
     if as_json:
-        print_json(_told(run, predicted))
+        print_json(_as_json(run, predicted))
     elif not out:
         _show(run, predicted)
 
@@ -116,7 +124,7 @@ def _show(run: Run, predicted: Run | None) -> None:
 
 
 def _remarks(run: Run, predicted: Run | None) -> Iterator[str]:
-    """What is known beside the timeline: the allocators' peaks, the clocks, and the prediction."""
+    """Yield the allocators' peak, the uncertainty of the clocks, and the prediction."""
     line, headers = run.capture.timeline, run.capture.headers
     peaks = {rank: header.peak for rank, header in headers.items() if header.peak}
     if peaks:
@@ -135,9 +143,9 @@ def _remarks(run: Run, predicted: Run | None) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """What others named, without what a terminal would take for a command, and not too long."""
-    shown = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:_LONGEST])
-    return shown + "…" * (len(text) > _LONGEST)
+    """Return a foreign name without control characters, cut to a bounded length."""
+    shown = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:_MOST_CHARACTERS])
+    return shown + "…" * (len(text) > _MOST_CHARACTERS)
 
 
 def _note(notices: Iterable[str]) -> None:
@@ -145,10 +153,10 @@ def _note(notices: Iterable[str]) -> None:
         typer.echo(f"{typer.style('note:', fg='yellow', bold=True)} {plain(notice)}", err=True)
 
 
-def _opened(given: str, kind: Kind | None, step: int | None) -> Run:
-    """The capture that DIR, DIR@STEP or DIR/kind stands for."""
-    at_step = None if Path(given).is_dir() else re.fullmatch(r"(.+)@(\d{1,18})", given, re.DOTALL)
-    folder, step = (at_step[1], int(at_step[2])) if at_step else (given, step)
+def _opened(name: str, kind: Kind | None, step: int | None) -> Run:
+    """Open the capture that DIR, DIR@STEP or DIR/kind names."""
+    at_step = None if Path(name).is_dir() else re.fullmatch(r"(.+)@(\d{1,18})", name, re.DOTALL)
+    folder, step = (at_step[1], int(at_step[2])) if at_step else (name, step)
     listing = _listed(folder)
     kinds = {key.kind for key in listing.captures}
     if kind is None:
@@ -157,7 +165,7 @@ def _opened(given: str, kind: Kind | None, step: int | None) -> Run:
         raise typer.BadParameter(f"{plain(folder)} has nothing {kind}, only {kinds.pop()}", param_hint="--kind")
     steps = listing.steps(listing.experiments[0], kind)
     if step is not None and step not in steps:
-        near = sorted(sorted(steps, key=lambda each: abs(each - step))[:_NEAREST])
+        near = sorted(sorted(steps, key=lambda each: abs(each - step))[:_MOST_STEPS])
         known = ", ".join(map(str, near))
         which = "it has" if len(near) == len(steps) else f"of its {len(steps)} the nearest are"
         raise typer.BadParameter(
@@ -167,7 +175,7 @@ def _opened(given: str, kind: Kind | None, step: int | None) -> Run:
 
 
 def _listed(folder: str) -> "Listing":
-    """What there is of the one run in a folder."""
+    """List the captures of the one run in a folder."""
     from fpipe.tensorboard.files.reader import find
 
     try:
@@ -176,7 +184,7 @@ def _listed(folder: str) -> "Listing":
         raise typer.BadParameter(f"there is no folder {plain(folder)}", param_hint="RUN") from None
     if not listing.captures:
         _note(listing.notices)
-        raise Unusable(
+        raise CommandError(
             f"no step was captured below {plain(folder)}: record some with fpipe.tensorboard.Recorder, or write a "
             "simulation with fpipe simulate --logdir"
         )
@@ -197,13 +205,13 @@ def _read(name: str, listing: "Listing", kind: Kind, step: int) -> Run:
     try:
         capture = listing.read(key)
     except BadColumns as error:
-        raise Unusable(f"step {step} in {plain(name)} can't be read: {plain(str(error))}") from None
+        raise CommandError(f"step {step} in {plain(name)} can't be read: {plain(str(error))}") from None
     return Run(plain(name), capture, listing, key)
 
 
-def _both(given: str, step: int | None) -> tuple[Run, Run]:
-    """What was measured and what was predicted in one folder."""
-    measured = _opened(given, "measured", step)
+def _measured_and_predicted(name: str, step: int | None) -> tuple[Run, Run]:
+    """Open the measurement and the prediction of one folder."""
+    measured = _opened(name, "measured", step)
     predicted = _prediction(measured)
     if predicted is None:
         raise typer.BadParameter(f"{measured.name} has no prediction: name a second run", param_hint="--diff")
@@ -211,7 +219,7 @@ def _both(given: str, step: int | None) -> tuple[Run, Run]:
 
 
 def _prediction(run: Run) -> Run | None:
-    """What was predicted beside a measurement: for its step, or else the last before it, or the first."""
+    """Open the prediction for a measurement: of its step, else the last step before it, else the first."""
     steps = run.listing.steps(run.key.experiment, "predicted")
     if run.key.kind == "predicted" or not steps:
         return None
@@ -219,8 +227,8 @@ def _prediction(run: Run) -> Run | None:
     return _read(run.name, run.listing, "predicted", before[-1] if before else steps[0])
 
 
-def _told(run: Run, predicted: Run | None) -> dict[str, object]:
-    """A run as JSON: times in its unit, memory in bytes."""
+def _as_json(run: Run, predicted: Run | None) -> dict[str, object]:
+    """Return a run as JSON: times in its unit, memory in bytes."""
     capture, line = run.capture, run.capture.timeline
     ranks = range(line.plan.ranks)
     return {
@@ -236,7 +244,7 @@ def _told(run: Run, predicted: Run | None) -> dict[str, object]:
         "peak_memory": [capture.peak_memory(rank) for rank in ranks],
         "allocator_peak": [_peak(capture, rank) for rank in ranks],
         "clock_uncertainty": uncertainty(capture),
-        "critical_path": [stay._asdict() for stay in path_segments(line)],
+        "critical_path": [segment._asdict() for segment in path_segments(line)],
         "shares": path_shares(line),
         "predicted_makespan": predicted.capture.timeline.makespan if predicted else None,
         "notices": [*run.listing.notices, *capture.notices],
@@ -260,27 +268,28 @@ def _peak(capture: "Capture", rank: int) -> float | None:
 
 
 def uncertainty(capture: "Capture") -> float | None:
-    """How far a rank's clock may be off rank 0's at most; None where they were not compared."""
+    """Return the most by which a rank's clock may differ from rank 0's; None if they were not compared."""
     clocks = [header.clock for header in capture.headers.values()]
     known = [clock.uncertainty for clock in clocks if clock]
     return max(known) if len(known) == len(clocks) else None
 
 
 def _compare(a: Run, b: Run, as_json: bool) -> None:
-    found = Difference(a.capture.timeline, b.capture.timeline)
+    difference = Difference(a.capture.timeline, b.capture.timeline)
     notices = [notice for run in (a, b) for notice in (*run.listing.notices, *run.capture.notices)]
     if a.capture.unit != b.capture.unit:
         seconds, other = (a, b) if a.capture.unit == "s" else (b, a)
         notices.append(f"times of {seconds.title} are in seconds, those of {other.title} in units of the costs")
-    notices = [*dict.fromkeys(notices), *found.notices]
+    notices = [*dict.fromkeys(notices), *difference.notices]
     if as_json:
-        print_json({"runs": [_which(a), _which(b)], **found.as_json(), "notices": notices})
+        print_json({"runs": [_which(a), _which(b)], **difference.as_json(), "notices": notices})
         return
-    from fpipe.cli.tables import difference
+    from fpipe.cli import tables
 
     _note(notices)
     same = a.capture.unit == b.capture.unit
-    show(difference(found, (a.title, b.title), scale_of(found.makespan[0], a.capture.unit if same else "")))
+    scale = scale_of(difference.makespan[0], a.capture.unit if same else "")
+    show(tables.difference(difference, (a.title, b.title), scale))
 
 
 def _write(out: Path, run: Run) -> None:

@@ -12,27 +12,27 @@ import typer
 
 from fpipe.cli.app import verb
 from fpipe.cli.options import (
-    NAME,
+    SCHEDULE_HELP,
     CostOptions,
     InPlan,
     Json,
     Limit,
     ModelOptions,
-    Name,
     PlanOptions,
+    ScheduleArg,
     at_least_one,
     counts,
     known,
 )
 from fpipe.cli.output import console, print_json, progress, replacing, show
-from fpipe.cli.resolve import keep_to, played, read, resolve
+from fpipe.cli.resolve import enforce_limit, played, read, resolve
 from fpipe.effects import Compute, Effect, Overlap, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs
 from fpipe.programs.verifier import check
-from fpipe.schedules.catalogue import CATALOGUE, Entry, shares
+from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, shares
 from fpipe.schedules.search import CHUNKS, pareto
 from fpipe.schedules.search import search as find
 from fpipe.timelines.format import extent, number, percent, scale_of, sized
@@ -44,9 +44,9 @@ _MOST_COLUMNS = 100_000  # of a drawing whose scale is asked for
 
 def _simulated(name: str, asked: PlanOptions, costs: CostOptions, limit: float | None) -> tuple[str, Timeline]:
     with progress(f"lower {name}", 3) as step:
-        job = resolve(name, asked, costs.fitting, limit)
+        job = resolve(name, asked, costs.validated, limit)
         timeline = played(job, step)
-    keep_to(timeline.peak_in_flight, limit)
+    enforce_limit(timeline.peak_in_flight, limit)
     return job.name, timeline
 
 
@@ -82,7 +82,7 @@ def schedules(as_json: Json = False) -> None:
 
 @verb("fpipe verify zb-h1 --ranks 4 --microbatches 8 --transport rendezvous")
 def verify(
-    name: Name,
+    name: ScheduleArg,
     asked: PlanOptions,
     costs: CostOptions,
     transport: Annotated[
@@ -94,13 +94,13 @@ def verify(
 ) -> None:
     """Check a schedule: complete, in order, free of deadlock."""
     with progress(f"lower {name}", 2) as step:
-        job = resolve(name, asked, costs.fitting, limit)
+        job = resolve(name, asked, costs.validated, limit)
         programs = lower(job.schedule, job.plan, transport=transport)
         step(f"verify {name}")
         report = check(
             programs, transport=transport, ordered=not unordered, costs=job.costs if sized(job.costs) else None
         )
-    keep_to(report.peak_in_flight, limit)
+    enforce_limit(report.peak_in_flight, limit)
     if as_json:
         edges = [
             {"from": source, "to": target, "messages": count, "bytes": (report.bytes or {}).get((source, target))}
@@ -120,7 +120,7 @@ def verify(
     "fpipe simulate zb-v --ranks 4 --microbatches 8 --logdir runs/zb-v",
 )
 def simulate(
-    name: Name,
+    name: ScheduleArg,
     asked: PlanOptions,
     costs: CostOptions,
     limit: Limit = None,
@@ -164,7 +164,7 @@ def _write(logdir: Path, name: str, timeline: Timeline, unit: str) -> None:
     "fpipe draw zb-v --ranks 4 --microbatches 8 --out zb-v.svg",
 )
 def draw(
-    name: Name,
+    name: ScheduleArg,
     asked: PlanOptions,
     costs: CostOptions,
     limit: Limit = None,
@@ -235,7 +235,9 @@ def compare(
     costs: CostOptions,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SCHEDULE]...", help=f"By default every named one. {NAME}", autocompletion=known),
+        typer.Argument(
+            metavar="[SCHEDULE]...", help=f"By default every named one. {SCHEDULE_HELP}", autocompletion=known
+        ),
     ] = None,
     loops: Annotated[
         Any, InPlan(metavar="V,V,...", parser=at_least_one, help="Chunks to try with schedules that loop.")
@@ -260,7 +262,7 @@ def compare(
                 job = resolve(name, options, partial(costs.recut, model), limit)
                 timeline = played(job)
                 peaks = shares(timeline)
-                keep_to(peaks, limit)
+                enforce_limit(peaks, limit)
                 entrants.append((job.name, timeline, max(peaks)))
             except ScheduleError as error:
                 refused[name if chunks is None else f"{name} ({chunks} chunk{'s' if chunks > 1 else ''})"] = str(error)
@@ -308,12 +310,12 @@ def search(
     """
     if frontier and out:
         raise typer.BadParameter("one schedule is written: take --memory-limit, not --pareto", param_hint="--out")
-    plan, own = model.plan, costs.fitting(model.plan)
+    plan, own = model.plan, costs.validated(model.plan)
     with progress("search") as step:
         options = {"chunks": loops, "progress": step}
         found = pareto(plan, own, **options) if frontier else [find(plan, own, limit, **options)]
     if frontier and limit is not None:
-        keep_to([min(each.peak for each in found)], limit)
+        enforce_limit([min(each.peak for each in found)], limit)
         found = [each for each in found if each.peak <= limit + 1e-9]
     if as_json:
         rows = [result(each.name, each.timeline) | {"lower_bound": each.lower_bound} for each in found]
@@ -331,7 +333,7 @@ def search(
 
 @verb("fpipe export zb-v --ranks 4 --microbatches 8 --format torch-csv --out zb-v.csv")
 def export(
-    name: Name,
+    name: ScheduleArg,
     asked: PlanOptions,
     costs: CostOptions,
     limit: Limit = None,
@@ -345,9 +347,9 @@ def export(
     """Write a schedule for torch.distributed.pipelining."""
     from fpipe.interop.torch_csv import to_csv
 
-    job = resolve(name, asked, costs.fitting, limit)
+    job = resolve(name, asked, costs.validated, limit)
     if limit is not None:
-        keep_to(check(lower(job.schedule, job.plan), ordered=False).peak_in_flight, limit)
+        enforce_limit(check(lower(job.schedule, job.plan), ordered=False).peak_in_flight, limit)
     text = to_csv(job.schedule, job.plan, communication=form == "torch-csv")
     if out:
         with replacing(out) as file:
@@ -410,7 +412,7 @@ def _same(schedule: Schedule, plan: Plan) -> list[str]:
     return [name for name, entry in CATALOGUE.items() if _order_of(entry, plan) == order]
 
 
-def _order_of(entry: Entry, plan: Plan) -> list[list[Effect]] | None:
+def _order_of(entry: CatalogueEntry, plan: Plan) -> list[list[Effect]] | None:
     try:
         own = entry.plan(**counts(plan))
         return _order(entry.schedule(own), own) if own == plan else None
