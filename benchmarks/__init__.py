@@ -1,1 +1,1 @@
-"""Measurements, side by side in one run. They print medians and ratios, and are no tests."""
+"""Benchmarks: each compares side by side in one run, and prints medians and ratios. They are not tests."""

@@ -1,13 +1,13 @@
-"""What a stage's backward costs, fused and split: ours beside eager autograd's and torch's pipelining runtime's.
+"""Time a stage's backward, fused and split: fpipe beside eager autograd and torch's pipelining runtime.
 
     python -m benchmarks.autodiff                               # every stage and width, then the time to trace
     python -m benchmarks.autodiff --widths 32 256 --stage mlp
     python -m benchmarks.autodiff --autodiff eager              # our pieces by eager autograd instead of graphs
 
-All ways take turns on one thread, each with a forward of its own, in an order shuffled every round, because what ran
-just before leaves its mark on memory. Ratios are medians of the rounds' ratios. Gradients are given or set, and added
-to nothing. `split` is the input gradients, then the weight gradients. Before anything is timed, ours must be eager
-autograd's in bits, and the runtime's within rounding.
+All ways take turns on one thread, each with a forward of its own, in an order shuffled every round, because the run
+before affects caches and memory. Ratios are medians of the rounds' ratios. Gradients are returned or set, and never
+accumulated. `split` is the input gradients, then the weight gradients. Before anything is timed, fpipe's gradients
+must equal eager autograd's bit for bit, and the runtime's within rounding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RATIOS: dict[str, tuple[str, str, Callable[[int], float | None]]] = {  # with th
 
 
 class Way(NamedTuple):
-    """One way to differentiate: `forward() -> kept`, `backward(*kept) -> gradients`, and what forgets these."""
+    """One way to differentiate: `forward() -> kept`, `backward(*kept) -> gradients`, and a way to drop these."""
 
     forward: Callable[[], tuple[Any, ...]]
     backward: Callable[..., list[Tensor]]
@@ -66,7 +66,7 @@ def transformer(params: Sequence[dict[str, Tensor]], x: Tensor) -> Tensor:
 
 
 def mlp(params: Sequence[dict[str, Tensor]], x: Tensor) -> Tensor:
-    """Linear and ReLU, again and again: next to no work an operator."""
+    """Linear and ReLU, repeated: hardly any work per operator."""
     for p in params:
         x = F.relu(F.linear(x, p["weight"], p["weight_bias"]))
     return x
@@ -83,7 +83,7 @@ def make_params(block: dict[str, tuple[int, ...]], width: int, blocks: int) -> l
 
 
 def eager_ways(fn: Callable[..., Tensor], params: Any, x: Tensor, cotangent: Tensor) -> dict[str, Way]:
-    """By torch: its autograd, and the functions of its pipelining runtime."""
+    """torch's ways: its autograd, and the functions of its pipelining runtime."""
     leaves, spec = flatten(params)
     own = [p.detach().requires_grad_() for p in leaves]
     tree = spec.unflatten(own)
@@ -134,7 +134,7 @@ def our_ways(fn: Callable[..., Tensor], params: Any, x: Tensor, cotangent: Tenso
 
 
 def check(ways: dict[str, Way]) -> None:
-    """All gradients are those of eager autograd: ours in bits, the runtime's within rounding."""
+    """Check all gradients against eager autograd: fpipe's bit for bit, the runtime's within rounding."""
     expected = ways["eager"].backward(*ways["eager"].forward())
     for name, (forward, backward, forget) in ways.items():
         bound = 0 if name in ("fused", "split") else None
@@ -143,7 +143,7 @@ def check(ways: dict[str, Way]) -> None:
 
 
 def timed(way: Way) -> tuple[float, float]:
-    """Seconds of the forward and of the backward; what they gave is dropped after the clock stops."""
+    """Time the forward and the backward, in seconds; their results are dropped after the clock stops."""
     start = time.perf_counter()
     kept = way.forward()
     middle = time.perf_counter()
@@ -155,7 +155,7 @@ def timed(way: Way) -> tuple[float, float]:
 
 
 def measure(ways: dict[str, Way], seconds: float) -> dict[str, list[tuple[float, float]]]:
-    """The times of every round. The collector runs between the ways alone, over what the last one made."""
+    """Time every round. The garbage collector runs only between the ways."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     order = random.Random(0)
     gc.collect()
@@ -174,7 +174,7 @@ def measure(ways: dict[str, Way], seconds: float) -> dict[str, list[tuple[float,
 
 
 def ratio(over: Sequence[float], under: Sequence[float], target: float | None = None) -> dict[str, Any]:
-    """The median with its 95 % interval, which takes nothing for granted of how the ratios are spread."""
+    """Return the median with its 95 % interval, without an assumption about the distribution of the ratios."""
     found = sorted(a / b for a, b in zip(over, under, strict=True))
     median, low = statistics.median(found), int(len(found) / 2 - 0.98 * len(found) ** 0.5)
     interval = found[low], found[-1 - low]
@@ -182,14 +182,14 @@ def ratio(over: Sequence[float], under: Sequence[float], target: float | None = 
 
 
 def verdict(median: float, interval: tuple[float, float], target: float | None) -> str | None:
-    """Whether a target is met, and whether that is more than chance."""
+    """Return whether a target is met, and whether the difference is significant."""
     if target is None:
         return None
     return ("met" if median <= target else "missed") + (", barely" if interval[0] <= target < interval[1] else "")
 
 
 def case(kind: str, width: int, shape: tuple[int, int], autodiff: str, seconds: float) -> dict[str, Any]:
-    """One stage at one width, as a row for `--json`."""
+    """Measure one stage at one width, as a row for `--json`."""
     torch.manual_seed(0)
     fn, block, blocks = STAGES[kind]
     params, x, cotangent = make_params(block, width, blocks), torch.randn(*shape, width), torch.randn(*shape, width)
@@ -220,7 +220,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def trace(autodiff: str) -> dict[str, Any]:
-    """What the first use of a deep stage's pieces costs beyond the second: tracing, cutting and emitting; of three."""
+    """Time tracing, partitioning and code generation: a deep stage's first use less its second; median of three."""
     params, x = make_params(BLOCK, TRACED_WIDTH, TRACED_BLOCKS), torch.randn(2, 64, TRACED_WIDTH)
     found = []
     for _ in range(3):

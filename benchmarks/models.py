@@ -1,4 +1,4 @@
-"""What the benchmarks over several processes share: the model, its data, the machine's name, and the processes."""
+"""Shared by the benchmarks over several processes: the model, its data, the machine's name, and the processes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def layers(width: int, count: int = LAYERS) -> list[nn.Module]:
 
 
 def stages(given: list[nn.Module], count: int) -> list[nn.Module]:
-    """The layers in so many equal runs. Cuts of the same layers share their parameters."""
+    """Group the layers into `count` stages of equal length. Stages of the same layers share their parameters."""
     size = len(given) // count
     return [nn.Sequential(*given[at : at + size]) for at in range(0, len(given), size)]
 
 
 def data(width: int) -> tuple[Tensor, Tensor]:
-    """A batch and its target: all microbatches of ROWS sequences, of 8 at width 32 and of 64 at others."""
+    """Return a batch and its target: microbatches of ROWS sequences, of length 8 at width 32 and 64 at other widths."""
     generator = torch.Generator().manual_seed(1)
     batch, target = torch.randn(2, MICROBATCHES * ROWS, 8 if width == 32 else 64, width, generator=generator)
     return batch, target
@@ -48,7 +48,7 @@ def cores() -> int:
 
 
 def machine() -> str:
-    """What the figures were measured on, in a line."""
+    """Describe the machine in one line."""
     with open("/proc/cpuinfo") as file:
         models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     name = models[0] if models else platform.machine()
@@ -56,14 +56,14 @@ def machine() -> str:
 
 
 def positive(text: str) -> int:
-    """A whole number, from the command line."""
+    """Parse a whole number from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def output(text: str) -> pathlib.Path:
-    """A file to write, from the command line."""
+    """Parse the name of a file to write from the command line."""
     path = pathlib.Path(text)
     if path.suffix not in (".json", ".svg", ".png") or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} must end in .json, .svg or .png, in a folder that exists")
@@ -71,7 +71,7 @@ def output(text: str) -> pathlib.Path:
 
 
 def in_processes(job: Callable[..., Any], ranks: int, *args: Any, limit: float) -> Iterator[Any]:
-    """What `job(rank, ranks, *args)`, an iterator in each of so many processes over gloo, yields on rank 0.
+    """Run `job(rank, ranks, *args)`, an iterator, in each of `ranks` processes over gloo, and yield rank 0's results.
 
     Raises:
         TimeoutError: not done after `limit` seconds.

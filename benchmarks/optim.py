@@ -1,11 +1,11 @@
-"""An update of `interop.optimizer` beside a step of torch's own optimizer: times in turn, and the peak of memory.
+"""Compare an update of `interop.optimizer` with a step of torch's own optimizer: times in turn, and peak memory.
 
     python -m benchmarks.optim
     python -m benchmarks.optim --device cuda --width 2048
 
 `torch` is `stepper.step()` on parameters that have their gradients, `donated` an update with `donate=True`, `pure` one
-without. A round runs each once, in the order given and back (A B C C B A); ratios are to torch, of the same round.
-Bytes are of tensors at the peak, beyond parameters, gradients and state.
+without. A round runs each once forth and back (A B C C B A); ratios are to torch in the same round. Bytes are peak
+bytes of tensors beyond parameters, gradients and state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KERNELS: dict[str, dict[str, bool]] = {"default": {}, "foreach": {"foreach": Tru
 
 
 def model(layers: int, width: int, device: torch.device) -> dict[int, dict[str, torch.Tensor]]:
-    """A matrix and a bias for each layer."""
+    """Return a matrix and a bias for each layer."""
     generator = torch.Generator().manual_seed(0)
     return {
         s: {
@@ -38,7 +38,7 @@ def model(layers: int, width: int, device: torch.device) -> dict[int, dict[str, 
 
 
 def ways(layers: int, width: int, device: torch.device, kernel: dict[str, bool]) -> dict[str, Way]:
-    """Each with parameters, gradients and a state of its own, which an update has filled."""
+    """Make each way with its own parameters, gradients and state; one update has filled the state."""
     grads = model(layers, width, device)
     theirs = [p.requires_grad_() for tree in model(layers, width, device).values() for p in tree.values()]
     for p, g in zip(theirs, (g for tree in grads.values() for g in tree.values()), strict=True):

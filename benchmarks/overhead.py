@@ -1,4 +1,4 @@
-"""What fpipe itself costs: microseconds an effect, with a stub in place of autodiff.
+"""Measure fpipe's own overhead in microseconds per effect, with a stub in place of autodiff.
 
     python -m benchmarks.overhead
 
@@ -53,7 +53,7 @@ PLANS = {
 
 
 class Stub:
-    """A piece that computes nothing: it hands on one tensor."""
+    """A stage that computes nothing and passes on one tensor."""
 
     def __init__(self, stage: Stage, given: torch.Tensor) -> None:
         self.stage, self.value, self.gradient = stage, flatten(given), [given]
@@ -85,7 +85,7 @@ def stubs(stages: int, given: torch.Tensor) -> Pieces:
 
 
 def median(function: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median seconds of a call, after two that don't count."""
+    """Return the median seconds of a call, after two uncounted ones."""
     times = []
     for i in range(repeats + 2):
         start = time.perf_counter()
@@ -162,7 +162,7 @@ def over_gloo(rank: int, size: int, port: int) -> None:
 
 
 def observing(rank: int, ranks: int, name: str) -> None:
-    """A step that is observed over the same that isn't, as the median of rounds."""
+    """Return the time of a step with an observer over that without, as the median of rounds."""
     layers, (batch, target) = models.layers(WIDTH), models.data(WIDTH)
     entry = CATALOGUE[name]
     placement = entry.plan(ranks, models.MICROBATCHES).placement
@@ -195,7 +195,7 @@ def observing(rank: int, ranks: int, name: str) -> None:
 
 
 def packing(rank: int) -> None:
-    """Eight tensors of a value there and back, as one message and as eight."""
+    """Time eight tensors of a value there and back, as one message and as eight."""
     for size in (64, 1 << 10, 1 << 13, SMALL, 1 << 17):
         payload: list[Any] = [torch.zeros(size // 4) for _ in range(8)]
         wires = [Wire(signature_of(payload), torch.device("cpu"), small) for small in (size, 0)]

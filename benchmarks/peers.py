@@ -1,4 +1,4 @@
-"""fpipe beside torch.distributed.pipelining: the same modules, data and schedules in the same processes, in turn.
+"""Compare fpipe with torch.distributed.pipelining: the same modules, data and schedules in the same processes, in turn.
 
     python -m benchmarks.peers                                     # 2 ranks, every width and schedule
     python -m benchmarks.peers --ranks 4 --width 256 --schedules 1f1b zb-v
@@ -7,10 +7,10 @@
 
 Eight nn.TransformerEncoderLayer (4 heads, no dropout) in float32, sequences of 8 at width 32 and of 64 at others, 8
 microbatches of 2, mean squared error; gloo, one thread a process. Before anything is timed, both must give the same
-loss and gradients. A round runs every schedule by both, the first of the two changing from round to round, and one
-process alone: blocks of steps between barriers, after a step that doesn't count. Every step makes its gradients anew;
-fpipe gives up its last, and torch's `.grad` are set to None, inside the block. Times are medians of the rounds, and
-ratios medians of the rounds' ratios, with quartiles. The collector runs between the blocks alone.
+loss and gradients. A round runs every schedule by both, in alternating order, and one process alone: blocks of
+steps between barriers, after an uncounted step. Every step allocates new gradients; inside the block, fpipe drops its
+last ones, and torch's `.grad` are set to None. Times are medians of the rounds, and ratios medians of the rounds'
+ratios, with quartiles. The garbage collector runs only between the blocks.
 
 The limit is one process's time for the same microbatches without a pipeline, by eager autograd or by fpipe's graphs,
 whichever is faster, over the smaller of ranks and cores. Memory is the most bytes of tensors that a step has at once
@@ -62,14 +62,14 @@ Times = dict[tuple[str, str], list[float]]  # by schedule and by whom
 
 @dataclass(frozen=True)
 class Pair:
-    """A step of one schedule on one rank, by fpipe and by torch, over this rank's part of the modules."""
+    """One schedule's step on one rank, by fpipe and by torch, over this rank's part of the modules."""
 
     fpipe: Callable[[], tuple[Tensor, Mapping[int, Mapping[str, Tensor]]]]
     peer: Callable[[], list[Tensor]]
     own: Mapping[int, nn.Module]
 
     def check(self) -> str:
-        """What differs between the two, beyond rounding."""
+        """Return the differences between the two beyond rounding."""
         loss, grads = self.fpipe()
         losses = self.peer()
         found = [] if not losses or near(loss, torch.stack(losses).mean()) else ["the loss"]
@@ -107,7 +107,7 @@ def pair(name: str, rank: int, ranks: int, width: int, layers: list[nn.Module], 
 def peer(
     name: str, plan: Plan, own: Mapping[int, nn.Module], batch: Tensor | None, target: Tensor | None
 ) -> Callable[[], list[Tensor]]:
-    """torch's step: it divides the summed gradients by the number of microbatches, as a mean over them wants."""
+    """torch's step: it divides the summed gradients by the number of microbatches, for a mean over them."""
     parts: Any = [PipelineStage(module, stage, plan.stages, torch.device("cpu")) for stage, module in own.items()]
     single = issubclass(SCHEDULES[name], theirs.PipelineScheduleSingle)
     runtime = SCHEDULES[name](parts[0] if single else parts, plan.microbatches, loss_fn=models.loss_fn)
@@ -123,7 +123,7 @@ def peer(
 
 
 def alone(layers: list[nn.Module], width: int) -> dict[str, Call]:
-    """The same microbatches without a pipeline: forward, backward, forward, backward, by one process."""
+    """Run the same microbatches without a pipeline: forward, backward, forward, backward, in one process."""
     module, (batch, target) = nn.Sequential(*layers), models.data(width)
     pipeline, params = interop.from_modules([module], loss=models.loss_fn)
     plan = pipeline.plan(Placement.loop(1), models.MICROBATCHES)
@@ -139,7 +139,7 @@ def alone(layers: list[nn.Module], width: int) -> dict[str, Call]:
 
 
 def block(step: Call, steps: int, barrier: Call) -> float:
-    """Milliseconds a step, after one that doesn't count."""
+    """Return milliseconds per step, after one uncounted step."""
     gc.collect()
     step()
     barrier()
@@ -151,7 +151,7 @@ def block(step: Call, steps: int, barrier: Call) -> float:
 
 
 def measure(pairs: Mapping[str, Pair], ways: Mapping[str, Call], steps: int, rounds: int) -> Times:
-    """Milliseconds a step of every round, by schedule and by whom; `ways` are rank 0's, while the others wait."""
+    """Return milliseconds per step of every round, by schedule and way; `ways` run on rank 0 while the others wait."""
     times: Times = defaultdict(list)
     gc.collect()
     gc.freeze()
@@ -173,7 +173,7 @@ def measure(pairs: Mapping[str, Pair], ways: Mapping[str, Call], steps: int, rou
 def job(
     rank: int, ranks: int, widths: Sequence[int], names: Sequence[str], steps: int | None, rounds: int
 ) -> Iterator[list[dict[str, Any]]]:
-    """What one process does: for every width the rows of its schedules, as rank 0 saw them."""
+    """Run one process: yield for every width the rows of its schedules, as measured on rank 0."""
     handler = handlers.Distributed(timeout=models.TIMEOUT)
     for width in widths:
         layers = models.layers(width)
@@ -190,7 +190,7 @@ def job(
 
 
 def agree(name: str, ranks: int, differs: str) -> None:
-    """Go on if no rank found a difference."""
+    """Raise if a rank found a difference."""
     found: list[str] = [""] * ranks
     dist.all_gather_object(found, differs)
     wrong = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
@@ -199,7 +199,7 @@ def agree(name: str, ranks: int, differs: str) -> None:
 
 
 def memory(both: Pair, ranks: int) -> dict[str, list[int]]:
-    """The most bytes that a step of each has at once, by rank."""
+    """Return each step's peak bytes, by rank."""
     found: list[Any] = [None] * ranks
     own = fpipe.peak_bytes(both.fpipe), fpipe.peak_bytes(both.peer)
     forget(both.own.values())
@@ -229,7 +229,7 @@ def row(name: str, ranks: int, width: int, times: Times) -> dict[str, Any]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """One table for one number of ranks and one width."""
+    """Print the table of one number of ranks and one width."""
     about = "{ranks} ranks, width {width}, limit {limit_ms:.2f} ms by {limit_by}, {rounds} rounds".format(**rows[0])
     print(f"\n{about}\n{'':18} {'ms a step':>17} {'':23} {'limit / ms':>13} {'peak MiB':>15}")
     print(f"{'':18} {'fpipe':>8} {'torch':>8} {'ratio':>7} {'quartiles':>15} {'fpipe':>6} {'torch':>6}", end="")
@@ -242,7 +242,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-    """Two panels: fpipe's time over torch's, and the shares of the limit."""
+    """Draw two panels: fpipe's time over torch's, and the shares of the limit."""
     cases = sorted({(r["ranks"], r["width"]) for r in rows})
     names = list(dict.fromkeys(r["schedule"] for r in rows))
     with rc_context({"font.size": 9, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}):

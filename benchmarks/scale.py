@@ -1,4 +1,4 @@
-"""Schedules on 8 to 1024 ranks by simulation, with the costs of real stages; and how far to trust it, on 2 ranks.
+"""Simulate schedules on 8 to 1024 ranks with the costs of real stages; compare prediction and measurement on 2 ranks.
 
     python -m benchmarks.scale
     python -m benchmarks.scale --ranks 8 64 --schedules 1f1b zb-v --microbatches 64
@@ -7,10 +7,10 @@
 
 The stages are those of `benchmarks.peers`. Two processes profile them at the same time, so that both cores are as busy
 as in a run, and measure a message of an activation's size there and back. With that, a step of each schedule on 2 ranks
-is predicted, and then run over gloo and recorded. What the two differ by is told in parts, means over the ranks: pieces
+is predicted, and then run over gloo and recorded. The difference is split into parts, as means over the ranks: pieces
 that took longer, longer waits for values, the host's time between pieces, in which the ranks also agree on the step,
-and the ends of a step, before the first piece and after the last, where they share the loss. Of these the simulation
-knows the drain alone.
+and the ends of a step, before the first piece and after the last, where they share the loss. The simulation models only
+the drain of the ends.
 
 For more ranks the model grows, two layers on each: the first and the last as profiled, those between as their median. A
 batch of as many microbatches is spread over ever more ranks. Schedules are in their usual order, for passes that take
@@ -63,7 +63,7 @@ PARTS = ("compute", "waiting", "host", "ends")
 
 
 def job(rank: int, ranks: int, width: int, names: Sequence[str], rounds: int) -> Iterator[tuple[str, Any]]:
-    """What one of the processes does: ("prediction", row) for each schedule, then ("layers", their costs)."""
+    """Run one of the processes: yield ("prediction", row) for each schedule, then ("layers", their costs)."""
     handler, layers = handlers.Distributed(timeout=models.TIMEOUT), models.layers(width)
     link = ping(rank, models.data(width)[0][: models.ROWS])
     profiled: dict[int, Costs] = {}
@@ -80,7 +80,7 @@ def job(rank: int, ranks: int, width: int, names: Sequence[str], rounds: int) ->
 
 
 def ping(rank: int, value: torch.Tensor) -> Link:
-    """Half of what a message takes there and back, empty and as large as an activation."""
+    """Measure half of a round trip of a message, empty and as large as an activation."""
 
     def seconds(message: torch.Tensor) -> float:
         found = []
@@ -102,7 +102,7 @@ def ping(rank: int, value: torch.Tensor) -> Link:
 
 
 def profile(rank: int, ranks: int, layers: list[nn.Module], width: int, stages: int, link: Link) -> Costs:
-    """The costs of a cut, as means over processes that all profile at the same time."""
+    """Return the costs of the stages, as means over processes that all profile at the same time."""
     pipeline, params = interop.from_modules(models.stages(layers, stages), loss=models.loss_fn)
     batch, target = models.data(width)
     dist.barrier()
@@ -118,7 +118,7 @@ def profile(rank: int, ranks: int, layers: list[nn.Module], width: int, stages: 
 def run(
     name: str, rank: int, plan: Plan, layers: list[nn.Module], width: int, handler: handlers.Distributed, rounds: int
 ) -> dict[str, float]:
-    """A measured step in parts, in seconds: medians over the rounds of means over the ranks."""
+    """Split a measured step into parts, in seconds: medians over the rounds of means over the ranks."""
     pipeline, params = interop.from_modules(models.stages(layers, plan.stages), loss=models.loss_fn)
     recording = Recording(fpipe.lower(SCHEDULES[name], plan))
     step = fpipe.value_and_grad(pipeline, SCHEDULES[name], plan, handler=handler, observe=recording)
@@ -144,7 +144,7 @@ def run(
 
 
 def account(timeline: fpipe.Timeline) -> dict[str, float]:
-    """A predicted step in the same parts."""
+    """Split a predicted step into the same parts."""
     step, compute = timeline.makespan, statistics.mean(timeline.busy)
     drain = statistics.mean(causes["drain"] for causes in timeline.causes)
     return {"step": step, "compute": compute, "waiting": step - compute - drain, "host": 0.0, "ends": drain}
@@ -165,7 +165,7 @@ def compared(
 
 
 def grown(layers: Costs, count: int, stages: int) -> Costs:
-    """The costs of a model of more layers, in so many stages."""
+    """Return the costs of a model of more layers, in `stages` stages."""
     found: dict[str, Any] = {}
     for name in (*TIMES, *SIZES):
         first, *between, last = getattr(layers, name)
@@ -174,7 +174,7 @@ def grown(layers: Costs, count: int, stages: int) -> Costs:
 
 
 def simulated(name: str, ranks: int, microbatches: int, layers: Costs) -> dict[str, Any]:
-    """A schedule's row for some number of ranks."""
+    """Return a schedule's row for a number of ranks."""
     plan = CATALOGUE[name].plan(ranks, microbatches)
     timeline = fpipe.simulate(SCHEDULES[name], plan, grown(layers, PER_RANK * ranks, plan.stages))
     most = max(range(ranks), key=timeline.peak_in_flight.__getitem__)
@@ -199,7 +199,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """A table for each figure: schedules down, ranks across."""
+    """Print a table for each figure: schedules down, ranks across."""
     by = {(row["schedule"], row["ranks"]): row for row in rows}
     names, ranks = (list(dict.fromkeys(row[key] for row in rows)) for key in ("schedule", "ranks"))
     for _, title, text in COLUMNS:
@@ -218,7 +218,7 @@ def show_prediction(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-    """Throughput and memory over ranks, a line for each schedule."""
+    """Draw throughput and memory over ranks, a line for each schedule."""
     with rc_context({"font.size": 9, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(9, 3.8), layout="constrained", facecolor="white")
         speed, memory = figure.subplots(1, 2)
@@ -277,7 +277,7 @@ def main() -> None:
 
 
 def scaled(names: Sequence[str], ranks: Sequence[int], microbatches: int, layers: Costs) -> list[dict[str, Any]]:
-    """The rows of every schedule and number of ranks, the longest simulations first, on all cores."""
+    """Yield the rows of every schedule and number of ranks, the longest simulations first, on all cores."""
     cases = [(name, p) for p in ranks for name in names]
     with ProcessPoolExecutor(models.cores(), multiprocessing.get_context("spawn")) as pool:
         found = {case: pool.submit(simulated, *case, microbatches, layers) for case in reversed(cases)}

@@ -1,10 +1,10 @@
-"""How fast schedules are studied: effects per second of lowering, verifier and simulator, and torch's beside them.
+"""Measure effects per second of lowering, verifier and simulator, with torch's beside them.
 
     python -m benchmarks.simulate           # plans of some 10,000 to 1,000,000 effects
     python -m benchmarks.simulate --large   # 512 ranks by 4096 microbatches of 1F1B: time and peak memory
 
-`torch` lowers the same compute orders by `_add_send_recv` and plays them by `_simulate_comms_compute`, in unit time and
-without transfers; both are linear searches in parts, so it gets the small plans only. Each line is the median of
+`torch` lowers the same compute orders by `_add_send_recv` and simulates them by `_simulate_comms_compute`, in unit time
+and without transfers; both contain linear searches, so torch runs the small plans only. Each line is the median of
 several rounds, in which all take turns.
 """
 
@@ -41,7 +41,7 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def torch_order(schedule: Schedule, plan: Plan) -> dict[int, list[Any]]:
-    """The compute order as torch's actions."""
+    """Return the compute order as torch's actions."""
     from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
     kinds = {Forward: _ComputationType.FORWARD, Backward: _ComputationType.FULL_BACKWARD}

@@ -1,10 +1,10 @@
-"""How fast the Pipeline tab is, in Chromium that draws in software: 16 ranks, 1400 pixels.
+"""Measure the Pipeline tab in Chromium with software rendering: 16 ranks, 1400 pixels.
 
     python -m benchmarks.tab
 
-Interactive: from when the page's frame is there, TensorBoard's own loading left out, until all spans are drawn
-and answer the pointer. Redraw: of everything, at several zooms. The targets are 1 s and 16 ms for 100,000 spans, 2.5 s
-and 40 ms for a million.
+Interactive: the time from the creation of the page's frame, without TensorBoard's own loading, until all spans are
+drawn and respond to the pointer. Redraw: the time to draw everything, at several zooms. The targets are 1 s and 16 ms
+for 100,000 spans, 2.5 s and 40 ms for a million.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REDRAWS = """zoom => {
 
 
 def measured(count: int) -> tuple[float, dict[int, float]]:
-    """Seconds until it is interactive, the median of rounds; and by zoom the median milliseconds of a redraw."""
+    """Return the median seconds until the tab is interactive, and by zoom the median milliseconds of a redraw."""
     with tempfile.TemporaryDirectory() as logdir, browser() as chromium:
         large(Path(logdir), count)
         with Board(logdir) as board:

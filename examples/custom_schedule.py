@@ -1,4 +1,4 @@
-"""A schedule of one's own: written, drawn, verified, simulated, run, and compared with others.
+"""Write a schedule, then draw, verify, simulate and run it, and compare it with others.
 
 python examples/custom_schedule.py
 """
@@ -16,10 +16,10 @@ RANKS, MICROBATCHES = 4, 8
 
 
 def patient(rank: int, plan: Plan, delay: int = 0) -> Iterator[Effect]:
-    """1F1B that passes input gradients on at once, and takes weight gradients later: by its rank, and by `delay`.
+    """1F1B that sends input gradients at once and delays weight gradients: by its rank, and by `delay`.
 
-    Weight gradients depend on nobody, so that they fill the time in which a rank would wait. What they need is kept for
-    that long.
+    No other rank needs weight gradients, so they fill the time in which a rank would wait. Their inputs stay in memory
+    until then.
     """
     (stage,) = plan.stages_on(rank)
     warmup = min(plan.ranks - 1 - rank, plan.microbatches)

@@ -3,7 +3,7 @@
     python examples/digits.py                                              all ranks in this process
     torchrun --standalone --nproc-per-node 3 examples/digits.py            one rank in each process, over gloo
 
-Each stage's running statistics are its state, which goes into a step and comes out of it.
+Each stage's running statistics are its state: an argument and a result of every step.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def convnet() -> list[nn.Module]:
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels to train on, and to test with: every fifth is for the test."""
+    """Return images and labels for training and for testing: every fifth is for the test."""
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(found.target)

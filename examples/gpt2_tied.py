@@ -3,7 +3,7 @@
     python examples/gpt2_tied.py --ranks 4                             all ranks in this process
     torchrun --standalone --nproc-per-node 4 examples/gpt2_tied.py     one rank in each process, over gloo
 
-The model learns to count. At the end both ranks have the same bits of the shared matrix.
+The model learns to count. At the end the shared matrix has the same bits on both ranks.
 """
 
 import os
@@ -62,7 +62,7 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def counting(count: int, vocabulary: int, context: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Numbers from random ones on, and the next of each."""
+    """Return runs of numbers from random starts, and the next number of each."""
     first = torch.randint(vocabulary, (count, 1), generator=torch.Generator().manual_seed(seed))
     numbers = (first + torch.arange(context + 1)) % vocabulary
     return numbers[:, :-1], numbers[:, 1:]

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, Llama, BERT and T5 as they are, in stages, trained from random weights; nothing is downloaded.
+"""Train unchanged GPT-2, Llama, BERT and T5 of Hugging Face in stages, from random weights; nothing is downloaded.
 
     python examples/huggingface.py --model t5 --ranks 4                    all ranks in this process
     torchrun --standalone --nproc-per-node 2 examples/huggingface.py       one rank in each process, over gloo
@@ -33,7 +33,7 @@ VOCABULARY, LENGTH, MASK, PADDING = 96, 16, 1, 0
 
 
 def model(name: str) -> nn.Module:
-    """A small model of its class: four layers, 64 wide."""
+    """Make a small model: four layers of width 64."""
     ends: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 3}
     small: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     if name == "gpt2":
@@ -50,7 +50,7 @@ def model(name: str) -> nn.Module:
 
 
 def batch(name: str, count: int, seed: int) -> dict[str, Tensor]:
-    """Text that repeats itself, of several lengths; BERT's with some tokens masked, T5's to be said backwards."""
+    """Return repetitive text of several lengths; with masked tokens for BERT, reversed for T5."""
     generator = torch.Generator().manual_seed(seed)
     once = torch.randint(4, VOCABULARY, (count, LENGTH // 2), generator=generator)
     text = once.repeat(1, 2)
@@ -72,7 +72,7 @@ def main(
     ranks: Annotated[int, typer.Option(help="Ranks of the pipeline; under torchrun, its processes.")] = 2,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 40,
 ) -> None:
-    """Train a model of Hugging Face's in pipeline stages."""
+    """Train a Hugging Face model in pipeline stages."""
     distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group("gloo")

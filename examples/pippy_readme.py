@@ -1,9 +1,9 @@
-"""The network that PiPPy's README cuts in three, as it is: blocks of Linear and ReLU, and a projection.
+"""Split the network of PiPPy's README into three stages: blocks of Linear and ReLU, and a projection.
 
     python examples/pippy_readme.py                                        all ranks in this process
     torchrun --standalone --nproc-per-node 3 examples/pippy_readme.py      one rank in each process, over gloo
 
-PiPPy marks the ends of layer0 and layer1; so does `at` here. The module is not changed.
+As in PiPPy, the stages end after layer0 and layer1, which `at` names. The module is not changed.
 """
 
 import os

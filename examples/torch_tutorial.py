@@ -1,9 +1,9 @@
-"""The transformer of torch's tutorial on pipeline parallelism: cut by hand, and by tracing.
+"""Split the transformer of torch's tutorial on pipeline parallelism by hand, and by tracing.
 
     python examples/torch_tutorial.py                                      both ranks in this process
     torchrun --standalone --nproc-per-node 2 examples/torch_tutorial.py    one rank in each process, over gloo
 
-By hand, each stage is a copy of the model whose other parts are None. By tracing, the whole model is cut before
+By hand, each stage is a copy of the model whose other parts are None. By tracing, the whole model is split before
 layers.4. Either way the outputs are those of one device with the whole batch. On a CPU that is minutes of work, and
 10 GB; --small is of seconds.
 """
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
 
 
 def by_hand(model: Transformer, layers: int) -> list[nn.Module]:
-    """Two copies that lack the other's parts."""
+    """Return two copies, each without the other's parts."""
     first, second = copy.deepcopy(model), copy.deepcopy(model)
     for i in range(layers):
         del (first if i >= layers // 2 else second).layers[str(i)]

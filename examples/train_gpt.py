@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py     one rank in each process, over gloo
     python examples/train_gpt.py --ranks 2                             all ranks in this process
 
-With --checkpoints FOLDER it saves now and then, and goes on from there when it is started again: with the same bits, on
-as many ranks as there are then; with another seed, text, or number of steps, it refuses to. Ctrl-C ends all ranks,
+With --checkpoints FOLDER it saves regularly, and resumes from there when it is started again: with the same bits, on
+any number of ranks. With another seed, text or number of steps it raises an error. Ctrl-C ends all ranks,
 after which torchrun shows a traceback of its own. On several machines, start
 `torchrun --nnodes 2 --rdzv-endpoint HOST:PORT ...` on each.
 """
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT over bytes, without a thought of pipelines."""
+    """A GPT over bytes; it contains nothing about pipelines."""
 
     def __init__(self, layers: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class GPT(nn.Module):
 
 
 def cuts(model: GPT, stages: int) -> list[str]:
-    """The blocks before which it is cut, for stages of as equally many as can be."""
+    """Return the blocks at which to split, for stages of nearly equal numbers of blocks."""
     return [f"blocks.{len(model.blocks) * stage // stages}" for stage in range(1, stages)]
 
 
@@ -83,7 +83,7 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def read(source: Path | None) -> tuple[Tensor, Tensor]:
-    """Bytes to train on and to validate on, split by file: every tenth file is for validation."""
+    """Return bytes for training and for validation, split by file: every tenth file is for validation."""
     root = source or Path(sysconfig.get_paths()["stdlib"])
     found = [root] if root.is_file() else sorted(root.glob("*.py" if source is None else "**/*"))
     texts = [file.read_bytes() for file in found if file.is_file()]
@@ -98,14 +98,14 @@ def read(source: Path | None) -> tuple[Tensor, Tensor]:
 
 
 def windows(text: Tensor, batch: int, context: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Windows at random places, and the same one byte on."""
+    """Return windows at random places, and the same windows one byte later."""
     starts = torch.randint(len(text) - context, (batch, 1), generator=torch.Generator().manual_seed(seed))
     rows = text[starts + torch.arange(context + 1)]
     return rows[:, :-1], rows[:, 1:]
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """A short warm-up, then down along a cosine to a tenth."""
+    """Return the learning rate: a short warm-up, then a cosine down to a tenth."""
     warmup = max(1, steps // 20)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -114,7 +114,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 @contextmanager
 def processes(ranks: int | None) -> Iterator[tuple[handlers.Handler, int, int, torch.device]]:
-    """(handler, ranks, this process's rank, device): distributed under torchrun, else all ranks in this process."""
+    """Return (handler, ranks, own rank, device): distributed under torchrun, else all ranks in this process."""
     if "RANK" not in os.environ:
         yield handlers.Local(), ranks or 2, 0, torch.device("cpu")
         return
@@ -135,7 +135,7 @@ def processes(ranks: int | None) -> Iterator[tuple[handlers.Handler, int, int, t
 
 
 def folder(logdir: Path) -> Path:
-    """A new folder for this run, of which rank 0 tells the others."""
+    """Return a new folder for this run; rank 0 broadcasts its name."""
     name = [time.strftime("%Y%m%d-%H%M%S")]
     if dist.is_initialized():
         dist.broadcast_object_list(name)
@@ -143,7 +143,7 @@ def folder(logdir: Path) -> Path:
 
 
 def begin(saved: interop.Checkpoints, like: dict[str, Any]) -> dict[str, Any]:
-    """Where training begins: what was saved last, or as given. A run of other options is no part of this one."""
+    """Return the last checkpoint's contents, or the initial ones. Raise if its run had other options."""
     path = saved.latest()
     if path is None:
         return like
@@ -164,7 +164,7 @@ def fail(message: str) -> NoReturn:
 
 
 class Report:
-    """A progress bar on a terminal, else a line now and then; silent on all ranks but the first."""
+    """Show a progress bar on a terminal, else regular lines; only on the first rank."""
 
     def __init__(self, steps: int, silent: bool) -> None:
         self.steps, self.silent = steps, silent

@@ -1,10 +1,10 @@
-"""A U-Net, whose skips pass over stages, trained to find discs in noise.
+"""Train a U-Net, whose skips pass over stages, to find discs in noise.
 
     python examples/unet.py --ranks 4                                  all ranks in this process
     torchrun --standalone --nproc-per-node 4 examples/unet.py          one rank in each process, over gloo
 
 The network is torchgpipe's benchmark (Kim et al. 2020, section 4): `depth` levels of `blocks` convolutions down and up
-again, and a skip at every level. It is cut into stages of equal cost without a change; each skip goes from the rank
+again, and a skip at every level. It is split into stages of equal cost without a change; each skip goes from the rank
 that makes it straight to the one that reads it.
 """
 
@@ -57,7 +57,7 @@ class UNet(nn.Module):
 
 
 def discs(count: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Noisy pictures of a disc each, and where it is."""
+    """Return noisy pictures of one disc each, and the disc's pixels."""
     generator = torch.Generator().manual_seed(seed)
     middle = torch.rand(count, 2, 1, 1, generator=generator) * size
     grid = torch.arange(size)
