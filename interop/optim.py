@@ -1,9 +1,9 @@
-"""The optimizers of `torch.optim` as pairs of pure functions: init and update.
+"""The optimizers of `torch.optim` as pairs of pure functions, init and update.
 
-A learning-rate schedule is a function of the step, `update(grads, state, params, lr=f(i))`: the count is the caller's,
-and no state keeps a second one. A group's own rate follows it as a function, `{"lr": lambda lr: lr / 10}`; a number
-stays as it is. Gradients of several steps are added by `optree.tree_map(torch.add, total, grads)`, where None goes with
-None; with `reduction="sum"` the total is what one large batch gives.
+A learning-rate schedule is a function of the step: `update(grads, state, params, lr=f(i))`. The caller counts steps.
+The option of a group may be a function of the call's, `{"lr": lambda lr: lr / 10}`; a number overrides it. To
+accumulate gradients over steps, use `optree.tree_map(torch.add, total, grads)`, which keeps None; with
+`reduction="sum"` the total equals the gradient of one large batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fpipe.stages.pytree import NAMESPACE, Path, describe, paths_of, short
 
 State = Any
 Group = tuple[Callable[[Path, Tensor], bool], Mapping[str, Any]]
-"""Which parameters, by path (`(stage, name)` in `{stage: {name: tensor}}`) and value, and options of their own."""
+"""A predicate of (path, parameter), e.g. of `(stage, name)` in `{stage: {name: tensor}}`, and the group's options."""
 
 
 class Optimizer(NamedTuple):
@@ -27,8 +27,8 @@ class Optimizer(NamedTuple):
 
     Args:
         init: `params -> state`.
-        update: `(grads, state, params, **options) -> (params, state)`; options such as `lr` hold for this
-            call alone. What has no gradient (None) stays as it is.
+        update: `(grads, state, params, **options) -> (params, state)`; options such as `lr` apply to this
+            call only. A parameter without a gradient (None) is returned unchanged.
     """
 
     init: Callable[[Any], State]
@@ -38,23 +38,23 @@ class Optimizer(NamedTuple):
 def optimizer(
     kind: type[torch.optim.Optimizer], *, donate: bool = False, groups: Sequence[Group] = (), **options: Any
 ) -> Optimizer:
-    """A functional optimizer out of a class of `torch.optim` and its options, `fused` and `foreach` among them.
+    """Make a functional optimizer of a class of `torch.optim` and its options, including `fused` and `foreach`.
 
-    The state is a pytree: for each parameter a dict of what the optimizer keeps for it, empty until its
-    first update. Nothing is changed in place, unless it is donated.
+    The state is a pytree: for each parameter the dict of the optimizer's state, empty until the first update. Nothing
+    is changed in place unless it is donated.
 
     Args:
-        donate: give the memory of `params` and `state` to the update, as JAX's donated buffers are given: what is
-            returned lies there, no copy is made, and what was passed must not be used again. Whoever else shares
-            that memory, as the modules of `from_modules` do, sees it change.
-        groups: `(predicate, options)`, of which a parameter takes the options of the first whose
-            `predicate(path, parameter)` is true; they go before those of the call. One that is a function gives the
-            group's value for the call's: `{"lr": lambda lr: lr / 10}`.
+        donate: reuse the memory of `params` and `state` for the results, like JAX's donated buffers: nothing is copied,
+            and the arguments must not be used again. The change is visible in everything that shares the memory,
+            such as the modules of `from_modules`.
+        groups: `(predicate, options)`; a parameter takes the options of the first group whose
+            `predicate(path, parameter)` is true. They override those of the call. An option that is a function
+            computes the group's value from the call's: `{"lr": lambda lr: lr / 10}`.
 
     Raises:
-        TypeError: an optimizer that wants a closure, LBFGS, or sparse gradients alone, SparseAdam.
-        ValueError: (in update) grads or state have another structure than params, or a gradient has another shape,
-            dtype or device than its parameter.
+        TypeError: the optimizer needs a closure (LBFGS), or only sparse gradients (SparseAdam).
+        ValueError: (in update) grads or state differ in structure from params, or a gradient differs in shape, dtype
+            or device from its parameter.
 
     >>> init, update = optimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
     >>> params = {0: {"w": torch.tensor([1.0, 2.0])}}
@@ -62,7 +62,7 @@ def optimizer(
     >>> params[0]["w"], state[0]["w"]
     (tensor([0.5000, 1.5000]), {'momentum_buffer': tensor([1., 1.])})
 
-    Without weight decay on what is a vector, as biases are:
+    Without weight decay of vectors, such as biases:
 
     >>> decaying = optimizer(torch.optim.AdamW, lr=1e-3, groups=[(lambda path, p: p.ndim < 2, {"weight_decay": 0.0})])
     """
@@ -104,18 +104,18 @@ def optimizer(
 def _members(
     own: Mapping[int, Tensor], paths: Sequence[Path], groups: Sequence[Group]
 ) -> list[tuple[Mapping[str, Any], list[int]]]:
-    """The parameters of each group, by number; those of none come last."""
+    """Return the parameters of each group, by number; those without a group come last."""
     if not groups:
         return [({}, list(own))]
-    found = [(options, list[int]()) for _, options in groups] + [({}, [])]
+    members = [(options, list[int]()) for _, options in groups] + [({}, [])]
     for i, parameter in own.items():
-        first = next((k for k, (wanted, _) in enumerate(groups) if wanted(paths[i], parameter)), -1)
-        found[first][1].append(i)
-    return [(options, here) for options, here in found if here]
+        first = next((k for k, (predicate, _) in enumerate(groups) if predicate(paths[i], parameter)), -1)
+        members[first][1].append(i)
+    return [(options, numbers) for options, numbers in members if numbers]
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that aren't functions of the call's."""
+    """Return the options that are not functions of the call's."""
     return {name: value for name, value in options.items() if not callable(value)}
 
 
@@ -134,12 +134,12 @@ def _kind(x: Tensor) -> tuple[Any, ...]:
 
 
 def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any], donate: bool) -> dict[str, Any]:
-    """What the optimizer may change in place; a count of steps goes where the kernels want it."""
-    found = dict(state) if donate else {k: x.clone() if isinstance(x, Tensor) else x for k, x in state.items()}
-    count = found.get("step") if group.get("fused") or group.get("capturable") else None
+    """Return state that the optimizer may change in place, with the step count on the device that the kernel needs."""
+    result = dict(state) if donate else {k: x.clone() if isinstance(x, Tensor) else x for k, x in state.items()}
+    count = result.get("step") if group.get("fused") or group.get("capturable") else None
     if isinstance(count, Tensor) and count.device != parameter.device:
-        found["step"] = count.to(parameter.device)
-    return found
+        result["step"] = count.to(parameter.device)
+    return result
 
 
 def _matching(spec: optree.PyTreeSpec, tree: Any, what: str) -> list[Any]:

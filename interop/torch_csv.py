@@ -1,19 +1,19 @@
 """torch.distributed.pipelining's CSV of actions, as schedules, and schedules as its CSV. Text only: no torch.
 
-A row is a rank, a cell an action; a number before the action is its stage, one behind it its microbatch. Empty cells
-are bubbles, which say nothing here. torch's `_Action` (torch 2.13) and what it is in fpipe:
+A row is a rank, a cell an action: the number before the letters is its stage, the number after them its microbatch.
+Empty cells are bubbles and are ignored. torch's `_Action` (torch 2.13) in fpipe:
 
 | cell | effect |
 | --- | --- |
 | `2F5`, `2B5`, `2I5`, `2W5` | `Forward`, `Backward`, `BackwardInput`, `BackwardWeight` |
-| `(2F5;1B3)OVERLAP_F_B` | `Overlap` of the two, whichever comes first in the cell |
+| `(2F5;1B3)OVERLAP_F_B` | `Overlap` of the two, in either order |
 | `2SEND_F5`, `2RECV_F5` | `Send` of stage 2's activation, `Recv` of stage 1's |
-| `2SEND_B5`, `2RECV_B5` | `Send` of the gradient for stage 1, `Recv` of the one that stage 3 gives |
+| `2SEND_B5`, `2RECV_B5` | `Send` of the gradient for stage 1, `Recv` of the one from stage 3 |
 | `2REDUCE_GRAD` | `Reduce` |
-| `2UNSHARD`, `2RESHARD` | none: gathering a stage's sharded parameters, and letting go of them again |
+| `2UNSHARD`, `2RESHARD` | none: gather a stage's sharded parameters, and release them |
 
-The last two carry no data from one effect to another and follow from the order of the others: `from_csv` leaves them
-out, and `to_csv` derives them anew, as torch's own lowering does.
+The last two follow from the order of the others: `from_csv` drops them, and `to_csv` derives them as torch's own
+lowering does.
 
 A file with communication is for `_PipelineScheduleRuntime._load_csv(file, format="compute_comms")`, one without for
 `_load_csv(file)`, which adds communication itself. torchtitan's option takes one without:
@@ -23,10 +23,10 @@ A file with communication is for `_PipelineScheduleRuntime._load_csv(file, forma
     --parallelism.pipeline_parallel_degree 4 --parallelism.num_pp_microbatches 8
     --parallelism.pipeline_parallel_schedule_csv zb_v.csv --parallelism.pipeline_parallel_schedule ZBVZeroBubble
 
-The order is the file's; the name of a schedule beside it only says where stages go: ZBVZeroBubble for `Placement.v`,
+The file gives the order; the schedule's name beside it only gives the placement: ZBVZeroBubble for `Placement.v`,
 Interleaved1F1B for `Placement.loop` with several chunks, 1F1B with one. pipeline_parallel_layers_per_stage must give
 the plan's number of stages. Older versions of torchtitan divide training.local_batch_size by
-pipeline_parallel_microbatch_size for the number of microbatches; newer ones say size for degree.
+pipeline_parallel_microbatch_size for the number of microbatches; newer ones call the degree size.
 """
 
 from __future__ import annotations
@@ -64,23 +64,23 @@ _LETTER = {kind: letter for letter, kind in _COMPUTE.items()}
 _ACTION = re.compile(r"(\d+)(?:([FBIW]|(?:SEND|RECV)_[FB])(\d+)|(UNSHARD|RESHARD|REDUCE_GRAD))")
 _OVERLAP = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 
-Item = Effect | str  # a cell that is already written: what torch does and fpipe has no effect for
+Item = Effect | str  # an effect, or the text of an action of torch for which fpipe has no effect
 
 
 def to_csv(schedule: Schedule, plan: Plan, *, communication: bool = True, gathered: int = 3) -> str:
-    """A schedule as torch's CSV.
+    """Return a schedule as torch's CSV.
 
     Args:
         schedule: verified before it is written, in any order of microbatches.
-        communication: sends, receives and reduction too, for `format="compute_comms"`. A schedule's own are written
-            as they stand. Others get each receive where its send is made, in one order over all ranks: every transport
-            runs it, and it is the text that torch's own lowering gives.
-        gathered: with communication, how many stages a rank holds gathered at once (more where more overlap) if their
-            parameters are sharded by FSDP; for other modules UNSHARD and RESHARD do nothing. 0 leaves them out.
+        communication: include sends, receives and reductions, for `format="compute_comms"`. A schedule's own sends and
+            receives are kept. Other schedules get each receive where its send is, in one order over all ranks: every
+            transport runs it, and it equals the output of torch's own lowering.
+        gathered: with communication, how many stages' parameters, sharded by FSDP, a rank has gathered at once (more
+            where more overlap). For other modules UNSHARD and RESHARD do nothing; 0 leaves them out.
 
     Raises:
         ScheduleError: the schedule is wrong for the plan, or torch's runtime can't express it: copies of a stage,
-            skips, ties, nothing backward, the last stage's forwards out of order.
+            skips, ties, no backward, or the last stage's forwards out of order.
 
     >>> from fpipe import Placement, Plan, schedules
     >>> plan = Plan(Placement.loop(2), 2)
@@ -97,28 +97,28 @@ def to_csv(schedule: Schedule, plan: Plan, *, communication: bool = True, gather
     programs = lower(schedule, plan)
     check(programs, ordered=False)
     _refuse_order(programs, plan)
-    talks = any(isinstance(e, Send | Recv) for rank in range(plan.ranks) for e in schedule(rank, plan))
+    communicates = any(isinstance(e, Send | Recv) for rank in range(plan.ranks) for e in schedule(rank, plan))
     rows: Mapping[int, Sequence[Item]]
     if not communication:
         rows = {rank: [e for e in program if isinstance(e, Compute | Overlap)] for rank, program in programs.items()}
-    elif talks:
+    elif communicates:
         rows = {rank: tuple(_gather(program.effects, gathered)) for rank, program in programs.items()}
     else:
-        silent = {r: [e for e in program if not isinstance(e, Send | Recv)] for r, program in programs.items()}
-        met = lockstep({rank: tuple(_gather(row, gathered)) for rank, row in silent.items()}, plan)
-        assert met is not None  # it was verified
-        rows = met
+        compute = {r: [e for e in program if not isinstance(e, Send | Recv)] for r, program in programs.items()}
+        complete = lockstep({rank: tuple(_gather(row, gathered)) for rank, row in compute.items()}, plan)
+        assert complete is not None  # the schedule was verified
+        rows = complete
     return "".join(",".join(map(_cell, rows[rank])) + "\n" for rank in range(plan.ranks))
 
 
 def from_csv(text: str) -> tuple[Schedule, Plan]:
-    """The schedule in torch's CSV, and the plan it is for: a chain, its placement and size read off the actions.
+    """Return the schedule in torch's CSV, and its plan: a chain, with placement and size derived from the actions.
 
-    Sends and receives are kept; a file without gets them from lowering, like any schedule. Whether the schedule is
-    right, `fpipe.verify(schedule, plan)` says; with `ordered=False` for an order like torch's looped BFS.
+    Sends and receives are kept; in a file without them, lowering adds them as for any schedule. Check the schedule with
+    `fpipe.verify(schedule, plan)`, and with `ordered=False` for an order like torch's looped BFS.
 
     Raises:
-        ScheduleError: a cell that is no action, or a stage on two ranks or on none; says row, column and cell.
+        ScheduleError: a cell is not an action, or a stage is on two ranks or on none; with row, column and cell.
 
     >>> from fpipe import draw
     >>> schedule, plan = from_csv("0F0,0F1,,0B0,,0B1\\n,1F0,1B0,1F1,1B1,")
@@ -169,7 +169,7 @@ def _read(rank: int, column: int, text: str) -> _Cell:
 
 
 def _plan(rows: Sequence[Sequence[_Cell]]) -> Plan:
-    """The chain that a table's actions are for."""
+    """Return the chain of a table's actions."""
     first: dict[int, _Cell] = {}
     microbatches = 0
     for rank, row in enumerate(rows):
@@ -267,7 +267,7 @@ def _refuse_order(programs: Programs, plan: Plan) -> None:
 
 
 def _gather(row: Sequence[Effect], most: int) -> Iterator[Item]:
-    """Gather the `most` stages that run next, and let go of the others, before each compute effect."""
+    """Before each compute effect, gather the `most` stages that run next and release the others."""
     soon: tuple[int, ...] = ()
     ahead = []
     for effect in reversed(row):

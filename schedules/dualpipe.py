@@ -19,10 +19,10 @@ KINDS: dict[str, type[Forward | Backward | BackwardInput]] = {"F": Forward, "B":
 
 
 def dualpipe(rank: int, plan: Plan) -> Iterator[Effect]:
-    """Half of the microbatches from either end of `Placement.both_ways(ranks)` (DeepSeek-V3 report, section 3.2.1).
+    """Run half of the microbatches from either end of `Placement.both_ways(ranks)` (DeepSeek-V3 report, section 3.2.1).
 
-    Any even number m of microbatches runs. Fewer than 2 PP - 2, where PP is the number of stages, have the order of
-    2 PP - 2 without the earliest of either direction.
+    The number m of microbatches must be even. With PP stages and m < 2 PP - 2, the order is that of 2 PP - 2
+    microbatches without the earliest of either direction.
 
     With F, B, W and full = B + W the times of one stage, and F&B that of an overlap:
     Idle: (PP / 2 - 1) (F&B + full - 3 W) on every rank, a late start included, where m >= 2 PP - 2, F = B >= W,
@@ -50,9 +50,9 @@ def dualpipe(rank: int, plan: Plan) -> Iterator[Effect]:
 def dualpipe_v(rank: int, plan: Plan) -> Iterator[Effect]:
     """DualPipe cut in half, without copies, on `Placement.v(ranks)` (DualPipeV of the DualPipe repository).
 
-    The cut is that of Qi et al. 2025, "DualPipe could be better without the Dual". Any number m of microbatches runs.
+    The cut is that of Qi et al. 2025, "DualPipe could be better without the Dual". m may be any number of microbatches.
     With PP = 2 ranks stages, the figures are dualpipe's for 2 m: the idle time from m >= PP - 1 on, the peak of
-    PP + 1 chunks from m >= PP on. The order is torch's, which wants m >= PP.
+    PP + 1 chunks from m >= PP on. The order is torch's, which needs m >= PP.
 
     Raises:
         ScheduleError: another placement than a V.
@@ -67,10 +67,10 @@ def dualpipe_v(rank: int, plan: Plan) -> Iterator[Effect]:
 
 
 def _folded(rank: int, plan: Plan, at: int, ranks: int) -> Iterator[Effect]:
-    """The effects of the rank that stands `at` places from the open end of a fold over this many ranks.
+    """Yield the effects of the rank that is `at` places from the open end of a fold over `ranks` ranks.
 
-    With too few microbatches for the eight steps, the order is that of more, and those left out are the first: it is
-    the last ones whose weight gradients are put off.
+    With too few microbatches for the eight steps, take the order for more and leave out the first ones, because the
+    weight gradients of the last ones are delayed.
     """
     stages = plan.stages_on(rank)
     first = {s: plan.microbatches_of(s, rank).start for s in stages}

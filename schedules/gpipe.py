@@ -7,10 +7,10 @@ from fpipe.plan import Plan
 
 
 def gpipe(rank: int, plan: Plan) -> Iterator[Effect]:
-    """Every microbatch forward, then every microbatch backward (Huang et al. 2019, figure 2).
+    """Run every microbatch forward, then every microbatch backward (Huang et al. 2019, figure 2).
 
     Peak in flight: all microbatches. Takes any placement; a rank runs its stages one after the other.
-    Backwards come in ascending order, so that sums keep their order.
+    Backwards run in ascending order, so that sums keep their order.
 
     >>> from fpipe import Placement, Plan, draw
     >>> print(draw(gpipe, Plan(Placement.loop(3), 4)))

@@ -1,8 +1,8 @@
 """Interleaved 1F1B: several chunks on each rank, and a bubble smaller by their number.
 
-- Microbatches go through the chunks in groups, and a group is no smaller than the pipeline is long: when a group's
-  last microbatch has left a chunk, its first is there for the next one.
-- No group is larger than the first, which sets the warm-up: a chunk's backward never comes before its forward.
+- Microbatches pass through the chunks in groups of at least as many as there are ranks: when the last microbatch of a
+  group has left a chunk, the first has arrived for the next chunk.
+- No group is larger than the first, which determines the warm-up: a chunk's backward never precedes its forward.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from fpipe.schedules.requirements import a_loop
 def interleaved_1f1b(rank: int, plan: Plan) -> Iterator[Effect]:
     """1F1B over the chunks of `Placement.loop(ranks, chunks)` (Narayanan et al. 2021, section 2.2).
 
-    Any number m of microbatches runs: in m // p groups as equal as can be, and in one if there are fewer than ranks.
-    That is torch's order where the groups are equal, and Megatron-LM's where p divides m.
+    m may be any number of microbatches: they form m // p groups of nearly equal size, or one group if m < p. The order
+    is torch's if the groups are equal, and Megatron-LM's if p divides m.
 
     With p ranks, v chunks, groups of up to g microbatches (p where p divides m), a transfer taking c, and F, B, W, and
     S = F + B + W, the times of all of a rank's chunks:
@@ -37,7 +37,7 @@ def interleaved_1f1b(rank: int, plan: Plan) -> Iterator[Effect]:
 
 
 def in_groups(rank: int, plan: Plan, ahead: int) -> Iterator[Forward | Backward]:
-    """A forward and a backward in turn, group by group and chunk by chunk, after a warm-up of forwards.
+    """Yield forwards to warm up, then forward and backward in turn, group by group and chunk by chunk.
 
     The warm-up is all chunks but the last of the first group, and `ahead` forwards for each rank behind this one.
     """
@@ -52,7 +52,7 @@ def in_groups(rank: int, plan: Plan, ahead: int) -> Iterator[Forward | Backward]
 
 
 def _groups(plan: Plan) -> list[range]:
-    """The microbatches in as many groups of at least `plan.ranks` as there can be, the larger ones first."""
+    """Split the microbatches into as many groups of at least `plan.ranks` as possible, the larger ones first."""
     count = max(1, plan.microbatches // plan.ranks)
     size, larger = divmod(plan.microbatches, count)
     return [range(*ends) for ends in pairwise(g * size + min(g, larger) for g in range(count + 1))]

@@ -10,10 +10,10 @@ from fpipe.schedules.requirements import a_loop
 
 
 def interleaved_zb(rank: int, plan: Plan) -> Iterator[Effect]:
-    """Interleaved 1F1B with weight gradients put off into the bubble (Qi et al. 2024, section 2, ZB-H1, over chunks).
+    """Interleaved 1F1B with weight gradients moved into the bubble (Qi et al. 2024, section 2, ZB-H1, over chunks).
 
-    A rank warms up with one forward for each rank behind it instead of two, and runs weight gradients as many steps
-    late as there are ranks before it, so that all ranks have one peak. Any number of microbatches runs, grouped as by
+    A rank warms up with one forward for each rank after it instead of two, and delays weight gradients by as many steps
+    as there are ranks before it, so that all ranks have the same peak. Microbatches are grouped as by
     interleaved_1f1b.
 
     Cost, in the terms used there: m S + (p - 1) (F + B - W) / v where m >= p, W <= min(F, B) and c = 0.

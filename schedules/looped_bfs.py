@@ -1,4 +1,4 @@
-"""Looped BFS: GPipe, chunk by chunk, over chunks that are laid around the ranks in a loop."""
+"""Looped BFS: GPipe, chunk by chunk, over chunks placed on the ranks in a loop."""
 
 from collections.abc import Iterator
 
@@ -11,8 +11,8 @@ from fpipe.schedules.requirements import a_loop
 def looped_bfs(rank: int, plan: Plan) -> Iterator[Effect]:
     """All microbatches through one chunk, then the next (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism").
 
-    The order is GPipe's; it is the loop that divides the bubble by the number of chunks v. Backwards ascend, so that
-    sums keep their order; torch.distributed.pipelining runs them from the last microbatch to the first.
+    The order is GPipe's; the loop divides the bubble by the number of chunks v. Backwards run in ascending order, so
+    that sums keep their order; torch.distributed.pipelining runs them from the last microbatch to the first.
 
     Cost: m S + (p - 1) S / v where m >= p and transfers take no time, with S = F + B + W for all of a rank's chunks.
     Peak in flight: all m microbatches.

@@ -1,14 +1,17 @@
-"""The placements that schedules are for: what each refuses, and what would do. No torch."""
+"""Check the placement that a schedule needs; the errors suggest one that fits. No torch."""
 
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan
 
 
 def one_stage(schedule: str, rank: int, plan: Plan, otherwise: str) -> int:
-    """The only stage of a rank.
+    """Return the only stage of a rank.
 
     Args:
         otherwise: schedules for several chunks, for the error.
+
+    Raises:
+        ScheduleError: the rank has several stages, or the stage has copies.
     """
     stage, *more = plan.stages_on(rank)
     if more or len(plan.placement.holders[stage]) > 1:
@@ -20,13 +23,13 @@ def one_stage(schedule: str, rank: int, plan: Plan, otherwise: str) -> int:
 
 
 def a_loop(schedule: str, plan: Plan) -> None:
-    """Refuse another placement than `Placement.loop(ranks, chunks)`."""
+    """Raise ScheduleError unless the placement is `Placement.loop(ranks, chunks)`."""
     if plan.placement != Placement.loop(plan.ranks, chunks=len(plan.stages_on(0))):
         raise ScheduleError(f"{schedule} wants Placement.loop({plan.ranks}, chunks), not {plan.placement}")
 
 
 def a_v(schedule: str, plan: Plan) -> None:
-    """Refuse another placement than `Placement.v(ranks)`."""
+    """Raise ScheduleError unless the placement is `Placement.v(ranks)`."""
     if plan.placement != Placement.v(plan.ranks):
         raise ScheduleError(
             f"{schedule} wants two stages on each rank, down the ranks and back up, not {plan.placement}: "

@@ -1,4 +1,4 @@
-"""A schedule out of a table: what each rank does, written down."""
+"""A schedule from a table of each rank's effects."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -8,7 +8,7 @@ from fpipe.plan import Plan, Schedule
 
 
 def from_table(table: Mapping[int, Iterable[Effect]]) -> Schedule:
-    """The schedule that yields each rank's row of a table, rank -> effects.
+    """Return the schedule that yields each rank's row of a table, rank -> effects.
 
     Raises:
         ScheduleError: (from the schedule) the table's ranks are not the plan's.

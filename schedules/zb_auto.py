@@ -15,14 +15,15 @@ ROUNDING = 1e-12
 
 
 def zb_auto(plan: Plan, costs: Costs = Costs(), memory_limit: float | Sequence[float] | None = None) -> Schedule:
-    """The order of least cost (the largest span of a rank) that heuristics find for these costs under this limit.
+    """Return the order of least cost (the largest span of a rank) that heuristics find for these costs and this limit.
 
     After Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1: forwards ahead up to the limit, then
     forwards and input gradients in turn, and weight gradients where a rank would wait or its memory is full. Several
-    settings are tried, and ZB-H1 and ZB-H2 where the limit admits them: the cost is never more than theirs. At unit
-    costs, c = 0 and p <= limit <= m it is 3m + max(0, 2p - 1 - limit). Of equal orders that with the lower peak wins.
+    rules are tried, and ZB-H1 and ZB-H2 if the limit allows them: the cost is never more than theirs. At unit costs,
+    c = 0 and p <= limit <= m it is 3m + max(0, 2p - 1 - limit). Of equal costs, the lower peak wins.
 
-    Several stages on a rank run too, on any placement without copies; `interleaved_zb` and `zb_v` are orders by hand.
+    It also takes several stages on a rank, on any placement without copies; `interleaved_zb` and `zb_v` are orders by
+    formula.
 
     Args:
         costs: of stages and transfers.
@@ -40,36 +41,35 @@ def zb_auto(plan: Plan, costs: Costs = Costs(), memory_limit: float | Sequence[f
     """
     costs.check(plan)
     limits = _limits(plan, memory_limit)
-    found = [*_by_hand(plan, min(limits)), from_table(greedy(plan, costs, limits))]
-    timelines = [simulate(schedule, plan, costs) for schedule in found]
+    candidates = [*_by_formula(plan, min(limits)), from_table(greedy(plan, costs, limits))]
+    timelines = [simulate(schedule, plan, costs) for schedule in candidates]
     enough = min(timeline.cost for timeline in timelines) * (1 + ROUNDING)
     best = min((max(t.peak_in_flight), at) for at, t in enumerate(timelines) if t.cost <= enough)
-    return found[best[1]]
+    return candidates[best[1]]
 
 
-def _limits(plan: Plan, given: float | Sequence[float] | None) -> list[float]:
-    """The most microbatches in flight, for each rank."""
-    if any(len(held) > 1 for held in plan.placement.holders):
+def _limits(plan: Plan, limit: float | Sequence[float] | None) -> list[float]:
+    """Return the most microbatches in flight, for each rank."""
+    if any(len(ranks) > 1 for ranks in plan.placement.holders):
         raise ScheduleError(
             f"zb_auto wants stages without copies, not {plan.placement}: take Placement.loop or Placement.v"
             ", or dualpipe for copies"
         )
-    limits = (
-        list(given) if isinstance(given, Sequence) else [plan.microbatches if given is None else given] * plan.ranks
-    )
+    each = plan.microbatches if limit is None else limit
+    limits = list(each) if isinstance(each, Sequence) else [each] * plan.ranks
     if len(limits) != plan.ranks:
         raise ScheduleError(
             f"memory_limit has {len(limits)} entries, the plan {plan.ranks} ranks: give one number for all "
             "ranks, or one for each"
         )
-    for rank, limit in enumerate(limits):
-        if not limit >= 1:
-            raise ScheduleError(f"memory_limit is {limit} on rank {rank}: at least 1, one whole microbatch in flight")
+    for rank, most in enumerate(limits):
+        if not most >= 1:
+            raise ScheduleError(f"memory_limit is {most} on rank {rank}: at least 1, one whole microbatch in flight")
     return limits
 
 
-def _by_hand(plan: Plan, limit: float) -> Iterator[Schedule]:
-    """ZB-H1, and the member of its family (up to ZB-H2) that takes as much memory as there is."""
+def _by_formula(plan: Plan, limit: float) -> Iterator[Schedule]:
+    """Yield ZB-H1, and the member of its family (up to ZB-H2) that uses all of the memory."""
     low, high = plan.ranks, 2 * plan.ranks - 1
     most = high if limit >= plan.microbatches else int(min(limit, high))
     if plan.stages == plan.ranks and low <= most:

@@ -14,10 +14,10 @@ def zb_v(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effec
     """ZB-V on `Placement.v(ranks)` (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 6).
 
     Args:
-        costs: order for these; by default for passes that all take the same time, and transfers none.
+        costs: order for these; by default all passes take the same time, and transfers take none.
 
-    Cost where that is so and m >= 2p - 1: 6m, without a bubble. Peak: p microbatches. With costs the order is at least
-    as fast under them, and holds no more.
+    Cost under the default costs, where m >= 2p - 1: 6m, without a bubble. Peak: p microbatches. Under other costs the
+    order is at least as fast as the default order, within the same peak.
 
     Raises:
         ScheduleError: another placement.
@@ -36,7 +36,7 @@ def zb_v(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effec
 
 
 def order(rank: int, ranks: int, microbatches: int) -> Word:
-    """The paper's order. It is made for 2p - 1 microbatches or more; of fewer, what is missing is left out."""
+    """Return the paper's order for 2p - 1 microbatches or more; for fewer, leave the missing ones out."""
     made, below = max(microbatches, 2 * ranks - 1), ranks - rank
     warmup = [FA] * (2 * below - 1) + [FB, FA] * rank + [FB, IB, WB] * below
     steady = [FA, IA, WA, FB, IB, WB] * (made - ranks - below + 1) + [IA, WA, FB, IB, WB] * (below - 1)
@@ -50,7 +50,7 @@ def order(rank: int, ranks: int, microbatches: int) -> Word:
 
 
 def orders(ranks: int, microbatches: int) -> Words:
-    """Those of all ranks."""
+    """Return the orders of all ranks."""
     return [order(rank, ranks, microbatches) for rank in range(ranks)]
 
 

@@ -8,7 +8,7 @@ from fpipe.schedules.requirements import one_stage
 
 
 def zb_h1(rank: int, plan: Plan) -> Iterator[Effect]:
-    """1F1B whose weight gradients come late, with the memory of 1F1B's first rank on every rank.
+    """1F1B with delayed weight gradients, and the memory of 1F1B's first rank on every rank.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2. One stage on each rank, in any order; any
     number of microbatches.
@@ -54,10 +54,10 @@ def zb_h2(rank: int, plan: Plan) -> Iterator[Effect]:
 
 
 def in_rounds(rank: int, plan: Plan, limit: int) -> Iterator[Effect]:
-    """Forwards ahead, then in each round an input gradient, a late weight gradient and a forward.
+    """Yield forwards to warm up, then in each round an input gradient, a delayed weight gradient and a forward.
 
     The family of ZB-H1 (limit p) and ZB-H2 (limit 2p - 1): the largest number of microbatches in flight, p to 2p - 1.
-    On later ranks fewer forwards run ahead and weight gradients come later by as much, so that at equal times
+    Later ranks run fewer forwards ahead and delay weight gradients by as much, so that at equal times
     and c = 0 the cost is 3m + 2p - 1 - limit.
     """
     stage = one_stage("ZB-H", rank, plan, otherwise="interleaved_zb, zb_v or zb_auto")
