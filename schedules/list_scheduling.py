@@ -216,7 +216,7 @@ class _Greedy:
         plan, self.state, self.rules = state.plan, state, rules
         stages = [plan.stages_on(rank) for rank in range(plan.ranks)]
         self.limits = [int(min(n, plan.microbatches) * len(s) + 1e-9) for n, s in zip(limits, stages, strict=True)]
-        self.passes = [[[kind * plan.stages + s for s in own] for kind in range(3)] for own in stages]
+        self.passes = [[[kind * plan.stages + s for s in local] for kind in range(3)] for local in stages]
         self.turn = [FORWARD] * plan.ranks
 
     def choose(self, rank: int, now: float) -> int | None:

@@ -70,19 +70,19 @@ def search(
             would.
 
     >>> from fpipe import Placement
-    >>> found = search(Plan(Placement.loop(4), 8), memory_limit=4)
-    >>> found.name, found.plan.placement, found.timeline.cost, found.lower_bound
+    >>> result = search(Plan(Placement.loop(4), 8), memory_limit=4)
+    >>> result.name, result.plan.placement, result.timeline.cost, result.lower_bound
     ('zb-v', Placement((0, 1, 2, 3, 3, 2, 1, 0)), 24.0, 24.0)
     """
     _check(plan, costs, memory_limit, chunks)
     candidates = list(_candidates(plan, costs, memory_limit, chunks, progress))
-    within = [found for found in candidates if memory_limit is None or found.peak <= memory_limit * (1 + ROUNDING)]
+    within = [result for result in candidates if memory_limit is None or result.peak <= memory_limit * (1 + ROUNDING)]
     if not within:
-        least = min(found.peak for found in _candidates(plan, costs, max(1.0, memory_limit or 1.0), chunks, None))
+        least = min(result.peak for result in _candidates(plan, costs, max(1.0, memory_limit or 1.0), chunks, None))
         raise ScheduleError(
             f"no schedule that is known keeps to {memory_limit:g} microbatches in flight: the least is {least:g}"
         )
-    bound = min(found.lower_bound for found in candidates)
+    bound = min(result.lower_bound for result in candidates)
     return replace(_best(within), lower_bound=bound)
 
 
@@ -110,9 +110,9 @@ def pareto(
     for limit in _limits(largest):
         every += _candidates(plan, costs, limit, chunks, progress, [e for e in CATALOGUE.values() if e.limited])
     front: list[Found] = []
-    for found in sorted(every, key=lambda found: (found.peak, found.timeline.cost, found.timeline.makespan)):
-        if not front or found.timeline.cost < front[-1].timeline.cost * (1 - ROUNDING):
-            front.append(found)
+    for result in sorted(every, key=lambda result: (result.peak, result.timeline.cost, result.timeline.makespan)):
+        if not front or result.timeline.cost < front[-1].timeline.cost * (1 - ROUNDING):
+            front.append(result)
     return front
 
 
@@ -122,10 +122,13 @@ def _limits(largest: float, most: int = 16) -> list[float]:
     return [half / 2 for half in range(2, halves, ceil(halves / most))]
 
 
-def _best(found: Sequence[Found]) -> Found:
+def _best(results: Sequence[Found]) -> Found:
     """Return the result of least cost, then lowest peak, then shortest makespan."""
-    enough = min(one.timeline.cost for one in found) * (1 + ROUNDING)
-    return min((one for one in found if one.timeline.cost <= enough), key=lambda one: (one.peak, one.timeline.makespan))
+    enough = min(result.timeline.cost for result in results) * (1 + ROUNDING)
+    return min(
+        (result for result in results if result.timeline.cost <= enough),
+        key=lambda result: (result.peak, result.timeline.makespan),
+    )
 
 
 def _candidates(
@@ -137,22 +140,22 @@ def _candidates(
     entries: Iterable[CatalogueEntry] = tuple(CATALOGUE.values()),
 ) -> Iterator[Found]:
     """Yield a result for each entry that takes the plan and the limit; if none does, raise the first error."""
-    found, refused = 0, []
+    count, refused = 0, list[ScheduleError]()
     for entry in entries:
         for v in _tried(entry, chunks):
             if progress:
                 progress(entry.name)
             try:
-                cut = _cut(plan, entry, v)
-                own = recut(costs, plan.stages, cut.stages)
-                schedule = entry.schedule(cut, own, limit)
-                timeline = simulate(schedule, cut, own)
+                candidate = _plan_of(plan, entry, v)
+                scaled = recut(costs, plan.stages, candidate.stages)
+                schedule = entry.schedule(candidate, scaled, limit)
+                timeline = simulate(schedule, candidate, scaled)
             except ScheduleError as error:
                 refused.append(error)  # it does not take the plan, or the limit
             else:
-                found += 1
-                yield Found(entry.name, schedule, cut, own, timeline, lower_bound(cut, own, limit))
-    if not found:
+                count += 1
+                yield Found(entry.name, schedule, candidate, scaled, timeline, lower_bound(candidate, scaled, limit))
+    if not count:
         raise refused[0]
 
 
@@ -162,12 +165,12 @@ def _tried(entry: CatalogueEntry, chunks: Sequence[int]) -> Sequence[int]:
     return [v for v in chunks if v <= MOST_LIMITED or not entry.limited]
 
 
-def _cut(plan: Plan, entry: CatalogueEntry, chunks: int) -> Plan:
+def _plan_of(plan: Plan, entry: CatalogueEntry, chunks: int) -> Plan:
     """Return the entry's own plan for the same model."""
-    cut = entry.plan(plan.ranks, plan.microbatches, chunks)
+    candidate = entry.plan(plan.ranks, plan.microbatches, chunks)
     if plan == Plan(plan.placement, plan.microbatches):
-        return cut
-    return replace(cut, edges=plan.edges, ties=plan.ties)
+        return candidate
+    return replace(candidate, edges=plan.edges, ties=plan.ties)
 
 
 def lower_bound(plan: Plan, costs: Costs, memory_limit: float | None = None) -> float:
@@ -198,10 +201,10 @@ def lower_bound(plan: Plan, costs: Costs, memory_limit: float | None = None) -> 
     for rank in range(plan.ranks):
         work = 0.0
         for s in plan.stages_on(rank):
-            own = plan.microbatches_of(s, rank)
-            work += len(own) * min(costs.time(Forward(s, 0)) + min(fused[s], apart[s]), pair[s])
-            away = max(_away(plan, costs, s, m, forward, inputs) for m in (own[0], own[-1]))
-            bound = max(bound, away + forward[s] + backward[s] + (len(own) - 1) * max(forward[s], backward[s]))
+            numbers = plan.microbatches_of(s, rank)
+            work += len(numbers) * min(costs.time(Forward(s, 0)) + min(fused[s], apart[s]), pair[s])
+            away = max(_away(plan, costs, s, m, forward, inputs) for m in (numbers[0], numbers[-1]))
+            bound = max(bound, away + forward[s] + backward[s] + (len(numbers) - 1) * max(forward[s], backward[s]))
         bound = max(bound, work)
     return bound
 

@@ -99,7 +99,9 @@ def in_flight(slots: Block, period: int) -> int:
 
 def repeat(slots: Block, period: int, microbatches: int) -> Words:
     """Return the words of a repeated block, without weight gradients."""
-    passes = [[(t + period * m, kind) for kind, t in enumerate(own) for m in range(microbatches)] for own in slots]
+    passes = [
+        [(t + period * m, kind) for kind, t in enumerate(starts) for m in range(microbatches)] for starts in slots
+    ]
     return [[kind for _, kind in sorted(times)] for times in passes]
 
 

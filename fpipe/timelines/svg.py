@@ -1,7 +1,7 @@
 """Draw a timeline as SVG: lanes of compute to scale, for notebooks and pages. No torch, no matplotlib, no script.
 
 Colours are those of the table of effects, lighter for a rank's later chunks, with dark labels on them. All other text
-takes the colour of the page around it, or that of the reader's colour scheme where the drawing is a document of its own.
+takes the colour of the page around it; a drawing that is a document of its own follows the reader's colour scheme.
 """
 
 from __future__ import annotations
