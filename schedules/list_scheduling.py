@@ -29,15 +29,13 @@ FORWARD, INPUT, WEIGHT = range(3)
 
 
 class Hop(NamedTuple):
-    """Where a pass's result goes: to an input of another pass, over an edge whose bytes queue, or within the rank.
+    """Where a pass's result goes: to another pass, over an edge whose bytes queue, or within the rank.
 
     Args:
-        input: the number of the target's input.
         wire, latency: time that the bytes take on the edge, and until they arrive.
     """
 
     target: int
-    input: int
     rank: int
     edge: tuple[int, int] | None = None
     wire: float = 0.0
@@ -75,7 +73,7 @@ class Work:
 
     def _connect(self, source: int, target: int, costs: Costs | None = None, value: Value | None = None) -> None:
         a, b = (self.plan.rank_of(at % self.plan.stages, 0) for at in (source, target))
-        hop = Hop(target, self.inputs[target], b)
+        hop = Hop(target, b)
         if a != b and costs is not None and value is not None:
             link = costs.link(a, b)
             hop = hop._replace(edge=(a, b), wire=costs.bytes(value) / link.bandwidth, latency=link.latency)
@@ -104,9 +102,10 @@ class ListScheduler:
 
     def __init__(self, work: Work, microbatches: int) -> None:
         ranks, passes = work.plan.ranks, len(work.times)
-        self.work, self.plan, self.microbatches = work, work.plan, microbatches
+        self.work, self.plan = work, work.plan
         self.done, self.live = [0] * passes, [0] * ranks
-        self.arrivals = [[[inf] * microbatches for _ in range(count)] for count in work.inputs]
+        self.ready = [[0.0] * microbatches + [inf] for _ in work.inputs]  # the latest known arrival of an input
+        self.missing = [[count] * microbatches + [0] for count in work.inputs]  # inputs without a known arrival
         self.order: list[list[int]] = [[] for _ in range(ranks)]
         self.began, self.free = [inf] * ranks, [0.0] * ranks
         self.sent: dict[tuple[int, int], float] = {}  # when the last bytes have left, by edge
@@ -135,24 +134,21 @@ class ListScheduler:
         self.order[rank].append(at)
         self.began[rank], self.free[rank] = min(self.began[rank], now), end
         events = [(end, rank)]
-        for target, number, reader, edge, wire, latency in self.work.hops[at]:
+        for target, reader, edge, wire, latency in self.work.hops[at]:
             arrival = end
             if edge is not None:
                 self.sent[edge] = max(end, self.sent.get(edge, 0.0)) + wire
                 arrival = self.sent[edge] + latency
                 events.append((arrival, reader))
-            self.arrivals[target][number][microbatch] = arrival
+            self.missing[target][microbatch] -= 1
+            if arrival > self.ready[target][microbatch]:
+                self.ready[target][microbatch] = arrival
         return events
 
     def arrival(self, at: int) -> float:
         """When the last input of a pass's next microbatch arrives, as far as is known; infinite after the last one."""
         microbatch = self.done[at]
-        if microbatch == self.microbatches:
-            return inf
-        latest = 0.0
-        for arrivals in self.arrivals[at]:
-            latest = max(latest, arrivals[microbatch])
-        return latest
+        return inf if self.missing[at][microbatch] else self.ready[at][microbatch]
 
 
 @dataclass(frozen=True)

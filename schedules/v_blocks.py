@@ -161,12 +161,13 @@ class _Follower:
 
     def _early(self, now: float, due: float) -> int | None:
         """Return a later pass of the word that can run, if it takes no memory that the passes before it need."""
-        started = [self.state.done[at] for at in self.passes]
-        balance, peak, seen = started[FA] + started[FB] - started[IB] - started[IA], 0, 0
+        (fa, fb, ib, ia, *_), done = self.passes, self.state.done
+        live = self.state.live[self.rank]
+        balance, peak, seen = done[fa] + done[fb] - done[ib] - done[ia], 0, 0
         for kind in self.word:
             if not seen >> kind & 1:
                 seen |= 1 << kind
-                room = kind > FB or max(peak, self.state.live[self.rank]) < self.limit
+                room = kind > FB or max(peak, live) < self.limit
                 if room and self._arrival(kind) <= now and due >= now + self.fill.patience * self.times[kind]:
                     return kind
                 if seen == 0b1111:
