@@ -34,7 +34,7 @@ from fpipe.autodiff.graph.block import Sink
 from fpipe.autodiff.interface import Leaves, Pieces, Prepared, WeightGradients, prepared
 from fpipe.effects import Send
 from fpipe.handlers.distributed.signature import signature_of
-from fpipe.handlers.distributed.wire import SMALL, Wire
+from fpipe.handlers.distributed.wire import SMALL, PayloadCodec
 from fpipe.handlers.protocol import Inputs
 from fpipe.programs.interleaving import interleave
 from fpipe.schedules.catalogue import CATALOGUE
@@ -198,19 +198,19 @@ def packing(rank: int) -> None:
     """Time eight tensors of a value there and back, as one message and as eight."""
     for size in (64, 1 << 10, 1 << 13, SMALL, 1 << 17):
         payload: list[Any] = [torch.zeros(size // 4) for _ in range(8)]
-        wires = [Wire(signature_of(payload), torch.device("cpu"), small) for small in (size, 0)]
+        codecs = [PayloadCodec(signature_of(payload), torch.device("cpu"), small) for small in (size, 0)]
 
-        def there_and_back(wire: Wire, payload: list[Any] = payload) -> None:
+        def there_and_back(codec: PayloadCodec, payload: list[Any] = payload) -> None:
             for sends in (rank == 0, rank == 1):
-                messages = wire.messages(payload) if sends else wire.buffers()
+                messages = codec.messages(payload) if sends else codec.buffers()
                 assert messages is not None
                 works = [dist.isend(x, 1 - rank) if sends else dist.irecv(x, 1 - rank) for x in messages]
                 for work in works:
                     assert work is not None
                     work.wait()
-                wire.payload(messages)
+                codec.payload(messages)
 
-        packed, alone = (median(lambda wire=wire: there_and_back(wire)) for wire in wires)
+        packed, alone = (median(lambda codec=codec: there_and_back(codec)) for codec in codecs)
         if rank == 0:
             print(f"packing {size:7d} bytes x 8: {1e6 * packed:.0f} µs in one message, {1e6 * alone:.0f} µs in eight")
 

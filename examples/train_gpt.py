@@ -148,12 +148,12 @@ def begin(saved: interop.Checkpoints, like: dict[str, Any]) -> dict[str, Any]:
     if path is None:
         return like
     try:
-        run = saved.load({"run": like["run"]}, path)["run"]
+        run = saved.load(path, run=like["run"])["run"]
         others = {name: value for name, value in run.items() if value != like["run"][name]}
         options = [f"no --{name}" if value is None else f"--{name} {value}" for name, value in others.items()]
         if options:
             fail(f"{path} is of a run with {' '.join(options)}: go on with the same, or save to another folder")
-        return saved.load(like, path)
+        return saved.load(path, **like)
     except interop.CheckpointError as error:
         fail(str(error))
 
@@ -260,7 +260,7 @@ def main(
                 params, optimizer = adamw.update(grads, optimizer, params, lr=learning_rate(i, steps, lr))
                 report.show(i, loss.item(), batch * context / (time.perf_counter() - start))
                 if saved and ((i + 1) % save_every == 0 or i + 1 == end):
-                    saved.save({"params": params, "optimizer": optimizer, "step": i + 1, "run": run})
+                    saved.save(params=params, optimizer=optimizer, step=i + 1, run=run)
         after = bits_per_byte()
         recorder.scalar("validation/bits_per_byte", after, end)
         show(f"validation: {before:.2f} bits per byte before, {after:.2f} after {end} steps")

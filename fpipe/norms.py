@@ -1,52 +1,47 @@
 """Norms of gradients over the whole pipeline.
 
-Leaves are reduced to squares in float64, stage by stage in the order of the stage's own tree, and the stages' sums are
-added in their order on every rank: the bits depend on no schedule, placement or handler. A tied entry counts with the
-stage that it lives in, and a stage with copies where its first copy is.
+Each leaf is reduced to a sum of squares in float64, each stage in the order of its own tree, and the sums of the stages
+are added in order of stage on every rank: the bits depend on no schedule, placement or handler. A tied entry counts
+    with
+the stage that owns it, a stage with copies where its first copy is.
 """
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from numbers import Real
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 
 from fpipe.errors import TransportError
-from fpipe.handlers.distributed.connections import first_line
-from fpipe.handlers.distributed.failures import PATIENCE, within
 from fpipe.handlers.protocol import Handler
 from fpipe.plan import Plan
 from fpipe.stages.pytree import flatten
 
-T = TypeVar("T")
-
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+HINT = "every rank calls global_norm or clip_by_global_norm, after the same step; after this, make a new handler"
 
 
 def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler) -> Tensor:
-    """The 2-norm of the gradients of the whole pipeline, on every rank. Every rank calls it.
+    """Return the 2-norm of the gradients of the whole pipeline, on every rank. Every rank calls it.
 
     Args:
-        grads: `{stage: tree}` as a step gives it; None, where a parameter is frozen, counts nothing.
+        grads: `{stage: tree}` as a step returns it; None, the gradient of a frozen parameter, counts as nothing.
         plan, handler: the step's own.
 
     Returns:
-        A float64 tensor without dimensions, where this rank's gradients are. A NaN or an infinity in any gradient
-        makes it NaN or infinite.
+        A float64 tensor without dimensions, on the device of this rank's gradients. A NaN or an infinity in any
+        gradient makes it NaN or infinite.
 
     Raises:
-        TypeError, ValueError: grads is not what a step gives.
-        TransportError: another rank's arguments are wrong; says whose, and why. Or a rank has not come to it within the
-            handler's timeout, or is gone: then this handler's ranks have no norms any more.
+        TypeError, ValueError: grads is not what a step returns.
+        TransportError: another rank's arguments are wrong; names the rank and the reason. Or a rank did not call it
+            within the timeout, or died; this handler can then compute no further norms.
 
-    With `Distributed` the ranks' sums meet on the CPU, which on CUDA waits for the gradients.
+    With `Distributed` the ranks' sums are added on the CPU, which on CUDA waits for the gradients.
 
     >>> from fpipe import Placement, handlers
     >>> grads = {0: {"w": torch.tensor([3.0, 0.0])}, 1: {"w": torch.tensor([4.0]), "frozen": None}}
@@ -59,15 +54,15 @@ def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler) -> Te
 def clip_by_global_norm(
     grads: Mapping[int, Any], max_norm: float | Tensor, plan: Plan, *, handler: Handler
 ) -> tuple[dict[int, Any], Tensor]:
-    """The gradients scaled down to a norm of at most `max_norm`, and the norm that they had. Every rank calls it.
+    """Return the gradients scaled to a norm of at most `max_norm`, and the norm before. Every rank calls it.
 
-    They are multiplied by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does; the given ones
-    stay as they are. Where the norm is not finite, what is returned isn't either: look at `norm.isfinite()`, which is
-    the same on every rank, before updating.
+    The gradients are multiplied by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does;
+    `grads` itself does not change. If the norm is not finite, neither are the clipped gradients: check
+    `norm.isfinite()`, which is the same on every rank, before an update.
 
     Raises:
-        ValueError: max_norm is negative, or no number.
-        TypeError, ValueError, TransportError: as by `global_norm`.
+        ValueError: max_norm is negative, or not a number.
+        TypeError, ValueError, TransportError: as `global_norm`.
 
     >>> from fpipe import Placement, handlers
     >>> plan = Plan(Placement.loop(ranks=2), microbatches=1)
@@ -97,124 +92,47 @@ def clip_by_global_norm(
 def _check_limit(max_norm: Any) -> None:
     limit = max_norm.item() if isinstance(max_norm, Tensor) and not max_norm.ndim else max_norm
     if not (isinstance(limit, Real) and float(limit) >= 0):
-        raise ValueError(f"max_norm is a number of at least 0, not {max_norm}")
+        raise ValueError(f"max_norm must be a number of at least 0, not {max_norm}")
 
 
 def squares(grads: Mapping[int, Any], plan: Plan, ranks: Collection[int]) -> Tensor:
-    """The sum of squares of each stage's gradients, in float64; zero where its first copy is on other ranks."""
+    """Return the sum of squares of each stage's gradients, in float64; 0 for a stage whose first copy is elsewhere."""
     if not isinstance(grads, Mapping):
-        raise TypeError(f"grads is {{stage: tree}}, as a step gives it, not a {type(grads).__name__}")
+        raise TypeError(f"grads must be {{stage: tree}}, as a step returns it, not a {type(grads).__name__}")
     if unknown := [stage for stage in grads if stage not in range(plan.stages)]:
         raise ValueError(
-            f"grads has an entry for {unknown[0]!r}, and the plan has stages 0 to {plan.stages - 1}: grads is "
-            "{stage: tree}, as a step gives it"
+            f"grads has an entry for {unknown[0]!r}, and the plan has stages 0 to {plan.stages - 1}: pass "
+            "{stage: tree}, as a step returns it"
         )
     holders = plan.placement.holders
-    found = {s: _squares(s, tree) for s, tree in sorted(grads.items()) if holders[s][0] in ranks}
-    some = next((x for x in found.values() if x is not None), torch.zeros(()))
-    zero = torch.zeros((), dtype=torch.float64, device=some.device)
-    sums = [found.get(stage) for stage in range(plan.stages)]
-    return torch.stack([zero if x is None else x.to(zero.device) for x in sums])
+    sums = {s: _squares(s, tree) for s, tree in sorted(grads.items()) if holders[s][0] in ranks}
+    device = next((x.device for x in sums.values() if x is not None), torch.device("cpu"))
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    each = [sums.get(stage) for stage in range(plan.stages)]
+    return torch.stack([zero if x is None else x.to(device) for x in each])
 
 
 def _squares(stage: int, tree: Any) -> Tensor | None:
     leaves = flatten(tree).leaves
     if wrong := [leaf for leaf in leaves if not isinstance(leaf, Tensor)]:
-        raise TypeError(f"a gradient of stage {stage} is a {type(wrong[0]).__name__}, where it is a tensor or None")
+        raise TypeError(f"a gradient of stage {stage} is a {type(wrong[0]).__name__}: it must be a tensor or None")
     numbers = [_real(leaf.detach()) for leaf in leaves]
     return torch.stack(torch._foreach_norm(numbers, 2, torch.float64)).square().sum() if numbers else None
 
 
 def _real(leaf: Tensor) -> Tensor:
-    """The numbers of a leaf, where it is sparse or complex."""
+    """Return the values of a leaf as real numbers, also if it is sparse or complex."""
     dense = leaf.coalesce().values() if leaf.is_sparse else leaf
     return torch.view_as_real(dense) if dense.is_complex() else dense
 
 
-def _norm(sums: Callable[[], Tensor], handler: Any) -> Tensor:
-    """The norm, out of each stage's sum of squares on the ranks that are played here."""
-    if getattr(handler, "size", 1) == 1:
+def _norm(sums: Callable[[], Tensor], handler: Handler) -> Tensor:
+    """Return the norm, from each stage's sum of squares on the ranks of this process."""
+    if handler.peers is None:
         return sums().sum().sqrt()
-    peers = _Peers(handler)
-    try:
-        found = sums()
-    except Exception as error:
-        peers.agree(0, f"{type(error).__name__}: {error}")
-        raise
-    peers.agree(len(found))
-    return peers.add(found.cpu()).to(found.device).sum().sqrt()
-
-
-CALLS = WeakKeyDictionary[Any, int]()
-"""How often a handler's ranks have come to their norms."""
-
-
-class _Peers:
-    """All ranks of a handler, come to the same call over connections of their own."""
-
-    def __init__(self, handler: Any) -> None:
-        self.handler = handler
-        CALLS[handler] = CALLS.get(handler, 0) + 1
-
-    def agree(self, stages: int, reason: str = "") -> None:
-        """Tell the others how many stages there are here, or the reason why there is no sum.
-
-        Raises:
-            TransportError: another rank has a reason, or other stages.
-        """
-        text = reason.encode()
-        told = self._gathered(torch.tensor([stages, len(text)]))
-        longest = max(int(length) for _, length in told)
-        if not longest:
-            if len(counts := {int(count) for count, _ in told}) > 1:
-                raise TransportError(f"the ranks have plans of {sorted(counts)} stages: every rank makes the same plan")
-            return
-        reasons = self._gathered(torch.tensor(list(text.ljust(longest, b"\0")), dtype=torch.uint8))
-        for rank, ((_, length), theirs) in enumerate(zip(told, reasons, strict=True)):
-            if length and not reason:
-                said = bytes(theirs[: int(length)].tolist()).decode()
-                raise TransportError(f"rank {rank} has no norm of its gradients: {said}")
-
-    def add(self, sums: Tensor) -> Tensor:
-        """Each stage's sum, which one rank has, on all."""
-        self._reaching(lambda: self._group().allreduce([sums]).wait())
-        return sums
-
-    def _gathered(self, own: Tensor) -> list[Tensor]:
-        shares = [torch.empty_like(own) for _ in range(self.handler.size)]
-        self._reaching(lambda: self._group().allgather([shares], [own]).wait())
-        return shares
-
-    def _group(self) -> Any:
-        return self.handler.apart("norms", self.handler.timeout)
-
-    def _lost(self, rank: int, more: int = 0) -> bool:
-        """Whether a rank has waited for others in vain at this call."""
-        name = f"fpipe/{self.handler.group.group_name}/norms/{CALLS[self.handler]}/{rank}"
-        return bool(_get_default_store().add(name, more))
-
-    def _missing(self) -> list[int]:
-        """Who isn't among those that wait in vain, which all do for about as long."""
-        deadline = time.monotonic() + PATIENCE / 2
-        while missing := [rank for rank in range(self.handler.size) if not self._lost(rank)]:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        return missing
-
-    def _reaching(self, speak: Callable[[], T]) -> T:
-        try:
-            return speak()
-        except RuntimeError as error:
-            if isinstance(error, TransportError):
-                raise
-            handler = self.handler
-            late = "imed out" in str(error) or "timeout" in str(error)
-            why = f"nothing came within {handler.timeout:g} s" if late else first_line(error)
-            within(PATIENCE, lambda: self._lost(handler.rank, 1))
-            if missing := within(PATIENCE, self._missing):
-                why += f"; missing: {missing}"
-            raise TransportError(
-                f"rank {handler.rank} could not add the norms of {handler.size} ranks ({why}): every rank calls "
-                "global_norm or clip_by_global_norm, after the same step; after this, make a new handler"
-            ) from error
+    group = handler.peers.new_group("the norm of the gradients", hint=HINT)
+    own, shares = group.agree(sums, "global_norm", Tensor.tolist)
+    if len(counts := {len(share) for share in shares}) > 1:
+        raise TransportError(f"the ranks have plans of {sorted(counts)} stages: every rank makes the same plan")
+    total = torch.tensor(shares, dtype=torch.float64).sum(0)  # one rank has a stage's sum, the others have 0
+    return total.to(own.device).sum().sqrt()

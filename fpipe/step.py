@@ -15,7 +15,7 @@ from fpipe.autodiff.interface import Pieces
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.effects import parts
 from fpipe.errors import ScheduleError, StageError
-from fpipe.handlers.protocol import Handler, Inputs, Observer, Outcome, Results, Run, Witness
+from fpipe.handlers.protocol import Handler, Inputs, Observer, Outcome, Results, Run
 from fpipe.plan import Plan, Schedule
 from fpipe.policies import everything_saveable
 from fpipe.profiling.observers import observing
@@ -178,9 +178,8 @@ def _function(
         result: makes the function's result of the loss or outputs and of all `Results`.
     """
     pieces, observer = spec.pieces(), observing(observe)
-    witness = observer if isinstance(observer, Witness) else None
-    if witness is not None:
-        witness.prepare(name, programs, handler)
+    if observer is not None:
+        observer.on_compile(name, programs, handler)
     run = _with_random_check(handler.compile(programs, pieces, observer), name)
 
     def step(
@@ -191,13 +190,13 @@ def _function(
         state: Mapping[int, Any] | None = None,
         rng: Rng | None = None,
     ) -> Any:
-        if witness is not None:
-            witness.step_begins()
+        if observer is not None:
+            observer.on_step_begin()
         inputs = spec.inputs(params, batch, target, state, rng)
         results = run(inputs)
         loss = spec.total(results.losses) if spec.loss else None
-        if witness is not None:
-            witness.step_ends(Outcome(loss, inputs.rows, results.gradients))
+        if observer is not None:
+            observer.on_step_end(Outcome(loss, inputs.rows, results.gradients))
         value = (loss, results.output) if spec.has_aux else results.output if loss is None else loss
         return result(value, results)
 

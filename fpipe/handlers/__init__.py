@@ -7,7 +7,7 @@ from fpipe._lazy import attach
 if TYPE_CHECKING:
     from fpipe.handlers.distributed.handler import Distributed
     from fpipe.handlers.local import Local
-    from fpipe.handlers.protocol import Handler, Inputs, Observer, Results
+    from fpipe.handlers.protocol import Handler, Inputs, Observer, Peers, Results
     from fpipe.handlers.reference import Reference
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Inputs",
     "Local",
     "Observer",
+    "Peers",
     "Reference",
     "Results",
 ]

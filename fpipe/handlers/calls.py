@@ -119,7 +119,7 @@ class Calls:
         self.slots[:] = [None] * len(self.slots)
         self.running = None
 
-    def apart(self) -> Iterator[Any]:
+    def borrowed(self) -> Iterator[Any]:
         """What the step was given: parameters, and the leaves of its microbatches."""
         for prepared in self.step.prepared.values():
             yield from prepared.leaves

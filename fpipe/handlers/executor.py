@@ -12,7 +12,7 @@ from fpipe.autodiff.interface import Pieces
 from fpipe.errors import StageError
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Channels, Functions, Step
 from fpipe.handlers.gradients import LeafKey, received, total
-from fpipe.handlers.protocol import Inputs, Observer, Results, Witness
+from fpipe.handlers.protocol import Inputs, Observer, Results
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import summary
 from fpipe.stages.stage import Batch
@@ -34,8 +34,8 @@ class Executor:
         self.pieces, self.pipeline = pieces, pieces.pipeline
         self.held = self.plan.stages_on(self.rank)
         self.calls = Calls(program, pieces, channels, observe, device, functions)
-        if isinstance(observe, Witness):
-            observe.hold(self.rank, self.calls)
+        if observe is not None:
+            observe.on_store(self.rank, self.calls)
 
     def start(self, inputs: Inputs) -> None:
         """Take a step's arguments; nothing runs yet."""

@@ -38,6 +38,8 @@ class Local:
         ScheduleError: (on compiling) no rank can go on; says what each waits for.
     """
 
+    peers = None
+
     def __init__(
         self,
         devices: Sequence[torch.device | str] | None = None,
@@ -102,6 +104,8 @@ def _merge(found: list[tuple[tuple[int, ...], Results]]) -> Results:
 
 class _Mailbox:
     """Channels within a process: a sent payload lies here until it is taken."""
+
+    peers = None
 
     def __init__(self, devices: list[torch.device] | None) -> None:
         self.devices = devices

@@ -1,55 +1,48 @@
-"""What a handler is given, and what it gives back."""
+"""The interface of handlers: inputs and results of a step, observers, and the processes beside this one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from fpipe.autodiff.interface import Pieces
 from fpipe.effects import Effect, Name, Value
+from fpipe.errors import TransportError
 from fpipe.plan import Plan
 from fpipe.programs.program import Program, Programs
 from fpipe.stages.microbatch import Microbatch, size
 
-
-class Observer(Protocol):
-    """Sees each effect begin and end, and before it each wait for what it is the first to use; changes nothing."""
-
-    def begin(self, rank: int, effect: Effect) -> None: ...
-    def end(self, rank: int, effect: Effect) -> None: ...
-
-    def wait(self, rank: int, value: Value) -> None:
-        """Its first use begins to wait for a value from another rank."""
-
-    def arrive(self, rank: int, value: Value) -> None:
-        """It is there."""
+T = TypeVar("T")
 
 
-class Store(Protocol):
-    """What a rank holds while a step runs: values by the number of their slot.
+class ValueStore(Protocol):
+    """The values that one rank holds while a step runs, in numbered slots.
 
-    `touched` are the slots that each effect of its program, by its place, needs, gives or frees; `apart` is what a step
-    was given, parameters and microbatches, which is the caller's.
+    Args:
+        slots: the values by slot number; None where a slot is empty.
+        touched: for each effect of the rank's program, the slots of the values that it needs, gives or frees.
     """
 
     slots: list[Any]
     touched: list[tuple[int, ...]]
 
     def slot(self, name: Name) -> int:
-        """The number of a name's slot."""
+        """Return the slot number of a value."""
 
-    def apart(self) -> Iterable[Any]: ...
+    def borrowed(self) -> Iterable[Any]:
+        """Iterate over the tensors that the caller owns: parameters and microbatches."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a whole step came to, as far as this process knows.
+    """The results of a completed step, as far as this process has them.
 
     Args:
-        loss: known on every rank; not synchronized; None where only outputs were asked for.
+        loss: the same on every rank, not synchronized; None where only outputs were asked for.
         rows: of the whole batch.
         gradients: `{stage: tree}`.
     """
@@ -59,34 +52,53 @@ class Outcome:
     gradients: Mapping[int, Any]
 
 
-@runtime_checkable
-class Witness(Observer, Protocol):
-    """An observer that is told as well what runs, where it is held, and when a step begins and is over."""
+class Observer:
+    """Base class of observers. Each method does nothing; override those that are needed. Must not change anything.
 
-    def prepare(self, name: str, programs: Programs, handler: Handler) -> None:
-        """What will run under this observer, before the handler compiles it."""
+    Args:
+        agreed: values that must be equal on all ranks, or the ranks would wait for each other.
+    """
 
-    def hold(self, rank: int, store: Store) -> None:
-        """Where a rank that is played here holds its values."""
+    @property
+    def agreed(self) -> tuple[object, ...]:
+        return ()
 
-    def step_begins(self) -> None:
+    def on_compile(self, name: str, programs: Programs, handler: Handler) -> None:
+        """The handler will compile these programs next; `name` is the schedule's."""
+
+    def on_store(self, rank: int, store: ValueStore) -> None:
+        """A rank that this process plays keeps its values in this store."""
+
+    def on_step_begin(self) -> None:
         """A step is called."""
 
-    def step_ends(self, outcome: Outcome) -> None:
-        """It has ended well."""
+    def on_step_end(self, outcome: Outcome) -> None:
+        """A step has completed without an error."""
+
+    def begin(self, rank: int, effect: Effect) -> None:
+        """An effect begins; every value that it needs has arrived."""
+
+    def end(self, rank: int, effect: Effect) -> None:
+        """An effect has ended."""
+
+    def wait(self, rank: int, value: Value) -> None:
+        """The first effect that needs a value of another rank starts to wait for it."""
+
+    def arrive(self, rank: int, value: Value) -> None:
+        """That value has arrived."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One step's arguments, split into microbatches.
+    """The arguments of one step, split into microbatches.
 
     Args:
-        params, state: `{stage: tree}` of the stages this process holds.
+        params, state: `{stage: tree}` of the stages that this process holds.
         data: batch and target of each microbatch.
-        rows: rows of the whole batch, as far as this process knows.
-        weighed: whether losses are scaled by their share of the rows.
+        rows: rows of the whole batch; None where this process has no part of it.
+        weighed: whether each loss is scaled by its share of the rows.
         rng: (seed, step), or None to draw from the global generators.
-        broken: why this process can't take part in the step; its peers are told.
+        broken: the error that keeps this process from running the step; its peers raise it too.
     """
 
     params: Mapping[int, Any]
@@ -98,23 +110,23 @@ class Inputs:
     broken: Exception | None = None
 
     def scale(self, m: int) -> Any:
-        """What a microbatch's loss is scaled by: its share of the rows, unless given."""
-        given, count = self.data[m].scale, len(self.data)
-        if not self.weighed or given is not None:
-            return given
+        """Return the factor of a microbatch's loss: the weight that the caller gave, else the share of the rows."""
+        weight, count = self.data[m].scale, len(self.data)
+        if not self.weighed or weight is not None:
+            return weight
         return 1 / count if self.rows is None else size(self.rows, count, m) / self.rows
 
 
 @dataclass
 class Results:
-    """What a step leaves behind in this process.
+    """The results of a step in this process.
 
     Args:
-        gradients: for every entry in the params given.
-        losses: by microbatch, of all on every rank; scaled.
-        outputs: of the last stage, by microbatch, where it runs or where gathered: aux, or what evaluate gives.
-        output: these put together, where this process has all.
-        state: the new state of the stateful stages held here.
+        gradients: for every entry in the params of the step.
+        losses: by microbatch, scaled; all of them on every rank.
+        outputs: of the last stage, by microbatch, where it runs or where they are gathered: aux, or evaluate's output.
+        output: the outputs of all microbatches merged, where this process has them all.
+        state: the new state of the stateful stages of this process.
     """
 
     gradients: dict[int, Any] = field(default_factory=dict)
@@ -127,13 +139,75 @@ class Results:
 Run = Callable[[Inputs], Results]
 
 
+class Peers(Protocol):
+    """The processes of a handler that plays one rank in each, for calls that all of them make between steps.
+
+    Every process makes the same calls in the same order. A call ends on all of them: with its result, or with an error
+    that names the rank that failed or did not come.
+    """
+
+    rank: int
+    size: int
+    timeout: float | None
+
+    def new_group(
+        self, purpose: str, *, hint: str = "", timeout: float | None = None, error: type[Exception] = TransportError
+    ) -> Peers:
+        """Return the same processes over separate connections, so that a failure there affects nothing else.
+
+        Args:
+            purpose: names the connections, in messages too; the same name gives the same connections.
+            hint: the way out that error messages end with.
+            timeout: seconds that one wait may take; by default the handler's.
+            error: what is raised where another rank failed in the same call.
+        """
+
+    def connect(self, call: str) -> None:
+        """Make the connections, if they are not there yet, so that a later call finds them in any thread."""
+
+    def gather(self, value: T, call: str) -> list[T]:
+        """Return the values of all ranks; a value is made of plain Python types.
+
+        Args:
+            call: the name of the call, which all ranks compare.
+
+        Raises:
+            TransportError: a rank did not come, or is gone.
+        """
+
+    def agree(
+        self, do: Callable[[], T], call: str, share: Callable[[T], Any] = lambda result: result
+    ) -> tuple[T, list[Any]]:
+        """Call a function on every rank; return its result here, and what every rank shares of its own.
+
+        Args:
+            share: makes of a result, in plain Python types, what the other ranks get.
+
+        Raises:
+            Exception: this rank's function raised it; the other ranks raise the group's `error`, with the reason.
+            TransportError: a rank did not come, or is gone.
+        """
+
+    def send(self, number: float, rank: int) -> None:
+        """Send a number to a rank, which calls `receive` at the same time."""
+
+    def receive(self, rank: int) -> float:
+        """Wait for a number from a rank."""
+
+
 class Handler(Protocol):
-    """Gives effects their meaning."""
+    """Runs programs: gives effects their meaning."""
+
+    @property
+    def peers(self) -> Peers | None:
+        """The other processes; None where this process plays all ranks."""
+
+    @property
+    def devices(self) -> Sequence[torch.device] | None:
+        """Where the values of each rank that this process plays are; None where the handler moves nothing."""
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
-        """The ranks that this process plays."""
-        ...
+        """Return the ranks that this process plays."""
 
     def compile(self, programs: Mapping[int, Program], pieces: Pieces, observe: Observer | None) -> Run:
-        """A function that runs one step."""
-        ...
+        """Return a function that runs one step."""

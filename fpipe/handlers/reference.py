@@ -28,6 +28,8 @@ from fpipe.stages.rng import seeded
 class Reference:
     """Play all ranks in this process, and ignore the order of effects."""
 
+    peers = devices = None
+
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         return tuple(range(plan.ranks))
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from fpipe.effects import Effect, Reduce, Send, Value, WeightGradient
+from fpipe.effects import Effect, Reduce, Send, WeightGradient
+from fpipe.handlers.protocol import Observer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,7 +64,7 @@ class EffectMemory(NamedTuple):
     after: int
 
 
-class LiveBytes:
+class LiveBytes(Observer):
     """An observer that measures the live bytes of each rank at the begin and end of every effect, on the CPU.
 
     It counts what a step allocates from its first effect on, except for what it returns: sums of gradients, losses and
@@ -111,12 +112,6 @@ class LiveBytes:
 
     def end(self, rank: int, effect: Effect) -> None:
         self._mark(rank, effect, begins=False)
-
-    def wait(self, rank: int, value: Value) -> None:
-        """A wait allocates nothing."""
-
-    def arrive(self, rank: int, value: Value) -> None:
-        """An arrival allocates nothing."""
 
     def _mark(self, rank: int, effect: Effect, begins: bool) -> None:
         if self._marks is not None:

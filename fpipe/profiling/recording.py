@@ -1,8 +1,8 @@
-"""An observer that records what each effect of a step takes, and when each value arrives. No torch.
+"""An observer that records when each effect of a step begins and ends, and when each value arrives.
 
 Invariants:
-- memory is made once for each rank played here: doubles for two steps, the last whole one and the one that runs;
-- a step that fails leaves nothing behind: the next one starts over.
+- memory is allocated once for each rank of this process: doubles for two steps, the last complete one and the current;
+- a step that fails leaves nothing: the next step starts over.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from math import isnan, nan
 
 from fpipe.effects import Effect, Recv, Value
 from fpipe.errors import ScheduleError
+from fpipe.handlers.protocol import Observer
 from fpipe.programs.program import Programs, plan_of
 from fpipe.timelines.measurement import Columns, Measurement
 
 
 class _Lane:
-    """One rank's step as it is recorded: whether it has begun, how far it has got, and its columns.
+    """The recording of one rank's step.
 
-    Of `effects` the first is left out, so that the recording looks twice at the one that begins a step; after the last
-    stands another None.
+    Args:
+        effects: of the rank's program; the first is None, so that the first effect of a step always takes the slow
+            path, and one more None ends the list.
+        at: the index of the current effect.
     """
 
     __slots__ = ("arrivals", "at", "begun", "effects", "ends", "receives", "starts", "waits")
@@ -32,18 +35,18 @@ class _Lane:
         self.starts, self.ends, self.waits, self.arrivals = (array("d", [nan]) * (len(effects) - 1) for _ in range(4))
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         return self.at == len(self.effects) - 1
 
 
-class Recording:
-    """An observer that keeps the last whole step, in memory that doesn't grow.
+class Recording(Observer):
+    """An observer that keeps the last complete step, in memory that does not grow.
 
-    Times are the host's: where values live on a GPU, it launches what it doesn't wait for.
+    Times are the host's: on a GPU, those at which it launches work, not those at which the work runs.
 
     Args:
-        programs: what runs: `lower(schedule, plan, depth=prefetch)`, with the prefetch of `value_and_grad`.
-        clock: seconds from any origin; the ranks of one machine share the one by default.
+        programs: those that run: `lower(schedule, plan, depth=prefetch)`, with the prefetch of `value_and_grad`.
+        clock: returns seconds since any origin; the default is the same clock for all ranks of one machine.
 
     Raises:
         ScheduleError: (in the step) other programs run.
@@ -63,9 +66,9 @@ class Recording:
         plan_of(programs)  # one of each rank
         self.programs, self.clock = programs, clock
         self._effects: dict[int, tuple[list[Effect | None], dict[Value, int]]] = {}
-        self._lanes: dict[int, _Lane] = {}  # of the step that runs
-        self._last: dict[int, _Lane] = {}  # of a whole step before it, if there was one
-        self._before = 0  # whole steps before the one that runs
+        self._lanes: dict[int, _Lane] = {}  # of the current step
+        self._last: dict[int, _Lane] = {}  # of the complete step before it, if there is one
+        self._before = 0  # complete steps before the current one
 
     def begin(self, rank: int, effect: Effect) -> None:
         lane = self._lanes.get(rank) or self._lane(rank)
@@ -97,7 +100,7 @@ class Recording:
         return lane
 
     def _placed(self, lane: _Lane, rank: int, effect: Effect) -> _Lane:
-        """The lane, at an effect that is not the very object that it has there."""
+        """Return the lane of an effect that is not the object in the lane's current place."""
         effects, at = self.programs[rank].effects, lane.at
         if effect == effects[0]:
             if lane.begun:
@@ -105,7 +108,7 @@ class Recording:
                 lane = self._lanes[rank]
             lane.begun = True
         elif at < len(effects) and effect == effects[at]:
-            lane.effects[at] = effect  # from now on found without a comparison
+            lane.effects[at] = effect  # the next step finds this object without a comparison
         else:
             expected = effects[at] if at < len(effects) else "ended"
             raise ScheduleError(
@@ -115,8 +118,8 @@ class Recording:
         return lane
 
     def _start_over(self) -> None:
-        """Begin a step, after one that is whole or has failed."""
-        if _whole(self._lanes):
+        """Begin a step, after one that completed or failed."""
+        if _complete(self._lanes):
             self._lanes, self._last = self._last, self._lanes
             self._before += 1
             for rank in self._last.keys() - self._lanes.keys():
@@ -126,22 +129,24 @@ class Recording:
 
     @property
     def steps(self) -> int:
-        """How many whole steps have been seen."""
-        return self._before + _whole(self._lanes)
+        """How many complete steps have been recorded."""
+        return self._before + _complete(self._lanes)
 
     def measurement(self) -> Measurement:
-        """The last whole step of the ranks that this process plays.
+        """Return the last complete step of the ranks that this process plays.
 
         Raises:
-            ValueError: there is none, or the handler doesn't say when values arrive.
+            ValueError: there is none, or the handler does not report when values arrive.
         """
         if not self.steps:
-            raise ValueError("no whole step has been recorded: pass observe=recording, and run a step")
-        lanes = self._lanes if _whole(self._lanes) else self._last
+            raise ValueError("no complete step has been recorded: pass observe=recording, and run a step")
+        lanes = self._lanes if _complete(self._lanes) else self._last
         for rank, lane in lanes.items():
             for value, at in lane.receives.items():
                 if isnan(lane.arrivals[at]):
-                    raise ValueError(f"rank {rank}'s handler never said that {value} arrived: it calls observe.arrive")
+                    raise ValueError(
+                        f"rank {rank}'s handler never reported that {value} arrived: a handler calls observe.arrive"
+                    )
         return Measurement(
             self.programs,
             {
@@ -151,5 +156,5 @@ class Recording:
         )
 
 
-def _whole(lanes: Mapping[int, _Lane]) -> bool:
-    return bool(lanes) and all(lane.whole for lane in lanes.values())
+def _complete(lanes: Mapping[int, _Lane]) -> bool:
+    return bool(lanes) and all(lane.complete for lane in lanes.values())

@@ -1,6 +1,6 @@
-"""Checkpoints of a training state: saved by all ranks at once, loaded by any number of them.
+"""Checkpoints of a training state: all ranks save one together, and any number of ranks load it.
 
-Ranks agree before a save, after their parts are written, and when it is whole.
+The ranks agree before a save, after their parts are written, and when it is complete.
 """
 
 from __future__ import annotations
@@ -13,45 +13,38 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fpipe.handlers.protocol import Handler
-from fpipe.interop.checkpoints.completeness import Lack, check_whole, lacking, nonpersistent
-from fpipe.interop.checkpoints.loading import Wanted
-from fpipe.interop.checkpoints.names import Name, dense, dotted, entries, is_empty, staged
-from fpipe.interop.checkpoints.ranks import Ranks
-from fpipe.interop.checkpoints.storage import (
-    CheckpointError,
-    Outline,
-    begun,
-    checkpoints,
-    last,
-    opened,
-    sealed,
-    written,
-)
+from fpipe.interop.checkpoints.completeness import Missing, check_complete, missing_entries, nonpersistent
+from fpipe.interop.checkpoints.loading import LoadPlan
+from fpipe.interop.checkpoints.names import Name, dense, dotted, entries, sections_of
+from fpipe.interop.checkpoints.storage import CheckpointError, begun, checkpoints, last, opened, sealed, written
 from fpipe.plan import Plan
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import describe
+
+T = TypeVar("T")
+
+HINT = "every rank calls latest, save and load, in the same order and with the same folder"
 
 
 class Checkpoints:
     """Checkpoints of one training run, in a folder that all ranks share; each makes it, and calls its methods.
 
-    A training state is a dict: `params` and `state`, `{stage: tree}`, and whatever else is to be kept, trees of
-    tensors, numbers, texts and None under names of one's own: `optimizer`, `step`, a seed. These two, and what has
-    their structure or is kept for their entries, as an optimizer's state is, are saved by the ranks that hold the
-    stages, each entry once, under its name in the module (stages of `split`) or `stages.<number>` and its path. So it
-    can be loaded by other ranks, under another placement, or in one process, and that of a split module into other
-    cuts. What stands by no stage must be the same on all ranks.
+    A training state has sections. Three are `{stage: tree}`: `params`, `state`, and `optimizer`, which is for all that
+    is kept for the stages, averaged parameters too. Each is saved by the ranks that hold the stages, each entry once,
+    under its name in the module (stages of `split`) or `stages.<number>` and its path: other ranks, another placement
+    or one process can load it, and entries of a split module can be loaded into other cuts. Every other section has a
+    name of the caller's (`step`, a seed) and is a tree of tensors, numbers, texts and None, the same on every rank.
 
-    A checkpoint is there as a whole or not at all, whenever a save is killed; what a killed one left is removed by the
-    next. It is a checkpoint of torch.distributed.checkpoint as well. Of several replicas of a pipeline, one saves.
-    No rank may come later than another by more than the handler's timeout.
+    A checkpoint is complete or not there, whenever a save is killed; the next save removes what a killed one left. It
+    is a checkpoint of torch.distributed.checkpoint as well. Of several replicas of a pipeline, one saves. No rank may
+    come later than another by more than the handler's timeout.
 
     Args:
         plan, handler: the step's own.
@@ -64,9 +57,9 @@ class Checkpoints:
     >>> saved = Checkpoints(tempfile.mkdtemp(), pipeline, plan, handler=handlers.Local(), keep=2)
     >>> saved.latest() is None
     True
-    >>> saved.save({"params": {0: {"scale": torch.tensor([3.0])}}, "step": 12, "rng": (7, 12)}).name
+    >>> saved.save(params={0: {"scale": torch.tensor([3.0])}}, step=12, rng=(7, 12)).name
     '000001-step-12'
-    >>> saved.load({"params": {0: {"scale": torch.zeros(1)}}, "step": 0, "rng": (0, 0)})
+    >>> saved.load(params={0: {"scale": torch.zeros(1)}}, step=0, rng=(0, 0))
     {'params': {0: {'scale': tensor([3.])}}, 'step': 12, 'rng': (7, 12)}
     """
 
@@ -80,149 +73,176 @@ class Checkpoints:
         keep: int | None = None,
     ) -> None:
         if keep is not None and keep < 1:
-            raise ValueError(f"keep is at least 1, or None for all, not {keep}")
+            raise ValueError(f"keep must be at least 1, or None for all, not {keep}")
         self.folder, self.pipeline, self.plan, self.keep = Path(folder), pipeline, plan, keep
-        self._ranks = Ranks(handler, plan, f"the checkpoints in {folder}")
-        self._device = torch.device(getattr(handler, "device", "cpu"))
+        self._ranks = handler.ranks(plan)
+        self._peers = handler.peers and handler.peers.new_group(
+            f"the checkpoints in {folder}", hint=HINT, error=CheckpointError
+        )
+        self._device = (handler.devices or [torch.device("cpu")])[0]
         self._thread = ThreadPoolExecutor(1, "fpipe-checkpoint")
         self._pending: Saving | None = None
 
     def latest(self) -> Path | None:
-        """The one that was saved last, as rank 0 sees it; the same on every rank.
+        """Return the checkpoint that was saved last, as rank 0 sees it; the same on every rank.
 
         Raises:
-            CheckpointError: rank 0 can't look into the folder.
-            TransportError: another rank did not come to it, or is gone.
+            CheckpointError: rank 0 can't read the folder.
+            TransportError: a rank did not come, or is gone.
         """
         self._begin("latest")
-        _, (found, *_) = self._ranks.together(
-            lambda: [path.name for path in checkpoints(self.folder)[-1:]] if self._ranks.first else []
-        )
-        return self.folder / found[0] if found else None
+        name = self._on_first(lambda: next((path.name for path in checkpoints(self.folder)[-1:]), None), "latest")
+        return None if name is None else self.folder / name
 
-    def save(self, tree: Mapping[str, Any]) -> Path:
-        """Save a training state; where it is then, on every rank.
+    def save(
+        self,
+        *,
+        params: Mapping[int, Any] | None = None,
+        state: Mapping[int, Any] | None = None,
+        optimizer: Mapping[int, Any] | None = None,
+        **rest: Any,
+    ) -> Path:
+        """Save a training state; return its path, on every rank.
+
+        Args:
+            params, state, optimizer: `{stage: tree}` of the stages that this process holds.
+            rest: trees that are the same on every rank; an int called `step` is in the name of the checkpoint.
 
         Raises:
-            CheckpointError: another rank could not save its part, or has something else that belongs to no stage; or
-                params or state, where there are any, lack what a stage holds.
-            TransportError: another rank did not come to it, or is gone.
+            CheckpointError: another rank could not save its part, or has another tree in `rest`; or params or state, if
+                any rank passes them, lack an entry of a stage.
+            TransportError: a rank did not come, or is gone.
             OSError: it can't be written.
-            TypeError: it holds what is neither a dense tensor, a number, a text nor None.
+            TypeError: a leaf is neither a dense tensor, a number, a text nor None.
         """
         self._begin("save")
-        return self._save(lambda: self._share(tree))
+        return self._save(lambda: self._share(params=params, state=state, optimizer=optimizer, **rest))
 
-    def async_save(self, tree: Mapping[str, Any]) -> Saving:
-        """Copy a training state to the CPU, and save it while training goes on, which may donate it.
+    def async_save(self, **sections: Any) -> Saving:
+        """Copy a training state, as of `save`, to the CPU, and save it while training goes on, which may donate it.
 
-        The next call waits until it is saved, and raises what went wrong unless the handle's `wait` did. The last one's
-        is to be waited for: the interpreter's end does, but says nothing of errors.
+        The next call waits until it is saved, and raises its error unless the handle's `wait` did. Wait for the last
+        one: the interpreter waits for it when it exits, but does not report errors.
         """
         self._begin("save")
         share = Future[_Share]()
         try:
-            share.set_result(self._share(tree).copied())
-        except Exception as error:  # the other ranks must be told, who wait for this one
+            share.set_result(self._share(**sections).copied())
+        except Exception as error:  # the other ranks wait for this one's share: send them the error
             share.set_exception(error)
         self._pending = Saving(self._thread.submit(self._save, share.result))
         return self._pending
 
-    def load(self, like: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """A training state as it was saved.
+    def load(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        /,
+        *,
+        params: Mapping[int, Any] | None = None,
+        state: Mapping[int, Any] | None = None,
+        optimizer: Mapping[int, Any] | None = None,
+        **rest: Any,
+    ) -> dict[str, Any]:
+        """Load the sections that are passed; return them by name, as they were saved.
+
+        Tensors get the devices and dtypes of those that are passed; one that is passed as None, or on the meta device,
+        the handler's device. An empty dict of an optimizer's init is filled with the values that were saved for the
+        parameter, in the dtype of the parameter in `params` if they had its dtype.
 
         Args:
-            like: a state of the same structure, as training begins with; what the checkpoint has under other names at
-                the top is not loaded. Tensors come on the devices and in the dtypes of its own; for one on the meta
-                device, and where it has None, on the handler's. What an optimizer's init left empty is filled with what
-                was saved, in the dtype of its parameter where it had that.
             path: one of the checkpoints; by default the one that was saved last.
+            params, state, optimizer, rest: of the same structure as was saved, as training begins with them.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it is another model's: says which names are missing,
-                unexpected, or of other shapes. What an optimizer's init left empty is missing unless it was saved.
-            TransportError: another rank did not come to it, or is gone.
-            TypeError: a tensor of `like` is sparse or nested.
+            CheckpointError: there is none, it is damaged, or it is another model's: lists the names that are missing,
+                unexpected, or of other shapes.
+            TransportError: a rank did not come, or is gone.
+            TypeError: a tensor that is passed is sparse or nested.
         """
         self._begin("load")
-        if path is None:
-            _, names = self._ranks.together(lambda: last(self.folder).name if self._ranks.first else "")
-            path = self.folder / names[0]
-        at = Path(path)
-        wanted, asked = self._ranks.together(
-            lambda: Wanted(opened(at), like, self.pipeline, self._device), lambda found: tuple(found.asked)
-        )
-        wanted.check(asked)
-        self._ranks.together(wanted.read, lambda _: None)
-        return wanted.tree()
+        at = self.folder / self._on_first(lambda: last(self.folder).name, "load") if path is None else Path(path)
+
+        def planned() -> LoadPlan:
+            like = sections_of(self.pipeline, params=params, state=state, optimizer=optimizer, **rest)
+            return LoadPlan(opened(at), like, self.pipeline, self._device)
+
+        plan, requests = self._agree(planned, "load", lambda plan: tuple(plan.request))
+        plan.check(requests)
+        self._agree(plan.read, "load")
+        return plan.tree()
 
     def _begin(self, call: str) -> None:
         pending, self._pending = self._pending, None
-        if pending is not None and not pending.told:
+        if pending is not None and not pending.reported:
             pending.wait()
-        self._ranks.come(call)
+        if self._peers is not None:
+            self._peers.connect(call)
 
-    def _share(self, tree: Mapping[str, Any]) -> _Share:
-        """What this process saves of it."""
-        holders, own = self.plan.placement.holders, self._ranks.played
-        share = _Share({}, {}, {}, staged(tree, self.pipeline), set(), {*tree}, [])
-        for entry in entries(tree, self.pipeline, share.by_stage)[0]:
-            if is_empty(entry.leaf):
-                share.empty.add(entry.name)
+    def _agree(
+        self, do: Callable[[], T], call: str, share: Callable[[T], Any] = lambda result: result
+    ) -> tuple[T, list[Any]]:
+        if self._peers is not None:
+            return self._peers.agree(do, call, share)
+        result = do()
+        return result, [share(result)]
+
+    def _on_first(self, do: Callable[[], T], call: str) -> T:
+        """Return on every rank what a function returns on rank 0."""
+        result: T = self._agree(lambda: do() if 0 in self._ranks else None, call)[1][0]
+        return result
+
+    def _share(self, **sections: Any) -> _Share:
+        """Return the part of a training state that this process saves."""
+        sections = sections_of(self.pipeline, **sections)
+        saved_here = [stage for stage, ranks in enumerate(self.plan.placement.holders) if ranks[0] in self._ranks]
+        missing = missing_entries(sections, self.pipeline, saved_here)
+        share = _Share({}, {}, {}, [*sections], missing)
+        for entry in chain.from_iterable(found for found, _ in entries(sections, self.pipeline).values()):
+            if not entry.is_stored:
                 continue
-            leaf = _storable(entry.name, entry.leaf)
+            leaf = entry.leaf if entry.is_empty else _storable(entry.name, entry.leaf)
             if entry.stage is None:
                 share.common[entry.name] = "None" if leaf is None else describe(leaf)
-            if (holders[entry.stage][0] if entry.stage is not None else 0) not in own:
-                continue
-            if isinstance(leaf, Tensor):
-                share.tensors[entry.name] = leaf
-            else:
-                share.plain[entry.name] = leaf
-        stages = {stage for stage, ranks in enumerate(holders) if ranks[0] in own}
-        share.lacking.extend(lacking(tree, self.pipeline, {*share.tensors, *share.plain}, stages))
+            if entry.stage in saved_here or (entry.stage is None and 0 in self._ranks):
+                (share.tensors if isinstance(leaf, Tensor) else share.plain)[entry.name] = leaf
         return share
 
-    def _save(self, give: Callable[[], _Share]) -> Path:
-        ranks, folder = self._ranks, self.folder
-        share, told = ranks.together(give, lambda share: (share.sections, share.lacking))
-        sections, lacks = map(chain.from_iterable, zip(*told, strict=True))
-        check_whole(sections, lacks, self.plan.placement.holders)
-        _, names = ranks.together(lambda: begun(folder, share.step).name if ranks.first else "")
-        filled, own = folder / names[0], ranks.played[0]
-        _, parts = ranks.together(
-            lambda: (written(filled, own, share.tensors), share.plain, share.common, share.by_stage, share.empty)
-        )
+    def _save(self, make: Callable[[], _Share]) -> Path:
+        share, answers = self._agree(make, "save", lambda share: (share.sections, share.missing))
+        sections, missing = map(chain.from_iterable, zip(*answers, strict=True))
+        check_complete({*sections}, missing, self.plan.placement.holders)
+        unfinished = self.folder / self._on_first(lambda: begun(self.folder, share.step).name, "save")
+        rank = self._ranks[0]
+        _, parts = self._agree(lambda: (written(unfinished, rank, share.tensors), share.plain, share.common), "save")
 
         def seal() -> str:
-            if not ranks.first:
-                return ""
-            written_, plain, common, by_stage, empty = zip(*parts, strict=True)
+            metadata, plain, common = zip(*parts, strict=True)
             _check_common(common)
-            outline = Outline(frozenset(chain(*by_stage)), frozenset(chain(*empty)), nonpersistent(self.pipeline))
-            return sealed(filled, written_, dict(ChainMap(*plain)), outline, self.keep).name
+            return sealed(unfinished, metadata, dict(ChainMap(*plain)), nonpersistent(self.pipeline), self.keep).name
 
-        _, names = ranks.together(seal)
-        saved: str = names[0]
-        return folder / saved
+        return self.folder / self._on_first(seal, "save")
 
 
 class Saving:
-    """A save under way."""
+    """A save that runs in the background.
+
+    Args:
+        reported: whether `wait` has returned or raised its outcome.
+    """
 
     def __init__(self, future: Future[Path]) -> None:
-        self.future, self.told = future, False
+        self.future, self.reported = future, False
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with an error or without."""
         return self.future.done()
 
     def wait(self) -> Path:
-        """Where it is, once it is saved; raises what `Checkpoints.save` would."""
+        """Return the path once it is saved; raise what `Checkpoints.save` would."""
         try:
             return self.future.result()
         finally:
-            self.told = self.future.done()
+            self.reported = self.future.done()
 
 
 @dataclass(frozen=True)
@@ -230,25 +250,21 @@ class _Share:
     """A process's part of a training state.
 
     Args:
-        plain: what is no tensor.
-        common: descriptions of all that stands by no stage, whoever saves it.
-        by_stage: where a `{stage: tree}` stands.
-        empty: where an empty dict stands, whoever saves what else is there.
-        sections: the names at the top, whoever saves what is there.
-        lacking: what its params and state lack of the stages that it saves.
+        plain: the values that are no tensors.
+        common: descriptions of all entries that every rank must have the same.
+        sections: the names at the top.
+        missing: what its params and state lack of the stages that it saves.
     """
 
     tensors: dict[Name, Tensor]
     plain: dict[Name, Any]
     common: dict[Name, str]
-    by_stage: set[Name]
-    empty: set[Name]
-    sections: set[str]
-    lacking: list[Lack]
+    sections: list[str]
+    missing: list[Missing]
 
     @property
     def step(self) -> int | None:
-        """The training's, where the state has it as `step`."""
+        """The number of the training step, if the state has it as `step`."""
         step = self.plain.get(("step",))
         return step if type(step) is int and step >= 0 else None
 
@@ -257,18 +273,18 @@ class _Share:
 
 
 def _storable(name: Name, leaf: Any) -> Any:
-    """A tensor, or what JSON gives back as it is: a number of NumPy's is one of Python's then."""
+    """Return a tensor, or a value that JSON returns unchanged: a NumPy number becomes a Python one."""
     if isinstance(leaf, Tensor):
         if leaf.is_meta:
             raise TypeError(
-                f"{dotted(name)} has no values, being on the meta device: interop.materialise gives it some"
+                f"{dotted(name)} has no values, because it is on the meta device: interop.materialise makes values"
             )
         return dense(name, leaf).detach()
     value = leaf.item() if isinstance(leaf, np.generic) else leaf
     if value is not None and not isinstance(value, bool | int | float | str):
         raise TypeError(
-            f"{dotted(name)} is a {type(leaf).__name__}, and a checkpoint holds tensors, numbers and texts: make it "
-            "one of these, or leave it out"
+            f"{dotted(name)} is a {type(leaf).__name__}, and a checkpoint holds tensors, numbers and texts: "
+            "convert it to one of these, or leave it out"
         )
     return json.loads(json.dumps(value))
 
@@ -280,6 +296,6 @@ def _check_common(common: Sequence[Mapping[Name, str]]) -> None:
             ours, theirs = (each.get(name, "missing") for each in (first, other))
             if ours != theirs:
                 raise CheckpointError(
-                    f"{dotted(name)} is {theirs} on rank {rank} and {ours} on rank 0: what belongs to no stage must be "
-                    "the same on every rank, and what does stands in params and state, or has their structure"
+                    f"{dotted(name)} is {theirs} on rank {rank} and {ours} on rank 0: only params, state and optimizer "
+                    "may differ between ranks, as {stage: tree}"
                 )

@@ -1,70 +1,77 @@
-"""What stages hold, as far as it is known: what a save must have of it, and what no state_dict has."""
+"""The params and state that stages hold: a save must have all of them, and some buffers belong to no state_dict."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from fpipe.interop.checkpoints.names import Name, dotted, known, some
+from fpipe.interop.checkpoints.names import Name, some, stage_name
 from fpipe.interop.checkpoints.storage import CheckpointError
 from fpipe.stages.pipeline import Pipeline
 
-Lack = tuple[str, int, list[str]]
-"""`params` or `state`, a stage, and what is not there of it; no names where it has nothing there."""
+Missing = tuple[str, int, list[str]]
+"""`params` or `state`, a stage, and the names that are missing; no names where nothing of the stage is there."""
 
 
-def lacking(tree: Mapping[str, Any], pipeline: Pipeline, saved: Container[Name], stages: Container[int]) -> list[Lack]:
-    """What a training state lacks of some stages' params and state.
+def missing_entries(sections: Mapping[str, Any], pipeline: Pipeline, stages: Collection[int]) -> list[Missing]:
+    """Return what the sections lack of the params and state of some stages.
 
-    Functions of modules say what they hold, entry by entry; plain ones have a tree in params, and one in state where
-    they are stateful.
+    Functions of modules declare what they hold; plain ones have a tree in params, and one in state if they are
+    stateful.
     """
-    names: dict[tuple[str, int], list[str]] = {}
-    for entry in known(pipeline):
-        if entry.stage is not None and entry.stage in stages and entry.name not in saved:
-            names.setdefault((entry.name[0], entry.stage), []).append(dotted(entry.name[1:]))
-    for number, stage in enumerate(pipeline.stages):
-        if number in stages and not hasattr(stage.fn, "contents"):
-            for section in ("params", "state") if stage.stateful else ("params",):
-                given = tree.get(section)
-                if not isinstance(given, Mapping) or number not in given:
-                    names[section, number] = []
-    return [(section, stage, lost) for (section, stage), lost in names.items()]
+    tied = {use for uses in pipeline.entries.values() for use in uses[1:]}
+    missing: list[Missing] = []
+    for section in ("params", "state"):
+        tree = sections.get(section, {})
+        for stage in stages:
+            each = pipeline.stages[stage]
+            if hasattr(each.fn, "contents"):
+                own, declared = tree.get(stage, {}), getattr(each.fn.contents, section)
+                names = [name for name in sorted(declared) if name not in own and (stage, (name,)) not in tied]
+                missing += [(section, stage, names)] if names else []
+            elif stage not in tree and (section == "params" or each.stateful):
+                missing.append((section, stage, []))
+    return missing
 
 
-def check_whole(sections: Iterable[str], lacks: Iterable[Sequence[Any]], holders: Sequence[Sequence[int]]) -> None:
-    """See that all stages are there, where any is.
+def check_complete(sections: Collection[str], missing: Iterable[Missing], holders: Sequence[Sequence[int]]) -> None:
+    """Raise if a section that is saved lacks something of a stage.
 
     Args:
-        sections: the names at the top of the training state, on all ranks.
-        lacks: what ranks lack.
+        sections: their names, on all ranks.
+        missing: on all ranks.
         holders: the ranks that hold each stage.
 
     Raises:
-        CheckpointError: some are not.
+        CheckpointError: says which ranks hold it.
     """
-    given = {*sections}
-    found = [(section, stage, names) for section, stage, names in lacks if section in given]
-    if found:
-        texts = [
-            f"rank {holders[stage][0]} holds stage {stage}, of which {section} "
-            + (f"lacks {some(names)}" if names else "has nothing")
-            for section, stage, names in found
-        ]
-        first = found[0][0]
+    texts = [
+        f"rank {holders[stage][0]} holds stage {stage}, of which {section} "
+        + (f"lacks {some(names)}" if names else "has nothing")
+        for section, stage, names in missing
+        if section in sections
+    ]
+    if texts:
         raise CheckpointError(
-            f"{some(texts, '; ')}: pipeline.{first}_on({first}, plan, rank) gives what a rank needs; what is kept of "
-            "some stages alone has a name of its own"
+            f"{some(texts, '; ')}: pipeline.params_on(params, plan, rank) and pipeline.state_on(state, plan, rank) "
+            "return what a rank needs"
         )
 
 
-def nonpersistent(pipeline: Pipeline) -> frozenset[Name]:
-    """The buffers of modules that no state_dict has."""
-    modules = {stage: getattr(each.fn, "skeleton", None) for stage, each in enumerate(pipeline.stages)}
-    names = {module: _unlisted(module) for module in {*modules.values()} if module is not None}
-    return frozenset(entry.name for entry in known(pipeline) if entry.path[-1] in names.get(modules[entry.path[1]], ()))
+def nonpersistent(pipeline: Pipeline) -> list[Name]:
+    """Return the names of modules' buffers that no state_dict has."""
+    skeletons = {stage: getattr(each.fn, "skeleton", None) for stage, each in enumerate(pipeline.stages)}
+    unlisted = {module: _unlisted(module) for module in {*skeletons.values()} if module is not None}
+    return [
+        stage_name(section, stage, name, pipeline)
+        for stage, module in skeletons.items()
+        if module is not None
+        for section in ("params", "state")
+        for name in getattr(pipeline.stages[stage].fn.contents, section)  # type: ignore[attr-defined]
+        if name in unlisted[module]
+    ]
 
 
 def _unlisted(module: nn.Module) -> set[str]:

@@ -1,26 +1,27 @@
-"""A training state against what a checkpoint has of it."""
+"""Load the part of a checkpoint that a training state asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fpipe.interop.checkpoints.names import ALWAYS, Entry, Name, dense, dotted, entries, is_empty, some, staged
-from fpipe.interop.checkpoints.storage import CheckpointError, Stored
+from fpipe.interop.checkpoints.names import Entry, Name, dense, dotted, entries, some
+from fpipe.interop.checkpoints.storage import CheckpointError, CheckpointReader
 from fpipe.stages.pipeline import Pipeline
 
 
-class Asked(NamedTuple):
+class LoadRequest(NamedTuple):
     """What a rank asks a checkpoint for.
 
     Args:
         sections: the names at the top.
-        missing: of the names, those that it lacks.
-        misshapen: the names of tensors of other shapes, and what they are.
+        missing: of the names, those that the checkpoint lacks.
+        misshapen: the names of tensors of other shapes, with both shapes.
     """
 
     sections: list[str]
@@ -29,141 +30,139 @@ class Asked(NamedTuple):
     misshapen: dict[Name, str]
 
 
-class Wanted:
+class LoadPlan:
     """The part of a checkpoint that this process loads.
 
     Args:
-        like: a training state of the same structure.
-        device: where tensors go that are on the meta device there.
+        like: the sections of a training state of the same structure.
+        device: of tensors that are on the meta device, or None, in `like`.
     """
 
-    def __init__(self, stored: Stored, like: Mapping[str, Any], pipeline: Pipeline, device: torch.device) -> None:
-        self.stored, self.device = stored, device
-        self.entries, self.spec = entries(like, pipeline, stored.outline.by_stage | (staged(like, pipeline) & ALWAYS))
+    def __init__(
+        self, reader: CheckpointReader, like: Mapping[str, Any], pipeline: Pipeline, device: torch.device
+    ) -> None:
+        self.reader, self.device = reader, device
+        self.entries = entries(like, pipeline)
         self.tensors: dict[Name, Tensor] = {}
-        self.asked = Asked([*like], [], [], {})
-        for entry in self.entries:
-            self._want(entry)
+        self.request = LoadRequest([*like], [], [], {})
+        for entry in chain.from_iterable(found for found, _ in self.entries.values()):
+            if entry.is_stored:
+                self._fill(entry) if entry.is_empty else self._ask(entry)
 
-    def _want(self, entry: Entry) -> None:
-        name, leaf = entry.name, entry.leaf
-        if is_empty(leaf):
-            below = self.stored.below.get(name, []) if entry.open is not None else []
-            self.asked.names.extend(below)
-            self.tensors |= {each: self._kept(each, entry) for each in below if each in self.stored.tensors}
-            if not below and not self._was_empty(entry):
-                self.asked.missing.append(name)
-            return
-        self.asked.names.append(name)
-        there = self.stored.tensors.get(name)
-        if there is None and name not in self.stored.plain:
-            self.asked.missing.append(name)
-        elif there is not None and leaf is None:  # training began without
-            self.tensors[name] = torch.empty(there.size, dtype=there.properties.dtype, device=self.device)
-        elif there is not None and isinstance(leaf, Tensor) and there.size == dense(name, leaf).shape:
+    def _ask(self, entry: Entry) -> None:
+        (name, leaf), request = entry[:2], self.request
+        request.names.append(name)
+        stored = self.reader.tensors.get(name)
+        if stored is None and name not in self.reader.plain:
+            request.missing.append(name)
+        elif stored is not None and leaf is None:  # training began without it
+            self.tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype, device=self.device)
+        elif stored is not None and isinstance(leaf, Tensor) and stored.size == dense(name, leaf).shape:
             self.tensors[name] = torch.empty_like(leaf, device=self._home(leaf), requires_grad=False)
-        elif there is not None or isinstance(leaf, Tensor):
-            was = self.stored.plain[name] if there is None else list(there.size)
-            self.asked.misshapen[name] = f"{was} there, {list(leaf.shape) if isinstance(leaf, Tensor) else leaf} here"
+        elif stored is not None or isinstance(leaf, Tensor):
+            there = self.reader.plain[name] if stored is None else list(stored.size)
+            here = list(leaf.shape) if isinstance(leaf, Tensor) else leaf
+            request.misshapen[name] = f"{there} there, {here} here"
 
-    def _was_empty(self, entry: Entry) -> bool:
-        """Of what is for no parameter it is enough that its section was saved: stages have it by how they are cut."""
-        if entry.open is not None:
-            return entry.name in self.stored.outline.empty
-        return entry.name[0] in self.stored.sections
+    def _fill(self, entry: Entry) -> None:
+        """Ask for everything that was saved below an empty dict."""
+        below = self.reader.below.get(entry.name, [])
+        self.request.names.extend([entry.name, *below])
+        self.tensors |= {name: self._kept(name, entry) for name in below if name in self.reader.tensors}
+        if not below and entry.name not in self.reader.plain:
+            self.request.missing.append(entry.name)
 
     def _home(self, leaf: Tensor) -> torch.device:
         return self.device if leaf.is_meta else leaf.device
 
     def _kept(self, name: Name, entry: Entry) -> Tensor:
-        """Memory for what an optimizer keeps, laid out as it would.
+        """Return memory for an optimizer's value, laid out as the optimizer would.
 
-        What had its parameter's dtype has that of the one here; scalars keep theirs, and a count of steps stays with
-        the host.
+        A value that had its parameter's dtype gets the dtype of the parameter here. Scalars keep their own, and a count
+        of steps is on the CPU.
         """
-        parameter, there = entry.open, self.stored.tensors[name]
-        assert parameter is not None
-        counts = name[-1] == "step"
-        before, dtype = self.stored.tensors.get(("params", entry.name[-1])), there.properties.dtype
-        scalar = counts or (not there.size and parameter.ndim > 0)
-        if before is not None and dtype == before.properties.dtype and not scalar:
+        stored = self.reader.tensors[name]
+        dtype = stored.properties.dtype
+        if entry.parameter is None:
+            return torch.empty(stored.size, dtype=dtype, device=self.device)
+        parameter_name, parameter = entry.parameter
+        is_count = name[-1] == "step"
+        is_scalar = is_count or (not stored.size and parameter.ndim > 0)
+        saved = self.reader.tensors.get(parameter_name)
+        if saved is not None and dtype == saved.properties.dtype and not is_scalar:
             dtype = parameter.dtype
-        device = torch.device("cpu") if counts else self._home(parameter)
-        if there.size == parameter.shape:
+        device = torch.device("cpu") if is_count else self._home(parameter)
+        if stored.size == parameter.shape:
             return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
-        return torch.empty(there.size, dtype=dtype, device=device)
+        return torch.empty(stored.size, dtype=dtype, device=device)
 
-    def check(self, asked: Sequence[Sequence[Any]]) -> None:
-        """Compare what all ranks ask for with what is there.
+    def check(self, requests: Sequence[Sequence[Any]]) -> None:
+        """Compare the requests of all ranks with the checkpoint.
 
         Raises:
-            CheckpointError: it is another model's.
+            CheckpointError: the checkpoint is another model's.
         """
-        whole = [Asked(*each) for each in asked]
-        sections = {section for each in whole for section in each.sections}
-        names = {name for each in whole for name in each.names}
-        missing = {name for each in whole for name in each.missing}
-        misshapen = {name: text for each in whole for name, text in each.misshapen.items()}
-        there = [*self.stored.tensors, *self.stored.plain]
-        unexpected = sorted({name for name in there if name[0] in sections} - names)
-        if missing or unexpected or misshapen:
-            unasked = [(section,) for section in sorted(self.stored.sections - sections)]
-            near = [
-                _nearest(name, unexpected, 0.8) if name[0] in self.stored.sections else _nearest(name, unasked, 0.5)
-                for name in sorted({name if name[0] in self.stored.sections else name[:1] for name in missing})
-            ]
+        columns = zip(*requests, strict=True)
+        sections, names, missing = ({*chain.from_iterable(next(columns))} for _ in range(3))
+        misshapen = {name: text for each in next(columns) for name, text in each.items()}
+        there = {*self.reader.tensors, *self.reader.plain}
+        unexpected = sorted(name for name in there - names if name[0] in sections)
+        problems = {
+            "it lacks": self._missing_texts(missing, unexpected, sections),
+            "nobody asks for": [*map(dotted, unexpected)],
+            "of other shapes are": [f"{dotted(name)} ({text})" for name, text in sorted(misshapen.items())],
+        }
+        if texts := [f"{problem} {some(items)}" for problem, items in problems.items() if items]:
             raise CheckpointError(
-                f"{self.stored.path} is of another model or has another state: "
-                + "; ".join(
-                    f"{what} {some(found)}"
-                    for what, found in (
-                        ("it lacks", near),
-                        ("nobody asks for", [dotted(name) for name in unexpected]),
-                        ("of other shapes are", [f"{dotted(n)} ({text})" for n, text in sorted(misshapen.items())]),
-                    )
-                    if found
-                )
-                + _other_mode(missing, there)
+                f"{self.reader.path} is of another model or has another state: {'; '.join(texts)}"
+                f"{_other_mode(missing, there)}"
             )
 
+    def _missing_texts(self, missing: set[Name], unexpected: list[Name], asked: set[str]) -> list[str]:
+        """Describe missing names, or sections that are missing as a whole, each with the most similar name there."""
+        stored = self.reader.sections
+        names = {name if name[0] in stored else name[:1] for name in missing}
+        unasked = [(section,) for section in sorted(stored - asked)]
+        return [_nearest(n, unexpected, 0.8) if n[0] in stored else _nearest(n, unasked, 0.5) for n in sorted(names)]
+
     def read(self) -> None:
-        """Read its tensors."""
-        self.stored.read(self.tensors)
+        """Read the tensors."""
+        self.reader.read(self.tensors)
 
     def tree(self) -> dict[str, Any]:
-        """The training state, after reading."""
-        found: dict[str, Any] = self.spec.unflatten(map(self._value, self.entries))  # type: ignore[assignment]
-        return found
+        """Return the training state, after `read`."""
+        return {section: spec.unflatten(map(self._value, found)) for section, (found, spec) in self.entries.items()}
 
     def _value(self, entry: Entry) -> Any:
-        if not is_empty(entry.leaf):
+        if not entry.is_empty:
             return self._leaf(entry.name)
         tree: dict[str, Any] = {}
-        for name in self.stored.below.get(entry.name, []) if entry.open is not None else []:
+        for name in self.reader.below.get(entry.name, []) if entry.is_stored else []:
             *outer, key = name[len(entry.name) :]
-            place = tree
+            node = tree
             for part in outer:
-                place = place.setdefault(part, {})
-            place[key] = self._leaf(name)
+                node = node.setdefault(part, {})
+            node[key] = self._leaf(name)
         return tree
 
     def _leaf(self, name: Name) -> Any:
-        return self.tensors[name] if name in self.tensors else self.stored.plain[name]
+        return self.tensors[name] if name in self.tensors else self.reader.plain[name]
 
 
-def _other_mode(missing: Iterable[Name], there: Iterable[Name]) -> str:
-    """The way out where a module was split in training mode there and in evaluation mode here, or the reverse."""
-    have, lack, modes = {*there}, sorted(missing), {"state": "training", "params": "evaluation"}
+def _other_mode(missing: Iterable[Name], there: Collection[Name]) -> str:
+    """Return the way out where a module was split in training mode there and in evaluation mode here, or vice versa."""
+    modes = {"state": "training", "params": "evaluation"}
     for was, now in (("state", "params"), ("params", "state")):
-        if moved := [dotted(name[1:]) for name in lack if name[0] == now and (was, *name[1:]) in have]:
+        moved = [dotted(name[1:]) for name in sorted(missing) if name[0] == now and (was, *name[1:]) in there]
+        if moved:
             return (
                 f"; {some(moved)} are {was} there and {now} here, since the module was split in {modes[was]} mode "
                 f"there and in {modes[now]} mode here: load it into a pipeline split in {modes[was]} mode; to evaluate "
-                "what was split in training mode, take interop.eval_mode(pipeline), with the same params and state"
+                "what was split in training mode, use interop.eval_mode(pipeline), with the same params and state"
             )
     return ""
 
 
 def _nearest(name: Name, others: Iterable[Name], cutoff: float) -> str:
-    found = get_close_matches(dotted(name), map(dotted, others), n=1, cutoff=cutoff)
-    return f"{dotted(name)} (has {found[0]})" if found else dotted(name)
+    matches = get_close_matches(dotted(name), map(dotted, others), n=1, cutoff=cutoff)
+    return f"{dotted(name)} (has {matches[0]})" if matches else dotted(name)

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as one file of safetensors, which Hugging Face and others read."""
+"""Export the weights of a checkpoint to one safetensors file, which Hugging Face and others read."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from fpipe.interop.checkpoints.storage import CheckpointError, opened, synced
 
 
 def export_safetensors(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
-    """Write parameters and buffers of a checkpoint into one file, under their modules' own names.
+    """Write the parameters and buffers of a checkpoint into one file, under their modules' own names.
 
-    Buffers that no state_dict has, made with `persistent=False`, are left out. A tied parameter is there once, under
-    the name that its owner has for it. All of them pass through this process's memory.
+    Buffers with `persistent=False`, which no state_dict has, are left out. A tied parameter is written once, under its
+    owner's name. This process reads all of them into its memory.
 
     Args:
-        folder: a checkpoint, or a folder of them, of which the last is taken.
+        folder: a checkpoint, or a folder of them, of which the last one is exported.
 
     Raises:
-        CheckpointError: nothing is there, it is damaged, or two entries have one name.
+        CheckpointError: there is none, it is damaged, or two entries have one name.
         ImportError: safetensors is not installed.
     """
     try:
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError("this needs the package safetensors: pip install 'fpipe[transformers]'") from error
-    stored = opened(Path(folder))
+    reader = opened(Path(folder))
     tensors: dict[Name, Tensor] = {
-        name: torch.empty(there.size, dtype=there.properties.dtype)
-        for name, there in stored.tensors.items()
-        if name[0] in ("params", "state") and name not in stored.outline.nonpersistent
+        name: torch.empty(each.size, dtype=each.properties.dtype)
+        for name, each in reader.tensors.items()
+        if name[0] in ("params", "state") and name not in reader.nonpersistent
     }
-    stored.read(tensors)
+    reader.read(tensors)
     named = {dotted(name[1:]): tensor for name, tensor in tensors.items()}
     if len(named) < len(tensors):
-        raise CheckpointError(f"{stored.path} has parameters and state of the same names, which one file can't hold")
+        raise CheckpointError(f"{reader.path} has parameters and state of the same names: one file can't hold both")
     path = Path(file)
-    beside = path.with_name(f".{path.name}.unfinished")
-    save_file(named, beside, metadata={"format": "pt"})
-    synced(beside)
-    beside.replace(path)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    save_file(named, unfinished, metadata={"format": "pt"})
+    synced(unfinished)
+    unfinished.replace(path)
     synced(path.parent)

@@ -1,8 +1,8 @@
 """Checkpoints on disk: `000007-step-1200/`, in the format of torch.distributed.checkpoint and with a manifest.
 
 Invariants:
-- a folder with such a name is whole: it is filled under another name, synced, and renamed;
-- only the manifest and tensors are read: no class out of a checkpoint is made but those that describe tensors.
+- a folder with such a name is complete: it is filled under another name, synced, and renamed;
+- loading makes no class that a checkpoint names, except those that describe tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fpipe.interop.checkpoints.names import Name, dotted
 
-FORMAT = {"format": "fpipe checkpoint", "version": 1}
+FORMAT = {"format": "fpipe checkpoint", "version": 2}
 MANIFEST, METADATA = "fpipe.json", ".metadata"
 NUMBERED = re.compile(r"(\d{6,})(-step-\d+)?")
 UNFINISHED = ".unfinished-"
@@ -36,77 +36,61 @@ Plain = Mapping[Name, Any]
 
 
 class CheckpointError(RuntimeError):
-    """There is no checkpoint, it is damaged, or it is another model's."""
-
-
-@dataclass(frozen=True)
-class Outline:
-    """What a training state was like, but for its tensors and values.
-
-    Args:
-        by_stage: where a `{stage: tree}` stood.
-        empty: where an empty dict stood, as where an optimizer keeps nothing for a parameter.
-        nonpersistent: the buffers that no state_dict has.
-    """
-
-    by_stage: frozenset[Name]
-    empty: frozenset[Name]
-    nonpersistent: frozenset[Name]
+    """There is no checkpoint, or it is damaged, or it is another model's."""
 
 
 # Saving
 
 
 def begun(folder: Path, step: int | None) -> Path:
-    """A new folder to be filled. What an earlier save left unfinished is removed."""
+    """Make a new folder to be filled, and remove those that earlier saves left unfinished."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(UNFINISHED + "*"):
         shutil.rmtree(left)
     number = 1 + max((_number(path) for path in checkpoints(folder)), default=0)
-    made = folder / f"{UNFINISHED}{number:06d}{'' if step is None else f'-step-{step}'}"
-    made.mkdir()
-    return made
+    unfinished = folder / f"{UNFINISHED}{number:06d}{'' if step is None else f'-step-{step}'}"
+    unfinished.mkdir()
+    return unfinished
 
 
-def written(folder: Path, rank: int, tensors: Mapping[Name, Tensor]) -> Metadata:
-    """Write a rank's tensors, and say where they lie."""
+def written(folder: Path, rank: int, tensors: Mapping[Name, Tensor]) -> bytes:
+    """Write a rank's tensors; return the pickled metadata, which says where they are."""
     nested: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        place = nested
+        node = nested
         for part in name[:-1]:
-            place = place.setdefault(part, {})
-        place[name[-1]] = tensor
+            node = node.setdefault(part, {})
+        node[name[-1]] = tensor
     writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
     planner.set_up_planner(nested, writer.storage_meta(), True)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    plan = writer.prepare_global_plan(plans * (rank + 1))[-1]  # files are called by a plan's place
+    plan = writer.prepare_global_plan(plans * (rank + 1))[-1]  # a file is named after the index of its plan
     results = writer.write_data(planner.finish_plan(plan), planner).wait()
     synced(folder)
-    return replace(metadata, storage_data={result.index: result.storage_data for result in results})
+    return pickle.dumps(replace(metadata, storage_data={result.index: result.storage_data for result in results}))
 
 
-def sealed(folder: Path, parts: Sequence[Metadata], plain: Plain, outline: Outline, keep: int | None) -> Path:
-    """Make a filled folder a checkpoint, and remove those before the last `keep`.
+def sealed(folder: Path, parts: Sequence[bytes], plain: Plain, nonpersistent: Sequence[Name], keep: int | None) -> Path:
+    """Make a filled folder a checkpoint, and remove all but the last `keep`.
 
     Raises:
-        CheckpointError: what another rank wrote can't be seen from here.
+        CheckpointError: a file that another rank wrote is not visible here.
     """
     whole = Metadata({}, {}, {})
     for part in parts:
-        for into, found in zip(_columns(whole), _columns(part), strict=True):
-            into.update(found)
+        for into, entries in zip(_columns(whole), _columns(unpickled(part)), strict=True):
+            into.update(entries)
     _write(folder / METADATA, pickle.dumps(whole))
     files = {METADATA, *(info.relative_path for info in whole.storage_data.values())}
     missing = sorted(name for name in files if not (folder / name).exists())
     if missing:
         raise CheckpointError(
-            f"{', '.join(missing)} can't be seen from rank 0, though written: {folder.parent} must be a folder that "
+            f"{', '.join(missing)} not visible from rank 0, though written: {folder.parent} must be a folder that "
             "all ranks share"
         )
     sizes = {name: (folder / name).stat().st_size for name in sorted(files)}
-    names = {field: sorted(found) for field, found in vars(outline).items()}
-    manifest = {**FORMAT, "files": sizes, **names, "plain": [*plain.items()]}
+    manifest = {**FORMAT, "files": sizes, "nonpersistent": sorted(nonpersistent), "plain": [*plain.items()]}
     _write(folder / MANIFEST, json.dumps(manifest).encode())
     synced(folder)
     final = folder.with_name(folder.name.removeprefix(UNFINISHED))
@@ -127,7 +111,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def synced(path: Path) -> None:
-    """See that a file, or the names in a folder, are on the disk."""
+    """Sync a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -139,28 +123,28 @@ def synced(path: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Those in a folder, in the order in which they were saved."""
-    found = [path for path in folder.iterdir() if NUMBERED.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=_number)
+    """Return the checkpoints in a folder, in the order in which they were saved."""
+    paths = [path for path in folder.iterdir() if NUMBERED.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(paths, key=_number)
 
 
 def last(folder: Path) -> Path:
-    """The one that was saved last.
+    """Return the checkpoint that was saved last.
 
     Raises:
         CheckpointError: there is none.
     """
-    found = checkpoints(folder)
-    if not found:
-        raise CheckpointError(f"there is no checkpoint in {folder}: is it the folder that they were saved in?")
-    return found[-1]
+    paths = checkpoints(folder)
+    if not paths:
+        raise CheckpointError(f"there is no checkpoint in {folder}: was it saved to another folder?")
+    return paths[-1]
 
 
-def opened(path: Path) -> Stored:
-    """A checkpoint, or the last one in a folder of them.
+def opened(path: Path) -> CheckpointReader:
+    """Open a checkpoint, or the last one in a folder of them.
 
     Raises:
-        CheckpointError: nothing is there, a part of it is missing or cut short, or it is of another format.
+        CheckpointError: there is none, a file is missing or truncated, or it has another format.
     """
     if not (path / MANIFEST).exists() and not NUMBERED.fullmatch(path.name):
         path = last(path)
@@ -175,56 +159,57 @@ def opened(path: Path) -> Stored:
             "that saved it"
         )
     for name, size in manifest["files"].items():
-        there = (path / name).stat().st_size if (path / name).exists() else None
-        if there != size:
-            raise _damaged(path, f"its {name} " + ("is missing" if there is None else f"has {there} of {size} bytes"))
+        actual = (path / name).stat().st_size if (path / name).exists() else None
+        if actual != size:
+            raise _damaged(path, f"its {name} " + ("is missing" if actual is None else f"has {actual} of {size} bytes"))
     plain = {tuple(name): value for name, value in manifest["plain"]}
-    return Stored(path, plain, Outline(*(frozenset(map(tuple, manifest[field.name])) for field in fields(Outline))))
+    return CheckpointReader(path, plain, frozenset(map(tuple, manifest["nonpersistent"])))
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A checkpoint that is all there.
+class CheckpointReader:
+    """A complete checkpoint.
 
     Args:
-        plain: what is no tensor.
+        plain: the values that are no tensors.
+        nonpersistent: the buffers that no state_dict has.
     """
 
     path: Path
     plain: Plain
-    outline: Outline
+    nonpersistent: frozenset[Name]
 
     @cached_property
     def metadata(self) -> Metadata:
         try:
-            found = unpickled((self.path / METADATA).read_bytes())
+            metadata = unpickled((self.path / METADATA).read_bytes())
         except (OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise _damaged(self.path, f"its {METADATA} can't be read ({error})") from error
-        assert isinstance(found, Metadata)
-        return found
+        assert isinstance(metadata, Metadata)
+        return metadata
 
     @cached_property
     def sections(self) -> set[str]:
         """The names at the top."""
-        return {name[0] for name in (*self.tensors, *self.plain, *self.outline.empty)}
+        return {name[0] for name in (*self.tensors, *self.plain)}
 
     @cached_property
     def below(self) -> dict[Name, list[Name]]:
-        """What names begin with a name."""
-        found = defaultdict[Name, list[Name]](list)
+        """The names that begin with a name."""
+        below = defaultdict[Name, list[Name]](list)
         for name in (*self.tensors, *self.plain):
             for length in range(1, len(name)):
-                found[name[:length]].append(name)
-        return found
+                below[name[:length]].append(name)
+        return below
 
     @cached_property
     def tensors(self) -> dict[Name, TensorStorageMetadata]:
-        """What tensors it has."""
+        """The metadata of each tensor."""
         metadata = self.metadata
-        return {tuple(metadata.planner_data[key]): found for key, found in metadata.state_dict_metadata.items()}  # type: ignore[misc]
+        return {tuple(metadata.planner_data[key]): each for key, each in metadata.state_dict_metadata.items()}  # type: ignore[misc]
 
     def read(self, into: Mapping[Name, Tensor]) -> None:
-        """Read tensors into others of their shapes."""
+        """Read tensors into others of the same shapes."""
         flat = {dotted(name): tensor for name, tensor in into.items()}
         reader = FileSystemReader(self.path)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -266,20 +251,20 @@ KNOWN = {
 
 
 def unpickled(content: bytes) -> Any:
-    """What was pickled, of plain values and of what describes tensors.
+    """Return a pickled object of plain values and of the classes in `KNOWN`.
 
     Raises:
-        pickle.UnpicklingError: it holds anything else.
+        pickle.UnpicklingError: it names another class.
     """
     return _Unpickler(io.BytesIO(content)).load()
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    others = [each.name for each in checkpoints(path.parent) if _number(each) < _number(path)][-1:]
-    way = f"; {others[0]} is the one before it" if others else ""
-    return CheckpointError(f"{path} is damaged: {why}{way}")
+    earlier = [each.name for each in checkpoints(path.parent) if _number(each) < _number(path)][-1:]
+    way_out = f"; {earlier[0]} is the one before it" if earlier else ""
+    return CheckpointError(f"{path} is damaged: {why}{way_out}")
 
 
 def _number(path: Path) -> int:
-    found = NUMBERED.fullmatch(path.name)
-    return int(found[1]) if found else 0
+    match = NUMBERED.fullmatch(path.name)
+    return int(match[1]) if match else 0

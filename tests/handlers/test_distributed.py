@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe import Placement, Plan, handlers, lower
 from fpipe.effects import Recv
-from fpipe.handlers.distributed.connections import Links
+from fpipe.handlers.distributed.connections import Connections
 from fpipe.programs.completions import receipts
 from fpipe.programs.interleaving import interleave
 from fpipe.tables import TABLE
@@ -116,10 +116,10 @@ def test_all_ranks_refuse_what_is_too_much_for_the_queues_of_one(monkeypatch):
     """Rank 1 of three has four edges, ranks 0 and 2 two each."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
     for rank in range(3):
-        links = object.__new__(Links)
-        links.rank, links.size, links.backend, links.edges = rank, 3, "nccl", {}
+        connections = object.__new__(Connections)
+        connections.rank, connections.size, connections.backend, connections.edges = rank, 3, "nccl", {}
         with pytest.raises(fpipe.TransportError, match=r"rank 1 has 4 edges.* set it to 32 before start"):
-            links.connect([(0, 1), (1, 0), (1, 2), (2, 1)])
+            connections.connect([(0, 1), (1, 0), (1, 2), (2, 1)])
 
 
 def test_the_handler_says_when_torch_distributed_is_not_set_up():

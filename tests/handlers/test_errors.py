@@ -64,7 +64,7 @@ def test_a_script_that_ends_early(fresh_pool):
     outcomes = fresh_pool(2).outcomes(faults.ends_early, limit=30)
     assert outcomes[1].exitcode == 0
     assert outcomes[0].error == "TransportError"
-    assert "did not say why: did its script end" in outcomes[0].text
+    assert "did not give a reason: did its script end" in outcomes[0].text
     assert outcomes[0].seconds < LIMIT
 
 

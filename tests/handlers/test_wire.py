@@ -5,21 +5,21 @@ import torch
 
 from fpipe.handlers.distributed.signature import Signature, TensorSpec, signature_of
 from fpipe.handlers.distributed.strides import strides_of
-from fpipe.handlers.distributed.wire import SMALL, Wire
+from fpipe.handlers.distributed.wire import SMALL, PayloadCodec
 from fpipe.stages.pytree import Flat, flatten
 
 CPU = torch.device("cpu")
 
 
-def arrived(payload, wire=None):
+def arrived(payload, codec=None):
     """The payload as its receiver gets it: message by message, into buffers of its own."""
-    wire = wire or Wire(signature_of(payload), CPU)
-    sent, received = wire.messages(payload), Wire(wire.signature, CPU).buffers()
+    codec = codec or PayloadCodec(signature_of(payload), CPU)
+    sent, received = codec.messages(payload), PayloadCodec(codec.signature, CPU).buffers()
     assert [(x.shape, x.dtype) for x in sent] == [(x.shape, x.dtype) for x in received]
     assert all(x.is_contiguous() and x.numel() for x in sent)
     for ours, theirs in zip(received, sent, strict=True):
         ours.copy_(theirs)
-    return wire.payload(received), sent
+    return codec.payload(received), sent
 
 
 def told(x):
@@ -78,31 +78,31 @@ def test_gradients_travel_as_a_list_with_none_where_there_is_none():
 
 
 def test_a_gradient_that_is_missing_this_time_travels_as_zeros():
-    wire = Wire(Signature(None, (TensorSpec(torch.float32, (2,), False),)), CPU)
-    assert arrived([torch.ones(2)], wire)[0][0].tolist() == [1.0, 1.0]
+    codec = PayloadCodec(Signature(None, (TensorSpec(torch.float32, (2,), False),)), CPU)
+    assert arrived([torch.ones(2)], codec)[0][0].tolist() == [1.0, 1.0]
     for _ in range(2):
-        assert arrived([None], wire)[0][0].tolist() == [0.0, 0.0]
-        assert arrived([torch.full((2,), 3.0)], wire)[0][0].tolist() == [3.0, 3.0]
+        assert arrived([None], codec)[0][0].tolist() == [0.0, 0.0]
+        assert arrived([torch.full((2,), 3.0)], codec)[0][0].tolist() == [3.0, 3.0]
 
 
 def test_what_is_already_contiguous_is_sent_without_a_copy():
     large = torch.randn(BIG)
-    wire = Wire(signature_of([large]), CPU)
+    codec = PayloadCodec(signature_of([large]), CPU)
     for _ in range(3):
-        assert [x.data_ptr() for x in wire.messages([large])] == [large.data_ptr()]
+        assert [x.data_ptr() for x in codec.messages([large])] == [large.data_ptr()]
 
 
 def test_a_gradient_that_may_be_missing_is_told_by_a_message_of_its_own():
     spec = TensorSpec(torch.float32, (2,), False)
-    wire = Wire(Signature(None, (spec, spec), (1,)), CPU)
-    assert arrived([torch.ones(2), None], wire)[0][1] is None
-    assert arrived([torch.ones(2), torch.tensor([0.0, 2.0])], wire)[0][1].tolist() == [0.0, 2.0]
+    codec = PayloadCodec(Signature(None, (spec, spec), (1,)), CPU)
+    assert arrived([torch.ones(2), None], codec)[0][1] is None
+    assert arrived([torch.ones(2), torch.tensor([0.0, 2.0])], codec)[0][1].tolist() == [0.0, 2.0]
 
 
 def test_a_gradient_in_another_layout_is_brought_into_the_one_agreed_on():
     x = torch.randn(3, 4)
-    wire = Wire(Signature(None, (TensorSpec(torch.float32, (3, 4), False, (1, 3)),)), CPU)
-    (found,), _ = arrived([x], wire)
+    codec = PayloadCodec(Signature(None, (TensorSpec(torch.float32, (3, 4), False, (1, 3)),)), CPU)
+    (found,), _ = arrived([x], codec)
     assert found.stride() == (1, 3)
     assert torch.equal(found, x)
 
@@ -122,10 +122,10 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_has_another_signature_is_refused_also_after_one_that_fits(name):
     fits = flatten([torch.ones(2), 1])
-    wire = Wire(signature_of(fits), CPU)
+    codec = PayloadCodec(signature_of(fits), CPU)
     for _ in range(2):
-        assert wire.messages(flatten(OTHERS[name])) is None
-        assert wire.messages(fits) is not None
+        assert codec.messages(flatten(OTHERS[name])) is None
+        assert codec.messages(fits) is not None
 
 
 def test_a_received_tree_has_the_signature_of_the_one_sent():

@@ -125,9 +125,9 @@ def train_and_save(rank, folder, name, schedule, ranks, steps):
     """Train and save, going on from what is there; the training state then."""
     case, generator, plan, like = placed(name, schedule, ranks)
     saved = interop.Checkpoints(folder, case.pipeline, plan, handler=handler())
-    kept = saved.load(like(rank)) if saved.latest() else like(rank)
+    kept = saved.load(**like(rank)) if saved.latest() else like(rank)
     kept = trained(case, generator, plan, handler(), kept, steps)
-    return saved.save(kept).name, kept
+    return saved.save(**kept).name, kept
 
 
 @pytest.mark.parametrize("name", ["tied", "modules", "dropout"])
@@ -141,12 +141,12 @@ def test_training_goes_on_with_the_same_bits_on_four_ranks_on_two_and_in_one_pro
     assert names == {"000002-step-4"}
 
     saved = interop.Checkpoints(tmp_path, case.pipeline, plan, handler=handlers.Local())
-    kept = saved.load(beginning(case))
+    kept = saved.load(**beginning(case))
     assert kept["step"] == 4
     kept = trained(case, generator, plan, handlers.Local(), kept, 2)
     assert differences(kept, straight) == []
 
-    saved.save(kept)
+    saved.save(**kept)
     for rank, (_, own) in enumerate(pools(4).run(train_and_save, str(tmp_path), name, "one_f_one_b", 4, 0)):
         assert differences(own, part(straight, like(rank))) == []
 
@@ -156,7 +156,7 @@ def test_copies_of_a_stage_are_saved_once_and_loaded_by_each(pools, tmp_path):
     again = pools(2).run(train_and_save, str(tmp_path), "linear", "dualpipe", 2, 0)
     assert differences([kept for _, kept in again], [kept for _, kept in found]) == []
     case, _, plan, _ = placed("linear", "gpipe", 2)
-    alone = interop.Checkpoints(tmp_path, case.pipeline, plan, handler=handlers.Local()).load(beginning(case))
+    alone = interop.Checkpoints(tmp_path, case.pipeline, plan, handler=handlers.Local()).load(**beginning(case))
     assert differences(alone, found[0][1]) == []
 
 
@@ -165,9 +165,9 @@ def test_what_a_split_module_has_is_loaded_into_other_cuts(tmp_path, cuts):
     saved, params = checkpoints_of(tmp_path, [0, 1, 2, 3])
     grads = optree.tree_map(torch.ones_like, params)
     params, state = update(grads, init(params), params)
-    saved.save({"params": params, "optimizer": state})
+    saved.save(params=params, optimizer=state)
     other, like = checkpoints_of(tmp_path, cuts)
-    found = other.load({"params": zeros(like), "optimizer": init(like)})
+    found = other.load(params=zeros(like), optimizer=init(like))
     for key, expected in (("params", params), ("optimizer", state)):
         whole = {name: x for tree in expected.values() for name, x in tree.items()}
         assert found[key].keys() == set(range(len(cuts)))
@@ -187,9 +187,9 @@ def test_a_split_model_with_ties_and_buffers_is_loaded_into_other_cuts_and_back_
     case, plan, saved = split(4)
     assert case.pipeline.entries
     kept = trained(case, schedules.one_f_one_b, plan, handlers.Local(), beginning(case), 2)
-    saved.save(kept)
+    saved.save(**kept)
     case, plan, other = split(2)
-    found = other.load(beginning(case))
+    found = other.load(**beginning(case))
     whole = {name: x for tree in kept["params"].values() for name, x in tree.items()}
     assert differences({n: x for tree in found["params"].values() for n, x in tree.items()}, whole) == []
     kept = trained(case, schedules.one_f_one_b, plan, handlers.Local(), found, 2)
@@ -206,10 +206,10 @@ def test_a_split_model_with_ties_and_buffers_is_loaded_into_other_cuts_and_back_
 def keep_saving(folder, ready, steps=None):
     """Save states of which every number is the step's; say each that is whole."""
     saved, tree = small(folder, keep=2)
-    kept = saved.load(zeros(tree)) if saved.latest() else zeros(tree)
+    kept = saved.load(**zeros(tree)) if saved.latest() else zeros(tree)
     while steps is None or steps:
         kept, steps = optree.tree_map(lambda x: x + 1, kept), steps and steps - 1
-        saved.save(kept)
+        saved.save(**kept)
         os.write(ready, kept["step"].to_bytes(4, "little"))
 
 
@@ -219,17 +219,17 @@ def save_as_rank(rank, folder, ready):
     alone, tree = small(folder)
     ours = handlers.Distributed(timeout=30)
     saved = interop.Checkpoints(folder, alone.pipeline, alone.plan, handler=ours, keep=2)
-    kept = saved.load(zeros({**tree, "params": {rank: tree["params"][rank]}}))
+    kept = saved.load(**zeros({**tree, "params": {rank: tree["params"][rank]}}))
     while True:
         if rank == 0:
             os.write(ready, kept["step"].to_bytes(4, "little"))
         kept = optree.tree_map(lambda x: x + 1, kept)
-        saved.save(kept)
+        saved.save(**kept)
 
 
 def loaded_step(folder):
     saved, tree = small(folder)
-    found = saved.load(zeros(tree))
+    found = saved.load(**zeros(tree))
     for leaf in optree.tree_leaves(found["params"]):
         assert (leaf == found["step"]).all()
     return found["step"]
@@ -376,10 +376,10 @@ def die_amid_saving(rank, folder):
     pipeline, params = blocks([0, 2])
     plan = pipeline.plan(Placement.loop(2), 1)
     saved = interop.Checkpoints(folder, pipeline, plan, handler=handlers.Distributed(timeout=20))
-    saved.save({"params": {rank: params[rank]}, "step": 1})
+    saved.save(params={rank: params[rank]}, step=1)
     if rank:
         checkpoint.written = lambda *args: os._exit(3)
-    saved.save({"params": {rank: params[rank]}, "step": 2})
+    saved.save(params={rank: params[rank]}, step=2)
 
 
 def test_a_rank_that_dies_amid_a_save_is_an_error_on_the_others_and_leaves_the_last_whole(fresh_pool, tmp_path):
@@ -388,10 +388,10 @@ def test_a_rank_that_dies_amid_a_save_is_an_error_on_the_others_and_leaves_the_l
     assert "could not reach the other ranks" in first.text
     pipeline, params = blocks([0])
     alone = interop.Checkpoints(tmp_path, pipeline, pipeline.plan(Placement.loop(1), 1), handler=handlers.Local())
-    found = alone.load({"params": zeros(params), "step": 0})
+    found = alone.load(params=zeros(params), step=0)
     assert differences(found, {"params": params, "step": 1}) == []
     assert [path.name for path in tmp_path.glob(".unfinished-*")] == [".unfinished-000002-step-2"]
-    alone.save(found)
+    alone.save(**found)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000001-step-1", "000002-step-1"]
 
 
@@ -412,14 +412,14 @@ def wrong_on_one_rank(rank, folder):
         except (CheckpointError, TypeError) as error:
             said.append(f"{type(error).__name__}: {error}")
 
-    catch(lambda: saved.load(own))
-    catch(lambda: saved.save({**own, "what": {1: object()} if rank else {}}))
-    catch(lambda: saved.async_save({**own, "what": object() if rank else 0}).wait())
-    catch(lambda: saved.save({**own, "epoch": rank}))
-    saved.save(own)
+    catch(lambda: saved.load(**own))
+    catch(lambda: saved.save(**{**own, "what": {1: object()} if rank else {}}))
+    catch(lambda: saved.async_save(**own, what=object() if rank else 0).wait())
+    catch(lambda: saved.save(**own, epoch=rank))
+    saved.save(**own)
     bad = {name: torch.zeros(2) if "3.weight" in name else x for name, x in params[rank].items()}
-    catch(lambda: saved.load({"params": {rank: bad}}))
-    return said, differences(saved.load(own), own)
+    catch(lambda: saved.load(params={rank: bad}))
+    return said, differences(saved.load(**own), own)
 
 
 def test_an_error_on_one_rank_is_one_on_all_and_the_next_call_works(pools, tmp_path):
@@ -434,10 +434,8 @@ def test_an_error_on_one_rank_is_one_on_all_and_the_next_call_works(pools, tmp_p
         "CheckpointError",
     ]
     nothing, unknown, again, epoch, other = first
-    assert (
-        nothing == f"CheckpointError: there is no checkpoint in {tmp_path}: is it the folder that they were saved in?"
-    )
-    assert "rank 1 failed at the checkpoints in" in unknown
+    assert nothing == f"CheckpointError: there is no checkpoint in {tmp_path}: was it saved to another folder?"
+    assert "rank 1 failed at save of the checkpoints in" in unknown
     assert "what.stages.1" not in unknown
     assert "is a object, and a checkpoint holds tensors, numbers and texts" in unknown
     assert "rank 1 failed" in again
@@ -448,14 +446,14 @@ def test_an_error_on_one_rank_is_one_on_all_and_the_next_call_works(pools, tmp_p
 
 
 def not_common(rank, folder):
-    """What is said of buffers under a name that doesn't tell that they are by stage."""
+    """The error for buffers in a section that is not by stage."""
     pipeline, params = blocks([0, 2])
     saved = interop.Checkpoints(folder, pipeline, pipeline.plan(Placement.loop(2), 1), handler=handler())
     kept = {"params": {rank: params[rank]}, "buffers": {rank: {"mean": torch.ones(3)}}}
     with pytest.raises(CheckpointError) as caught:
-        saved.save(kept)
-    saved.save({"params": kept["params"], "state": kept["buffers"], "rate": np.float64(0.5)})
-    found = saved.load(zeros({"state": kept["buffers"], "rate": 0.5}))
+        saved.save(**kept)
+    saved.save(params=kept["params"], state=kept["buffers"], rate=np.float64(0.5))
+    found = saved.load(**zeros({"state": kept["buffers"], "rate": 0.5}))
     return str(caught.value), differences(found, {"state": kept["buffers"], "rate": 0.5})
 
 
@@ -465,7 +463,7 @@ def test_what_only_some_ranks_have_by_no_stage_is_told(pools, tmp_path):
     assert re.match(
         r"buffers\.([01])\.mean is (float32\[3\] on rank 1 and missing|missing on rank 1 and float32\[3\]) on", first
     )
-    assert "what does stands in params and state, or has their structure" in first
+    assert first.endswith("only params, state and optimizer may differ between ranks, as {stage: tree}")
     assert first in second
 
 
@@ -482,7 +480,7 @@ def latest_apart(rank, folder):
         saved = interop.Checkpoints("saved", pipeline, plan, handler=handler())
         found = [saved.latest()]
         with pytest.raises(CheckpointError) as caught:
-            saved.load({"params": {}}) if rank else saved.latest()
+            saved.load(params={}) if rank else saved.latest()
         return [*found, str(caught.value), saved.latest()]
     finally:
         os.chdir(before)
@@ -501,7 +499,7 @@ def come_alone(rank, folder):
     pipeline, params = blocks([0, 2])
     plan, handler, said = pipeline.plan(Placement.loop(2), 1), handlers.Distributed(timeout=3), []
     known, new = (interop.Checkpoints(f"{folder}/{i}", pipeline, plan, handler=handler) for i in range(2))
-    known.save({"params": {rank: params[rank]}})
+    known.save(params={rank: params[rank]})
     for saved in () if rank else (known, new):
         with pytest.raises(TransportError) as caught:
             saved.latest()
@@ -527,22 +525,22 @@ def save_without_a_stage(rank, folder):
     plan, said = pipeline.plan(Placement.loop(2), 1), []
     saved = interop.Checkpoints(folder, pipeline, plan, handler=handler(), keep=1)
     own = {"params": {rank: params[rank]}, "step": 1}
-    saved.save(own)
+    saved.save(**own)
     first = pipeline.params_on(params, plan, 0)
     for bad in ({"params": first, "step": 2}, {"step": 2} if rank else {**own, "step": 2}):
-        for save in (saved.save, lambda tree: saved.async_save(tree).wait()):
+        for save in (saved.save, lambda **tree: saved.async_save(**tree).wait()):
             with pytest.raises(CheckpointError) as caught:
-                save(bad)
+                save(**bad)
             said.append(str(caught.value))
-    return said, saved.latest().name, differences(saved.load(own), own)
+    return said, saved.latest().name, differences(saved.load(**own), own)
 
 
 def test_a_state_that_lacks_a_ranks_stage_is_refused_and_the_last_one_stays(pools, tmp_path):
     (first, *there), (second, *too) = pools(2).run(save_without_a_stage, str(tmp_path))
     assert there == too == ["000001-step-1", []]
     text = (
-        "rank 1 holds stage 1, of which params has nothing: pipeline.params_on(params, plan, rank) gives what a rank "
-        "needs; what is kept of some stages alone has a name of its own"
+        "rank 1 holds stage 1, of which params has nothing: pipeline.params_on(params, plan, rank) and "
+        "pipeline.state_on(state, plan, rank) return what a rank needs"
     )
     assert first == second == [text] * 4
 
@@ -555,7 +553,7 @@ PARTS = {
     ),
     "buffer": (
         [("state", 0, "0.1.running_var")],
-        r"rank 0 holds stage 0, of which state lacks 0\.1\.running_var: pipeline\.state_on",
+        r"rank 0 holds stage 0, of which state lacks 0\.1\.running_var: pipeline\.params_on",
     ),
     "more": ([("params", 3), ("state", 0)], r"3\.1\.weight; rank 0 holds stage 0, of which state lacks 0\.1\.n"),
     "nothing": ([("state",), ("params", 2)], None),
@@ -571,17 +569,17 @@ def test_what_stages_say_that_they_hold_is_saved_whole(tmp_path, lost, message):
     plan = pipeline.plan(Placement.loop(4), 1)
     saved = interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local(), keep=1)
     kept = {"params": params, "state": interop.buffers(pipeline, module)}
-    saved.save(kept)
+    saved.save(**kept)
     partial = optree.tree_map(lambda x: x, kept)
     for *outer, key in lost:
         del functools.reduce(operator.getitem, outer, partial)[key]
     if message is None:
-        assert saved.save(partial).name == "000002"
+        assert saved.save(**partial).name == "000002"
     else:
         with pytest.raises(CheckpointError, match=message):
-            saved.save(partial)
+            saved.save(**partial)
         assert saved.latest().name == "000001"
-    assert differences(saved.load(zeros(kept) if message else zeros(partial)), kept if message else partial) == []
+    assert differences(saved.load(**(zeros(kept) if message else zeros(partial))), kept if message else partial) == []
 
 
 @pytest.mark.parametrize(("section", "stage"), [("params", 1), ("state", 0)])
@@ -590,12 +588,12 @@ def test_plain_functions_have_an_entry_for_each_stage(tmp_path, section, stage):
     plan = pipeline.plan(Placement.loop(2), 1)
     saved = interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local(), keep=1)
     kept = {"params": {0: {"w": torch.ones(2)}, 1: {}}, "state": {0: {"seen": 1}}}
-    saved.save(kept)
+    saved.save(**kept)
     del kept[section][stage]
     with pytest.raises(CheckpointError, match=f"rank {stage} holds stage {stage}, of which {section} has nothing"):
-        saved.save(kept)
-    saved.save({"params": {0: {}, 1: {}}})
-    saved.save({"step": 3})
+        saved.save(**kept)
+    saved.save(params={0: {}, 1: {}})
+    saved.save(step=3)
 
 
 def load_less_on_rank_0(rank, folder):
@@ -603,10 +601,10 @@ def load_less_on_rank_0(rank, folder):
     pipeline, params = blocks([0, 2])
     saved = interop.Checkpoints(folder, pipeline, pipeline.plan(Placement.loop(2), 1), handler=handler())
     own = {"params": {rank: params[rank]}}
-    saved.save({**own, **({"state": {1: {"mean": torch.ones(1), "seen": 1}}} if rank else {})})
+    saved.save(**{**own, **({"state": {1: {"mean": torch.ones(1), "seen": 1}}} if rank else {})})
     with pytest.raises(CheckpointError) as caught:
-        saved.load({**own, **({"state": {1: {"mean": torch.ones(1)}}} if rank else {})})
-    return str(caught.value), differences(saved.load(own), own)
+        saved.load(**{**own, **({"state": {1: {"mean": torch.ones(1)}}} if rank else {})})
+    return str(caught.value), differences(saved.load(**own), own)
 
 
 def test_what_is_wrong_with_a_part_that_one_rank_asks_for_is_told_on_all(pools, tmp_path):
@@ -624,7 +622,7 @@ def save_apart(rank, folder):
     os.makedirs(f"{folder}/{rank}")
     os.chdir(f"{folder}/{rank}")
     try:
-        interop.Checkpoints("saved", pipeline, plan, handler=handler()).save({"params": {rank: params[rank]}})
+        interop.Checkpoints("saved", pipeline, plan, handler=handler()).save(params={rank: params[rank]})
     except CheckpointError as error:
         return str(error)
     finally:
@@ -633,18 +631,16 @@ def save_apart(rank, folder):
 
 def test_a_folder_that_ranks_do_not_share_is_told(pools, tmp_path):
     first, second = pools(2).run(save_apart, str(tmp_path))
-    assert (
-        first == "__1_0.distcp can't be seen from rank 0, though written: saved must be a folder that all ranks share"
-    )
-    assert second == f"rank 0 failed at the checkpoints in saved: {first}"
+    assert first == "__1_0.distcp not visible from rank 0, though written: saved must be a folder that all ranks share"
+    assert second == f"rank 0 failed at save of the checkpoints in saved: {first}"
 
 
 def test_a_checkpoint_of_another_model(tmp_path):
     saved, tree = small(tmp_path)
-    saved.save({**tree, "other": 3})
+    saved.save(**tree, other=3)
     like = {"params": {0: {"v": torch.zeros(3)}, 1: {"b": torch.zeros(2)}}, "epoch": 0}
     with pytest.raises(CheckpointError) as caught:
-        saved.load(like)
+        saved.load(**like)
     assert str(caught.value) == (
         f"{tmp_path}/000001-step-1 is of another model or has another state: it lacks epoch, params.stages.0.v (has "
         "params.stages.0.w); nobody asks for params.stages.0.w; of other shapes are params.stages.1.b ([2, 2] there, "
@@ -656,18 +652,18 @@ def test_a_checkpoint_of_another_model(tmp_path):
 def test_an_optimizer_that_was_not_saved_is_missing(tmp_path, kept, has):
     saved, tree = small(tmp_path)
     _, state = update(tree["params"], init(tree["params"]), tree["params"])
-    saved.save(tree | {name: state if value is None else value for name, value in kept.items()})
+    saved.save(**(tree | {name: state if value is None else value for name, value in kept.items()}))
     with pytest.raises(CheckpointError) as caught:
-        saved.load({**tree, "optimizer": init(tree["params"])})
+        saved.load(**tree, optimizer=init(tree["params"]))
     assert str(caught.value).endswith(f"is of another model or has another state: it lacks optimizer{has}")
 
 
 def test_what_an_optimizer_keeps_is_missing_where_it_was_not_saved(tmp_path):
     saved, tree = small(tmp_path)
     _, state = update(tree["params"], init(tree["params"]), tree["params"])
-    saved.save({**tree, "optimizer": {0: state[0]}})
+    saved.save(**{**tree, "optimizer": {0: state[0]}})
     with pytest.raises(CheckpointError, match=r"it lacks optimizer\.stages\.1\.b$"):
-        saved.load({"params": tree["params"], "optimizer": init(tree["params"])})
+        saved.load(params=tree["params"], optimizer=init(tree["params"]))
 
 
 def test_an_optimizer_that_keeps_nothing_is_loaded_as_it_was_saved(tmp_path):
@@ -677,17 +673,17 @@ def test_an_optimizer_that_keeps_nothing_is_loaded_as_it_was_saved(tmp_path):
     whole, like = blocks([0])
     alone = interop.Checkpoints(tmp_path, whole, whole.plan(Placement.loop(1), 1), handler=handlers.Local())
     for state in (init(params), update(params, init(params), params)[1]):
-        saved.save({"params": params, "optimizer": state, "metrics": {}})
-        assert saved.load({"params": params, "optimizer": init(params)})["optimizer"] == state
-        found = alone.load({"params": like, "optimizer": init(like), "metrics": {}})
+        saved.save(params=params, optimizer=state, metrics={})
+        assert saved.load(params=params, optimizer=init(params))["optimizer"] == state
+        found = alone.load(params=like, optimizer=init(like), metrics={})
         assert (found["optimizer"], found["metrics"]) == (init(like), {})
 
 
 def test_a_part_that_was_empty_here_and_not_saved_is_missing(tmp_path):
     saved, tree = small(tmp_path)
-    saved.save({**tree, "metric": 0.5})
+    saved.save(**tree, metric=0.5)
     with pytest.raises(CheckpointError, match=r"it lacks metrics \(has metric\)$"):
-        saved.load({**tree, "metrics": {}})
+        saved.load(**{**tree, "metrics": {}})
 
 
 def cut_short(path):
@@ -706,27 +702,27 @@ def cut_short(path):
 )
 def test_a_damaged_checkpoint_says_what_is_wrong(tmp_path, file, damage, message):
     saved, tree = small(tmp_path)
-    before = saved.save(tree)
-    damage(saved.save(tree) / file)
+    before = saved.save(**tree)
+    damage(saved.save(**tree) / file)
     with pytest.raises(CheckpointError, match=f"000002-step-1 is damaged: {message}"):
-        saved.load(tree)
-    assert differences(saved.load(zeros(tree), before), tree) == []
+        saved.load(**tree)
+    assert differences(saved.load(before, **zeros(tree)), tree) == []
 
 
 @pytest.mark.parametrize("load", [True, False])
 def test_another_format(tmp_path, load):
     saved, tree = small(tmp_path)
-    manifest = saved.save(tree) / "fpipe.json"
+    manifest = saved.save(**tree) / "fpipe.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 3}))
-    with pytest.raises(CheckpointError, match="is a fpipe checkpoint of version 3, not of version 1"):
-        saved.load(tree) if load else interop.export_safetensors(tmp_path, tmp_path / "x")
+    with pytest.raises(CheckpointError, match="is a fpipe checkpoint of version 3, not of version 2"):
+        saved.load(**tree) if load else interop.export_safetensors(tmp_path, tmp_path / "x")
 
 
 def test_nothing_there(tmp_path):
     saved, tree = small(tmp_path / "nowhere")
     assert saved.latest() is None
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
-        saved.load(tree)
+        saved.load(**tree)
 
 
 class Evil:
@@ -737,7 +733,7 @@ class Evil:
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
 def test_loading_runs_nothing_out_of_a_checkpoint(tmp_path, monkeypatch, file):
     saved, tree = small(tmp_path / "saved")
-    path = saved.save(tree)
+    path = saved.save(**tree)
     monkeypatch.setenv("EVIL", str(tmp_path / "made"))
     if file == ".metadata":
         (path / file).write_bytes(pickle.dumps(Evil()))
@@ -747,7 +743,7 @@ def test_loading_runs_nothing_out_of_a_checkpoint(tmp_path, monkeypatch, file):
     manifest["files"][file] = (path / file).stat().st_size
     (path / "fpipe.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="can't be read"):
-        saved.load(tree)
+        saved.load(**tree)
     assert not (tmp_path / "made").exists()
 
 
@@ -755,11 +751,11 @@ def test_two_entries_of_one_name_are_refused(tmp_path):
     pipeline = Pipeline([lambda p, x: x])
     saved = interop.Checkpoints(tmp_path, pipeline, pipeline.plan(Placement.loop(1), 1), handler=handlers.Local())
     with pytest.raises(ValueError, match=r"2 entries are called params\.stages\.0\.a\.b"):
-        saved.save({"params": {0: {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}}})
+        saved.save(params={0: {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}})
 
 
 def test_keeping_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep is at least 1"):
+    with pytest.raises(ValueError, match="keep must be at least 1"):
         small(tmp_path, keep=0)
 
 
@@ -779,17 +775,17 @@ def test_what_is_donated_meanwhile_is_saved_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "written", slowly)
     saved, tree = small(tmp_path)
     expected = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
-    handle = saved.async_save(tree)
+    handle = saved.async_save(**tree)
     assert not handle.done()
     for leaf in optree.tree_leaves(tree["params"]):
         leaf.zero_()
     order.append("changed")
-    saved.save({**tree, "step": 2})
+    saved.save(**{**tree, "step": 2})
     assert handle.done()
     assert order == ["changed", "written", "written"]
     assert handle.wait().name == "000001-step-1"
-    assert differences(saved.load(zeros(tree), handle.wait()), expected) == []
-    assert differences(saved.load(zeros(expected)), {**tree, "step": 2}) == []
+    assert differences(saved.load(handle.wait(), **zeros(tree)), expected) == []
+    assert differences(saved.load(**zeros(expected)), {**tree, "step": 2}) == []
 
 
 def train_while_saving(rank, folder):
@@ -799,8 +795,8 @@ def train_while_saving(rank, folder):
     kept, steps = like(rank), []
     for _ in range(4):
         kept = trained(case, generator, plan, handler(), kept, 1)
-        steps.append((saved.async_save(kept), kept))
-    return [differences(saved.load(like(rank), handle.wait()), kept) for handle, kept in steps]
+        steps.append((saved.async_save(**kept), kept))
+    return [differences(saved.load(handle.wait(), **like(rank)), kept) for handle, kept in steps]
 
 
 def test_ranks_train_on_while_a_save_is_under_way(pools, tmp_path):
@@ -810,10 +806,10 @@ def test_ranks_train_on_while_a_save_is_under_way(pools, tmp_path):
 
 def test_what_went_wrong_while_training_went_on_is_raised_by_the_next_call(tmp_path):
     saved, tree = small(tmp_path)
-    saved.async_save({**tree, "what": object()})
+    saved.async_save(**tree, what=object())
     with pytest.raises(TypeError, match="what is a object"):
-        saved.save(tree)
-    assert saved.save(tree).name == "000001-step-1"
+        saved.save(**tree)
+    assert saved.save(**tree).name == "000001-step-1"
 
 
 # What is in them
@@ -822,20 +818,20 @@ def test_what_went_wrong_while_training_went_on_is_raised_by_the_next_call(tmp_p
 def test_only_the_last_are_kept(tmp_path):
     saved, tree = small(tmp_path, keep=2)
     for step in (5, 9, 2):  # an earlier one again, after going back
-        saved.save({**tree, "step": step})
+        saved.save(**{**tree, "step": step})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000002-step-9", "000003-step-2"]
-    assert saved.load(zeros(tree))["step"] == 2
+    assert saved.load(**zeros(tree))["step"] == 2
 
 
 def test_parts_are_loaded_and_the_meta_device_stands_for_the_handlers(tmp_path):
     saved, tree = small(tmp_path)
-    saved.save({**tree, "rng": (3, 4), "note": "é", "rate": 0.1, "done": True})
+    saved.save(**tree, rng=(3, 4), note="é", rate=0.1, done=True)
     like = {"params": optree.tree_map(lambda x: x.to("meta").to(torch.float64), tree["params"]), "rng": (0, 0)}
-    found = saved.load(like)
+    found = saved.load(**like)
     assert found.keys() == {"params", "rng"}
     assert found["rng"] == (3, 4)
     assert differences(found["params"], optree.tree_map(torch.Tensor.double, tree["params"])) == []
-    rest = saved.load({"note": "", "rate": 0.0, "done": False})
+    rest = saved.load(note="", rate=0.0, done=False)
     assert rest == {"note": "é", "rate": 0.1, "done": True}
 
 
@@ -850,8 +846,8 @@ NUMPYS = {
 
 def test_numpys_numbers_are_saved_as_pythons(tmp_path):
     saved, tree = small(tmp_path)
-    assert saved.save({**tree, **NUMPYS, "step": np.int64(7)}).name == "000001-step-7"
-    found = saved.load({**NUMPYS, "step": 0})
+    assert saved.save(**{**tree, **NUMPYS, "step": np.int64(7)}).name == "000001-step-7"
+    found = saved.load(**{**NUMPYS, "step": 0})
     assert found == {**NUMPYS, "step": 7}
     assert {type(value) for value in found.values()} == {float, int, bool, str}
 
@@ -860,7 +856,7 @@ def test_numpys_numbers_are_saved_as_pythons(tmp_path):
 def test_what_can_not_be_saved_is_refused_with_its_place(tmp_path, value):
     saved, tree = small(tmp_path)
     with pytest.raises(TypeError, match=rf"^rates\.0\.one is a {type(value).__name__.removesuffix('64')}"):
-        saved.save({**tree, "rates": [{"one": value}]})
+        saved.save(**{**tree, "rates": [{"one": value}]})
 
 
 UNSTORABLE = {
@@ -875,33 +871,33 @@ UNSTORABLE = {
 def test_tensors_that_are_not_dense_are_refused_with_their_place(tmp_path, layout):
     saved, tree = small(tmp_path)
     grads = {0: {"w": UNSTORABLE[layout]()}, 1: {"b": torch.ones(2, 2)}}
-    message = rf"^grads\.stages\.0\.w is a tensor of layout {layout}, and a checkpoint holds dense ones: .*to_dense\(\)"
+    message = rf"^grads\.0\.w is a tensor of layout {layout}, and a checkpoint holds dense ones: .*to_dense\(\)"
     with pytest.raises(TypeError, match=message):
-        saved.save({**tree, "grads": grads})
-    saved.save({**tree, "grads": {0: {"w": torch.eye(2)}, 1: {"b": torch.ones(2, 2)}}})
+        saved.save(**tree, grads=grads)
+    saved.save(**{**tree, "grads": {0: {"w": torch.eye(2)}, 1: {"b": torch.ones(2, 2)}}})
     with pytest.raises(TypeError, match=message):
-        saved.load({"params": tree["params"], "grads": grads})
+        saved.load(params=tree["params"], grads=grads)
 
 
 def test_a_tensor_without_memory_is_refused_with_its_place(tmp_path):
     saved, tree = small(tmp_path)
-    with pytest.raises(TypeError, match=r"^params\.stages\.0\.w has no values, being on the meta device: "):
-        saved.save({"params": {**tree["params"], 0: {"w": torch.ones(3, device="meta")}}})
+    with pytest.raises(TypeError, match=r"^params\.stages\.0\.w has no values, because it is on the meta device: "):
+        saved.save(params={**tree["params"], 0: {"w": torch.ones(3, device="meta")}})
 
 
 def test_none_is_saved_too(tmp_path):
     saved, tree = small(tmp_path)
     kept = {**tree, "best": None, "grads": {0: {"w": None}, 1: {"b": torch.ones(2, 2)}}, "history": [0.5, None]}
-    saved.save(kept)
-    assert differences(saved.load(zeros({**kept, "best": None})), kept) == []
+    saved.save(**kept)
+    assert differences(saved.load(**zeros({**kept, "best": None})), kept) == []
     later = {**kept, "best": 0.25, "history": [None, torch.ones(3)]}
-    saved.save(later)  # where training began with none
+    saved.save(**later)  # where training began with none
     assert (
-        differences(saved.load({**zeros(tree), "best": None, "grads": kept["grads"], "history": [0, None]}), later)
+        differences(saved.load(**{**zeros(tree), "best": None, "grads": kept["grads"], "history": [0, None]}), later)
         == []
     )
-    with pytest.raises(CheckpointError, match=r"of other shapes are grads\.stages\.0\.w \(None there, \[3\] here\)"):
-        saved.load({"grads": {0: {"w": torch.zeros(3)}, 1: {"b": torch.zeros(2, 2)}}})
+    with pytest.raises(CheckpointError, match=r"of other shapes are grads\.0\.w \(None there, \[3\] here\)"):
+        saved.load(grads={0: {"w": torch.zeros(3)}, 1: {"b": torch.zeros(2, 2)}})
 
 
 @pytest.mark.parametrize(
@@ -909,27 +905,39 @@ def test_none_is_saved_too(tmp_path):
 )
 def test_numbers_as_keys_do_not_make_a_dict_one_of_stages(tmp_path, losses):
     saved, params = checkpoints_of(tmp_path, [0, 1, 2, 3])
-    saved.save({"params": params, "losses": losses})
+    saved.save(params=params, losses=losses)
     other, like = checkpoints_of(tmp_path, [0])
-    assert differences(other.load({"params": zeros(like), "losses": zeros(losses)})["losses"], losses) == []
-    assert differences(saved.load({"losses": zeros(losses)}), {"losses": losses}) == []
+    assert differences(other.load(params=zeros(like), losses=zeros(losses))["losses"], losses) == []
+    assert differences(saved.load(losses=zeros(losses)), {"losses": losses}) == []
 
 
-def test_what_has_the_structure_of_params_or_state_is_by_stage_under_any_name(tmp_path):
-    pipeline, params = blocks([0, 2])
-    plan = pipeline.plan(Placement.loop(2), 1)
-    saved = interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local())
-    mask = optree.tree_map(lambda x: x.ndim > 1, params)
-    best = {"params": params, "state": {1: {"layers.3.mean": torch.ones(1)}}}
-    saved.save({"params": params, "state": best["state"], "mask": mask, "best": [best], "average": {0: params[0]}})
-    whole, like = blocks([0])
-    alone = interop.Checkpoints(tmp_path, whole, whole.plan(Placement.loop(1), 1), handler=handlers.Local())
-    names = [f"layers.{i}.{n}" for i in range(4) for n in ("weight", "bias")]
-    found = alone.load(
-        {"mask": {0: dict.fromkeys(names, False)}, "best": [{"params": like, "state": {0: best["state"][1]}}]}
-    )
-    assert found["mask"][0] == {name: name.endswith("weight") for name in names}
-    assert differences(found["best"][0]["params"][0], {**params[0], **params[1]}) == []
+def test_whatever_is_kept_for_stages_beside_the_optimizers_state_is_loaded_into_other_cuts(tmp_path):
+    saved, params = checkpoints_of(tmp_path, [0, 2])
+    _, adam = update(params, init(params), params)
+    kept = {s: {"adam": adam[s], "average": tree, "count": torch.tensor(s)} for s, tree in params.items()}
+    saved.save(params=params, optimizer=kept)
+    assert differences(saved.load(params=params, optimizer=kept)["optimizer"], kept) == []
+    other, whole = checkpoints_of(tmp_path, [0, 1])
+    like = {s: {"adam": init(tree), "average": zeros(tree), "count": torch.tensor(9)} for s, tree in whole.items()}
+    found = other.load(params=whole, optimizer=like)["optimizer"]
+    for part, expected in (("adam", adam), ("average", params)):
+        assert differences({**found[0][part], **found[1][part]}, {**expected[0], **expected[1]}) == []
+    assert [found[s]["count"].item() for s in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ([torch.ones(1)], TypeError, r"params must be \{stage: tree\}, not a list"),
+        ({"w": torch.ones(1)}, ValueError, r"params has an entry for 'w', and the pipeline has stages 0 to 1"),
+        ({2: torch.ones(1)}, ValueError, r"params has an entry for 2, and the pipeline has stages 0 to 1"),
+    ],
+)
+def test_a_section_that_is_not_by_stage_is_refused(tmp_path, params, error, message):
+    saved, _ = small(tmp_path)
+    for call in (saved.save, saved.load):
+        with pytest.raises(error, match=message):
+            call(params=params) if call == saved.save else call(tmp_path, params=params)
 
 
 @pytest.mark.parametrize(
@@ -939,15 +947,15 @@ def test_what_an_optimizer_keeps_has_its_parameters_dtype_and_scalars_their_own(
     saved, tree = small(tmp_path)
     init, update = interop.optimizer(kind)
     double = optree.tree_map(torch.Tensor.double, tree["params"])
-    saved.save({"params": double, "optimizer": update(double, init(double), double)[1]})
+    saved.save(params=double, optimizer=update(double, init(double), double)[1])
     expected = update(tree["params"], init(tree["params"]), tree["params"])[1]
     for like in (tree["params"], optree.tree_map(lambda x: x.to("meta"), tree["params"])):
-        found = saved.load({"params": like, "optimizer": init(like)})
+        found = saved.load(params=like, optimizer=init(like))
         dtypes = optree.tree_map(lambda x: x.dtype, found["optimizer"])
         assert dtypes == optree.tree_map(lambda x: x.dtype, expected)
     wide = {**update(double, init(double), double)[1][0]["w"], "exp_avg": torch.ones(3, dtype=torch.float16)}
-    saved.save({"params": double, "optimizer": {0: {"w": wide}, 1: {"b": {}}}})
-    found = saved.load({"params": tree["params"], "optimizer": init(tree["params"])})["optimizer"][0]["w"]
+    saved.save(params=double, optimizer={0: {"w": wide}, 1: {"b": {}}})
+    found = saved.load(params=tree["params"], optimizer=init(tree["params"]))["optimizer"][0]["w"]
     assert found["exp_avg"].dtype == torch.float16  # which was no parameter's
     assert sorted(name for name, x in found.items() if x.ndim == 0) == scalars
 
@@ -971,10 +979,10 @@ def test_a_checkpoint_of_the_other_mode_names_the_way_out(tmp_path, training):
         return interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local()), {"params": params, **state}
 
     saved, kept = split(training)
-    saved.save(kept)
+    saved.save(**kept)
     other, like = split(not training)
     with pytest.raises(CheckpointError) as caught:
-        other.load(like)
+        other.load(**like)
     there, here = ("state", "params") if training else ("params", "state")
     assert f"norm.running_mean, norm.running_var are {there} there and {here} here" in str(caught.value)
     assert "interop.eval_mode" in str(caught.value)
@@ -985,8 +993,8 @@ def test_layouts_in_memory_stay(tmp_path):
     image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     params = {0: {"w": image, "t": torch.randn(3, 4).T, "h": torch.randn(3).bfloat16()}, 1: {}}
     _, state = update(params, init(params), params)
-    saved.save({"params": params, "optimizer": state})
-    found = saved.load({"params": params, "optimizer": init(params)})
+    saved.save(params=params, optimizer=state)
+    found = saved.load(params=params, optimizer=init(params))
     assert differences(found, {"params": params, "optimizer": state}) == []
     pairs = zip(*(optree.tree_leaves(x) for x in (found, {"params": params, "optimizer": state})), strict=True)
     assert all(a.stride() == b.stride() and a.dtype == b.dtype for a, b in pairs)
@@ -997,10 +1005,10 @@ def test_what_torchopt_keeps_is_saved_too(tmp_path):
     adam = torchopt.adam(lr=0.1)
     saved, tree = small(tmp_path)
     params = tree["params"]
-    _, state = adam.update(params, adam.init(params), inplace=False)
-    saved.save({"params": params, "optimizer": state})
-    found = saved.load({"params": params, "optimizer": adam.init(params)})
-    assert differences(found["optimizer"], state) == []
+    states = {s: adam.update(tree, adam.init(tree), inplace=False)[1] for s, tree in params.items()}
+    saved.save(params=params, optimizer=states)
+    found = saved.load(params=params, optimizer={s: adam.init(tree) for s, tree in params.items()})
+    assert differences(found["optimizer"], states) == []
 
 
 def test_it_is_a_checkpoint_of_torchs(tmp_path):
@@ -1009,7 +1017,7 @@ def test_it_is_a_checkpoint_of_torchs(tmp_path):
     pipeline, params = blocks([0, 2])
     plan = pipeline.plan(Placement.loop(2), 1)
     saved = interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local())
-    dcp_to_torch_save(saved.save({"params": params, "step": 3}), tmp_path / "whole.pt")
+    dcp_to_torch_save(saved.save(params=params, step=3), tmp_path / "whole.pt")
     found = torch.load(tmp_path / "whole.pt")
     assert differences(found, {"params": {**params[0], **params[1]}}) == []
 
@@ -1021,7 +1029,7 @@ def test_weights_are_exported_under_the_modules_names(tmp_path, last):
     plan = pipeline.plan(Placement.loop(2), 1)
     saved = interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local())
     state = {1: {"layers.3.mean": torch.arange(3)}}
-    path = saved.save({"params": params, "optimizer": init(params), "state": state, "step": 3})
+    path = saved.save(params=params, optimizer=init(params), state=state, step=3)
     interop.export_safetensors(tmp_path if last else path, tmp_path / "model.safetensors")
     expected = {**params[0], **params[1], **state[1]}
     assert differences(load_file(tmp_path / "model.safetensors"), expected) == []
@@ -1056,9 +1064,11 @@ def test_an_export_is_a_state_dict_of_the_module(tmp_path, by):
         pipeline, _ = interop.split(copy.deepcopy(module).to("meta"), at=["2"], example=example.to("meta"))
     plan = pipeline.plan(Placement.loop(2), 1)
     saved = interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local())
-    saved.save({"params": params, "state": state})
+    saved.save(params=params, state=state)
     interop.export_safetensors(tmp_path, tmp_path / "model.safetensors")
     found = load_file(tmp_path / "model.safetensors")
     assert differences(found, dict(module.state_dict())) == []
     nn.Sequential(Masked(), nn.ReLU(), nn.Linear(3, 3)).load_state_dict(found)
-    assert differences(saved.load(zeros({"params": params, "state": state})), {"params": params, "state": state}) == []
+    assert (
+        differences(saved.load(**zeros({"params": params, "state": state})), {"params": params, "state": state}) == []
+    )

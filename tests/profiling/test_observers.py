@@ -15,7 +15,7 @@ from fpipe.tables import TABLE
 from tests.support import cases, jobs
 
 
-class Watching:
+class Watching(handlers.Observer):
     def __init__(self):
         self.open, self.seen, self.waits, self.came = {}, [], {}, []
 

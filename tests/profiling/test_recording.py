@@ -317,12 +317,12 @@ def test_other_programs_than_those_that_run_are_refused():
 def test_what_is_not_known_is_said():
     programs = lower(schedules.gpipe, Plan(Placement.loop(2), 1))
     recording = Recording(programs)
-    with pytest.raises(ValueError, match="no whole step has been recorded: pass observe=recording"):
+    with pytest.raises(ValueError, match="no complete step has been recorded: pass observe=recording"):
         recording.measurement()
     for effect in programs[0]:
         recording.begin(0, effect)
         recording.end(0, effect)
-    with pytest.raises(ValueError, match=r"rank 0's handler never said that Gradient\(.*\) arrived"):
+    with pytest.raises(ValueError, match=r"rank 0's handler never reported that Gradient\(.*\) arrived"):
         recording.measurement()
 
 
@@ -448,9 +448,9 @@ def refused(rank, steps, whose):
     ("steps", "whose", "error", "text"),
     [
         ((1, 1), None, "ScheduleError", "rank 0 of 2 processes does not play that rank alone of 4 recorded ones"),
-        ((1, 2, 1, 1), None, "ValueError", "rank 0 has seen 1 whole steps, rank 1 2, so that their last ones differ"),
+        ((1, 2, 1, 1), None, "ValueError", "rank 0 has recorded 1 complete steps, rank 1 2, so their last ones differ"),
         ((1, 1, 1, 1), 0, "ScheduleError", "rank 1 of 4 processes does not play that rank alone of 4 recorded ones"),
-        ((1, 0, 1, 1), None, "ValueError", "whole step"),
+        ((1, 0, 1, 1), None, "ValueError", "no complete step has been recorded"),
     ],
 )
 def test_what_cannot_be_gathered_is_refused_on_every_rank(pools, steps, whose, error, text):

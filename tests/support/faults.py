@@ -27,7 +27,7 @@ FAULTS = {
     "bad weight": r"rank 2: KeyError: 'weight'",
     "loss dtype": r"rank 2, stage 2: the loss is torch.float64, where equal inputs gave torch.float32 before",
     "aux": r"rank 2, stage 2: the outputs can't be merged: the plain value at \['note'\] differs between microbatches",
-    "killed": r"rank 1 did not say why: did its script end, or was its process killed",
+    "killed": r"rank 1 did not give a reason: did its script end, or was its process killed",
     "world size": "",
 }
 """What goes wrong -> what is said of it, on every rank."""

@@ -107,15 +107,15 @@ def shapes_change(rank, ranks, autodiff):
 
 def sequences_change(rank, ranks, schedule, dynamic):
     """Steps of sequences of other lengths: where they differ from the reference, and how often specs were sent."""
-    from fpipe.handlers.distributed.connections import Links
+    from fpipe.handlers.distributed.connections import Connections
 
-    told, tell = [], Links.tell
+    told, tell = [], Connections.send_bytes
     case, generator, plan = cases.make("attention", schedule, ranks, 2, rows=4)
     options = {"autodiff": "graph", "dynamic": dynamic}
     step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler(), **options)
     params, *_ = cases.own(case, plan, rank)
     found, counts = [], []
-    Links.tell = lambda links, text, target: told.append(text) or tell(links, text, target)
+    Connections.send_bytes = lambda links, text, target: told.append(text) or tell(links, text, target)
     try:
         for length in (5, 3, 5, 4, 3):
             part = cases.Case(case.pipeline, case.params, case.batch[:, :length], case.target[:, :length])
@@ -125,7 +125,7 @@ def sequences_change(rank, ranks, schedule, dynamic):
             counts.append(len(told))
             told.clear()
     finally:
-        Links.tell = tell
+        Connections.send_bytes = tell
     sent = sum(isinstance(e, fpipe.effects.Send) for e in fpipe.lower(generator, plan)[rank])
     return found, counts == [sent, sent, 0, sent, 0]
 
@@ -214,9 +214,9 @@ def unused_gradients(rank, ranks, autodiff):
 
 def sends_held(rank, ranks, microbatches):
     """The most values that this rank held for its peers at once, in a step of 1F1B."""
-    from fpipe.handlers.distributed.channels import Routes
+    from fpipe.handlers.distributed.channels import Channels
 
-    most, sender = 0, Routes.sender
+    most, sender = 0, Channels.sender
 
     def counting(routes, value, source, target):
         send = sender(routes, value, source, target)
@@ -224,16 +224,16 @@ def sends_held(rank, ranks, microbatches):
         def counted(payload):
             nonlocal most
             send(payload)
-            most = max(most, len(routes.sent[target].held))
+            most = max(most, len(routes.sent[target].in_flight))
 
         return counted
 
-    Routes.sender = counting
+    Channels.sender = counting
     try:
         case, schedule, plan = cases.make("linear", "one_f_one_b", ranks, microbatches)
         step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handlers.Distributed(timeout=30))
     finally:
-        Routes.sender = sender
+        Channels.sender = sender
     params, batch, target, _ = cases.own(case, plan, rank)
     step(params, batch, target)
     step(params, batch, target)

@@ -16,6 +16,14 @@ class Sharing:
     handler: Any
     graphs: dict[int, Graphs]
 
+    @property
+    def peers(self):
+        return self.handler.peers
+
+    @property
+    def devices(self):
+        return self.handler.devices
+
     def ranks(self, plan):
         return self.handler.ranks(plan)
 

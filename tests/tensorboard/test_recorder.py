@@ -311,7 +311,7 @@ def lonely(rank, logdir):
     """As `recorded`, where rank 1 doesn't come to compare clocks; what was warned of, and later losses."""
     case, generator, plan = cases.make("attention", "one_f_one_b", 2, 4)
     params, batch, target, _ = cases.own(case, plan, rank)
-    recorder_of.PATIENCE = 1.0
+    recorder_of.GATHER_TIMEOUT = 1.0
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with Recorder(logdir, every=1) as recorder:

@@ -1,7 +1,7 @@
 """Connections over torch.distributed: one two-rank group for each directed edge, and a control group on the CPU.
 
-Posts never wait; `wait` does, on CUDA by its stream and on the CPU by the host. A channel is first in, first out, and
-nothing is assumed between two channels.
+Posts never wait; `wait` does: on CUDA the stream waits, on the CPU the host. Messages of one connection arrive in
+order; there is no order between two connections.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
-from fpipe.handlers.distributed.wire import Payload, Wire
+from fpipe.handlers.distributed.wire import Payload, PayloadCodec
 
 log = logging.getLogger("fpipe.transport")
 
-Held = tuple[list[dist.Work], list[torch.Tensor]]
-"""What is under way, and the tensors that it must not lose."""
+InFlight = tuple[list[dist.Work], list[torch.Tensor]]
+"""Works that are not complete, and the tensors that must live until they are."""
 
 
-class Lost(Exception):
-    """A peer could not be reached: who, and what for."""
+class PeerLost(Exception):
+    """A peer can't be reached; the text is the purpose. `peer` is its rank, None where it may be any of them."""
 
     def __init__(self, peer: int | None, text: str) -> None:
         super().__init__(text)
         self.peer = peer
 
 
-class Links:
-    """The channels of one process.
+class Connections:
+    """The connections of one process.
 
     Args:
-        store: where the ranks find each other, under a name that is this pipeline's own.
-        rank, size: this process's place among the ranks.
-        device: where values live.
+        store: through which the ranks find each other; under a prefix that nothing else uses.
+        rank, size: of this process, and how many there are.
+        device: where values are.
         timeout: seconds that any wait may take.
     """
 
@@ -50,7 +50,7 @@ class Links:
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.edges: dict[tuple[int, int], Any] = {}
         self.shared: dict[str, Any] = {}
-        # Also before the interpreter ends: gloo's threads must not outlive it.
+        # Also at the interpreter's exit: gloo's threads must not outlive it.
         weakref.finalize(self, _close, self.edges, self.shared)
         everyone = list(range(size))
         control = self.shared["control"] = self._group("control", everyone, "gloo")
@@ -61,10 +61,10 @@ class Links:
         """All ranks, on the CPU."""
         return self.shared["control"]
 
-    def apart(self, name: str, timeout: float) -> Any:
-        """All ranks, on the CPU, over connections of their own: what fails there leaves the others alone.
+    def new_group(self, name: str, timeout: float | None) -> Any:
+        """Return a gloo group of all ranks, over separate connections: a failure there does not affect the others.
 
-        All ranks call it at once, for the first time.
+        The first call for a name connects all ranks: all of them make it at the same time.
         """
         if name not in self.shared:
             self.shared[name] = self._group(name, list(range(self.size)), "gloo", timeout)
@@ -73,10 +73,10 @@ class Links:
     # Set-up
 
     def _group(self, name: str, ranks: list[int], backend: str, timeout: float | None = None) -> Any:
-        """A group of some ranks, which they alone make.
+        """Make a group of some ranks; only these call it.
 
-        `torch.distributed.new_group` would want every rank of the job in the same order, for each pipeline
-        that is trained beside this one too, and splits a communicator made with `device_id`.
+        `torch.distributed.new_group` must be called by every rank of the job in the same order, also by those that
+        train another pipeline, and it splits a communicator made with `device_id`.
         """
         store, rank = PrefixStore(name, self.store), ranks.index(self.rank)
         limit = timedelta(seconds=self.timeout if timeout is None else timeout)
@@ -89,13 +89,13 @@ class Links:
         return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
 
     def connect(self, edges: Collection[tuple[int, int]]) -> None:
-        """Make the groups that are missing, in sorted order, and pass one message over each.
+        """Make the groups that are missing, in sorted order, and send one message over each.
 
         Raises:
-            TransportError: they are more than a GPU has queues.
+            TransportError: there are more edges than a GPU has hardware queues.
         """
         if self.backend == "nccl":
-            for rank in range(self.size):  # so that all refuse alike, before a group is made
+            for rank in range(self.size):  # so that all ranks raise, before a group is made
                 check_queues(rank, {*edges, *self.edges}, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
         for source, target in sorted(set(edges) - set(self.edges)):
             if self.rank not in (source, target):
@@ -115,7 +115,7 @@ class Links:
     # Posts and waits
 
     def send(self, messages: list[torch.Tensor], target: int) -> list[dist.Work]:
-        """Post messages to a rank. They and their works must be held until these are complete."""
+        """Post messages to a rank. The caller keeps them and their works until the works are complete."""
         group, side = self.edges[self.rank, target], _side(target, self.rank)
         return self._post(group.send, messages, side, target, "send to")
 
@@ -124,13 +124,13 @@ class Links:
         group, side = self.edges[source, self.rank], _side(source, self.rank)
         return self._post(group.recv, messages, side, source, "receive from")
 
-    def tell(self, text: bytes, target: int) -> Held:
-        """Post a text to a rank, over the control group."""
+    def send_bytes(self, text: bytes, target: int) -> InFlight:
+        """Post bytes to a rank, over the control group."""
         messages = [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
         return self._post(self.control.send, messages, target, target, "send to"), messages
 
-    def hear(self, source: int, purpose: str) -> bytes:
-        """Wait for a text that a rank told."""
+    def recv_bytes(self, source: int, purpose: str) -> bytes:
+        """Wait for bytes that a rank sent by `send_bytes`."""
         size = torch.zeros(1, dtype=torch.int64)
         self.wait(self._post(self.control.recv, [size], source, source, "receive from"), source, purpose)
         body = torch.empty(int(size), dtype=torch.uint8)
@@ -143,95 +143,101 @@ class Links:
         try:
             return [post([tensor], side, 0) for tensor in messages]
         except RuntimeError as error:
-            raise Lost(peer, f"could not {what} rank {peer} ({first_line(error)})") from None
+            raise PeerLost(peer, f"could not {what} rank {peer} ({first_line(error)})") from None
 
     def wait(self, works: list[dist.Work], peer: int | None, purpose: str) -> None:
-        """Wait for works; on CUDA the stream does. They are popped, so that no traceback keeps them alive."""
+        """Wait for works; on CUDA the stream waits. They are popped, so that no traceback keeps them alive."""
         try:
             while works:
                 works.pop(0).wait()
         except RuntimeError as error:
             works.clear()
-            raise Lost(peer, f"{purpose} ({self._cause(error)})") from None
-
-    def _cause(self, error: RuntimeError) -> str:
-        if "imed out" in str(error):
-            return f"nothing came within {self.timeout:g} s"
-        return first_line(error)
+            raise PeerLost(peer, f"{purpose} ({cause_of(error, self.timeout)})") from None
 
     def abort(self) -> None:
-        """Break all connections, so that peers that wait for this process are told at once.
+        """Break all connections, so that peers that wait for this process get an error at once.
 
-        Nothing else holds the groups: gloo closes its sockets with the last reference.
+        gloo closes its sockets when the last reference to a group goes: nothing else may keep one.
         """
         if self.backend == "nccl":
             self.cut()
         _close(self.edges, self.shared)
 
     def cut(self) -> None:
-        """End what NCCL has under way."""
+        """Abort the operations of NCCL that are not complete."""
         for group in (*self.edges.values(), *self.shared.values()):
             group.abort()
 
     # Collectives, at the ends of a step
 
     def collect(self, numbers: list[int], by: Any = dist.ReduceOp.SUM) -> tuple[torch.Tensor, list[dist.Work]]:
-        """Post the sum, or the greatest, of whole numbers over all ranks."""
+        """Post the reduction of whole numbers over all ranks."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         try:
             return tensor, [self.control.allreduce([tensor], by)]
         except RuntimeError as error:
-            raise Lost(None, f"beginning a step ({first_line(error)})") from None
+            raise PeerLost(None, f"beginning a step ({first_line(error)})") from None
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str, control: bool = False) -> torch.Tensor:
-        """The tensor of rank `source`, on every rank; others bring one to receive into."""
+        """Return the tensor of rank `source`, on every rank; the others pass a tensor to receive into."""
         group = self.shared["control" if control else "results"]
         try:
             works = [group.broadcast(tensor, source)]
         except RuntimeError as error:
-            raise Lost(source, f"{purpose} ({first_line(error)})") from None
+            raise PeerLost(source, f"{purpose} ({first_line(error)})") from None
         self.wait(works, source, purpose)
         return tensor
 
     def broadcast_payload(self, payload: Payload | None, source: int, purpose: str) -> Payload:
-        """The payload of rank `source`, its signature ahead."""
+        """Return the payload of rank `source`, on every rank; its signature travels first."""
         size = torch.zeros(1, dtype=torch.int64)
         body = torch.empty(0, dtype=torch.uint8)
         if payload is not None:
             try:
                 body = torch.frombuffer(bytearray(encode(signature_of(payload))), dtype=torch.uint8)
             except TypeError as error:
-                raise StageError(f"{purpose}: they can't travel: {error}", rank=self.rank) from error
+                raise StageError(f"{purpose}: they can't be sent: {error}", rank=self.rank) from error
             size[0] = len(body)
         self.broadcast(size, source, purpose, control=True)
         body = self.broadcast(body if payload is not None else body.resize_(int(size)), source, purpose, control=True)
         signature = decode(body.numpy().tobytes())
-        wire = Wire(signature if payload is None else signature_of(payload), self.device)
-        messages = wire.buffers() if payload is None else wire.messages(payload)
+        codec = PayloadCodec(signature if payload is None else signature_of(payload), self.device)
+        messages = codec.buffers() if payload is None else codec.messages(payload)
         assert messages is not None, "the signature is the payload's own"
         for each in messages:
             self.broadcast(each.reshape(-1).view(torch.uint8), source, purpose)
-        return wire.payload(messages) if payload is None else payload
+        return codec.payload(messages) if payload is None else payload
+
+
+def cause_of(error: Exception, timeout: float | None) -> str:
+    """Return why a wait failed: its time limit, else the error of torch.distributed.
+
+    Args:
+        timeout: seconds; None for a process group's own limit.
+    """
+    if "imed out" in str(error) or "timeout" in str(error):
+        return "nothing came within " + ("the group's timeout" if timeout is None else f"{timeout:g} s")
+    return first_line(error)
 
 
 def first_line(error: Exception) -> str:
-    """What an error of torch.distributed says, without its stack."""
+    """Return the message of an error of torch.distributed, without its stack."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return "the connection closed" if "onnection" in text and ("closed" in text or "reset" in text) else text
 
 
 def check_queues(rank: int, edges: Collection[tuple[int, int]], connections: str | None) -> None:
-    """Refuse more streams than the GPU has hardware queues.
+    """Raise if a rank needs more streams than the GPU has hardware queues.
 
-    Each edge has a stream of its own, on which a receive waits for its sender. Where two streams share a queue, what
-    stands behind such a receive waits too, be it the very compute that its sender waits for. This comes from a model
-    of the queues, and was not seen on a GPU.
+    Each edge has its own stream, on which a receive waits for its sender. Where two streams share a queue, everything
+    behind such a receive waits too, possibly the compute that its sender waits for. This follows from a model of the
+    queues; it was not observed on a GPU.
 
     Args:
-        connections: CUDA_DEVICE_MAX_CONNECTIONS, of which CUDA takes 8 where it is not set, and at most 32.
+        connections: CUDA_DEVICE_MAX_CONNECTIONS; CUDA's default is 8, its maximum 32.
 
     Raises:
-        TransportError: the edges of this rank, its compute and its collectives are more than the queues.
+        TransportError: the rank's edges, compute and collectives need more streams than there are queues.
 
     >>> check_queues(0, {(0, 1), (1, 0)}, "1")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -242,17 +248,17 @@ def check_queues(rank: int, edges: Collection[tuple[int, int]], connections: str
     queues = min(int(connections), 32) if connections else 8
     if mine + 2 > queues:
         raise TransportError(
-            f"rank {rank} has {mine} edges, which with compute and collectives take {mine + 2} streams, and "
+            f"rank {rank} has {mine} edges, which with compute and collectives need {mine + 2} streams, and "
             f"CUDA_DEVICE_MAX_CONNECTIONS gives {queues} hardware queue{'s' * (queues != 1)}, in which receives would "
-            f"block compute: set it to 32 before start" + (", or take a placement of fewer edges" * (mine > 30))
+            f"block compute: set it to 32 before start" + (", or use a placement with fewer edges" * (mine > 30))
         )
 
 
 def _close(*groups: dict[Any, Any]) -> None:
-    for held in groups:
-        held.clear()
+    for each in groups:
+        each.clear()
 
 
 def _side(rank: int, other: int) -> int:
-    """A rank's number in the group of two."""
+    """Return a rank's number in a group of two."""
     return int(rank > other)

@@ -1,4 +1,4 @@
-"""How a failure on one rank becomes a reason on all: through the job's store, then by broken connections."""
+"""How a failure on one rank becomes the error of all ranks: a reason in the job's store, then broken connections."""
 
 from __future__ import annotations
 
@@ -14,35 +14,41 @@ from typing import TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from fpipe.errors import StageError, TransportError
-from fpipe.handlers.distributed.connections import Links, Lost
+from fpipe.handlers.distributed.connections import Connections, PeerLost
 
 log = logging.getLogger("fpipe.transport")
 
 T = TypeVar("T")
-PATIENCE = 2.0  # seconds for an answer of the job's store
+STORE_TIMEOUT = 2.0  # seconds for an answer of the job's store
 
 
 class Failures:
-    """What failed, told through the job's store: the first reason stays."""
+    """The failures of one handler, which its ranks share through the job's store. The first reason under a key stays.
+
+    Args:
+        ended: the reason why this handler can't be used any more.
+        steps: how many steps all programs on this handler have begun; the same on every rank.
+    """
 
     def __init__(self, rank: int, store: Store) -> None:
         self.rank, self.store = rank, store
         self.ended: str | None = None
-        self.steps = 0  # that any program on this handler has begun, on every rank the same
+        self.steps = 0
 
     def check(self) -> None:
+        """Raise TransportError if this handler has failed."""
         if self.ended is not None:
             raise TransportError(f"this handler ended with an earlier failure: {self.ended}; make a new one")
 
-    def tell(self, reason: str, key: str = "failed") -> None:
-        """Leave the reason, unless there is one already."""
-        within(PATIENCE, lambda: self.store.compare_set(key, "", reason))
+    def post(self, reason: str, key: str = "failed") -> None:
+        """Write the reason into the store, unless there is one already."""
+        call_with_timeout(STORE_TIMEOUT, lambda: self.store.compare_set(key, "", reason))
 
-    def told(self, seconds: float, key: str = "failed") -> str | None:
-        """The reason that a rank has left, looked for for a little while."""
-        return within(seconds + PATIENCE, lambda: self._look(seconds, key))
+    def wait(self, seconds: float, key: str = "failed") -> str | None:
+        """Return the reason that a rank wrote; None if there is none after some seconds."""
+        return call_with_timeout(seconds + STORE_TIMEOUT, lambda: self._poll(seconds, key))
 
-    def _look(self, seconds: float, key: str) -> str | None:
+    def _poll(self, seconds: float, key: str) -> str | None:
         until = time.monotonic() + seconds
         while not self.store.check([key]):
             if time.monotonic() > until:
@@ -50,63 +56,63 @@ class Failures:
             time.sleep(0.02)
         return str(self.store.get(key), "utf-8")
 
-    def of_peer(self, links: Links, lost: Lost) -> TransportError:
-        """The error for a peer that can't be reached; ends this handler."""
-        known = lost.peer if lost.peer != self.rank else None  # what goes to all is lost to nobody in particular
-        if known is None and links.size == 2:
+    def of_peer(self, connections: Connections, lost: PeerLost) -> TransportError:
+        """End this handler because of a peer, and return the error to raise."""
+        known = lost.peer if lost.peer != self.rank else None  # a broadcast of this rank's has no particular peer
+        if known is None and connections.size == 2:
             known = 1 - self.rank
         peer = "a peer" if known is None else f"rank {known}"
-        reason = self.told(0.2)  # a rank that fails leaves its reason before it breaks its connections
+        reason = self.wait(0.2)  # a rank that fails writes its reason before it breaks its connections
         if reason is None:
-            reason = f"{peer} did not say why: did its script end, or was its process killed?"
-            self.tell(f"rank {self.rank} lost {peer} while {lost}. {reason}")
+            reason = f"{peer} did not give a reason: did its script end, or was its process killed?"
+            self.post(f"rank {self.rank} lost {peer} while {lost}. {reason}")
         self.ended = reason
-        links.abort()
+        connections.abort()
         return TransportError(f"rank {self.rank} lost {peer} while {lost}. {reason}")
 
-    def of_own(self, links: Links, error: BaseException) -> None:
-        """Tell the peers that this rank failed; ends this handler."""
+    def of_own(self, connections: Connections, error: BaseException) -> None:
+        """End this handler because this rank failed, and give the reason to the other ranks."""
         placed = isinstance(error, StageError) and error.rank is not None
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self.ended = str(error) if placed else f"rank {self.rank}: {text}"
-        self.tell(self.ended)
-        links.abort()
+        self.post(self.ended)
+        connections.abort()
 
 
-class Watch(threading.Thread):
+class FailureWatchdog(threading.Thread):
     """On CUDA, where the host does not wait: looks into the store once a second, as long as the handler lives.
 
-    When a peer has failed, it breaks the connections, so that kernels that wait for the peer end.
+    After a failure of a peer it breaks the connections, so that kernels that wait for the peer end.
     """
 
-    def __init__(self, failures: Failures, links: Links) -> None:
-        super().__init__(daemon=True, name="fpipe-watch")
-        self.failures, self.links = weakref.ref(failures), weakref.ref(links)
+    def __init__(self, failures: Failures, connections: Connections) -> None:
+        super().__init__(daemon=True, name="fpipe-watchdog")
+        self.failures, self.connections = weakref.ref(failures), weakref.ref(connections)
 
     def run(self) -> None:
         while True:
             time.sleep(1.0)
-            failures, links = self.failures(), self.links()
-            if failures is None or links is None or failures.ended is not None:
+            failures, connections = self.failures(), self.connections()
+            if failures is None or connections is None or failures.ended is not None:
                 return
-            reason = failures.told(0.0)
+            reason = failures.wait(0.0)
             if reason is not None:
                 failures.ended = reason
-                links.cut()
+                connections.cut()
                 return
-            del failures, links
+            del failures, connections
 
 
-def within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """The job's store's answer, if it can be reached and it comes in time.
+def call_with_timeout(seconds: float, call: Callable[[], T]) -> T | None:
+    """Return the result of a call to the job's store; None if the store fails, or takes longer than `seconds`.
 
-    A store whose host is gone without a word is waited for without end.
+    A call to a store whose host has vanished never returns; its thread is left behind.
     """
     answers: queue.SimpleQueue[T | None] = queue.SimpleQueue()
 
     def answer() -> None:
         try:
-            answers.put(ask())
+            answers.put(call())
         except RuntimeError as error:
             log.debug("the job's store can't be reached: %s", error)
             answers.put(None)

@@ -1,4 +1,7 @@
-"""What the ranks agree on as a step begins: its signatures, its rows, and that every rank can take part."""
+"""The handshake that begins a step: its signatures, its rows, and whether every rank can run it.
+
+It is one sum of six numbers over all ranks, posted before the first effect and waited for when the first value travels.
+"""
 
 from __future__ import annotations
 
@@ -10,64 +13,66 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import StageError, TransportError
-from fpipe.handlers.distributed.connections import Links
+from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.signature import signature_of
 from fpipe.handlers.distributed.wire import alike, look
 from fpipe.handlers.protocol import Inputs
 from fpipe.stages.pytree import PLAIN, Flat, flatten
 
-REMEMBERED = 64  # signatures of whole steps; the least recently used is forgotten, on every rank the same
+REMEMBERED = 64  # signatures of steps; every rank drops the same one, the least recently used
 
 
-class Refused(Exception):
-    """A rank can't take part in this step; nothing has travelled, and the handler goes on."""
+class StepRejected(Exception):
+    """A rank can't run this step. No value has travelled, and the handler stays usable."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
-class Agreement:
-    """Finds out, before the first value travels, what the ranks agree on.
+class Handshake:
+    """Compares the inputs of all ranks before the first value travels.
 
-    After `wait`, `name` is the step's signature on all ranks, and `rows` how many its batch has.
+    Args:
+        name: after `wait`, the name of the step's signature, the same on all ranks.
+        rows: after `wait`, the rows of the whole batch, if any rank has them.
     """
 
-    def __init__(self, links: Links, failures: Failures) -> None:
-        self.links, self.failures = links, failures
+    def __init__(self, connections: Connections, failures: Failures) -> None:
+        self.connections, self.failures = connections, failures
         self.works: list[Any] = []
         self.name = (0, 0)
         self.tokens: OrderedDict[Any, tuple[int, int]] = OrderedDict()
         self.last: tuple[Any, Any, list[Any], tuple[int, int]] | None = None
 
     def begin(self, inputs: Inputs) -> None:
-        """Say what this rank brings to the step; nothing is waited for."""
+        """Post this rank's part; does not wait."""
         self.broken = inputs.broken
         self.rows = inputs.rows
         self.failures.steps += 1
         self.broken_key = f"refused {self.failures.steps}"
         if inputs.broken is not None:
-            self.failures.tell(str(inputs.broken), self.broken_key)
+            self.failures.post(str(inputs.broken), self.broken_key)
         rows = inputs.rows if inputs.weighed else None
         known = [0, 0, 0] if rows is None else [1, rows, rows * rows]
-        self.sum, self.works = self.links.collect([*self._token(inputs), inputs.broken is not None, *known])
+        self.sum, self.works = self.connections.collect([*self._token(inputs), inputs.broken is not None, *known])
 
     def _token(self, inputs: Inputs) -> tuple[int, int]:
-        """Two random numbers for each signature of this rank's inputs; their sums name the step's."""
+        """Return two random numbers for the signature of this rank's inputs; the ranks' sums name the step's."""
         if inputs.broken is not None:
             return (0, 0)
-        given = flatten((dict(inputs.params), dict(inputs.state), list(inputs.data)))
+        flat = flatten((dict(inputs.params), dict(inputs.state), list(inputs.data)))
         ambient = _ambient(inputs)
-        looks = [look(leaf) for leaf in given.leaves]
-        if self.last is not None and self.last[:2] == (given.spec, ambient) and alike(self.last[2], looks):
+        looks = [look(leaf) for leaf in flat.leaves]
+        if self.last is not None and self.last[:2] == (flat.spec, ambient) and alike(self.last[2], looks):
             return self.last[3]
-        token = self._find((*_hashable(given), *ambient))
-        # What is neither a tensor nor plain may change in place.
-        plain = all(isinstance(leaf, Tensor) or type(leaf) in PLAIN for leaf in given.leaves)
-        self.last = (given.spec, ambient, looks, token) if plain else None
+        token = self._token_of((*_hashable(flat), *ambient))
+        # A leaf that is neither a tensor nor plain may change in place: compare it in full each time.
+        plain = all(isinstance(leaf, Tensor) or type(leaf) in PLAIN for leaf in flat.leaves)
+        self.last = (flat.spec, ambient, looks, token) if plain else None
         return token
 
-    def _find(self, key: Any) -> tuple[int, int]:
+    def _token_of(self, key: Any) -> tuple[int, int]:
         if key not in self.tokens:
             self.tokens[key] = (secrets.randbits(40), secrets.randbits(40))
             if len(self.tokens) > REMEMBERED:
@@ -76,38 +81,40 @@ class Agreement:
         return self.tokens[key]
 
     def wait(self) -> None:
-        """Wait for what all ranks said.
+        """Wait for the sum of all ranks.
 
         Raises:
-            Refused: a rank can't take part.
+            StepRejected: a rank can't run the step.
         """
-        self.links.wait(self.works, None, "beginning a step: a rank has not come to it")
+        self.connections.wait(self.works, None, "beginning a step: a rank has not come to it")
         first, second, broken, *rows = self.sum.tolist()
         self._check(broken, *rows)
         self.name = (first, second)
 
     def _check(self, broken: int, knowing: int, rows: int, squares: int) -> None:
         if self.broken is not None:
-            raise Refused(self.broken)
+            raise StepRejected(self.broken)
         if broken:
-            reason = self.failures.told(5.0, self.broken_key) or "its reason could not be read"
-            raise Refused(TransportError(f"rank {self.links.rank} can't run the step, for a peer can't: {reason}"))
-        if knowing * squares != rows * rows:  # equal only if all are
+            reason = self.failures.wait(5.0, self.broken_key) or "its reason could not be read"
+            raise StepRejected(
+                TransportError(f"rank {self.connections.rank} can't run the step, for a peer can't: {reason}")
+            )
+        if knowing * squares != rows * rows:  # they are equal only if all ranks have the same rows
             mine = "none" if self.rows is None else self.rows
-            raise Refused(
+            raise StepRejected(
                 StageError(
                     f"the ranks were given batches of different sizes, this one {mine} rows, {rows / knowing:g} on "
                     "average: every rank must be given (its part of) the same batch",
-                    rank=self.links.rank,
+                    rank=self.connections.rank,
                 )
             )
         if knowing:
             self.rows = rows // knowing
 
 
-def _hashable(given: Flat) -> tuple[Any, ...]:
-    spec, leaves, _ = signature_of(given)
-    kinds = tuple(repr(leaf) if isinstance(leaf, float) else type(leaf) for leaf in leaves)  # True is not 1, nor 0 -0
+def _hashable(flat: Flat) -> tuple[Any, ...]:
+    spec, leaves, _ = signature_of(flat)
+    kinds = tuple(repr(leaf) if isinstance(leaf, float) else type(leaf) for leaf in leaves)  # True is not 1, 0 not -0
     try:
         hash(leaves)
     except TypeError:
@@ -116,6 +123,6 @@ def _hashable(given: Flat) -> tuple[Any, ...]:
 
 
 def _ambient(inputs: Inputs) -> tuple[Any, ...]:
-    """What else decides what a step's values look like."""
+    """Return the settings of torch that decide dtypes beside the inputs."""
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     return inputs.rng is None, *autocast, torch.get_default_dtype()

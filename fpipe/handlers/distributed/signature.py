@@ -1,7 +1,7 @@
-"""Signatures of values: structure, shapes, dtypes and plain leaves, as text that travels. Never pickled.
+"""Signatures of values: structure, shapes, dtypes and plain leaves, encoded as text. Never pickled.
 
-A type of one's own travels by its name, which the receiver imports, and must be registered with optree on
-both sides; its metadata must be plain.
+A user's type travels by its name, which the receiver imports. It must be registered with optree on both sides, and its
+metadata must be plain.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class TensorSpec(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What a receiver must know of a payload before it comes.
+    """What a receiver must know of a payload before it arrives.
 
     Args:
         spec: the structure; None for a list of gradients.
-        leaves: a `TensorSpec` for each tensor, the others as they are.
-        optional: leaves that may be missing this time: a message ahead tells which are there.
+        leaves: a `TensorSpec` for each tensor, other leaves as they are.
+        optional: indices of leaves that may be missing; a message has a flag for each.
     """
 
     spec: optree.PyTreeSpec | None
@@ -47,7 +47,7 @@ class Signature(NamedTuple):
     optional: tuple[int, ...] = ()
 
     def text(self) -> str:
-        """For messages: `{'h': float32[2, 8]}`."""
+        """Return the signature for error messages: `{'h': float32[2, 8]}`."""
         leaves = [Text(leaf) for leaf in self.leaves]
         return str(leaves if self.spec is None else self.spec.unflatten(leaves))
 
@@ -64,16 +64,16 @@ def _leaf_spec(leaf: Any) -> Any:
 
 
 def same(a: Signature, b: Signature) -> bool:
-    """Whether two signatures are equal, plain leaves as text: NaN is NaN, True is not 1."""
+    """Whether two signatures are equal; plain leaves are compared as text: NaN is NaN, True is not 1."""
     plain = any(not isinstance(leaf, TensorSpec) and leaf is not None for leaf in a.leaves)
     return encode(a) == encode(b) if plain else a == b
 
 
 def encode(signature: Signature) -> bytes:
-    """The signature as text.
+    """Return the signature as text.
 
     Raises:
-        TypeError: a leaf, key or metadata that is not plain.
+        TypeError: a leaf, a key or metadata is not plain.
     """
     spec, leaves, optional = signature
     tree = None if spec is None else _encode_tree(spec.unflatten(range(len(leaves))))
@@ -81,10 +81,10 @@ def encode(signature: Signature) -> bytes:
 
 
 def decode(text: bytes) -> Signature:
-    """The signature out of `encode`'s text.
+    """Return the signature of a text that `encode` made.
 
     Raises:
-        TypeError: a type that this process doesn't know or has not registered.
+        TypeError: this process can't import a type, or has not registered it.
     """
     tree, leaves, optional = json.loads(text)
     spec = None if tree is None else flatten(_decode_tree(tree)).spec
@@ -112,18 +112,18 @@ def _decode_tree(tree: Any) -> Any:
     if kind in DICTS:
         items = [(_decode_plain(key), _decode_tree(child)) for key, child in children]
         return defaultdict(metadata, items) if kind is defaultdict else kind(items)
-    found = [_decode_tree(child) for child in children]
+    subtrees = [_decode_tree(child) for child in children]
     if optree.is_namedtuple_class(kind):
-        return kind(*found)
+        return kind(*subtrees)
     if optree.is_structseq_class(kind):
-        return kind(found)
+        return kind(subtrees)
     entry = optree.register_pytree_node.get(kind, namespace=NAMESPACE)
     if entry is None:
         raise TypeError(
             f"{name} came from another rank, but is not registered here: call optree.register_pytree_node "
             f"with namespace={NAMESPACE!r} on every rank"
         )
-    return entry.unflatten_func(metadata, found)
+    return entry.unflatten_func(metadata, subtrees)
 
 
 def type_name(kind: type) -> str:
@@ -137,14 +137,14 @@ def find_type(name: str) -> Any:
         return type(None)
     module, _, qualname = name.partition(":")
     try:
-        found: Any = import_module(module)
+        kind: Any = import_module(module)
         for part in qualname.split("."):
-            found = getattr(found, part)
+            kind = getattr(kind, part)
     except (ImportError, AttributeError) as error:
         raise TypeError(f"{name} came from another rank, but can't be imported here ({error})") from error
-    if not isinstance(found, type):
+    if not isinstance(kind, type):
         raise TypeError(f"{name} is not a type")
-    return found
+    return kind
 
 
 _CODERS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {

@@ -1,7 +1,7 @@
-"""The memory layout of a tensor across a wire: kernels, and so bits, depend on strides.
+"""The strides of a tensor that travels: the receiver restores them, because kernels, and so bits, depend on strides.
 
-A message is contiguous. Its order is that of the memory it comes from, so that a dense tensor, channels last
-or transposed, is sent without a copy; what is expanded is sent once.
+A message is contiguous, in the order of the sender's memory: a dense tensor, channels last or transposed, is sent
+without a copy. An expanded dimension is sent once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Strides = tuple[int, ...]
 
 
 def strides_of(tensor: Tensor) -> Strides | None:
-    """The strides a receiver must restore; None for a contiguous tensor, and for one that overlaps itself."""
+    """Return the strides to restore; None for a contiguous tensor, and for one that overlaps itself."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return None
     shape, strides = _core(tuple(tensor.shape), tensor.stride()), tensor.stride()
@@ -26,7 +26,7 @@ def strides_of(tensor: Tensor) -> Strides | None:
 
 
 def message(tensor: Tensor) -> Tensor:
-    """The tensor's memory, contiguous: a view of it where it is dense, else a copy."""
+    """Return the tensor's elements, contiguous: a view of its memory if that is dense, else a copy."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     strides = strides_of(tensor)
     if strides is None:
@@ -37,7 +37,7 @@ def message(tensor: Tensor) -> Tensor:
 
 
 def buffer(shape: tuple[int, ...], strides: Strides | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty message."""
+    """Return an empty message."""
     if strides is not None:
         core = _core(shape, strides)
         shape = tuple(core[i] for i in _order(core, strides))
@@ -45,7 +45,7 @@ def buffer(shape: tuple[int, ...], strides: Strides | None, dtype: torch.dtype, 
 
 
 def restored(message: Tensor, shape: tuple[int, ...], strides: Strides | None) -> Tensor:
-    """The tensor as it was before it became a message.
+    """Return the tensor of a message, with its strides.
 
     >>> x = torch.arange(6).view(2, 3).T.unsqueeze(-1).expand(3, 2, 4)
     >>> y = restored(message(x), tuple(x.shape), strides_of(x))
@@ -63,10 +63,10 @@ def restored(message: Tensor, shape: tuple[int, ...], strides: Strides | None) -
 
 
 def _core(shape: tuple[int, ...], strides: Strides) -> tuple[int, ...]:
-    """The shape without what is expanded."""
+    """Return the shape with size 1 for expanded dimensions."""
     return tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
 
 
 def _order(shape: tuple[int, ...], strides: Strides) -> list[int]:
-    """The dimensions from the outermost in memory to the innermost."""
+    """Return the dimensions from the outermost in memory to the innermost."""
     return sorted(range(len(shape)), key=lambda i: (-strides[i], i))

@@ -1,8 +1,8 @@
-"""A value as messages: contiguous memory for each tensor, small ones packed into one.
+"""The messages of a value: contiguous memory for each tensor; small tensors are packed into one message.
 
-Both ends work out from the signature alone what comes in which order. A tensor in a packed message stands where an
-allocator would put it, since kernels look at that. Where leaves may be missing, a message tells which are there, for
-which the host waits on CUDA too.
+Both ends derive the messages and their order from the signature alone. In a packed message a tensor is aligned as an
+allocator would align it, because kernels choose by alignment. If leaves are optional, one message has a flag for each;
+for this message the host waits on CUDA too.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fpipe.stages.pytree import Flat
 Payload = Flat | list[Any]
 
 SMALL = 1 << 15
-"""Bytes of a tensor up to which a copy costs less than a message of its own."""
+"""Bytes of a tensor up to which a copy is cheaper than one more message."""
 ALIGNMENT = 512
-"""Bytes: CUDA's caching allocator's, of which the CPU's is a part."""
+"""Bytes: of CUDA's caching allocator; a multiple of the CPU's."""
 
 
-class Part(NamedTuple):
-    """A tensor of a payload as it lies in a message.
+class Chunk(NamedTuple):
+    """The place of a tensor in the messages.
 
     Args:
-        leaf: its number among the leaves; PRESENCE for what tells which optional leaves are there.
+        leaf: its index among the leaves; PRESENCE for the flags of the optional leaves.
         size: bytes.
-        at: where it starts in a packed message.
+        at: the byte where it starts in a packed message.
     """
 
     leaf: int
@@ -45,125 +45,147 @@ class Part(NamedTuple):
 PRESENCE = -1
 
 
-class Wire:
-    """How payloads of one signature travel.
+class _Seen(NamedTuple):
+    """A payload that had the codec's signature, with nothing filled in.
 
     Args:
-        device: where they live.
+        looks: of its leaves.
+        as_is: whether its tensors travelled without a copy.
+    """
+
+    spec: Any
+    looks: list[Any]
+    as_is: bool
+
+
+class PayloadCodec:
+    """Converts payloads of one signature to messages and back.
+
+    Args:
+        device: where their tensors are.
         small: bytes up to which a tensor is packed with others.
     """
 
     def __init__(self, signature: Signature, device: torch.device, small: int = SMALL) -> None:
         self.signature, self.device = signature, device
-        parts = list(_parts(signature))
-        packed = [part for part in parts if 0 < part.size <= small]
+        chunks = list(_chunks(signature))
+        packed = [chunk for chunk in chunks if 0 < chunk.size <= small]
         self.packed = _placed(packed) if len(packed) > 1 else []
-        inside = {part.leaf for part in self.packed}
-        self.alone = [part for part in parts if part.size and part.leaf not in inside]
-        self.empty = [part for part in parts if not part.size]
+        inside = {chunk.leaf for chunk in self.packed}
+        self.alone = [chunk for chunk in chunks if chunk.size and chunk.leaf not in inside]
+        self.empty = [chunk for chunk in chunks if not chunk.size]
         self.length = self.packed[-1].at + self.packed[-1].size if self.packed else 0
-        specs = [leaf for leaf in signature.leaves if isinstance(leaf, TensorSpec)]
-        self.as_it_is = not (self.packed or any(spec.strides for spec in specs))
-        # Of the last payload in which nothing was filled: its structure and looks, and whether it travelled uncopied.
-        self.seen: tuple[Any, list[Any], bool] | None = None
+        self._seen: _Seen | None = None
 
     def messages(self, payload: Payload) -> list[Tensor] | None:
-        """What travels of a payload; None if it has another signature."""
+        """Return the messages of a payload; None if it has another signature."""
         leaves, spec = payload if isinstance(payload, Flat) else (payload, None)
-        looks = [look(leaf) for leaf in leaves]
-        if self.seen is not None and self.seen[0] == spec and alike(self.seen[1], looks):
-            if self.seen[2]:
-                return [leaves[part.leaf] for part in self.alone]
-            return self._written({i: message(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
-        presence = None
-        if isinstance(payload, list) and len(payload) == len(self.signature.leaves):
-            payload, presence = self._filled(payload)
-        if not same(signature_of(payload)._replace(optional=self.signature.optional), self.signature):
+        looks, seen = [look(leaf) for leaf in leaves], self._seen
+        if seen is None or seen.spec != spec or not alike(seen.looks, looks):
+            return self._checked_messages(leaves, spec, looks)
+        if seen.as_is:
+            return [leaves[chunk.leaf] for chunk in self.alone]
+        return self._written(_contiguous(leaves))
+
+    def _checked_messages(self, leaves: list[Any], spec: Any, looks: list[Any]) -> list[Tensor] | None:
+        """As `messages`, for a payload that does not look like the last one."""
+        filled, presence = leaves, None
+        if spec is None and len(leaves) == len(self.signature.leaves):
+            filled, presence = self._filled(leaves)
+        signature = signature_of(filled if spec is None else Flat(filled, spec))
+        if not same(signature._replace(optional=self.signature.optional), self.signature):
             return None
-        filled = payload.leaves if isinstance(payload, Flat) else payload
-        found = {i: message(leaf) for i, leaf in enumerate(filled) if isinstance(leaf, Tensor)}
+        tensors = _contiguous(filled)
         if presence is not None:
-            found[PRESENCE] = presence
+            tensors[PRESENCE] = presence
         elif all(a is b for a, b in zip(filled, leaves, strict=True)):
-            uncopied = all(found[part.leaf].data_ptr() == leaves[part.leaf].data_ptr() for part in self.alone)
-            self.seen = spec, looks, uncopied and self.as_it_is
-        return self._written(found)
+            self._seen = _Seen(spec, looks, self._travels_as_is(leaves, tensors))
+        return self._written(tensors)
+
+    def _travels_as_is(self, leaves: list[Any], tensors: dict[int, Tensor]) -> bool:
+        strided = any(isinstance(leaf, TensorSpec) and leaf.strides for leaf in self.signature.leaves)
+        copied = any(tensors[chunk.leaf].data_ptr() != leaves[chunk.leaf].data_ptr() for chunk in self.alone)
+        return not (self.packed or strided or copied)
 
     def buffers(self) -> list[Tensor]:
-        """Empty messages to receive into."""
+        """Return empty messages to receive into."""
         packed = [torch.empty(self.length, dtype=torch.uint8, device=self.device)] if self.packed else []
-        return packed + [torch.empty(part.shape, dtype=part.dtype, device=self.device) for part in self.alone]
+        return packed + [torch.empty(chunk.shape, dtype=chunk.dtype, device=self.device) for chunk in self.alone]
 
     def payload(self, messages: list[Tensor]) -> Payload:
-        """The payload out of its messages, its tensors marked by whether they want a gradient."""
+        """Return the payload of its messages; each tensor requires a gradient where the signature says so."""
         signature = self.signature
-        found: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         if self.packed:
-            found = {part.leaf: _inside(messages[0], part) for part in self.packed}
+            tensors = {chunk.leaf: _inside(messages[0], chunk) for chunk in self.packed}
             messages = messages[1:]
-        for part, tensor in zip(self.alone, messages, strict=True):
-            found[part.leaf] = tensor
-        for part in self.empty:
-            found[part.leaf] = torch.empty(part.shape, dtype=part.dtype, device=self.device)
+        for chunk, tensor in zip(self.alone, messages, strict=True):
+            tensors[chunk.leaf] = tensor
+        for chunk in self.empty:
+            tensors[chunk.leaf] = torch.empty(chunk.shape, dtype=chunk.dtype, device=self.device)
         leaves: list[Any] = list(signature.leaves)
         for i, spec in enumerate(leaves):
             if isinstance(spec, TensorSpec):
-                tensor = found[i] if spec.strides is None else restored(found[i], spec.shape, spec.strides)
+                tensor = tensors[i] if spec.strides is None else restored(tensors[i], spec.shape, spec.strides)
                 leaves[i] = tensor.requires_grad_() if spec.requires_grad else tensor
         if signature.optional:
-            for i, there in zip(signature.optional, found[PRESENCE].tolist(), strict=True):
+            for i, there in zip(signature.optional, tensors[PRESENCE].tolist(), strict=True):
                 leaves[i] = leaves[i] if there else None
         return leaves if signature.spec is None else Flat(leaves, signature.spec)
 
-    def _filled(self, payload: list[Any]) -> tuple[list[Any], Tensor | None]:
-        """Gradients in the layout of the signature, zeros where it wants more, and what says where."""
+    def _filled(self, gradients: list[Any]) -> tuple[list[Any], Tensor | None]:
+        """Return gradients in the signature's layout, with zeros for missing ones, and the flags of the optional."""
         leaves = [
             _laid_out(leaf, spec, self.device) if isinstance(spec, TensorSpec) else leaf
-            for leaf, spec in zip(payload, self.signature.leaves, strict=True)
+            for leaf, spec in zip(gradients, self.signature.leaves, strict=True)
         ]
-        there = [payload[i] is not None for i in self.signature.optional]
-        return leaves, torch.tensor(there, dtype=torch.uint8, device=self.device) if there else None
+        flags = [gradients[i] is not None for i in self.signature.optional]
+        return leaves, torch.tensor(flags, dtype=torch.uint8, device=self.device) if flags else None
 
-    def _written(self, found: dict[int, Tensor]) -> list[Tensor]:
-        alone = [found[part.leaf] for part in self.alone]
+    def _written(self, tensors: dict[int, Tensor]) -> list[Tensor]:
+        alone = [tensors[chunk.leaf] for chunk in self.alone]
         if not self.packed:
             return alone
         packed = torch.empty(self.length, dtype=torch.uint8, device=self.device)
-        for part in self.packed:
-            _inside(packed, part).copy_(found[part.leaf])
+        for chunk in self.packed:
+            _inside(packed, chunk).copy_(tensors[chunk.leaf])
         return [packed, *alone]
 
 
-def _parts(signature: Signature) -> Iterator[Part]:
+def _chunks(signature: Signature) -> Iterator[Chunk]:
     if signature.optional:
-        yield Part(PRESENCE, (len(signature.optional),), torch.uint8, len(signature.optional))
+        yield Chunk(PRESENCE, (len(signature.optional),), torch.uint8, len(signature.optional))
     for i, spec in enumerate(signature.leaves):
         if isinstance(spec, TensorSpec):
             shape = tuple(buffer(spec.shape, spec.strides, spec.dtype, torch.device("meta")).shape)
-            yield Part(i, shape, spec.dtype, prod(shape) * spec.dtype.itemsize)
+            yield Chunk(i, shape, spec.dtype, prod(shape) * spec.dtype.itemsize)
 
 
-def _placed(parts: list[Part]) -> list[Part]:
-    at, found = 0, []
-    for part in parts:
-        found.append(part._replace(at=at))
-        at += -(-part.size // ALIGNMENT) * ALIGNMENT
-    return found
+def _placed(chunks: list[Chunk]) -> list[Chunk]:
+    at, placed = 0, []
+    for chunk in chunks:
+        placed.append(chunk._replace(at=at))
+        at += -(-chunk.size // ALIGNMENT) * ALIGNMENT
+    return placed
 
 
-def _inside(packed: Tensor, part: Part) -> Tensor:
-    return packed[part.at : part.at + part.size].view(part.dtype).view(part.shape)
+def _contiguous(leaves: list[Any]) -> dict[int, Tensor]:
+    return {i: message(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+
+
+def _inside(packed: Tensor, chunk: Chunk) -> Tensor:
+    return packed[chunk.at : chunk.at + chunk.size].view(chunk.dtype).view(chunk.shape)
 
 
 def look(leaf: Any) -> Any:
-    """What of a tensor decides how it travels."""
+    """Return the properties of a tensor that decide its messages; any other leaf as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, leaf.device, leaf.is_conj(), leaf.is_neg()
 
 
 def alike(before: list[Any], now: list[Any]) -> bool:
-    """Whether tensors look the same, and what is no tensor is the very same: NaN is NaN, 1 is not True."""
+    """Whether tensors look the same, and other leaves are the same objects: NaN is NaN, 1 is not True."""
     return len(before) == len(now) and all(
         a is b or (type(a) is tuple and type(b) is tuple and a == b) for a, b in zip(before, now, strict=True)
     )

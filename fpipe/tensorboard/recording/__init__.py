@@ -1,1 +1,1 @@
-"""What records timelines and scalars of a run."""
+"""Record timelines and scalars of a run."""

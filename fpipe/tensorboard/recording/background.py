@@ -1,4 +1,4 @@
-"""One thread that does what would keep a step waiting, in order. No torch."""
+"""A thread for work that would slow a step down. No torch."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-WAITING = 4  # tasks that may wait
+QUEUE_LENGTH = 4  # tasks that may wait
 
 
 class Background:
-    """A first failure is told, once, and what follows is left out: whoever gives the tasks goes on."""
+    """Runs tasks one after another. The first failure is a warning, and ends it: later tasks are dropped."""
 
     def __init__(self) -> None:
         self.failed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="fpipe recorder")
-        self._under_way: deque[Future[None]] = deque()
+        self._running: deque[Future[None]] = deque()
 
     def do(self, task: Callable[[], None]) -> None:
-        """Do it after what came before; waits where that is too much."""
-        while self._under_way and (self._under_way[0].done() or len(self._under_way) >= WAITING):
+        """Run a task after the earlier ones; wait if too many are queued."""
+        while self._running and (self._running[0].done() or len(self._running) >= QUEUE_LENGTH):
             self._settle()
         if not self.failed:
-            self._under_way.append(self._pool.submit(task))
+            self._running.append(self._pool.submit(task))
 
     def wait(self) -> None:
-        """Wait until all is done."""
-        while self._under_way:
+        """Wait until every task has ended."""
+        while self._running:
             self._settle()
 
     def close(self) -> None:
-        """Wait, and end the thread."""
+        """Wait for every task, and end the thread."""
         self.wait()
         self._pool.shutdown()
 
     def fail(self, error: Exception) -> None:
-        """Tell what failed, and do nothing more."""
+        """Warn of an error, and drop all later tasks."""
         if not self.failed:
             self.failed = True
             warnings.warn(f"nothing more is recorded ({type(error).__name__}: {error}); training goes on", stacklevel=6)
 
     def _settle(self) -> None:
         try:
-            self._under_way.popleft().result()
+            self._running.popleft().result()
         except Exception as error:
             self.fail(error)

@@ -1,4 +1,4 @@
-"""A captured step, and its way into the files: timelines as measured and as predicted, and its curves."""
+"""Write a captured step into the files: the measured timeline, the predicted one, and its curves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fpipe.programs.program import Programs
 from fpipe.tensorboard.files.captures import columns_of
 from fpipe.tensorboard.files.columns import Clock, Header
 from fpipe.tensorboard.files.writer import Writer
-from fpipe.tensorboard.recording.memory import Held
+from fpipe.tensorboard.recording.memory import SlotMemory
 from fpipe.timelines.measurement import Measurement
 from fpipe.timelines.simulator import play
 from fpipe.timelines.timeline import CAUSES, Timeline
@@ -22,12 +22,12 @@ from fpipe.timelines.timeline import CAUSES, Timeline
 
 @dataclass
 class Files:
-    """Where the ranks played in this process are written, and what is the same of every step.
+    """The files of the ranks that this process plays, and what is the same for every step.
 
     Args:
         name: the schedule's.
-        job: a name that all ranks know, and no other job has.
-        devices: by rank.
+        job: a name of the job that all its ranks share.
+        devices: descriptions by rank.
         turns: whether the ranks take turns in one process, so that each idles while the others compute.
     """
 
@@ -50,14 +50,15 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Captured:
-    """A captured step of all ranks, or of this process's alone, whose clock was then not compared.
+class StepCapture:
+    """A captured step of all ranks, or of this process alone.
 
     Args:
-        called: when the step was called, and had its results, on this host's clock.
-        wall: the same end in seconds since 1970.
-        peaks, held: by rank played here.
-        norm: the whole gradient's, where asked for.
+        called: when the step was called and when it returned, on this host's clock.
+        wall: when it returned, in seconds since 1970.
+        peaks, memory: by rank that this process plays.
+        alone: whether it has this process's ranks alone, whose clock was not compared with the others'.
+        norm: of the whole gradient, if the recorder was asked for it.
     """
 
     step: int
@@ -65,12 +66,12 @@ class Captured:
     called: tuple[float, float]
     wall: float
     peaks: Mapping[int, tuple[float, str]]
-    held: Mapping[int, Held]
+    memory: Mapping[int, SlotMemory]
     alone: bool
     norm: float | None = None
 
     def write(self, files: Files) -> None:
-        """Write what this process has to say."""
+        """Write this process's part."""
         timeline = self.measurement.timeline(partial=self.alone)
         for rank in files.devices:
             header = self._header(files, rank)
@@ -95,7 +96,7 @@ class Captured:
 
     def _header(self, files: Files, rank: int) -> Header:
         measurement = self.measurement
-        offset, uncertainty = (found.get(rank, 0.0) for found in (measurement.offsets, measurement.uncertainty))
+        offset, uncertainty = (by_rank.get(rank, 0.0) for by_rank in (measurement.offsets, measurement.uncertainty))
         return Header(
             kind="measured",
             step=self.step,
@@ -112,32 +113,32 @@ class Captured:
         )
 
     def _host(self, rank: int) -> list[tuple[str, float, float]]:
-        """What the host did before a rank's first effect and after its last."""
+        """Return the host's spans before a rank's first effect and after its last."""
         own, origin = self.measurement.columns[rank], self.measurement.origin
-        begun, ended = (when - self.measurement.offsets.get(rank, 0.0) for when in self.called)
-        parts = ("before the first effect", begun, own.starts[0]), ("after the last effect", max(own.ends), ended)
-        return [(what, start - origin, end - origin) for what, start, end in parts if end > start]
+        begin, end = (when - self.measurement.offsets.get(rank, 0.0) for when in self.called)
+        spans = ("before the first effect", begin, own.starts[0]), ("after the last effect", max(own.ends), end)
+        return [(text, start - origin, stop - origin) for text, start, stop in spans if stop > start]
 
     def _sizes(self, rank: int) -> NDArray[np.float64] | None:
-        return np.array(self.held[rank].sizes) if rank in self.held else None
+        return np.array(self.memory[rank].sizes) if rank in self.memory else None
 
     def _memory(self, timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
-        """What a rank holds over time: during each compute effect, and from its end on."""
-        if rank not in self.held:
+        """Iterate over the bytes of a rank over time: at the start and at the end of each compute effect."""
+        if rank not in self.memory:
             return
-        spans, held = timeline.spans, self.held[rank]
-        for at, (during, after) in zip(spans.of(rank), zip(held.during, held.after, strict=True), strict=True):
+        spans, memory = timeline.spans, self.memory[rank]
+        for at, (during, after) in zip(spans.of(rank), zip(memory.during, memory.after, strict=True), strict=True):
             if spans.table.effects[type(spans.effects[at])].track == "compute":
                 yield spans.starts[at], during
                 yield spans.ends[at], after
 
     def _curves(self, writer: Writer, timeline: Timeline, rank: int, turns: bool) -> None:
-        """A rank's share; where ranks take turns, idle time is the others' compute, and no curve shows it."""
-        for kind, taken in timeline.kinds[rank].items():
-            writer.scalar(f"time/{kind.__name__}_seconds", taken, self.step, self.wall)
+        """Write a rank's curves; none of idle time where ranks take turns, for that is the others' compute."""
+        for kind, seconds in timeline.kinds[rank].items():
+            writer.scalar(f"time/{kind.__name__}_seconds", seconds, self.step, self.wall)
         writer.scalar("memory/peak_bytes", self.peaks[rank][0], self.step, self.wall)
-        if rank in self.held:
-            writer.scalar("memory/held_peak_bytes", max(self.held[rank].during), self.step, self.wall)
+        if rank in self.memory:
+            writer.scalar("memory/held_peak_bytes", max(self.memory[rank].during), self.step, self.wall)
         if not self.alone and not turns:
             for cause in CAUSES:
                 writer.scalar(f"idle/{cause}_seconds", timeline.causes[rank][cause], self.step, self.wall)
@@ -148,6 +149,6 @@ class Captured:
         writer.flush()
 
     def _bubble(self, writer: Writer, timeline: Timeline) -> None:
-        """Measured and predicted have the same names in two runs, which one chart shows together."""
+        """Write the bubble; measured and predicted have the same names, so that one chart shows both runs."""
         writer.scalar("bubble/fraction", timeline.bubble_rate, self.step, self.wall)
         writer.scalar("bubble/makespan_seconds", timeline.makespan, self.step, self.wall)

@@ -1,6 +1,6 @@
-"""Times and numbers that a CUDA device has yet to come to: marks on its stream, and values on their way to the host.
+"""Times and numbers of a CUDA device, read later: marks on its stream, and numbers on their way to the host.
 
-Nothing waits for the device but who asks for what it came to, and that only until it has passed the mark asked for.
+Only reading waits for the device, and only until the device has passed the mark that is read.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from fpipe.timelines.measurement import Columns
 
-TRIES = 8  # comparisons of the device's clock with the host's, of which the closest counts
+CLOCK_COMPARISONS = 8  # of the device's clock with the host's; the closest counts
 
 
 class Marks:
-    """A clock for a `Recording`: called, it marks the current stream and gives the mark's number.
+    """A clock for a `Recording`: a call marks the current stream and returns the mark's number.
 
-    The events are made once, for two steps: one whose times are still to be read, and the next.
+    The events are made once, for two steps: one whose times are not read yet, and the next.
 
     Args:
         device: a CUDA device.
-        count: marks of a step, at most.
+        count: the most marks of a step.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
@@ -37,7 +37,7 @@ class Marks:
         self._compared: list[tuple[float, Any, float]] = []
 
     def begin(self, on: bool) -> None:
-        """A step begins, of which marks are wanted or not; its numbers are those of one that wasn't kept."""
+        """Begin a step, with marks or without; it reuses the numbers of a step that was not kept."""
         self.on, self._next = on, self._base
         if on:
             self()
@@ -50,12 +50,12 @@ class Marks:
         return float(at)
 
     def keep(self) -> Kept:
-        """The step's marks, to be read when the next one has been launched; its events are not used again until then.
+        """Return the step's marks, to be read after the next step is launched; their events are not reused until then.
 
         The clocks are compared now, by events on a stream where nothing waits.
         """
         compared = []
-        for _ in range(TRIES):
+        for _ in range(CLOCK_COMPARISONS):
             event, before = _event(), time.perf_counter()
             event.record(self._aside)
             event.synchronize()
@@ -72,15 +72,15 @@ class Kept:
         self._events, self._base, self._last, self._compared = events, events[base], events[end - 1], compared
 
     def seconds(self, columns: Mapping[int, Columns]) -> tuple[dict[int, Columns], float]:
-        """The ranks' times on the host's clock (`time.perf_counter`), and by how many seconds they may be off."""
+        """Return the ranks' times on the host's clock (`time.perf_counter`), and their error in seconds."""
         self._last.synchronize()
         origins = [
             ((before + after) / 2 - self._base.elapsed_time(event) / 1e3, (after - before) / 2)
             for before, event, after in self._compared
         ]
-        origin, width = min(origins, key=lambda found: found[1])
-        found = {rank: Columns(*(self._resolved(column, origin) for column in own)) for rank, own in columns.items()}
-        return found, width
+        origin, width = min(origins, key=lambda pair: pair[1])
+        times = {rank: Columns(*(self._resolved(column, origin) for column in own)) for rank, own in columns.items()}
+        return times, width
 
     def _resolved(self, marks: Iterable[float], origin: float) -> array[float]:
         base, events = self._base, self._events
@@ -88,7 +88,7 @@ class Kept:
 
 
 class Later:
-    """A number as it is now, which its device may have yet to compute; asking for it waits for that alone."""
+    """A number as it is now, even if its device has not computed it yet; `item` waits for that alone."""
 
     def __init__(self, number: Tensor) -> None:
         number = number.detach()

@@ -1,4 +1,4 @@
-"""The bytes that a rank's store holds, effect by effect, each memory once."""
+"""Bytes in the slots of a rank's store, effect by effect; memory that values share counts once."""
 
 from __future__ import annotations
 
@@ -6,49 +6,49 @@ from collections.abc import Iterable
 from typing import Any
 
 from fpipe.effects import Effect, Recv
-from fpipe.handlers.protocol import Store
+from fpipe.handlers.protocol import ValueStore
 from fpipe.profiling.storages import StorageBytes, storage_bytes
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import Flat
 
 
-class Held:
-    """Follows one rank's store through one step.
+class SlotMemory:
+    """Measures one rank's store through one step, in bytes.
 
-    Counted is the memory of values in their slots: outputs, gradients, residuals and what is deferred; not parameters
-    and microbatches, which are the caller's, nor sums of weight gradients, which are always there. Of a stage that runs
-    by eager autograd, what autograd saved is not seen.
+    Counted: values in slots, which are outputs, gradients, residuals and deferred values. Not counted: parameters and
+    microbatches, which the caller owns; accumulators of weight gradients, which live for the whole step; and tensors
+    that eager autograd saves.
 
     Args:
-        during: by effect, what is held as it begins or as it ends, the larger: what it uses, or gives.
-        after: what is held once that has been given up which the effect was the last to use.
-        sizes: by effect, for receives: bytes of what came.
+        during: for each effect, the bytes when it begins or when it ends, whichever is more.
+        after: for each effect, the bytes after the values that it was the last to use are freed.
+        sizes: for each receive, the bytes of its value.
     """
 
-    def __init__(self, program: Program, store: Store) -> None:
+    def __init__(self, program: Program, store: ValueStore) -> None:
         self.store = store
         count = len(program)
         self.during, self.after, self.sizes = [0.0] * count, [0.0] * count, [float("nan")] * count
-        self._came = {store.slot(e.value): at for at, e in enumerate(program) if isinstance(e, Recv)}
+        self._receives = {store.slot(e.value): at for at, e in enumerate(program) if isinstance(e, Recv)}
         self._seen = set[int]()  # slots whose value is counted
         self._bytes: StorageBytes[int] | None = None
         self._at = 0
 
     def begin(self, effect: Effect) -> None:
-        """An effect begins: the one before it has given up its last."""
+        """Measure when an effect begins: the one before it has freed its values."""
         if self._bytes is None:
-            self._bytes = StorageBytes(excluded=self.store.apart())
+            self._bytes = StorageBytes(excluded=self.store.borrowed())
         if self._at:
-            self.after[self._at - 1] = self._look(self._at - 1)
-        self.during[self._at] = self._look(self._at)  # with what has come for it
+            self.after[self._at - 1] = self._measure(self._at - 1)
+        self.during[self._at] = self._measure(self._at)  # with the values that arrived for it
 
     def end(self, effect: Effect) -> None:
-        """An effect ends."""
-        self.after[self._at] = held = self._look(self._at)
-        self.during[self._at] = max(self.during[self._at], held)
+        """Measure when an effect ends."""
+        self.after[self._at] = total = self._measure(self._at)
+        self.during[self._at] = max(self.during[self._at], total)
         self._at += 1
 
-    def _look(self, at: int) -> float:
+    def _measure(self, at: int) -> float:
         assert self._bytes is not None
         slots, touched = self.store.slots, self.store.touched[at]
         for slot in touched:
@@ -60,8 +60,8 @@ class Held:
                 self._seen.add(slot)
                 leaves = list(_leaves(slots[slot]))
                 self._bytes.add(slot, leaves)
-                if slot in self._came:
-                    self.sizes[self._came[slot]] = float(sum(storage_bytes(leaves).values()))
+                if slot in self._receives:
+                    self.sizes[self._receives[slot]] = float(sum(storage_bytes(leaves).values()))
         return float(self._bytes.total)
 
 
@@ -70,5 +70,5 @@ def _leaves(value: Any) -> Iterable[Any]:
         return value.leaves
     if isinstance(value, list | tuple):
         return value
-    values: Iterable[Any] = getattr(value, "values", ())  # residuals and what is deferred, of a traced stage
+    values: Iterable[Any] = getattr(value, "values", ())  # residuals and deferred values of a traced stage
     return values

@@ -1,10 +1,10 @@
 """An observer that records chosen steps for TensorBoard as timelines, and all of them as curves.
 
 Invariants:
-- training goes on whatever happens here: what can't be recorded is a warning;
-- spans are kept in memory that is made once; simulating, packing and writing are done by a thread of their own;
-- times of two ranks are put together only where their clocks were compared;
-- ranks speak with each other over connections of their own, and after one failure no more.
+- training goes on whatever fails here: a failure is a warning;
+- spans are kept in memory that is allocated once; a background thread simulates, packs and writes;
+- times of two ranks are combined only if their clocks were compared;
+- ranks gather over separate connections, and after one failure never again.
 """
 
 from __future__ import annotations
@@ -26,48 +26,47 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.effects import Effect, Value
-from fpipe.errors import ScheduleError, TransportError
-from fpipe.handlers.protocol import Handler, Outcome, Store
+from fpipe.errors import ScheduleError
+from fpipe.handlers.protocol import Handler, Observer, Outcome, Peers, ValueStore
 from fpipe.norms import squares
 from fpipe.profiling.gathering import digest, gathered
 from fpipe.profiling.recording import Recording
 from fpipe.programs.program import Programs
 from fpipe.tensorboard.files.writer import Writer
 from fpipe.tensorboard.recording.background import Background
-from fpipe.tensorboard.recording.captured import Captured, Files
+from fpipe.tensorboard.recording.captured import Files, StepCapture
 from fpipe.tensorboard.recording.device_clock import Kept, Later, Marks
-from fpipe.tensorboard.recording.memory import Held
+from fpipe.tensorboard.recording.memory import SlotMemory
 from fpipe.timelines.measurement import Measurement
 
-FLUSH = 5.0  # seconds after which curves are written, also when no step is captured
-PATIENCE = 30.0  # seconds that other ranks have to come with their share of a captured step
+FLUSH_INTERVAL = 5.0  # seconds after which curves are written, also if no step is captured
+GATHER_TIMEOUT = 30.0  # seconds that one wait for the other ranks may take after a captured step
 
 
-class Recorder:
-    """Writes what `value_and_grad(..., observe=recorder)` does, a run for each rank: `logdir/measured/rank0`.
+class Recorder(Observer):
+    """Writes the steps of `value_and_grad(..., observe=recorder)`, a run for each rank: `logdir/measured/rank0`.
 
-    A captured step becomes a timeline in the Pipeline tab, and beside it the one that the simulator predicts from what
-    its effects took. Every step gives points of the curves `step/loss`, `step/seconds` (of the call, on the host) and
-    `step/samples_per_second`, captured ones those of bubble, times by kind, idle times by cause and memory. What a rank
-    holds is looked at in the step before, which is slower for it.
+    A captured step becomes a timeline in the Pipeline tab, next to the one that the simulator predicts from the
+    measured times of its effects. Every step adds points to the curves `step/loss`, `step/seconds` (of the call, on the
+    host) and `step/samples_per_second`; a captured step also to those of bubble, time by kind, idle time by cause, and
+    memory. The memory of a rank is measured in the step before a captured one, which makes that step slower.
 
-    On CUDA, times are those at which the device passed the effects, read after the next step; else the host's. Ranks of
+    On CUDA, times are those at which the device passed the effects, read after the next step; else the host's. Ranks in
     several processes compare their clocks after each captured step, so all of them record, with equal arguments, and
-    `close` together. Of several replicas of a pipeline each has a folder of its own. What fails here is a warning, and
-    training goes on.
+    `close` together. Each replica of a pipeline has its own folder. A failure here is a warning, and training goes on.
 
     Args:
-        logdir: the folder of this run, which `tensorboard --logdir` is given, or one above it.
-        every: which steps are captured: the one after the first, which traces, and then every so many. One that is
-            captured waits until the one before it is written.
-        steps: the numbers of the steps that are captured instead.
-        first: the first step's number, in a run that goes on.
+        logdir: the folder of this run; `tensorboard --logdir` takes it, or a folder above it.
+        every: which steps are captured: the second (the first one traces), then each multiple of this number. A
+            captured step waits until the one before it is written.
+        steps: the numbers of the captured steps, instead of `every`.
+        first: the number of the first step, in a run that is resumed.
         tokens: of one sample, for `step/tokens_per_second`.
-        gradient_norm: whether captured steps give the norm of the gradient over all ranks, each parameter once.
-        device: whose times are taken, where the handler doesn't say: a CUDA device that `Local()` computes on.
+        gradient_norm: whether captured steps have the norm of the gradient over all ranks, each parameter once.
+        device: the CUDA device whose times are taken, if the handler has no `devices`: the one `Local()` computes on.
 
     Raises:
-        ValueError: what is asked for can't be; or, once steps ran, a second function is observed.
+        ValueError: an argument is invalid; or, after a step, a second function is observed.
         OSError: (at once) the folder can't be made.
 
     >>> import tempfile
@@ -95,7 +94,9 @@ class Recorder:
         device: torch.device | str | None = None,
     ) -> None:
         if every != int(every) or every < 1 or first < 0 or min(steps or [0]) < 0:
-            raise ValueError(f"every is at least 1, steps at least 0, not every={every}, steps={steps}, first={first}")
+            raise ValueError(
+                f"every must be at least 1, steps and first at least 0, not every={every}, steps={steps}, first={first}"
+            )
         self.logdir, self.every, self.first, self.tokens = Path(logdir), every, first, tokens
         self.steps = None if steps is None else frozenset(steps)
         self.step, self.gradient_norm = first, gradient_norm
@@ -106,11 +107,10 @@ class Recorder:
         self._curves: list[tuple[str, float | Later, int, float]] = []
         self._flushed = self._last = time.perf_counter()
         self._pending: _Pending | None = None
-        self._weighs = self._closed = False
+        self._measures_memory = self._closed = False
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """What must be the same on all ranks, or they would wait for each other."""
         chosen = None if self.steps is None else tuple(sorted(self.steps))
         deferred = self._job is not None and self._job.marks is not None
         return (("Recorder", self.every, chosen, self.first, self.gradient_norm, deferred),)
@@ -122,39 +122,41 @@ class Recorder:
         return step == self.first + 1 or (step % self.every == 0 and step > self.first)
 
     def scalar(self, name: str, value: float | Tensor, step: int | None = None) -> None:
-        """A point of a curve of one's own, in rank 0's run; what other ranks say is left out.
+        """Add a point to a curve, in rank 0's run; calls on other ranks do nothing.
 
         Args:
-            value: a number as it is now; of one on a device nothing waits.
-            step: by default that of the last step that ended.
+            value: the number as it is now; does not wait for the device of a tensor.
+            step: by default the last step that ended.
 
         Raises:
-            ValueError: it is more than one number.
+            ValueError: the value is more than one number.
         """
         if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"{name} is one number, not a tensor of shape {tuple(value.shape)}")
-        kept = Later(value) if isinstance(value, Tensor) else float(value)
-        self._curves.append((name, kept, max(self.first, self.step - 1) if step is None else step, time.time()))
+            raise ValueError(f"{name} must be one number, not a tensor of shape {tuple(value.shape)}")
+        number = Later(value) if isinstance(value, Tensor) else float(value)
+        self._curves.append((name, number, max(self.first, self.step - 1) if step is None else step, time.time()))
 
     # Observing
 
-    def prepare(self, name: str, programs: Programs, handler: Handler) -> None:
+    def on_compile(self, name: str, programs: Programs, handler: Handler) -> None:
         if self._job is not None and self._job.ran:
-            raise ValueError("this Recorder observes a function already: give each its own, with a logdir of its own")
+            raise ValueError(
+                "this Recorder observes a function already: make one Recorder for each function, with its own logdir"
+            )
         self._job = _Job(self.logdir, name, programs, handler, self.device)
 
-    def hold(self, rank: int, store: Store) -> None:
+    def on_store(self, rank: int, store: ValueStore) -> None:
         self._own.stores[rank] = store
 
     def begin(self, rank: int, effect: Effect) -> None:
-        if self._weighs:
-            self._own.held[rank].begin(effect)
+        if self._measures_memory:
+            self._own.memory[rank].begin(effect)
         self._own.recording.begin(rank, effect)
 
     def end(self, rank: int, effect: Effect) -> None:
         self._own.recording.end(rank, effect)
-        if self._weighs:
-            self._own.held[rank].end(effect)
+        if self._measures_memory:
+            self._own.memory[rank].end(effect)
 
     def wait(self, rank: int, value: Value) -> None:
         self._own.recording.wait(rank, value)
@@ -162,28 +164,28 @@ class Recorder:
     def arrive(self, rank: int, value: Value) -> None:
         self._own.recording.arrive(rank, value)
 
-    def step_begins(self) -> None:
+    def on_step_begin(self) -> None:
         job, captured = self._own, self.captures(self.step) and not self._ended
         job.ran = True
-        self._weighs = not self._ended and (self.captures(self.step + 1) or (captured and not job.held))
-        if self._weighs:
-            job.held = {rank: Held(job.programs[rank], store) for rank, store in job.stores.items()}
+        self._measures_memory = not self._ended and (self.captures(self.step + 1) or (captured and not job.memory))
+        if self._measures_memory:
+            job.memory = {rank: SlotMemory(job.programs[rank], store) for rank, store in job.stores.items()}
         if job.marks is not None:
             job.marks.begin(captured)
         if captured:
-            self._work.wait()  # so that writing doesn't slow it down
-        job.begun = time.perf_counter()
+            self._work.wait()  # so that writing does not slow the step down
+        job.start = time.perf_counter()
 
-    def step_ends(self, outcome: Outcome) -> None:
+    def on_step_end(self, outcome: Outcome) -> None:
         now = time.perf_counter()
-        self._weighs = False
+        self._measures_memory = False
         if not self._ended:
             try:
                 self._finish()
                 self._note(outcome, now)
                 if self.captures(self.step):
                     self._capture(outcome, now)
-                if now - self._flushed > FLUSH:
+                if now - self._flushed > FLUSH_INTERVAL:
                     self._flush()
             except Exception as error:
                 self._work.fail(error)
@@ -191,7 +193,7 @@ class Recorder:
         self._last = now
 
     def flush(self) -> None:
-        """Have all that is captured in the files. All ranks call it."""
+        """Write everything that is captured. All ranks call it."""
         try:
             self._finish()
             self._flush()
@@ -200,7 +202,7 @@ class Recorder:
         self._work.wait()
 
     def close(self) -> None:
-        """Flush, and end the files; steps that follow are not recorded. All ranks call it."""
+        """Flush, and close the files; later steps are not recorded. All ranks call it."""
         if self._closed:
             return
         self.flush()
@@ -219,7 +221,7 @@ class Recorder:
 
     @property
     def _own(self) -> _Job:
-        assert self._job is not None, "a step function prepares its witness"
+        assert self._job is not None, "value_and_grad calls on_compile first"
         return self._job
 
     @property
@@ -232,9 +234,9 @@ class Recorder:
         if outcome.loss is not None:
             self.scalar("step/loss", outcome.loss, self.step)
             self._own.warn_of_launches(outcome.loss.device)
-        self.scalar("step/seconds", now - self._own.begun, self.step)
+        self.scalar("step/seconds", now - self._own.start, self.step)
         if outcome.rows is not None and self.step > self.first:
-            speed = outcome.rows / (now - self._last)  # with what is done between steps
+            speed = outcome.rows / (now - self._last)  # with the time between steps
             self.scalar("step/samples_per_second", speed, self.step)
             if self.tokens is not None:
                 self.scalar("step/tokens_per_second", speed * self.tokens, self.step)
@@ -256,87 +258,100 @@ class Recorder:
     # Captured steps
 
     def _capture(self, outcome: Outcome, now: float) -> None:
-        job, kept, squares = self._own, None, None
+        job, marks, squares = self._own, None, None
         try:
             own: Measurement | ValueError = job.recording.measurement()
-            kept = job.marks.keep() if job.marks is not None else None
+            marks = job.marks.keep() if job.marks is not None else None
             squares = _squares(outcome.gradients, job) if self.gradient_norm else None
-        except Exception as error:  # the other ranks must be told, who wait for this one's share
+        except Exception as error:  # the other ranks wait for this one's share: send them the error
             own = ValueError(f"{type(error).__name__}: {error}")
             warnings.warn(f"step {self.step} could not be recorded: {error}", stacklevel=5)
-        self._pending = _Pending(self.step, own, kept, (job.begun, now), time.time(), job.peaks(), job.held, squares)
+        self._pending = _Pending(self.step, own, marks, (job.start, now), time.time(), job.peaks(), job.memory, squares)
         if job.marks is None:
             self._finish()
 
     def _finish(self) -> None:
-        """Hand the captured step to be written, with all ranks' share; on CUDA the device has passed it by now."""
+        """Gather the captured step from all ranks, and queue it for writing; on CUDA the device has passed it."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         job, own, width = self._own, pending.own, 0.0
-        if pending.kept is not None and isinstance(own, Measurement):
-            columns, width = pending.kept.seconds(own.columns)
+        if pending.marks is not None and isinstance(own, Measurement):
+            columns, width = pending.marks.seconds(own.columns)
             own = replace(own, columns=columns)
         squares = pending.squares.item() if pending.squares is not None else None
-        apart = getattr(job.handler, "apart", None)
-        if apart is not None and not job.alone:
-            own, squares = self._gather(pending.step, own, width, squares, apart)
+        if job.handler.peers is not None and not job.alone:
+            own, squares = self._gather(pending.step, own, width, squares, job.handler.peers)
         if isinstance(own, ValueError):
             return
         norm = None if squares is None or job.alone else squares**0.5
-        about = pending.step, own, pending.called, pending.wall, pending.peaks, pending.held
-        captured = Captured(*about, alone=job.alone, norm=norm)
+        about = pending.step, own, pending.called, pending.wall, pending.peaks, pending.memory
+        captured = StepCapture(*about, alone=job.alone, norm=norm)
         self._flush()
         self._work.do(lambda: captured.write(job.files))
 
     def _gather(
-        self, step: int, own: Measurement | ValueError, width: float, squares: float | None, apart: Any
+        self, step: int, own: Measurement | ValueError, width: float, squares: float | None, peers: Peers
     ) -> tuple[Measurement | ValueError, float | None]:
-        """All ranks' times on rank 0's clock, and their sum of squares; else this process's own, and none again."""
+        """Return all ranks' times on rank 0's clock, and their sum of squares; on a failure this process's own times.
+
+        Args:
+            width: the error of this process's times, in seconds.
+        """
         job = self._own
+
+        def measured() -> Measurement:
+            if isinstance(own, ValueError):
+                raise own
+            return own
+
         try:
-            group = apart("recorder", min(PATIENCE, job.handler.timeout / 2))  # type: ignore[attr-defined]
-            if not job.files.job:
-                name = torch.tensor([secrets.randbits(62)])
-                group.broadcast(name, 0).wait()
-                job.files.job = f"{int(name):x}"
-            found = gathered(own, len(job.programs), job.digest, step + 1, time.perf_counter, group)
-            if squares is not None:
-                whole = torch.tensor([squares], dtype=torch.float64)
-                group.allreduce([whole]).wait()
-                squares = whole.item()
+            timeout = GATHER_TIMEOUT if peers.timeout is None else min(GATHER_TIMEOUT, peers.timeout / 2)
+            group = peers.new_group("the recorder", timeout=timeout, error=ValueError)
+            shares = group.gather((secrets.randbits(62), squares), "capture")
+            job.files.job = job.files.job or f"{shares[0][0]:x}"
+            measurement = gathered(measured, len(job.programs), job.digest, step + 1, time.perf_counter, group)
+        except ScheduleError as error:
+            return self._record_alone(step, own, error)
         except ValueError as error:
-            return error, None  # a rank has not captured it, and all were told so
-        except (TransportError, ScheduleError, RuntimeError) as error:
-            job.alone = True
-            warnings.warn(f"from step {step} on this rank is recorded alone: {error}", stacklevel=6)
-            return own, None
-        off = {rank: uncertainty + width for rank, uncertainty in found.uncertainty.items()}
-        return replace(found, uncertainty=off), squares
+            return error, None  # a rank has not captured the step, which is an error on all ranks
+        except RuntimeError as error:
+            return self._record_alone(step, own, error)
+        if squares is not None:
+            squares = sum(each for _, each in shares if each is not None)
+        uncertainty = {rank: error + width for rank, error in measurement.uncertainty.items()}
+        return replace(measurement, uncertainty=uncertainty), squares
+
+    def _record_alone(
+        self, step: int, own: Measurement | ValueError, error: Exception
+    ) -> tuple[Measurement | ValueError, None]:
+        self._own.alone = True
+        warnings.warn(f"from step {step} on this rank is recorded alone: {error}", stacklevel=6)
+        return own, None
 
 
 @dataclass
 class _Pending:
-    """A captured step whose times may still be marks, and its rank's share alone.
+    """A captured step of this process's ranks, whose times may still be marks of a device.
 
     Args:
-        own: of the ranks played here, or why there is none.
-        called: when the step was called, and had its results, on this host's clock.
-        squares: the sum of squares of this process's share of the gradient.
+        own: the measurement of these ranks, or the reason why there is none.
+        called: when the step was called and when it returned, on this host's clock.
+        squares: the sum of squares of this process's part of the gradient.
     """
 
     step: int
     own: Measurement | ValueError
-    kept: Kept | None
+    marks: Kept | None
     called: tuple[float, float]
     wall: float
     peaks: Mapping[int, tuple[float, str]]
-    held: Mapping[int, Held]
+    memory: Mapping[int, SlotMemory]
     squares: Later | None
 
 
 class _Job:
-    """What is observed, and this process's part in it."""
+    """The function that is observed, and this process's ranks of it."""
 
     def __init__(
         self, logdir: Path, name: str, programs: Programs, handler: Handler, device: torch.device | None
@@ -344,31 +359,30 @@ class _Job:
         self.programs, self.handler = programs, handler
         self.plan, self.digest = programs[0].plan, digest(programs)
         self.ranks = handler.ranks(self.plan)
-        self.devices = _devices(handler, device, self.ranks)
-        places = set(self.devices.values())
+        self.devices = _devices(handler, device or torch.device("cpu"), self.ranks)
+        distinct = set(self.devices.values())
         self.marks: Marks | None = None
-        if len(places) == 1 and (only := next(iter(places))).type == "cuda":
-            most = sum(4 * len(programs[rank]) for rank in self.ranks)  # begin, end, wait and arrive, at most
-            self.marks = Marks(only, most)
+        if len(distinct) == 1 and (only := next(iter(distinct))).type == "cuda":
+            self.marks = Marks(only, sum(4 * len(programs[rank]) for rank in self.ranks))  # begin, end, wait, arrive
         self.recording = Recording(programs, time.perf_counter if self.marks is None else self.marks)
-        self.stores: dict[int, Store] = {}
-        self.held: dict[int, Held] = {}
+        self.stores: dict[int, ValueStore] = {}
+        self.memory: dict[int, SlotMemory] = {}
         launched = "" if self.marks else ", times of launching"
-        said = {rank: f"{at}{launched if at.type == 'cuda' else ''}" for rank, at in self.devices.items()}
-        self.files = Files(logdir, name, programs, said, turns=len(self.ranks) > 1 and len(places) == 1)
+        texts = {rank: f"{at}{launched if at.type == 'cuda' else ''}" for rank, at in self.devices.items()}
+        self.files = Files(logdir, name, programs, texts, turns=len(self.ranks) > 1 and len(distinct) == 1)
         if len(self.ranks) == self.plan.ranks:
             self.files.job = f"{secrets.randbits(62):x}"
-        self.begun = 0.0
+        self.start = 0.0
         self.ran = self.alone = self._warned = False
 
     def warn_of_launches(self, device: torch.device) -> None:
-        """Times that the host has of a device tell little."""
+        """Warn once that the host's times of a device are times of launching."""
         if device.type == "cuda" and self.marks is None and not self._warned:
             self._warned = True
-            warnings.warn(f"recorded times are those of launching: pass Recorder(..., device='{device}')", stacklevel=6)
+            warnings.warn(f"recorded times are times of launching: pass Recorder(..., device='{device}')", stacklevel=6)
 
     def peaks(self) -> dict[int, tuple[float, str]]:
-        """By rank, the most memory up to now: of its device's allocator, or of this process."""
+        """Return by rank the peak memory up to now: of its device's allocator, or of this process."""
         unit = 1 if sys.platform == "darwin" else 1024
         process = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit), "process"
         return {
@@ -377,22 +391,22 @@ class _Job:
         }
 
 
-def _devices(handler: Handler, device: torch.device | None, ranks: Sequence[int]) -> dict[int, torch.device]:
-    """Where each rank computes, as far as the handler says; a CUDA device has a number."""
-    many = getattr(handler, "devices", None) or [device or getattr(handler, "device", torch.device("cpu"))] * len(ranks)
+def _devices(handler: Handler, device: torch.device, ranks: Sequence[int]) -> dict[int, torch.device]:
+    """Return by rank the device that it computes on, CUDA devices with their index."""
+    devices = handler.devices or [device] * len(ranks)
     return {
         rank: torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" and at.index is None else at
-        for rank, at in zip(ranks, many, strict=True)
+        for rank, at in zip(ranks, devices, strict=True)
     }
 
 
 def _is_first(job: _Job | None) -> bool:
-    """Whether this process has rank 0, whose run has the curves."""
+    """Whether this process plays rank 0, whose run has the curves."""
     if job is not None:
         return 0 in job.ranks
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _squares(gradients: Mapping[int, Any], job: _Job) -> Later:
-    """The sum of squares of the gradients, of what several ranks have only that of the first of them."""
+    """Return the sum of squares of the gradients; those of a stage with copies count on its first rank alone."""
     return Later(squares(gradients, job.plan, job.ranks).sum())
