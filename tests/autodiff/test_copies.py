@@ -46,7 +46,7 @@ def written_out(fn, *given):
 
 def operations(function):
     """What a block calls, in order."""
-    found = re.findall(r"^ +n\d+ = (\w+)\(", function.__doc__, re.MULTILINE)
+    found = re.findall(r"^ +n\d+ = (\w+)\(", function.source, re.MULTILINE)
     return [function.__globals__[name].__name__ or "part" for name in found]  # torch's own names have no name
 
 
@@ -275,7 +275,7 @@ STAYS = {
 def test_what_must_stay_stays(fn, monkeypatch):
     given = shapes(*STAYS[fn])(torch.float32)
     found = check(fn, *given)
-    monkeypatch.setattr(emitting, "fewer_moves", lambda block: block)
+    monkeypatch.setattr(emitting, "with_fewer_copies", lambda block: block)
     assert found == check(fn, *given)
 
 
@@ -287,7 +287,7 @@ def test_a_block_that_writes_stays():
     module = make_fx(written_in_place, tracing_mode="fake")(tricky(2, 4))
     body = [n for n in module.graph.nodes if n.op == "call_function"]
     block = Block("run", {"x": [next(iter(module.graph.nodes))]}, body, [[body[-1]]])
-    assert emitting.fewer_moves(block) is block
+    assert emitting.with_fewer_copies(block) is block
 
 
 @pytest.mark.parametrize("fn", [views_of_an_input, copy_of_a_copy, items, transposes], ids=lambda fn: fn.__name__)
@@ -296,6 +296,15 @@ def test_inputs_may_begin_anywhere_in_their_memory(fn):
     inputs = [torch.cat([x + 1, x])[len(x) :] for x in given]
     assert inputs[0].storage_offset() > 0
     assert check(fn, *given, inputs=inputs) == FIRES[fn][1]
+
+
+def test_tracebacks_show_the_source():
+    function = written_out(views_of_an_input, tricky(6, 4))
+    with pytest.raises(AttributeError) as caught:
+        function([None])
+    assert str(caught.traceback[-1].statement).startswith("n0 = reshape") or "as_strided" in str(
+        caught.traceback[-1].statement
+    )
 
 
 def views_of_part_of_an_input(x):
@@ -378,7 +387,7 @@ def test_a_layer_has_eager_bits_and_operands(options, shape, split, monkeypatch)
     with Computing() as ours:
         found = differentiated(module, x, c, split)
     assert all(map(same, found, wanted))
-    monkeypatch.setattr(emitting, "fewer_moves", lambda block: block)
+    monkeypatch.setattr(emitting, "with_fewer_copies", lambda block: block)
     with Computing() as plain:
         differentiated(module, x, c, split)
     assert ours.found == plain.found
@@ -395,5 +404,5 @@ def test_a_layer_has_fewer_operations(monkeypatch):
         return [len(operations(block)) for block in blocks]
 
     ours = count()
-    monkeypatch.setattr(emitting, "fewer_moves", lambda block: block)
+    monkeypatch.setattr(emitting, "with_fewer_copies", lambda block: block)
     assert (ours, count()) == ([25, 34, 22, 12], [40, 63, 47, 16])

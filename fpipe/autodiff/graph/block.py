@@ -1,9 +1,10 @@
-"""A part of a graph that becomes one function, and what that function may hand gradients to early."""
+"""A part of a graph that becomes one function, and the sink that may take its gradients early."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor, fx
@@ -11,15 +12,15 @@ from torch import Tensor, fx
 
 @dataclass(frozen=True)
 class Block:
-    """Part of a graph.
+    """A part of a graph.
 
     Args:
-        inputs: by the function's arguments, in which order a list has which values.
-        body: what runs, in order.
-        outputs: lists of values, each a node, or what it is.
-        empties: the argument whose list is emptied before anything runs, so that values can be given up.
-        large: which of the first outputs, by number, a sink is offered as soon as they are there, so that they needn't
-            all live at once; None where the function takes no sink.
+        inputs: by argument of the function, the values in its list.
+        body: the nodes to run, in order.
+        outputs: lists of results, each a node or a plain value.
+        empties: the argument whose list the function clears before it computes, so that values can be released.
+        large: numbers of results in `outputs[0]` that the function offers to a sink as soon as they are computed, so
+            that not all of them are alive at once. None: the function takes no sink.
     """
 
     name: str
@@ -29,9 +30,14 @@ class Block:
     empties: str | None = None
     large: frozenset[int] | None = None
 
+    @cached_property
+    def results(self) -> set[fx.Node]:
+        """The nodes among the outputs."""
+        return {x for values in self.outputs for x in values if isinstance(x, fx.Node)}
+
 
 class Sink(Protocol):
-    """Takes weight gradients as soon as they are there."""
+    """Takes weight gradients as soon as they are computed."""
 
     def take(self, i: int, gradient: Tensor) -> bool:
-        """Add the i-th gradient now, if that can be done in place; whether it was."""
+        """Add the i-th gradient in place if possible. Return whether it was added."""

@@ -1,55 +1,176 @@
-"""A part of a graph as a Python function: straight-line calls, each value given up at its last use.
+"""Write a part of a graph as a Python function: straight-line calls that release each value at its last use.
 
     def forward(v, x):
-        n1 = mm(x[0], v[1])
+        x0 = x[0]
+        v1 = v[1]
+        n1 = mm(x0, v1)
         n2 = relu(n1)
         return [n2], [], [n1]
 
-An operation is called through torch's own bindings where these come to the very same operation with the
-same arguments, since that takes half the time of `torch.ops`; whether they do is tried on fakes once for
-each kind of call.
+`emit(...).source` is the text. Tracebacks and debuggers show it.
 """
 
 from __future__ import annotations
 
+import itertools
+import linecache
 import operator
+import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, cast
 
-import optree
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.autodiff.graph.aliasing import root
+from fpipe.autodiff.graph.bindings import fastest
 from fpipe.autodiff.graph.block import Block, Sink
-from fpipe.autodiff.graph.copies import fewer_moves
-from fpipe.autodiff.graph.functionalize import gives_itself, written
+from fpipe.autodiff.graph.copies import with_fewer_copies
+from fpipe.autodiff.graph.functionalize import returns_itself, written
 
 SIMPLE = (bool, int, str, type(None))
 OPERATORS = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.mod: "%"}
+NUMBERS = itertools.count()
+"""Numbers that make the file names of functions unique."""
+
+
+class Emitted(Protocol):
+    """A function of lists, and its text."""
+
+    source: str
+
+    def __call__(self, *lists: Any) -> Any: ...
+
+
+class Statement(NamedTuple):
+    """The line `target = expression`, and what follows it.
+
+    Args:
+        releases: variables that nothing reads afterwards.
+        offer: the number of the weight gradient that the target is; it is offered to the sink.
+    """
+
+    target: str
+    expression: str
+    releases: Sequence[str] = ()
+    offer: int | None = None
+
+
+def emit(block: Block, module: torch.nn.Module, bindings: bool = True) -> Emitted:
+    """Return a block as a function of lists.
+
+    Args:
+        module: holds what `get_attr` nodes name.
+        bindings: call torch's bindings, with fewer copies. A compiler needs the operations themselves: pass False.
+    """
+    block = with_fewer_copies(block) if bindings else block
+    writer = _Writer(replace(block, body=_unpacked_at_once(block.body)), module, bindings)
+    loads, statements = list(writer.loads()), list(writer.statements())
+    returned = ", ".join(writer.text(list(values)) for values in block.outputs)
+    return _defined(block.name, _printed(block, loads, statements, returned), writer.globals)
+
+
+def _printed(block: Block, loads: Iterable[Statement], statements: Iterable[Statement], returned: str) -> str:
+    lines = [f"{target} = {expression}" for target, expression, *_ in loads]
+    lines += [f"{block.empties}.clear()"] if block.empties else []
+    for target, expression, releases, offered in statements:
+        lines.append(f"{target} = {expression}")
+        lines += [f"del {', '.join(releases)}"] if releases else []
+        lines += [f"{target} = offer(sink, {offered}, {target})"] if offered is not None else []
+    arguments = [*block.inputs, *([] if block.large is None else ["sink"])]
+    return "\n    ".join([f"def {block.name}({', '.join(arguments)}):", *lines, f"return {returned}"]) + "\n"
+
+
+def _defined(name: str, source: str, names: dict[str, Any]) -> Emitted:
+    file = f"<fpipe {name} {next(NUMBERS)}>"
+    exec(compile(source, file, "exec"), names)
+    function = cast(Emitted, names[name])
+    function.source = source
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    weakref.finalize(function, linecache.cache.pop, file, None)
+    return function
 
 
 @dataclass
 class _Writer:
+    """Turns the nodes of a block into statements, in order.
+
+    Args:
+        names: the variable that holds a node's value.
+        globals: what the text names besides.
+    """
+
+    block: Block
     module: torch.nn.Module
     bindings: bool
     names: dict[fx.Node, str] = field(default_factory=dict)
-    globals: dict[str, Any] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
+    globals: dict[str, Any] = field(default_factory=lambda: {"offer": offer, "copied": copied})
 
-    def known(self, value: Any, hint: str) -> str:
-        """A global name of a value."""
+    def loads(self) -> Iterator[Statement]:
+        """Yield a statement for each item of the argument lists that is used."""
+        used = {n for node in self.block.body for n in node.all_input_nodes} | self.block.results
+        for name, values in self.block.inputs.items():
+            for i, node in enumerate(values):
+                if node is not None and node in used and node not in self.names:
+                    self.names[node] = f"{name}{i}"
+                    yield Statement(f"{name}{i}", f"{name}[{i}]")
+
+    def statements(self) -> Iterator[Statement]:
+        """Yield a statement for each node, after a copy of each value that the node must not overwrite."""
+        dying, offered = _last_uses(self.block), _offered(self.block)
+        for i, node in enumerate(self.block.body):
+            overwritten = {n: self.names[n] for n in written(node)}
+            for n, name in overwritten.items():
+                if self.last_reads.get(root(n)) != i:
+                    self.names[n] = f"n{i}_{name}"
+                    yield Statement(self.names[n], f"copied({name})")
+            expression = self._expression(node, [self.names[n] for n in overwritten])
+            self.names |= overwritten
+            self.names[node] = f"n{i}"
+            releases = [self.names[n] for n in dying.get(node, ()) if n in self.names]
+            yield Statement(f"n{i}", expression, releases, offered.get(node))
+
+    @cached_property
+    def last_reads(self) -> dict[fx.Node, int]:
+        """The place of the last node that reads each memory that the block makes and does not return."""
+        made = set(self.block.body) - {root(n) for n in self.block.results}
+        reads = {root(n): i for i, node in enumerate(self.block.body) for n in node.all_input_nodes}
+        return {n: i for n, i in reads.items() if n in made}
+
+    def _expression(self, node: fx.Node, overwritten: Sequence[str]) -> str:
+        """Return a node's call. Where it writes and returns other results, a tuple of these and what it wrote to."""
+        call = self._call(node)
+        if not overwritten or returns_itself(node):
+            return call
+        target: Any = node.target
+        count = len(target._schema.returns)
+        results = f"({'*' if count > 1 else ''}{call}, {', '.join(overwritten)})"
+        return results if count else f"{results}[1:]"
+
+    def _call(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(self.module)
+            return self._global(value.detach() if isinstance(value, Tensor) else value)
+        if node.target is operator.getitem:
+            return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
+        if node.target in OPERATORS:
+            return OPERATORS[node.target].join(map(self.text, node.args))
+        function = fastest(node) if self.bindings else node.target
+        arguments = [*map(self.text, node.args), *(f"{key}={self.text(value)}" for key, value in node.kwargs.items())]
+        name = self._global(function, str(getattr(function, "__name__", "")).replace(".", "_"))
+        return f"{name}({', '.join(arguments)})"
+
+    def _global(self, value: Any, hint: str = "") -> str:
+        """Return a global name of a value: the hint where it is free."""
         name = hint if hint.isidentifier() and self.globals.get(hint, value) is value else f"_{len(self.globals)}"
         self.globals[name] = value
         return name
 
     def text(self, arg: Any) -> str:
-        """An argument as source."""
+        """Return an argument as source."""
         if isinstance(arg, fx.Node):
             return self.names[arg]
         if isinstance(arg, list) or type(arg) is tuple:
@@ -59,209 +180,53 @@ class _Writer:
             return "{" + ", ".join(f"{key!r}: {self.text(value)}" for key, value in arg.items()) + "}"
         if isinstance(arg, slice):
             return f"slice({self.text(arg.start)}, {self.text(arg.stop)}, {self.text(arg.step)})"
-        return repr(arg) if type(arg) in SIMPLE else self.known(arg, "")
-
-    def call(self, node: fx.Node) -> str:
-        if node.op == "get_attr":
-            value = operator.attrgetter(str(node.target))(self.module)
-            return self.known(value.detach() if isinstance(value, Tensor) else value, "")
-        if node.target is operator.getitem:
-            return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
-        if node.target in OPERATORS:
-            return OPERATORS[node.target].join(map(self.text, node.args))
-        target, args = quick(node) if self.bindings else (node.target, node.args)
-        hint = str(getattr(target, "__name__", "")).replace(".", "_")
-        given = [*map(self.text, args), *(f"{key}={self.text(value)}" for key, value in node.kwargs.items())]
-        return f"{self.known(target, hint)}({', '.join(given)})"
+        return repr(arg) if type(arg) in SIMPLE else self._global(arg)
 
 
-def emit(block: Block, module: torch.nn.Module, bindings: bool = True) -> Callable[..., Any]:
-    """The block as a function of lists; without `bindings`, of calls that a compiler knows."""
-    block = fewer_moves(block) if bindings else block
-    block = replace(block, body=_apart(block.body))
-    writer = _Writer(module, bindings)
-    used = {n for node in block.body for n in node.all_input_nodes} | _nodes(block.outputs)
-    last = _last_uses(block)
-    for name, values in block.inputs.items():
-        for i, node in enumerate(values):
-            if node is not None and node in used and node not in writer.names:
-                writer.names[node] = f"{name}{i}"
-                writer.lines.append(f"{name}{i} = {name}[{i}]")
-    if block.empties:
-        writer.lines.append(f"{block.empties}.clear()")
-    ends, offered = _ends(block), _offered(block)
-    for i, node in enumerate(block.body):
-        into = {n: writer.names[n] for n in written(node)}
-        for n in into:
-            if ends.get(root(n)) != i:
-                copy = f"n{i}_{writer.names[n]}"
-                writer.lines.append(f"{copy} = {writer.known(copied, 'copied')}({writer.names[n]})")
-                writer.names[n] = copy
-        source = writer.call(node)
-        if into and not gives_itself(node):
-            count = len(node.target._schema.returns)  # type: ignore[union-attr]
-            results = f"*{source}" if count > 1 else source
-            source = f"({results}, {', '.join(writer.names[n] for n in into)})" + ("" if count else "[1:]")
-        writer.names |= into
-        writer.names[node] = f"n{i}"
-        writer.lines.append(f"n{i} = {source}")
-        dead = [writer.names[n] for n in last.get(node, ()) if n in writer.names]
-        if dead:
-            writer.lines.append(f"del {', '.join(dead)}")
-        if node in offered:
-            writer.lines.append(f"n{i} = {writer.known(offer, 'offer')}(sink, {offered[node]}, n{i})")
-    writer.lines.append("return " + ", ".join(writer.text(list(values)) for values in block.outputs))
-    arguments = [*block.inputs, *([] if block.large is None else ["sink"])]
-    source = f"def {block.name}({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in writer.lines)
-    exec(compile(source, f"<fpipe {block.name}>", "exec"), writer.globals)
-    found: Callable[..., Any] = writer.globals[block.name]
-    found.__doc__ = source
-    return found
+def offer(sink: Sink | None, i: int, x: Tensor) -> Tensor | None:
+    """Return the i-th gradient, or None if the sink has taken it."""
+    return None if sink is not None and sink.take(i, x) else x
 
 
-def _apart(body: Sequence[fx.Node]) -> list[fx.Node]:
-    """The same nodes, with several results taken apart at once, so that none keeps the others."""
+def copied(x: Tensor) -> Tensor:
+    """Return a copy with the same strides."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _unpacked_at_once(body: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the nodes with the items of a tuple right after it, so that no item keeps the others alive."""
     items: dict[Any, list[fx.Node]] = {}
     for node in body:
         if node.target is operator.getitem:
             items.setdefault(node.args[0], []).append(node)
     inside = set(body)
-    found: list[fx.Node] = []
+    order: list[fx.Node] = []
     for node in body:
         if node.target is not operator.getitem or node.args[0] not in inside:
             todo = [node]
             while todo:
-                found.append(todo.pop(0))
-                todo = items.get(found[-1], []) + todo
-    return found
-
-
-def _ends(block: Block) -> dict[fx.Node, int]:
-    """Of each memory made in the block, and not handed on, which node is the last to read it."""
-    theirs = {root(n) for n in _nodes(block.outputs)}
-    found = {root(n): i for i, node in enumerate(block.body) for n in node.all_input_nodes}
-    ours = set(block.body) - theirs
-    return {n: i for n, i in found.items() if n in ours}
+                order.append(todo.pop(0))
+                todo = items.get(order[-1], []) + todo
+    return order
 
 
 def _offered(block: Block) -> dict[fx.Node, int]:
-    """The large results that nothing else needs, and their numbers."""
+    """Return the numbers of the large results that are read nowhere else."""
     results = Counter(x for values in block.outputs for x in values if isinstance(x, fx.Node))
     used = {n for node in block.body for n in node.all_input_nodes}
-    found = {block.outputs[0][i]: i for i in sorted(block.large or ())}
-    return {node: i for node, i in found.items() if results[node] == 1 and node not in used}
-
-
-def offer(sink: Sink | None, i: int, x: Tensor) -> Tensor | None:
-    """The result, or None if the sink has taken it."""
-    return None if sink is not None and sink.take(i, x) else x
-
-
-def copied(x: Tensor) -> Tensor:
-    """A copy laid out the same."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
-
-
-def _nodes(outputs: Sequence[Sequence[Any]]) -> set[fx.Node]:
-    return {x for values in outputs for x in values if isinstance(x, fx.Node)}
+    large = {block.outputs[0][i]: i for i in sorted(block.large or ())}
+    return {node: i for node, i in large.items() if results[node] == 1 and node not in used}
 
 
 def _last_uses(block: Block) -> dict[fx.Node, list[fx.Node]]:
-    """What each node is the last to use; of outputs nothing."""
-    kept = _nodes(block.outputs)
-    found: dict[fx.Node, fx.Node] = {}
+    """Return the values that die after each node. Outputs do not die; a value without users dies at once."""
+    users: dict[fx.Node, fx.Node] = {}
     for node in block.body:
-        found.setdefault(node, node)  # used by none
+        users.setdefault(node, node)
         for n in node.all_input_nodes:
-            found[n] = node
-    grouped: dict[fx.Node, list[fx.Node]] = {}
-    for n, user in found.items():
-        if n not in kept:
-            grouped.setdefault(user, []).append(n)
-    return grouped
-
-
-def quick(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """The fastest way to call a node's operation, with its arguments."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return target, node.args
-    if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-        return torch.reshape, node.args  # a fake's strides may be wrong, and then only reshape gives the same values
-    if target == torch.ops.aten.sym_size.int:
-        return _size, node.args
-    binding = getattr(torch._C._VariableFunctions, target._schema.name.removeprefix("aten::"), None)
-    if binding is None or not target._schema.name.startswith("aten::"):
-        return target._op, node.args
-    return (binding if _comes_to(binding, target, node) else target._op), node.args
-
-
-def _size(x: Tensor, dim: int) -> int:
-    return x.shape[dim]
-
-
-KNOWN: dict[Hashable, bool] = {}
-"""Whether a binding comes to an operation, by the kinds of the arguments."""
-
-
-def _comes_to(binding: Callable[..., Any], target: Any, node: fx.Node) -> bool:
-    leaves, spec = optree.tree_flatten(_thawed((node.args, node.kwargs)), none_is_leaf=True)
-    key = target, spec, tuple(map(_kind, leaves))
-    if key not in KNOWN:
-        KNOWN[key] = _try(binding, target, node)
-    return KNOWN[key]
-
-
-def _thawed(arg: Any) -> Any:
-    """Arguments in lists and dicts proper, which optree knows."""
-    if isinstance(arg, list | tuple):
-        return (list if isinstance(arg, list) else tuple)(map(_thawed, arg))
-    return {key: _thawed(x) for key, x in arg.items()} if isinstance(arg, dict) else arg
-
-
-def _kind(x: Any) -> Any:
-    value = x.meta.get("val") if isinstance(x, fx.Node) else x
-    return (value.dtype, value.dim()) if isinstance(value, Tensor) else type(value)
-
-
-def _try(binding: Callable[..., Any], target: Any, node: fx.Node) -> bool:
-    args, kwargs = _thawed(fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val")))
-    given = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type, var-annotated]
-    fakes = [x for x in given if isinstance(x, FakeTensor)]
-    if not fakes:
-        return False
-    calls = _Calls()
-    with suppress(Exception), torch.no_grad(), fakes[0].fake_mode, calls:
-        binding(*args, **kwargs)
-    if len(calls.found) != 1 or calls.found[0][0] is not target:
-        return False
-    wanted, found = (_by_name(target, *given) for given in ((args, kwargs), calls.found[0][1:]))
-    return wanted.keys() == found.keys() and all(map(_equal, wanted.values(), found.values()))
-
-
-def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    formal = target._schema.arguments
-    defaults = {a.name: a.default_value for a in formal if a.has_default_value()}
-    given = {a.name: value for a, value in zip(formal, args, strict=False)}
-    return {a.name: (defaults | given | dict(kwargs)).get(a.name) for a in formal}
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return a is b
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return type(a) is type(b) and repr(a) == repr(b)
-
-
-class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[tuple[Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim":
-            self.found.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            users[n] = node
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for n, user in users.items():
+        if n not in block.results:
+            dying.setdefault(user, []).append(n)
+    return dying

@@ -53,7 +53,7 @@ aten = torch.ops.aten
 PARTS = {aten.select_backward.default, aten.slice_backward.default}
 
 
-def fewer_moves(block: Block) -> Block:
+def with_fewer_copies(block: Block) -> Block:
     """The same block by fewer operations; one that writes in place stays as it is."""
     return block if any(map(written, block.body)) else _Moves(block).run()
 

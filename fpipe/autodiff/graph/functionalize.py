@@ -34,7 +34,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     return [n for x in found for n in (x if isinstance(x, list | tuple) else [x]) if isinstance(n, fx.Node)]
 
 
-def gives_itself(node: fx.Node) -> bool:
+def returns_itself(node: fx.Node) -> bool:
     """Whether a node that writes gives what it wrote to, rather than results of its own."""
     returns = node.target._schema.returns  # type: ignore[union-attr]
     return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
@@ -152,7 +152,7 @@ class _Functional:
     def _write(self, node: fx.Node, into: list[fx.Node]) -> None:
         if node.target in (aten.set_.source_Tensor, aten.resize_.default):
             raise Untraceable(f"{node.target} changes a tensor's memory")
-        made = [node] if gives_itself(node) else list(self._results(node, len(into)))
+        made = [node] if returns_itself(node) else list(self._results(node, len(into)))
         for old, new in zip(into, made, strict=True):
             before = self.traced[old]
             memory = self._memory(before)
