@@ -31,7 +31,7 @@ import fpipe
 from benchmarks import models
 from fpipe import Pipeline, Placement, Plan, handlers, interop, lower, schedules
 from fpipe.autodiff.graph.block import Sink
-from fpipe.autodiff.interface import Leaves, Pieces, Prepared, WeightGradients, prepared
+from fpipe.autodiff.interface import DifferentiablePipeline, Leaves, Prepared, WeightGradients, prepared
 from fpipe.effects import Send
 from fpipe.handlers.distributed.signature import signature_of
 from fpipe.handlers.distributed.wire import SMALL, PayloadCodec
@@ -79,9 +79,9 @@ class Stub:
         return WeightGradients([])
 
 
-def stubs(stages: int, given: torch.Tensor) -> Pieces:
+def stubs(stages: int, given: torch.Tensor) -> DifferentiablePipeline:
     pipeline = Pipeline([lambda p, x: x] * stages)
-    return Pieces(pipeline, tuple(Stub(stage, given) for stage in pipeline.stages), loss=False)
+    return DifferentiablePipeline(pipeline, tuple(Stub(stage, given) for stage in pipeline.stages), loss=False)
 
 
 def median(function: Callable[[], object], repeats: int = REPEATS) -> float:

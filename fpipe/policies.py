@@ -1,9 +1,9 @@
-"""Rematerialisation: what of a forward is kept for its backward, named as in `jax.checkpoint_policies`.
+"""Rematerialisation policies: which values a forward saves for its backward, named as in `jax.checkpoint_policies`.
 
-A policy says of a value whether it is kept; what the backward needs beyond that is computed again, at most once
-for every microbatch. None leaves it open: the value is kept unless it comes from others that are. Inputs, what
-depends on parameters alone, and random draws are never computed again. A policy changes memory and time, and not
-a bit of the result.
+A policy returns whether to save a value. The backward recomputes the other values that it needs, at most once for
+each microbatch. None leaves the choice to fpipe, which saves the value unless it can be recomputed from saved ones.
+Inputs, values that depend on parameters alone, and random draws are never recomputed. A policy changes memory and
+time, but no bit of the result.
 
     step = value_and_grad(pipeline, schedule, plan, handler=handler, policy=policies.dots_saveable)
 """
@@ -19,12 +19,12 @@ from torch import Tensor
 
 
 class Value(NamedTuple):
-    """What a policy is asked about.
+    """A value of a forward, for a policy.
 
     Args:
-        op: the operation that makes it: `torch.ops.aten.mm.default`.
-        names: what `checkpoint_name` calls it.
-        shape, dtype: of the value itself.
+        op: the operation that computes it: `torch.ops.aten.mm.default`.
+        names: its names by `checkpoint_name`.
+        shape, dtype: of the value; `()` and None if it is not a tensor.
     """
 
     op: Any
@@ -87,30 +87,30 @@ NORMS = {
 
 
 def everything_saveable(value: Value) -> bool:
-    """Keep all that the backward needs: the default."""
+    """Save every value that the backward needs. The default."""
     return True
 
 
 def nothing_saveable(value: Value) -> bool:
-    """Keep the stage's inputs, and compute the rest again."""
+    """Save the stage's inputs only."""
     return False
 
 
 def dots_saveable(value: Value) -> bool:
-    """Keep what matrix products, convolutions and attention give, and compute the rest again."""
+    """Save only the results of matrix products, convolutions and attention."""
     return _name(value.op) in DOTS
 
 
 def cheap(value: Value) -> bool | None:
-    """Compute again, from what is kept, what memory bounds: pointwise operations and normalisations."""
+    """Recompute operations that are bound by memory: pointwise operations and normalisations."""
     return None if _is_cheap(value.op) else True
 
 
 def save_only(*names: str) -> Policy:
-    """Keep the values that `checkpoint_name` gave one of these names, and compute the rest again.
+    """Return a policy that saves only the values with one of these names, by `checkpoint_name`.
 
     Raises:
-        TypeError: a name that is no string.
+        TypeError: a name is not a string.
 
     >>> keep = save_only("hidden")
     >>> keep(Value(torch.ops.aten.mm.default, frozenset({"hidden"}), (2, 2), torch.float32))
@@ -127,7 +127,7 @@ def save_only(*names: str) -> Policy:
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
-    """Name a tensor for `save_only`, as `jax.ad_checkpoint.checkpoint_name` does; it gives the tensor back.
+    """Name a tensor for `save_only`, and return it, as `jax.ad_checkpoint.checkpoint_name` does.
 
     >>> checkpoint_name(torch.ones(2), "hidden")
     tensor([1., 1.])
@@ -141,7 +141,7 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
 
 
 NAMING: ContextVar[Callable[[str], None] | None] = ContextVar("NAMING", default=None)
-"""Where the trace that is running takes the name of the last value."""
+"""Takes the name of the last value of the trace that is running."""
 
 
 def _name(op: Any) -> str:

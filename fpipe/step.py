@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.interface import Pieces
+from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.effects import parts
 from fpipe.errors import ScheduleError, StageError
@@ -268,11 +268,13 @@ class _StepSpec:
                     "order, so place it on one rank"
                 )
 
-    def pieces(self) -> Pieces:
+    def pieces(self) -> DifferentiablePipeline:
         """Return the stages' functions; those of the last stage include the loss where it is computed."""
         pipeline = with_loss(self.pipeline, self.has_aux) if self.loss else self.pipeline
         gather = self.gather and (self.has_aux or not self.loss)
-        return Pieces(pipeline, self.options.pieces(pipeline, self.loss), self.loss, gather, self._merge)
+        return DifferentiablePipeline(
+            pipeline, self.options.pieces(pipeline, self.loss), self.loss, gather, self._merge
+        )
 
     def _merge(self, outputs: Mapping[int, Any]) -> Any:
         return merge([outputs[m] for m in range(self.plan.microbatches)], self.out_axes)

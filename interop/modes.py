@@ -1,4 +1,4 @@
-"""Training and evaluation: which of the two a stage's function is, is settled when it is made."""
+"""Train and eval mode: fixed when a stage function is created. `eval_mode` makes the other."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from fpipe.stages.pipeline import Pipeline
 
 
 def eval_mode(pipeline: Pipeline, mode: bool = True) -> Pipeline:
-    """The same pipeline with its modules in evaluation mode: no dropout, batch norm by its running statistics.
+    """Return the pipeline with its modules in evaluation mode: no dropout, batch norm by its running statistics.
 
-    Stages from `split` are exported again and cut at the same points; params and state are those of the pipeline
-    given, which evaluation leaves as they are.
+    Stages of `split` are exported again and split at the same points. Params and state are the same trees as before;
+    evaluation does not change the state.
 
     Args:
-        mode: False for training: each submodule is in the mode that it was in when the pipeline was made, so that what
-            was frozen in evaluation stays so; if none trained then, all do.
+        mode: False for training. Each submodule is then in the mode in which the pipeline was made, so that a submodule
+            in evaluation mode stays there. If all were in evaluation mode, all train.
 
     Raises:
-        ValueError: in this mode the module can't be cut at the same points, or changes other buffers; or a stage is a
-            graph already, as of a `Pipe`.
+        ValueError: in this mode the module cannot be split at the same points, or changes other buffers; or a stage is
+            a graph that was traced in one mode, as of a `Pipe`.
     """
     if any(isinstance(stage.fn, GraphFunction) for stage in pipeline.stages):
         return _exported_again(pipeline, mode)
     functions = {i: stage.fn for i, stage in enumerate(pipeline.stages) if isinstance(stage.fn, ModuleFunction)}
-    made = {i: fn.skeleton if fn.made is None else fn.made for i, fn in functions.items()}
+    made = {i: fn.skeleton if fn.original_mode is None else fn.original_mode for i, fn in functions.items()}
     for i, module in made.items():
         if any(isinstance(part, fx.GraphModule) for part in module.modules()):
             raise ValueError(
@@ -43,7 +43,7 @@ def eval_mode(pipeline: Pipeline, mode: bool = True) -> Pipeline:
     stages = list(pipeline.stages)
     for i, fn in functions.items():
         module = _in_mode(made[i], mode, trained)
-        function = replace(fn, skeleton=module, made=None if module is made[i] else made[i])
+        function = replace(fn, skeleton=module, original_mode=None if module is made[i] else made[i])
         stages[i] = replace(stages[i], fn=function)
     return pipeline.replace(stages, pipeline.loss)
 
@@ -53,19 +53,19 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _in_mode(made: nn.Module, evaluating: bool, trained: bool) -> nn.Module:
-    """A module in evaluation, or in training as it was made; `trained`, if it was."""
+    """Return a module in evaluation mode, or in training mode: its original one if that was `trained`."""
     return made if trained and not evaluating else copy.deepcopy(made).train(not evaluating)
 
 
 def _exported_again(pipeline: Pipeline, evaluating: bool) -> Pipeline:
-    recipe = next(stage.fn.recipe for stage in pipeline.stages if isinstance(stage.fn, GraphFunction))
-    module = _in_mode(recipe.skeleton, evaluating, _trains(recipe.skeleton))
-    exported = export(module, recipe.call, recipe.dynamic_shapes, recipe.device)
-    if new := sorted(exported.changed.keys() - recipe.state):
+    split_spec = next(stage.fn.split_spec for stage in pipeline.stages if isinstance(stage.fn, GraphFunction))
+    module = _in_mode(split_spec.skeleton, evaluating, _trains(split_spec.skeleton))
+    exported = export(module, split_spec.call, split_spec.dynamic_shapes, split_spec.device)
+    if new := sorted(exported.changed.keys() - split_spec.state):
         raise ValueError(
             f"in this mode forward changes the buffers {', '.join(new)}, which are params of the pipeline given: split "
             "the module in training mode, and take eval_mode of that"
         )
-    flow = Flow(exported, {name: recipe.homes[name] for name in recipe.state})
-    made, _ = assembled(recipe, flow, pipeline.loss)  # whose skeleton keeps the modes that it was made in
+    flow = Flow(exported, {name: split_spec.homes[name] for name in split_spec.state})
+    made, _ = assembled(split_spec, flow, pipeline.loss)  # the skeleton keeps its original modes
     return pipeline.replace(made.stages, pipeline.loss) if made.entries == pipeline.entries else made

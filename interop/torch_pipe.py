@@ -1,4 +1,4 @@
-"""What torch.distributed.pipelining (and PiPPy before it) has cut already, as a pipeline of fpipe's."""
+"""Convert a `Pipe` of torch.distributed.pipelining to a pipeline of fpipe."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe
 
 from fpipe.interop.modules.functions import ModuleFunction, StatefulModuleFunction, Tree, from_modules
-from fpipe.interop.modules.skeletons import owning
+from fpipe.interop.modules.skeletons import bind_tensors
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import describe
 from fpipe.stages.stage import Batch, Output, Read, Stage
 
 Sizes = tuple[int | None, ...]
-"""Of a tensor, by axis; None where any will do."""
+"""The sizes of a tensor, by axis; None for any size."""
 
 
 @dataclass(frozen=True)
 class TracedFunction(ModuleFunction):
-    """A graph that was traced for inputs of some sizes; None for what is no tensor."""
+    """A graph that was traced for inputs of these sizes; None for an input that is not a tensor."""
 
     sizes: tuple[Sizes | None, ...] = ()
 
@@ -41,21 +41,21 @@ class StatefulTracedFunction(StatefulModuleFunction):
 
 
 def from_pipe(pipe: Pipe, *, loss: Callable[..., Any] | None = None) -> tuple[Pipeline, dict[int, Tree]]:
-    """A `Pipe`, as `torch.distributed.pipelining.pipeline` makes it: its stage modules, and who reads what of whom.
+    """Return `(pipeline, params)` for a `Pipe` of `torch.distributed.pipelining.pipeline`.
 
-    A value that skips stages goes straight to its readers. A parameter that several stages have under one name is
-    tied; where the module shared it between two names, torch has made copies, which only `interop.split` of the
-    module itself ties again. With one input the batch is that, with several it is a tuple of them. The output is the
-    last stage's, as under torch's schedules. The mode, of training or evaluation, is the one that was traced. So are
-    the sizes, which a graph may hold as numbers: microbatches of another size than `mb_args` had are refused.
+    A value that skips stages is sent directly to the stages that read it. A parameter that several stages have under
+    one name is tied. If the module shared it under two names, torch has made copies; only `interop.split` of the
+    module ties these. The batch is the only input, or a tuple of all inputs. The output is the last stage's, as under
+    torch's schedules. The mode, train or eval, is the traced one. The sizes are the traced ones as well, because a
+    graph may contain them as numbers: microbatches of another size than `mb_args` are refused.
 
     Args:
         loss: `loss(output, target) -> loss | (loss, aux)`.
 
     Raises:
-        TypeError: it is no `Pipe`.
+        TypeError: it is not a `Pipe`.
         ValueError: forward returns something else than the last stage's output.
-        StageError: what a stage would lose, as by `interop.from_modules`.
+        StageError: as `interop.from_modules`.
 
     The state of stages with buffers is `interop.buffers([pipe.get_stage_module(i) for i in range(pipe.num_stages)])`.
     """
@@ -71,11 +71,11 @@ def from_pipe(pipe: Pipe, *, loss: Callable[..., Any] | None = None) -> tuple[Pi
 
 
 def _traced(stage: Stage, module: nn.Module) -> Stage:
-    """The stage, refusing other sizes than its graph was traced for."""
+    """Return the stage with a check of the sizes that its graph was traced for."""
     assert isinstance(stage.fn, ModuleFunction)
     sizes = tuple(_sizes(node) for node in module.graph.nodes if node.op == "placeholder")  # type: ignore[union-attr]
     kind = StatefulTracedFunction if stage.stateful else TracedFunction
-    return replace(stage, fn=kind(stage.fn.skeleton, stage.fn.qualified, stage.fn.made, sizes))
+    return replace(stage, fn=kind(stage.fn.skeleton, stage.fn.qualified, stage.fn.original_mode, sizes))
 
 
 def _sizes(node: fx.Node) -> Sizes | None:
@@ -97,17 +97,17 @@ def _check(traced: Sequence[Sizes | None], inputs: Sequence[Any]) -> None:
 
 
 def _sharing(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules with one parameter for each name."""
+    """Return the modules with one parameter for each name."""
     first: Tree = {}
     found = []
     for module in modules:
         own = {name: first.setdefault(name, parameter) for name, parameter in module.named_parameters()}
-        found.append(owning(module, {**own, **dict(module.named_buffers())}))
+        found.append(bind_tensors(module, {**own, **dict(module.named_buffers())}))
     return found
 
 
 def _reads(graph: fx.Graph) -> dict[int, list[Read]]:
-    """What each stage reads, from the graph that calls one after the other."""
+    """Return the reads of each stage, from the graph that calls the stages in order."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     known: dict[Any, Any] = {node: Batch(i) if len(inputs) > 1 else Batch() for i, node in enumerate(inputs)}
     reads: dict[int, list[Read]] = {}
@@ -124,7 +124,7 @@ def _reads(graph: fx.Graph) -> dict[int, list[Read]]:
 
 
 def _check_output(returned: Any, known: dict[Any, Any], last: int) -> None:
-    """That the last stage's output is all that forward returns."""
+    """Raise ValueError unless forward returns the last stage's output."""
     found = [known.get(x) for x in returned] if isinstance(returned, tuple | list) else [known.get(returned)]
     if found not in ([Output(last)], [Output(last, i) for i in range(len(found))]):
         others = sorted({f"stage {x.stage}" if isinstance(x, Output) else "the batch" for x in found if x is not None})

@@ -1,4 +1,4 @@
-"""Hugging Face's models: split as they are, and loaded stage by stage from a local folder. Extra `transformers`."""
+"""Split Hugging Face's models, and load them stage by stage from a local folder. Needs the extra `transformers`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from fpipe.interop.modules.functions import Tree
 from fpipe.interop.modules.state_dicts import from_state_dict
 from fpipe.interop.splitting.split import split as split_module
 from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.stage import StageFunction
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 IGNORED = -100
-"""The label of a token that does not count."""
+"""The label of a token that the loss ignores."""
 
 
 def split(model: nn.Module, *, example: Mapping[str, Tensor], **options: Any) -> tuple[Pipeline, dict[int, Tree]]:
-    """A model of `transformers` in stages, whose loss is the model's own where the batch has labels.
+    """Split a model of `transformers`. If the batch has labels, the loss is the model's own.
 
     Args:
         example: a microbatch, by the names of forward's arguments: `{"input_ids": …, "labels": …}`.
-        options: those of `interop.split`: `at=["transformer.h.2"]`, or `stages=` with a `policy=`, and others.
+        options: of `interop.split`: `at=["transformer.h.2"]`, or `stages=` with a `policy=`, and others.
 
-    The batch of a step is such a mapping of all samples. Its target, on the last stage's rank, is what `weight` weighs
-    microbatches by: the labels, `value_and_grad(..., weight=tokens)`, so that each token weighs the same.
+    The batch of a step is such a mapping of all samples. The target, on the last stage's rank, is the labels if
+    microbatches are weighted by tokens: `value_and_grad(..., weight=tokens)`.
 
     Raises:
-        ValueError: the model can't be exported, or a cut is wrong.
+        StageError: the model cannot be exported.
+        ValueError: a split point does not exist.
     """
     given = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     loss = options.pop("loss", _own_loss if "labels" in example else None)
@@ -48,12 +50,12 @@ def _own_loss(output: Mapping[str, Any], target: Any) -> Tensor:
 
 
 def tokens(labels: Tensor | None, shifted: bool = True) -> Tensor:
-    """How many labels count: the weight of a microbatch.
+    """Return the number of labels that the loss does not ignore: the weight of a microbatch.
 
     Args:
         labels: the step's target.
-        shifted: for models that predict the next token, whose first label is nobody's; False for masked or
-            sequence-to-sequence ones.
+        shifted: the model predicts the next token, so the first label is not used; False for masked or
+            sequence-to-sequence models.
 
     Raises:
         ValueError: there are no labels.
@@ -62,7 +64,7 @@ def tokens(labels: Tensor | None, shifted: bool = True) -> Tensor:
     tensor(2)
     """
     if labels is None:
-        raise ValueError("tokens weighs by the labels, and is given none: pass them as the step's target as well")
+        raise ValueError("tokens needs the labels, and got None: pass them as the step's target as well")
     return (labels[..., 1:] if shifted else labels).ne(IGNORED).sum()
 
 
@@ -73,37 +75,37 @@ def load(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[dict[int, Tree], dict[int, Tree]]:
-    """`(params, state)` of some stages, out of the safetensors that `save_pretrained` has written.
+    """Load `(params, state)` of some stages from the safetensors of `save_pretrained`.
 
     Args:
-        stages: those that are wanted: `plan.stages_on(rank)`. By default all. Nothing else is read.
-        dtype: of floating-point tensors, where it is to be another than the file's.
+        stages: the stages to load: `plan.stages_on(rank)`. By default all. Other tensors are not read.
+        dtype: of floating-point tensors, if it differs from the file's.
 
-    A model that is loaded so needs no memory of its own: make it under `torch.device("meta")`, and split it.
+    The model itself needs no memory: make it under `torch.device("meta")`, and split it.
 
     Raises:
         FileNotFoundError: the folder has no safetensors.
         ImportError: safetensors is not installed.
-        ValueError: tensors are missing, or of other shapes: it is another model's; or names fit in several ways.
+        ValueError: tensors are missing or have other shapes, as of another model; or names match in several ways.
 
-    Tensors that the model's own parts have no place for, such as those of more layers, are a warning.
+    Tensors that the model lacks, such as those of more layers, cause a warning.
     """
     with ExitStack() as stack:
         return from_state_dict(pipeline, _Pretrained(Path(folder), pipeline, dtype, stack), stages)
 
 
 class _Front(NamedTuple):
-    """What the files' names have in front: one component `more` than the model's, or one `less`."""
+    """The difference between the files' names and the model's: one component `more` in front, or one `less`."""
 
     more: str = ""
     less: str = ""
 
     def there(self, name: str) -> str | None:
-        """The files' name for the model's; None for what lies outside, as a head does."""
+        """Return the files' name for a name of the model; None if the files have none, as for a head."""
         return self.more + name.removeprefix(self.less) if name.startswith(self.less) else None
 
     def here(self, name: str) -> str | None:
-        """The model's name for the files'."""
+        """Return the model's name for a name of the files."""
         return self.less + name.removeprefix(self.more) if name.startswith(self.more) else None
 
     def __str__(self) -> str:
@@ -111,26 +113,26 @@ class _Front(NamedTuple):
 
 
 def _fronts(names: Iterable[str], there: Iterable[str]) -> list[_Front]:
-    """Every front that some name may have; sorted, so that all ranks see one order."""
+    """Return all candidates, in an order that is equal on all ranks."""
     more, less = ({f"{name.partition('.')[0]}." for name in some if "." in name} for some in (there, names))
     return [_Front(), *(_Front(more=x) for x in sorted(more)), *(_Front(less=x) for x in sorted(less))]
 
 
 class _Pretrained(Mapping[str, Tensor]):
-    """The tensors of a folder under the names of a model, each read when it is asked for.
+    """The tensors of a folder under the names of a model. Each is read at its access.
 
-    A base model's files do for a model with a head, and the other way round: all names may have one component more in
-    front, or one less.
+    The files may be of the base model while the model has a head, or the reverse: then all names have one component
+    more in front, or one less.
     """
 
     def __init__(self, folder: Path, pipeline: Pipeline, dtype: torch.dtype | None, stack: ExitStack) -> None:
         self.folder, self.dtype, self.stack = folder, dtype, stack
         self.files: dict[str, Any] = {}
         self.homes = self._read_index()
-        functions: list[Any] = [stage.fn for stage in pipeline.stages]
-        names = {name: None for fn in functions for name in getattr(fn, "aliases", ())}
+        functions = [stage.fn for stage in pipeline.stages if isinstance(stage.fn, StageFunction)]
+        names = {name: None for fn in functions for name in fn.aliases}
         front, self.names = self._named(names)
-        if left := self._left(front, {*names, *(name for fn in functions for name in getattr(fn, "kept", ()))}):
+        if left := self._left(front, {*names, *(name for fn in functions for name in fn.nonpersistent_buffers)}):
             warnings.warn(
                 f"{folder} has tensors that the model has no place for: {', '.join(left[:3])}"
                 f"{f' and {len(left) - 3} more' if len(left) > 3 else ''}; is it a larger model's?",
@@ -138,7 +140,7 @@ class _Pretrained(Mapping[str, Tensor]):
             )
 
     def _named(self, names: Iterable[str]) -> tuple[_Front, dict[str, str]]:
-        """The one front that finds all that any does, and the files' names by the model's."""
+        """Return the front that matches all names that any front matches, and the files' names by the model's."""
         found = {
             front: {name: there for name in names if (there := front.there(name)) in self.homes}
             for front in _fronts(names, self.homes)
@@ -153,7 +155,7 @@ class _Pretrained(Mapping[str, Tensor]):
         return fitting[0], found[fitting[0]]
 
     def _left(self, front: _Front, known: Collection[str]) -> list[str]:
-        """The files' names below the model's own parts that the model lacks: those of other heads are none of them."""
+        """Return the files' names that the model lacks, except for other heads."""
 
         def part(name: str) -> str:
             return front.less + name.removeprefix(front.less).partition(".")[0]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fpipe
 from fpipe import Batch, Output, Pipeline, Placement, Plan, ScheduleError, Stage, handlers, interop, schedules
 from fpipe.autodiff.eager import Eager
-from fpipe.autodiff.interface import Pieces
+from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, parts
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import with_loss
@@ -369,7 +369,7 @@ LIVING = []
 def test_what_a_backward_uses_up_is_its_alone(name, schedule):
     case, generator, plan = cases.make(name, schedule, 2, 4)
     pipeline, programs = with_loss(case.pipeline, False), fpipe.lower(generator, plan)
-    pieces = Pieces(pipeline, tuple(map(Watching, pipeline.stages)))
+    pieces = DifferentiablePipeline(pipeline, tuple(map(Watching, pipeline.stages)))
     microbatches = map(Microbatch, case.batch.chunk(4), case.target.chunk(4))
     LIVING.clear()
     handlers.Local().compile(programs, pieces, None)(handlers.Inputs(case.params, {}, list(microbatches)))

@@ -1,1 +1,1 @@
-"""A stage as pieces: prepare, forward, backward, backward_input, backward_weight."""
+"""A stage's forward and backward: prepare, forward, backward, backward_input, backward_weight."""

@@ -1,4 +1,4 @@
-"""The pieces by eager `torch.autograd.grad` on the stage's function; the split walks the graph once for each half."""
+"""Autodiff of a stage by eager `torch.autograd.grad`. A split backward walks autograd's graph once for each half."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fpipe.autodiff.graph.block import Sink
 from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients, detached, detached_tree, prepared
 from fpipe.stages.microbatch import Microbatch
-from fpipe.stages.pytree import Flat, flatten, viewed
+from fpipe.stages.pytree import Flat, alias_leaves, flatten
 from fpipe.stages.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
-class Residuals:
-    """The graph that autograd recorded, by its edges: no tensor is kept but those that its nodes saved.
+class SavedTape:
+    """The graph that autograd recorded, by its edges. It keeps only the tensors that autograd's nodes saved.
 
     Args:
-        roots: an edge for each leaf of the outputs, None where there is no gradient.
-        inputs: likewise for the leaves of each source stage's output.
-        trained: the parameters.
+        roots: an edge for each leaf of the outputs; None without a gradient.
+        inputs: the same for the leaves of each source stage's output.
+        trained: edges of the trained parameters.
     """
 
     roots: list[GradientEdge | None]
@@ -33,18 +33,18 @@ class Residuals:
 
 
 @dataclass(frozen=True, slots=True)
-class Deferred:
-    residuals: Residuals
+class DeferredTape:
+    residuals: SavedTape
     cotangents: Leaves
 
 
 @dataclass(frozen=True)
 class Eager:
-    """A stage's pieces by eager autograd.
+    """Autodiff of a stage by eager autograd.
 
     Args:
-        whole: its graph can be walked once only, as with selective checkpointing: `backward_input` then computes
-            the weight gradients as well.
+        whole: autograd can walk the stage's graph only once, as with selective checkpointing. `backward_input` then
+            computes the weight gradients as well.
     """
 
     stage: Stage
@@ -55,38 +55,38 @@ class Eager:
 
     def forward(
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
-    ) -> tuple[Flat, Residuals | None, Any]:
+    ) -> tuple[Flat, SavedTape | None, Any]:
         own = {source: [detached(x, keep) for x in value.leaves] for source, value in sources.items()}
         outputs = {source: sources[source].spec.unflatten(leaves) for source, leaves in own.items()}
         with torch.set_grad_enabled(keep):
             tree, new = self.stage(prepared.tree, state, self.stage.arguments(outputs, self.stage.given(data)))
-            leaves, spec = flatten(viewed(tree))
-        given = Flat([detached(x, keep) for x in leaves], spec)
+            leaves, spec = flatten(alias_leaves(tree))
+        output = Flat([detached(x, keep) for x in leaves], spec)
         if not keep:
-            return given, None, detached_tree(new)
+            return output, None, detached_tree(new)
         if Eager not in prepared.computed:
             prepared.computed[Eager] = [get_gradient_edge(prepared.own[i]) for i in prepared.trained]
-        inputs = {source: list(map(_edge, found)) for source, found in own.items()}
-        residuals = Residuals(list(map(_edge, leaves)), inputs, prepared.computed[Eager])
-        return given, residuals, detached_tree(new)
+        inputs = {source: list(map(_edge, values)) for source, values in own.items()}
+        residuals = SavedTape(list(map(_edge, leaves)), inputs, prepared.computed[Eager])
+        return output, residuals, detached_tree(new)
 
     def backward(
-        self, residuals: Residuals, cotangents: Leaves, sink: Sink | None = None
+        self, residuals: SavedTape, cotangents: Leaves, sink: Sink | None = None
     ) -> tuple[WeightGradients, dict[int, Leaves]]:
         count = len(residuals.trained)
-        found = _gradients(residuals, cotangents, [*residuals.trained, *_wanted(residuals)], retain=False)
-        return WeightGradients(found[:count]), _by_source(residuals, found[count:])
+        gradients = _gradients(residuals, cotangents, [*residuals.trained, *_wanted(residuals)], retain=False)
+        return WeightGradients(gradients[:count]), _by_source(residuals, gradients[count:])
 
     def backward_input(
-        self, residuals: Residuals, cotangents: Leaves
-    ) -> tuple[dict[int, Leaves], Deferred | WeightGradients]:
+        self, residuals: SavedTape, cotangents: Leaves
+    ) -> tuple[dict[int, Leaves], DeferredTape | WeightGradients]:
         if self.whole:
             weights, inputs = self.backward(residuals, cotangents)
             return inputs, weights
-        found = _gradients(residuals, cotangents, _wanted(residuals), retain=True)
-        return _by_source(residuals, found), Deferred(residuals, cotangents)
+        gradients = _gradients(residuals, cotangents, _wanted(residuals), retain=True)
+        return _by_source(residuals, gradients), DeferredTape(residuals, cotangents)
 
-    def backward_weight(self, deferred: Deferred | WeightGradients, sink: Sink | None = None) -> WeightGradients:
+    def backward_weight(self, deferred: DeferredTape | WeightGradients, sink: Sink | None = None) -> WeightGradients:
         if isinstance(deferred, WeightGradients):
             return deferred
         residuals = deferred.residuals
@@ -97,20 +97,20 @@ def _edge(x: Any) -> GradientEdge | None:
     return get_gradient_edge(x) if isinstance(x, Tensor) and x.requires_grad else None
 
 
-def _wanted(residuals: Residuals) -> list[GradientEdge]:
-    """The input leaves that want a gradient."""
+def _wanted(residuals: SavedTape) -> list[GradientEdge]:
+    """Return the edges of the input leaves that require a gradient."""
     return [edge for edges in residuals.inputs.values() for edge in edges if edge is not None]
 
 
-def _by_source(residuals: Residuals, found: Leaves) -> dict[int, Leaves]:
-    """The gradients of `_wanted`, put where their leaves stand."""
-    rest = iter(found)
+def _by_source(residuals: SavedTape, gradients: Leaves) -> dict[int, Leaves]:
+    """Return the gradients of `_wanted` by source, with None for the other leaves."""
+    rest = iter(gradients)
     return {
         source: [None if edge is None else next(rest) for edge in edges] for source, edges in residuals.inputs.items()
     }
 
 
-def _gradients(residuals: Residuals, cotangents: Leaves, wrt: Sequence[GradientEdge], retain: bool) -> Leaves:
+def _gradients(residuals: SavedTape, cotangents: Leaves, wrt: Sequence[GradientEdge], retain: bool) -> Leaves:
     pairs = [
         (root, cotangent)
         for root, cotangent in zip(residuals.roots, cotangents, strict=True)
@@ -140,6 +140,6 @@ NO_SECOND_WALK = (
 
 
 def is_reentrant(error: Exception) -> bool:
-    """Whether autograd says that a reentrant checkpoint is in its way."""
+    """Return whether autograd failed because of a reentrant checkpoint."""
     text = str(error)
     return isinstance(error, RuntimeError) and "heckpoint" in text and ".grad()" in text

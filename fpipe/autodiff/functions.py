@@ -1,4 +1,4 @@
-"""One signature's pieces, as functions of lists: traced, cut, and written out as Python or compiled."""
+"""A stage's functions for one signature: traced, partitioned, and generated as Python or compiled."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fpipe.autodiff.graph.block import Block, Sink
 from fpipe.autodiff.graph.codegen import emit
-from fpipe.autodiff.graph.cse import simplified
-from fpipe.autodiff.graph.functionalize import functional
+from fpipe.autodiff.graph.cse import without_duplicates
+from fpipe.autodiff.graph.functionalize import functionalize
 from fpipe.autodiff.graph.guards import Guards, guards
-from fpipe.autodiff.graph.partition import BackwardBlocks, Cut, NotKept, cut, layout
-from fpipe.autodiff.graph.signature import Call
+from fpipe.autodiff.graph.partition import BackwardBlocks, Blocks, NotKept, layout, partition
+from fpipe.autodiff.graph.signature import Signature
 from fpipe.autodiff.graph.trace import AS_OUTPUT, Cotangent, Joint, trace
 from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients
 from fpipe.errors import StageError
@@ -28,12 +28,13 @@ Cotangents = tuple[Cotangent, ...]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What a stage's functions are made from, besides their signature.
+class TraceConfig:
+    """How to trace a stage, apart from the signature.
 
     Args:
-        loss: leaf 0 of the stage's output is the loss, and alone gets a cotangent.
-        dynamic: sizes of what is read are symbols.
+        number: the stage's number, for messages.
+        loss: leaf 0 of the stage's output is the loss. Only it gets a cotangent.
+        dynamic: sizes of inputs are symbols.
     """
 
     stage: Stage
@@ -43,13 +44,15 @@ class Recipe:
     compile: bool
     dynamic: bool
 
-    def cut(self, call: Call, cotangents: Cotangents | None, kept: Sequence[int] | None = None) -> tuple[Joint, Cut]:
-        """Trace and cut the stage for a signature."""
-        joint = functional(trace(self.stage, call, cotangents, self.loss, self.dynamic))
+    def partition(
+        self, signature: Signature, cotangents: Cotangents | None, kept: Sequence[int] | None = None
+    ) -> tuple[Joint, Blocks]:
+        """Trace and partition the stage for a signature."""
+        joint = functionalize(trace(self.stage, signature, cotangents, self.loss, self.dynamic))
         for at, node in enumerate(joint.graph.nodes):
             node.meta["at"] = at
-        joint = simplified(joint)
-        return joint, cut(joint, self.policy, kept)
+        joint = without_duplicates(joint)
+        return joint, partition(joint, self.policy, kept)
 
     def function(self, block: Block, joint: Joint) -> Callable[..., Any]:
         return compiled(block, joint.root, self.dynamic) if self.compile else emit(block, joint.root)
@@ -60,11 +63,12 @@ class BackwardFunctions:
     """The backward for one layout of the cotangents.
 
     Args:
-        prepare: params -> `v`, what depends on them alone.
+        expected: the layouts of the cotangents, by output leaf.
+        prepare: params -> `v`, the values that depend on params alone.
         fused: v, residuals, cotangents, sink -> weight gradients, input gradients.
         input: v, residuals, cotangents -> input gradients, deferred.
         weight: v, deferred, sink -> weight gradients.
-        fresh: the weight gradients whose memory nothing else has.
+        fresh: numbers of the weight gradients that share memory with no other value.
     """
 
     expected: Cotangents
@@ -76,11 +80,11 @@ class BackwardFunctions:
 
 
 @dataclass(slots=True)
-class Residuals:
-    """What a forward kept, and what its backward needs to know.
+class SavedGraph:
+    """The residuals of a forward, with the functions that use them.
 
     Args:
-        layouts: those of the outputs, which their cotangents are expected to have; only where sizes are symbols.
+        layouts: the expected layouts of the cotangents. Set only if sizes are symbols.
     """
 
     functions: Functions
@@ -90,8 +94,8 @@ class Residuals:
 
 
 @dataclass(slots=True)
-class Deferred:
-    """What the weight gradients are computed from."""
+class DeferredGraph:
+    """The values from which `backward_weight` computes the weight gradients."""
 
     functions: Functions
     backward: BackwardFunctions
@@ -100,75 +104,81 @@ class Deferred:
 
 
 class Functions:
-    """A stage's pieces for one signature."""
+    """A stage's functions for one signature.
 
-    def __init__(self, recipe: Recipe, call: Call) -> None:
-        joint, found = recipe.cut(call, None)
-        self.recipe, self.call = recipe, call
-        self.guards: Guards | None = guards(joint.fakes, call) if recipe.dynamic else None
-        self.kept, self.digest = found.kept, found.digest
-        self.prepare: Prepare = recipe.function(found.prepare, joint)
-        self.run: Callable[[Leaves, Leaves], tuple[Leaves, Leaves, Leaves]] = recipe.function(found.forward, joint)
+    Args:
+        run: (v, inputs) -> (outputs, state, residuals). `run.source` is its text.
+        first: the backward for cotangents with the layouts of the outputs.
+        backwards: the backwards so far, by the layouts of the cotangents.
+    """
+
+    def __init__(self, config: TraceConfig, signature: Signature) -> None:
+        joint, blocks = config.partition(signature, None)
+        self.config, self.signature = config, signature
+        self.guards: Guards | None = guards(joint.fakes, signature) if config.dynamic else None
+        self.kept, self.digest = blocks.kept, blocks.digest
+        self.prepare: Prepare = config.function(blocks.prepare, joint)
+        self.run: Callable[[Leaves, Leaves], tuple[Leaves, Leaves, Leaves]] = config.function(blocks.forward, joint)
         self.wanted = joint.wanted
         self.devices = [None if n is None else n.meta["val"].device for n in joint.cotangents]
-        self.fresh, self.fresh_state = found.fresh[: len(joint.outputs)], found.fresh[len(joint.outputs) :]
+        self.fresh, self.fresh_state = blocks.fresh[: len(joint.outputs)], blocks.fresh[len(joint.outputs) :]
         self.output_spec, self.state_spec = joint.output_spec, joint.state_spec
-        self.rooted = [wanted and not (recipe.loss and i) for i, wanted in enumerate(joint.wanted)]
-        self.first = None if found.backward is None else self._written(found.backward, joint, self.prepare)
+        self.rooted = [wanted and not (config.loss and i) for i, wanted in enumerate(joint.wanted)]
+        self.first = None if blocks.backward is None else self._functions(blocks.backward, joint, self.prepare)
         self.backwards: dict[Cotangents, BackwardFunctions] = {}
         if self.first is not None:
             self.backwards[self.first.expected] = self.first
 
-    def forward(self, prepared: Prepared, inputs: Leaves) -> tuple[Leaves, Leaves, Residuals | None]:
-        """`(outputs, state, residuals)`, by leaves; residuals are None where the call is not differentiated."""
+    def forward(self, prepared: Prepared, inputs: Leaves) -> tuple[Leaves, Leaves, SavedGraph | None]:
+        """Return `(outputs, state, residuals)` as leaves. Residuals are None if the call is not differentiated."""
         inputs = [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in inputs]
-        with running(self.call):
+        with running(self.signature):
             outputs, state, kept = self.run(_v(prepared, self.prepare), inputs)
-        outputs = list(map(_handed_on, outputs, self.wanted, self.fresh))
-        state = [_handed_on(x, False, fresh) for x, fresh in zip(state, self.fresh_state, strict=True)]
-        if not self.call.keep:
+        outputs = list(map(_as_output, outputs, self.wanted, self.fresh))
+        state = [_as_output(x, False, fresh) for x, fresh in zip(state, self.fresh_state, strict=True)]
+        if not self.signature.keep:
             return outputs, state, None
-        layouts = tuple(map(_expected, outputs, self.rooted)) if self.recipe.dynamic else ()
-        return outputs, state, Residuals(self, prepared, kept, layouts)
+        layouts = tuple(map(_expected, outputs, self.rooted)) if self.config.dynamic else ()
+        return outputs, state, SavedGraph(self, prepared, kept, layouts)
 
     def backward(
-        self, residuals: Residuals, cotangents: Leaves, sink: Sink | None
+        self, residuals: SavedGraph, cotangents: Leaves, sink: Sink | None
     ) -> tuple[WeightGradients, list[Leaves]]:
-        """`(weight gradients, input gradients of each source)`."""
+        """Return `(weight gradients, input gradients of each source)`."""
         backward, cotangents = self._for(residuals, cotangents)
-        with running(self.call):
+        with running(self.signature):
             v = _v(residuals.prepared, backward.prepare)
             weights, gradients = backward.fused(v, residuals.values, cotangents, sink)
         return WeightGradients(weights, backward.fresh), self._by_source(gradients)
 
-    def backward_input(self, residuals: Residuals, cotangents: Leaves) -> tuple[list[Leaves], Deferred]:
-        """`(input gradients of each source, deferred)`."""
+    def backward_input(self, residuals: SavedGraph, cotangents: Leaves) -> tuple[list[Leaves], DeferredGraph]:
+        """Return `(input gradients of each source, deferred)`."""
         backward, cotangents = self._for(residuals, cotangents)
-        with running(self.call):
+        with running(self.signature):
             v = _v(residuals.prepared, backward.prepare)
             gradients, deferred = backward.input(v, residuals.values, cotangents)
-        return self._by_source(gradients), Deferred(self, backward, residuals.prepared, deferred)
+        return self._by_source(gradients), DeferredGraph(self, backward, residuals.prepared, deferred)
 
-    def backward_weight(self, deferred: Deferred, sink: Sink | None) -> WeightGradients:
-        """The weight gradients that were left."""
+    def backward_weight(self, deferred: DeferredGraph, sink: Sink | None) -> WeightGradients:
+        """Return the weight gradients that `backward_input` deferred."""
         backward = deferred.backward
-        with running(self.call):
+        with running(self.signature):
             weights = backward.weight(_v(deferred.prepared, backward.prepare), deferred.values, sink)
         return WeightGradients(weights, backward.fresh)
 
     def _by_source(self, gradients: Leaves) -> list[Leaves]:
-        """Of the gradients of all inputs, those of each source."""
-        found, at = [], len(self.call.state.leaves)
-        for tree in self.call.sources:
-            found.append(gradients[at : at + len(tree.leaves)])
+        """Return the gradients of each source, out of those of all inputs."""
+        by_source, at = [], len(self.signature.state.leaves)
+        for tree in self.signature.sources:
+            by_source.append(gradients[at : at + len(tree.leaves)])
             at += len(tree.leaves)
-        return found
+        return by_source
 
-    def _for(self, residuals: Residuals, cotangents: Leaves) -> tuple[BackwardFunctions, Leaves]:
-        """The backward for these cotangents, traced if their layouts are new, and the cotangents as it takes them."""
+    def _for(self, residuals: SavedGraph, cotangents: Leaves) -> tuple[BackwardFunctions, Leaves]:
+        """Return the backward for these cotangents, traced if their layouts are new, and the cotangents for it."""
         plain = [_plain(c) if root else None for c, root in zip(cotangents, self.rooted, strict=True)]
         layouts = tuple([None if c is None else layout(c) for c in plain])
-        if self.recipe.dynamic:  # one backward for all sizes: what is laid out in another way is copied
+        if self.config.dynamic:  # one backward for all sizes: a cotangent with another layout is copied
             plain = [
                 c if c is None else _laid_out(c, x, c.device) for c, x in zip(plain, residuals.layouts, strict=True)
             ]
@@ -182,32 +192,34 @@ class Functions:
         return backward, plain
 
     def _another(self, layouts: Cotangents) -> BackwardFunctions:
-        """The backward for other layouts of the cotangents, from what the forward kept."""
+        """Return a backward for other layouts of the cotangents, from the residuals of the forward."""
         if not any(layouts):
             return self._nothing(layouts)
         try:
-            joint, found = self.recipe.cut(self.call, layouts, self.kept)
-        except NotKept:  # then the cotangents are copied into the layout that it was kept for
+            joint, blocks = self.config.partition(self.signature, layouts, self.kept)
+        except NotKept:  # copy the cotangents into the layout of the first backward
             assert self.first is not None
             return self.first
-        if found.digest != self.digest:
+        if blocks.digest != self.digest:
             raise StageError(
-                "its function gave another graph when it was traced again for other cotangents: it must be pure, "
-                "and come to the same operations whenever it is given the same",
-                stage=self.recipe.number,
+                "its function ran other operations when it was traced again for other cotangents: it must be pure, "
+                "and run the same operations for the same arguments",
+                stage=self.config.number,
             )
-        assert found.backward is not None
-        return self._written(found.backward, joint, self.recipe.function(found.backward.prepare, joint))
+        assert blocks.backward is not None
+        return self._functions(blocks.backward, joint, self.config.function(blocks.backward.prepare, joint))
 
-    def _written(self, found: BackwardBlocks, joint: Joint, prepare: Prepare) -> BackwardFunctions:
-        fused, by_input, by_weight = (self.recipe.function(b, joint) for b in (found.fused, found.input, found.weight))
-        expected = tuple([e and AS_OUTPUT for e in found.expected]) if self.recipe.dynamic else found.expected
-        fresh = frozenset[int]() if self.recipe.compile else found.fresh  # a compiler shares memory as it likes
+    def _functions(self, blocks: BackwardBlocks, joint: Joint, prepare: Prepare) -> BackwardFunctions:
+        fused, by_input, by_weight = (
+            self.config.function(block, joint) for block in (blocks.fused, blocks.input, blocks.weight)
+        )
+        expected = tuple([e and AS_OUTPUT for e in blocks.expected]) if self.config.dynamic else blocks.expected
+        fresh = frozenset[int]() if self.config.compile else blocks.fresh  # compiled code may share memory
         return BackwardFunctions(expected, prepare, fused, by_input, by_weight, fresh)
 
     def _nothing(self, expected: Cotangents) -> BackwardFunctions:
-        """The backward without any cotangent."""
-        weights, gradients = len(self.call.trained), len(self.call.inputs)
+        """Return the backward without any cotangent."""
+        weights, gradients = len(self.signature.trained), len(self.signature.inputs)
         return BackwardFunctions(
             expected,
             lambda p: [],
@@ -220,16 +232,16 @@ class Functions:
 NOTHING = nullcontext()
 
 
-def running(call: Call) -> AbstractContextManager[object]:
-    """Run operations as they were traced: in the mode that some ask for, though no tensor wants a gradient."""
+def running(signature: Signature) -> AbstractContextManager[object]:
+    """Set the grad mode of the trace, which some operations depend on, and no autocast: casts are in the graph."""
     casting = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    return _settings(call) if casting or torch.is_grad_enabled() != call.keep else NOTHING
+    return _settings(signature) if casting or torch.is_grad_enabled() != signature.keep else NOTHING
 
 
 @contextmanager
-def _settings(call: Call) -> Iterator[None]:
+def _settings(signature: Signature) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(call.keep))
+        stack.enter_context(torch.set_grad_enabled(signature.keep))
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
@@ -237,30 +249,31 @@ def _settings(call: Call) -> Iterator[None]:
 
 
 def compiled(block: Block, root: torch.nn.Module, dynamic: bool) -> Callable[..., Any]:
-    """The block's function through torch.compile; the list it empties, it empties first, and no sink is offered."""
+    """Return a block's function, compiled. It clears the list of residuals first, and offers nothing to a sink."""
     plain = replace(block, empties=None, large=None)
     function = torch.compile(emit(plain, root, bindings=False), fullgraph=True, dynamic=dynamic)
     if block.empties is None:
         return function
     at, count = list(block.inputs).index(block.empties), len(block.inputs)
 
-    def run(*given: Any) -> Any:
-        lists = [list(values) if i == at else values for i, values in enumerate(given[:count])]
-        given[at].clear()
+    def run(*args: Any) -> Any:
+        lists = [list(values) if i == at else values for i, values in enumerate(args[:count])]
+        args[at].clear()
         return function(*lists)
 
     return run
 
 
 def _v(prepared: Prepared, prepare: Prepare) -> Leaves:
-    """What depends on the params alone, computed once a step."""
+    """Return the values that depend on the params alone, computed once a step."""
     if prepare not in prepared.computed:
         prepared.computed[prepare] = prepare(prepared.leaves)
-    found: Leaves = prepared.computed[prepare]
-    return found
+    values: Leaves = prepared.computed[prepare]
+    return values
 
 
-def _handed_on(x: Any, wanted: bool, fresh: bool) -> Any:
+def _as_output(x: Any, wanted: bool, fresh: bool) -> Any:
+    """Return a result that shares no autograd state with others, and requires a gradient if `wanted`."""
     if not isinstance(x, Tensor):
         return x
     return (x if fresh else x.detach()).requires_grad_(wanted)
@@ -273,14 +286,14 @@ def _plain(c: Tensor | None) -> Tensor | None:
 
 
 def _expected(x: Any, rooted: bool) -> Cotangent:
-    """The layout that the cotangent of an output is traced with."""
+    """Return the layout with which an output's cotangent is traced."""
     return layout(torch.empty_like(x, device="meta")) if rooted else None
 
 
 def _laid_out(c: Tensor | None, as_: Cotangent, device: torch.device | None) -> Tensor | None:
-    """A cotangent in a layout; zeros where there is none."""
+    """Return a cotangent in a layout; zeros for a missing one."""
     if as_ is None or (c is not None and layout(c) == as_):
         return c if as_ is not None else None
     shape, strides, dtype = as_
-    made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    return made.zero_() if c is None else made.copy_(c)
+    result = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return result.zero_() if c is None else result.copy_(c)

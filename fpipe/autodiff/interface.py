@@ -1,8 +1,7 @@
-"""What every way to differentiate a stage has in common.
+"""The interface of eager and traced autodiff.
 
-Leaves are plain lists in flattening order, in which None stands where there is no gradient; trees are put
-together only for the stage's own function. What a piece hands on is detached, and tells by `requires_grad`
-whether it wants a gradient.
+Leaves are lists in flattening order, with None for a missing gradient. Trees are built only for the stage's own
+function. Results are detached; `requires_grad` of a result is whether it requires a gradient.
 """
 
 from __future__ import annotations
@@ -23,58 +22,58 @@ from fpipe.stages.pytree import HOW_TO_REGISTER, PLAIN, Flat, Path, as_path, fla
 from fpipe.stages.stage import Stage
 
 Leaves = list[Any]
-"""Tensors in flattening order; None where there is nothing."""
+"""Tensors in flattening order; None for a missing one."""
 
 
 class WeightGradients(list[Any]):
-    """Leaves of which `fresh` says, by number, which have memory that nothing else has."""
+    """Gradients. `fresh` has the numbers of those that share memory with no other value."""
 
     def __init__(self, leaves: Leaves, fresh: Collection[int] = ()) -> None:
         super().__init__(leaves)
         self.fresh = fresh
 
 
-class Piece(Protocol):
-    """One stage's forward and backward functions, behind which eager and traced autodiff are alike."""
+class DifferentiableStage(Protocol):
+    """A stage's forward and backward functions."""
 
     @property
     def stage(self) -> Stage: ...
 
     def prepare(self, params: Any) -> Prepared:
-        """The parameters, for one step; what depends on them alone is computed at most once."""
+        """Return the parameters for one step. Values that depend on them alone are computed at most once."""
 
     def forward(
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, Any, Any]:
-        """`(outputs, residuals, new state)`; residuals are None unless kept."""
+        """Return `(outputs, residuals, new state)`. Residuals are None unless `keep`."""
 
     def backward(
         self, residuals: Any, cotangents: Leaves, sink: Sink | None = None
     ) -> tuple[WeightGradients, dict[int, Leaves]]:
-        """`(weight gradients, input gradients by source stage)`. Residuals are used up, here and below.
+        """Return `(weight gradients, input gradients by source stage)`. Here and below, residuals are consumed.
 
-        What the sink has taken is None among the weight gradients.
+        A weight gradient that the sink has taken is None.
         """
 
     def backward_input(self, residuals: Any, cotangents: Leaves) -> tuple[dict[int, Leaves], Any]:
-        """`(input gradients by source stage, deferred)`."""
+        """Return `(input gradients by source stage, deferred)`."""
 
     def backward_weight(self, deferred: Any, sink: Sink | None = None) -> WeightGradients:
-        """The weight gradients that were left."""
+        """Return the weight gradients that `backward_input` deferred."""
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """A pipeline with its stages' pieces: what a handler runs.
+class DifferentiablePipeline:
+    """A pipeline with the functions of its stages. A handler runs it.
 
     Args:
-        loss: the last stage puts out (loss, aux), rather than what evaluate gives.
-        gather: its outputs, or the aux, are wanted on every rank.
-        merge: puts the outputs, or the aux, of all microbatches together.
+        loss: the last stage returns (loss, aux), rather than the outputs of `evaluate`.
+        gather: return the outputs, or the aux, on every rank.
+        merge: merges the outputs, or the aux, of all microbatches.
     """
 
     pipeline: Pipeline
-    stages: tuple[Piece, ...]
+    stages: tuple[DifferentiableStage, ...]
     loss: bool = True
     gather: bool = False
     merge: Callable[[Mapping[int, Any]], Any] = dict
@@ -85,10 +84,10 @@ class Prepared:
     """A stage's params for one step.
 
     Args:
-        leaves: in flattening order, without their graphs.
+        leaves: in flattening order, detached.
         trained: numbers of the leaves that get gradients, in the order of the weight gradients.
-        paths: their paths.
-        computed: what pieces keep here of what depends on the params alone.
+        paths: paths of the trained leaves.
+        computed: a cache of values that depend on the params alone.
     """
 
     leaves: Leaves
@@ -99,7 +98,7 @@ class Prepared:
 
     @cached_property
     def own(self) -> Leaves:
-        """Leaves of our own for autograd, of which the trained ones want a gradient."""
+        """New leaves for autograd; the trained ones require a gradient."""
         own = [x.detach() if isinstance(x, Tensor) else x for x in self.leaves]
         for i in self.trained:
             own[i].requires_grad_()
@@ -111,10 +110,10 @@ class Prepared:
 
 
 def prepared(stage: Stage, params: Any) -> Prepared:
-    """A stage's params, taken apart.
+    """Flatten a stage's params for one step.
 
     Raises:
-        TypeError: a leaf that is neither a tensor nor plain.
+        TypeError: a leaf is neither a tensor nor plain.
     """
     leaves, spec = flatten(params)
     names = paths_of(spec)
@@ -131,7 +130,7 @@ def prepared(stage: Stage, params: Any) -> Prepared:
 
 
 def detached(x: Any, keep: bool = False) -> Any:
-    """The same tensor without its graph; with `keep`, marked if it wants a gradient."""
+    """Return a tensor detached. With `keep`, it requires a gradient if it did before."""
     if not isinstance(x, Tensor):
         return x
     return x.detach().requires_grad_(keep and x.requires_grad)
@@ -143,27 +142,29 @@ def detached_tree(tree: Any) -> Any:
 
 
 def seed(loss: Tensor, scale: Any) -> Tensor:
-    """The loss's cotangent: what its microbatch weighs, in its own dtype."""
+    """Return the loss's cotangent: the weight of its microbatch, in the loss's dtype."""
     if isinstance(scale, Tensor):
         return scale.to(loss).detach()
     return torch.full((), 1.0 if scale is None else scale, dtype=loss.dtype, device=loss.device)
 
 
-def counts(scale: Any) -> bool:
-    """Whether a microbatch's loss counts: one of weight 0 doesn't, even where it is NaN, as the mean of nothing is."""
+def has_weight(scale: Any) -> bool:
+    """Return whether a microbatch has a weight. A loss of weight 0 is ignored, even NaN, the mean of no elements."""
     return scale is None or bool(scale != 0)
 
 
-def weighed(loss: Tensor, cotangent: Tensor, scale: Any) -> Tensor:
-    """The microbatch's part of the loss of all."""
-    return loss.detach() * cotangent if counts(scale) else torch.zeros_like(cotangent)
+def weighted_loss(loss: Tensor, cotangent: Tensor, scale: Any) -> Tensor:
+    """Return the microbatch's contribution to the loss of the batch."""
+    return loss.detach() * cotangent if has_weight(scale) else torch.zeros_like(cotangent)
 
 
-def discounted(weights: WeightGradients, inputs: Mapping[int, Leaves]) -> tuple[WeightGradients, dict[int, Leaves]]:
-    """What the last stage gives of a loss that doesn't count: 0 times NaN would be NaN."""
+def zero_weight_gradients(
+    weights: WeightGradients, inputs: Mapping[int, Leaves]
+) -> tuple[WeightGradients, dict[int, Leaves]]:
+    """Return the last stage's gradients for a microbatch of weight 0: 0 times NaN would be NaN."""
     return WeightGradients([None] * len(weights)), zeros(inputs)
 
 
 def zeros(inputs: Mapping[int, Leaves]) -> dict[int, Leaves]:
-    """Zeros for input gradients, which others wait for."""
+    """Return zeros in place of input gradients."""
     return {s: [None if x is None else torch.zeros_like(x) for x in leaves] for s, leaves in inputs.items()}

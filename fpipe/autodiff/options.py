@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fpipe.autodiff.eager import Eager
-from fpipe.autodiff.interface import Piece
+from fpipe.autodiff.interface import DifferentiableStage
 from fpipe.autodiff.traced import Graphs, Traced
 from fpipe.policies import Policy, everything_saveable
 from fpipe.stages.pipeline import Pipeline
@@ -15,15 +15,15 @@ from fpipe.stages.stage import Output, Stage
 
 Autodiff = Literal["auto", "graph", "eager"]
 Policies = Policy | Mapping[int, Policy]
-"""One for all stages, or one for each; those that are missing keep everything."""
+"""A policy for all stages, or one for each. A stage without a policy saves everything."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `value_and_grad` says of it.
+    """Options of `value_and_grad` about autodiff.
 
     Raises:
-        ValueError: an unknown way, something else than a policy, or options that go with graphs alone.
+        ValueError: an unknown autodiff, something else than a policy, or options of graphs with autodiff="eager".
     """
 
     autodiff: Autodiff = "auto"
@@ -40,8 +40,8 @@ class Options:
         if self.autodiff == "eager" and (self.compile or self.dynamic or self.policy is not everything_saveable):
             raise ValueError("policy, compile and dynamic go with graphs: leave autodiff='eager' out")
 
-    def pieces(self, pipeline: Pipeline, loss: bool) -> tuple[Piece, ...]:
-        """The pieces of each stage.
+    def pieces(self, pipeline: Pipeline, loss: bool) -> tuple[DifferentiableStage, ...]:
+        """Return the autodiff of each stage.
 
         Args:
             loss: leaf 0 of the last stage's output is the loss.
@@ -55,9 +55,9 @@ class Options:
                 f"policy has entries for stages {sorted(self.policy, key=repr)}; there are stages 0 to {stages[-1]}"
             )
         shared: dict[Hashable, Graphs] = {}
-        return tuple(self._piece(pipeline.stages[s], s, loss and s == stages[-1], shared) for s in stages)
+        return tuple(self._stage(pipeline.stages[s], s, loss and s == stages[-1], shared) for s in stages)
 
-    def _piece(self, stage: Stage, s: int, loss: bool, shared: dict[Hashable, Graphs]) -> Piece:
+    def _stage(self, stage: Stage, s: int, loss: bool, shared: dict[Hashable, Graphs]) -> DifferentiableStage:
         if self.autodiff == "eager":
             return Eager(stage)
         policy = self.policy.get(s, everything_saveable) if isinstance(self.policy, Mapping) else self.policy
@@ -74,7 +74,7 @@ class Options:
 
 
 def _alike(stage: Stage) -> Hashable:
-    """Equal for stages of one function that read alike: they share their graphs."""
+    """Return a key that is equal for stages that can share graphs: the same function, reading alike."""
     places = {source: i for i, source in enumerate(stage.sources)}
     reads = [(places[read.stage], read.path) if isinstance(read, Output) else read for read in stage.inputs]
     return id(stage.fn), stage.stateful, tuple(stage.frozen), tuple(reads)

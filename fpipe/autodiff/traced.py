@@ -1,7 +1,7 @@
-"""The pieces of a stage as graphs: traced at the first call of a signature, and cut once.
+"""Traced autodiff of a stage. Each signature is traced and partitioned at its first call.
 
-What can't be traced runs by eager autograd, and says so once. Residuals are a list that the backward empties,
-so that memory is given up while it runs.
+A stage that cannot be traced runs by eager autograd, with one warning. Residuals are a list that the backward clears,
+so that memory is released while it runs.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ import traceback
 import warnings
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import optree
-import torch
-
 from fpipe.autodiff.eager import NO_REENTRANT, Eager, is_reentrant
-from fpipe.autodiff.functions import Deferred, Functions, Recipe, Residuals
+from fpipe.autodiff.functions import DeferredGraph, Functions, SavedGraph, TraceConfig
 from fpipe.autodiff.graph.block import Sink
-from fpipe.autodiff.graph.signature import Call, Impure, Tree, Untraceable, ambient, glance, leaf, leaves
+from fpipe.autodiff.graph.locations import user_line
+from fpipe.autodiff.graph.signature import Impure, Signature, Tree, Untraceable, ambient, leaf, leaf_key, leaves
 from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients, prepared
 from fpipe.errors import StageError
 from fpipe.policies import Policy, everything_saveable
@@ -29,22 +26,22 @@ from fpipe.stages.pytree import Flat, flatten
 from fpipe.stages.stage import Output, Stage
 
 NO_STATE, NO_DATA = flatten(None), flatten([])
-MANY = 64
-"""So many graphs of one stage are worth a warning."""
+GRAPHS_BEFORE_WARNING = 64
 
 
 @dataclass(eq=False)
 class Graphs:
-    """What was traced of one function.
+    """The graphs of one function.
 
     Args:
-        by_signature: None for what can't be traced.
-        reason: why that is.
-        walked_once: what eager autograd records instead can be walked only once.
-        steps: the params' signature with the settings of torch, by number.
+        traced: all of them, in the order of tracing.
+        by_signature: None for a signature that cannot be traced.
+        reason: why it cannot be traced.
+        walked_once: eager autograd can walk the function's graph only once.
+        steps: numbers for the signature of the params together with the settings of torch.
     """
 
-    made: list[Functions] = field(default_factory=list)
+    traced: list[Functions] = field(default_factory=list)
     by_signature: dict[Hashable, Functions | None] = field(default_factory=dict)
     steps: dict[Hashable, int] = field(default_factory=dict)
     reason: str = ""
@@ -52,19 +49,19 @@ class Graphs:
 
 
 class Traced:
-    """A stage's pieces as graphs.
+    """Autodiff of a stage by graphs.
 
     Args:
         name: the stage's number, for messages.
-        policy: what a forward may keep.
-        compile: give each piece to `torch.compile`.
-        dynamic: one graph for all sizes of what is read; by default one for each.
-        fallback: run by eager autograd what can't be traced, with a warning.
-        loss: leaf 0 of its output is the loss, and alone gets a cotangent.
-        graphs: those that it shares with stages of the same function.
+        policy: the values that a forward may save.
+        compile: give each function to `torch.compile`.
+        dynamic: trace one graph for all sizes of the inputs, rather than one for each.
+        fallback: run a stage that cannot be traced by eager autograd, with a warning.
+        loss: leaf 0 of the output is the loss. Only it gets a cotangent.
+        graphs: graphs to share with stages of the same function.
 
     Raises:
-        StageError: (by its pieces) without `fallback`, it can't be traced.
+        StageError: (by its methods) the stage cannot be traced, and `fallback` is False.
     """
 
     def __init__(
@@ -80,7 +77,7 @@ class Traced:
         graphs: Graphs | None = None,
     ) -> None:
         self.stage, self.name, self.fallback = stage, name, fallback
-        self.recipe = Recipe(stage, name, loss, policy, compile, dynamic)
+        self.config = TraceConfig(stage, name, loss, policy, compile, dynamic)
         self.eager = Eager(stage)
         self.reads_data = any(not isinstance(read, Output) for read in stage.inputs)
         self.sources = stage.sources
@@ -95,9 +92,9 @@ class Traced:
     def forward(
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, Any, Any]:
-        held = flatten(state) if self.stage.stateful else NO_STATE
-        given = flatten(self.stage.given(data)) if self.reads_data else NO_DATA
-        trees = [held, *[sources[s] for s in self.sources], given]
+        state_tree = flatten(state) if self.stage.stateful else NO_STATE
+        data_tree = flatten(self.stage.given(data)) if self.reads_data else NO_DATA
+        trees = [state_tree, *[sources[s] for s in self.sources], data_tree]
         inputs = [x for tree in trees for x in tree.leaves]
         functions = self._functions(prepared, trees, inputs, keep)
         if functions is None:
@@ -108,42 +105,42 @@ class Traced:
     def backward(
         self, residuals: Any, cotangents: Leaves, sink: Sink | None = None
     ) -> tuple[WeightGradients, dict[int, Leaves]]:
-        if isinstance(residuals, Residuals):
-            weights, found = residuals.functions.backward(residuals, cotangents, sink)
-            return weights, dict(zip(self.sources, found, strict=True))
+        if isinstance(residuals, SavedGraph):
+            weights, gradients = residuals.functions.backward(residuals, cotangents, sink)
+            return weights, dict(zip(self.sources, gradients, strict=True))
         return self.eager.backward(residuals, cotangents)
 
     def backward_input(self, residuals: Any, cotangents: Leaves) -> tuple[dict[int, Leaves], Any]:
-        if isinstance(residuals, Residuals):
-            found, deferred = residuals.functions.backward_input(residuals, cotangents)
-            return dict(zip(self.sources, found, strict=True)), deferred
+        if isinstance(residuals, SavedGraph):
+            gradients, deferred = residuals.functions.backward_input(residuals, cotangents)
+            return dict(zip(self.sources, gradients, strict=True)), deferred
         return self.eager.backward_input(residuals, cotangents)
 
     def backward_weight(self, deferred: Any, sink: Sink | None = None) -> WeightGradients:
-        if isinstance(deferred, Deferred):
+        if isinstance(deferred, DeferredGraph):
             return deferred.functions.backward_weight(deferred, sink)
         return self.eager.backward_weight(deferred)
 
     # Tracing
 
     def _functions(self, prepared: Prepared, trees: list[Flat], inputs: Leaves, keep: bool) -> Functions | None:
-        """The functions of this call's signature; None where it can't be traced."""
+        """Return the functions for this call's signature; None if it cannot be traced."""
         try:
             key = self._key(prepared, trees, inputs, keep)
         except Untraceable as error:
             self.graphs.reason = self.graphs.reason or _reason(error)
             return None
         if key != self.latest[0]:
-            self.latest = key, self._known(key, prepared, trees, keep)
+            self.latest = key, self._look_up(key, prepared, trees, keep)
         return self.latest[1]
 
-    def _known(self, key: Hashable, prepared: Prepared, trees: list[Flat], keep: bool) -> Functions | None:
-        """The functions of a signature, traced if it is new."""
+    def _look_up(self, key: Hashable, prepared: Prepared, trees: list[Flat], keep: bool) -> Functions | None:
+        """Return the functions for a signature. Trace it if it is new."""
         if key in self.graphs.by_signature:
             return self.graphs.by_signature[key]
-        found = None
+        functions = None
         try:
-            found = self._find(signature(prepared, *trees, keep=keep))
+            functions = self._find(signature_of(prepared, *trees, keep=keep))
         except StageError as error:
             raise StageError(error.message, stage=self.name) from error.__cause__
         except Impure as error:
@@ -154,54 +151,54 @@ class Traced:
             self.graphs.reason = self.graphs.reason or _reason(error)
             self.cause = None if self.fallback else error
             self.graphs.walked_once |= "selective activation checkpoint" in str(error)
-        self.graphs.by_signature[key] = found
-        gc.collect(1)  # torch's tracer leaves frames in cycles, and with them the tensors of this very call
-        return found
+        self.graphs.by_signature[key] = functions
+        gc.collect(1)  # torch's tracer leaves reference cycles that hold the tensors of this call
+        return functions
 
-    def _find(self, call: Call) -> Functions:
-        """A graph for a signature: where sizes are symbols, maybe one that was traced for others."""
-        for known in self.graphs.made if self.recipe.dynamic else ():
-            if known.guards is not None and known.guards.admit(call):
+    def _find(self, signature: Signature) -> Functions:
+        """Return a graph for a signature. If sizes are symbols, an existing graph may be valid for it."""
+        for known in self.graphs.traced if self.config.dynamic else ():
+            if known.guards is not None and known.guards.admit(signature):
                 return known
-        found = self._made(call)
-        self.graphs.made.append(found)
-        if len(self.graphs.made) == MANY:
+        functions = self._trace(signature)
+        self.graphs.traced.append(functions)
+        if len(self.graphs.traced) == GRAPHS_BEFORE_WARNING:
             warnings.warn(
-                f"stage {self.name} has been traced for {MANY} signatures, each of which takes time and memory: "
-                "dynamic=True traces once for many sizes; pass plain values that change as tensors",
+                f"stage {self.name} has been traced for {GRAPHS_BEFORE_WARNING} signatures, each of which takes time "
+                "and memory: dynamic=True traces once for many sizes; pass plain values that change as tensors",
                 stacklevel=2,
             )
-        return found
+        return functions
 
-    def _made(self, call: Call) -> Functions:
-        if self.recipe.dynamic:
+    def _trace(self, signature: Signature) -> Functions:
+        if self.config.dynamic:
             try:
-                return Functions(self.recipe, call)
+                return Functions(self.config, signature)
             except StageError:
                 raise
             except Exception as error:
                 self._warn_of_sizes(_reason(error))
-        return Functions(replace(self.recipe, dynamic=False), call)
+        return Functions(replace(self.config, dynamic=False), signature)
 
     def _warn_of_sizes(self, reason: str) -> None:
         if not self.warned:
             self.warned = True
             warnings.warn(
-                f"stage {self.name} is traced for each of its sizes, since symbols won't do: {reason}",
+                f"stage {self.name} is traced for each of its sizes, since symbols do not work: {reason}",
                 stacklevel=2,
             )
 
     def _key(self, prepared: Prepared, trees: list[Flat], inputs: Leaves, keep: bool) -> Hashable:
-        """What stands for the signature: what is the same all through a step, by a number."""
+        """Return a key for the signature. A number stands for the parts that are constant during a step."""
         if self not in prepared.computed:
-            step, numbers = (prepared.spec, ambient(), *map(glance, prepared.leaves)), self.graphs.steps
+            step, numbers = (prepared.spec, ambient(), *map(leaf_key, prepared.leaves)), self.graphs.steps
             prepared.computed[self] = numbers.setdefault(step, len(numbers))
-        return prepared.computed[self], keep, *[tree.spec for tree in trees], *map(glance, inputs)
+        return prepared.computed[self], keep, *[tree.spec for tree in trees], *map(leaf_key, inputs)
 
     def _by_eager(
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, Any, Any]:
-        """What can't be traced; what is wrong with the stage itself is found here, and not put down to tracing."""
+        """Run a stage that cannot be traced. An error of the stage itself is raised here, before any about tracing."""
         self.eager = Eager(self.stage, whole=self.graphs.walked_once)
         result = self.eager.forward(prepared, state, sources, data, keep)
         if not self.fallback:
@@ -210,7 +207,7 @@ class Traced:
             ) from self.cause
         if not self.warned:
             self.warned = True
-            lost = " and keeps all residuals" if self.recipe.policy is not everything_saveable else ""
+            lost = " and keeps all residuals" if self.config.policy is not everything_saveable else ""
             warnings.warn(
                 f"stage {self.name} can't be traced and runs by eager autograd, which is slower where its backward is "
                 f"split{lost}: {self.graphs.reason}; autodiff='eager' runs it so without this warning",
@@ -219,14 +216,17 @@ class Traced:
         return result
 
 
-def signature(prepared: Prepared, state: Flat, *rest: Flat, keep: bool) -> Call:
-    """Of a call with these trees: the sources', and at last the data's.
+def signature_of(prepared: Prepared, state: Flat, *rest: Flat, keep: bool) -> Signature:
+    """Return the signature of a call.
+
+    Args:
+        rest: the trees of the sources, and then of the data.
 
     Raises:
         Untraceable: a leaf is neither a plain tensor nor a plain value.
     """
     *sources, data = rest
-    return Call(
+    return Signature(
         Tree(tuple(map(leaf, prepared.leaves)), prepared.spec),
         prepared.trained,
         Tree(tuple(map(leaf, state.leaves)), state.spec),
@@ -237,22 +237,10 @@ def signature(prepared: Prepared, state: Flat, *rest: Flat, keep: bool) -> Call:
     )
 
 
-ROOT = Path(__file__).resolve().parents[2]
-NOT_THEIRS = (
-    *(str(Path(package.__path__[0]).resolve()) for package in (torch, optree)),
-    *(str(ROOT / name) for name in ("fpipe", "interop")),
-    "<",
-)
-"""Where a line that is not the stage's own comes from."""
-
-
 def _reason(error: Exception) -> str:
-    """Why a stage can't be traced, and the last line of the stage's own code that led there."""
-    text = str(error).strip().splitlines()
-    said = text[0] if text else ""
+    """Return why a stage cannot be traced, with the innermost line of the stage's own code."""
+    message = (str(error).strip().splitlines() or [""])[0]
     kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
     if kind.startswith(("DataDependent", "GuardOnDataDependent")):
         kind = f"it needs the value of a tensor, as a branch or .item() does; {kind}"
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_THEIRS)]
-    where = f" (in {own[-1].filename}:{own[-1].lineno}, {own[-1].name}: {own[-1].line})" if own else ""
-    return f"{kind}{said}{where}"
+    return f"{kind}{message}{user_line(traceback.extract_tb(error.__traceback__))}"

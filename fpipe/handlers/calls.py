@@ -21,7 +21,17 @@ from typing import Any, Protocol
 import torch
 
 from fpipe import effects as fx
-from fpipe.autodiff.interface import Leaves, Pieces, Prepared, counts, detached_tree, discounted, seed, weighed, zeros
+from fpipe.autodiff.interface import (
+    DifferentiablePipeline,
+    Leaves,
+    Prepared,
+    detached_tree,
+    has_weight,
+    seed,
+    weighted_loss,
+    zero_weight_gradients,
+    zeros,
+)
 from fpipe.errors import ScheduleError
 from fpipe.handlers.gradients import LeafKey, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results
@@ -88,7 +98,7 @@ class Calls:
     def __init__(
         self,
         program: Program,
-        pieces: Pieces,
+        pieces: DifferentiablePipeline,
         channels: Channels,
         observe: Observer | None,
         device: torch.device | None,
@@ -244,8 +254,11 @@ class Calls:
         if self.pieces.loss:
             loss, kept = outputs.tree
             cotangents[0] = seed(loss, scale := step.inputs.scale(m))
-            step.results.losses[m], step.results.outputs[m] = weighed(loss, cotangents[0], scale), detached_tree(kept)
-            if not counts(scale):
+            step.results.losses[m], step.results.outputs[m] = (
+                weighted_loss(loss, cotangents[0], scale),
+                detached_tree(kept),
+            )
+            if not has_weight(scale):
                 step.uncounted.add(m)
         else:
             step.results.outputs[m] = outputs.tree
@@ -284,7 +297,7 @@ class Calls:
             if self._counted(stage, m):
                 weights, inputs = backward(_taken(slots, residuals), cotangents(), sums)
             else:
-                weights, inputs = discounted(*backward(_taken(slots, residuals), cotangents()))
+                weights, inputs = zero_weight_gradients(*backward(_taken(slots, residuals), cotangents()))
             give(inputs)
             sums.add(weights, weights.fresh)
 
@@ -311,7 +324,7 @@ class Calls:
             if self._counted(stage, m):
                 weights = backward(_taken(slots, deferred), sums)
             else:
-                weights, _ = discounted(backward(_taken(slots, deferred)), {})
+                weights, _ = zero_weight_gradients(backward(_taken(slots, deferred)), {})
             sums.add(weights, weights.fresh)
 
         return call

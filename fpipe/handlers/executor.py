@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fpipe import effects as fx
-from fpipe.autodiff.interface import Pieces
+from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.errors import StageError
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Channels, Functions, Step
 from fpipe.handlers.gradients import LeafKey, received, total
@@ -24,7 +24,7 @@ class Executor:
     def __init__(
         self,
         program: Program,
-        pieces: Pieces,
+        pieces: DifferentiablePipeline,
         channels: Channels,
         observe: Observer | None,
         device: torch.device | None = None,

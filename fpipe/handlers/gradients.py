@@ -23,10 +23,10 @@ from torch import Tensor
 
 from fpipe.autodiff.interface import Leaves
 from fpipe.plan import Plan
-from fpipe.stages.pipeline import Entry, Pipeline
-from fpipe.stages.pytree import ABSENT, Path, flatten, indices, paths, paths_of, pick
+from fpipe.stages.pipeline import Pipeline, SharedParam
+from fpipe.stages.pytree import ABSENT, Path, flatten, get_at, indices, paths, paths_of
 
-LeafKey = Path | tuple[Entry, Path, int]
+LeafKey = Path | tuple[SharedParam, Path, int]
 """The path of a leaf in a stage's params; for a stage on another rank, (shared entry, path of its use, leaf number)."""
 Sums = Mapping[tuple[int, int], Mapping[LeafKey, Tensor | None]]
 """(stage, rank) -> the sum of each trained leaf; None where no microbatch has a gradient."""
@@ -123,7 +123,7 @@ def _copied(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if expanded else x.clone()
 
 
-def shared_uses(pipeline: Pipeline, plan: Plan, stage: int, rank: int) -> list[tuple[Entry, Path]]:
+def shared_uses(pipeline: Pipeline, plan: Plan, stage: int, rank: int) -> list[tuple[SharedParam, Path]]:
     """Return a stage's uses of the entries that it shares with the stages on a rank."""
     local = plan.stages_on(rank)
     return [
@@ -168,7 +168,7 @@ def received(
         keys = [
             (entry, path, k)
             for entry, path in shared_uses(pipeline, plan, stage, rank)
-            for k in range(len(flatten(pick(params[entry[0]], entry[1])).leaves))
+            for k in range(len(flatten(get_at(params[entry[0]], entry[1])).leaves))
         ]
     return {key: leaf for key, leaf in zip(keys, leaves, strict=True) if leaf is not ABSENT}
 
@@ -213,7 +213,13 @@ def _keys(
 
 
 def _key(
-    pipeline: Pipeline, params: Mapping[int, Any], held: Collection[int], entry: Entry, user: int, path: Path, k: int
+    pipeline: Pipeline,
+    params: Mapping[int, Any],
+    held: Collection[int],
+    entry: SharedParam,
+    user: int,
+    path: Path,
+    k: int,
 ) -> LeafKey:
     if user not in held:
         return entry, path, k

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fpipe import effects as fx
-from fpipe.autodiff.interface import Pieces
+from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.handlers.calls import NO_FUNCTIONS, Functions
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
@@ -54,7 +54,7 @@ class Local:
             raise ValueError(f"Local has {len(self.devices)} devices for {plan.ranks} ranks: give one for each")
         return tuple(range(plan.ranks))
 
-    def compile(self, programs: Mapping[int, Program], pieces: Pieces, observe: Observer | None) -> Run:
+    def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         mailbox = _Mailbox(self.devices)
         devices: Sequence[torch.device | None] = self.devices or [None] * len(programs)
         executors = {

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.interface import Pieces
+from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.effects import Effect, Name, Value
 from fpipe.errors import TransportError
 from fpipe.plan import Plan
@@ -209,5 +209,5 @@ class Handler(Protocol):
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         """Return the ranks that this process plays."""
 
-    def compile(self, programs: Mapping[int, Program], pieces: Pieces, observe: Observer | None) -> Run:
+    def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         """Return a function that runs one step."""

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.interface import Pieces, counts, detached_tree, prepared, seed, weighed
+from fpipe.autodiff.interface import DifferentiablePipeline, detached_tree, has_weight, prepared, seed, weighted_loss
 from fpipe.effects import Backward, BackwardWeight
 from fpipe.errors import blaming
 from fpipe.handlers.gradients import LeafKey, add, copied, total
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.program import Program
-from fpipe.stages.pytree import Path, flatten, viewed
+from fpipe.stages.pytree import Path, alias_leaves, flatten
 from fpipe.stages.rng import seeded
 
 
@@ -33,7 +33,7 @@ class Reference:
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         return tuple(range(plan.ranks))
 
-    def compile(self, programs: Mapping[int, Program], pieces: Pieces, observe: Observer | None) -> Run:
+    def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         train = any(isinstance(e, Backward | BackwardWeight) for p in programs.values() for e in p)
         return lambda inputs: _Step(programs[0].plan, pieces, train, inputs).run()
 
@@ -41,7 +41,7 @@ class Reference:
 class _Step:
     """One step; `sums` are the weight gradients of each (stage, rank), by path."""
 
-    def __init__(self, plan: Plan, pieces: Pieces, train: bool, inputs: Inputs) -> None:
+    def __init__(self, plan: Plan, pieces: DifferentiablePipeline, train: bool, inputs: Inputs) -> None:
         if inputs.broken:
             raise inputs.broken
         self.plan, self.pieces, self.pipeline, self.train, self.inputs = plan, pieces, pieces.pipeline, train, inputs
@@ -68,10 +68,10 @@ class _Step:
         data, outputs, read, state = self.inputs.data[m], dict[int, Any](), dict[int, Any](), self.results.state
         for s, stage in enumerate(self.pipeline.stages):
             with torch.set_grad_enabled(self.train), seeded(self.inputs.rng, s, m), blaming(s, m):
-                read = {source: viewed(outputs[source]) for source in self.plan.sources(s)}
+                read = {source: alias_leaves(outputs[source]) for source in self.plan.sources(s)}
                 arguments = stage.arguments(read, stage.given(data))
                 output, new_state = stage(self.params[s].tree, state.get(s), arguments)
-                outputs[s] = viewed(output)
+                outputs[s] = alias_leaves(output)
             if stage.stateful:
                 state[s] = detached_tree(new_state)
         return outputs[self.plan.stages - 1], read
@@ -84,7 +84,7 @@ class _Step:
         """
         scale = self.inputs.scale(m)
         cotangent = seed(loss, scale)
-        self.results.losses[m] = weighed(loss, cotangent, scale)
+        self.results.losses[m] = weighted_loss(loss, cotangent, scale)
         leaves = {
             (s, path): params.own[i]
             for s, params in enumerate(self.params)
@@ -92,12 +92,12 @@ class _Step:
         }
         if not loss.requires_grad or not leaves:
             return dict.fromkeys(leaves)
-        if not counts(scale):
+        if not has_weight(scale):
             _zero_gradients(last_inputs)
         gradients = torch.autograd.grad(loss, tuple(leaves.values()), cotangent, allow_unused=True)
         last = self.plan.stages - 1
         return {
-            (s, path): gradient if s != last or counts(scale) else None
+            (s, path): gradient if s != last or has_weight(scale) else None
             for (s, path), gradient in zip(leaves, gradients, strict=True)
         }
 

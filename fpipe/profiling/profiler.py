@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import effects as fx
-from fpipe.autodiff.functions import Deferred, Residuals
-from fpipe.autodiff.interface import Leaves, Piece, seed
+from fpipe.autodiff.functions import DeferredGraph, SavedGraph
+from fpipe.autodiff.interface import DifferentiableStage, Leaves, seed
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.costs import Costs, Shared
 from fpipe.errors import blaming
@@ -101,7 +101,7 @@ class _Profiler:
         sizing: whether the memory of the running microbatch is measured.
     """
 
-    def __init__(self, pipeline: Pipeline, pieces: Sequence[Piece], inputs: Inputs) -> None:
+    def __init__(self, pipeline: Pipeline, pieces: Sequence[DifferentiableStage], inputs: Inputs) -> None:
         self.pieces, self.inputs = pieces, inputs
         self.prepared = [p.prepare(pipeline.params_of(inputs.params, s)) for s, p in enumerate(pieces)]
         params = [x for p in self.prepared for x in p.leaves]
@@ -131,10 +131,10 @@ class _Profiler:
                 "forward", s, m, lambda: piece.forward(self.prepared[s], state, sources, data, keep=True)
             )
         if self.sizing:
-            kept = residuals.values if isinstance(residuals, Residuals) else saved.tensors
+            kept = residuals.values if isinstance(residuals, SavedGraph) else saved.tensors
             self.sizes.add(fx.Activation(s, 0), output.leaves)
             self.sizes.add(fx.Residuals(s, 0), kept)
-            if not isinstance(residuals, Residuals):
+            if not isinstance(residuals, SavedGraph):
                 self.sizes.add(fx.Deferred(s, 0), kept)
             for source, value in sources.items():
                 self.sizes.add_read(source, s, _read(piece.stage, source, value))
@@ -151,7 +151,7 @@ class _Profiler:
                     "backward_input", s, m, partial(piece.backward_input, residuals, cotangents)
                 )
                 if self.sizing:
-                    leaves = deferred.values if isinstance(deferred, Deferred) else cotangents
+                    leaves = deferred.values if isinstance(deferred, DeferredGraph) else cotangents
                     self.sizes.add(fx.Deferred(s, 0), leaves)
                     for source, leaves in inputs.items():
                         self.sizes.add(fx.Gradient(source, s, 0), leaves)

@@ -1,1 +1,1 @@
-"""Pure functions over pytrees, put together into a pipeline."""
+"""Stages, and pipelines of stages: pure functions over pytrees."""

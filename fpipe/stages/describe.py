@@ -1,4 +1,4 @@
-"""A pipeline as a table: what each stage holds, what it reads, and which parameters are shared."""
+"""A pipeline as a table: the params and the reads of each stage, and the ties."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import Any
 
 import torch
 
-from fpipe.stages.pytree import ABSENT, Path, as_path, flatten, pick, short
-from fpipe.stages.stage import Batch, Output, Read, Stage
+from fpipe.stages.pytree import ABSENT, Path, as_path, flatten, get_at, short
+from fpipe.stages.stage import Batch, Output, Read, Stage, StageFunction, StageSpec
 
 
 def description(
     stages: Sequence[Stage], entries: Mapping[Any, Sequence[Any]], params: Mapping[int, Any] | None = None
 ) -> str:
-    """The table that `Pipeline.describe` gives.
+    """Return the table of `Pipeline.describe`.
 
-    A function that knows what it holds says so by an attribute `contents`, with trees `params` and `state` of tensors
-    that need no memory, `outputs` by name, where it `begins` and its `share` of the time; None where that isn't known.
-    Where `params` has no entry for a stage, as for those of other ranks, its numbers are "—".
+    If `params` has no entry for a stage, as for stages of other ranks, its numbers are "—".
     """
     return "\n".join([*_table(_rows(stages, entries, params)), *_ties(entries)])
 
@@ -38,20 +36,22 @@ def html(stages: Sequence[Stage], entries: Mapping[Any, Sequence[Any]]) -> str:
 def _rows(
     stages: Sequence[Stage], entries: Mapping[Any, Sequence[Any]], params: Mapping[int, Any] | None
 ) -> list[dict[str, str]]:
-    contents: list[Any] = [getattr(stage.fn, "contents", None) for stage in stages]
+    specs = [stage.fn.spec if isinstance(stage.fn, StageFunction) else None for stage in stages]
     tied = _tied(entries)
     rows = []
     for index, stage in enumerate(stages):
-        row, known = {"stage": str(index)}, contents[index]
-        if params is not None or known is not None:
-            row |= _held(_own(known.params, index, tied) if params is None else params.get(index, ABSENT), stage)
-        if known is not None and known.state:
-            row["state"] = size(_tensors(known.state))
-        if known is not None and known.share is not None:
-            row["time"] = f"{known.share:.0%}"
-        if known is not None and known.begins is not None:
-            row["begins"] = known.begins
-        rows.append(row | {"reads": ", ".join(_read(read, contents) for read in stage.inputs) or "nothing"})
+        row, spec = {"stage": str(index)}, specs[index]
+        if params is not None:
+            row |= _sizes(params.get(index, ABSENT), stage)
+        elif spec is not None:
+            row |= _sizes(_untied(spec.params, index, tied), stage)
+        if spec is not None and spec.state:
+            row["state"] = format_bytes(_tensors(spec.state))
+        if spec is not None and spec.share is not None:
+            row["time"] = f"{spec.share:.0%}"
+        if spec is not None and spec.begins is not None:
+            row["begins"] = spec.begins
+        rows.append(row | {"reads": ", ".join(_read(read, specs) for read in stage.inputs) or "nothing"})
     return rows
 
 
@@ -67,24 +67,24 @@ def _ties(entries: Mapping[Any, Sequence[Any]]) -> list[str]:
     ]
 
 
-def _own(tree: Mapping[Any, Any], stage: int, tied: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A stage's own entries, without those of lower stages."""
+def _untied(tree: Mapping[Any, Any], stage: int, tied: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a stage's entries without those of lower stages."""
     return {name: x for name, x in tree.items() if (stage, (name,)) not in tied}
 
 
-def _held(tree: Any, stage: Stage) -> dict[str, str]:
-    """What a stage's params come to; numbers that no gradient is of, as of positions, are bytes alone."""
+def _sizes(tree: Any, stage: Stage) -> dict[str, str]:
+    """Return the columns of a stage's params. Integers, such as positions, count as bytes, not as parameters."""
     if tree is ABSENT:
         return {"parameters": "—", "bytes": "—"}
     whole, frozen = _count(_tensors(tree)), _count(_tensors([_at(tree, as_path(name)) for name in stage.frozen]))
-    row = {"parameters": f"{whole - frozen:,}", "bytes": size(_tensors(tree))}
+    row = {"parameters": f"{whole - frozen:,}", "bytes": format_bytes(_tensors(tree))}
     return row | {"frozen": f"{frozen:,}"} if frozen else row
 
 
 def _at(tree: Any, path: Path) -> Any:
-    """What is at a path; None where nothing is, as for an entry that lives with another stage."""
+    """Return the value at a path; None if there is none, as for an entry of another stage."""
     try:
-        return pick(tree, path)
+        return get_at(tree, path)
     except (KeyError, IndexError, AttributeError, TypeError):
         return None
 
@@ -97,24 +97,25 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [x for x in flatten(tree).leaves if isinstance(x, torch.Tensor)]
 
 
-def _read(read: Read, contents: Sequence[Any]) -> str:
+def _read(read: Read, specs: Sequence[StageSpec | None]) -> str:
     if isinstance(read, Output):
-        known = contents[read.stage].outputs if contents[read.stage] is not None else {}
-        value = pick(known, read.path) if read.path and read.path[0] in known else None
-        what = f" {_name(read.path)}" if read.path else ""
-        return f"stage {read.stage}{what}" + (f" ({size([value])})" if value is not None else "")
+        spec = specs[read.stage]
+        outputs = {} if spec is None else spec.outputs
+        value = get_at(outputs, read.path) if read.path and read.path[0] in outputs else None
+        part = f" {_name(read.path)}" if read.path else ""
+        return f"stage {read.stage}{part}" + (f" ({format_bytes([value])})" if value is not None else "")
     return f"batch{short(read.path)}" if isinstance(read, Batch) else "target"
 
 
 def _name(path: Sequence[Any]) -> str:
-    """A path without quotes, where it is one name."""
+    """Return a path, without quotes if it is one name."""
     return path[0] if len(path) == 1 and isinstance(path[0], str) else short(tuple(path))
 
 
-def size(tensors: Sequence[torch.Tensor]) -> str:
-    """Bytes, in the unit that they are some of.
+def format_bytes(tensors: Sequence[torch.Tensor]) -> str:
+    """Format the tensors' bytes in the largest binary unit not above their number.
 
-    >>> size([torch.zeros(3)]), size([torch.zeros(1000, 1000)])
+    >>> format_bytes([torch.zeros(3)]), format_bytes([torch.zeros(1000, 1000)])
     ('12 B', '3.8 MiB')
     """
     count = sum(x.numel() * x.element_size() for x in tensors)

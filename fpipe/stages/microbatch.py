@@ -12,7 +12,7 @@ from fpipe.stages.pytree import NAMESPACE, describe, short, summary
 
 
 class Microbatch(NamedTuple):
-    """What one microbatch brings along: its part of the batch and of the target, and its loss's scale."""
+    """A part of the batch and of the target, and the scale of its loss."""
 
     batch: Any
     target: Any
@@ -20,7 +20,7 @@ class Microbatch(NamedTuple):
 
 
 def size(rows: int, count: int, m: int) -> int:
-    """How many rows microbatch m of `count` has: as equal as can be, larger ones first, like `tensor_split`.
+    """Return the number of rows of microbatch m of `count`: as equal as possible, larger ones first, as `tensor_split`.
 
     >>> [size(10, 4, m) for m in range(4)]
     [3, 3, 2, 2]
@@ -29,7 +29,7 @@ def size(rows: int, count: int, m: int) -> int:
 
 
 def axes_of(tree: Any, axes: Any, what: str) -> list[int | None]:
-    """The axis of every leaf, from a prefix of the tree as in `torch.vmap`; None: the same for all."""
+    """Return the axis of every leaf, from a prefix of the tree as in `torch.vmap`. None: equal in all microbatches."""
     try:
         return optree.broadcast_prefix(axes, tree, none_is_leaf=True, namespace=NAMESPACE)
     except ValueError as error:
@@ -43,7 +43,7 @@ def split(tree: Any, count: int, axes: Any = 0, what: str = "batch") -> tuple[li
         axes: an axis, None (the same for every microbatch), or a prefix tree of these.
 
     Returns:
-        The microbatches, and the number of rows (None where nothing is split).
+        The microbatches, and the number of rows (None if nothing is split).
 
     Raises:
         ValueError: leaves disagree on their rows, or have too few.
@@ -59,7 +59,7 @@ def split(tree: Any, count: int, axes: Any = 0, what: str = "batch") -> tuple[li
         if isinstance(leaf, Mapping):
             kind = type(leaf).__name__
             raise ValueError(
-                f"{what}{short(path)} is a {kind}, which is no tree and would stay whole: pass a plain dict"
+                f"{what}{short(path)} is a {kind}, which is not a pytree and cannot be split: pass a plain dict"
             )
         if axis is None or not isinstance(leaf, torch.Tensor):
             columns.append([leaf] * count)
@@ -79,10 +79,10 @@ def split(tree: Any, count: int, axes: Any = 0, what: str = "batch") -> tuple[li
 
 
 def merge(trees: Sequence[Any], axes: Any = 0) -> Any:
-    """Put microbatches back together: tensors joined along their axis; scalars, and numbers that differ, stacked.
+    """Merge microbatches: concatenate tensors along their axis; stack scalars, and numbers that differ.
 
     Args:
-        axes: an axis, None (equal in all: the first is taken), or a prefix tree of these.
+        axes: an axis, None (equal in all: take the first), or a prefix tree of these.
 
     Raises:
         ValueError: microbatches of different structure, or plain values that differ.

@@ -13,24 +13,25 @@ from fpipe.errors import StageError
 from fpipe.plan import Edges, Placement, Plan
 from fpipe.stages.describe import description, html
 from fpipe.stages.microbatch import Microbatch
-from fpipe.stages.pytree import Path, as_path, pick, place, short
-from fpipe.stages.stage import Batch, Output, Read, Stage, Target
+from fpipe.stages.pytree import Path, as_path, get_at, set_at, short
+from fpipe.stages.stage import Batch, Output, Read, Stage, StageFunction, Target
 
-Entry = tuple[int, Path]
+SharedParam = tuple[int, Path]
+"""A stage, and the path of an entry in its params."""
 
 
 class Pipeline:
-    """Stages put together: a DAG whose last stage's output goes to the loss.
+    """A DAG of stages. The last stage's output goes to the loss.
 
     Args:
         stages: a `Stage` or a plain function for each.
         loss: `loss(output, target) -> loss | (loss, aux)`, a 0-dim tensor; None takes the last output.
-        ties: parameters used by a second stage, `{(stage, path): (lower stage, path)}`. The entry lives in
-            the lower stage's params alone, and is put into the other's dict when it runs.
+        ties: parameters that another stage uses as well, `{(stage, path): (lower stage, path)}`. Only the lower
+            stage's params have the entry. It is added to the other stage's dict when that runs.
 
     Raises:
-        ScheduleError: an edge backwards, or a stage that nobody reads.
-        ValueError: a tie to the wrong side.
+        ScheduleError: a stage reads a later one, or no stage reads it.
+        ValueError: a tie does not lead to a lower stage.
 
     >>> double = Pipeline([lambda p, x: x * p, lambda p, x: x + p], loss=lambda y, t: (y - t).sum())
     >>> double({0: torch.tensor(2.0), 1: torch.tensor(1.0)}, torch.ones(3), torch.zeros(3))
@@ -49,11 +50,11 @@ class Pipeline:
         self.stages = tuple(_with_reads(s if isinstance(s, Stage) else Stage(s), i) for i, s in enumerate(stages))
         self.loss = loss
         self.edges = Edges([stage.sources for stage in self.stages])
-        # Each shared parameter, (stage, path), with all its uses: itself first, then by stage.
+        # All uses of each shared param: the param itself first, then by stage.
         self.entries = _entries(ties or {}, len(self.stages))
 
     def plan(self, placement: Placement, microbatches: int) -> Plan:
-        """The plan for this pipeline's edges and ties.
+        """Return the plan for this pipeline's edges and ties.
 
         Raises:
             ScheduleError: the placement's stages are not this pipeline's.
@@ -64,10 +65,10 @@ class Pipeline:
     def __call__(
         self, params: Mapping[int, Any], batch: Any, *target: Any, state: Mapping[int, Any] | None = None
     ) -> Any:
-        """The whole batch through all stages, in this process.
+        """Run the whole batch through all stages, in this process.
 
-        With a target, what `loss` returns; without one, the last stage's output. With `state`, a pair of
-        that and the new state.
+        Return the result of `loss` if there is a target, else the last stage's output. With `state`, return a pair of
+        this and the new state.
         """
         if len(target) > 1:
             raise TypeError(f"a pipeline takes params, a batch and one target, not {len(target)} targets")
@@ -86,14 +87,16 @@ class Pipeline:
         return result if state is None else (result, states)
 
     def accept(self, batch: Any) -> None:
-        """Raises:
-        ValueError: stages would pass over a part of the batch, as those of an exported module can tell.
+        """Check a batch, if the stages come from an exported module.
+
+        Raises:
+            ValueError: the stages would ignore a part of the batch.
         """
-        if accepts := getattr(self.stages[0].fn, "accepts", None):
-            accepts(batch)
+        if isinstance(function := self.stages[0].fn, StageFunction):
+            function.accepts(batch)
 
     def params_of(self, params: Mapping[int, Any], stage: int) -> Any:
-        """A stage's own params with the entries that it shares put in.
+        """Return a stage's params, with the entries that it shares.
 
         Raises:
             StageError: the stage's params, or an entry, are missing.
@@ -104,7 +107,7 @@ class Pipeline:
                 if user == stage and owner != stage:
                     shared = self._shared(params, stage, path, owner, source)
                     try:
-                        tree = place(tree, path, shared)
+                        tree = set_at(tree, path, shared)
                     except (TypeError, ValueError) as error:
                         raise StageError(
                             f"its {short(path)} is tied to params[{owner}]{short(source)} and can't be put in: "
@@ -115,7 +118,7 @@ class Pipeline:
 
     def _shared(self, params: Mapping[int, Any], stage: int, path: Path, owner: int, source: Path) -> Any:
         try:
-            return pick(params[owner], source)
+            return get_at(params[owner], source)
         except (KeyError, IndexError, AttributeError, TypeError) as error:
             raise StageError(
                 f"it shares {short(path)} with stage {owner}, and params[{owner}]{short(source)} is missing: "
@@ -124,7 +127,7 @@ class Pipeline:
             ) from error
 
     def params_on(self, params: Mapping[int, Any], plan: Plan, rank: int) -> dict[int, Any]:
-        """What one rank needs of all params: its stages' trees, and the entries that they share.
+        """Return the params that a rank needs: its stages' trees, and the entries that they share.
 
         >>> pipeline = Pipeline([lambda p, x: x, lambda p, x: x], ties={(1, "head"): (0, "wte")})
         >>> pipeline.params_on({0: {"wte": 1, "wpe": 2}, 1: {}}, pipeline.plan(Placement.loop(2), 1), rank=1)
@@ -134,11 +137,11 @@ class Pipeline:
         for (owner, path), uses in self.entries.items():
             users = [use for use in uses[1:] if use[0] in plan.stages_on(rank)]
             if owner not in plan.stages_on(rank) and users:
-                held[owner] = place(held.get(owner, {}), path, self._shared(params, *users[0], owner, path))
+                held[owner] = set_at(held.get(owner, {}), path, self._shared(params, *users[0], owner, path))
         return dict(sorted(held.items()))
 
     def state_on(self, state: Mapping[int, Any], plan: Plan, rank: int) -> dict[int, Any]:
-        """What one rank needs of all state: its stages' trees.
+        """Return the state that a rank needs: its stages' trees.
 
         >>> pipeline = Pipeline([Stage(lambda p, s, x: (x, s), stateful=True)] * 2)
         >>> pipeline.state_on({0: {"seen": 1}, 1: {"seen": 2}}, pipeline.plan(Placement.loop(2), 1), rank=1)
@@ -147,13 +150,13 @@ class Pipeline:
         return {stage: state[stage] for stage in plan.stages_on(rank) if stage in state}
 
     def describe(self, params: Mapping[int, Any] | None = None) -> str:
-        """A table of the stages: parameters, bytes, what each reads; and the ties.
+        """Return a table of the stages: parameters, bytes, reads; and the ties.
 
         Args:
-            params: whose sizes to tell; by default those of modules, which know their own.
+            params: the params to measure. By default those of the modules that stages come from.
 
-        What a stage reads in bytes, for a microbatch as large as the example, is told of stages that come from
-        `interop.split`, and the share of the time of those that were balanced.
+        Stages of `interop.split` also show the bytes that they read, for a microbatch as large as the example, and
+        the share of the time if they were balanced.
 
         >>> pipeline = Pipeline([lambda p, x: x @ p["w"], lambda p, x: x @ p["w"].T], ties={(1, "w"): (0, "w")})
         >>> print(pipeline.describe({0: {"w": torch.zeros(8, 4)}, 1: {}}))
@@ -169,7 +172,7 @@ class Pipeline:
         return html(self.stages, self.entries)
 
     def replace(self, stages: Sequence[Stage], loss: Callable[..., Any] | None) -> Pipeline:
-        """The same edges' and ties' pipeline with other stages and another loss."""
+        """Return a pipeline with the same edges and ties, and other stages and loss."""
         twin = Pipeline(stages, loss)
         twin.entries = self.entries
         return twin
@@ -194,8 +197,10 @@ def _with_reads(stage: Stage, index: int) -> Stage:
     return replace(stage, reads=(Output(index - 1),) if index else (Batch(),))
 
 
-def _entries(ties: Mapping[tuple[int, Any], tuple[int, Any]], stages: int) -> dict[Entry, tuple[Entry, ...]]:
-    uses: dict[Entry, list[Entry]] = {}
+def _entries(
+    ties: Mapping[tuple[int, Any], tuple[int, Any]], stages: int
+) -> dict[SharedParam, tuple[SharedParam, ...]]:
+    uses: dict[SharedParam, list[SharedParam]] = {}
     for (user, path), (owner, source) in ties.items():
         if not 0 <= owner < user < stages:
             raise ValueError(
@@ -217,7 +222,7 @@ def _entries(ties: Mapping[tuple[int, Any], tuple[int, Any]], stages: int) -> di
 
 
 def with_loss(pipeline: Pipeline, has_aux: bool) -> Pipeline:
-    """The pipeline whose last stage puts out `(loss, aux)`; aux is None without `has_aux`."""
+    """Return a pipeline whose last stage returns `(loss, aux)`; aux is None without `has_aux`."""
     *stages, last = pipeline.stages
     loss_fn = pipeline.loss
 

@@ -1,6 +1,6 @@
-"""Pytrees as fpipe sees them: optree's, in the namespace "fpipe" on top of the global one.
+"""Pytrees: optree's, with the namespace "fpipe" in addition to the global one.
 
-`optree.register_pytree_node(cls, flatten, unflatten, namespace="fpipe")` adds a type of one's own.
+`optree.register_pytree_node(cls, flatten, unflatten, namespace="fpipe")` registers another type.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Path = tuple[Any, ...]
 
 
 class Absent:
-    """Stands for a leaf that this rank does not read."""
+    """In place of a leaf that this rank does not read."""
 
     def __repr__(self) -> str:
         return "ABSENT"
@@ -35,7 +35,7 @@ ABSENT = Absent()
 
 
 class Flat(NamedTuple):
-    """A tree taken apart: its leaves, and the structure that puts them together."""
+    """A flattened tree: its leaves and its structure."""
 
     leaves: list[Any]
     spec: optree.PyTreeSpec
@@ -50,20 +50,20 @@ def flatten(tree: Any) -> Flat:
 
 
 def paths(tree: Any) -> list[Path]:
-    """The path of every leaf, in flattening order."""
+    """Return the path of every leaf, in flattening order."""
     return optree.tree_paths(tree, namespace=NAMESPACE)
 
 
 @lru_cache(maxsize=1024)
 def paths_of(spec: optree.PyTreeSpec) -> tuple[Path, ...]:
-    """The path of every leaf of trees with this structure."""
+    """Return the path of every leaf of trees with this structure."""
     return tuple(map(tuple, spec.paths()))
 
 
-def pick(tree: Any, path: Iterable[Any]) -> Any:
-    """The subtree at a path of keys, indices and field names.
+def get_at(tree: Any, path: Iterable[Any]) -> Any:
+    """Return the subtree at a path of keys, indices and field names.
 
-    >>> pick({"h": (1, 2)}, ("h", 1))
+    >>> get_at({"h": (1, 2)}, ("h", 1))
     2
     """
     for entry in path:
@@ -73,75 +73,75 @@ def pick(tree: Any, path: Iterable[Any]) -> Any:
 
 
 def indices(tree: Any, path: Path) -> list[int]:
-    """Which leaves, by their numbers in flattening order, stand under a path.
+    """Return the numbers, in flattening order, of the leaves below a path.
 
     >>> indices({"a": 1, "h": (2, 3)}, ("h", -1))
     [2]
     """
     leaves, spec = flatten(tree)
-    return optree.tree_leaves(pick(spec.unflatten(range(len(leaves))), path), namespace=NAMESPACE)
+    return optree.tree_leaves(get_at(spec.unflatten(range(len(leaves))), path), namespace=NAMESPACE)
 
 
-def place(tree: Any, path: Path, value: Any) -> Any:
-    """A copy of a tree of dicts with a value put in at a path that it lacks.
+def set_at(tree: Any, path: Path, value: Any) -> Any:
+    """Return a copy of a tree of dicts with a value added at a path.
 
     Raises:
-        TypeError: the way leads through something else than dicts.
-        ValueError: there is something at the path already.
+        TypeError: the path leads through something else than dicts.
+        ValueError: there is already a value at the path.
 
-    >>> place({"a": {"b": 1}}, ("a", "c"), 2)
+    >>> set_at({"a": {"b": 1}}, ("a", "c"), 2)
     {'a': {'b': 1, 'c': 2}}
     """
     if not isinstance(tree, Mapping):
         raise TypeError(f"it is put into a dict, not into a {type(tree).__name__}")
     key, *rest = path
     if key in tree and not rest:
-        raise ValueError("there is an entry of its own")
-    return {**tree, key: place(tree.get(key, {}), tuple(rest), value) if rest else value}
+        raise ValueError("it has such an entry already")
+    return {**tree, key: set_at(tree.get(key, {}), tuple(rest), value) if rest else value}
 
 
 def as_path(path: Any) -> Path:
-    """A path as a tuple: a key alone stands for itself, dots and all."""
+    """Return a path as a tuple. A single key is one component, even with dots."""
     return path if isinstance(path, tuple) else (path,)
 
 
 def short(path: Path) -> str:
-    """A path as one would write it in Python: `['h'][1]`."""
+    """Format a path as Python indexing: `['h'][1]`."""
     return "".join(f"[{entry!r}]" for entry in path)
 
 
 def describe(leaf: Any) -> str:
-    """`float32[2, 8]` for a tensor, the value itself for a plain one, else its type."""
+    """Format a leaf: `float32[2, 8]` for a tensor, the value for a number or text, else the type."""
     if isinstance(leaf, torch.Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
     return repr(leaf) if isinstance(leaf, bool | int | float | str) else type(leaf).__name__
 
 
 def summary(tree: Any) -> str:
-    """A tree with its leaves described, for messages."""
+    """Format a tree with its leaves described, for messages."""
     leaves, spec = flatten(tree)
     text = str(spec.unflatten([Text(describe(leaf)) for leaf in leaves]))
     return text if len(text) <= 400 else text[:400] + " ..."
 
 
 class Text(str):
-    """A string that shows without quotes inside a tree."""
+    """A string without quotes in the repr of a tree."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
-def viewed(tree: Any) -> Any:
-    """Every tensor through an identity of its own, at which its gradients meet."""
+def alias_leaves(tree: Any) -> Any:
+    """Return a tree with a new view of every tensor. All gradients of the tensor accumulate at that view."""
     leaves, spec = flatten(tree)
     return spec.unflatten([x.view_as(x) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
 def check_plain(payload: Flat, rank: int, stage: int, microbatch: int) -> None:
-    """Refuse what can't go from stage to stage: a type that hides tensors would lose their gradients.
+    """Check an output that other stages read: an unregistered type could hide tensors, whose gradients would be lost.
 
     Raises:
-        StageError: a leaf that is neither a tensor nor plain.
+        StageError: a leaf is neither a tensor nor plain.
     """
     for at, leaf in enumerate(payload.leaves):
         if not isinstance(leaf, torch.Tensor) and type(leaf) not in PLAIN and leaf is not ABSENT:

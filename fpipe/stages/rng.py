@@ -1,4 +1,4 @@
-"""Randomness by (seed, step, stage, microbatch): the same under every schedule, the global generators untouched."""
+"""Random numbers by (seed, step, stage, microbatch). They do not depend on the schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def seed_of(seed: int, step: int, stage: int, microbatch: int) -> int:
-    """63 bits that depend on all four.
+    """Return a seed of 63 bits that depends on all four numbers.
 
     >>> seed_of(0, 0, 0, 0) != seed_of(0, 0, 0, 1)
     True
@@ -24,7 +24,11 @@ def seed_of(seed: int, step: int, stage: int, microbatch: int) -> int:
 def seeded(
     rng: tuple[int, int] | None, stage: int, microbatch: int, device: torch.device | None = None
 ) -> Iterator[None]:
-    """Seed the CPU's generator and a CUDA device's (the current one), and put them back; nothing without `rng`."""
+    """Seed the generators of the CPU and of a CUDA device, by default the current one, and restore them afterwards.
+
+    Args:
+        rng: (seed, step); None leaves the generators alone.
+    """
     if rng is None:
         yield
         return

@@ -1,19 +1,21 @@
-"""A stage: a pure function over pytrees, and what it reads."""
+"""A stage: a pure function over pytrees, and its inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor, nn
 
 from fpipe.stages.microbatch import Microbatch
-from fpipe.stages.pytree import Path, pick, short
+from fpipe.stages.pytree import Path, get_at, short
 
 
 @dataclass(frozen=True, init=False)
 class Output:
-    """An earlier stage's output, or the part of it at a path: `Output(0)`, `Output(0, "skip")`."""
+    """The output of an earlier stage, or its part at a path: `Output(0)`, `Output(0, "skip")`."""
 
     stage: int
     path: Path
@@ -25,7 +27,7 @@ class Output:
 
 @dataclass(frozen=True, init=False)
 class Batch:
-    """The batch, or the part of it at a path: `Batch()`, `Batch("mask")`."""
+    """The batch, or its part at a path: `Batch()`, `Batch("mask")`."""
 
     path: Path
 
@@ -35,10 +37,59 @@ class Batch:
 
 @dataclass(frozen=True)
 class Target:
-    """The target of the microbatch, which the loss reads."""
+    """The target of the microbatch. The loss reads it."""
 
 
 Read = Output | Batch | Target
+
+
+class StageSpec(NamedTuple):
+    """The tensors that a stage holds and returns, on the meta device.
+
+    Args:
+        params, state: by name.
+        outputs: the outputs that other stages read, as far as they are known.
+        begins: the name of the place in the module where the stage begins.
+        share: the stage's share of the time of all stages, if that was estimated or measured.
+    """
+
+    params: dict[str, Tensor]
+    state: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    begins: str | None = None
+    share: float | None = None
+
+
+@runtime_checkable
+class StageFunction(Protocol):
+    """A stage's function that comes from a module and describes itself. A plain function has none of these.
+
+    Args:
+        qualified: names are those of the whole module that the stage is a part of.
+        skeleton: the module, on the meta device.
+        aliases: the entry of params or state for each name in the module's state_dict.
+        nonpersistent_buffers: the values of buffers that are not in the state_dict.
+    """
+
+    @property
+    def qualified(self) -> bool: ...
+
+    @property
+    def spec(self) -> StageSpec: ...
+
+    @property
+    def skeleton(self) -> nn.Module: ...
+
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+
+    @property
+    def nonpersistent_buffers(self) -> Mapping[str, Tensor]: ...
+
+    def accepts(self, batch: Any) -> None:
+        """Raise ValueError if the stages would ignore a part of the batch."""
+
+    def __call__(self, params: Any, *inputs: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -46,20 +97,21 @@ class Stage:
     """A pure function `fn(params, *inputs) -> outputs` over pytrees.
 
     Args:
-        fn: the function; `fn(params, state, *inputs) -> (outputs, state)` where `stateful`.
-        reads: what the inputs are, one `Output` or `Batch` each (a number stands for `Output`). By default
-            stage 0 reads the batch, any other the output of the stage before it.
-        stateful: whether it carries buffers from microbatch to microbatch.
-        frozen: names of entries of its params that get no gradient.
+        fn: the function; `fn(params, state, *inputs) -> (outputs, state)` if `stateful`. A `StageFunction` describes
+            itself.
+        reads: an `Output` or `Batch` for each input (a number stands for `Output`). By default stage 0 reads the
+            batch, and every other stage the output of the stage before it.
+        stateful: the stage has state, such as buffers, that one microbatch passes to the next.
+        frozen: names of entries of params that get no gradient.
     """
 
-    fn: Callable[..., Any]
+    fn: StageFunction | Callable[..., Any]
     reads: Sequence[Read | int] | None = None
     stateful: bool = False
     frozen: Sequence[Any] = ()
 
     def __call__(self, params: Any, state: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
-        """Run it: `(outputs, state)`."""
+        """Run the stage. Return `(outputs, state)`."""
         if not self.stateful:
             return self.fn(params, *inputs), state
         result = self.fn(params, state, *inputs)
@@ -69,16 +121,16 @@ class Stage:
 
     @cached_property
     def inputs(self) -> tuple[Read, ...]:
-        """What it reads, in the order of its arguments."""
+        """The stage's reads, in the order of its arguments."""
         return tuple(Output(r) if isinstance(r, int) else r for r in self.reads or ())
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """The stages that it reads, lowest first."""
+        """The numbers of the stages that it reads, lowest first."""
         return tuple(sorted({read.stage for read in self.inputs if isinstance(read, Output)}))
 
     def given(self, data: Microbatch) -> list[Any]:
-        """What it reads of the microbatch, in the order of its arguments."""
+        """Return the inputs that come from the microbatch, in the order of the arguments."""
         return [
             data.target if isinstance(read, Target) else _part(data.batch, read.path, "the batch")
             for read in self.inputs
@@ -86,7 +138,7 @@ class Stage:
         ]
 
     def arguments(self, outputs: Mapping[int, Any], given: Iterable[Any]) -> tuple[Any, ...]:
-        """Its inputs, out of the outputs of the stages it reads and what it was given of the microbatch."""
+        """Return all inputs, out of other stages' outputs and the inputs that come from the microbatch."""
         rest = iter(given)
         return tuple(
             _part(outputs[read.stage], read.path, f"the output of stage {read.stage}")
@@ -98,7 +150,7 @@ class Stage:
 
 def _part(tree: Any, path: Path, name: str) -> Any:
     try:
-        return pick(tree, path)
+        return get_at(tree, path)
     except (KeyError, IndexError, AttributeError, TypeError) as error:
-        lacks = "is None on this rank, and is read" if tree is None else "has nothing"
-        raise ValueError(f"{name} {lacks} at {short(path)}") from error
+        problem = "is None on this rank, and is read" if tree is None else "has nothing"
+        raise ValueError(f"{name} {problem} at {short(path)}") from error

@@ -10,6 +10,7 @@ from torch import nn
 from fpipe.interop.checkpoints.names import Name, some, stage_name
 from fpipe.interop.checkpoints.storage import CheckpointError
 from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.stage import StageFunction
 
 Missing = tuple[str, int, list[str]]
 """`params` or `state`, a stage, and the names that are missing; no names where nothing of the stage is there."""
@@ -27,8 +28,8 @@ def missing_entries(sections: Mapping[str, Any], pipeline: Pipeline, stages: Col
         tree = sections.get(section, {})
         for stage in stages:
             each = pipeline.stages[stage]
-            if hasattr(each.fn, "contents"):
-                own, declared = tree.get(stage, {}), getattr(each.fn.contents, section)
+            if isinstance(each.fn, StageFunction):
+                own, declared = tree.get(stage, {}), getattr(each.fn.spec, section)
                 names = [name for name in sorted(declared) if name not in own and (stage, (name,)) not in tied]
                 missing += [(section, stage, names)] if names else []
             elif stage not in tree and (section == "params" or each.stateful):
@@ -62,15 +63,16 @@ def check_complete(sections: Collection[str], missing: Iterable[Missing], holder
 
 def nonpersistent(pipeline: Pipeline) -> list[Name]:
     """Return the names of modules' buffers that no state_dict has."""
-    skeletons = {stage: getattr(each.fn, "skeleton", None) for stage, each in enumerate(pipeline.stages)}
-    unlisted = {module: _unlisted(module) for module in {*skeletons.values()} if module is not None}
+    fns = {stage: each.fn for stage, each in enumerate(pipeline.stages) if isinstance(each.fn, StageFunction)}
+    modules = {fn.skeleton for fn in fns.values() if fn.skeleton is not None}
+    unlisted = {module: _unlisted(module) for module in modules}
     return [
         stage_name(section, stage, name, pipeline)
-        for stage, module in skeletons.items()
-        if module is not None
+        for stage, fn in fns.items()
+        if fn.skeleton is not None
         for section in ("params", "state")
-        for name in getattr(pipeline.stages[stage].fn.contents, section)  # type: ignore[attr-defined]
-        if name in unlisted[module]
+        for name in getattr(fn.spec, section)
+        if name in unlisted[fn.skeleton]
     ]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import NAMESPACE, Path
+from fpipe.stages.stage import StageFunction
 
 Name = tuple[str, ...]
 """`("params", "layers.0.weight")`, `("optimizer", "layers.0.weight", "exp_avg")`, `("step",)`."""
@@ -108,7 +109,8 @@ def stage_name(section: str, stage: int, name: str, pipeline: Pipeline) -> Name:
 def _name(section: str, path: Path, pipeline: Pipeline, names: Mapping[int, set[Any]]) -> Name:
     stage, *rest = path
     texts = map(str, rest)
-    if getattr(pipeline.stages[stage].fn, "qualified", False):
+    fn = pipeline.stages[stage].fn
+    if isinstance(fn, StageFunction) and fn.qualified:
         own = names.get(stage)
         if section != "optimizer" or own is None or any(part in own for part in rest):
             return (section, *texts)
@@ -124,7 +126,7 @@ def _parameter(path: Path, parameters: Mapping[Path, tuple[Name, Tensor]]) -> tu
 
 def _parameters(sections: Mapping[str, Any], pipeline: Pipeline) -> Iterator[tuple[Path, Tensor]]:
     """Iterate over the parameters by stage and path: those that modules declare, then those in `params`."""
-    declared = {s: each.fn.contents.params for s, each in enumerate(pipeline.stages) if hasattr(each.fn, "contents")}
+    declared = {s: each.fn.spec.params for s, each in enumerate(pipeline.stages) if isinstance(each.fn, StageFunction)}
     for tree in (declared, sections.get("params", {})):
         paths, leaves, _ = _flat(tree)
         yield from ((path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor))

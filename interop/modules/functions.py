@@ -1,60 +1,42 @@
-"""Modules as stages, by `torch.func.functional_call`, and back."""
+"""Modules as stages, and stages' tensors back into modules."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fpipe.interop.modules.skeletons import accepted, call, skeleton, uncompiled
+from fpipe.interop.modules.skeletons import call, to_meta, uncompiled, validated
 from fpipe.stages.pipeline import Pipeline
-from fpipe.stages.stage import Read, Stage
+from fpipe.stages.stage import Read, Stage, StageFunction, StageSpec
 
 Tree = dict[str, Tensor]
 
 
-class Contents(NamedTuple):
-    """What a stage holds and puts out, as tensors on the meta device.
-
-    Args:
-        params, state: by name.
-        outputs: those that other stages read, as far as they are known.
-        begins: where in the module, by name.
-        share: of the time of all stages, if that was estimated or measured.
-    """
-
-    params: Tree
-    state: Tree
-    outputs: Tree
-    begins: str | None = None
-    share: float | None = None
-
-
 @dataclass(frozen=True)
 class ModuleFunction:
-    """A module's forward as a pure function of its parameters, and of its buffers where it has any.
+    """A module's forward as a pure function of its parameters.
 
     Args:
-        skeleton: in the mode that it runs in.
-        qualified: whether its names are those of the whole module that it is a part of.
-        made: the skeleton in the modes that its submodules were made in, if these are others.
+        skeleton: the module, on the meta device, in the mode that the function runs in.
+        qualified: names are those of the whole module that this one is a part of.
+        original_mode: the skeleton in the mode of the original module, if that is another one.
     """
 
     skeleton: nn.Module
     qualified: bool = False
-    made: nn.Module | None = None
+    original_mode: nn.Module | None = None
 
     def __call__(self, params: Tree, *inputs: Any) -> Any:
         return call(self.skeleton, params, inputs)[0]
 
     @property
-    def contents(self) -> Contents:
-        """What it holds."""
-        return Contents(dict(self.skeleton.named_parameters()), dict(self.skeleton.named_buffers()), {})
+    def spec(self) -> StageSpec:
+        return StageSpec(dict(self.skeleton.named_parameters()), dict(self.skeleton.named_buffers()), {})
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -63,13 +45,18 @@ class ModuleFunction:
         return {name: first.setdefault(id(x), name) for name, x in self.skeleton.state_dict(keep_vars=True).items()}
 
     @property
-    def kept(self) -> Tree:
-        """Values of buffers that no state_dict has."""
+    def nonpersistent_buffers(self) -> Tree:
+        """None: a buffer outside the state_dict is state, as every buffer."""
         return {}
+
+    def accepts(self, batch: Any) -> None:
+        """Accept every batch."""
 
 
 @dataclass(frozen=True)
 class StatefulModuleFunction(ModuleFunction):
+    """A module's forward as a pure function of its parameters and buffers."""
+
     def __call__(self, params: Tree, state: Tree, *inputs: Any) -> tuple[Any, Tree]:
         tensors = {**params, **{name: buffer.clone() for name, buffer in state.items()}}
         outputs, module = call(self.skeleton, tensors, inputs)
@@ -83,23 +70,23 @@ def from_modules(
     loss: Callable[..., Any] | None = None,
     reads: Mapping[int, Sequence[Read | int]] | None = None,
 ) -> tuple[Pipeline, dict[int, Tree]]:
-    """A pipeline of one stage for each module, and its parameters by stage, under the modules' own names.
+    """Return a pipeline with a stage for each module, and the parameters by stage, under the modules' own names.
 
-    Parameters that several modules share are tied, and live with the lowest. Those with
-    `requires_grad=False` are frozen. A module with buffers becomes a stateful stage: `buffers(modules)` is its
-    first state. Whether a module trains or evaluates is settled here; `eval_mode` gives the other pipeline. Of what
-    torch.compile has wrapped, the module inside is taken: `value_and_grad(..., compile=True)` compiles stages.
+    A parameter that several modules share is tied; the lowest stage owns it. Parameters with `requires_grad=False` are
+    frozen. A module with buffers becomes a stateful stage: `buffers(modules)` is its first state. The mode, train or
+    eval, is fixed here; `eval_mode` makes a pipeline in the other. A module that torch.compile wraps is unwrapped:
+    `value_and_grad(..., compile=True)` compiles stages.
 
     Args:
-        at: where an `nn.Sequential` is cut, by the indices of the modules that begin a stage; names are then its own.
+        at: the indices of the modules of an `nn.Sequential` that begin a stage; names are then those of the whole.
         loss: `loss(output, target) -> loss | (loss, aux)`.
-        reads: what a stage reads, where that is not the output of the stage before.
+        reads: the reads of stages that do not read the output of the stage before.
 
-    The modules are left as they are, and the parameters share their memory.
+    The modules are not changed. The parameters share their memory.
 
     Raises:
-        StageError: what a stage would lose or lack: hooks on parameters' gradients, tensors without a shape yet, an
-            attribute that can't be copied.
+        StageError: a module has hooks on gradients of parameters, tensors without a shape, or an attribute that cannot
+            be copied.
 
     >>> pipeline, params = from_modules(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False)), at=[2])
     >>> {stage: {name: tuple(p.shape) for name, p in tree.items()} for stage, tree in params.items()}
@@ -108,8 +95,8 @@ def from_modules(
     if isinstance(modules, nn.Module):
         modules = cast(nn.Sequential, uncompiled(modules))
     if at is not None:
-        modules = _pieces(modules, at)
-    modules = [accepted(module, stage=stage) for stage, module in enumerate(modules)]
+        modules = _cut(modules, at)
+    modules = [validated(module, stage=stage) for stage, module in enumerate(modules)]
     home: dict[int, tuple[int, str]] = {}
     ties: dict[tuple[int, str], tuple[int, str]] = {}
     params: dict[int, Tree] = {}
@@ -124,12 +111,12 @@ def from_modules(
                 ties[index, name] = owner
         frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
         stateful = any(True for _ in module.buffers())
-        function = (StatefulModuleFunction if stateful else ModuleFunction)(skeleton(module, index), at is not None)
+        function = (StatefulModuleFunction if stateful else ModuleFunction)(to_meta(module, index), at is not None)
         stages.append(Stage(function, (reads or {}).get(index), stateful, tuple(frozen)))
     return Pipeline(stages, loss, ties=ties), params
 
 
-def _pieces(modules: Sequence[nn.Module] | nn.Sequential, at: Sequence[int]) -> list[nn.Module]:
+def _cut(modules: Sequence[nn.Module] | nn.Sequential, at: Sequence[int]) -> list[nn.Module]:
     if not isinstance(modules, nn.Sequential):
         raise TypeError(
             f"at= cuts an nn.Sequential, not a {type(modules).__name__}: a list has a module for each stage"
@@ -137,10 +124,10 @@ def _pieces(modules: Sequence[nn.Module] | nn.Sequential, at: Sequence[int]) -> 
     bounds = [0, *at, len(modules)]
     if any(low >= high for low, high in itertools.pairwise(bounds)):
         raise ValueError(f"at={list(at)} must rise, from 1 to {len(modules) - 1}, so that no stage is empty")
-    pieces = [modules[low:high] for low, high in itertools.pairwise(bounds)]
-    for piece in pieces:
-        piece.training = modules.training
-    return pieces
+    parts = [modules[low:high] for low, high in itertools.pairwise(bounds)]
+    for part in parts:
+        part.training = modules.training
+    return parts
 
 
 def from_functions(
@@ -152,11 +139,11 @@ def from_functions(
     stateful: Collection[int] = (),
     frozen: Mapping[int, Sequence[Any]] | None = None,
 ) -> Pipeline:
-    """A pipeline of one stage for each pure function `fn(params, *inputs) -> outputs`.
+    """Return a pipeline with a stage for each pure function `fn(params, *inputs) -> outputs`.
 
     Args:
-        loss, ties: as of `fpipe.Pipeline`.
-        reads, frozen: of stages, as of `fpipe.Stage`.
+        loss, ties: see `fpipe.Pipeline`.
+        reads, frozen: by stage, see `fpipe.Stage`.
         stateful: the stages whose function is `fn(params, state, *inputs) -> (outputs, state)`.
 
     >>> from fpipe import Batch
@@ -173,41 +160,53 @@ def from_functions(
 
 
 def buffers(modules: Sequence[nn.Module] | Pipeline, module: nn.Module | None = None) -> dict[int, Tree]:
-    """The state of the stages that have one: copies of buffers, by stage.
+    """Return the state of stateful stages: copies of the buffers, by stage.
 
     Args:
-        modules: those that `from_modules` was given; or a pipeline, such as `split` gives,
-        module: and then the whole module.
+        modules: the modules of `from_modules`; or a pipeline, as of `split`.
+        module: the whole module, if `modules` is a pipeline.
     """
     if not isinstance(modules, Pipeline):
-        found = {i: {n: b.detach().clone() for n, b in uncompiled(m).named_buffers()} for i, m in enumerate(modules)}
-        return {index: tree for index, tree in found.items() if tree}
+        trees = {i: {n: b.detach().clone() for n, b in uncompiled(m).named_buffers()} for i, m in enumerate(modules)}
+        return {index: tree for index, tree in trees.items() if tree}
     if module is None:
         raise TypeError("buffers(pipeline, module): a pipeline holds no values")
-    held = dict(uncompiled(module).named_buffers(remove_duplicate=False))
-    functions: dict[int, Any] = {index: stage.fn for index, stage in enumerate(modules.stages) if stage.stateful}
-    return {i: {name: held[name].detach().clone() for name in fn.contents.state} for i, fn in functions.items()}
+    values = dict(uncompiled(module).named_buffers(remove_duplicate=False))
+    names = {i: spec_of(modules, i).state for i, stage in enumerate(modules.stages) if stage.stateful}
+    return {i: {name: values[name].detach().clone() for name in tree} for i, tree in names.items()}
 
 
 def into_modules(
     modules: Sequence[nn.Module], params: Mapping[int, Tree], state: Mapping[int, Tree] | None = None
 ) -> None:
-    """Copy parameters and buffers back into modules, in place; shared parameters go with their owner.
+    """Copy parameters and buffers back into modules, in place. A shared parameter is copied with its owner.
 
-    Stages that `params` has no entry for are left as they are.
+    A stage without an entry in `params` is not changed.
     """
     with torch.no_grad():
         for index, module in enumerate(map(uncompiled, modules)):
             own = dict(module.named_parameters())
             for name, value in params.get(index, {}).items():
                 own[name].copy_(value)
-            held = dict(module.named_buffers())
+            module_buffers = dict(module.named_buffers())
             for name, value in (state or {}).get(index, {}).items():
-                held[name].copy_(value)
+                module_buffers[name].copy_(value)
+
+
+def spec_of(pipeline: Pipeline, stage: int) -> StageSpec:
+    """Return the spec of a stage.
+
+    Raises:
+        TypeError: the stage does not come from a module.
+    """
+    function = pipeline.stages[stage].fn
+    if not isinstance(function, StageFunction):
+        raise TypeError(f"stage {stage} does not come from a module, so the names of its params are unknown")
+    return function.spec
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all of their names, in the order of `state_dict` as far as they are in it."""
+    """Yield parameters and buffers under all their names, in the order of `state_dict`."""
     for prefix, part in module.named_modules(remove_duplicate=False):
         for name, x in (*part._parameters.items(), *part._buffers.items()):
             if x is not None:
@@ -215,6 +214,6 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def canonical(module: nn.Module) -> dict[str, str]:
-    """The first name of each tensor, by all of its names."""
+    """Return the first name of each tensor, by each of its names."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(x), name) for name, x in named_tensors(module)}

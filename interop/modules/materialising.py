@@ -1,18 +1,18 @@
-"""Tensors for a module that was split on the meta device: each rank makes those of its own stages."""
+"""Make and initialise tensors for a module that was split on the meta device, on each rank for its own stages."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fpipe.interop.modules.functions import Tree, canonical
-from fpipe.interop.modules.skeletons import twin_of
-from fpipe.interop.modules.state_dicts import entries_on
+from fpipe.interop.modules.skeletons import shallow_clone
+from fpipe.interop.modules.state_dicts import specs_on
 from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.stage import StageFunction
 
 Init = Callable[[nn.Module], object]
 
@@ -25,33 +25,34 @@ def materialise(
     init: Init | None = None,
     seed: int = 0,
 ) -> tuple[dict[int, Tree], dict[int, Tree]]:
-    """`(params, state)` of stages that come from modules, with the tensors made and initialised here.
+    """Return `(params, state)` of stages that come from modules, with new tensors, initialised.
 
     Args:
-        stages: those that are wanted, with the entries that they share: `plan.stages_on(rank)`. By default all.
-        init: `init(submodule)`, which sets the tensors that a submodule itself has, in place; by default its own
-            `reset_parameters` or `_reset_parameters`. It is called for submodules with tensors in these stages, those
-            that hold others first; tensors of others stay on the meta device, so what a container does to the tensors
-            of its parts is not done. Of Hugging Face's models, `model._init_weights`.
-        seed: of random numbers, together with the submodule's name: a tensor is the same on every rank, and for every
-            number of stages. The global generators are left as they were.
+        stages: the stages to return, with the entries that they share: `plan.stages_on(rank)`. By default all.
+        init: `init(submodule)` sets the submodule's own tensors in place. By default its `reset_parameters` or
+            `_reset_parameters`. It is called for each submodule with tensors in these stages, outer ones first. Only
+            the submodule's own tensors are real, so a container cannot initialise those of its parts. For Hugging
+            Face's models, use `model._init_weights`.
+        seed: seeds the random numbers, together with the submodule's name. A tensor is the same on every rank and for
+            every number of stages. The global generators are restored.
 
-    Buffers that no state_dict has, and that had values when the module was split, keep these.
+    Buffers that are not in the state_dict keep their values of the time of the split, if they had any.
 
     Raises:
-        TypeError: a stage comes from no module.
-        ValueError: tensors that nothing has set.
+        TypeError: a stage does not come from a module.
+        ValueError: a tensor was not initialised.
     """
     params, state = dict[int, Tree](), dict[int, Tree]()
     unset = list[str]()
-    for stage, contents in entries_on(pipeline, stages).items():
-        fn: Any = pipeline.stages[stage].fn
+    for stage, spec in specs_on(pipeline, stages).items():
+        fn = pipeline.stages[stage].fn
+        assert isinstance(fn, StageFunction)
         front = "" if fn.qualified else f"stages.{stage}."
-        made, blank = _made(fn.skeleton, {*contents.params, *contents.state}, torch.device(device), init, (seed, front))
-        made |= {name: x.to(device) for name, x in fn.kept.items() if name in made}
-        unset += [f"{front}{name}" for name in made if name in blank and name not in fn.kept]
-        params[stage] = {name: made[name] for name in contents.params}
-        state |= {stage: {name: made[name] for name in contents.state}} if contents.state else {}
+        made, blank = _made(fn.skeleton, {*spec.params, *spec.state}, torch.device(device), init, (seed, front))
+        made |= {name: x.to(device) for name, x in fn.nonpersistent_buffers.items() if name in made}
+        unset += [f"{front}{name}" for name in made if name in blank and name not in fn.nonpersistent_buffers]
+        params[stage] = {name: made[name] for name in spec.params}
+        state |= {stage: {name: made[name] for name in spec.state}} if spec.state else {}
     if unset:
         raise ValueError(
             f"nothing sets {', '.join(unset[:5])}{' and more' if len(unset) > 5 else ''}: give their submodules a "
@@ -63,7 +64,7 @@ def materialise(
 def _made(
     skeleton: nn.Module, wanted: set[str], device: torch.device, init: Init | None, seed: tuple[int, str]
 ) -> tuple[Tree, set[str]]:
-    """The tensors of these names, as the submodules that have them set them, and the names of those that none sets."""
+    """Return the tensors of these names, initialised, and the names of those that no submodule has set."""
     first, found, blank = canonical(skeleton), Tree(), set[str]()
     for prefix, module in skeleton.named_modules():
         own = {**module._parameters, **module._buffers}
@@ -72,10 +73,12 @@ def _made(
             continue
         made = _initialised(module, device, init or _reset, _seed(*seed, prefix), fill=False)
         unset = {name for name, x in made.items() if _is_unset(x)}
-        if not all(map(_tells, made.values())):
+        if not all(map(_has_unset_value, made.values())):
             again = _initialised(module, device, init or _reset, _seed(*seed, prefix), fill=True)
             unset |= {
-                name for name, x in made.items() if not _tells(x) and not x.any() and bool((again[name] == 1).all())
+                name
+                for name, x in made.items()
+                if not _has_unset_value(x) and not x.any() and bool((again[name] == 1).all())
             }
         new = {name: entry for name, entry in names.items() if entry in wanted and entry not in found}
         found |= {entry: made[name] for name, entry in new.items()}
@@ -84,9 +87,9 @@ def _made(
 
 
 def _initialised(module: nn.Module, device: torch.device, init: Init, seed: int, fill: bool) -> Tree:
-    """The tensors that a module itself has, as it sets them."""
+    """Return a module's own tensors, initialised."""
     own = {name: x for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None}
-    twin = twin_of(module, {id(x): _unset(x, device, fill) for x in own.values()})
+    twin = shallow_clone(module, {id(x): _unset(x, device, fill) for x in own.values()})
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         init(twin)
@@ -94,7 +97,7 @@ def _initialised(module: nn.Module, device: torch.device, init: Init, seed: int,
 
 
 def _reset(module: nn.Module) -> None:
-    """Its own initialisation, as torch's modules have it under one of two names."""
+    """Call a module's own initialisation, which torch's modules have under one of two names."""
     for name in ("reset_parameters", "_reset_parameters"):
         if hasattr(module, name):
             getattr(module, name)()
@@ -107,9 +110,9 @@ def _seed(seed: int, front: str, prefix: str) -> int:
 
 
 def _unset(x: Tensor, device: torch.device, fill: bool) -> Tensor:
-    """Memory with values by which it can be told that nobody has set it; `fill`, where it takes two to tell."""
+    """Return a tensor with values that show whether it is set later. `fill` is used for types without such a value."""
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    if _tells(x):
+    if _has_unset_value(x):
         made.fill_(torch.nan if x.is_floating_point() or x.is_complex() else torch.iinfo(x.dtype).min)
     else:
         made.fill_(fill)
@@ -117,12 +120,12 @@ def _unset(x: Tensor, device: torch.device, fill: bool) -> Tensor:
 
 
 def _is_unset(x: Tensor) -> bool:
-    if not _tells(x) or not x.numel():
+    if not _has_unset_value(x) or not x.numel():
         return False
     blank = x.isnan() if x.is_floating_point() or x.is_complex() else x == torch.iinfo(x.dtype).min
     return bool(blank.all())
 
 
-def _tells(x: Tensor) -> bool:
-    """Whether a type has a value that no module would set: 0 is one for bool and unsigned integers."""
+def _has_unset_value(x: Tensor) -> bool:
+    """Return whether a type has a value that no module would set. Bool and unsigned integers have none."""
     return x.dtype not in (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64)

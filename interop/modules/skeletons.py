@@ -1,8 +1,9 @@
-"""Modules without their tensors, and with those of a call put in.
+"""Modules without tensors (skeletons), and modules with the tensors of a call.
 
 Invariants:
-- a skeleton holds no memory but that of plain tensors, which are constants;
-- a parameter, buffer or submodule is the call's own wherever an attribute holds it, in lists, tuples and dicts too.
+- A skeleton has no memory except for plain tensors, which are constants.
+- During a call, every attribute that refers to a parameter, buffer or submodule refers to the call's, also inside
+  lists, tuples and dicts.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from fpipe.stages.pytree import flatten
 
 REGISTERED = ("_parameters", "_buffers", "_modules")
 INSIDE = "_orig_mod"
-"""What torch.compile calls the module that it wraps."""
+"""The name under which torch.compile stores the module that it wraps."""
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that torch.compile wraps, or the module itself."""
+    """Return the module that torch.compile wraps, or the module itself."""
     inside = module._modules.get(INSIDE)
     return module if inside is None else inside
 
 
-def accepted(module: nn.Module, *, exported: bool = False, stage: int | None = None) -> nn.Module:
-    """The module, without the wrapping of torch.compile, if nothing of it will be lost.
+def validated(module: nn.Module, *, exported: bool = False, stage: int | None = None) -> nn.Module:
+    """Return the module, without the wrapper of torch.compile, if it can become a stage.
 
     Args:
-        exported: it goes through torch.export, which sees hooks of parameters as little as stages do, and neither those
-            that modules have on their gradients.
-        stage: its number, for messages.
+        exported: the module goes through torch.export, which loses gradient hooks of modules. Gradient hooks of
+            parameters are lost in any case.
+        stage: the stage's number, for messages.
 
     Raises:
-        StageError: what would be lost, or isn't there yet.
+        StageError: the module has hooks that would be lost, or tensors without a shape.
     """
     module = uncompiled(module)
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
@@ -74,17 +75,18 @@ def _some(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
 
 
-def skeleton(module: nn.Module, stage: int | None = None) -> nn.Module:
-    """A copy of the module whose parameters and buffers are on the meta device: it holds no memory.
+def to_meta(module: nn.Module, stage: int | None = None) -> nn.Module:
+    """Return a copy of the module with its parameters and buffers on the meta device.
 
-    Plain tensors in attributes are copied, as constants. What an earlier forward has left in one, and has a history,
-    is on the meta device too, as is what shares the memory of a parameter: it must be written anew before it is read.
+    Plain tensors in attributes are constants, and are copied. A tensor that has a grad_fn, as one that an earlier
+    forward has left, or that shares memory with a parameter, is on the meta device too: forward must set it before it
+    reads it.
 
     Args:
-        stage: its number, for messages.
+        stage: the stage's number, for messages.
 
     Raises:
-        StageError: an attribute can't be copied.
+        StageError: an attribute cannot be copied.
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
@@ -119,7 +121,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _in_attributes(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors in attributes, and in lists, tuples and dicts there."""
+    """Yield tensors in attributes, also inside lists, tuples and dicts."""
     for _, value in _attributes(module):
         yield from _tensors(value)
 
@@ -133,7 +135,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _uncopied(module: nn.Module, memo: Mapping[int, Any]) -> str:
-    """The attribute that can't be copied, or the module's type."""
+    """Return the attribute that cannot be copied, or the module's type."""
     for where, value in _attributes(module):
         try:
             copy.deepcopy(value, dict(memo))
@@ -142,21 +144,21 @@ def _uncopied(module: nn.Module, memo: Mapping[int, Any]) -> str:
     return f"a {type(module).__name__}"
 
 
-def owning(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A module like the skeleton, with these parameters and buffers for good.
+def bind_tensors(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a module like the skeleton that has these parameters and buffers, also after the call.
 
-    `torch.func.functional_call` takes them away again when it returns, and what runs later, as a checkpointed
-    block does in the backward, would find none.
+    `torch.func.functional_call` removes them when it returns. A checkpointed block, which runs again in the backward,
+    would then find none.
 
     Raises:
-        RuntimeError: names are missing, or are none of the skeleton's.
+        RuntimeError: names are missing, or unknown to the skeleton.
     """
     named = {**dict(skeleton.named_parameters()), **dict(skeleton.named_buffers())}
     for what, names in (("Missing", named.keys() - tensors.keys()), ("Unexpected", tensors.keys() - named.keys())):
         if names:
             raise RuntimeError(f"{what} key(s) for {type(skeleton).__name__}: {', '.join(map(repr, sorted(names)))}")
     given = {id(tensor): tensors[name] for name, tensor in named.items()}
-    twins = {id(module): twin_of(module, given) for module in skeleton.modules()}
+    twins = {id(module): shallow_clone(module, given) for module in skeleton.modules()}
     own = {**given, **twins}
     for twin in twins.values():
         held = {name: value for name, value in twin.__dict__.items() if name not in REGISTERED}
@@ -165,9 +167,9 @@ def owning(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     return twins[id(skeleton)]
 
 
-def twin_of(module: nn.Module, given: Mapping[int, Tensor]) -> nn.Module:
-    """A copy of a module alone, which shares all but what belongs to a call."""
-    twin: nn.Module = object.__new__(module.__class__)  # a GraphModule makes a class of its own for each instance
+def shallow_clone(module: nn.Module, given: Mapping[int, Tensor]) -> nn.Module:
+    """Return a copy of a module, without its submodules, that has these tensors and shares everything else."""
+    twin: nn.Module = object.__new__(module.__class__)  # each GraphModule has its own class
     twin.__dict__.update({k: list(v) if type(v) is list else v for k, v in module.__dict__.items()})
     for kind in ("_parameters", "_buffers"):
         held = module.__dict__[kind]
@@ -176,7 +178,7 @@ def twin_of(module: nn.Module, given: Mapping[int, Tensor]) -> nn.Module:
 
 
 def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
-    """The same value with what stands for tensors and modules, by their ids, in place of them and of their methods."""
+    """Return a value with new tensors, modules and bound methods, by the ids of the old."""
     if isinstance(value, Tensor | nn.Module):
         return new.get(id(value), value)
     if isinstance(value, MethodType) and id(value.__self__) in new:
@@ -194,10 +196,10 @@ def _others(found: Iterable[Any], before: Iterable[Any]) -> bool:
     return any(a is not b for a, b in zip(found, before, strict=True))
 
 
-def attached(module: nn.Module) -> Callable[..., Any]:
-    """The module's forward, during which attributes hold the tensors that the module has when it is called.
+def rebinding_attributes(module: nn.Module) -> Callable[..., Any]:
+    """Return the module's forward, during which attributes refer to the tensors that are registered at that time.
 
-    torch.export puts its own in where they are registered alone.
+    torch.export replaces tensors only where they are registered.
     """
     places = {id(x): (part, name) for part in module.modules() for name, x in _own(part)}
     forward = module.forward
@@ -227,12 +229,12 @@ def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def call(skeleton: nn.Module, tensors: Mapping[str, Tensor], inputs: Sequence[Any]) -> tuple[Any, nn.Module]:
-    """What the module gives, with these parameters and buffers, and the module that owns them.
+    """Run the module with these parameters and buffers. Return its output, and the module that has them.
 
     Raises:
-        StageError: forward has read a tensor of the skeleton's own.
+        StageError: forward has read a tensor of the skeleton.
     """
-    module = owning(skeleton, tensors)
+    module = bind_tensors(skeleton, tensors)
     ungiven = (
         "forward reads a tensor that a stage isn't given: what an earlier forward left in an attribute, or a parameter "
         "through an object that is no module, list, tuple or dict. Have forward compute the one, and take the other "

@@ -1,108 +1,97 @@
-"""The state_dict of a whole module as params and state by stage, and back."""
+"""Convert the state_dict of a whole module to params and state by stage, and back."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torch import Tensor
 
-from fpipe.interop.modules.functions import Contents, Tree
+from fpipe.interop.modules.functions import Tree, spec_of
 from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.stage import StageFunction, StageSpec
 
 
 def from_state_dict(
     pipeline: Pipeline, state_dict: Mapping[str, Tensor], stages: Iterable[int] | None = None
 ) -> tuple[dict[int, Tree], dict[int, Tree]]:
-    """`(params, state)` of a pipeline whose names are its module's own, as `split`'s are.
+    """Return `(params, state)` for a pipeline whose names are those of its module, as of `split`.
 
     Args:
-        state_dict: the whole module's, as `module.state_dict()` gives it; any mapping will do, of which no more is
-            read than is needed.
-        stages: those that are wanted, with the entries that they share: `plan.stages_on(rank)`. By default all.
+        state_dict: of the whole module: `module.state_dict()`, or another mapping. Only the tensors that are needed
+            are read.
+        stages: the stages to return, with the entries that they share: `plan.stages_on(rank)`. By default all.
 
-    Tensors share their memory with what they come from. Buffers that no state_dict has are as they were in the module
-    when it was split.
+    Tensors share memory with the state_dict. Buffers that are not in the state_dict have their values of the time of
+    the split.
 
     Raises:
         ValueError: names are missing or unknown, or shapes differ.
+        TypeError: the pipeline's names are not those of one module.
     """
-    aliases, kept = _names(pipeline)
-    held = entries_on(pipeline, stages)
+    aliases, nonpersistent = _names(pipeline)
+    specs = specs_on(pipeline, stages)
     if extra := [name for name in state_dict if name.endswith("_extra_state")]:
         raise ValueError(f"stages carry no extra state of modules, as {extra[0]} is: leave it out of the state_dict")
-    if unknown := [name for name in state_dict if name not in aliases and name not in kept]:
+    if unknown := [name for name in state_dict if name not in aliases and name not in nonpersistent]:
         near = difflib.get_close_matches(unknown[0], aliases, n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(f"the module has no {', '.join(unknown[:5])}{meant}: this is another module's state_dict")
     source = {entry: alias for alias, entry in reversed(aliases.items()) if alias in state_dict}
 
-    def found(tree: Mapping[str, Tensor]) -> Tree:
-        missing = [name for name in tree if name not in source and name not in kept]
+    def values(tree: Mapping[str, Tensor]) -> Tree:
+        missing = [name for name in tree if name not in source and name not in nonpersistent]
         if missing:
             raise ValueError(
-                f"the state_dict lacks {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}; for what no "
-                "state_dict has, take interop.materialise"
+                f"the state_dict lacks {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}; "
+                "interop.materialise makes tensors that no state_dict has"
             )
-        made = {name: state_dict[source[name]] if name in source else kept[name] for name in tree}
-        for name, x in made.items():
+        tensors = {name: state_dict[source[name]] if name in source else nonpersistent[name] for name in tree}
+        for name, x in tensors.items():
             if x.shape != tree[name].shape:
                 raise ValueError(f"{name} is of shape {list(x.shape)}, and {list(tree[name].shape)} in the module")
-        return {name: x.detach() for name, x in made.items()}
+        return {name: x.detach() for name, x in tensors.items()}
 
-    params = {stage: found(contents.params) for stage, contents in held.items()}
-    return params, {stage: found(contents.state) for stage, contents in held.items() if contents.state}
+    params = {stage: values(spec.params) for stage, spec in specs.items()}
+    return params, {stage: values(spec.state) for stage, spec in specs.items() if spec.state}
 
 
 def to_state_dict(
     pipeline: Pipeline, params: Mapping[int, Tree], state: Mapping[int, Tree] | None = None
 ) -> dict[str, Tensor]:
-    """The module's state_dict, out of params and state of all stages or of some; without state, lacking its buffers.
+    """Return the module's state_dict, out of params and state of all or some stages. Without state, it lacks buffers.
 
-    Every name that the module has for a tensor is there, as in `module.state_dict()`.
+    It has every name of each tensor, as `module.state_dict()`.
     """
     aliases, _ = _names(pipeline)
-    found = {name: x for trees in (params, state or {}) for tree in trees.values() for name, x in tree.items()}
-    return {alias: found[entry] for alias, entry in aliases.items() if entry in found}
+    entries = {name: x for trees in (params, state or {}) for tree in trees.values() for name, x in tree.items()}
+    return {alias: entries[entry] for alias, entry in aliases.items() if entry in entries}
 
 
-def entries_on(pipeline: Pipeline, stages: Iterable[int] | None = None) -> dict[int, Contents]:
-    """What lives with stages, and what they share with others, as tensors of the meta device."""
+def specs_on(pipeline: Pipeline, stages: Iterable[int] | None = None) -> dict[int, StageSpec]:
+    """Return the specs of stages, and of the entries that they share with others, by the stage that owns them."""
     wanted = set(range(len(pipeline.stages)) if stages is None else stages)
-    held = {stage: contents_of(pipeline, stage) for stage in sorted(wanted)}
-    found = {s: Contents(dict(contents.params), contents.state, contents.outputs) for s, contents in held.items()}
+    specs = {stage: spec_of(pipeline, stage) for stage in sorted(wanted)}
+    specs = {s: StageSpec(dict(spec.params), spec.state, spec.outputs) for s, spec in specs.items()}
     for (owner, (name, *_)), uses in pipeline.entries.items():
         for user, (own, *_) in uses[1:]:
             if user in wanted:
-                shared = found[user].params.pop(own)
-                found.setdefault(owner, Contents({}, {}, {})).params[name] = shared
-    return dict(sorted(found.items()))
-
-
-def contents_of(pipeline: Pipeline, stage: int) -> Contents:
-    """What a stage's function says of itself.
-
-    Raises:
-        TypeError: it doesn't come from a module.
-    """
-    found: Contents | None = getattr(pipeline.stages[stage].fn, "contents", None)
-    if found is None:
-        raise TypeError(f"stage {stage} comes from no module, so nothing is known of its params")
-    return found
+                shared = specs[user].params.pop(own)
+                specs.setdefault(owner, StageSpec({}, {}, {})).params[name] = shared
+    return dict(sorted(specs.items()))
 
 
 def _names(pipeline: Pipeline) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The entry of each of the module's names, and buffers that no state_dict has."""
+    """Return the entry for each name of the module, and the buffers that are not in its state_dict."""
     aliases: dict[str, str] = {}
-    kept: dict[str, Tensor] = {}
+    nonpersistent: dict[str, Tensor] = {}
     for index, stage in enumerate(pipeline.stages):
-        fn: Any = stage.fn
-        if not getattr(fn, "qualified", False):
+        fn = stage.fn
+        if not isinstance(fn, StageFunction) or not fn.qualified:
             raise TypeError(
                 f"stage {index} has names of its own, not those of a whole module: split gives such a pipeline, or "
                 "from_modules of an nn.Sequential with at="
             )
         aliases |= fn.aliases
-        kept |= fn.kept
-    return aliases, kept
+        nonpersistent |= fn.nonpersistent_buffers
+    return aliases, nonpersistent

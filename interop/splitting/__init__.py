@@ -1,1 +1,1 @@
-"""A module as it is, in stages: exported, cut, and written out as pure functions."""
+"""Split a module without changes to its code: export, partition, and write stages as pure functions."""

@@ -1,30 +1,29 @@
-"""What autograd knows of a forward besides its operations: which blocks have no gradients, and who has a say in them.
+"""Check how a forward uses autograd, while the module is exported and before operations are decomposed.
 
-`torch.export` keeps operations alone. Here the rest of it is written down as operations, or refused with the line of
-the model that has it, while the module is being traced and before anything is decomposed.
+`torch.export` keeps operations only. Blocks without gradients become operations of the graph. Custom gradients are
+refused, with the line of the model.
 """
 
 from __future__ import annotations
 
 import operator
 import traceback
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from pathlib import Path as File
 from typing import Any, NoReturn
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, fx
-from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from fpipe.autodiff.graph.aliasing import storage
+from fpipe.autodiff.graph.locations import LIBRARIES, user_line
+from fpipe.autodiff.graph.nodes import written
 from fpipe.errors import StageError
+from fpipe.interop.splitting.autograd_patches import intercepting
 
 aten = torch.ops.aten
 MANUAL = (
@@ -32,21 +31,14 @@ MANUAL = (
     "function for each"
 )
 OPERATION = "make it a torch.library.custom_op with register_autograd"
-LIBRARY = (str(File(torch.__path__[0]).resolve()), str(File(__file__).resolve().parent))
-
-
-def place_in_model(frames: Iterable[traceback.FrameSummary]) -> str:
-    """The innermost of the frames that is neither torch's nor ours, for messages."""
-    own = [f for f in frames if f.filename[:1] != "<" and not str(File(f.filename).resolve()).startswith(LIBRARY)]
-    return "".join(f" (in {f.filename}:{f.lineno}, {f.name}: {f.line})" for f in own[-1:])
 
 
 def line_of(node: fx.Node) -> str:
-    """The line of the model that a node comes from."""
+    """Return the line of the model that a node comes from."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
-    places = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    own = [i for i in places if not lines[i].removeprefix('File "').startswith(LIBRARY)] or places
-    return f" ({'; '.join(lines[own[-1] : own[-1] + 2])})" if own else ""
+    files = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    users = [i for i in files if not lines[i].removeprefix('File "').startswith(LIBRARIES)] or files
+    return f" ({'; '.join(lines[users[-1] : users[-1] + 2])})" if users else ""
 
 
 # While forward is traced
@@ -70,7 +62,7 @@ _SET_REQUIRES_GRAD: Any = torch._C.TensorBase.__dict__["requires_grad"].__set__
 
 
 class _Watched(TorchFunctionMode):
-    """Marks in the graph where gradients are switched off and on, as autocast's blocks leave no trace of it."""
+    """Marks in the graph where gradients are switched off and on. Export keeps no trace of it inside autocast."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -90,13 +82,13 @@ class _Watched(TorchFunctionMode):
             _refuse("changes whether a tensor requires gradients", "write .detach(), or freeze it before the split")
         if isinstance(func, torch._ops.HigherOrderOperator) and any(map(_switches, args)):
             _refuse(f"switches gradients off inside {func}", "switch them off around it")
-        if func == _GRAD_FN:  # made anew whenever it is asked for
+        if func == _GRAD_FN:  # a new object at each access, which export cannot follow
             _refuse("asks for a tensor's grad_fn", OPERATION)
         return func(*args, **(kwargs or {}))
 
 
 def _switches(branch: Any) -> bool:
-    """Whether gradients are switched within what a control flow operation is given to run."""
+    """Return whether gradients are switched inside a branch of a control flow operation."""
     if not isinstance(branch, fx.GraphModule):
         return False
     parts = (part for part in branch.modules() if isinstance(part, fx.GraphModule))
@@ -104,19 +96,19 @@ def _switches(branch: Any) -> bool:
 
 
 def _refuse(what: str, way: str) -> NoReturn:
-    where = place_in_model(traceback.extract_stack())
+    where = user_line(traceback.extract_stack())
     raise StageError(f"forward {what}, which export would lose{where}: {way}. {MANUAL}")
 
 
 def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that marks where it has no gradients, and is refused where it has a say in them."""
+    """Return a forward that marks blocks without gradients, and raises StageError for custom gradients."""
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         was = torch.is_grad_enabled()
         _enable(True)
         try:
-            with _Watched(), _watching_classes():
+            with _Watched(), intercepting(_refuse_function, _refuse_hooks):
                 return forward(*args, **kwargs)
         finally:
             _enable(was)
@@ -125,89 +117,47 @@ def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _enable(enabled: bool) -> None:
-    """Without a word to whoever traces."""
+    """Switch gradients without telling the tracer."""
     with torch._C.DisableTorchFunction():
         torch._C._set_grad_enabled(enabled)
 
 
-@contextmanager
-def _watching_classes() -> Iterator[None]:
-    """Watches what comes by no tensor's method. Code is swapped, so that references that a model holds are too."""
-    apply = torch.autograd.Function.__dict__["apply"].__func__
-    packing, inferring = saved_tensors_hooks.__enter__, torch.inference_mode.__enter__
-
-    def packed(hooks: Any) -> Any:
-        if not (hooks.pack_hook.__module__ or "").startswith("torch."):  # checkpointing has such
-            _refuse("packs saved tensors by hooks of its own", "leave it to fpipe what is kept for the backward")
-        return packing(hooks)
-
-    def infer(mode: Any) -> None:
-        mode._inference_mode_context = torch.set_grad_enabled(not mode.mode)
-
-    apply.__code__ = _Swapped.apply.__code__
-    saved_tensors_hooks.__enter__ = packed  # type: ignore[method-assign]
-    torch.inference_mode.__enter__ = infer  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        apply.__code__ = _apply.__code__
-        saved_tensors_hooks.__enter__ = packing  # type: ignore[method-assign]
-        torch.inference_mode.__enter__ = inferring  # type: ignore[method-assign]
-
-
-def _copied(function: Any) -> types.FunctionType:
-    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, closure=function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
-_apply = _copied(torch.autograd.Function.__dict__["apply"].__func__)
-
-
-class _Swapped:
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        assert __class__  # type: ignore[name-defined]  # code can be swapped for code of the same free variables
-        from fpipe.interop.splitting.autograd_checks import applied
-
-        return applied(cls, *args, **kwargs)
-
-
-def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `torch.autograd.Function.apply` does while a forward is watched."""
-    reentrant = function is torch.utils.checkpoint.CheckpointFunction
-    if function.__module__.startswith("torch.") and not reentrant:  # of custom operations, and the like
-        return _apply(function, *args, **kwargs)
+def _refuse_function(function: Any) -> NoReturn:
     what = f"applies {function.__name__}, a torch.autograd.Function with a backward of its own"
-    _refuse(what, "take use_reentrant=False" if reentrant else OPERATION)
+    _refuse(what, "take use_reentrant=False" if function.__name__ == "CheckpointFunction" else OPERATION)
+
+
+def _refuse_hooks() -> NoReturn:
+    _refuse("packs saved tensors by hooks of its own", "leave it to fpipe what is kept for the backward")
 
 
 # When it has been traced
 
 
 def stop_gradients(program: ExportedProgram) -> None:
-    """Let what blocks without gradients read be detached: decomposition inlines them, and forgets what they were.
+    """Detach the inputs of blocks without gradients. Decomposition inlines these blocks, and their grad mode is lost.
 
     Raises:
-        StageError: a tensor is written in place where autograd would see something else than the operations say.
+        StageError: a write in place has gradients that the operations alone do not show.
     """
     (whole, *_) = graphs(program)
     _Blocks().walk(whole)
 
 
 def graphs(program: ExportedProgram) -> list[fx.GraphModule]:
-    """The program's own graph, and those of blocks such as `with torch.autocast(...)`."""
+    """Return the program's graph, and those of blocks such as `with torch.autocast(...)`."""
     return [part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
 
 
 @dataclass
 class _Blocks:
-    """Walks what was traced in the order of execution.
+    """Walks the traced graphs in the order of execution.
 
     Args:
-        enabled: whether gradients are.
+        enabled: whether gradients are enabled.
         carrying: memory that holds values with gradients.
-        parameters: memory of parameters, to which nobody may write anyway.
-        stopped: nodes that share such memory without the gradients, as by `detach`.
+        parameters: memory of parameters. Writes to it are refused elsewhere.
+        stopped: nodes that share such memory but have no gradients, as by `detach`.
     """
 
     enabled: bool = True
@@ -216,7 +166,7 @@ class _Blocks:
     stopped: set[fx.Node] = field(default_factory=set)
 
     def walk(self, part: fx.GraphModule, given: Sequence[fx.Node] | None = None) -> None:
-        """Walk the whole, or a block whose placeholders were given these nodes."""
+        """Walk the whole graph, or a block whose placeholders stand for these nodes."""
         placeholders = part.graph.find_nodes(op="placeholder")
         for node in placeholders if given is None else ():
             if getattr(node.meta.get("val"), "requires_grad", False):
@@ -249,10 +199,10 @@ class _Blocks:
         if node.target is aten.instance_norm.default and node.args[3] is not None and node.args[5]:
             raise StageError(
                 f"forward changes the running statistics of an instance norm{line_of(node)}, which export takes for "
-                f"buffers that stay: take track_running_stats=False. {MANUAL}"
+                f"constant buffers: take track_running_stats=False. {MANUAL}"
             )
         gives = any(map(self._carries, node.all_input_nodes))
-        for target in written_by(node):
+        for target in written(node):
             self._write(node, target, gives)
         if not self.enabled:
             for source in filter(self._carries, node.all_input_nodes):
@@ -289,23 +239,13 @@ class _Blocks:
 
 
 def _memory(node: fx.Node) -> set[int]:
-    """Which memory its tensors share, of those types that can have gradients."""
-    found = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
-    return {_address(x) for x in found if x.is_floating_point() or x.is_complex()}
+    """Return the memories of a node's tensors whose dtype can have gradients."""
+    tensors = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    return {_address(x) for x in tensors if x.is_floating_point() or x.is_complex()}
 
 
 def _address(x: Tensor) -> int:
     try:
-        return int(x.untyped_storage()._cdata)
-    except NotImplementedError:  # one of many, as under vmap
+        return storage(x)
+    except NotImplementedError:  # a tensor without storage, as under vmap
         return id(x)
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """What an operation writes to."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = [*zip(schema.arguments, node.args, strict=False)]
-    given += [(argument, node.kwargs[argument.name]) for argument in schema.arguments if argument.name in node.kwargs]
-    return [x for argument, value in given if argument.is_write for x in pytree.tree_leaves(value) if x is not None]

@@ -1,4 +1,4 @@
-"""Where to cut so that the largest stage is as small as can be."""
+"""Choose split points that make the largest stage as small as possible."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from fpipe.interop.splitting.partition import Begin, End, Flow, Point, frames, hint, is_size, nodes_in
+from fpipe.autodiff.graph.guards import hint
+from fpipe.autodiff.graph.nodes import nodes_in
+from fpipe.interop.splitting.partition import Begin, End, Flow, Point, frames, is_size
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import flatten
 
 INTENSITY = 32
-"""Operations that take as long as to move one byte: some 10 on CPUs, some 100 on GPUs."""
+"""Arithmetic operations in the time of moving one byte: about 10 on CPUs, about 100 on GPUs."""
 SLACK = 1.05
-"""How much larger than the least the largest stage may be, for less to send and for rounder places."""
+"""The largest stage may be larger than the optimum by this factor, to send less and to split at outer modules."""
 WIDER = 1.5
-"""How much more may cross a place than another nearby."""
+"""A candidate is dropped if it sends more than another nearby, by this factor."""
 REPEATS = 4
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a stage may begin.
+class CutCandidate:
+    """A place where a stage may begin.
 
     Args:
-        start: place of its first operation.
+        start: the position of its first operation.
         point: its name.
-        depth: how many submodules it lies within.
-        crossing: bytes of a microbatch of the example's size that go from before it to after it.
+        depth: the number of submodules around it.
+        crossing: the bytes that cross it, for a microbatch of the example's size.
     """
 
     start: int
@@ -49,8 +51,8 @@ class Place:
     crossing: int
 
 
-def places(flow: Flow, trained: Callable[[str], bool]) -> list[Place]:
-    """Where a submodule that has parameters begins, or ends, and something is to be done on both sides.
+def places(flow: Flow, trained: Callable[[str], bool]) -> list[CutCandidate]:
+    """Return the places where a submodule with parameters begins or ends, with operations on both sides.
 
     Args:
         trained: whether the submodule of a name has parameters.
@@ -69,19 +71,19 @@ def places(flow: Flow, trained: Callable[[str], bool]) -> list[Place]:
             and not any(low < i <= high for low, high in whole)
             and (point := _point(flow, i, entered, left))
         ):
-            found.append(Place(flow.start(point), point, within, crossing[i]))
+            found.append(CutCandidate(flow.start(point), point, within, crossing[i]))
     return found
 
 
 def _point(flow: Flow, i: int, entered: list[tuple[str, int]], left: list[tuple[str, int]]) -> Point | None:
-    """A name for the place of an operation, if one leads just there."""
+    """Return a name for the position of an operation, if one exists."""
     points: list[Point] = [Begin(f"{name}@{call}" if call else name) for name, call in entered[:1]]
     points += [End(name) for name, _ in left[:1]]
     return next((p for p in points if flow.work[bisect_left(flow.work, flow.start(p)) :][:1] == [i]), None)
 
 
 def _whole(flow: Flow) -> list[tuple[int, int]]:
-    """The first and last places that use a buffer that changes, for all such: these stay together."""
+    """Return the first and last position that uses each buffer that changes. One stage must have them all."""
     found = []
     for node, name in flow.exported.tensors.items():
         if name in flow.state:
@@ -91,7 +93,7 @@ def _whole(flow: Flow) -> list[tuple[int, int]]:
 
 
 def _crossing(flow: Flow) -> list[int]:
-    """By place, the bytes of what is made before it and used from it on."""
+    """Return, by position, the bytes of values that are computed before it and used from it on."""
     ends = set(nodes_in(flow.exported.output))
     delta = [0] * (len(flow.nodes) + 1)
     for i in flow.work:
@@ -105,12 +107,12 @@ def _crossing(flow: Flow) -> list[int]:
 
 
 def bytes_of(value: Tensor) -> int:
-    """A tensor's size, of the example's sizes where they are symbols."""
+    """Return a tensor's bytes, with the example's sizes for symbols."""
     return int(math.prod(map(hint, value.shape))) * value.element_size()
 
 
 def estimate(flow: Flow) -> list[float]:
-    """What each operation takes, in bytes moved or their worth in arithmetic, whichever is more; on fake tensors."""
+    """Return each operation's cost: the bytes that it moves, or its arithmetic in bytes, whichever is larger."""
     costs = [0.0] * len(flow.nodes)
     counter = FlopCounterMode(display=False)
     exported = flow.exported
@@ -129,7 +131,7 @@ def estimate(flow: Flow) -> list[float]:
 
 
 def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """What a node gives for fakes; where that takes values, as of a condition, fakes that are like it."""
+    """Return a node's result for fakes. For a condition, return fakes like the traced result."""
     if node.op == "get_attr":
         return None
     if is_size(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -145,7 +147,7 @@ def _sized(value: Any) -> Any:
 
 
 def _moved(given: Any, result: Any) -> int:
-    """Bytes read and written; of a view, none."""
+    """Return the bytes read and written: 0 for a view."""
     made, read = tensors_in(result), tensors_in(given)
     seen = {x.untyped_storage()._cdata for x in read}
     if all(x.untyped_storage()._cdata in seen for x in made):
@@ -157,14 +159,14 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def chosen(weights: Sequence[float], found: Sequence[Place], stages: int) -> list[Point]:
-    """The places that make the largest of the stages smallest; of many such, those with the least to send.
+def chosen(weights: Sequence[float], found: Sequence[CutCandidate], stages: int) -> list[Point]:
+    """Return the split points that make the largest stage smallest; among equals, those that send least.
 
     Args:
-        weights: of each operation.
+        weights: the cost of each operation.
 
     Raises:
-        ValueError: there are too few places.
+        ValueError: there are too few candidates.
     """
     total = np.concatenate([[0.0], np.cumsum(weights)])
     if stages - 1 > len(found):
@@ -184,7 +186,7 @@ def chosen(weights: Sequence[float], found: Sequence[Place], stages: int) -> lis
 
 
 def _cut(bounds: np.ndarray, penalties: np.ndarray, stages: int) -> list[int]:
-    """Indices of the inner bounds of the cut."""
+    """Return the indices of the inner bounds."""
     count = len(bounds)
     sizes = np.where(np.arange(count)[:, None] < np.arange(count)[None], bounds[None] - bounds[:, None], np.inf)
     largest = sizes[0]
@@ -203,7 +205,7 @@ def _cut(bounds: np.ndarray, penalties: np.ndarray, stages: int) -> list[int]:
 
 
 def measure(pipeline: Pipeline, params: Mapping[int, Any], state: Mapping[int, Any], batch: Any) -> list[float]:
-    """Seconds of each stage's forward and backward, by eager autograd: the least of several runs."""
+    """Return the seconds of each stage's forward and backward by eager autograd: the minimum of several runs."""
     least = [float("inf")] * len(pipeline.stages)
     for _ in range(REPEATS):
         outputs: dict[int, Any] = {}
@@ -224,7 +226,7 @@ def measure(pipeline: Pipeline, params: Mapping[int, Any], state: Mapping[int, A
 
 
 def _leaves(tree: Any) -> tuple[Any, list[Tensor]]:
-    """The same tree with tensors of its own to differentiate by, and these."""
+    """Return the tree with new tensors that require gradients, and these tensors."""
     leaves, spec = flatten(tree)
     own = [x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in leaves]
     return spec.unflatten(own), [x for x in own if isinstance(x, Tensor) and x.requires_grad]

@@ -1,4 +1,4 @@
-"""How forward is called, and what of that is the batch."""
+"""The arguments of forward, and the batch that they form."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch.utils import _pytree as pytree
 from fpipe.stages.pytree import NAMESPACE, Path, describe, short
 
 
-class Call(NamedTuple):
-    """How forward is called: tensors on the meta device stand for the example's."""
+class ExampleCall(NamedTuple):
+    """The arguments of forward, with tensors on the meta device."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
 
 def stand_in(tree: Any) -> Any:
-    """The same tree with tensors of the meta device."""
+    """Return a tree with its tensors on the meta device."""
     return pytree.tree_map(lambda x: x.detach().to("meta") if isinstance(x, Tensor) else x, tree)
 
 
 def device_of(*trees: Sequence[Any]) -> torch.device:
-    """Where the first of the tensors is that has values."""
+    """Return the device of the first tensor that is not on the meta device; by default the CPU."""
     found = [x.device for x in pytree.tree_leaves(trees) if isinstance(x, Tensor) and x.device.type != "meta"]
     return found[0] if found else torch.device("cpu")
 
 
 def leaves(inputs: tuple[tuple[Any, ...], dict[str, Any]], module: nn.Module) -> dict[fx.Node, Path]:
-    """Where in the batch each tensor is: the batch is what forward is given, as `split` says."""
+    """Return the path of each tensor in the batch, as `split` describes it."""
     args, kwargs = inputs
 
     def tensors(tree: Any) -> list[tuple[fx.Node, Path]]:
@@ -51,8 +51,8 @@ def leaves(inputs: tuple[tuple[Any, ...], dict[str, Any]], module: nn.Module) ->
     return {node: (i, *path) for i, found in enumerate(positional) for node, path in found}
 
 
-def batch_of(call: Call, module: nn.Module) -> Any:
-    """What forward is given, as a batch."""
+def batch_of(call: ExampleCall, module: nn.Module) -> Any:
+    """Return the arguments of forward as a batch."""
     args = [x for x in call.args if _has_tensors(x)]
     if _has_tensors(call.kwargs):
         return {**inspect.signature(module.forward).bind_partial(*call.args).arguments, **call.kwargs}
@@ -60,13 +60,13 @@ def batch_of(call: Call, module: nn.Module) -> Any:
 
 
 def placed(batch: Any) -> dict[Path, Any]:
-    """What a batch has, by where it is."""
+    """Return the leaves of a batch, by path."""
     leaves, spec = optree.tree_flatten(batch, none_is_leaf=True, namespace=NAMESPACE)
     return dict(zip(map(tuple, spec.paths()), leaves, strict=True))
 
 
-def known(call: Call, module: nn.Module) -> dict[Path, Any]:
-    """What the example's batch has, by where it is, and what forward takes where it has nothing."""
+def known(call: ExampleCall, module: nn.Module) -> dict[Path, Any]:
+    """Return the leaves of the example's batch, and the defaults of forward's other arguments, by path."""
     found = placed(batch_of(call, module))
     if _has_tensors(call.kwargs):
         for name, parameter in inspect.signature(module.forward).parameters.items():
@@ -76,13 +76,13 @@ def known(call: Call, module: nn.Module) -> dict[Path, Any]:
 
 
 def accept(batch: Any, example: Mapping[Path, Any], unread: Mapping[Path, Sequence[int | str]]) -> None:
-    """See that stages pass over nothing of a batch.
+    """Check that stages ignore no part of a batch.
 
     Args:
-        unread: the sizes of tensors that no stage reads, though forward may have looked at their sizes.
+        unread: the sizes of tensors that no stage reads. Forward may have read these sizes.
 
     Raises:
-        ValueError: the batch has what the example lacked, or other constants or sizes.
+        ValueError: the batch has a leaf that the example lacked, or another constant or size.
     """
     for path, x in placed(batch).items():
         was = example.get(path)

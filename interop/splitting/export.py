@@ -1,10 +1,9 @@
-"""A module as one graph of operations, by `torch.export`, and what its placeholders stand for.
+"""Export a module as one graph of operations, by `torch.export`.
 
 Invariants:
-- the module is neither run nor changed: what is exported is a copy whose tensors are fakes, so that one on the meta
-  device will do;
-- a tensor that the module has under several names is one placeholder, under the first of them;
-- nothing in the graph writes in place; what forward leaves in a buffer is an output of the graph.
+- The module is neither run nor changed. A copy with fake tensors is exported, so the module may be on the meta device.
+- A tensor that the module has under several names is one placeholder, under the first name.
+- No operation of the graph writes in place. A buffer's new value is an output of the graph.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from fpipe.autodiff.graph.locations import user_line
+from fpipe.autodiff.graph.nodes import written
 from fpipe.errors import StageError
 from fpipe.interop.modules.functions import canonical
-from fpipe.interop.modules.skeletons import REGISTERED, attached
+from fpipe.interop.modules.skeletons import REGISTERED, rebinding_attributes
 from fpipe.interop.splitting.autograd_checks import (
     MANUAL,
     graphs,
     line_of,
-    place_in_model,
     stop_gradients,
     watched,
-    written_by,
 )
-from fpipe.interop.splitting.example import Call, leaves
+from fpipe.interop.splitting.example import ExampleCall, leaves
 from fpipe.stages.pytree import Path
 
 aten = torch.ops.aten
@@ -56,15 +55,15 @@ class Exported:
 
     Args:
         modules: the names of all submodules.
-        graph, root: the operations, and what their `get_attr` nodes name.
+        graph, root: the operations, and the module that holds what `get_attr` nodes name.
         tensors: placeholder -> name, of parameters and buffers.
-        parameters: which of these names are parameters'.
-        constants: placeholder -> tensor, of what forward makes or closes over.
-        leaves: placeholder -> where in the batch it is.
-        changed: buffer -> what forward leaves in it.
+        parameters: those of the names that are parameters.
+        constants: placeholder -> tensor, for tensors that forward creates or closes over.
+        leaves: placeholder -> path in the batch.
+        changed: buffer -> its new value.
         output: the module's output, with nodes for tensors, of plain dicts, lists and tuples.
-        ranges: what sizes may be, by symbol.
-        device: where the fakes were.
+        ranges: the range of each symbol.
+        device: the device of the fakes.
     """
 
     modules: frozenset[str]
@@ -93,19 +92,19 @@ fx.node.has_side_effect(MARK)
 
 
 def pipe_split() -> None:
-    """Inside a module's forward: a place where `split` begins a new stage. Does nothing by itself."""
+    """Mark a place in a module's forward where `split` begins a new stage. Has no other effect."""
     if torch.compiler.is_exporting():
         MARK()
 
 
-def export(module: nn.Module, call: Call, dynamic_shapes: Any, device: torch.device) -> Exported:
+def export(module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: torch.device) -> Exported:
     """Export a module as if it and its example were on `device`.
 
     Args:
         dynamic_shapes: as of `torch.export.export`; None leaves axis 0 of every tensor free where the module lets it.
 
     Raises:
-        StageError: it can't be exported, or forward does what a pure function can't.
+        StageError: it cannot be exported, or forward is not a pure function.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)  # torch's own
@@ -121,12 +120,12 @@ def export(module: nn.Module, call: Call, dynamic_shapes: Any, device: torch.dev
 
 
 def _program(
-    module: nn.Module, call: Call, dynamic_shapes: Any, device: torch.device
+    module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: torch.device
 ) -> tuple[ExportedProgram, dict[str, str]]:
-    """The module's program, and which line of it writes in place to which input."""
+    """Return the module's program, and the lines of the model that write in place, by input."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake, args, kwargs = _fakes(module, call, mode, device)
-    fake.forward = _named(watched(_noticing(attached(fake), fake)), kwargs)
+    fake.forward = _named(watched(_noticing(rebinding_attributes(fake), fake)), kwargs)
     if dynamic_shapes is None:
         given = inspect.signature(fake.forward).bind(*args, **kwargs).arguments
         dynamic_shapes = pytree.tree_map(lambda x: {0: Dim.AUTO} if isinstance(x, Tensor) and x.ndim else None, given)
@@ -138,14 +137,14 @@ def _program(
     stop_gradients(program)
     for part in graphs(program):
         if part is not program.graph_module:
-            part.forward = fx.Interpreter(part).run  # keeps which submodule runs
+            part.forward = fx.Interpreter(part).run  # an interpreter keeps the nodes' submodules
     _merge_aliases(program, names)
     program.graph_module.recompile()
     return program.run_decompositions({aten.copy.default: _copied}), lines
 
 
 def _named(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """The forward with a parameter for each name that it is given: export knows no sizes of what is in `**kwargs`."""
+    """Return forward with a parameter for each keyword: torch.export takes no sizes for `**kwargs`."""
     signature = inspect.signature(forward)
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
     known = [p for name, p in signature.parameters.items() if kinds[name] != inspect.Parameter.VAR_KEYWORD]
@@ -156,7 +155,7 @@ def _named(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[.
 
 
 def _noticing(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """Refuses random numbers that would be the same for good, and tells of numbers that would no more be counted."""
+    """Return forward with two checks: no random numbers but torch's, and a warning for counters in attributes."""
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -187,7 +186,7 @@ def _generators() -> tuple[Any, ...]:
 
 
 def _numbers(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """What modules count in attributes: numbers, and lists and dicts of them."""
+    """Return the attributes that may be counters: numbers, and lists and dicts of numbers."""
     found = ((name, k, v) for name, part in module.named_modules() for k, v in part.__dict__.items())
     return {(name, k): copy.copy(v) for name, k, v in found if k not in REGISTERED and _counts(v)}
 
@@ -200,7 +199,7 @@ def _counts(value: Any) -> bool:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """When torch fails it prints the graph so far; the error says what is to be said."""
+    """Suppress the graph that torch prints when it fails. The error has the information."""
     said, logger = io.StringIO(), logging.getLogger("torch.fx.experimental.symbolic_shapes")
     was, logger.disabled = logger.disabled, True
     try:
@@ -212,12 +211,12 @@ def _quietly() -> Iterator[None]:
 
 
 def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """What slice assignment becomes: autograd knows no derivative of the operation itself."""
+    """Replace `aten.copy`, to which slice assignment is decomposed: autograd has no derivative of it."""
     return source.to(target.dtype).expand(target.shape)
 
 
 def _fakes(
-    module: nn.Module, call: Call, mode: FakeTensorMode, device: torch.device
+    module: nn.Module, call: ExampleCall, mode: FakeTensorMode, device: torch.device
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     def fake(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -235,7 +234,7 @@ def _fakes(
 
 
 def _check_constants(program: ExportedProgram) -> None:
-    """A tensor that isn't one of the module's and has no value comes from `.data`: the graph doesn't know what of."""
+    """Raise StageError for a constant without a value: it comes from `.data`, and the graph lacks its source."""
     for spec, node in _inputs(program):
         if spec.kind == InputKind.CONSTANT_TENSOR and isinstance(program.constants.get(spec.target), FakeTensor):
             raise StageError(
@@ -246,20 +245,20 @@ def _check_constants(program: ExportedProgram) -> None:
 
 
 def _writes(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, str]:
-    """By the target of an input, the line of the model that writes to it."""
+    """Return the lines of the model that write to inputs, by the target of the input."""
     targets = {node.name: names.get(spec.target, node.name) for spec, node in _inputs(program)}
-    found = dict[str, str]()
+    lines = dict[str, str]()
     for node in (node for part in graphs(program) for node in part.graph.nodes):
-        for into in written_by(node):
-            while into.op != "placeholder" and into.all_input_nodes:  # a view of it
-                into = into.all_input_nodes[0]
-            if into.name in targets:
-                found.setdefault(targets[into.name], line_of(node))
-    return found
+        for target in written(node):
+            while target.op != "placeholder" and target.all_input_nodes:  # a view of an input
+                target = target.all_input_nodes[0]
+            if target.name in targets:
+                lines.setdefault(targets[target.name], line_of(node))
+    return lines
 
 
 def _merge_aliases(program: ExportedProgram, names: Mapping[str, str]) -> None:
-    """Give a tensor with several names one placeholder, under the first: decomposition fails on buffers with two."""
+    """Replace the placeholders of a tensor with several names by the first: decomposition fails on such buffers."""
     first = {spec.target: node for spec, node in _inputs(program) if names.get(spec.target) == spec.target}
     for spec, node in _inputs(program):
         if spec.target in names and first[names[spec.target]] is not node:
@@ -272,7 +271,7 @@ def _inputs(program: ExportedProgram) -> list[tuple[Any, fx.Node]]:
     return list(zip(program.graph_signature.input_specs, program.graph.find_nodes(op="placeholder"), strict=True))
 
 
-# What the graph is made of
+# The exported graph
 
 
 def _read(program: ExportedProgram, lines: Mapping[str, str], module: nn.Module, device: torch.device) -> Exported:
@@ -319,7 +318,7 @@ def _read(program: ExportedProgram, lines: Mapping[str, str], module: nn.Module,
 
 
 def _settle_assigned(program: ExportedProgram) -> None:
-    """Let an assigned buffer be what was computed: export copies it at the end, whichever stage that is in."""
+    """Make the new value of an assigned buffer the computed tensor. Export adds a copy at the end of the graph."""
     (result,) = program.graph.find_nodes(op="output")
     for spec, value in zip(program.graph_signature.output_specs, result.args[0], strict=True):
         while spec.kind == OutputKind.BUFFER_MUTATION and value.target is aten.expand.default:
@@ -345,13 +344,13 @@ def _impure(spec: Any, names: Mapping[str, str], lines: Mapping[str, str]) -> st
 
 
 def _portable(node: fx.Node) -> None:
-    """A view needs strides that another kernel before it may not give; a reshape doesn't."""
+    """Turn a view into a reshape: another device's kernels may return strides that do not allow the view."""
     if node.target in (aten.view.default, aten._unsafe_view.default):
         node.target = aten.reshape.default
 
 
 def _plain(tree: Any, where: str) -> Any:
-    """A tree of dicts, lists and tuples; what is empty in a mapping of another type is left out."""
+    """Return a tree of dicts, lists and tuples. None in a mapping of another type is left out."""
     match tree:
         case Mapping():
             ours = type(tree) is dict
@@ -377,7 +376,7 @@ def _needs_values(error: Exception) -> bool:
 def _why(error: Exception, module: nn.Module) -> str:
     said = next((line for line in str(error).strip().splitlines() if line.strip()), "")
     frames = traceback.extract_tb(error.__traceback__)
-    where = place_in_model(frames)
+    where = user_line(frames)
     hint = ""
     if _needs_values(error):
         hint = (

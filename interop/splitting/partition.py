@@ -1,10 +1,11 @@
-"""A module's graph cut into stages.
+"""Partition a module's graph into stages.
 
 Invariants:
-- an operation is in the stage of its place in the order of execution, and there alone, but for what depends on no
-  parameter and draws nothing: that is redone wherever it is used, so that masks, positions and sizes don't travel;
-- a value goes from the stage that makes it to every stage that reads it, and through none between;
-- a buffer that forward changes is touched by one stage.
+- An operation belongs to one stage, by its position in the order of execution. Exception: operations that depend on no
+  parameter and draw no random numbers are recomputed in each stage that uses them, so that masks, positions and sizes
+  are not sent.
+- A value is sent from the stage that computes it directly to every stage that reads it.
+- Only one stage uses a buffer that forward changes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fpipe.autodiff.graph.trace import draws
+from fpipe.autodiff.graph.guards import SYMBOLS
+from fpipe.autodiff.graph.nodes import ancestors, is_random, nodes_in
 from fpipe.interop.splitting.export import MARK, Exported
-from fpipe.interop.splitting.size_guards import conditions, symbols, written
+from fpipe.interop.splitting.size_guards import as_expression, conditions, symbols
 
 aten = torch.ops.aten
 MARKS = (str(MARK), "pippy._pipe_split.default")  # the other is torch.distributed.pipelining's own
@@ -59,7 +61,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class End:
-    """After a submodule has run, for the last time."""
+    """After the last run of a submodule."""
 
     name: str
 
@@ -69,7 +71,7 @@ class End:
 
 @dataclass(frozen=True)
 class Mark:
-    """At the n-th `pipe_split()` that forward comes by."""
+    """At the n-th `pipe_split()` of forward."""
 
     number: int
 
@@ -81,17 +83,17 @@ Point = Begin | End | Mark
 
 
 @dataclass
-class Part:
-    """What a stage is made of.
+class StagePart:
+    """The nodes of a stage.
 
     Args:
         nodes: its operations, in order.
-        entries: placeholders of parameters, and of buffers that nothing changes.
+        entries: placeholders of parameters, and of buffers that forward does not change.
         state: buffers that forward changes.
-        values: what it reads of other stages.
-        leaves: what it reads of the batch.
-        outputs: what others read, by name; of the last stage, the module's output.
-        sizes: of a node that is a size, the tensor and the axis it is read from instead.
+        values: values of other stages that it reads.
+        leaves: leaves of the batch that it reads.
+        outputs: values that others read, by name; for the last stage, the module's output.
+        sizes: for a node that is a size, the tensor and the axis from which it is read.
     """
 
     nodes: list[fx.Node]
@@ -104,30 +106,30 @@ class Part:
 
 
 class Flow:
-    """The operations of a module in order, and what may be redone where it is used.
+    """The operations of a module, in order.
 
     Args:
-        state: buffers that count as changed though forward leaves them alone, as in evaluation, and their stages.
+        state: buffers that are state although forward does not change them, as in evaluation, with their stages.
     """
 
     def __init__(self, exported: Exported, state: Mapping[str, int] | None = None) -> None:
         self.exported = exported
         self.given = state or {}
         self.state = {*exported.changed, *self.given}
-        self.nodes = [n for n in exported.graph.nodes if n.op in ("call_function", "get_attr") and not _says(n)]
+        self.nodes = [n for n in exported.graph.nodes if n.op in ("call_function", "get_attr") and not _only_checks(n)]
         self.place = {node: i for i, node in enumerate(self.nodes)}
 
     @cached_property
     def redone(self) -> set[fx.Node]:
-        """What depends on no parameter and draws nothing; sizes.
+        """The nodes that stages recompute: sizes, and nodes that depend on no parameter and draw no random numbers.
 
-        A product with a buffer of two axes or more is work: that buffer is a weight, as of a quantised layer.
+        A product with a buffer of two or more axes is not recomputed: that buffer is a weight, as of a quantised layer.
         """
         found = {n for n in self.exported.graph.nodes if n.op == "placeholder" and not self._is_given_by_module(n)}
         weights = {n for n in found.intersection(self.exported.tensors) if n.meta["val"].ndim > 1}
         for node in self.nodes:
             weighty = not weights.isdisjoint(node.all_input_nodes)
-            plain = not (isinstance(node.target, torch._ops.HigherOrderOperator) or random(node))
+            plain = not (isinstance(node.target, torch._ops.HigherOrderOperator) or is_random(node))
             plain = plain and not (weighty and getattr(node.target, "overloadpacket", None) in PRODUCTS)
             if node.op == "get_attr" or is_size(node) or (plain and found.issuperset(node.all_input_nodes)):
                 found.add(node)
@@ -135,22 +137,22 @@ class Flow:
         return found
 
     def _is_given_by_module(self, node: fx.Node) -> bool:
-        """Whether it is a parameter, or a buffer that changes."""
+        """Return whether a placeholder is a parameter, or a buffer that changes."""
         name = self.exported.tensors.get(node)
         return name is not None and (name in self.exported.parameters or name in self.state)
 
     @cached_property
     def work(self) -> list[int]:
-        """The places of what is done once."""
+        """The positions of the nodes that run in one stage only."""
         return [i for i, node in enumerate(self.nodes) if node not in self.redone]
 
     # Points
 
     def starts(self, points: Sequence[Point]) -> list[int]:
-        """The places where stages begin, but for the first.
+        """Return the positions where the stages after the first begin.
 
         Raises:
-            ValueError: a point that isn't there, out of order, or that leaves a stage empty.
+            ValueError: a point does not exist, is out of order, or leaves a stage empty.
         """
         found = [self.start(point) for point in points]
         for (first, low), (second, high) in itertools.pairwise(zip(points, found, strict=True)):
@@ -188,7 +190,7 @@ class Flow:
 
     @cached_property
     def marks(self) -> list[int]:
-        """Where forward comes by `pipe_split()`."""
+        """The positions of `pipe_split()` in forward."""
         before, found = -1, []
         for node in self.exported.graph.nodes:
             before = self.place.get(node, before)
@@ -198,7 +200,7 @@ class Flow:
 
     @cached_property
     def calls(self) -> dict[str, dict[int, tuple[int, int]]]:
-        """Of each submodule that runs, by call, its first and last place. A list of modules runs with its items."""
+        """The first and last position of each run of each submodule. A list of modules runs with its items."""
         found: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         for i, node in enumerate(self.nodes):
             for name, call in frames(node):
@@ -212,7 +214,7 @@ class Flow:
 
     @cached_property
     def names(self) -> dict[fx.Node, str]:
-        """What values are called: the submodule that makes them, the operation, and which of several such it is."""
+        """The names of values: submodule, operation, and a number if there are several."""
         found: dict[fx.Node, str] = {}
         counts = Counter[str]()
         for node in self.nodes:
@@ -223,22 +225,22 @@ class Flow:
             counts[name] += 1
         return found
 
-    # The cut
+    # Partition
 
-    def cut(self, starts: Sequence[int]) -> list[Part]:
-        """The stages that begin at these places.
+    def cut(self, starts: Sequence[int]) -> list[StagePart]:
+        """Return the stages that begin at these positions.
 
         Raises:
             ValueError: two stages touch a buffer that forward changes.
         """
-        parts = [Part([]) for _ in range(len(starts) + 1)]
+        parts = [StagePart([]) for _ in range(len(starts) + 1)]
         for i in self.work:
             parts[bisect_right(starts, i)].nodes.append(self.nodes[i])
         return _Cutter(self, parts).cut()
 
 
 def frames(node: fx.Node) -> list[tuple[str, int]]:
-    """The submodules that run when a node does, outermost first, and for which time."""
+    """Return the submodules around a node, outermost first, and the number of the run of each."""
     found = []
     for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items():
         call = str(key).rpartition("@")[2]
@@ -247,26 +249,12 @@ def frames(node: fx.Node) -> list[tuple[str, int]]:
     return found
 
 
-SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
 def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), SYMBOLS)
 
 
-def hint(value: Any) -> Any:
-    """What a symbol is in the example; 1 where that depends on the values of tensors."""
-    if not isinstance(value, SYMBOLS):
-        return value
-    return value.node.hint if value.node.has_hint() else 1
-
-
-def random(node: fx.Node) -> bool:
-    return node.op == "call_function" and draws(node.target, node.args, node.kwargs)
-
-
-def _says(node: fx.Node) -> bool:
-    """Whether a node only checks or marks something."""
+def _only_checks(node: fx.Node) -> bool:
+    """Return whether a node only checks or marks something."""
     target = node.target
     return str(target) in MARKS or (isinstance(target, torch._ops.OpOverload) and not target._schema.returns)
 
@@ -279,10 +267,10 @@ def _some(names: Iterable[str]) -> str:
 @dataclass
 class _Cutter:
     flow: Flow
-    parts: list[Part]
+    parts: list[StagePart]
     home: dict[fx.Node, int] = field(default_factory=dict)
 
-    def cut(self) -> list[Part]:
+    def cut(self) -> list[StagePart]:
         for stage, part in enumerate(self.parts):
             for node in part.nodes:
                 self.home[node] = self.home[node.all_input_nodes[0]] if node.target is operator.getitem else stage
@@ -299,7 +287,7 @@ class _Cutter:
         return self.parts
 
     def _place_state(self) -> None:
-        """Give each buffer that changes to the stage that reads and changes it."""
+        """Assign each buffer that changes to the stage that uses it."""
         exported = self.flow.exported
         holders = {name: node for node, name in exported.tensors.items()}
         for name in sorted(self.flow.state):
@@ -312,29 +300,30 @@ class _Cutter:
                 )
             self.parts[stages.pop()].state.append(name)
 
-    def _close(self, part: Part) -> None:
-        """Find what a stage needs besides the nodes that are its own."""
+    def _close(self, part: StagePart) -> None:
+        """Set what a stage reads, and add the nodes that it recomputes.
+
+        Reading a size may need another tensor, and that tensor more nodes: repeat until nothing is missing.
+        """
         exported, place, redone = self.flow.exported, self.flow.place, self.flow.redone
-        own, found = set(part.nodes), set[fx.Node]()
+        own, needed = set(part.nodes), set[fx.Node]()
         ends = [n for node in part.nodes for n in node.all_input_nodes]
         ends += [exported.changed[name] for name in part.state if name in exported.changed]
         ends += nodes_in(exported.output) if part is self.parts[-1] else []
+
+        def inputs(node: fx.Node) -> Sequence[fx.Node]:
+            return node.all_input_nodes if node in redone and node.target is not aten.sym_size.int else ()
+
         while ends:
-            while ends:
-                node = ends.pop()
-                if node in own or node in found:
-                    continue
-                found.add(node)
-                if node in redone and node.target is not aten.sym_size.int:
-                    ends += node.all_input_nodes
-            part.values = sorted((n for n in found if n in place and n not in redone), key=place.__getitem__)
-            part.leaves = [n for n in exported.leaves if n in found]
-            ends += self._measured(part, own | found)
-        part.entries = [n for n, name in exported.tensors.items() if n in found and name not in self.flow.state]
-        part.nodes = sorted([*own, *(n for n in found if n in place and n in redone)], key=place.__getitem__)
+            needed |= ancestors(ends, lambda node: node not in own, inputs).keys()
+            part.values = sorted((n for n in needed if n in place and n not in redone), key=place.__getitem__)
+            part.leaves = [n for n in exported.leaves if n in needed]
+            ends = self._read_sizes(part, own | needed)
+        part.entries = [n for n, name in exported.tensors.items() if n in needed and name not in self.flow.state]
+        part.nodes = sorted([*own, *(n for n in needed if n in place and n in redone)], key=place.__getitem__)
 
     def _witness(self) -> None:
-        """Let the first stage read leaves on whose sizes forward has branched, where no stage reads all of them."""
+        """Let the first stage read leaves whose sizes are in a condition that no other stage can check."""
         first, leaves = self.parts[0], list(self.flow.exported.leaves)
         for condition in conditions(leaves, self.flow.exported.ranges):
             needed = symbols(condition)
@@ -343,13 +332,13 @@ class _Cutter:
                     if _symbols([leaf]) & needed - _symbols(first.leaves):
                         first.leaves.append(leaf)
 
-    def _measured(self, part: Part, found: set[fx.Node]) -> list[fx.Node]:
-        """Settle what each size is read from; what is needed besides."""
-        for node in found:
+    def _read_sizes(self, part: StagePart, available: set[fx.Node]) -> list[fx.Node]:
+        """Set the tensor that each size is read from. Return a missing tensor, or an empty list."""
+        for node in available:
             if node.target is not aten.sym_size.int or node in part.sizes:
                 continue
             (tensor,) = node.all_input_nodes
-            if tensor in found:
+            if tensor in available:
                 part.sizes[node] = tensor, node.args[1]
                 continue
             for other in (*part.leaves, *part.values, *self.flow.exported.leaves):
@@ -361,18 +350,12 @@ class _Cutter:
 
 
 def _symbols(leaves: Iterable[fx.Node]) -> set[str]:
-    """The symbols that can be read off an axis."""
-    sizes = (written(n) for leaf in leaves for n in leaf.meta["val"].shape)
+    """Return the symbols that are the size of an axis."""
+    sizes = (as_expression(n) for leaf in leaves for n in leaf.meta["val"].shape)
     return {n for n in sizes if isinstance(n, str) and n.isidentifier()}
 
 
 def _axis(tensor: fx.Node, size: torch.SymInt) -> int | None:
-    """Along which axis of a tensor a size can be read."""
+    """Return the axis of a tensor that has a size; None if there is none."""
     shape = getattr(tensor.meta.get("val"), "shape", ())
     return next((i for i, n in enumerate(shape) if isinstance(n, torch.SymInt) and str(n) == str(size)), None)
-
-
-def nodes_in(tree: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(tree, found.append)
-    return found

@@ -1,4 +1,8 @@
-"""The sizes that a stage's function is right for: export settles some, and what forward asks of others."""
+"""The sizes for which a stage's function is valid: export fixes some, and forward branches on others.
+
+Each condition is evaluated by itself, on the leaves that a stage reads, so that an error can name the one that fails.
+The guards of autodiff (`ShapeEnv.evaluate_guards_expression`) are one expression over all inputs.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +27,23 @@ _KNOWN = {"math": math, "torch": torch}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what a stage reads of the batch.
+    """The sizes of a stage's inputs.
 
     Args:
-        axes: of each input, by axis: a number, or an expression of symbols; None for other stages' values.
-        conditions: expressions of these symbols that were true of the example, where forward did one thing and not
-            another; and the bounds that `dynamic_shapes` gives.
+        axes: for each input, the size of each axis: a number, or an expression of symbols; None for other stages'
+            values.
+        conditions: expressions of these symbols that were true for the example, where forward branched, and the bounds
+            of `dynamic_shapes`.
     """
 
     axes: tuple[tuple[int | str, ...] | None, ...]
     conditions: tuple[str, ...] = ()
 
     def check(self, reads: Sequence[Read], inputs: Sequence[Any]) -> None:
-        """Raises:
-        ValueError: the function would be wrong for these.
+        """Check the inputs of a call.
+
+        Raises:
+            ValueError: the function is not valid for their sizes.
         """
         known: dict[str, int] = {}
         where: dict[str, str] = {}
@@ -82,7 +89,7 @@ def _said(expression: str, where: Mapping[str, str]) -> str:
 
 @cache
 def symbols(expression: str) -> frozenset[str]:
-    """The sizes that an expression names."""
+    """Return the symbols in an expression."""
     return frozenset(SYMBOL.findall(expression))
 
 
@@ -95,17 +102,17 @@ def _value(expression: str, known: Mapping[str, int]) -> Any:
     return eval(_code(expression), _KNOWN | dict(known))
 
 
-def written(size: int | torch.SymInt) -> int | str:
-    """A size as a number or an expression."""
+def as_expression(size: int | torch.SymInt) -> int | str:
+    """Return a size as a number or an expression."""
     expr = size if isinstance(size, int) else size.node.expr
     return int(expr) if isinstance(expr, int) or expr.is_Integer else str(PythonPrinter().doprint(expr))
 
 
 def conditions(nodes: Sequence[fx.Node], ranges: Mapping[Any, Any]) -> tuple[str, ...]:
-    """What was asked of the sizes of these placeholders while they were traced, and the bounds that were given.
+    """Return the conditions on the sizes of these placeholders from the trace, and the bounds of `dynamic_shapes`.
 
-    Operations ask whether sizes are 1, to broadcast, and ask again when they run; that sizes which may change are 2 at
-    least is what torch takes for granted.
+    Conditions whether a size is 1, for broadcasting, are left out: operations check it again when they run. torch
+    assumes that free sizes are at least 2.
     """
     sizes = [n for node in nodes for n in node.meta["val"].shape if isinstance(n, torch.SymInt)]
     if not sizes:

@@ -1,4 +1,4 @@
-"""A stage of an exported module, as a pure function."""
+"""Write a stage of an exported module as a pure function."""
 
 from __future__ import annotations
 
@@ -11,44 +11,46 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from fpipe.interop.modules.functions import Contents, named_tensors
-from fpipe.interop.splitting.example import Call, accept, known
+from fpipe.autodiff.graph.guards import hint
+from fpipe.autodiff.graph.nodes import nodes_in
+from fpipe.interop.modules.functions import named_tensors
+from fpipe.interop.splitting.example import ExampleCall, accept, known
 from fpipe.interop.splitting.export import Exported
-from fpipe.interop.splitting.partition import Part, Point, hint, nodes_in
-from fpipe.interop.splitting.size_guards import Sizes, conditions, written
+from fpipe.interop.splitting.partition import Point, StagePart
+from fpipe.interop.splitting.size_guards import Sizes, as_expression, conditions
 from fpipe.stages.pytree import Path
-from fpipe.stages.stage import Batch, Output, Read
+from fpipe.stages.stage import Batch, Output, Read, StageSpec
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
-    """What the stages of a module have in common: how it was split, and what its tensors are called.
+class SplitSpec:
+    """How a module was split, for all its stages.
 
     Args:
-        skeleton: the module, without memory.
-        call: how forward is called.
-        points: where stages begin, but for the first.
+        skeleton: the module, on the meta device.
+        call: the arguments of forward, on the meta device.
+        points: where the stages after the first begin.
         names: the entry for each name in the module's state_dict.
-        kept: values of buffers that no state_dict has.
-        homes: the stage that each entry lives with.
+        nonpersistent_buffers: values of the buffers that are not in the state_dict.
+        homes: the stage that owns each entry.
         state: the entries that forward changes.
     """
 
     skeleton: nn.Module
-    call: Call
+    call: ExampleCall
     dynamic_shapes: Any
     device: torch.device
     points: tuple[Point, ...]
     names: Mapping[str, str]
-    kept: Mapping[str, Tensor]
+    nonpersistent_buffers: Mapping[str, Tensor]
     homes: Mapping[str, int]
     state: frozenset[str]
 
     @cached_property
     def example(self) -> dict[Path, Any]:
-        """What the example's batch has, by where it is."""
+        """The leaves of the example's batch, by path."""
         return known(self.call, self.skeleton)
 
 
@@ -58,12 +60,10 @@ class GraphFunction:
 
     Args:
         graph: a function of entries, state, inputs and the device, in this order.
-        entries: names in the params that it takes: parameters, and buffers that nothing changes.
-        state: buffers that forward changes.
-        sizes: what it is right for.
-        unread: the sizes of what no stage reads of the batch, by where it is.
-        contents: tensors on the meta device for what it holds and puts out.
-        recipe: what all stages of the module have in common.
+        entries: names of the params that it reads: parameters, and buffers that forward does not change.
+        state: names of the buffers that forward changes.
+        sizes: the sizes for which it is valid.
+        unread: the sizes of the tensors of the batch that no stage reads, by path.
     """
 
     qualified: ClassVar[bool] = True
@@ -74,29 +74,27 @@ class GraphFunction:
     reads: tuple[Read, ...]
     sizes: Sizes
     unread: Mapping[Path, tuple[int | str, ...]]
-    contents: Contents
-    recipe: Recipe
+    spec: StageSpec
+    split_spec: SplitSpec
 
     @property
     def skeleton(self) -> nn.Module:
-        """The whole module, without memory."""
-        return self.recipe.skeleton
+        """The whole module, on the meta device."""
+        return self.split_spec.skeleton
 
     @property
     def aliases(self) -> Mapping[str, str]:
         """The entry for each name in the module's state_dict."""
-        return self.recipe.names
+        return self.split_spec.names
 
     @property
-    def kept(self) -> Mapping[str, Tensor]:
-        """Values of buffers that no state_dict has."""
-        return self.recipe.kept
+    def nonpersistent_buffers(self) -> Mapping[str, Tensor]:
+        """Values of the buffers that are not in the state_dict."""
+        return self.split_spec.nonpersistent_buffers
 
     def accepts(self, batch: Any) -> None:
-        """Raises:
-        ValueError: the batch has what the module was split without.
-        """
-        accept(batch, self.recipe.example, self.unread)
+        """Raise ValueError if the stages would ignore a part of the batch."""
+        accept(batch, self.split_spec.example, self.unread)
 
     def __call__(self, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         state: Mapping[str, Tensor] = {}
@@ -107,70 +105,90 @@ class GraphFunction:
                 raise ValueError(f"{what} lacks {', '.join(missing)}: interop.from_state_dict gives them by stage")
         self.sizes.check(self.reads, inputs)
         tensors = [*(params[name] for name in self.entries), *(state[name] for name in self.state), *inputs]
-        device = next((x.device for x in tensors if isinstance(x, Tensor)), self.recipe.device)
+        device = next((x.device for x in tensors if isinstance(x, Tensor)), self.split_spec.device)
         return self.graph(*tensors, device)
 
 
-def function(
-    exported: Exported, parts: Sequence[Part], stage: int, recipe: Recipe, held: Sequence[str]
+def stage_function(
+    exported: Exported, parts: Sequence[StagePart], stage: int, split_spec: SplitSpec, owned: Sequence[str]
 ) -> GraphFunction:
-    """Write a stage's graph out.
+    """Return the function of a stage.
 
     Args:
-        held: the entries of the module that live with the stage, used or not.
+        owned: the entries of the module that the stage owns, used or not.
     """
     part = parts[stage]
-    by_name = {name: node for node, name in exported.tensors.items()}
-    state = [by_name[name] for name in sorted(part.state)]
+    entries = tuple(exported.tensors[node] for node in part.entries)
+    return GraphFunction(
+        graph=_graph(exported, part),
+        entries=entries,
+        state=tuple(sorted(part.state)),
+        reads=_reads(exported, parts, part),
+        sizes=Sizes((*(None for _ in part.values), *map(_axes, part.leaves)), conditions(part.leaves, exported.ranges)),
+        unread=_unread(exported, parts),
+        spec=_spec({*entries, *owned}, part, split_spec, stage == len(parts) - 1),
+        split_spec=split_spec,
+    )
+
+
+def _graph(exported: Exported, part: StagePart) -> fx.GraphModule:
+    """Return a stage's operations as a function of entries, state, inputs and the device, in this order."""
     graph, root = fx.Graph(), nn.Module()
-    made: dict[fx.Node, Any] = {}
-    for node in (*part.entries, *state, *part.values, *part.leaves):
-        made[node] = graph.placeholder(node.name)
+    state = _state_nodes(exported, part)
+    copies: dict[fx.Node, Any] = {}
+    for node in (*part.entries, *state.values(), *part.values, *part.leaves):
+        copies[node] = graph.placeholder(node.name)
     device = graph.placeholder("device")
     used = {n for node in part.nodes for n in node.all_input_nodes} | {*nodes_in(part.outputs)}
     for node in used.intersection(exported.constants):
         setattr(root, node.name, exported.constants[node])
-        made[node] = graph.call_method("to", (graph.get_attr(node.name), device))
+        copies[node] = graph.call_method("to", (graph.get_attr(node.name), device))
+
+    def copied(x: Any) -> Any:
+        return copies[x] if isinstance(x, fx.Node) else device if _same(x, exported.device) else x
+
     for node in part.nodes:
         if node.op == "get_attr":
             setattr(root, str(node.target), getattr(exported.root, str(node.target)))
-            made[node] = graph.get_attr(str(node.target))
-            continue
-        args, kwargs = map_aggregate(
-            (part.sizes.get(node, node.args), node.kwargs),
-            lambda x: made[x] if isinstance(x, fx.Node) else device if _same(x, exported.device) else x,
-        )
-        made[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-    result = fx.map_arg(part.outputs, made.__getitem__)
+            copies[node] = graph.get_attr(str(node.target))
+        else:
+            args, kwargs = map_aggregate((part.sizes.get(node, node.args), node.kwargs), copied)
+            copies[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    result = fx.map_arg(part.outputs, copies.__getitem__)
     if state:
-        new = {exported.tensors[node]: made[exported.changed.get(exported.tensors[node], node)] for node in state}
-        result = (result, {name: graph.call_function(aten.detach.default, (x,)) for name, x in new.items()})
+        new = {name: copies[exported.changed.get(name, node)] for name, node in state.items()}
+        result = result, {name: graph.call_function(aten.detach.default, (x,)) for name, x in new.items()}
     graph.output(result)
+    return fx.GraphModule(root, graph)
+
+
+def _state_nodes(exported: Exported, part: StagePart) -> dict[str, fx.Node]:
+    nodes = {name: node for node, name in exported.tensors.items()}
+    return {name: nodes[name] for name in sorted(part.state)}
+
+
+def _reads(exported: Exported, parts: Sequence[StagePart], part: StagePart) -> tuple[Read, ...]:
     sources = {node: Output(i, name) for i, other in enumerate(parts[:-1]) for name, node in other.outputs.items()}
-    outputs = part.outputs if stage < len(parts) - 1 else {}
-    entries = tuple(exported.tensors[node] for node in part.entries)
-    tensors = dict(named_tensors(recipe.skeleton))
-    return GraphFunction(
-        graph=fx.GraphModule(root, graph),
-        entries=entries,
-        state=tuple(exported.tensors[node] for node in state),
-        reads=(*(sources[node] for node in part.values), *(Batch(*exported.leaves[node]) for node in part.leaves)),
-        sizes=Sizes(
-            (*(None for _ in part.values), *(tuple(map(written, node.meta["val"].shape)) for node in part.leaves)),
-            conditions(part.leaves, exported.ranges),
-        ),
-        unread={
-            path: tuple(map(written, node.meta["val"].shape))
-            for node, path in exported.leaves.items()
-            if not any(node in other.leaves for other in parts)
-        },
-        contents=Contents(
-            {name: tensors[name] for name in sorted({*entries, *held}, key=list(tensors).index)},
-            {exported.tensors[node]: tensors[exported.tensors[node]] for node in state},
-            {name: _blank(node) for name, node in outputs.items()},
-        ),
-        recipe=recipe,
+    return *(sources[node] for node in part.values), *(Batch(*exported.leaves[node]) for node in part.leaves)
+
+
+def _unread(exported: Exported, parts: Sequence[StagePart]) -> dict[Path, tuple[int | str, ...]]:
+    read = {node for part in parts for node in part.leaves}
+    return {path: _axes(node) for node, path in exported.leaves.items() if node not in read}
+
+
+def _spec(entries: set[str], part: StagePart, split_spec: SplitSpec, is_last: bool) -> StageSpec:
+    tensors = dict(named_tensors(split_spec.skeleton))
+    return StageSpec(
+        {name: x for name, x in tensors.items() if name in entries},
+        {name: tensors[name] for name in sorted(part.state)},
+        {} if is_last else {name: _blank(node) for name, node in part.outputs.items()},
     )
+
+
+def _axes(node: fx.Node) -> tuple[int | str, ...]:
+    """Return the sizes of a tensor: numbers, or expressions of symbols."""
+    return tuple(map(as_expression, node.meta["val"].shape))
 
 
 def _same(x: Any, device: torch.device) -> bool:
@@ -178,6 +196,6 @@ def _same(x: Any, device: torch.device) -> bool:
 
 
 def _blank(node: fx.Node) -> Tensor:
-    """Of the size it has in the example."""
+    """Return a meta tensor of the example's size."""
     value = node.meta["val"]
     return torch.empty(list(map(hint, value.shape)), dtype=value.dtype, device="meta")

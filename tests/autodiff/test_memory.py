@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fpipe
 from fpipe import Pipeline, Placement, Stage, StageError, handlers, policies, schedules
 from fpipe.autodiff.eager import Eager
-from fpipe.autodiff.functions import Deferred as Deferring
-from fpipe.autodiff.functions import Residuals as Keeping
-from fpipe.autodiff.interface import Pieces
+from fpipe.autodiff.functions import DeferredGraph as Deferring
+from fpipe.autodiff.functions import SavedGraph as Keeping
+from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Options
 from fpipe.autodiff.traced import Traced
 from fpipe.stages.microbatch import Microbatch
@@ -114,7 +114,10 @@ def steps(name, way, ranks=2):
         case, generator, plan = cases.make(name, schedule, ranks, MICROBATCHES)
         if plan.stages not in found:
             pipeline = with_loss(case.pipeline, False)
-            found[plan.stages] = inputs_of(case), Pieces(pipeline, WAYS[way].pieces(pipeline, loss=True))
+            found[plan.stages] = (
+                inputs_of(case),
+                DifferentiablePipeline(pipeline, WAYS[way].pieces(pipeline, loss=True)),
+            )
         inputs, pieces = found[plan.stages]
         yield schedule, handlers.Local().compile(fpipe.lower(generator, plan), pieces, None), inputs
 

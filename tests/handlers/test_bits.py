@@ -93,7 +93,7 @@ def test_dynamic(name, schedule):
         part = replace(case, batch=case.batch[:rows], target=case.target[:rows])
         found = step(part.params, part.batch, part.target)
         assert jobs.differences(found, cases.reference(part, generator, plan)) == []
-    assert [len(graphs.made) for graphs in own.graphs.values()] == [1] * plan.stages
+    assert [len(graphs.traced) for graphs in own.graphs.values()] == [1] * plan.stages
 
 
 @pytest.mark.parametrize("name", ["linear", "convolution", "attention", "dictionary", "skip", "tied"])

@@ -552,7 +552,7 @@ def test_a_name_with_an_at_sign():
     for name in ("a", "b@1"):
         module.add_module(name, nn.Linear(6, 6))
     pipeline, _ = interop.split(module, at=["b@1"], example=torch.randn(4, 6))
-    assert list(pipeline.stages[1].fn.contents.params) == ["b@1.weight", "b@1.bias"]
+    assert list(pipeline.stages[1].fn.spec.params) == ["b@1.weight", "b@1.bias"]
 
 
 class Masked(Forward):

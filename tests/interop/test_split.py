@@ -379,7 +379,7 @@ def test_the_largest_stage_is_near_the_least_that_is_possible(stages):
         return max(sum(times[a:b]) for a, b in itertools.pairwise([0, *starts, len(times)])) / sum(times)
 
     best = min(largest(starts) for starts in itertools.combinations([place.start for place in found], stages - 1))
-    shares = [stage.fn.contents.share for stage in pipeline.stages]
+    shares = [stage.fn.spec.share for stage in pipeline.stages]
     assert sum(shares) == pytest.approx(1)
     assert max(shares) <= 1.1 * best
     assert max(shares) < 1.2 / stages
@@ -402,7 +402,7 @@ def test_measured_time_finds_what_an_estimate_does_not():
     module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], Slow(64, 64), nn.Linear(64, 64))
     options = {"example": torch.randn(4, 64), "dynamic_shapes": {}, "policy": "balanced"}
     pipeline, _ = interop.split(module, stages=3, measure=True, **options)
-    assert max(stage.fn.contents.share for stage in pipeline.stages) > 0.5
+    assert max(stage.fn.spec.share for stage in pipeline.stages) > 0.5
     assert any({n.partition(".")[0] for n in stage.fn.entries} <= {"4", "5"} for stage in pipeline.stages)
 
 

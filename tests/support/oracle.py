@@ -10,7 +10,7 @@ import optree
 import torch
 
 from fpipe import Batch, Output
-from fpipe.stages.pytree import flatten, pick
+from fpipe.stages.pytree import flatten, get_at
 from fpipe.stages.stage import Target
 from tests.support import stages
 
@@ -67,7 +67,7 @@ def arguments(example, sources):
     """What the stage's function is called with."""
     data = example.data
     whole = {Batch: lambda _: data.batch, Target: lambda _: data.target, Output: lambda read: sources[read.stage]}
-    return [pick(whole[type(read)](read), getattr(read, "path", ())) for read in example.stage.inputs]
+    return [get_at(whole[type(read)](read), getattr(read, "path", ())) for read in example.stage.inputs]
 
 
 def gradients(outputs, seeds, wanted):

@@ -1,7 +1,7 @@
-"""Which memory the values of a graph have: that of the node at the root of their views.
+"""The memory of a graph's values. A value has the memory of the node at the root of its views.
 
-A trace tells views by the storages of its fakes. Once nodes are merged or copied these no longer hold, so each
-node knows what it is a view of: `node.meta["view_of"]`, which whoever changes a graph keeps true.
+A trace identifies views by the storages of its fakes. These no longer hold once nodes are merged or copied, so each
+node has `node.meta["view_of"]`: the node that it is a view of, or None. Every pass that changes a graph updates it.
 """
 
 from __future__ import annotations
@@ -9,31 +9,40 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, fx
+
+from fpipe.autodiff.graph.guards import hint
 
 
 def storage(x: Tensor) -> int:
-    """Which memory a traced tensor has."""
+    """Return a number that identifies a traced tensor's memory.
+
+    Raises:
+        NotImplementedError: the tensor has no storage, as a sparse one.
+    """
     return int(x.untyped_storage()._cdata)
 
 
 def note_views(graph: fx.Graph) -> None:
-    """Tell each node what it is a view of."""
+    """Set `view_of` of each node."""
     for node in graph.nodes:
         if node.op == "call_function":
             node.meta["view_of"] = view_of(node, node.meta.get("val"), {})
 
 
 def view_of(node: fx.Node, value: Any, traced: dict[fx.Node, Any]) -> fx.Node | None:
-    """Which of the nodes that a value is computed from has its memory; `traced` has values other than their own."""
+    """Return the input of a node whose memory the value shares.
+
+    Args:
+        traced: values of inputs, where they differ from `meta["val"]`.
+    """
     memories = {storage(x) for x in _tensors(value)}
-    for given in node.all_input_nodes:
-        of = traced.get(given, given.meta.get("val"))
+    for source in node.all_input_nodes:
+        of = traced.get(source, source.meta.get("val"))
         if isinstance(of, Tensor) and storage(of) in memories:
-            return given
+            return source
         if isinstance(of, list | tuple) and any(storage(x) in memories for x in _tensors(of)):
-            return view_of(given, value, traced)  # one of several results: of what they are computed from
+            return view_of(source, value, traced)  # an item of a tuple: look at the inputs of the tuple's node
     return None
 
 
@@ -42,26 +51,22 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def root(node: fx.Node) -> fx.Node:
-    """The node whose memory a node's value is."""
+    """Return the node that owns a node's memory."""
     while (of := node.meta.get("view_of")) is not None:
         node = of
     return node
 
 
 def memory(nodes: Iterable[Any]) -> dict[fx.Node, int]:
-    """The bytes of each memory that the nodes' values have."""
-    found = {}
+    """Return the bytes of each memory that the nodes' values have, by root."""
+    sizes = {}
     for node in nodes:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
         if isinstance(value, Tensor):
-            found[root(node)] = size(value)
-    return found
+            sizes[root(node)] = nbytes(value)
+    return sizes
 
 
-def size(x: Tensor) -> int:
-    """Bytes of a tensor's memory; of symbols, those that were traced."""
-    return hint(x.untyped_storage().nbytes())
-
-
-def hint(n: Any) -> int:
-    return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
+def nbytes(x: Tensor) -> int:
+    """Return the bytes of a tensor's memory, for the traced sizes where they are symbols."""
+    return int(hint(x.untyped_storage().nbytes()))

@@ -8,7 +8,7 @@ dispatches exactly what the operation dispatches. Each kind of call is tried onc
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -27,14 +27,15 @@ def fastest(node: fx.Node) -> Function:
     """Return the fastest callable that computes a node from the node's arguments."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return target
+        return cast(Function, target)
     if target in (aten.view.default, aten._unsafe_view.default):
         return torch.reshape  # real strides may differ from a fake's; then only reshape gives the same values
     if target == aten.sym_size.int:
         return size
     namespace, _, name = target._schema.name.partition("::")
     binding = getattr(torch._C._VariableFunctions, name, None) if namespace == "aten" else None
-    return binding if binding is not None and _is_same(binding, node) else target._op
+    fits = binding is not None and _is_same(binding, node)
+    return cast(Function, binding if fits else target._op)
 
 
 def size(x: Tensor, dim: int) -> int:
@@ -51,7 +52,7 @@ def _is_same(binding: Function, node: fx.Node) -> bool:
     return SAME_DISPATCH[key]
 
 
-def _kind(x: Any) -> Hashable:
+def _kind(x: Any) -> Any:
     value = x.meta.get("val") if isinstance(x, fx.Node) else x
     return (value.dtype, value.dim()) if isinstance(value, Tensor) else type(value)
 

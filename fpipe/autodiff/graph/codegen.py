@@ -29,7 +29,7 @@ from fpipe.autodiff.graph.aliasing import root
 from fpipe.autodiff.graph.bindings import fastest
 from fpipe.autodiff.graph.block import Block, Sink
 from fpipe.autodiff.graph.copies import with_fewer_copies
-from fpipe.autodiff.graph.functionalize import returns_itself, written
+from fpipe.autodiff.graph.nodes import returns_itself, written
 
 SIMPLE = (bool, int, str, type(None))
 OPERATORS = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.mod: "%"}

@@ -1,31 +1,30 @@
-"""A traced graph with each value once, which changes no bit of what it computes.
+"""Common-subexpression elimination. It changes no bit of the result.
 
-A backward that repeats a forward, as a checkpointed block's does, stays as it is: only the draws in it become
-the forward's.
+A backward that repeats a forward, as a checkpointed block's does, is not merged with the forward. Only its random
+draws become the forward's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.autodiff.graph.aliasing import note_views, storage
-from fpipe.autodiff.graph.functionalize import geometry, impure
+from fpipe.autodiff.graph.functionalize import geometry
+from fpipe.autodiff.graph.nodes import is_impure, is_random
 from fpipe.autodiff.graph.signature import Untraceable
-from fpipe.autodiff.graph.trace import Joint, draws
+from fpipe.autodiff.graph.trace import Joint
 
 
-def random(node: fx.Node) -> bool:
-    """Whether a node draws."""
-    return node.op == "call_function" and draws(node.target, node.args, node.kwargs)
+def without_duplicates(joint: Joint) -> Joint:
+    """Return the graph with each value computed once. A view that equals an earlier tensor becomes that tensor.
 
-
-def simplified(joint: Joint) -> Joint:
-    """The same graph with each value once: in place of views that come back to a tensor, that tensor."""
+    Raises:
+        Untraceable: the backward draws random numbers that the forward did not draw.
+    """
     same: dict[fx.Node, fx.Node] = {}
     seen: dict[Hashable, fx.Node] = {}
     draws: dict[Any, fx.Node] = {}
@@ -41,21 +40,11 @@ def simplified(joint: Joint) -> Joint:
         if twin is not None:
             same[node] = twin
             twin.meta["names"] = {*twin.meta.get("names", ()), *node.meta.get("names", ())}
-
-    def kept(leaves: list[Any]) -> list[Any]:
-        return [same.get(x, x) if isinstance(x, fx.Node) else x for x in leaves]
-
-    return replace(
-        joint,
-        outputs=kept(joint.outputs),
-        state=kept(joint.state),
-        weights=kept(joint.weights),
-        gradients=kept(joint.gradients),
-    )
+    return joint.map_results(lambda node: same.get(node, node))
 
 
 def _twin(node: fx.Node, seen: dict[Hashable, fx.Node], draws: dict[Any, fx.Node], joint: Joint) -> fx.Node | None:
-    """An earlier node with the same value; None makes this the one to be found later."""
+    """Return an earlier node with the same value. If there is none, remember this one."""
     if "draw" in node.meta:
         first = draws.setdefault((node.meta["draw"], node.target), node)
         if first is node and not node.meta["forward"]:
@@ -73,23 +62,23 @@ def _twin(node: fx.Node, seen: dict[Hashable, fx.Node], draws: dict[Any, fx.Node
 
 
 def _keys(node: fx.Node) -> Iterator[Hashable]:
-    """By any of these a node may be known to equal an earlier one."""
+    """Yield keys. Two nodes that share one of them have the same value."""
     value = node.meta.get("val")
     if isinstance(value, FakeTensor):
         yield (storage(value), geometry(value))
-    if node.op == "call_function" and not random(node) and not impure(node):
+    if node.op == "call_function" and not is_random(node) and not is_impure(node):
         yield node.meta["forward"], expression(node)
     if node.op == "get_attr":
         yield node.target
 
 
 def expression(node: fx.Node) -> Hashable:
-    """Equal for nodes that compute the same."""
+    """Return a key that is equal for nodes with the same operation and arguments."""
     return node.target, _hashable(node.args), _hashable(node.kwargs)
 
 
 def _hashable(arg: Any) -> Hashable:
-    """Equal for equal arguments: 1, 1.0 and True are not."""
+    """Return a key that is equal for equal arguments: 1, 1.0 and True differ."""
     if isinstance(arg, list | tuple):
         return type(arg), tuple(map(_hashable, arg))
     if isinstance(arg, dict):

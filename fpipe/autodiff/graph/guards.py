@@ -1,4 +1,4 @@
-"""Sizes as symbols, for graphs that hold for many of them."""
+"""Symbolic sizes, and guards: the sizes for which a graph is valid."""
 
 from __future__ import annotations
 
@@ -11,47 +11,56 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fpipe.autodiff.graph.signature import Call, Spec
+from fpipe.autodiff.graph.signature import Signature, Spec
+
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
 class Guards:
-    """For which sizes a graph holds.
+    """The signatures for which a graph is valid.
 
     Args:
-        code: an expression in the sizes of the inputs, None where it holds for all.
+        code: an expression in the sizes of the inputs; None if the graph is valid for all sizes.
+        signature: the one that was traced.
     """
 
     env: ShapeEnv
     code: str | None
-    call: Call
+    signature: Signature
 
-    def admit(self, call: Call) -> bool:
-        """Whether the graph holds for another signature."""
-        if alike(call) != alike(self.call):
+    def admit(self, signature: Signature) -> bool:
+        """Return whether the graph is valid for another signature."""
+        if without_sizes(signature) != without_sizes(self.signature):
             return False
-        examples = [torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta") for x in _specs(call)]
+        examples = [torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta") for x in _specs(signature)]
         return self.code is None or bool(self.env.evaluate_guards_expression(self.code, examples))
 
 
-def alike(call: Call) -> Any:
-    """A signature without the sizes of what is read."""
+def without_sizes(signature: Signature) -> Any:
+    """Return a signature without the sizes of its inputs, to compare."""
     leaves = [
-        (x.dtype, x.device, x.wanted, x.conj, x.neg, len(x.shape)) if isinstance(x, Spec) else x for x in call.inputs
+        (x.dtype, x.device, x.wanted, x.conj, x.neg, len(x.shape)) if isinstance(x, Spec) else x
+        for x in signature.inputs
     ]
-    specs = call.state.spec, [tree.spec for tree in call.sources], call.data.spec
-    return call.params, call.trained, call.keep, call.ambient, leaves, specs
+    specs = signature.state.spec, [tree.spec for tree in signature.sources], signature.data.spec
+    return signature.params, signature.trained, signature.keep, signature.ambient, leaves, specs
 
 
-def guards(fakes: Sequence[Tensor], call: Call) -> Guards:
-    """For which sizes the graph that was traced with these fakes holds; they are the call's inputs."""
+def guards(fakes: Sequence[Tensor], signature: Signature) -> Guards:
+    """Return the guards of a graph.
+
+    Args:
+        fakes: the signature's inputs, as traced.
+    """
     env = fakes[0].fake_mode.shape_env if fakes else ShapeEnv()  # type: ignore[attr-defined]
-    places: list[Any] = list(fakes)
-    return Guards(env, env.produce_guards_expression(places, ignore_static=False) if fakes else None, call)
+    placeholders: list[Any] = list(fakes)
+    code = env.produce_guards_expression(placeholders, ignore_static=False) if fakes else None
+    return Guards(env, code, signature)
 
 
 def symbolic(spec: Spec, name: str, mode: FakeTensorMode) -> Tensor:
-    """A fake whose sizes are symbols."""
+    """Return a fake tensor whose sizes are symbols."""
     from torch._dynamo.source import ConstantSource  # takes a second to import
 
     assert mode.shape_env is not None
@@ -64,5 +73,12 @@ def symbolic(spec: Spec, name: str, mode: FakeTensorMode) -> Tensor:
         return torch.empty_strided(sizes, strides, dtype=spec.dtype, device=spec.device)
 
 
-def _specs(call: Call) -> list[Spec]:
-    return [x for x in call.inputs if isinstance(x, Spec)]
+def hint(value: Any) -> Any:
+    """Return a symbol's value in the trace: 1 if it depends on values of tensors. Return other values unchanged."""
+    if not isinstance(value, SYMBOLS):
+        return value
+    return value.node.hint if value.node.has_hint() else 1
+
+
+def _specs(signature: Signature) -> list[Spec]:
+    return [x for x in signature.inputs if isinstance(x, Spec)]

@@ -1,16 +1,16 @@
-"""A joint graph cut into pieces: by phase, then by need.
+"""Partition a joint graph into blocks.
 
-`prepare` has what depends on parameters alone, `forward` what the outputs and the residuals need, `backward`
-what the gradients need. Of the backward, `backward_input` has what the input gradients need and
-`backward_weight` the rest, so that what both need is computed once. What is kept between them is memory that
-the later piece reads; of what the policy does not keep, a copy stands in the backward, where it is first used.
+`prepare` computes values that depend on parameters alone. `forward` computes the outputs and the residuals, `backward`
+the gradients. A split backward is `backward_input`, which computes the input gradients, and `backward_weight`, which
+computes the rest, so that no value is computed twice. A block saves for a later one each memory that the later one
+reads. A value that the policy does not save is recomputed in the backward, before its first use.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fpipe.autodiff.graph.aliasing import hint, memory, root, size
+from fpipe.autodiff.graph.aliasing import memory, nbytes, root
 from fpipe.autodiff.graph.block import Block
-from fpipe.autodiff.graph.cse import expression, random
-from fpipe.autodiff.graph.functionalize import impure
+from fpipe.autodiff.graph.cse import expression
+from fpipe.autodiff.graph.guards import hint
+from fpipe.autodiff.graph.nodes import ancestors, is_impure, is_random
 from fpipe.autodiff.graph.rematerialise import worth_keeping
 from fpipe.autodiff.graph.trace import Cotangent, Joint
 from fpipe.errors import StageError
@@ -30,25 +31,25 @@ from fpipe.policies import Policy, Value
 
 KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 LARGE = 1 << 15
-"""Bytes of a weight gradient from which on it is added up by itself, rather than with others by one kernel."""
+"""Bytes. A weight gradient of this size or more is accumulated by itself, smaller ones together by one kernel."""
 aten = torch.ops.aten
 
 
 class NotKept(Exception):
-    """A backward needs a value that an earlier forward did not keep."""
+    """A backward needs a value that an earlier forward did not save."""
 
 
 @dataclass(frozen=True)
 class BackwardBlocks:
-    """The backward pieces of one layout of cotangents.
+    """The backward's blocks for one layout of the cotangents.
 
     Args:
-        expected: the cotangents it is made for, by output leaf.
-        prepare: params -> `v`, what depends on them alone.
+        expected: the layouts of the cotangents, by output leaf.
+        prepare: params -> `v`, the values that depend on params alone.
         fused: v, residuals, cotangents -> weight gradients, input gradients.
         input: v, residuals, cotangents -> input gradients, deferred.
         weight: v, deferred -> weight gradients.
-        fresh: the weight gradients whose memory nothing else has.
+        fresh: numbers of the weight gradients that share memory with no other value.
     """
 
     expected: tuple[Cotangent, ...]
@@ -60,16 +61,16 @@ class BackwardBlocks:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A stage's pieces for one signature.
+class Blocks:
+    """A stage's blocks for one signature.
 
     Args:
-        prepare: params -> `v`, what depends on them alone.
+        prepare: params -> `v`, the values that depend on params alone.
         forward: v, inputs -> outputs, state, residuals.
-        backward: None where nothing is differentiated.
-        kept: the residuals, by their places in the trace.
-        digest: the forward's operations, which are the same whenever a pure function is traced.
-        fresh: which outputs, then which leaves of the state, are tensors that nothing else is.
+        backward: None if the call is not differentiated.
+        kept: the residuals, by their positions in the trace.
+        digest: the forward's operations. Another trace of a pure function has the same.
+        fresh: for each output, then each leaf of the state, whether it shares memory with no other value.
     """
 
     prepare: Block
@@ -80,20 +81,33 @@ class Cut:
     fresh: tuple[bool, ...]
 
 
-def cut(joint: Joint, policy: Policy, kept: Sequence[int] | None = None) -> Cut:
-    """Cut a graph that is functional and simplified, which is used up.
+def partition(joint: Joint, policy: Policy, kept: Sequence[int] | None = None) -> Blocks:
+    """Partition a graph without writes in place and duplicates. The graph is changed.
 
     Args:
-        kept: what a forward that ran already has kept, if this is for another layout of its cotangents.
+        kept: the residuals of a forward that has already run, to make a backward for another layout of its cotangents.
 
     Raises:
-        NotKept: that is not enough.
+        NotKept: the backward needs other values.
+        StageError: the policy returned something else than True, False or None.
     """
-    return _Cutter(joint, policy, None if kept is None else set(kept)).cut(kept)
+    return _Partitioner(joint, policy, None if kept is None else set(kept)).partition(kept)
 
 
 @dataclass
-class _Cutter:
+class _Partitioner:
+    """Writes the backward, and then forms the blocks.
+
+    Args:
+        available: positions of the values that a forward has saved; None if this is the first partition.
+        saved: the residuals.
+        stands_for: the node that has a node's value in the backward.
+        halves: convolutions' backwards, in two operations.
+        backward: the backward's nodes, in order.
+        seen: the backward's nodes by expression.
+        order: each node's position in the joint graph.
+    """
+
     joint: Joint
     policy: Policy
     available: set[int] | None
@@ -104,26 +118,26 @@ class _Cutter:
     seen: dict[Hashable, fx.Node] = field(default_factory=dict)
     order: dict[fx.Node, int] = field(default_factory=dict)
 
-    def cut(self, kept: Sequence[int] | None) -> Cut:
+    def partition(self, kept: Sequence[int] | None) -> Blocks:
         joint = self.joint
         order = self.order = {node: i for i, node in enumerate(joint.graph.nodes)}
         differentiated = bool(self.cotangents)
         self._write_backward()
         weights, gradients = self._resolved(joint.weights), self._resolved(joint.gradients)
         if kept is not None:
-            by_place = {node.meta["at"]: node for node in self.saved}
-            residuals: list[fx.Node | None] = [by_place.get(at) for at in kept]
+            by_position = {node.meta["at"]: node for node in self.saved}
+            residuals: list[fx.Node | None] = [by_position.get(at) for at in kept]
         else:
             residuals = list(self.saved)
         ends = [*joint.outputs, *joint.state, *self.saved]
-        pinned = [n for n in order if n.meta.get("forward") and (random(n) or impure(n))]
+        pinned = [n for n in order if n.meta.get("forward") and (is_random(n) or is_impure(n))]
         body = [n for n in ancestors([*ends, *pinned], self._runs_forward) if n.op == "call_function"]
         body.sort(key=order.__getitem__)
         v, prepare = self._prepared(order, [*body, *self.backward], [*ends, *weights, *gradients])
         outputs = [joint.outputs, joint.state, residuals]
         forward = Block("forward", {"v": v, "x": joint.inputs}, body, outputs)
         backward = self._backward(v, prepare, residuals, weights, gradients) if differentiated else None
-        return Cut(
+        return Blocks(
             prepare,
             forward,
             backward,
@@ -136,15 +150,15 @@ class _Cutter:
 
     @cached_property
     def constant(self) -> set[fx.Node]:
-        """What depends on nothing but parameters."""
-        found = {node for node in self.joint.params if node is not None}
+        """The nodes that depend on parameters alone."""
+        constant = {node for node in self.joint.params if node is not None}
         for node in self.joint.graph.nodes:
-            alone = node.op == "call_function" and not random(node) and not impure(node)
+            pure = node.op == "call_function" and not is_random(node) and not is_impure(node)
             if node.op == "get_attr" or (
-                alone and node not in self.cotangents and found.issuperset(node.all_input_nodes)
+                pure and node not in self.cotangents and constant.issuperset(node.all_input_nodes)
             ):
-                found.add(node)
-        return found
+                constant.add(node)
+        return constant
 
     @cached_property
     def cotangents(self) -> set[fx.Node]:
@@ -154,13 +168,13 @@ class _Cutter:
         return node not in self.constant and node.op == "call_function"
 
     def _runs_backward(self, node: fx.Node) -> bool:
-        given = node in self.constant or node in self.cotangents
-        return not (given or node.meta["forward"] or node.op == "placeholder")
+        is_input = node in self.constant or node in self.cotangents
+        return not (is_input or node.meta["forward"] or node.op == "placeholder")
 
-    # The backward, with what is redone in it
+    # The backward, with the values that it recomputes
 
     def _write_backward(self) -> None:
-        """Put together the backward's nodes, in order."""
+        """Collect the backward's nodes, in order."""
         ends = [x for x in (*self.joint.weights, *self.joint.gradients) if x is not None]
         needed = set(ancestors(ends, self._runs_backward))
         for node in list(self.joint.graph.nodes):
@@ -178,7 +192,7 @@ class _Cutter:
         self._append(node)
 
     def _append(self, node: fx.Node) -> fx.Node:
-        """Put a node at the backward's end, unless one there has the same value."""
+        """Append a node to the backward, unless a node there has the same value. Return that node."""
         key = expression(node)
         twin = self.seen.setdefault(key, node)
         self.stands_for[node] = twin
@@ -187,7 +201,7 @@ class _Cutter:
         return twin
 
     def _in_halves(self, node: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """A convolution's backward as two operations, as its kernels are: for its input, and for its weights."""
+        """Return a convolution's backward as two operations, as its kernels are: for the input and for the weights."""
         args: Any = fx.map_arg(node.args, lambda n: self._resolve(n, node))
         masks = ([True, False, False], [False, *args[10][1:]])
         target: Any = node.target
@@ -201,7 +215,7 @@ class _Cutter:
         return [x if x is None else self._resolve(x, None) for x in leaves]
 
     def _resolve(self, node: fx.Node, user: fx.Node | None) -> fx.Node:
-        """What stands for a node in the backward."""
+        """Return the node that has a node's value in the backward."""
         if node in self.halves:
             assert user is not None
             return self.halves[node][user.args[1] != 0]
@@ -209,31 +223,28 @@ class _Cutter:
             return node
         if node not in self.stands_for:
             for n in self._unsettled(node):
-                self.stands_for[n] = self._redone(n) if self._is_redone(n) else self._save(n)
+                self.stands_for[n] = self._recompute(n) if self._is_recomputed(n) else self._save(n)
         return self.stands_for[node]
 
     def _unsettled(self, node: fx.Node) -> list[fx.Node]:
-        """The node with all that must be redone for it, in the order of the forward."""
+        """Return the node, and all values that must be recomputed for it, in the order of the forward."""
 
-        def open_(n: fx.Node) -> bool:
+        def is_unsettled(n: fx.Node) -> bool:
             return not (n in self.constant or n in self.cotangents or n in self.stands_for)
 
-        found, todo = set[fx.Node](), [node]
-        while todo:
-            n = todo.pop()
-            if n not in found and open_(n):
-                found.add(n)
-                todo += n.all_input_nodes if self._is_redone(n) else ()
-        return sorted(found, key=self.order.__getitem__)
+        def inputs(n: fx.Node) -> Iterable[fx.Node]:
+            return n.all_input_nodes if self._is_recomputed(n) else ()
+
+        return sorted(ancestors([node], is_unsettled, inputs), key=self.order.__getitem__)
 
     def _save(self, node: fx.Node) -> fx.Node:
         self.saved[node] = None
         return node
 
-    def _is_redone(self, node: fx.Node) -> bool:
+    def _is_recomputed(self, node: fx.Node) -> bool:
         if self.available is not None and node.meta["at"] in self.available:
             return False
-        if node.op == "placeholder" or random(_origin(node)) or impure(_origin(node)):
+        if not _can_recompute(node):
             if self.available is not None:
                 raise NotKept(str(node))
             return False
@@ -243,7 +254,7 @@ class _Cutter:
         return root(node) not in self.worth_keeping if may_keep is None else not may_keep
 
     def _may_keep(self, node: fx.Node) -> bool | None:
-        """What the policy says, of a view as of what it is a view of."""
+        """Return the policy's answer for a value. A view gets the answer for its root."""
         node = root(node)
         if node.op == "placeholder":
             return True
@@ -251,44 +262,43 @@ class _Cutter:
         return self._ask(_value(node)) if marked is None else marked in KEEP
 
     def _ask(self, value: Value) -> bool | None:
-        says = self.policy(value)
-        if says is not None and not isinstance(says, bool):
+        answer = self.policy(value)
+        if answer is not None and not isinstance(answer, bool):
             raise StageError(
-                f"its policy {getattr(self.policy, '__name__', self.policy)} said {says!r} of {value.op}: a policy "
-                "says True, False or None; is it to be called first, as save_only('name') is?"
+                f"its policy {getattr(self.policy, '__name__', self.policy)} returned {answer!r} for {value.op}: a "
+                "policy returns True, False or None; does it have to be called first, as save_only('name')?"
             )
-        return says
+        return answer
 
     @cached_property
     def worth_keeping(self) -> set[fx.Node]:
-        """What is kept, where the policy leaves it open."""
+        """The values to save among those that the policy leaves open."""
         ends = [x for x in (*self.joint.weights, *self.joint.gradients) if x is not None]
         after = ancestors(ends, self._runs_backward)
         forward = [n for n in self.joint.graph.nodes if n.op == "placeholder" or n.meta.get("forward")]
         needed = {n for node in after for n in node.all_input_nodes}
 
-        def redoable(node: fx.Node) -> bool:
-            given = node.op == "placeholder" or random(_origin(node)) or impure(_origin(node))
-            return not given and not self._may_keep(node)
+        def recomputable(node: fx.Node) -> bool:
+            return _can_recompute(node) and not self._may_keep(node)
 
-        return worth_keeping(forward, needed, self.constant.__contains__, redoable)
+        return worth_keeping(forward, needed, self.constant.__contains__, recomputable)
 
-    def _redone(self, node: fx.Node) -> fx.Node:
+    def _recompute(self, node: fx.Node) -> fx.Node:
         copy = self.joint.graph.node_copy(node, lambda n: self._resolve(n, node))
         copy.meta = {**node.meta, "forward": False}
         self._keep_view(copy)
         return self._append(copy)
 
     def _keep_view(self, node: fx.Node) -> None:
-        of = node.meta.get("view_of")
-        node.meta["view_of"] = of and self.stands_for.get(of, of)
+        base = node.meta.get("view_of")
+        node.meta["view_of"] = base and self.stands_for.get(base, base)
 
-    # The pieces
+    # Blocks
 
     def _prepared(
         self, order: dict[fx.Node, int], body: Sequence[fx.Node], ends: Iterable[Any]
     ) -> tuple[list[fx.Node], Block]:
-        """`v`, and the block that computes it."""
+        """Return `v`, and the block that computes it."""
         used = {n for node in body for n in node.all_input_nodes} | {x for x in ends if isinstance(x, fx.Node)}
         v = sorted(used & self.constant, key=order.__getitem__)
         inner = [n for n in ancestors(v, lambda n: n in self.constant) if n.op != "placeholder"]
@@ -306,7 +316,7 @@ class _Cutter:
         c = self.joint.cotangents
         mine = set(self.backward)
         by_input = set(ancestors(gradients, mine.__contains__))
-        by_input |= {n for n in self.backward if is_item(n) and n.args[0] in by_input}  # rather than all results of one
+        by_input |= {n for n in self.backward if is_item(n) and n.args[0] in by_input}  # smaller than the tuple
         first = [n for n in self.backward if n in by_input]
         needed = set(ancestors(weights, mine.__contains__)) - by_input
         rest = [n for n in self.backward if n in needed]
@@ -317,50 +327,42 @@ class _Cutter:
             if isinstance(n, fx.Node) and n not in needed and n not in self.constant
         )
         deferred = list(used)
-        given: dict[str, Sequence[fx.Node | None]] = {"v": v, "r": residuals, "c": c}
+        inputs: dict[str, Sequence[fx.Node | None]] = {"v": v, "r": residuals, "c": c}
         large = frozenset(i for i, x in enumerate(weights) if x is not None and hint(x.meta["val"].nbytes) >= LARGE)
         return BackwardBlocks(
             tuple(None if n is None else layout(n.meta["val"]) for n in c),
             prepare,
-            Block("backward", given, whole, [weights, gradients], "r", large),
-            Block("backward_input", given, first, [gradients, deferred], "r"),
+            Block("backward", inputs, whole, [weights, gradients], "r", large),
+            Block("backward_input", inputs, first, [gradients, deferred], "r"),
             Block("backward_weight", {"v": v, "d": deferred}, rest, [weights], "d", large),
             self._alone(weights, [*residuals, *c, *gradients]),
         )
 
     def _alone(self, weights: list[Any], others: Iterable[Any]) -> frozenset[int]:
-        """The weight gradients that are all of a memory which nothing else has."""
-        theirs = memory([*self.constant, *self.joint.inputs, *others])
+        """Return the numbers of the weight gradients that fill a memory which no other value has."""
+        others_memory = memory([*self.constant, *self.joint.inputs, *others])
         roots = Counter(root(x) for x in weights if x is not None)
         return frozenset(
             i
             for i, x in enumerate(weights)
             if x is not None
             and roots[root(x)] == 1
-            and root(x) not in theirs
-            and hint(x.meta["val"].numel()) * x.meta["val"].itemsize == size(x.meta["val"])
+            and root(x) not in others_memory
+            and hint(x.meta["val"].numel()) * x.meta["val"].itemsize == nbytes(x.meta["val"])
         )
 
     def _fresh(self) -> tuple[bool, ...]:
         ends = [*self.joint.outputs, *self.joint.state]
-        theirs = {*map(root, self.saved), *self.constant}
+        kept = {*map(root, self.saved), *self.constant}
         roots = Counter(root(x) for x in ends if isinstance(x, fx.Node))
         return tuple(
-            isinstance(x, fx.Node) and x.op == "call_function" and roots[root(x)] == 1 and root(x) not in theirs
+            isinstance(x, fx.Node) and x.op == "call_function" and roots[root(x)] == 1 and root(x) not in kept
             for x in ends
         )
 
 
-def ancestors(ends: Iterable[Any], inside: Callable[[fx.Node], bool]) -> dict[fx.Node, None]:
-    """The nodes that the ends are computed from, themselves among them, as far as they lie inside."""
-    found: dict[fx.Node, None] = {}
-    todo = [x for x in ends if isinstance(x, fx.Node)]
-    while todo:
-        node = todo.pop()
-        if node not in found and inside(node):
-            found[node] = None
-            todo.extend(node.all_input_nodes)
-    return found
+def _can_recompute(node: fx.Node) -> bool:
+    return node.op != "placeholder" and not is_random(_origin(node)) and not is_impure(_origin(node))
 
 
 def layout(x: Tensor) -> Cotangent:
@@ -368,9 +370,9 @@ def layout(x: Tensor) -> Cotangent:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """The operation that makes a value: of one of several results, the one that gives them all."""
-    given = node.args[0] if node.args else None
-    return _origin(given) if is_item(node) and isinstance(given, fx.Node) else node
+    """Return the operation that computes a value: for an item of a tuple, the operation that returns the tuple."""
+    source = node.args[0] if node.args else None
+    return _origin(source) if is_item(node) and isinstance(source, fx.Node) else node
 
 
 def is_item(node: fx.Node) -> bool:
@@ -378,12 +380,12 @@ def is_item(node: fx.Node) -> bool:
 
 
 def _value(node: fx.Node) -> Value:
-    made, value, names = _origin(node), node.meta.get("val"), frozenset(node.meta.get("names", ()))
+    origin, value, names = _origin(node), node.meta.get("val"), frozenset(node.meta.get("names", ()))
     if not isinstance(value, Tensor):
-        return Value(made.target, names, (), None)
-    return Value(made.target, names, tuple(value.shape), value.dtype)
+        return Value(origin.target, names, (), None)
+    return Value(origin.target, names, tuple(value.shape), value.dtype)
 
 
 def _is_both(mask: Any) -> bool:
-    """Whether an output mask asks for the input's gradient and for another."""
+    """Return whether an output mask asks for the input's gradient and for another."""
     return bool(mask[0] and any(mask[1:]))

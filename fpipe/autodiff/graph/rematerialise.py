@@ -1,4 +1,4 @@
-"""What a forward needn't keep, where its policy leaves the choice: what comes from the rest that is kept."""
+"""Choose what to save where the policy leaves it open: drop every value that can be recomputed from the others."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ def worth_keeping(
     forward: Iterable[fx.Node],
     needed: set[fx.Node],
     free: Callable[[fx.Node], bool],
-    redoable: Callable[[fx.Node], bool],
+    recomputable: Callable[[fx.Node], bool],
 ) -> set[fx.Node]:
-    """The values, among those that the backward needs, from which the others can be computed.
+    """Return the values to keep, out of which all others that the backward needs can be recomputed.
 
-    A value is dropped if what it is computed from is there: kept, free, or computed from such itself. That depends
-    on earlier values alone, so one pass in the order of the forward settles each for good, and dropping one
-    never makes another necessary.
+    A value is dropped if all its inputs are available: kept, free, or recomputable from such values. This depends on
+    earlier values alone. One pass in the order of the forward therefore decides each value for good, and dropping one
+    value never makes another necessary.
 
     Args:
-        forward: its nodes, in order.
-        needed: those of which the backward reads the memory, views or not.
-        free: whether a value is there anyway.
-        redoable: whether a value may be computed again.
+        forward: the forward's nodes, in order.
+        needed: nodes whose memory the backward reads, views or not.
+        free: whether a value is available in any case.
+        recomputable: whether a value may be recomputed.
     """
-    wanted, kept = set(map(root, needed)), set[fx.Node]()
-    there: set[fx.Node] = set()
+    wanted, kept, available = set(map(root, needed)), set[fx.Node](), set[fx.Node]()
     for node in forward:
-        comes_from = redoable(node) and all(root(n) in there or free(root(n)) for n in node.all_input_nodes)
-        if not comes_from and node in wanted:
+        dropped = recomputable(node) and all(root(n) in available or free(root(n)) for n in node.all_input_nodes)
+        if not dropped and node in wanted:
             kept.add(node)
-        if comes_from or node in wanted:
-            there.add(node)
+        if dropped or node in wanted:
+            available.add(node)
     return kept

@@ -1,6 +1,6 @@
-"""What a trace is made for: the signature of one call of a stage.
+"""The signature of a call of a stage.
 
-Two calls of one signature run the same graph. A signature holds no tensor; strides are a part of it, since
+Calls with the same signature run the same graph. A signature holds no tensor. Strides are a part of it, because
 kernels, and so bits, depend on them.
 """
 
@@ -19,27 +19,27 @@ TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class Untraceable(Exception):
-    """A stage can't be traced; the message says why."""
+    """A stage cannot be traced. The message gives the reason."""
 
 
 class Impure(Exception):
-    """A stage does what a pure function doesn't; the message says what."""
+    """A stage is not a pure function. The message gives the reason."""
 
 
 class Spec(NamedTuple):
-    """A tensor without its memory."""
+    """A tensor without its values."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    wanted: bool  # whether it gets a gradient
+    wanted: bool  # whether it requires a gradient
     conj: bool
     neg: bool
 
 
 class Static(NamedTuple):
-    """A leaf that is no tensor: a graph is made for its very value."""
+    """A leaf that is not a tensor. A graph is valid for this value only."""
 
     value: Any
 
@@ -54,7 +54,7 @@ class Static(NamedTuple):
 
     @property
     def _key(self) -> Hashable:
-        """NaN is NaN, 1 is neither True nor 1.0."""
+        """NaN equals NaN; 1, True and 1.0 differ."""
         plain = type(self.value) in PLAIN
         return type(self.value), repr(self.value) if plain else id(self.value)
 
@@ -63,14 +63,14 @@ Leaf = Spec | Static
 
 
 class Tree(NamedTuple):
-    """A tree of specs, taken apart."""
+    """A flattened tree of specs."""
 
     leaves: tuple[Leaf, ...]
     spec: optree.PyTreeSpec
 
 
 class Ambient(NamedTuple):
-    """The settings of torch that decide which operations a stage comes to."""
+    """The settings of torch that decide which operations a stage runs."""
 
     autocast: tuple[tuple[str, torch.dtype], ...]
     dtype: torch.dtype
@@ -80,12 +80,13 @@ class Ambient(NamedTuple):
     kernels: tuple[bool, ...]
 
 
-class Call(NamedTuple):
-    """A signature.
+class Signature(NamedTuple):
+    """The specs of a call's arguments, and the settings of torch.
 
     Args:
-        sources: outputs of other stages that it reads, in the order of their numbers.
-        data: what the stage reads of the microbatch.
+        trained: numbers of the params that get gradients.
+        sources: outputs of other stages that the stage reads, in the order of their numbers.
+        data: the parts of the microbatch that the stage reads.
         keep: whether the call is differentiated.
     """
 
@@ -99,15 +100,15 @@ class Call(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Leaf, ...]:
-        """All leaves but those of the params."""
+        """Return all leaves except those of the params."""
         return (*self.state.leaves, *(x for tree in self.sources for x in tree.leaves), *self.data.leaves)
 
 
 def leaf(x: Any, wanted: bool = False) -> Leaf:
-    """What of a leaf belongs to a signature.
+    """Return a leaf of a signature.
 
     Raises:
-        Untraceable: it is neither a plain tensor nor a plain value.
+        Untraceable: the value is neither a plain tensor nor a plain value.
     """
     if isinstance(x, Tensor):
         if type(x) not in TENSORS or x.layout != torch.strided:
@@ -118,20 +119,20 @@ def leaf(x: Any, wanted: bool = False) -> Leaf:
     return Static(x)
 
 
-def glance(x: Any) -> Hashable:
-    """Equal for leaves of equal signatures, and quicker to get."""
+def leaf_key(x: Any) -> Hashable:
+    """Return a key that is equal for equal leaves of signatures, and faster to compute than the leaf."""
     if type(x) in TENSORS and x.layout is torch.strided:
         return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_conj(), x.is_neg()
     return leaf(x)
 
 
 def leaves(values: Sequence[Any]) -> tuple[Leaf, ...]:
-    """Of values that tell by `requires_grad` whether they want a gradient."""
+    """Return leaves of a signature. `requires_grad` of a value is whether it wants a gradient."""
     return tuple([leaf(x, isinstance(x, Tensor) and x.requires_grad) for x in values])
 
 
 def ambient() -> Ambient:
-    """As it is now."""
+    """Return the current settings."""
     on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     sdp, cuda = torch.backends.cuda, torch.backends.cudnn
     return Ambient(

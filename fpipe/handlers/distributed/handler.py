@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from fpipe import effects as fx
-from fpipe.autodiff.interface import Pieces
+from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.errors import ScheduleError, StageError, TransportError
 from fpipe.handlers.calls import NO_FUNCTIONS, Functions
 from fpipe.handlers.distributed.channels import Channels
@@ -84,7 +84,7 @@ class Distributed:
             )
         return (self.rank,)
 
-    def compile(self, programs: Mapping[int, Program], pieces: Pieces, observe: Observer | None) -> Run:
+    def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         connections, failures = self._setup.ready()
         try:
             self._compare(programs, pieces, connections, observe)
@@ -98,7 +98,11 @@ class Distributed:
         return _CompiledProgram(self.rank, programs, pieces, connections, failures, observe, self.functions)
 
     def _compare(
-        self, programs: Mapping[int, Program], pieces: Pieces, connections: Connections, observe: Observer | None
+        self,
+        programs: Mapping[int, Program],
+        pieces: DifferentiablePipeline,
+        connections: Connections,
+        observe: Observer | None,
     ) -> None:
         options = pieces.loss, pieces.gather, () if observe is None else observe.agreed
         text = repr((options, [(p.plan, p.effects) for _, p in sorted(programs.items())]))
@@ -187,7 +191,7 @@ class _CompiledProgram:
         self,
         rank: int,
         programs: Mapping[int, Program],
-        pieces: Pieces,
+        pieces: DifferentiablePipeline,
         connections: Connections,
         failures: Failures,
         observe: Observer | None,
