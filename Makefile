@@ -4,13 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench clean
+# Processes that run tests; each also starts pools of two to four ranks.
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile
+
+.PHONY: demo test test-all check bench clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
+# Every pair of case, schedule, handler, policy and number of microbatches.
 test: $(READY)
-	$(BIN)/pytest
+	$(PYTEST)
+
+# Every product of them.
+test-all: $(READY)
+	FPIPE_TESTS=all $(PYTEST)
 
 check: $(READY)
 	$(BIN)/ruff check
