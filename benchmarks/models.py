@@ -80,10 +80,10 @@ def in_processes(job: Callable[..., Any], ranks: int, *args: Any, limit: float) 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    found = mp.get_context("spawn").Queue()
+    found = mp.get_context("forkserver").Queue()
     until = time.monotonic() + limit
     context = mp.start_processes(
-        _serve, args=(ranks, port, found, job, args), nprocs=ranks, join=False, start_method="spawn"
+        _serve, args=(ranks, port, found, job, args), nprocs=ranks, join=False, start_method="forkserver"
     )
     try:
         done = False

@@ -1,37 +1,39 @@
 """The benchmarks over several processes: what they print, what they refuse, and that they end."""
 
 import json
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
-from benchmarks import models, peers
+from benchmarks import models, peers, scale
 from benchmarks.scale import grown
 from fpipe import Costs
 
-ROOT = Path(__file__).parents[2]
 PEERS = {"schedule", "ranks", "width", "fpipe_ms", "peer_ms", "ratio", "limit_share", "fpipe_bytes", "peer_bytes"}
 SCALE = {"schedule", "ranks", "sequences_per_second", "bubble", "peak_bytes"}
 
 
-def printed(benchmark, *options):
-    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--json", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """`printed(benchmark, *options)`: what a benchmark gives as JSON."""
+
+    def call(benchmark, *options):
+        monkeypatch.setattr(sys, "argv", [benchmark.__name__, "--json", *options])
+        benchmark.main()
+        return json.loads(capsys.readouterr().out)
+
+    return call
 
 
-def test_peers(tmp_path):
+def test_peers(tmp_path, printed):
     schedule = "zb-v"
     figure = tmp_path / "peers.svg"
     options = ("--width", "32", "--schedules", schedule, "--steps", "1", "--rounds", "1", "--out", str(figure))
-    (row,) = printed("peers", "--ranks", "2", *options)
+    (row,) = printed(peers, "--ranks", "2", *options)
     assert row.keys() >= PEERS
     assert (row["schedule"], row["ranks"], row["width"]) == (schedule, 2, 32)
     assert row["ratio"] == pytest.approx(row["fpipe_ms"] / row["peer_ms"])
@@ -39,9 +41,9 @@ def test_peers(tmp_path):
     assert schedule in figure.read_text()
 
 
-def test_scale():
+def test_scale(printed):
     options = ("--ranks", "4", "--microbatches", "4", "--width", "32", "--schedules", "1f1b")
-    found = printed("scale", *options, "--rounds", "1")
+    found = printed(scale, *options, "--rounds", "1")
     (predicted,), (row,) = found["prediction"], found["scale"]
     assert sum(predicted["more_ms"].values()) == pytest.approx(predicted["measured_ms"] - predicted["predicted_ms"])
     assert row.keys() >= SCALE

@@ -1,31 +1,20 @@
 """The examples run, at a small size."""
 
 import importlib
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import typer
 
 from examples import train_gpt as example
+from tests.support.forked import ROOT, script
 
-ROOT = Path(__file__).parents[2]
 SMALL = ["--layers", "2", "--width", "32", "--context", "16", "--batch", "8", "--microbatches", "4", "--steps", "6"]
 
 
 def run(name, *options, processes=0):
-    start = [sys.executable]
-    if processes:
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [*start, f"examples/{name}.py", *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "can't be traced" not in done.stderr
-    return done.stdout
+    return script(ROOT / "examples" / f"{name}.py", *options, processes=processes)
 
 
 def called(capsys, name, /, **options):
@@ -78,12 +67,13 @@ def test_train_gpt_on_a_text_of_ones_own(tmp_path):
         (["--text", "LICENSE", "--context", "1000"], "too few for a context of 1000"),
     ],
 )
-def test_train_gpt_says_what_is_wrong_with_its_options(options, message):
-    command = [sys.executable, "examples/train_gpt.py", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert message in done.stdout
-    assert done.stderr == ""
+def test_train_gpt_says_what_is_wrong_with_its_options(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        typer.run(example.main)
+    printed = capsys.readouterr()
+    assert message in printed.out
+    assert printed.err == ""
 
 
 def test_custom_schedule(capsys):

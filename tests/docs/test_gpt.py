@@ -9,6 +9,7 @@ from examples import train_gpt as example
 from fpipe import handlers, interop
 from fpipe.schedules import CATALOGUE
 from tests.support import jobs
+from tests.support.combinations import combined
 from tests.support.sharing import sharing
 from tests.support.split_cases import exported_once
 
@@ -39,8 +40,7 @@ def expected(plan):
     return jobs.gpt_steps(handlers.Reference(), "gpipe", plan, *pipelines()[plan.stages], data(plan.microbatches))
 
 
-@pytest.mark.parametrize(("ranks", "m"), [(2, 4), (2, 12), (4, 4), (4, 12)])
-@pytest.mark.parametrize("name", CATALOGUE)
+@combined(name=CATALOGUE, ranks=(2, 4), m=(4, 12))
 def test_local(name, m, ranks):
     plan = CATALOGUE[name].plan(ranks, m)
     local = sharing(handlers.Local(), "gpt", plan.stages)

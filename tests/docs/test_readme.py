@@ -10,8 +10,8 @@ import pytest
 from fpipe import Placement, Plan
 from fpipe.interop import from_csv
 from fpipe.schedules import zb_v
+from tests.support.forked import ROOT, script
 
-ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
@@ -21,12 +21,9 @@ def block(word):
 
 
 def torchrun(folder, text):
-    script = folder / "script.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{text}")
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    done = subprocess.run(start, capture_output=True, text=True, timeout=120, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    path = folder / "script.py"
+    path.write_text(text)
+    return script(path, processes=2, cwd=folder)
 
 
 def run(capsys, text):

@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-import multiprocessing
 import operator
 import os
 import pickle
@@ -27,6 +26,8 @@ import fpipe
 from fpipe import Pipeline, Placement, Stage, TransportError, handlers, interop, schedules
 from fpipe.interop import CheckpointError
 from tests.support import cases, models
+from tests.support.combinations import ALL
+from tests.support.forked import CONTEXT
 from tests.support.jobs import differences, handler
 
 init, update = interop.optimizer(torch.optim.AdamW, lr=0.05)
@@ -349,14 +350,15 @@ EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir"
 
 def elsewhere(job, *args):
     """What a job returns in a process of its own, which may fork."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with CONTEXT.Pool(1) as pool:
         return pool.apply(job, args)
 
 
-def test_two_hundred_kills_at_random_moments_leave_the_last_or_the_next_whole(tmp_path):
-    amid = elsewhere(kill_at_random, str(tmp_path / "saved"), 200)
+def test_kills_at_random_moments_leave_the_last_or_the_next_whole(tmp_path):
+    kills = 200 if ALL else 40
+    amid = elsewhere(kill_at_random, str(tmp_path / "saved"), kills)
     assert isinstance(amid, int), amid
-    assert amid > 50  # so many were killed within a save
+    assert amid > kills // 4  # so many were killed within a save
 
 
 def test_kills_of_two_ranks_at_random_moments_leave_the_last_or_the_next_whole(tmp_path):

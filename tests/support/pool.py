@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from tests.support.forked import CONTEXT, free_port
 
 
 @dataclass
@@ -28,14 +28,11 @@ class Pool:
     """`run(job, *args)` calls `job(rank, *args)` in every process; jobs are functions of importable modules."""
 
     def __init__(self, size: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        port = free_port()
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
