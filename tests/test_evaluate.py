@@ -7,6 +7,7 @@ import fpipe
 from fpipe import Pipeline, Placement, handlers, schedules
 from fpipe.stages.microbatch import merge, split
 from tests.support import cases, jobs
+from tests.support.combinations import combined
 from tests.support.sharing import sharing
 
 PLACEMENTS = {"loop": Placement.loop(2), "chunks": Placement.loop(2, 2), "v": Placement.v(2)}
@@ -19,11 +20,11 @@ def expected(case, m):
     return merge([case.pipeline(case.params, part) for part in parts])
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "modules"])
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-@pytest.mark.parametrize("way", ["reference", "graph", "eager"])
-@pytest.mark.parametrize("m", [1, 3, 8])
+@combined(
+    name=[n for n in NAMES if n != "modules"], placement=PLACEMENTS, way=["reference", "graph", "eager"], m=[1, 3, 8]
+)
 def test_outputs_equal_the_pipelines(name, placement, way, m):
+    placement = PLACEMENTS[placement]
     case = cases.built(name, placement.stages)
     own = handlers.Reference() if way == "reference" else handlers.Local()
     if way == "graph":

@@ -18,6 +18,7 @@ from fpipe.autodiff.graph.codegen import emit
 from fpipe.autodiff.traced import Traced
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import flatten
+from tests.support.combinations import combined
 
 aten = torch.ops.aten
 TRICKY = [0.0, -0.0, 1.5, float("nan"), float("inf"), -float("inf"), -2.0, 1e-40]
@@ -372,9 +373,7 @@ class Computing(TorchDispatchMode):
 LAYERS = [{}, {"batch_first": False}, {"norm_first": True}, {"activation": "gelu"}]
 
 
-@pytest.mark.parametrize("options", LAYERS, ids=str)
-@pytest.mark.parametrize("shape", [(2, 4, 16), (1, 4, 16), (3, 1, 16)], ids=str)
-@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@combined(options=LAYERS, shape=[(2, 4, 16), (1, 4, 16), (3, 1, 16)], split=[False, True])
 def test_a_layer_has_eager_bits_and_operands(options, shape, split, monkeypatch):
     module = layer(**options)
     x, c = torch.randn(shape), torch.randn(shape)

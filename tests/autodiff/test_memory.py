@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
-from fpipe import Pipeline, Placement, Stage, StageError, handlers, policies, schedules
+from fpipe import Pipeline, Placement, Stage, StageError, handlers, schedules
 from fpipe.autodiff.eager import Eager
 from fpipe.autodiff.functions import DeferredGraph as Deferring
 from fpipe.autodiff.functions import SavedGraph as Keeping
@@ -30,13 +30,11 @@ from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import with_loss
 from fpipe.stages.pytree import flatten
 from tests.support import cases
+from tests.support.policies import POLICIES
 
-POLICIES = {
-    "everything": policies.everything_saveable,
-    "nothing": policies.nothing_saveable,
-    "cheap": policies.cheap,
+WAYS = {"eager": Options("eager")} | {
+    name: Options("graph", POLICIES[name]) for name in ("everything", "nothing", "cheap")
 }
-WAYS = {"eager": Options("eager")} | {name: Options("graph", policy) for name, policy in POLICIES.items()}
 MICROBATCHES = 4
 
 each_way = pytest.mark.parametrize("way", WAYS)

@@ -10,16 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fpipe import Stage, policies
 from fpipe.autodiff.traced import Traced
+from tests.support.combinations import ALL
 from tests.support.oracle import differences, oracle, run, seeded, seeds_of
-from tests.support.stages import Example, randn, wants
+from tests.support.policies import POLICIES
+from tests.support.stage_zoo import Example, randn, wants
 
-POLICIES = [
-    policies.everything_saveable,
-    policies.nothing_saveable,
-    policies.dots_saveable,
-    policies.cheap,
-    policies.save_only("named"),
-]
 LONGEST = 12
 SHAPES = (3, 4), (4, 2)
 
@@ -67,7 +62,7 @@ def written(a, b, k):
 
 
 def named(a, b, k):
-    return policies.checkpoint_name(torch.sin(a), "named")
+    return policies.checkpoint_name(torch.sin(a), "h")
 
 
 def redone(a, b, k):
@@ -130,12 +125,12 @@ def stage(steps, results):
     return Stage(fn, reads=(0, 1), frozen=("frozen",))
 
 
-@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=250 if ALL else 60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     steps=program,
     results=st.lists(st.integers(0, 40), max_size=3),
     wanted=st.tuples(st.booleans(), st.booleans()),
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from(list(POLICIES.values())),
     dropped=st.integers(0, 4),
 )
 def test_random_graphs_have_eagers_bits(steps, results, wanted, policy, dropped):

@@ -6,80 +6,35 @@ import pytest
 import torch
 
 import fpipe
-from fpipe import handlers, policies
+from fpipe import handlers
 from tests.support import cases, jobs
+from tests.support.combinations import combined
 from tests.support.sharing import Sharing, sharing
 
-MICROBATCHES = (1, 2, 3, 5, 8)
-POLICIES = {
-    "everything": policies.everything_saveable,
-    "nothing": policies.nothing_saveable,
-    "dots": policies.dots_saveable,
-    "cheap": policies.cheap,
-    "names": policies.save_only("mixed", "h"),
-    "by stage": {0: policies.nothing_saveable, 1: policies.cheap},
-}
+
+def possible(name, schedule, m, **_):
+    """A schedule that runs a model both ways takes an even number of microbatches, and a state has no copies."""
+    return schedule not in cases.BOTH_WAYS or (m % 2 == 0 and name != "modules")
 
 
-def microbatches(schedule):
-    return [m for m in MICROBATCHES if schedule not in cases.BOTH_WAYS or m % 2 == 0]
-
-
-PAIRS = [
-    (name, schedule)
-    for name in cases.CASES
-    for schedule in cases.SCHEDULES
-    if not (name == "modules" and schedule in cases.BOTH_WAYS)  # a state has no copies
-]
-EVERY = [(name, schedule, m) for name, schedule in PAIRS for m in microbatches(schedule)]
-
-
-def run(case, schedule, plan, handler, **options):
-    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handler, **case.options, **options)
-    return step(case.params, case.batch, case.target, state=case.state, rng=case.rng)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("name", "schedule", "m"), EVERY)
-def test_local(name, schedule, m, ranks):
-    case, generator, plan = cases.make(name, schedule, ranks, m, cases.rows(m))
-    found = run(case, generator, plan, sharing(handlers.Local(), name, plan.stages), autodiff="graph")
-    assert jobs.differences(found, cases.oracle(name, plan)) == []
-
-
-def on_four(pairs):
-    """Fewer microbatches than ranks, or not their multiple, or more than they hold: in turn, so that every case and
-    every schedule has each. Two processes and one have all of them.
-    """
-    for name, schedule in pairs:
-        several = [m for m in microbatches(schedule) if m in (2, 3, 8)]
-        turn = list(cases.CASES).index(name) + list(cases.SCHEDULES).index(schedule)
-        yield 4, name, schedule, several[turn % len(several)]
-
-
-OVER_GLOO = [(2, *each) for each in EVERY] + list(on_four(PAIRS))
-
-
-@pytest.mark.parametrize(("ranks", "name", "schedule", "m"), OVER_GLOO)
-def test_gloo(pools, name, schedule, m, ranks):
-    assert pools(ranks).run(jobs.train, name, schedule, m, ranks) == [[]] * ranks
-
-
-@pytest.mark.parametrize(("name", "schedule"), PAIRS)
-def test_eager(name, schedule):
-    case, generator, plan = cases.make(name, schedule, 2, 4 if schedule in cases.BOTH_WAYS else 3)
-    found = run(case, generator, plan, handlers.Local(), autodiff="eager")
-    assert jobs.differences(found, cases.reference(case, generator, plan)) == []
-
-
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v", "interleaved_zb"])
-@pytest.mark.parametrize("name", ["attention", "dropout", "tied", "skip", "modules"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_policies(policy, name, schedule):
-    case, generator, plan = cases.make(name, schedule, 2, 4)
-    own = sharing(handlers.Local(), name, plan.stages, policy)
-    found = run(case, generator, plan, own, autodiff="graph", policy=POLICIES[policy])
-    assert jobs.differences(found, cases.reference(case, generator, plan)) == []
+@combined(
+    name=cases.CASES,
+    schedule=cases.SCHEDULES,
+    way=jobs.WAYS,
+    m=(1, 2, 3, 5, 8),
+    handler=("local", "gloo"),
+    ranks=(2, 4),
+    where=possible,
+)
+def test_training(pools, name, schedule, way, m, handler, ranks):
+    if handler == "gloo":
+        assert pools(ranks).run(jobs.train, name, schedule, m, ranks, way) == [[]] * ranks
+    else:
+        case, generator, plan = cases.make(name, schedule, ranks, m, cases.rows(m))
+        local = sharing(handlers.Local(), name, plan.stages, way)
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=local, **jobs.WAYS[way], **case.options)
+        found = step(case.params, case.batch, case.target, state=case.state, rng=case.rng)
+        assert jobs.differences(found, cases.oracle(name, plan)) == []
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v", "interleaved_zb", "dualpipe"])
@@ -97,7 +52,7 @@ def test_dynamic(name, schedule):
 
 
 @pytest.mark.parametrize("name", ["linear", "convolution", "attention", "dictionary", "skip", "tied"])
-@pytest.mark.parametrize("m", MICROBATCHES)
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 8])
 def test_reference_is_the_plain_function(name, m):
     """Within rounding: torch.func sums over the whole batch at once."""
     torch.manual_seed(0)

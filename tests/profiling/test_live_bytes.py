@@ -13,6 +13,7 @@ from fpipe.effects import Activation, Deferred, Forward, Residuals
 from fpipe.profiling.live_bytes import peak_bytes
 from tests.support import cases, jobs, live_jobs
 from tests.support.catalogue import ORDERS
+from tests.support.combinations import combined
 
 each_kind = pytest.mark.parametrize("kind", live_jobs.KINDS)
 
@@ -130,11 +131,13 @@ def test_a_rank_that_is_not_played_here_holds_nothing():
 # As predicted
 
 
-@each_kind
-@pytest.mark.parametrize("policy", live_jobs.POLICIES)
-@pytest.mark.parametrize("name", ["gpipe_v", "interleaved_zb", "zb_v", "dualpipe_v"])
+@combined(
+    name=["gpipe_v", "interleaved_zb", "zb_v", "dualpipe_v"],
+    policy=["everything", "cheap", "dots", "nothing"],
+    kind=live_jobs.KINDS,
+)
 def test_one_process_that_hands_values_on_to_itself_holds_what_is_predicted(name, policy, kind):
-    schedule, place = cases.SCHEDULES[name]
+    schedule, place = cases.ORDERS[name]
     check(*live_jobs.compared(0, kind, schedule, place(1), 4, handlers.Local(), policy))
 
 
@@ -225,7 +228,7 @@ def test_a_large_weight_gradient_lives_no_longer_than_it_takes_to_add_it(name):
     params = {0: [torch.eye(width) for _ in range(count)]}
     x = torch.ones(16, width)
     plan = pipeline.plan(Placement.loop(1), 4)
-    schedule, _ = cases.SCHEDULES[name]
+    schedule, _ = cases.ORDERS[name]
     step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Local(), autodiff="graph")
     loss, grads = step(params, x, x)
     expected = cases.reference(cases.Case(pipeline, params, x, x), schedule, plan)

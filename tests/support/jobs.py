@@ -13,6 +13,7 @@ import fpipe
 from fpipe import handlers, interop, schedules
 from fpipe.tensorboard import Recorder
 from tests.support import cases
+from tests.support.policies import POLICIES
 from tests.support.sharing import sharing
 
 
@@ -51,13 +52,20 @@ def expected_on(result, params, plan, rank, stateful):
     return (loss, held, *states)
 
 
-def train(rank, name, schedule, microbatches, ranks):
-    """Two steps by graphs on this rank against the reference: where they differ."""
+WAYS = {"eager": {"autodiff": "eager"}} | {
+    name: {"autodiff": "graph", "policy": policy}
+    for name, policy in {**POLICIES, "by stage": {0: POLICIES["nothing"], 1: POLICIES["cheap"]}}.items()
+}
+"""Options of a step by the name of the policy, or of eager autograd."""
+
+
+def train(rank, name, schedule, microbatches, ranks, way="everything"):
+    """Two steps on this rank against the reference: where they differ."""
     case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(microbatches))
     params, batch, target, state = cases.own(case, plan, rank)
     expected = expected_on(cases.oracle(name, plan), params, plan, rank, case.state is not None)
-    own = sharing(handler(), name, plan.stages)
-    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, autodiff="graph", **case.options)
+    own = sharing(handler(), name, plan.stages, way)
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **WAYS[way], **case.options)
     before = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (params, batch, target, state))
     found = []
     for _ in range(2):  # the first exchanges signatures, the second knows them

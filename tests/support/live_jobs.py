@@ -8,11 +8,12 @@ from itertools import dropwhile
 import torch
 
 import fpipe
-from fpipe import Output, Pipeline, Stage, policies
+from fpipe import Output, Pipeline, Stage
 from fpipe.effects import Backward, BackwardInput, parts
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import live_bytes
 from tests.support import cases, jobs
+from tests.support.policies import POLICIES
 from tests.support.sharing import sharing
 
 ROWS, WIDTH, LENGTH = 16, 32, 8
@@ -60,16 +61,13 @@ def skip(stages):
 KINDS = {f.__name__: f for f in (blocks, layers, skip)}
 
 
-POLICIES = ("everything_saveable", "cheap", "dots_saveable", "nothing_saveable")
-
-
 @functools.cache
 def made(kind, stages, microbatches, policy):
     """(pipeline, params, batch, target, costs), the same in every process."""
     torch.manual_seed(0)
     pipeline, params, batch = KINDS[kind](stages)
     batch, target = batch(ROWS * microbatches)
-    options = {"autodiff": "graph", "policy": getattr(policies, policy)}
+    options = {"autodiff": "graph", "policy": POLICIES[policy]}
     costs = fpipe.profile(pipeline, params, batch, target, microbatches=microbatches, repeats=1, **options)
     return pipeline, params, batch, target, costs
 
@@ -79,7 +77,7 @@ def held(rank, kind, name, ranks, microbatches):
     return compared(rank, kind, schedule, place(ranks), microbatches, jobs.handler())
 
 
-def compared(rank, kind, schedule, placement, microbatches, handler, policy="everything_saveable"):
+def compared(rank, kind, schedule, placement, microbatches, handler, policy="everything"):
     """What a rank holds at most, as measured and as predicted, and by how much these differ after an effect.
 
     Until the ranks agree on the step, in its first effects, no receive has been posted: differences count from the
@@ -88,7 +86,7 @@ def compared(rank, kind, schedule, placement, microbatches, handler, policy="eve
     pipeline, params, batch, target, costs = made(kind, placement.stages, microbatches, policy)
     plan, live = pipeline.plan(placement, microbatches), fpipe.LiveBytes()
     own = sharing(handler, "live", kind, plan.stages, policy)
-    options = {"autodiff": "graph", "policy": getattr(policies, policy)}
+    options = {"autodiff": "graph", "policy": POLICIES[policy]}
     step = fpipe.value_and_grad(pipeline, schedule, plan, handler=own, observe=live, **options)
     arguments = pipeline.params_on(params, plan, rank), batch, target
     step(*arguments)  # traces

@@ -12,7 +12,7 @@ import torch
 from fpipe import Batch, Output
 from fpipe.stages.pytree import flatten, get_at
 from fpipe.stages.stage import Target
-from tests.support import stages
+from tests.support import stage_zoo
 
 
 @dataclass
@@ -46,10 +46,10 @@ def oracle(example, seeds):
     """Plain `torch.autograd.grad` on the stage's function; each output is read through an identity of its own."""
     stage, tree = example.stage, own_params(example)
     params = leaves_of(tree)
-    sources = {s: stages.tensors_mapped(lambda x: own(x, x.requires_grad), x) for s, x in example.sources.items()}
+    sources = {s: stage_zoo.tensors_mapped(lambda x: own(x, x.requires_grad), x) for s, x in example.sources.items()}
     inputs = arguments(example, sources)
     tree, state = stage(tree, example.state, inputs)
-    outputs = stages.tensors_mapped(lambda x: x.view_as(x), tree)
+    outputs = stage_zoo.tensors_mapped(lambda x: x.view_as(x), tree)
     given = {s: leaves_of(tree) for s, tree in sources.items()}
     wanted = [x for x in [*params, *chain.from_iterable(given.values())] if wants(x)]
     found = dict(zip(map(id, wanted), gradients(leaves_of(outputs), seeds, wanted), strict=True))

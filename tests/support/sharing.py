@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from fpipe.autodiff.traced import Graphs
+from fpipe.autodiff.traced import Graphs, Traced
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Sharing:
 
     def compile(self, programs, pieces, observe):
         for stage, piece in enumerate(pieces.stages):
-            piece.graphs = self.graphs.setdefault(stage, piece.graphs)
+            if isinstance(piece, Traced):
+                piece.graphs = self.graphs.setdefault(stage, piece.graphs)
         return self.handler.compile(programs, pieces, observe)
 
 
