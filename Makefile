@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Processes that run tests; each also starts pools of two to four ranks.
+# Processes that run tests; each also starts pools of two to four ranks. What has a time limit runs alone afterwards.
 WORKERS ?= 2
-PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile
+TESTS := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile -m "not timing"
+TIMING := $(BIN)/pytest tests -m timing
 
 .PHONY: demo test test-all check bench clean
 
@@ -15,11 +16,13 @@ demo: $(READY)
 
 # Every pair of case, schedule, handler, policy and number of microbatches.
 test: $(READY)
-	$(PYTEST)
+	$(TESTS)
+	$(TIMING)
 
 # Every product of them.
 test-all: $(READY)
-	FPIPE_TESTS=all $(PYTEST)
+	FPIPE_TESTS=all $(TESTS)
+	FPIPE_TESTS=all $(TIMING)
 
 check: $(READY)
 	$(BIN)/ruff check

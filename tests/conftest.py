@@ -6,10 +6,11 @@ import hypothesis
 import pytest
 import torch
 
+from tests.support.combinations import examples
 from tests.support.pool import Pool
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("shared machine", deadline=None)
+hypothesis.settings.register_profile("shared machine", deadline=None, max_examples=examples(100))
 hypothesis.settings.load_profile("shared machine")
 
 

@@ -93,6 +93,7 @@ def test_ranks_with_different_programs(pools):
         assert f"rank {rank}: the ranks were given different schedules" in outcome.text
 
 
+@pytest.mark.timing
 @both
 def test_a_killed_rank(fresh_pool, autodiff):
     outcomes = fresh_pool(3).outcomes(faults.run, 3, "killed", autodiff, limit=30)

@@ -45,6 +45,7 @@ def test_shapes_change_from_step_to_step(hosts, autodiff):
     assert hosts.run(jobs.shapes_change, 2, autodiff) == [[], []]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("accident", "lost"),
     [
@@ -76,6 +77,7 @@ def test_a_lost_host_is_named(fresh_hosts, tmp_path, accident, lost):
         assert f"rank {rank} lost rank {other} while" in outcomes[rank].text
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 def test_transfers_go_on_behind_the_work(hosts, record_property, schedule):
     """A slow link costs a step about as much as the simulator says, not the sum of its transfers.

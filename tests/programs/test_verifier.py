@@ -32,6 +32,7 @@ from fpipe.programs.program import Program
 from fpipe.programs.transports import TRANSPORTS
 from fpipe.programs.verifier import check, verify
 from fpipe.schedules import CATALOGUE, gpipe, interleaved_1f1b, one_f_one_b
+from tests.support.combinations import examples
 from tests.support.programs import (
     B0,
     B1,
@@ -669,7 +670,7 @@ def runs_under(programs, transport):
 
 
 @pytest.mark.parametrize("transport", ["async", "paired", "rendezvous"])
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_programs_with_moved_posts_are_refused_if_and_only_if_they_get_stuck(transport, data):
     ranks, chunks = data.draw(st.sampled_from([(2, 1), (2, 2), (3, 1), (3, 2), (4, 1)]))

@@ -14,6 +14,7 @@ from fpipe.schedules.interleaved import interleaved_1f1b
 from fpipe.schedules.interleaved_zb import interleaved_zb
 from fpipe.schedules.looped_bfs import looped_bfs
 from fpipe.tables import TABLE
+from tests.support.combinations import combined
 
 LOOPED = (looped_bfs, interleaved_1f1b, interleaved_zb)
 
@@ -162,9 +163,7 @@ def check(schedule, plan):
 MICROBATCHES = range(1, 14)
 
 
-@pytest.mark.parametrize("schedule", LOOPED)
-@pytest.mark.parametrize("p", range(1, 7))
-@pytest.mark.parametrize("v", range(1, 5))
+@combined(schedule=LOOPED, p=range(1, 7), v=range(1, 5))
 def test_looped_schedules_are_legal_for_any_number_of_microbatches(schedule, p, v):
     for m in MICROBATCHES:
         check(schedule, Plan(Placement.loop(p, v), m))
@@ -234,9 +233,7 @@ def test_dualpipe_keeps_one_chunk_more_than_there_are_stages():
 TIMES = [(1, 1, 1), (2, 1, 3), (3, 2, 1), (1, 2, 1)]  # of one chunk: F, B, W
 
 
-@pytest.mark.parametrize("schedule", [looped_bfs, interleaved_1f1b])
-@pytest.mark.parametrize("p", range(1, 6))
-@pytest.mark.parametrize("v", range(1, 4))
+@combined(schedule=[looped_bfs, interleaved_1f1b], p=range(1, 6), v=range(1, 4))
 def test_looping_divides_the_bubble_by_the_number_of_chunks(schedule, p, v):
     # Lamy-Poirier 2023; Narayanan et al. 2021, section 2.2: (p - 1) S / v. Both say p | m; any m >= p does.
     for m, (f, b, w) in product(range(p, 3 * p + 2), TIMES):

@@ -10,6 +10,7 @@ from fpipe import Costs, Edges, Placement, Plan, ScheduleError, handlers, simula
 from fpipe.schedules import CATALOGUE, lower_bound, pareto, search
 from fpipe.schedules.catalogue import recut, shares
 from tests.support import cases, jobs
+from tests.support.combinations import examples
 
 number = st.integers(0, 8).map(lambda n: n / 4)
 
@@ -35,7 +36,7 @@ def admitted(plan, costs, limit=None, chunks=(1, 2, 3)):
                 continue
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(models())
 def test_no_schedule_goes_below_the_bound(model):
     plan, costs = model
@@ -44,7 +45,7 @@ def test_no_schedule_goes_below_the_bound(model):
         assert timeline.cost >= lower_bound(cut, own, limit) * (1 - 1e-12), (name, cut)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(models(), st.sampled_from([None, 1, 2, 3.5]))
 def test_nothing_that_was_tried_is_better(model, limit):
     plan, costs = model

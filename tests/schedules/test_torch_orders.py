@@ -12,6 +12,7 @@ from fpipe.schedules.interleaved_zb import interleaved_zb
 from fpipe.schedules.looped_bfs import looped_bfs
 from fpipe.schedules.one_f_one_b import one_f_one_b
 from fpipe.schedules.zb_v import zb_v
+from tests.support.combinations import combined
 from tests.support.torch_jobs import stand_ins
 
 
@@ -45,22 +46,16 @@ def test_1f1b_but_for_torchs_last_rank(ranks, extra):
     assert wrong[0] == f"{ranks - 1}F1" != last[0]
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize(
-    ("schedule", "name"),
-    [(interleaved_1f1b, "ScheduleInterleaved1F1B"), (interleaved_zb, "ScheduleInterleavedZeroBubble")],
-)
-def test_interleaved(schedule, name, ranks, chunks):
+@combined(name=["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"], ranks=[1, 2, 3, 4, 8], chunks=[1, 2, 3, 4])
+def test_interleaved(name, ranks, chunks):
     """For every number of microbatches that torch takes: one that its number of rounds divides."""
+    schedule = interleaved_1f1b if name == "ScheduleInterleaved1F1B" else interleaved_zb
     for microbatches in (m for m in range(1, 3 * ranks + 2) if m % max(1, m // ranks) == 0):
         plan = Plan(Placement.loop(ranks, chunks), microbatches)
         assert ours(schedule, plan) == theirs(name, ranks, chunks, microbatches), microbatches
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("microbatches", [1, 4, 6])
+@combined(chunks=[1, 2, 3], ranks=[1, 2, 4], microbatches=[1, 4, 6])
 def test_looped_bfs_but_for_the_order_of_backwards(ranks, chunks, microbatches):
     """torch runs a stage's backwards from the last microbatch to the first; here sums keep their order."""
     for found, expected in zip(

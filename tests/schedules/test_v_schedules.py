@@ -26,6 +26,7 @@ from fpipe.schedules.v_blocks import (
     squeeze,
 )
 from fpipe.schedules.zb_v import zb_v
+from tests.support.combinations import examples
 
 PEAKS = {zb_v: lambda p: p, v_half: lambda p: (p + 2) // 2, v_min: lambda p: (p + 4) // 3}  # FIGURES: microbatches
 
@@ -194,7 +195,7 @@ def costs(draw, stages):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 9), st.sampled_from(list(PEAKS)))
 def test_with_costs_never_slower_than_without_nor_beyond_the_peak(data, p, m, schedule):
     given_costs = data.draw(costs(2 * p))
@@ -205,14 +206,14 @@ def test_with_costs_never_slower_than_without_nor_beyond_the_peak(data, p, m, sc
     assert fast <= plain * (1 + 1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 9), st.integers(2, 12))
 def test_limits_hold_under_any_costs(data, p, m, k):
     searched = v_auto(v(p, m), data.draw(costs(2 * p)), memory_limit=k / 2)
     assert max(verify(searched, v(p, m)).peak_in_flight) <= k / 2
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 9), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
 def test_the_engine_counts_as_the_simulator(data, p, m, reorder, patience):
     plan, given_costs = v(p, m), data.draw(costs(2 * p))

@@ -27,6 +27,11 @@ def sample(values: Collection[Any], quick: Collection[Any]) -> list[Any]:
     return list(values if ALL else quick)
 
 
+def examples(count: int) -> int:
+    """How many examples hypothesis draws: all of them under FPIPE_TESTS=all, else a quarter."""
+    return count if ALL else -(-count // 4)
+
+
 def product(*axes: Collection[Any], allowed: Callable[[tuple[Any, ...]], bool]) -> list[tuple[Any, ...]]:
     """Every row that is allowed."""
     return [row for row in itertools.product(*axes) if allowed(row)]

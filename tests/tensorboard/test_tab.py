@@ -17,6 +17,7 @@ from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.timeline import CAUSES
 from tests.support.board import Board
+from tests.support.combinations import ALL
 from tests.support.tab import CHROMIUM, CLOCK, browser, large, opened
 from tests.tensorboard.test_recorder import recorded
 
@@ -590,7 +591,8 @@ def test_without_data_the_tab_says_how_to_record(chromium, tmp_path):
         assert "Recorder" in tab.text("#empty")
 
 
-@pytest.mark.parametrize(("count", "until", "redraw"), [(100_000, 4.0, 64.0), (1_000_000, 10.0, 160.0)])
+@pytest.mark.timing
+@pytest.mark.parametrize(("count", "until", "redraw"), [(100_000, 4.0, 64.0), (1_000_000, 10.0, 160.0)][: 1 + ALL])
 def test_large_captures_are_drawn_in_time(chromium, tmp_path, count, until, redraw):
     """Four times what benchmarks.tab shows on a quiet machine."""
     large(tmp_path, count)
