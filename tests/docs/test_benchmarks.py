@@ -12,6 +12,7 @@ from torch.multiprocessing.spawn import ProcessException
 from benchmarks import models, peers, scale
 from benchmarks.scale import grown
 from fpipe import Costs
+from tests.support.combinations import ALL
 
 PEERS = {"schedule", "ranks", "width", "fpipe_ms", "peer_ms", "ratio", "limit_share", "fpipe_bytes", "peer_bytes"}
 SCALE = {"schedule", "ranks", "sequences_per_second", "bubble", "peak_bytes"}
@@ -41,6 +42,7 @@ def test_peers(tmp_path, printed):
     assert schedule in figure.read_text()
 
 
+@pytest.mark.skipif(not ALL, reason="a prediction of a large model takes half a minute: FPIPE_TESTS=all runs it")
 def test_scale(printed):
     options = ("--ranks", "4", "--microbatches", "4", "--width", "32", "--schedules", "1f1b")
     found = printed(scale, *options, "--rounds", "1")
