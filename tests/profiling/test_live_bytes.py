@@ -137,7 +137,7 @@ def test_a_rank_that_is_not_played_here_holds_nothing():
     kind=live_jobs.KINDS,
 )
 def test_one_process_that_hands_values_on_to_itself_holds_what_is_predicted(name, policy, kind):
-    schedule, place = cases.ORDERS[name]
+    schedule, place = cases.SCHEDULES[name]
     check(*live_jobs.compared(0, kind, schedule, place(1), 4, handlers.Local(), policy))
 
 
@@ -228,7 +228,7 @@ def test_a_large_weight_gradient_lives_no_longer_than_it_takes_to_add_it(name):
     params = {0: [torch.eye(width) for _ in range(count)]}
     x = torch.ones(16, width)
     plan = pipeline.plan(Placement.loop(1), 4)
-    schedule, _ = cases.ORDERS[name]
+    schedule, _ = cases.SCHEDULES[name]
     step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Local(), autodiff="graph")
     loss, grads = step(params, x, x)
     expected = cases.reference(cases.Case(pipeline, params, x, x), schedule, plan)
