@@ -9,7 +9,7 @@ WORKERS ?= 2
 TESTS := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile -m "not timing"
 TIMING := $(BIN)/pytest tests -m timing
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check docs bench clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
@@ -28,6 +28,11 @@ check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# Warnings are errors. The site, in build/docs, needs no network.
+docs: $(READY)
+	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
+	@echo "build/docs/index.html"
 
 bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead

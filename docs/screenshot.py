@@ -1,4 +1,7 @@
-"""Records a run of the example in two processes, and takes the README's picture of it: docs/pipeline.png.
+"""Record a run of the example in two processes, and take the README's picture of it: docs/pipeline.png.
+
+This module uses the tests' support: a TensorBoard server (tests.support.board) and the page of the Pipeline tab in a
+browser (tests.support.tab).
 
 python -m docs.screenshot          # needs Chromium, as Debian packages it, and playwright
 """

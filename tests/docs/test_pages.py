@@ -1,0 +1,134 @@
+"""Every code block of the README and of docs/ runs, and prints what the page shows.
+
+Each page is one session in an empty folder, from top to bottom:
+
+- `python` blocks run in this process and share their names.
+- A `python` block whose first line is `# NAME.py` is not run, but saved as a file, which a `sh` block may run.
+- A `diff` block changes the last `python` block; the result is a block like any other.
+- The commands of a `sh` block run in the folder, except those of `UNTESTED`; `make` needs a target in the Makefile.
+- A `text` block directly below any of these is what it prints. Below `<!-- numbers vary -->`, numbers are not compared.
+"""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+BLOCK = re.compile(r"(<!-- numbers vary -->\s*)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+UNTESTED = ("git", "pip", "python3", "tensorboard")  # they need the network, or do not end
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+    line: int
+    output: str | None  # of the `text` block directly below
+    numbers_vary: bool
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    content = page.read_text()
+    matches = list(BLOCK.finditer(content))
+    for match, following in zip(matches, [*matches[1:], None], strict=True):
+        output = None
+        if following and following[2] == "text" and not content[match.end() : following.start()].strip():
+            output = following[3]
+        line = content.count("\n", 0, match.start(3))
+        yield Block(match[2], match[3], line, output, bool(following and following[1]))
+
+
+class Session:
+    """Run the blocks of one page."""
+
+    def __init__(self, page: Path, folder: Path) -> None:
+        self.page, self.folder = page, folder
+        self.names = {"__name__": "__main__"}
+        self.program = ""  # the last `python` block
+
+    def run(self, block: Block) -> str:
+        match block.language:
+            case "python":
+                return self.python(block.text, block.line)
+            case "diff":
+                return self.python(patched(self.program, block.text), block.line)
+            case "sh":
+                return "".join(self.shell(command) for command in commands(block.text))
+        return ""
+
+    def python(self, text: str, line: int) -> str:
+        self.program = text
+        if name := re.match(r"# (\w+\.py)\n", text):
+            (self.folder / name[1]).write_text(text)
+            return ""
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(compile("\n" * line + text, self.page, "exec"), self.names)
+        return output.getvalue()
+
+    def shell(self, command: str) -> str:
+        program, *arguments = shlex.split(command, comments=True)
+        if program == "make":
+            assert f"\n{arguments[0]}: " in (ROOT / "Makefile").read_text(), command
+        if program in (*UNTESTED, "make"):
+            return ""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        options = {"cwd": self.folder, "env": environment, "capture_output": True, "text": True, "timeout": 120}
+        completed = subprocess.run(command, shell=True, **options)
+        assert completed.returncode == 0, f"{command}\n{completed.stdout}{completed.stderr}"
+        return completed.stdout
+
+
+def commands(text: str) -> list[str]:
+    lines = text.replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def patched(program: str, diff: str) -> str:
+    """Apply a diff without line numbers: lines between those that it shows stay as they are."""
+    rest, result = program.splitlines(), []
+    for sign, line in ((line[:1], line[1:]) for line in diff.splitlines()):
+        if sign == "+":
+            result.append(line)
+        elif sign in ("-", " "):
+            at = rest.index(line)
+            result += [*rest[:at], *([line] if sign == " " else [])]
+            rest = rest[at + 1 :]
+    return "\n".join([*result, *rest, ""])
+
+
+def lines(text: str, numbers_vary: bool) -> list[str] | list[list[str]]:
+    shown = [line.rstrip() for line in text.strip("\n").splitlines()]
+    return [re.sub(r"[\d.,]+", "#", line).split() for line in shown] if numbers_vary else shown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    session = Session(page, tmp_path)
+    for block in blocks(page):
+        output = session.run(block)
+        if block.output is not None:
+            expected = lines(block.output, block.numbers_vary)
+            assert lines(output, block.numbers_vary) == expected, f"{page.name}, line {block.line}"
+
+
+@pytest.mark.parametrize(
+    "package", ["fpipe", "fpipe.handlers", "fpipe.interop", "fpipe.schedules", "fpipe.tensorboard"]
+)
+def test_the_reference_has_every_public_name(package):
+    """Each name is on a page, and each public module has a page."""
+    reference = "\n".join(page.read_text() for page in ROOT.glob("docs/api/*.md"))
+    module = import_module(package)
+    missing = [n for n in module.__all__ if not re.search(rf":: {package}\.{n}\b|^# {package}\.{n}$", reference, re.M)]
+    assert missing == []
