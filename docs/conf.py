@@ -24,6 +24,7 @@ add_module_names = False
 napoleon_numpy_docstring = False
 
 html_theme = "furo"
+html_show_copyright = False
 html_title = f"fpipe {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
