@@ -12,7 +12,6 @@ from typing import Any
 
 import fpipe
 from fpipe import Costs, schedules
-from fpipe.schedules.catalogue import CATALOGUE, Entry
 
 ROOT = Path(__file__).parents[1]
 STRUCTURE = ROOT / "tests" / "test_structure.py"
@@ -59,11 +58,11 @@ def _layout() -> dict[str, str]:
 
 def gallery() -> Iterator[str]:
     """Yield a section for each schedule of the catalogue."""
-    for entry in CATALOGUE.values():
+    for entry in schedules.CATALOGUE.values():
         yield from section(entry)
 
 
-def section(entry: Entry) -> Iterator[str]:
+def section(entry: Any) -> Iterator[str]:
     plan = entry.plan(RANKS, MICROBATCHES)
     schedule = entry.schedule(plan)
     timeline = fpipe.simulate(schedule, plan, Costs())
@@ -76,7 +75,7 @@ def section(entry: Entry) -> Iterator[str]:
     yield f"| {links(entry, schedule)} | {entry.placement} | {entry.peak} | {peaks} | {timeline.bubble_rate:.1%} |\n"
 
 
-def links(entry: Entry, schedule: Any) -> str:
+def links(entry: Any, schedule: Any) -> str:
     """Return the links to a schedule's reference and to its source."""
     function = schedule.func if isinstance(schedule, partial) else schedule
     if getattr(function, "__name__", None) not in schedules.__all__:
