@@ -16,6 +16,7 @@ from fpipe.tensorboard.files.writer import Writer, write
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.timeline import CAUSES
+from tests import test_own_effects as own_effects
 from tests.support.board import Board
 from tests.support.combinations import ALL
 from tests.support.tab import CHROMIUM, CLOCK, browser, large, opened
@@ -49,6 +50,7 @@ def logdir(tmp_path_factory, pools):
             clock = None if rank else Clock(0.0, 0.0)
             writer.timeline(Header("measured", 7, rank, "1f1b", one.plan, "s", clock), columns_of(one, rank))
     write(logdir / "wide", simulate(schedules.one_f_one_b, Plan(Placement.loop(64), 80)), schedule="1f1b")
+    write(logdir / "own", own_effects.predicted(), schedule="loading")
     captured(logdir / "many", range(MANY))
     captured(logdir / "grows", [1])
     captured(logdir / "cut", [1, 2], ranks=2)
@@ -69,7 +71,7 @@ def captured(logdir, steps, ranks=1):
 @pytest.fixture(scope="module")
 def board(logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == MANY + 13)
+        board.until(lambda captures: len(captures) == MANY + 14)
         yield board
 
 
@@ -127,6 +129,24 @@ def test_the_runs_ranks_and_effects(tab, logdir):
         )
     options = tab.js("[...document.querySelectorAll('#run option')].map(o => o.value)")
     assert {"real/measured", "real/predicted", "other/predicted", "partial/measured", "wide/predicted"} <= set(options)
+
+
+def test_an_effect_that_the_server_never_imported_is_shown(tab):
+    tab.show("own/predicted")
+    rows = {
+        (int(rank), kind, stage, microbatch) for _, rank, kind, stage, microbatch, *_ in tab.table("effects", "effects")
+    }
+    assert rows >= {(1, "load", "1", ""), (0, "mark", "0", ""), (1, "mark", "1", ""), (1, "forward", "1", "0")}
+    assert re.search(r"L\s+load", tab.text("#legend"))
+    effects = own_effects.predicted().spans.effects
+    first = own_effects.predicted().spans.first[1]
+    row = next(at for at, e in enumerate(effects[first:]) if isinstance(e, own_effects.Load))
+    text = tab.hover(1, row)
+    assert re.search(r"kind\s+load", text)
+    assert re.search(r"stage\s+1", text)
+    assert re.search(r"duration\s+2\.5", text)
+    left, _, top, _ = tab.box(1, row)
+    assert tab.colour(left + 4, top + 3) == [0xF0, 0xE4, 0x42]
 
 
 def test_hovering_says_what_python_says(tab, logdir):
