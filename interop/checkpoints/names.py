@@ -109,8 +109,7 @@ def stage_name(section: str, stage: int, name: str, pipeline: Pipeline) -> Name:
 def _name(section: str, path: Path, pipeline: Pipeline, names: Mapping[int, set[Any]]) -> Name:
     stage, *rest = path
     texts = map(str, rest)
-    fn = pipeline.stages[stage].fn
-    if isinstance(fn, StageFunction) and fn.qualified:
+    if getattr(pipeline.stages[stage].fn, "qualified", False):  # also of a plain function that says no more
         own = names.get(stage)
         if section != "optimizer" or own is None or any(part in own for part in rest):
             return (section, *texts)

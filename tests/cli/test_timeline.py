@@ -200,11 +200,11 @@ def test_what_cannot_be_read_ends_with_1(tmp_path):
 
 NAN = float("nan")
 NOT_WRITTEN = {
-    "a time": ({}, {"ends": NAN}, "times that are none"),
-    "a host's time": ({"host": [("load", 0.0, -math.inf)]}, {}, "times that are none"),
-    "bytes": ({"peak": (-1.0, "process")}, {}, "that are none"),
-    "memory": ({}, {"memory": NAN}, "that are none"),
-    "a clock": ({"clock": Clock(0.0, NAN)}, {}, "that are none"),
+    "a time": ({}, {"ends": NAN}, "times that are out of range"),
+    "a host's time": ({"host": [("load", 0.0, -math.inf)]}, {}, "times that are out of range"),
+    "bytes": ({"peak": (-1.0, "process")}, {}, "far too large"),
+    "memory": ({}, {"memory": NAN}, "far too large"),
+    "a clock": ({"clock": Clock(0.0, NAN)}, {}, "far too large"),
     "a stage": ({"plan": Plan(Placement([2, 1, 0]), 6)}, {}, "rank 0 runs a stage that is not on it"),
     "no compute": ({}, {"effects": 0}, "nothing was computed"),
 }

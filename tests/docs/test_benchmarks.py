@@ -92,9 +92,10 @@ def broken(rank, ranks):
     ("job", "limit", "error"), [(stuck, 3, "not done after 3 s"), (broken, 100, r"rank \d is broken")]
 )
 def test_processes_that_hang_or_fail_end(job, limit, error):
+    before = set(torch.multiprocessing.active_children())  # pools of other tests
     with pytest.raises((TimeoutError, ProcessException), match=error):
         list(models.in_processes(job, 2, limit=limit))
-    assert not torch.multiprocessing.active_children()
+    assert set(torch.multiprocessing.active_children()) <= before
 
 
 def test_costs_of_a_model_that_grows():

@@ -121,7 +121,7 @@ def test_a_prediction_is_the_simulation_at_the_measured_costs(tmp_path):
 def test_what_is_held_is_what_the_verifier_predicts(tmp_path, kind, name):
     """The verifier's figures are held against the allocator's own in tests of live bytes."""
     schedule, place = cases.SCHEDULES[name]
-    pipeline, params, batch, target, costs = live_jobs.made(kind, place(1).stages, 4, "everything_saveable")
+    pipeline, params, batch, target, costs = live_jobs.made(kind, place(1).stages, 4, "everything")
     plan = pipeline.plan(place(1), 4)
     with Recorder(tmp_path, steps=[1]) as recorder:
         step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Local(), observe=recorder)
@@ -496,7 +496,10 @@ def test_a_number_is_as_it_was_when_it_was_given(tmp_path):
 
 
 def test_what_is_no_number_is_refused_at_once(tmp_path):
-    with Recorder(tmp_path) as recorder, pytest.raises(ValueError, match="mine is one number, not a tensor of shape"):
+    with (
+        Recorder(tmp_path) as recorder,
+        pytest.raises(ValueError, match="mine must be one number, not a tensor of shape"),
+    ):
         recorder.scalar("mine", torch.ones(2))
 
 

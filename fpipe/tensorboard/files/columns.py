@@ -107,6 +107,7 @@ def encode(header: Header, columns: Columns) -> bytes:
     """The bytes of one rank's spans.
 
     >>> from fpipe import Placement
+    >>> from fpipe.effects import Forward
     >>> header = Header("predicted", 0, 0, "mine", Plan(Placement.loop(1), 1), unit="")
     >>> none = np.full(1, -1, np.int32)
     >>> found, columns = decode(encode(header, Columns([Forward(0, 0)], np.zeros(1), np.ones(1), (none, none))))
