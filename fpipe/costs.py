@@ -1,4 +1,4 @@
-"""What effects take: times in seconds, or any one unit, and sizes in bytes. No torch."""
+"""The costs of effects: times in seconds, or in any one unit, and sizes in bytes. No torch."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Link:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "latency", _number("latency", self.latency))
-        given: object = self.bandwidth
-        if not isinstance(given, SupportsFloat) or not float(given) > 0:
-            raise ScheduleError(f"a link's bandwidth must be more than 0, not {given!r}")
-        object.__setattr__(self, "bandwidth", float(given))
+        bandwidth: object = self.bandwidth
+        if not isinstance(bandwidth, SupportsFloat) or not float(bandwidth) > 0:
+            raise ScheduleError(f"a link's bandwidth must be more than 0, not {bandwidth!r}")
+        object.__setattr__(self, "bandwidth", float(bandwidth))
 
 
 class Shared(NamedTuple):
-    """Memory of a microbatch that several names have: a rank that holds some of them has it once.
+    """Memory of a microbatch that several names share: on a rank it counts once, whichever of them are there.
 
     Args:
-        bytes: how large it is.
-        names: as of microbatch 0: `(Activation(0, 0), Residuals(1, 0))` is output of stage 0 that stage 1 keeps.
+        bytes: its size.
+        names: those of microbatch 0: `(Activation(0, 0), Residuals(1, 0))` is output of stage 0 that stage 1 saves.
     """
 
     bytes: float
@@ -52,24 +52,24 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What each effect takes. A cost of stages is one number for all of them, or a sequence with one for each.
+    """The cost of each effect. A cost of stages is one number for all stages, or a sequence of one for each.
 
     Args:
         forward, backward_input, backward_weight: times of a forward and of the two halves of its backward.
         backward: time of a fused backward; by default the two halves together.
         overlap: time of an `Overlap`, by the stage that runs forward; by default its two parts together.
-        communication: what a transfer takes: a time, a `Link` of latency and bandwidth, or a mapping
+        communication: the cost of a transfer: a time, a `Link` of latency and bandwidth, or a mapping
             {(source rank, target rank): either}.
-        activation: bytes that a stage puts out for one microbatch; its gradients are as large.
-        residuals: bytes that a forward keeps for its backward.
-        deferred: bytes that an input gradient keeps for its weight gradient.
-        shared: what these have in common. By default nothing: an output that residuals keep counts twice.
-        reads: {(stage, reader): bytes} where a stage reads less of another's output than all: what its rank receives,
-            and how large the gradient is that it gives.
-        extra: {class: cost} of effects and values of your own: the time of an effect, the bytes of a value. By
-            default 0.
-        scale: one factor for each microbatch, of the times of its effects; by default 1.
-        sizes: one factor for each microbatch, of the bytes of its values, and so of its transfers; by default `scale`.
+        activation: bytes of a stage's output for one microbatch; its gradients have the same size.
+        residuals: bytes that a forward saves for its backward.
+        deferred: bytes that an input gradient saves for its weight gradient.
+        shared: memory that these have in common. By default none: an output that residuals contain counts twice.
+        reads: {(stage, reader): bytes} where a stage reads only a part of another's output: the bytes that its rank
+            receives, and the size of the gradient that it computes.
+        extra: {class: cost} of effects and values that you define: the time of an effect, the bytes of a value.
+            By default 0.
+        scale: one factor for each microbatch, for the times of its effects; by default 1.
+        sizes: one factor for each microbatch, for the bytes of its values and so of its transfers; by default `scale`.
 
     Raises:
         ScheduleError: a number that is negative or not finite.
@@ -97,23 +97,23 @@ class Costs:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            given = getattr(self, field.name)
+            value = getattr(self, field.name)
             if field.name == "communication":
-                found: object = _links(given)
+                normal: object = _links(value)
             elif field.name == "shared":
-                found = tuple(Shared(_number("shared", size), tuple(names)) for size, names in given)
+                normal = tuple(Shared(_number("shared", size), tuple(names)) for size, names in value)
             elif field.name == "reads":
-                found = tuple(sorted((edge, _number("reads", size)) for edge, size in dict(given).items()))
+                normal = tuple(sorted((edge, _number("reads", size)) for edge, size in dict(value).items()))
             elif field.name == "extra":
-                costs = [(kind, _per_stage(kind.__name__, cost)) for kind, cost in dict(given).items()]
-                found = tuple(sorted(costs, key=lambda each: (each[0].__module__, each[0].__qualname__)))
+                costs = [(kind, _per_stage(kind.__name__, cost)) for kind, cost in dict(value).items()]
+                normal = tuple(sorted(costs, key=lambda each: (each[0].__module__, each[0].__qualname__)))
             elif field.name in ("scale", "sizes"):
-                found = tuple(_number(field.name, factor) for factor in given or self.scale)
-            elif given is None and field.default is None:
-                found = None
+                normal = tuple(_number(field.name, factor) for factor in value or self.scale)
+            elif value is None and field.default is None:
+                normal = None
             else:
-                found = _per_stage(field.name, given)
-            object.__setattr__(self, field.name, found)
+                normal = _per_stage(field.name, value)
+            object.__setattr__(self, field.name, normal)
 
     def time(self, effect: Any, table: Table = TABLE) -> float:
         """Return how long an effect keeps its rank."""
@@ -121,15 +121,15 @@ class Costs:
 
     def at(self, cost: str, of: Any) -> float:
         """Return a cost by its name, for the stage and the microbatch that an effect or a value names."""
-        given = getattr(self, cost)
+        per_stage = getattr(self, cost)
         if isinstance(of, Overlap):
-            if given is None:
+            if per_stage is None:
                 return self.time(of.forward) + self.time(of.backward)
             of = of.forward
-        if given is None:
+        if per_stage is None:
             return sum(self.at(part, of) for part in BY_DEFAULT[cost])
         factors = self.sizes if cost in SIZES else self.scale
-        return _at(given, of.stage) * (factors[of.microbatch] if factors else 1.0)
+        return _at(per_stage, of.stage) * (factors[of.microbatch] if factors else 1.0)
 
     def extra_of(self, of: Any, factors: Sequence[float]) -> float:
         """Return the cost in `extra` of an effect's or a value's class, times the factor of its microbatch."""
@@ -139,7 +139,7 @@ class Costs:
         return cost * (factors[of.microbatch] if factors and hasattr(of, "microbatch") else 1.0)
 
     def link(self, source: int, target: int) -> Link:
-        """What a transfer from one rank to another takes."""
+        """Return the cost of a transfer from one rank to another."""
         if isinstance(self.communication, Link):
             return self.communication
         if not isinstance(self.communication, tuple):
@@ -153,7 +153,7 @@ class Costs:
         return self._links[source, target]
 
     def delay(self, source: int, target: int, value: Name) -> float:
-        """From when a value is sent until it is there, on a free link; none where it stays on its rank."""
+        """Return the time from the send of a value to its arrival, on a free link; 0 if it stays on its rank."""
         if source == target:
             return 0.0
         link = self.link(source, target)
@@ -169,20 +169,20 @@ class Costs:
         return whole * (self.sizes[microbatch] if self.sizes else 1.0)
 
     def check(self, plan: Plan) -> None:
-        """Refuse sequences that are not as long as the plan has stages."""
+        """Raise ScheduleError for a sequence whose length is not the plan's number of stages or of microbatches."""
         for field in fields(self):
-            given = getattr(self, field.name)
+            cost = getattr(self, field.name)
             if field.name in NOT_BY_STAGE:
                 continue
-            if isinstance(given, tuple) and len(given) != plan.stages:
+            if isinstance(cost, tuple) and len(cost) != plan.stages:
                 raise ScheduleError(
-                    f"{field.name} has {len(given)} entries, the plan {plan.stages} stages: give one number for all "
+                    f"{field.name} has {len(cost)} entries, the plan {plan.stages} stages: give one number for all "
                     "stages, or one for each"
                 )
-        for kind, given in self._extra.items():
-            if isinstance(given, tuple) and (len(given) != plan.stages or "stage" not in fields_of(kind)):
+        for kind, cost in self._extra.items():
+            if isinstance(cost, tuple) and (len(cost) != plan.stages or "stage" not in fields_of(kind)):
                 raise ScheduleError(
-                    f"extra has {len(given)} entries for {kind.__name__}: give one number, or, where it names a stage, "
+                    f"extra has {len(cost)} entries for {kind.__name__}: give one number, or, where it names a stage, "
                     f"one for each of the plan's {plan.stages} stages"
                 )
         for name in ("scale", "sizes"):
@@ -209,28 +209,28 @@ def _at(cost: PerStage, stage: int) -> float:
     return cost[stage] if isinstance(cost, Sequence) else cost
 
 
-def _per_stage(name: str, given: Any) -> PerStage:
-    """A float, or a tuple of floats, so that costs can be hashed."""
-    listed = given.tolist() if hasattr(given, "tolist") else given  # arrays and tensors of measured times
+def _per_stage(name: str, cost: Any) -> PerStage:
+    """Return a float, or a tuple of floats, so that costs can be hashed."""
+    listed = cost.tolist() if hasattr(cost, "tolist") else cost  # arrays and tensors of measured times
     if isinstance(listed, Sequence) and not isinstance(listed, str):
         return tuple(_number(name, number) for number in listed)
     return _number(name, listed)
 
 
-def _links(given: Any) -> float | Link | tuple[tuple[Edge, Link], ...]:
-    if isinstance(given, Link):
-        return given
-    if not isinstance(given, Mapping | tuple):
-        return _number("communication", given)
-    found = {}
-    for edge, link in dict(given).items():
+def _links(communication: Any) -> float | Link | tuple[tuple[Edge, Link], ...]:
+    if isinstance(communication, Link):
+        return communication
+    if not isinstance(communication, Mapping | tuple):
+        return _number("communication", communication)
+    links = {}
+    for edge, link in dict(communication).items():
         if not (isinstance(edge, tuple) and len(edge) == 2 and all(isinstance(rank, int) for rank in edge)):
             raise ScheduleError(f"communication has an entry for {edge!r}: an edge is (source rank, target rank)")
-        found[edge] = link if isinstance(link, Link) else Link(_number("communication", link))
-    return tuple((edge, found[edge]) for edge in sorted(found))
+        links[edge] = link if isinstance(link, Link) else Link(_number("communication", link))
+    return tuple((edge, links[edge]) for edge in sorted(links))
 
 
-def _number(name: str, given: object) -> float:
-    if not isinstance(given, SupportsFloat) or not (isfinite(given) and float(given) >= 0):
-        raise ScheduleError(f"{name} must be a finite number of at least 0, not {given!r}")
-    return float(given)
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, SupportsFloat) or not (isfinite(value) and float(value) >= 0):
+        raise ScheduleError(f"{name} must be a finite number of at least 0, not {value!r}")
+    return float(value)

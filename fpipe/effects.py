@@ -1,6 +1,7 @@
-"""Effects, and the values that they name. No torch.
+"""Effects, and the values that effects name. No torch.
 
-Both are names: frozen, hashable, without tensors, which the handler owns. `fpipe.tables` says what each one means.
+Both are names: frozen, hashable, without tensors. The handler owns the tensors. `fpipe.tables` defines what each one
+means.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What a stage puts out for one microbatch."""
+    """The output of a stage for one microbatch."""
 
     stage: int
     microbatch: int
@@ -18,7 +19,7 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The cotangent of a stage's output that one of its consumers gives."""
+    """The cotangent of a stage's output that one of its consumers computes."""
 
     stage: int
     consumer: int
@@ -35,7 +36,7 @@ class WeightGradient:
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """What a forward keeps for its backward; never leaves its rank."""
+    """The values that a forward saves for its backward; they never leave their rank."""
 
     stage: int
     microbatch: int
@@ -43,7 +44,7 @@ class Residuals:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """What an input gradient keeps for its weight gradient; never leaves its rank."""
+    """The values that an input gradient saves for its weight gradient; they never leave their rank."""
 
     stage: int
     microbatch: int
@@ -55,7 +56,7 @@ Name = Value | Residuals | Deferred
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run the stage, keep its residuals."""
+    """Run the stage and save its residuals."""
 
     stage: int
     microbatch: int
@@ -63,7 +64,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Both gradients at once."""
+    """Compute input gradients and weight gradients at once."""
 
     stage: int
     microbatch: int
@@ -71,7 +72,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput:
-    """Input gradients; keep what the weight gradients need."""
+    """Compute the input gradients, and save the values that the weight gradients need."""
 
     stage: int
     microbatch: int
@@ -79,7 +80,7 @@ class BackwardInput:
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight:
-    """Weight gradients, added to the stage's sum."""
+    """Compute the weight gradients, and add them to the stage's sum."""
 
     stage: int
     microbatch: int
@@ -90,7 +91,7 @@ Compute = Forward | Backward | BackwardInput | BackwardWeight
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Two effects that the handler may interleave; neither may need what the other gives."""
+    """Two effects that the handler may interleave; neither may need a value of the other."""
 
     forward: Forward
     backward: Backward | BackwardInput
@@ -98,7 +99,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Post a value to a rank; does not wait."""
+    """Post the send of a value to a rank, without waiting."""
 
     value: Value
     rank: int
@@ -106,7 +107,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Post the receive of a value from a rank; does not wait, the use of the value does."""
+    """Post the receive of a value from a rank, without waiting; the first use of the value waits."""
 
     value: Value
     rank: int
@@ -114,7 +115,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """The stage's gradient sums are final: add copies, then ties, in their order."""
+    """The gradient sums of a stage are final: add those of its copies, then those of its ties, in order."""
 
     stage: int
 
@@ -123,5 +124,5 @@ Effect = Compute | Overlap | Send | Recv | Reduce
 
 
 def parts(effect: Effect) -> tuple[Effect, ...]:
-    """The effect's own parts: two for an overlap, itself otherwise."""
+    """Return the parts of an effect: two for an overlap, otherwise the effect itself."""
     return (effect.forward, effect.backward) if isinstance(effect, Overlap) else (effect,)

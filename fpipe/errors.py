@@ -1,22 +1,22 @@
-"""Whose fault it was: the program's, the user's stage, or a peer's. No torch."""
+"""The three errors, by cause: the schedule, the user's stage, or a peer. No torch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class ScheduleError(ValueError):
-    """The schedule or its plan is wrong: an effect missing, out of order, or waiting for ever.
+    """The schedule or its plan is wrong: an effect is missing, is out of order, or never finishes waiting.
 
-    The message names ranks and effects, and what each of them waits for.
+    The message names ranks and effects, and the values that they wait for.
     """
 
 
 class StageError(RuntimeError):
-    """What the user gave failed: a stage's function, its parameters, its inputs, or the loss.
+    """The user's code or data failed: a stage's function, its parameters, its inputs, or the loss.
 
     Args:
-        message: what went wrong, and a way out.
-        rank, stage, microbatch: where, as far as it is known.
+        message: the failure, and a way out.
+        rank, stage, microbatch: where it failed, as far as that is known.
 
     An exception that the stage raised is the `__cause__`, with its own traceback.
     """
@@ -35,16 +35,16 @@ class StageError(RuntimeError):
         self.message, self.rank, self.stage, self.microbatch = message, rank, stage, microbatch
 
     def on(self, rank: int | None, microbatch: int | None = None) -> "StageError":
-        """The same error with the rank, and the microbatch, that it happened on."""
+        """Return the same error with its rank, and with its microbatch if it had none."""
         microbatch = microbatch if self.microbatch is None else self.microbatch
-        found = StageError(self.message, rank=rank, stage=self.stage, microbatch=microbatch)
-        found.__cause__ = self.__cause__
-        return found
+        error = StageError(self.message, rank=rank, stage=self.stage, microbatch=microbatch)
+        error.__cause__ = self.__cause__
+        return error
 
 
 @contextmanager
 def blaming(stage: int, microbatch: int) -> Iterator[None]:
-    """Turn what a stage's forward raises into a `StageError` that says where."""
+    """Turn an exception of a stage's forward into a `StageError` with the stage and the microbatch."""
     try:
         yield
     except StageError:
@@ -55,4 +55,4 @@ def blaming(stage: int, microbatch: int) -> Iterator[None]:
 
 
 class TransportError(RuntimeError):
-    """A peer failed or can't be reached; the message repeats the peer's own reason where it left one."""
+    """A peer failed or can't be reached; the message repeats the peer's reason if the peer left one."""

@@ -1,4 +1,7 @@
-"""Where stages run (Placement), what reads what (Edges), and what a schedule may know (Plan). No torch."""
+"""The plan of a pipeline: the ranks of stages (Placement), the edges between stages (Edges), and both together (Plan).
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from fpipe.errors import ScheduleError
 
 
 def _positive(**counts: int) -> None:
-    for what, count in counts.items():
+    for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ScheduleError(f"{what} must be a whole number of at least 1, not {count!r}")
+            raise ScheduleError(f"{name} must be a whole number of at least 1, not {count!r}")
 
 
 @dataclass(frozen=True, init=False)
 class Placement:
-    """Which rank holds each stage; a stage with copies is held by several.
+    """The rank of each stage; a stage with copies has several ranks.
 
     >>> Placement.loop(ranks=2, chunks=2)
     Placement((0, 1, 0, 1))
@@ -38,31 +41,31 @@ class Placement:
         object.__setattr__(self, "holders", holders)
         if not holders:
             raise ScheduleError("a placement needs at least one stage")
-        for stage, held in enumerate(holders):
-            if not held:
+        for stage, copies in enumerate(holders):
+            if not copies:
                 raise ScheduleError(f"stage {stage} has no rank: name one, as in Placement((0, 1, 1, 0))")
-            if min(held) < 0 or len(set(held)) < len(held):
-                raise ScheduleError(f"stage {stage} is placed on ranks {held}: take different ranks, from 0")
-        used = {rank for held in holders for rank in held}
+            if min(copies) < 0 or len(set(copies)) < len(copies):
+                raise ScheduleError(f"stage {stage} is placed on ranks {copies}: take different ranks, from 0")
+        used = {rank for copies in holders for rank in copies}
         idle = sorted(set(range(max(used) + 1)) - used)
         if idle:
             raise ScheduleError(f"rank {idle[0]} has no stage: ranks are numbered 0 to {max(used)} without gaps")
 
     @classmethod
     def loop(cls, ranks: int, chunks: int = 1) -> Placement:
-        """Stage s on rank s mod ranks: a chain, or `chunks` rounds of it (Narayanan et al. 2021)."""
+        """Place stage s on rank s mod ranks: a chain, or `chunks` rounds of it (Narayanan et al. 2021)."""
         _positive(ranks=ranks, chunks=chunks)
         return cls([s % ranks for s in range(ranks * chunks)])
 
     @classmethod
     def v(cls, ranks: int) -> Placement:
-        """Down the ranks and back up, two stages on each (Qi et al. 2024, ZB-V)."""
+        """Place two stages on each rank, down the ranks and back up (Qi et al. 2024, ZB-V)."""
         _positive(ranks=ranks)
         return cls([*range(ranks), *reversed(range(ranks))])
 
     @classmethod
     def both_ways(cls, ranks: int) -> Placement:
-        """Two copies of each stage, one counted from either end (DualPipe, DeepSeek-V3 report)."""
+        """Place two copies of each stage, one counted from either end (DualPipe, DeepSeek-V3 report)."""
         _positive(ranks=ranks)
         if ranks % 2:
             raise ScheduleError(f"both_ways needs an even number of ranks, not {ranks}")
@@ -74,7 +77,7 @@ class Placement:
 
     @cached_property
     def ranks(self) -> int:
-        return 1 + max(rank for held in self.holders for rank in held)
+        return 1 + max(rank for copies in self.holders for rank in copies)
 
     def __repr__(self) -> str:
         return f"Placement({tuple(h[0] if len(h) == 1 else h for h in self.holders)})"
@@ -82,13 +85,13 @@ class Placement:
 
 @dataclass(frozen=True, init=False)
 class Edges:
-    """Which stages' outputs each stage reads: a DAG whose last stage's output leaves the pipeline.
+    """The stages that each stage reads: a DAG. The output of the last stage leaves the pipeline.
 
     >>> Edges([(), (0,), (0, 1)]).consumers(0)
     (2, 1)
 
     Raises:
-        ScheduleError: an edge backwards, or a stage that nobody reads.
+        ScheduleError: an edge goes backwards, or no stage reads the output of a stage.
     """
 
     reads: tuple[tuple[int, ...], ...]
@@ -109,44 +112,44 @@ class Edges:
 
     @classmethod
     def chain(cls, stages: int) -> Edges:
-        """Each stage reads the one before it."""
+        """Return edges on which each stage reads the stage before it."""
         _positive(stages=stages)
         return cls([(s - 1,) if s else () for s in range(stages)])
 
     def sources(self, stage: int) -> tuple[int, ...]:
-        """The stages that this one reads, lowest first."""
+        """Return the stages that this one reads, lowest first."""
         return self.reads[stage]
 
     def consumers(self, stage: int) -> tuple[int, ...]:
-        """The stages that read this one, highest first: the order in which their gradients are added."""
+        """Return the stages that read this one, highest first: the order in which their gradients are added."""
         return self._consumers[stage]
 
     @cached_property
     def _consumers(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.reads]
+        consumers: list[list[int]] = [[] for _ in self.reads]
         for stage, sources in enumerate(self.reads):
             for source in sources:
-                found[source].insert(0, stage)
-        return tuple(map(tuple, found))
+                consumers[source].insert(0, stage)
+        return tuple(map(tuple, consumers))
 
     @property
     def skips(self) -> bool:
-        """Whether any stage reads one that is not just before it."""
+        """Whether any stage reads a stage other than the one just before it."""
         return any(source != stage - 1 for stage, sources in enumerate(self.reads) for source in sources)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a schedule may know: the placement, the number of microbatches, the edges, and ties.
+    """All that a schedule depends on: the placement, the number of microbatches, the edges, and ties.
 
     Args:
         placement: stage -> ranks.
-        microbatches: how many; copies of a stage take equal consecutive blocks of them.
+        microbatches: their number; copies of a stage run equal consecutive blocks of them.
         edges: the DAG, a chain by default; `Pipeline.plan` fills it in.
         ties: groups of stages that share a parameter, e.g. `((0, 3),)`; filled in likewise.
 
     Raises:
-        ScheduleError: counts that are not positive or don't fit each other.
+        ScheduleError: a count is not positive, or two counts don't fit each other.
     """
 
     placement: Placement
@@ -160,11 +163,11 @@ class Plan:
             object.__setattr__(self, "edges", Edges.chain(self.stages))
         if len(self.edges.reads) != self.stages:
             raise ScheduleError(f"the edges have {len(self.edges.reads)} stages, the placement {self.stages}")
-        for stage, held in enumerate(self.placement.holders):
-            if self.microbatches % len(held):
+        for stage, copies in enumerate(self.placement.holders):
+            if self.microbatches % len(copies):
                 raise ScheduleError(
-                    f"stage {stage} has {len(held)} copies, which share the microbatches equally: "
-                    f"take a multiple of {len(held)}, not {self.microbatches}"
+                    f"stage {stage} has {len(copies)} copies, which share the microbatches equally: "
+                    f"take a multiple of {len(copies)}, not {self.microbatches}"
                 )
         for stage in (s for group in self.ties for s in group):
             if not 0 <= stage < self.stages:
@@ -181,50 +184,50 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return self.placement.stages
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.placement.ranks
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, lowest first."""
+        """Return the stages of a rank, lowest first."""
         return self._stages_on[rank]
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that runs a stage for a microbatch."""
-        held = self.placement.holders[stage]
-        return held[microbatch * len(held) // self.microbatches]
+        """Return the rank that runs a stage for a microbatch."""
+        ranks = self.placement.holders[stage]
+        return ranks[microbatch * len(ranks) // self.microbatches]
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold a stage: one, or one for each of its copies."""
+        """Return the ranks of a stage: one, or one for each of its copies."""
         return self.placement.holders[stage]
 
     def microbatches_of(self, stage: int, rank: int) -> range:
-        """The microbatches that a rank runs through a stage it holds."""
-        held = self.placement.holders[stage]
-        block = self.microbatches // len(held)
-        first = held.index(rank) * block
+        """Return the microbatches that a rank runs through one of its stages."""
+        ranks = self.placement.holders[stage]
+        block = self.microbatches // len(ranks)
+        first = ranks.index(rank) * block
         return range(first, first + block)
 
     def sources(self, stage: int) -> tuple[int, ...]:
-        """The stages that this one reads, lowest first."""
+        """Return the stages that this one reads, lowest first."""
         return self.edges.sources(stage)
 
     def consumers(self, stage: int) -> tuple[int, ...]:
-        """The stages that read this one, highest first."""
+        """Return the stages that read this one, highest first."""
         return self.edges.consumers(stage)
 
     def sharers(self, stage: int) -> tuple[tuple[int, int], ...]:
-        """Every (stage, rank) whose weight gradients go into this stage's: its copies, and those of its ties."""
+        """Return every (stage, rank) whose weight gradients are added to this stage's: its copies and its ties'."""
         return self._sharers[stage]
 
     @cached_property
     def _stages_on(self) -> tuple[tuple[int, ...], ...]:
-        held = self.placement.holders
-        return tuple(tuple(s for s in range(self.stages) if rank in held[s]) for rank in range(self.ranks))
+        holders = self.placement.holders
+        return tuple(tuple(s for s in range(self.stages) if rank in holders[s]) for rank in range(self.ranks))
 
     @cached_property
     def _sharers(self) -> tuple[tuple[tuple[int, int], ...], ...]:

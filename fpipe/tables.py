@@ -1,8 +1,8 @@
-"""The two tables: what each effect means, and what each value is. No torch.
+"""The two tables: one row for each kind of effect, and one for each kind of value. No torch.
 
-Nothing else in the library asks an effect or a value for its type: lowering, verifier, simulator, memory, drawings,
-exports and the Pipeline tab look things up here. An effect of your own is a row, passed as
-`effects=TABLE.extended({Load: Row(...)})`, and a function, passed to the handler.
+No other module branches on the type of an effect or a value: lowering, verifier, simulator, memory, drawings, exports
+and the Pipeline tab read these tables. To add an effect, pass a row as `effects=TABLE.extended({Load: Row(...)})`, and
+a function to the handler.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Names = tuple[Any, ...]
 
 
 class Topology(Protocol):
-    """What the tables ask of a plan."""
+    """The part of a plan that the tables read."""
 
     @property
     def ranks(self) -> int: ...
@@ -49,7 +49,7 @@ class Topology(Protocol):
 
 
 class Prices(Protocol):
-    """What the tables ask of costs, each for the stage and the microbatch that an effect or a value names."""
+    """The part of the costs that the tables read, for the stage and the microbatch that an effect or a value names."""
 
     @property
     def scale(self) -> Sequence[float]: ...
@@ -65,10 +65,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uniform(function: _Function) -> _Function:
-    """Mark a column that says the same of every microbatch, but for the microbatch itself.
+    """Mark a column whose result is the same for every microbatch, except for the microbatch in the names.
 
-    Programs have millions of effects, so a marked column is asked once for all microbatches that run on the same
-    ranks. An unmarked one is asked for each effect.
+    Programs have millions of effects, so a marked column is called once for all microbatches that run on the same
+    ranks. An unmarked column is called for each effect.
     """
     function.uniform = True  # type: ignore[attr-defined]
     return function
@@ -81,12 +81,12 @@ def is_uniform(function: Callable[..., Any]) -> bool:
 
 @uniform
 def nothing(effect: Any, plan: Topology) -> Names:
-    """No names."""
+    """Return no names."""
     return ()
 
 
 def home(effect: Any, plan: Topology) -> tuple[int, ...]:
-    """The ranks that hold the effect's stage and, where it names one, run its microbatch; all without a stage."""
+    """Return the ranks of the effect's stage; with a microbatch, the one that runs it; without a stage, all ranks."""
     if not hasattr(effect, "stage"):
         return tuple(range(plan.ranks))
     if not hasattr(effect, "microbatch"):
@@ -106,17 +106,17 @@ Bytes = Callable[[Any, Prices, Topology | None, int], float]
 
 
 class Row(NamedTuple):
-    """What one kind of effect means to every reader. Its class is a frozen dataclass of numbers, values and effects.
+    """The meaning of one kind of effect. The effect's class is a frozen dataclass of numbers, values and effects.
 
     Args:
         needs: names that must be on the rank before the effect can run.
         gives: names that are on the rank after it; for a receive, once it has arrived.
-        frees: names that have had their one use. Other names live until the last effect that needs them.
-        where: the ranks that may run it.
-        time: seconds, or the unit of the costs, for which it keeps its rank; by default `Costs(extra={kind: time})`.
-        work: which of `FORWARD | INPUT | WEIGHT` it does for its stage and microbatch.
+        frees: names whose only use this effect is. Other names live until the last effect that needs them.
+        where: the ranks that may run the effect.
+        time: seconds, or the unit of the costs, for which it occupies its rank; by default `Costs(extra={kind: time})`.
+        work: the bits of `FORWARD | INPUT | WEIGHT` that it does for its stage and microbatch.
         track: its lane in a timeline: "compute", "send", "receive" or "host".
-        letter, label, colour: how it is drawn, called in a legend, and coloured ("#rrggbb").
+        letter, label, colour: its letter in drawings, its name in legends, and its colour ("#rrggbb").
     """
 
     needs: Callable[[Any, Topology], Names] = nothing
@@ -136,18 +136,18 @@ def _always(value: Any, plan: Topology) -> bool:
 
 
 class ValueRow(NamedTuple):
-    """What one kind of value is to every reader. Its class is a frozen dataclass of numbers.
+    """The meaning of one kind of value. The value's class is a frozen dataclass of numbers.
 
     Args:
-        producer: the rank that makes it, for others to receive; None for a value that never leaves its rank.
+        producer: the rank that computes it and may send it; None for a value that never leaves its rank.
         readers: the ranks that use it; the producer may be among them.
         bytes: its size on a rank, of (value, costs, plan, rank); without a plan, its whole size. By default
             `Costs(extra={kind: bytes})`.
-        exists: whether the plan has it, where its stage, microbatch and rank are the plan's.
-        label: what it is called.
-        colour: of the sends and receives that carry it.
-        sums: whether several effects add to it: it is final after the last of them, and travels at the end.
-        backward: whether it belongs to the backward pass alone.
+        exists: whether the plan has the value; called only if its stage, microbatch and rank are in the plan.
+        label: its name.
+        colour: the colour of the sends and receives that carry it.
+        sums: whether several effects add to it. It is then final after the last of them, and is sent at the end.
+        backward: whether only the backward pass has it.
     """
 
     producer: Callable[[Any, Topology], int] | None = None
@@ -175,7 +175,7 @@ class Table:
         """Return a table with more rows, or with other rows for the same classes.
 
         Raises:
-            TypeError: a class is no dataclass, or a row is neither a `Row` nor a `ValueRow`.
+            TypeError: a class is not a dataclass, or a row is neither a `Row` nor a `ValueRow`.
         """
         for kind, row in rows.items():
             if not (isinstance(kind, type) and is_dataclass(kind)) or not isinstance(row, Row | ValueRow):
@@ -185,7 +185,7 @@ class Table:
         return self.joined(Table(effects, values))
 
     def joined(self, other: Table) -> Table:
-        """Return a table with the rows of both; where both have a class, with the other's."""
+        """Return a table with the rows of both; for a class that both have, the other's row."""
         return Table({**self.effects, **other.effects}, {**self.values, **other.values})
 
     def needs(self, effect: Any, plan: Topology) -> Names:
@@ -197,33 +197,33 @@ class Table:
         return tuple(n for part in parts(effect) for n in self.effects[type(part)].gives(part, plan))
 
     def frees(self, effect: Any, plan: Topology) -> Names:
-        """Return the names that have had their one use."""
+        """Return the names whose only use the effect is."""
         return tuple(n for part in parts(effect) for n in self.effects[type(part)].frees(part, plan))
 
     def producer(self, value: Any, plan: Topology) -> int | None:
-        """Return the rank that makes a value; None for one that never leaves its rank."""
+        """Return the rank that computes a value; None for a value that never leaves its rank."""
         producer = self.values[type(value)].producer
         return None if producer is None else producer(value, plan)
 
     def readers(self, value: Any, plan: Topology) -> tuple[int, ...]:
-        """Return the ranks that receive a value, lowest first: all that read it but its producer."""
+        """Return the ranks that receive a value, lowest first: all its readers except its producer."""
         row = self.values[type(value)]
         if row.producer is None:
             return ()
         return tuple(sorted(set(row.readers(value, plan)) - {row.producer(value, plan)}))
 
     def travels(self, name: Any) -> bool:
-        """Whether a value goes to other ranks as soon as it is made."""
+        """Whether a value is sent to other ranks as soon as it is computed."""
         row = self.values[type(name)]
         return row.producer is not None and not row.sums
 
     def backward(self, effect: Any, plan: Topology) -> bool:
-        """Whether an effect belongs to the backward pass: it needs or gives one of its values."""
+        """Whether an effect belongs to the backward pass: it needs or gives a value that only the backward pass has."""
         names = (*self.needs(effect, plan), *self.gives(effect, plan))
         return any(self.values[type(name)].backward for name in names)
 
     def text(self, effect: Any) -> str:
-        """Return what an effect is called: its label, and its value or its stage and microbatch.
+        """Return the name of an effect: its label, and its value or its stage and microbatch.
 
         >>> TABLE.text(Send(Activation(0, 3), 1)), TABLE.text(Reduce(2)), TABLE.text(Forward(0, 3))
         ('send activation 3', 'reduce stage 2', 'forward stage 0, microbatch 3')
@@ -232,7 +232,7 @@ class Table:
         return f"{label} {self.value_text(effect.value)}" if hasattr(effect, "value") else f"{label}{_where(effect)}"
 
     def value_text(self, value: Any) -> str:
-        """Return what a value is called on a rank: by its microbatch, or by its stage.
+        """Return the name of a value on a rank: its label, and its microbatch or its stage.
 
         >>> TABLE.value_text(Gradient(0, 1, 3)), TABLE.value_text(WeightGradient(2, 0))
         ('gradient 3', 'weight gradient of stage 2')
@@ -244,8 +244,8 @@ class Table:
 
 
 def _where(effect: Any) -> str:
-    named = [(name, getattr(effect, name)) for name in ("stage", "microbatch") if hasattr(effect, name)]
-    return "".join(f"{', ' if i else ' '}{name} {number}" for i, (name, number) in enumerate(named))
+    fields = [(name, getattr(effect, name)) for name in ("stage", "microbatch") if hasattr(effect, name)]
+    return "".join(f"{', ' if i else ' '}{name} {number}" for i, (name, number) in enumerate(fields))
 
 
 def fields_of(kind: Any) -> tuple[str, ...]:
@@ -306,7 +306,7 @@ def _sums(e: Reduce, plan: Topology) -> Names:
     return tuple(WeightGradient(stage, rank) for stage, rank in plan.sharers(e.stage))
 
 
-# What they take
+# Times and sizes
 
 
 def _at(name: str, of: Any, costs: Prices, *at: Any) -> float:
@@ -314,7 +314,7 @@ def _at(name: str, of: Any, costs: Prices, *at: Any) -> float:
 
 
 def _cost(name: str) -> Callable[..., float]:
-    """Return a column that reads one of the costs; it can be pickled, as whole tables can."""
+    """Return a column that reads one of the costs. It can be pickled, so that tables can be pickled."""
     return uniform(partial(_at, name))
 
 
@@ -338,12 +338,12 @@ def _gradient_bytes(v: Gradient, costs: Prices, plan: Topology | None, rank: int
 
 
 def _read(v: Activation | Gradient, costs: Prices, plan: Topology, rank: int) -> float:
-    """The bytes of a stage's output that the stages of another rank read; their gradients are as large."""
+    """Return the bytes of a stage's output that the stages of another rank read; their gradients have the same size."""
     m = v.microbatch
     return max(costs.read(v.stage, c, m) for c in plan.consumers(v.stage) if plan.rank_of(c, m) == rank)
 
 
-# Who makes values, and who reads them
+# Producers and readers of values
 
 
 def _activation_producer(v: Activation, plan: Topology) -> int:
@@ -378,7 +378,7 @@ def _has_copy(v: WeightGradient, plan: Topology) -> bool:
     return v.rank in plan.ranks_of(v.stage)
 
 
-# The colours are Okabe and Ito's, which the colour-blind tell apart; black text reads on each.
+# The colours are Okabe and Ito's, which the colour-blind can distinguish; black text is legible on each.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, GREY = "#56b4e9", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#9e9e9e"
 
 TABLE = Table(
@@ -408,7 +408,7 @@ TABLE = Table(
             label="backward",
             colour=VERMILION,
         ),
-        # An overlap needs, gives and frees what its two parts do.
+        # An overlap needs, gives and frees the names of its two parts.
         Overlap: Row(time=_cost("overlap"), letter="&", label="overlap", colour=PURPLE),
         Send: Row(needs=_value, time=_free, track="send", letter="S", label="send"),
         Recv: Row(gives=_value, time=_free, track="receive", letter="R", label="receive"),
