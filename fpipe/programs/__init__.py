@@ -1,1 +1,1 @@
-"""From a schedule's compute order to complete programs, and whether they are right. No torch."""
+"""Lower a schedule's compute order to complete programs, and verify them. No torch."""

@@ -1,8 +1,8 @@
-"""Which sends are complete once a value has come: what lets a sender give its tensors up early. No torch.
+"""The sends that are complete once a value arrives, so that a sender can free its tensors early. No torch.
 
-A peer that sends a value has used all that it needed before. What it used had arrived, and so had everything
-ahead of that in the channel. gloo tells of a complete send only to who waits for it; a receipt says when
-that wait is over.
+Before a peer sends a value, it has used every value that its earlier effects need. Those values had arrived, and so
+had all values ahead of them in the channel. gloo reports a completed send only to a blocking wait; these counts
+tell when that wait returns at once.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from fpipe.effects import Name, Recv, Send, Value
 from fpipe.programs.program import Programs
 
 
-def receipts(programs: Programs, rank: int) -> dict[Value, int]:
-    """For each value that a rank receives: how many of its own sends to that peer are then complete.
+def send_completions(programs: Programs, rank: int) -> dict[Value, int]:
+    """Return for each value that a rank receives: how many of the rank's sends to that peer are then complete.
 
     >>> from fpipe import Placement, Plan, lower, schedules
     >>> programs = lower(schedules.one_f_one_b, Plan(Placement.loop(2), 3))
-    >>> {value.microbatch: count for value, count in receipts(programs, 0).items()}
+    >>> {value.microbatch: count for value, count in send_completions(programs, 0).items()}
     {0: 1, 1: 2, 2: 3}
     """
-    found: dict[Value, int] = {}
+    complete: dict[Value, int] = {}
     for peer, program in programs.items():
         if peer == rank:
             continue
-        place: dict[Name, int] = {}
+        position: dict[Name, int] = {}  # of each received value in the channel, from 1 on
         for effect in program:
             if isinstance(effect, Recv) and effect.rank == rank:
-                place[effect.value] = len(place) + 1
+                position[effect.value] = len(position) + 1
         used = 0
         for effect in program:
             if isinstance(effect, Send) and effect.rank == rank:
-                found[effect.value] = used
-            used = max([used, *(place.get(name, 0) for name in program.table.needs(effect, program.plan))])
-    return found
+                complete[effect.value] = used
+            used = max([used, *(position.get(name, 0) for name in program.table.needs(effect, program.plan))])
+    return complete

@@ -1,7 +1,7 @@
-"""Why no rank can go on: something that nobody will ever do, or a shortest cycle of waits. No torch.
+"""Explain a deadlock: either an effect that no rank will run, or the shortest cycle of waits. No torch.
 
-What waits is a rank, at the effect it has come to, and with one queue for a pair of ranks also the post at the
-head of a queue. All the rest of a program waits for what stands before it.
+The nodes of the graph of waits are the ranks, each at its next effect, and with one queue for a pair of ranks also the
+post at the head of each queue. Every other effect waits only for its predecessor in the same program.
 """
 
 from __future__ import annotations
@@ -13,51 +13,52 @@ from typing import Any, NamedTuple
 from fpipe.effects import Effect, Name, Recv, Send
 from fpipe.programs.program import Programs
 
-MOST = 6  # waits of a cycle that are told in full
+MAX_WAITS = 6  # of a cycle that the message lists in full
 Node = int | tuple[int, int]  # a rank; or the head of a rank's queue to a peer
-Missing = Mapping[int, Sequence[Name]]  # what each parked rank still needs; nothing where a send needs its receive
+Missing = Mapping[
+    int, Sequence[Name]
+]  # the names that each blocked rank needs; empty for a send that waits for its receive
 
 
 class Wait(NamedTuple):
-    """What waits, for what, in words; and on which node, None if it waits for ever."""
+    """A wait in words, and the node that it waits for; None for an effect that no rank will run."""
 
     text: str
     on: Node | None
 
 
-def explain(programs: Programs, at: Mapping[int, int], missing: Missing, paired: bool) -> str:
-    """Why no rank can go on.
+def explain_deadlock(programs: Programs, at: Mapping[int, int], missing: Missing, paired: bool) -> str:
+    """Return the message of the error: why no rank can proceed.
 
     Args:
-        at: how far each rank has got.
-        missing: of each rank that is parked, the names that it waits for; none if a send waits for its receive.
+        at: the index of each rank's next effect.
+        missing: for each blocked rank, the names that it waits for; none if a send waits for its receive.
         paired: whether the posts of a pair of ranks run in one queue.
     """
-    waits = _Waits(programs, at, missing, paired)
+    waits = _WaitGraph(programs, at, missing, paired)
     for rank in missing:
         for wait in waits.of(rank):
             if wait.on is None:
                 return f"no rank can go on: {wait.text}"
     cycle = _shortest_cycle(waits)
     texts = [wait.text for wait in cycle]
-    if len(texts) > MOST:
-        texts[MOST // 2 : -MOST // 2] = [f"and so on, {len(texts) - MOST} more"]
-    ways = "" if len(cycle) == 1 else f"; {waits.way_out(cycle)}"
-    return "no rank can go on: " + "; ".join(texts) + ways
+    if len(texts) > MAX_WAITS:
+        texts[MAX_WAITS // 2 : -MAX_WAITS // 2] = [f"and so on, {len(texts) - MAX_WAITS} more"]
+    hint = "" if len(cycle) == 1 else f"; {waits.hint(cycle)}"
+    return "no rank can go on: " + "; ".join(texts) + hint
 
 
-def _shortest_cycle(waits: _Waits) -> list[Wait]:
-    best: list[Wait] = []
+def _shortest_cycle(waits: _WaitGraph) -> list[Wait]:
+    shortest: list[Wait] = []
     for rank in waits.missing:
         starts: list[Node] = [rank, *(wait.on for wait in waits.of(rank) if isinstance(wait.on, tuple))]
         for start in starts:
-            found = _cycle_through(start, waits, len(best))
-            best = found or best
-    return best
+            shortest = _cycle_through(start, waits, len(shortest)) or shortest
+    return shortest
 
 
-def _cycle_through(start: Node, waits: _Waits, limit: int) -> list[Wait]:
-    """The shortest cycle through a node, if it is shorter than the limit (0 for none)."""
+def _cycle_through(start: Node, waits: _WaitGraph, limit: int) -> list[Wait]:
+    """Return the shortest cycle through a node, if shorter than the limit (0 for no limit); else an empty list."""
     paths: deque[tuple[Node, list[Wait]]] = deque([(start, [])])
     seen: set[Node] = set()
     while paths:
@@ -73,21 +74,22 @@ def _cycle_through(start: Node, waits: _Waits, limit: int) -> list[Wait]:
     return []
 
 
-class _Waits:
-    """The graph of waits, found as it is asked for."""
+class _WaitGraph:
+    """The graph of waits. The edges of a node are computed on first access."""
 
     def __init__(self, programs: Programs, at: Mapping[int, int], missing: Missing, paired: bool) -> None:
         self.programs, self.at, self.missing, self.paired = programs, at, missing, paired
         self.queues = self._queues() if paired else {}
-        self.known: dict[Node, list[Wait]] = {}
+        self.edges: dict[Node, list[Wait]] = {}
 
     def of(self, node: Node) -> list[Wait]:
-        """What a node waits for."""
-        if node not in self.known:
-            self.known[node] = list(self._of_rank(node) if isinstance(node, int) else [self._of_head(*node)])
-        return self.known[node]
+        """Return the waits of a node."""
+        if node not in self.edges:
+            self.edges[node] = list(self._of_rank(node) if isinstance(node, int) else [self._of_head(*node)])
+        return self.edges[node]
 
-    def way_out(self, cycle: Sequence[Wait]) -> str:
+    def hint(self, cycle: Sequence[Wait]) -> str:
+        """Return how to break a cycle."""
         heads = [self.queues[wait.on][0] for wait in cycle if isinstance(wait.on, tuple)]
         if any(isinstance(head, Recv) for head in heads):
             return "post a receive no earlier than its value is used, or give each direction a channel of its own"
@@ -133,13 +135,13 @@ class _Waits:
         return self._of_post(rank, post, text, "posts")
 
     def _of_post(self, rank: int, post: Send | Recv, text: str, verb: str) -> Wait:
-        """What a post waits for: that its peer posts the other half, or that this comes to the head of its queue."""
+        """Return what a post waits for: the post of the other half, or until that half is at the head of its queue."""
         peer = post.rank
         half = Recv(post.value, rank) if isinstance(post, Send) else Send(post.value, rank)
         queue = self.queues.get((peer, rank), deque())
         if half in queue:
-            stands = f"stands behind {queue[0]} in rank {peer}'s queue to rank {rank}"
-            return Wait(f"{text} {f'rank {peer} has sent, but it ' if verb == 'sends' else ''}{stands}", (peer, rank))
+            place = f"stands behind {queue[0]} in rank {peer}'s queue to rank {rank}"
+            return Wait(f"{text} {f'rank {peer} has sent, but it ' if verb == 'sends' else ''}{place}", (peer, rank))
         if half not in self.programs[peer].effects[self.at[peer] :]:
             return Wait(f"{text} rank {peer} never {verb}", None)
         front = self._front(peer)
@@ -150,15 +152,15 @@ class _Waits:
         return self.programs[rank].effects[self.at[rank]]
 
     def _queues(self) -> dict[tuple[int, int], deque[Send | Recv]]:
-        """The posts of each rank to each peer that are not met yet."""
+        """Return the posts of each rank to each peer whose other half is not posted yet."""
         queues: dict[tuple[int, int], deque[Send | Recv]] = {}
         for rank, program in self.programs.items():
             for effect in program.effects[: self.at[rank]]:
                 if isinstance(effect, Send | Recv):
                     queues.setdefault((rank, effect.rank), deque()).append(effect)
-        for (rank, peer), own in queues.items():
+        for (rank, peer), posts in queues.items():
             other = queues.get((peer, rank), deque())
-            while own and other and type(own[0]) is not type(other[0]):
-                own.popleft()
+            while posts and other and type(posts[0]) is not type(other[0]):
+                posts.popleft()
                 other.popleft()
         return queues

@@ -1,7 +1,7 @@
-"""Playing all ranks' programs against each other: who can go on, and who waits. No torch.
+"""Run the programs of all ranks together, by name only: which rank can proceed, and which must wait. No torch.
 
-A rank goes on until it would wait, and takes another turn when what it waits for has come. Nothing that one
-rank does can stop another that could go on, so one order of turns finds a way if there is any.
+Run each rank until it blocks, and resume it when the value arrives. Progress of one rank never disables another, so if
+any order completes, this one does.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import Any, NamedTuple
 
 from fpipe.effects import Effect, Name, Recv, Send
 from fpipe.errors import ScheduleError
-from fpipe.programs.deadlock import explain
+from fpipe.programs.deadlock import explain_deadlock
 from fpipe.programs.interning import Interning
 from fpipe.programs.program import Programs, plan_of, table_of
 from fpipe.programs.transports import Transport
 
 
 def interleave(programs: Programs) -> tuple[tuple[int, Effect], ...]:
-    """One order over all ranks in which every value is made before it is used.
+    """Return one order over all ranks in which every value is computed before it is used.
 
     Posts never wait, and each directed edge is a channel, first in, first out. The order is deterministic:
-    ranks take turns, each going on until it would wait.
+    ranks take turns, and each runs until it blocks.
 
     Raises:
-        ScheduleError: no such order; the message says what ranks wait for.
+        ScheduleError: there is no such order; the message names the waits.
     """
     effects = {rank: program.effects for rank, program in programs.items()}
     return tuple((turn.rank, e) for turn in turns(programs) for e in effects[turn.rank][turn.start : turn.stop])
 
 
 class Turn(NamedTuple):
-    """A rank goes on in its program from `start` to `stop`.
+    """A rank runs its program from index `start` to `stop`.
 
-    `givers` says for each of these effects where in the same program stands what gave the names that it needs; the
-    receive, where they came from another rank. Nothing for sends and receives.
+    `givers` has for each of these effects the indices, in the same program, of the effects that gave the names that it
+    needs: of the receive, if a name came from another rank. Empty for sends and receives.
     """
 
     rank: int
@@ -45,33 +45,35 @@ class Turn(NamedTuple):
 
 
 def turns(programs: Programs, transport: str = "async") -> Iterator[Turn]:
-    """The turns of that order.
+    """Yield the turns of that order.
 
     Raises:
-        ScheduleError: (at the end) ranks are left that can't go on, or posts that are never met.
+        ScheduleError: (at the end) a rank cannot finish its program, or a post has no other half.
     """
-    play = _Play(programs, Transport.named(transport))
-    while play.turns:
-        turn = play.advance(play.turns.popleft())
+    scheduler = _Scheduler(programs, Transport.named(transport))
+    while scheduler.turns:
+        turn = scheduler.advance(scheduler.turns.popleft())
         if turn.givers:
             yield turn
-    play.check_ended()
+    scheduler.check_ended()
 
 
-class _Play:
-    """How far each rank has got, the names that are on it, and the posts that are not met yet."""
+class _Scheduler:
+    """The next effect of each rank, the names on each rank, and the posts whose other half is not posted yet."""
 
     def __init__(self, programs: Programs, transport: Transport) -> None:
         self.programs, self.transport = programs, transport
         self.interning = Interning(plan_of(programs), table_of(programs))
         self.turns = deque(programs)
         self.at = dict.fromkeys(programs, 0)
-        self.here: dict[int, dict[object, int]] = {rank: {} for rank in programs}  # name -> where it was given
+        self.here: dict[int, dict[object, int]] = {
+            rank: {} for rank in programs
+        }  # id -> index of the effect that gave it
         self.waits_for: dict[int, object] = {}
         self.queues: dict[tuple[int, int, bool], deque[tuple[bool, int, int]]] = defaultdict(deque)
 
     def advance(self, rank: int) -> Turn:
-        """Run a rank until it would wait."""
+        """Run a rank until it blocks."""
         effects: tuple[Any, ...] = self.programs[rank].effects
         here, interning, start = self.here[rank], self.interning, self.at[rank]
         givers: list[Sequence[int]] = []
@@ -98,7 +100,7 @@ class _Play:
         return Turn(rank, start, self.at[rank], givers)
 
     def _post(self, rank: int, at: int, effect: Send | Recv) -> object:
-        """Post a send or a receive, and let the transfers happen that now can; what it must wait for, or None."""
+        """Post a send or a receive, and run the transfers that are now possible; return what it waits for, or None."""
         number, peer, sends = self.interning.id(effect.value), effect.rank, isinstance(effect, Send)
         if sends:
             if number not in self.here[rank]:
@@ -108,12 +110,12 @@ class _Play:
         elif self.transport.rendezvous:
             self._arrive(peer, (number, rank), at)
         paired = self.transport.paired
-        own = self.queues[rank, peer, paired or sends]
+        posts = self.queues[rank, peer, paired or sends]
         other = self.queues[peer, rank, paired or not sends]
-        own.append((sends, number, at))
-        while own and other and own[0][0] != other[0][0]:
-            post, met = own.popleft(), other.popleft()
-            (_, sent, _), (_, expected, received) = (post, met) if post[0] else (met, post)
+        posts.append((sends, number, at))
+        while posts and other and posts[0][0] != other[0][0]:
+            post, match = posts.popleft(), other.popleft()
+            (_, sent, _), (_, expected, received) = (post, match) if post[0] else (match, post)
             source, target = (rank, peer) if post[0] else (peer, rank)
             if sent != expected:
                 raise crossed(source, target, self.interning.name(sent), self.interning.name(expected))
@@ -127,10 +129,10 @@ class _Play:
             self.turns.append(rank)
 
     def check_ended(self) -> None:
-        """Refuse ranks that can't go on, sends that are never received, and receives that are never sent."""
+        """Raise ScheduleError for a blocked rank, a send that is never received, or a receive that is never sent."""
         missing = {rank: self._missing(rank) for rank, at in self.at.items() if at < len(self.programs[rank])}
         if missing:
-            raise ScheduleError(explain(self.programs, self.at, missing, self.transport.paired))
+            raise ScheduleError(explain_deadlock(self.programs, self.at, missing, self.transport.paired))
         for (rank, peer, _), queue in self.queues.items():
             for sends, number, _ in queue:
                 value = self.interning.name(number)
@@ -139,13 +141,13 @@ class _Play:
                 raise ScheduleError(f"rank {peer} never sends {value} to rank {rank}, which receives it")
 
     def _missing(self, rank: int) -> list[Name]:
-        """What a parked rank needs and does not have."""
+        """Return the names that a blocked rank needs and does not have."""
         needs = self.interning.ids(self.programs[rank].effects[self.at[rank]]).needs
         return [self.interning.name(id_) for id_ in needs if id_ not in self.here[rank]]
 
 
 def crossed(source: int, target: int, sent: Name, expected: Name) -> ScheduleError:
-    """That a channel's receives are not in the order of its sends."""
+    """Return the error for a channel whose receives are not in the order of its sends."""
     return ScheduleError(
         f"on the channel from rank {source} to rank {target}, {sent} is sent where {expected} is received: post the "
         "receives in the order of the sends"

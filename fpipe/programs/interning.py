@@ -1,7 +1,7 @@
-"""Names as numbers, so that millions of them cost no hashing. No torch.
+"""Map names to integer ids, so that millions of names need no hashing. No torch.
 
-A row of the table whose columns are `uniform` says the same of every microbatch, but for the microbatch itself, as
-long as the same copies of the stages run. It is read once for each kind, stage and block of microbatches.
+A row of the table whose columns are `uniform` gives the same names for every microbatch of a block, except for the
+microbatch in them. It is read once for each kind, stage and block of microbatches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fpipe.effects import Name, Overlap, parts
 from fpipe.plan import Plan
 from fpipe.tables import TABLE, Row, Table, fields_of, is_uniform
 
-Family = tuple[type, Any]  # a value's class, and its other fields than the microbatch: one, or a tuple
+Family = tuple[type, Any]  # a value's class, and its fields other than the microbatch: one, or a tuple
 
 
 class Ids(NamedTuple):
@@ -27,13 +27,13 @@ class Ids(NamedTuple):
     frees: list[int]
 
 
-_Column = tuple[list[int], list[int]]  # ids at microbatch 0, to which the microbatch is added; ids without microbatch
+_Column = tuple[list[int], list[int]]  # ids at microbatch 0; ids of names without a microbatch
 
 
 class Interning:
     """The ids of one plan's names. The ids of all microbatches of a family are consecutive.
 
-    `block`: from a multiple of it on, so many microbatches run every stage on the same copies.
+    `block`: a number of microbatches. Those from one multiple of it to the next run each stage on the same copy.
 
     >>> from fpipe import Placement
     >>> from fpipe.effects import Forward
@@ -70,7 +70,7 @@ class Interning:
         return kind(**fields, **({"microbatch": microbatch} if "microbatch" in fields_of(kind) else {}))  # type: ignore[no-any-return]
 
     def uniform_key(self, effect: Any) -> tuple[type, int, int] | None:
-        """Return what the effects have in common that differ in the microbatch alone; None for other effects."""
+        """Return the key of effects that differ only in a microbatch of one block; None for one that is not uniform."""
         kind = type(effect)
         return (kind, effect.stage, effect.microbatch // self.block) if kind in self._uniform else None
 
@@ -119,7 +119,7 @@ def _rest(kind: Any) -> list[str]:
 
 @cache
 def _split(kind: Any) -> Callable[[Any], tuple[Family, int]]:
-    """Return a function of a name: its family, and its microbatch (0 without one)."""
+    """Return a function that splits a name into its family and its microbatch (0 without one)."""
     rest = _rest(kind)
     family = attrgetter(*rest) if rest else lambda name: ()
     if "microbatch" in fields_of(kind):

@@ -1,4 +1,4 @@
-"""From compute order to complete programs, as passes over all ranks' programs. No torch.
+"""Lower compute order to complete programs, by passes over the programs of all ranks. No torch.
 
 Each pass is a plain function `programs -> programs`, and `lower` composes them. After it:
 
@@ -6,7 +6,7 @@ Each pass is a plain function `programs -> programs`, and `lower` composes them.
 - on each directed edge, receives are posted in the order of the sends, at the latest before first use;
 - a stage's `Reduce` follows its last weight gradient.
 
-Sends and receives that a schedule yields itself stay as they are. The passes do not validate; the verifier does. For
+Sends and receives that a schedule yields stay unchanged. The passes do not validate; the verifier does. For
 an invalid schedule the result is best effort.
 """
 
@@ -33,14 +33,15 @@ Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values 
 def lower(
     schedule: Schedule, plan: Plan, *, depth: int | None = None, transport: str = "async", effects: Table = TABLE
 ) -> Programs:
-    """Return the complete programs of all ranks. `fpipe.verify` says whether they are right.
+    """Return the complete programs of all ranks. `fpipe.verify` checks whether they are correct.
 
     Args:
         schedule: `(rank, plan) -> iterator of effects`, in compute order.
         depth: receives posted beyond the next one used; 2 by default, 4 where stages are skipped.
-        transport: where receives are placed. With `async`, fpipe's own, a receive that is posted early makes nothing
-            wait. With the others of `fpipe.verify` it is posted where its send is, and there is no depth.
-        effects: the table of effects and values; `TABLE.extended({...})` for effects of your own.
+        transport: decides where receives are placed. With `async`, the transport of fpipe's handlers, a receive that is
+            posted early blocks nothing. With the other transports of `fpipe.verify`, each receive is posted at the
+            moment of its send, and `depth` is not used.
+        effects: the table of effects and values; `TABLE.extended({...})` for effects that you define.
 
     Raises:
         ScheduleError: the schedule yields a non-effect, or names a stage, microbatch or rank that the plan lacks.
@@ -58,7 +59,7 @@ Backward(stage=1, microbatch=0))
 
 
 def collect(schedule: Schedule, plan: Plan, table: Table = TABLE) -> Programs:
-    """Return what the schedule yields on each rank, unchanged."""
+    """Return the effects that the schedule yields on each rank, unchanged."""
     programs = {}
     for rank in range(plan.ranks):
         yielded = schedule(rank, plan)
@@ -74,47 +75,47 @@ def collect(schedule: Schedule, plan: Plan, table: Table = TABLE) -> Programs:
 
 def communicate(programs: Programs) -> Programs:
     """Add each `Send` after its producer, and each `Recv` before its first use, in the order of the sends."""
-    wires = _EdgeCache(plan_of(programs), table_of(programs))
+    cache = _EdgeCache(plan_of(programs), table_of(programs))
     sent: Sent = defaultdict(deque)
-    sending = {rank: list(_with_sends(program, wires, sent)) for rank, program in programs.items()}
+    sending = {rank: list(_with_sends(program, cache, sent)) for rank, program in programs.items()}
     return {
-        rank: replace(program, effects=tuple(_with_receives(rank, sending.pop(rank), wires, sent)))
+        rank: replace(program, effects=tuple(_with_receives(rank, sending.pop(rank), cache, sent)))
         for rank, program in programs.items()
     }
 
 
-def _with_sends(program: Program, wires: _EdgeCache, sent: Sent) -> Iterator[Effect]:
+def _with_sends(program: Program, cache: _EdgeCache, sent: Sent) -> Iterator[Effect]:
     for effect in program:
         yield effect
-        for value, peers in wires.out(effect):
+        for value, peers in cache.out(effect):
             for peer in peers:
                 if peer != program.rank:
                     sent[program.rank, peer].append(value)
                     yield Send(value, peer)
 
 
-def _with_receives(rank: int, effects: list[Effect], wires: _EdgeCache, sent: Sent) -> Iterator[Effect]:
+def _with_receives(rank: int, effects: list[Effect], cache: _EdgeCache, sent: Sent) -> Iterator[Effect]:
     received: set[int] = set()
     for effect in effects:
-        for number, source in wires.into(effect):
+        for number, source in cache.into(effect):
             channel = sent[source, rank] if source != rank else ()
             while channel and number not in received:
                 value = channel.popleft()
-                received.add(wires.interning.id(value))
+                received.add(cache.interning.id(value))
                 yield Recv(value, source)
         yield effect
 
 
 class _EdgeCache:
-    """The values that effects send to other ranks, and those that they need from them.
+    """The values that effects send to other ranks, and the values that they need from other ranks.
 
-    Looked up once for all microbatches that a uniform row says the same of.
+    Looked up once for all microbatches of a uniform row.
     """
 
     def __init__(self, plan: Plan, table: Table) -> None:
         self.plan, self.table, self.interning = plan, table, Interning(plan, table)
         self._out: dict[Any, list[tuple[Callable[[int], Value], tuple[int, ...]]]] = {}
-        self._into: dict[Any, list[tuple[int, bool, int]]] = {}  # an id, whether it moves with the microbatch, a rank
+        self._into: dict[Any, list[tuple[int, bool, int]]] = {}  # an id, whether the name has a microbatch, a rank
 
     def out(self, effect: Any) -> list[tuple[Value, tuple[int, ...]]]:
         """Return the values that an effect gives, each with the other ranks that read it."""
@@ -125,7 +126,7 @@ class _EdgeCache:
         return [] if type(effect) is Recv else [pair for part in parts(effect) for pair in self._find_out(part)]
 
     def into(self, effect: Any) -> list[tuple[int, int]]:
-        """Return the ids of the values that an effect needs, each with the rank that makes it."""
+        """Return the ids of the values that an effect needs, each with the rank that computes it."""
         if (key := self.interning.uniform_key(effect)) is not None:
             m = effect.microbatch
             if key not in self._into:
@@ -146,7 +147,7 @@ class _EdgeCache:
 
 
 def _at_microbatch(value: Any) -> Callable[[int], Value]:
-    """Return a function of a microbatch: the same value of that one."""
+    """Return a function of a microbatch that returns the same value for that microbatch."""
     kind: Any = type(value)
     names = fields_of(kind)
     if "microbatch" not in names:
@@ -168,7 +169,7 @@ def prefetch(programs: Programs, depth: int | None = None) -> Programs:
 
 def _prefetched(program: Program, depth: int, interning: Interning) -> Iterator[Effect]:
     receives = deque(e for e in program if isinstance(e, Recv))
-    early = 0  # how many are posted ahead of their place
+    early = 0  # number of receives that are posted ahead of their place
     waiting: set[int] = set()  # posted, not used yet
     for effect in program:
         if isinstance(effect, Send):
@@ -191,7 +192,7 @@ def _prefetched(program: Program, depth: int, interning: Interning) -> Iterator[
 def rendezvous(programs: Programs) -> Programs:
     """Add each `Send` after its producer, and its `Recv` on the other rank at that moment: any transport can run it.
 
-    Where the ranks wait for each other in a circle there is no such moment, and `communicate` places them.
+    If the ranks wait for each other in a cycle, there is no such moment, and `communicate` places the receives.
     """
     rows = {rank: program.effects for rank, program in programs.items()}
     placed = lockstep(rows, plan_of(programs), table_of(programs))
@@ -204,7 +205,7 @@ def lockstep(rows: Mapping[int, Sequence[Any]], plan: Plan, table: Table = TABLE
     """Insert sends and receives by running the ranks in turn, one effect each. Items that are not effects pass through.
 
     Returns:
-        None where no rank can go on.
+        None if no rank can proceed.
     """
     left = {rank: deque(row) for rank, row in rows.items()}
     done: dict[int, list[Any]] = {rank: [] for rank in rows}
@@ -219,9 +220,9 @@ def lockstep(rows: Mapping[int, Sequence[Any]], plan: Plan, table: Table = TABLE
             moved = True
             item = row.popleft()
             done[rank].append(item)
-            made = table.gives(item, plan) if is_effect else ()
-            here[rank].update(made)
-            for value in filter(table.travels, made):
+            values = table.gives(item, plan) if is_effect else ()
+            here[rank].update(values)
+            for value in filter(table.travels, values):
                 for peer in table.readers(value, plan):
                     done[rank].append(Send(value, peer))
                     done[peer].append(Recv(value, rank))
@@ -232,8 +233,8 @@ def lockstep(rows: Mapping[int, Sequence[Any]], plan: Plan, table: Table = TABLE
 def exchange_sums(programs: Programs) -> Programs:
     """Add the sends and receives of the gradient sums that copies and ties share, once they are final.
 
-    They stand at the end of the programs, or before a stage's own `Reduce`, so that they fit behind any communication;
-    and in one order over all ranks, so that every transport can run it.
+    They are added at the end of the programs, or before the first `Reduce` that needs them, so that they follow all
+    other communication; and in one order over all ranks, so that every transport can run them.
     """
     plan = plan_of(programs)
     if all(len(plan.sharers(stage)) == 1 for stage in range(plan.stages)):
@@ -278,7 +279,7 @@ def _with_reduce(program: Program) -> list[Effect]:
 
 
 def _last_weights(program: Program) -> dict[int, int]:
-    """Return the place of each stage's last weight gradient."""
+    """Return the index of each stage's last weight gradient in the program."""
     last: dict[int, int] = {}
     stages = len(program.plan.stages_on(program.rank))
     for at in range(len(program) - 1, -1, -1):
@@ -302,6 +303,6 @@ def _forward(program: Program) -> Iterator[Effect]:
 
 
 def wavefront(rank: int, plan: Plan) -> Iterator[Effect]:
-    """The forward-only schedule: each microbatch enters as soon as it can; legal for every DAG and placement."""
+    """The forward-only schedule: each microbatch enters as early as possible. Legal for every DAG and placement."""
     runs = [(m + s, s, m) for s in plan.stages_on(rank) for m in plan.microbatches_of(s, rank)]
     yield from (Forward(s, m) for _, s, m in sorted(runs, key=lambda run: (run[0], -run[1])))

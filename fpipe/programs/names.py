@@ -1,4 +1,4 @@
-"""Whether effects name what the plan has: stages, microbatches, ranks and values. No torch."""
+"""Check that the stages, microbatches, ranks and values of effects are in the plan. No torch."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def check_names(effects: Iterable[Any], rank: int, plan: Plan, table: Table) -> 
             if not _exists(effect.value, plan, table, ranges):
                 raise _refused(rank, effect, "the plan has no such value")
         elif not _fits(effect, ranges):
-            named = [name for name in fields_of(kind) if name in ranges]
-            limits = (f"{name}{'es' if name.endswith('h') else 's'} 0 to {ranges[name][-1]}" for name in named)
+            fields = [name for name in fields_of(kind) if name in ranges]
+            limits = (f"{name}{'es' if name.endswith('h') else 's'} 0 to {ranges[name][-1]}" for name in fields)
             raise _refused(rank, effect, f"there are {' and '.join(limits)}")
 
 
@@ -51,10 +51,10 @@ def _exists(value: Any, plan: Plan, table: Table, ranges: dict[str, range]) -> b
     return row is not None and row.producer is not None and _fits(value, ranges) and row.exists(value, plan)
 
 
-def _fits(named: Any, ranges: dict[str, range]) -> bool:
-    return all(_in(ranges[name], getattr(named, name)) for name in fields_of(type(named)) if name in ranges)
+def _fits(item: Any, ranges: dict[str, range]) -> bool:
+    return all(_in(ranges[name], getattr(item, name)) for name in fields_of(type(item)) if name in ranges)
 
 
 def _in(numbers: range, number: object) -> bool:
-    """Whether a number is an index of a range; 1.0 is equal to an index, and is none."""
+    """Whether a number is an index in a range. 1.0 equals an index, but is not one."""
     return (type(number) is int or hasattr(number, "__index__")) and number in numbers

@@ -1,4 +1,4 @@
-"""One rank's complete effects, and those of all ranks. No torch."""
+"""The complete effects of one rank, and of all ranks. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fpipe.tables import TABLE, Table
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's complete effects, communication included: lowering returns it and handlers replay it.
+    """The complete effects of one rank, communication included. Lowering returns it and handlers replay it.
 
     Args:
-        table: says what its effects and their values are.
+        table: the table of its effects and values.
     """
 
     plan: Plan
@@ -35,7 +35,7 @@ Programs = Mapping[int, Program]
 
 
 def plan_of(programs: Programs) -> Plan:
-    """The plan of one program for each rank.
+    """Return the plan of the programs, one for each rank.
 
     Raises:
         ScheduleError: a rank's program is missing, or is another rank's or another plan's.

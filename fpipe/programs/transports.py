@@ -1,4 +1,4 @@
-"""How messages travel, and so what waits for what. No torch."""
+"""The rules by which sends and receives wait for each other. No torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 
 class Transport(NamedTuple):
-    """What waits for what among sends and receives. A post itself never waits, save as said here.
+    """The waits between sends and receives. A post waits only as `rendezvous` describes.
 
     Args:
-        paired: a rank's posts to a peer run in one queue, one after the other; else its sends in one and its
-            receives in another. A transfer takes place when the two stand at the head of their queues.
-        rendezvous: a send keeps its rank until its receive is posted.
+        paired: a rank's sends and receives to a peer run in one queue, one after the other; else the sends run in one
+            queue and the receives in another. A transfer runs when its send and its receive are at the heads of their
+            queues.
+        rendezvous: a send occupies its rank until its receive is posted.
     """
 
     paired: bool = False
@@ -19,10 +20,10 @@ class Transport(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> Transport:
-        """One of `TRANSPORTS`.
+        """Return one of `TRANSPORTS`.
 
         Raises:
-            ValueError: there is none of that name.
+            ValueError: there is no transport of that name.
 
         >>> Transport.named("paired")
         Transport(paired=True, rendezvous=False)

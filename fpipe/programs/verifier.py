@@ -1,16 +1,16 @@
-"""Whether complete programs are right: every rule, on the very programs that run. No torch.
+"""Verify complete programs: check every rule, on the programs that the handlers run. No torch.
 
-The rules, in the order in which they are held; the first that is broken is the error:
+The rules, in the order of the checks; the first broken rule is the error:
 
-1. An effect names what the plan has. Every stage runs each of its microbatches forward once, on the rank that
-   `plan.rank_of` says, and backward once, fused or in two halves, or nothing runs backward at all.
+1. The stages, microbatches, ranks and values of effects are in the plan. Every stage runs each microbatch forward once,
+   on the rank `plan.rank_of`, and backward once, fused or in two halves; or no stage runs backward.
 2. Per stage and copy, forwards and weight gradients run in microbatch order. The parts of an overlap are independent.
-3. Every trained stage is reduced once on each rank that holds it, when its sums there are final; so are sums sent.
-4. A value goes from its maker, once, to each other rank that reads it, and nowhere else. On each directed edge
+3. Every trained stage is reduced once on each of its ranks. Sums are reduced and sent only when they are final.
+4. A value is sent once from its producer to each other rank that reads it, and to no other rank. On each directed edge
    receives are posted in the order of the sends.
-5. A value is made before it is used, and the waits have no cycle under the transport.
+5. A value is computed before it is used, and the waits have no cycle under the transport.
 
-With 1 and 4 each name has exactly the uses that the plan says, so that nothing is left over where 5 holds.
+By 1 and 4 each name has exactly the uses of the plan, so that no value is left unused if 5 holds.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ MISSING = {
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of programs that are right.
+    """The result of verifying correct programs.
 
     Args:
-        plan, transport: what they are right for.
-        effects: how many each rank has.
-        messages: how many go over each directed edge, (source, target).
-        bytes: of activations and gradients over each edge; None without costs.
-        peak_in_flight: the most microbatches that each rank has in flight, of a whole rank: one of v chunks counts 1/v.
-            A microbatch is in flight on a stage from its forward to its weight gradient or fused backward. In program
-            order, which no timing changes; 0 where nothing runs backward, for nothing is kept.
-        peak_bytes: the most bytes that each rank holds when an effect ends, in program order: residuals, what is
-            deferred, and values from when they are made, or their receive is posted, to their last use, each memory
-            once. A backward has then used up what it was given. What is sent is held until a value that comes back says
-            that it has come. Apart lie parameters and what is computed of them alone (which `LiveBytes` sees), the
-            batch, sums of gradients and losses, what a piece has only while it runs, and copies that pack small tensors
-            into one message. None without costs. `fpipe.LiveBytes` measures it.
+        plan, transport: those that the programs are correct for.
+        effects: the number of effects of each rank.
+        messages: the number of messages over each directed edge, (source, target).
+        bytes: bytes of activations and gradients over each edge; None without costs.
+        peak_in_flight: the peak number of microbatches in flight on each rank; one on one of v chunks counts 1/v.
+            A microbatch is in flight on a stage from its forward to its weight gradient or fused backward. Counted in
+            program order, so timing does not change it; 0 if no stage runs backward.
+        peak_bytes: the peak of each rank's live bytes at the ends of effects, in program order: residuals, deferred
+            values, and values from when they are computed, or their receive is posted, to their last use. Shared memory
+            counts once. A backward has freed its inputs when it ends. A sent value is live until a value received from
+            that peer acknowledges it. Not counted: parameters and values derived from them alone (`LiveBytes` counts
+            these), the batch, gradient and loss accumulators, temporaries inside a piece, and packing buffers. None
+            without costs. `fpipe.LiveBytes` measures it.
     """
 
     plan: Plan
@@ -73,8 +73,8 @@ class Report:
     def __str__(self) -> str:
         ranks = [("rank", "effects", "in flight", *(["bytes"] if self.peak_bytes else []))]
         for rank, (effects, peak) in enumerate(zip(self.effects, self.peak_in_flight, strict=True)):
-            held = [f"{self.peak_bytes[rank]:.4g}"] if self.peak_bytes else []
-            ranks.append((str(rank), str(effects), f"{peak:g}", *held))
+            peak_bytes = [f"{self.peak_bytes[rank]:.4g}"] if self.peak_bytes else []
+            ranks.append((str(rank), str(effects), f"{peak:g}", *peak_bytes))
         edges = [("edge", "messages", *(["bytes"] if self.bytes else []))]
         for edge, count in self.messages.items():
             sent = [f"{self.bytes[edge]:.4g}"] if self.bytes else []
@@ -98,21 +98,21 @@ def verify(
     depth: int | None = None,
     effects: Table = TABLE,
 ) -> Report:
-    """Check the programs that a schedule makes for a plan, communication included.
+    """Check the programs of a schedule for a plan, communication included.
 
     Args:
-        transport: `async`: posts never wait, and each directed edge is a channel, first in, first out (what fpipe's
-            handlers do); `paired`: each rank's sends and receives to a peer run one after the other in one queue, as
-            on one NCCL communicator for the pair; `rendezvous`: a send waits until its receive is posted. What
-            a schedule leaves to lowering is placed for the transport; what it yields itself stays where it is.
-        ordered: whether each stage must run its microbatches in order. False admits what promises a tolerance
-            instead of bits, and is not for stages with state; `value_and_grad` wants True.
-        costs: whose bytes the report counts.
+        transport: `async`: posts never wait, and each directed edge is a channel, first in, first out (the transport
+            of fpipe's handlers); `paired`: each rank's sends and receives to a peer run one after the other in one
+            queue, as on one NCCL communicator for the pair; `rendezvous`: a send waits until its receive is posted.
+            Lowering places sends and receives for the transport; those that the schedule yields keep their place.
+        ordered: whether each stage must run its microbatches in order. False accepts schedules whose results are equal
+            within a tolerance only, and is not for stages with state; `value_and_grad` requires True.
+        costs: the sizes from which the report counts bytes.
         depth, effects: as in `lower`.
 
     Raises:
-        ScheduleError: the first rule that is broken, or a shortest cycle of waits: which ranks, at which effects,
-            wait for what, and a way out.
+        ScheduleError: the first broken rule, or a shortest cycle of waits: the ranks, their effects, the values that
+            they wait for, and a way out.
 
     >>> from fpipe import Placement, Plan, schedules
     >>> print(verify(schedules.one_f_one_b, Plan(Placement.loop(2), 4)))
@@ -129,7 +129,7 @@ def verify(
 
 
 def check(programs: Programs, *, transport: str = "async", ordered: bool = True, costs: Costs | None = None) -> Report:
-    """`verify` for complete programs, one for each rank."""
+    """Verify complete programs, one for each rank; the arguments are those of `verify`."""
     Transport.named(transport)
     plan = plan_of(programs)
     if costs is not None:
@@ -140,9 +140,9 @@ def check(programs: Programs, *, transport: str = "async", ordered: bool = True,
     interning = Interning(plan, table)
     all_parts: Any = (part for program in programs.values() for effect in program for part in parts(effect))
     trained = any(table.effects[type(part)].work & (INPUT | WEIGHT) for part in all_parts)
-    peaks = [_Runs(programs[rank], trained, ordered).check() for rank in range(plan.ranks)]
+    peaks = [_RankRules(programs[rank], trained, ordered).check() for rank in range(plan.ranks)]
     due = _due(programs, trained, interning)
-    _check_carried(programs, due, interning)
+    _check_messages(programs, due, interning)
     deque(turns(programs, transport), maxlen=0)
     return Report(
         plan,
@@ -155,22 +155,24 @@ def check(programs: Programs, *, transport: str = "async", ordered: bool = True,
     )
 
 
-class _Runs:
-    """Rules 1 to 3 on one rank: what each stage has run, and how many microbatches are in flight."""
+class _RankRules:
+    """Rules 1 to 3 on one rank: the work that each stage has done, and the number of microbatches in flight."""
 
     def __init__(self, program: Program, trained: bool, ordered: bool) -> None:
         self.program, self.plan, self.rank, self.table = program, program.plan, program.rank, program.table
         self.trained, self.ordered = trained, ordered
-        self.own = {stage: self.plan.microbatches_of(stage, self.rank) for stage in self.plan.stages_on(self.rank)}
-        self.done = {stage: bytearray(self.plan.microbatches) for stage in self.own}
-        self.last = {(stage, what): -1 for stage in self.own for what in (FORWARD, WEIGHT)}
-        self.left = {stage: len(own) if trained else 0 for stage, own in self.own.items()}
+        self.microbatches = {
+            stage: self.plan.microbatches_of(stage, self.rank) for stage in self.plan.stages_on(self.rank)
+        }
+        self.done = {stage: bytearray(self.plan.microbatches) for stage in self.microbatches}
+        self.last = {(stage, work): -1 for stage in self.microbatches for work in (FORWARD, WEIGHT)}
+        self.left = {stage: len(run) if trained else 0 for stage, run in self.microbatches.items()}
         self.reduced: set[int] = set()
-        self.early: list[ScheduleError] = []  # what is summed up too early; rule 1 is told first
+        self.early: list[ScheduleError] = []  # of sums that are used too early; errors of rule 1 are raised first
         self.in_flight = self.peak = 0
 
     def check(self) -> int:
-        """Hold the rules; the most microbatches in flight."""
+        """Check the rules; return the peak number of microbatches in flight."""
         effect: Any
         works = {kind: row.work for kind, row in self.table.effects.items()}
         for effect in self.program:
@@ -191,13 +193,13 @@ class _Runs:
         return self.peak
 
     def place(self, e: Any) -> None:
-        """Hold where an effect of the user's own may run."""
+        """Check that an effect that the user defines may run on this rank."""
         ranks = self.table.effects[type(e)].where(e, self.plan)
         if self.rank not in ranks:
             raise self.wrong(e, f"{_ranks(ranks)} may run it: yield it there")
 
     def give_once(self) -> None:
-        """Hold that a value which never leaves the rank is given once until it is freed."""
+        """Check that a value which never leaves the rank is not given again before it is freed."""
         here: set[Any] = set()
         for effect in self.program:
             here.difference_update(self.table.frees(effect, self.plan))
@@ -209,26 +211,26 @@ class _Runs:
                     )
                 here.add(name)
 
-    def run(self, e: Any, runs: int) -> None:
+    def run(self, e: Any, work: int) -> None:
         stage, m = e.stage, e.microbatch
-        if stage not in self.own or m not in self.own[stage]:
+        if stage not in self.microbatches or m not in self.microbatches[stage]:
             raise self.wrong(e, f"rank {self.plan.rank_of(stage, m)} runs that microbatch of that stage")
-        if self.done[stage][m] & runs:
+        if self.done[stage][m] & work:
             raise self.wrong(e, "it has run: a microbatch goes forward once, and backward once, fused or in two halves")
-        self.done[stage][m] |= runs
-        if runs == FORWARD:
+        self.done[stage][m] |= work
+        if work == FORWARD:
             self.in_order(e, FORWARD)
             self.in_flight += self.trained
             self.peak = max(self.peak, self.in_flight)
-        elif runs & WEIGHT:
+        elif work & WEIGHT:
             self.in_order(e, WEIGHT)
             self.in_flight -= 1
             self.left[stage] -= 1
 
-    def in_order(self, e: Any, what: int) -> None:
-        last, self.last[e.stage, what] = self.last[e.stage, what], e.microbatch
+    def in_order(self, e: Any, work: int) -> None:
+        last, self.last[e.stage, work] = self.last[e.stage, work], e.microbatch
         if e.microbatch < last and self.ordered:
-            kind = "forwards" if what == FORWARD else "weight gradients"
+            kind = "forwards" if work == FORWARD else "weight gradients"
             raise self.wrong(
                 e,
                 f"microbatch {last} has run: a stage's {kind} run in microbatch order, for state and sums depend on it",
@@ -241,8 +243,8 @@ class _Runs:
             raise self.wrong(e, f"its backward needs {name} of its forward: overlap what is independent")
 
     def reduce(self, e: Any) -> None:
-        if e.stage not in self.own:
-            raise self.wrong(e, f"the rank holds stages {tuple(self.own)}")
+        if e.stage not in self.microbatches:
+            raise self.wrong(e, f"the rank holds stages {tuple(self.microbatches)}")
         if not self.trained:
             raise self.wrong(e, "nothing runs backward")
         if e.stage in self.reduced:
@@ -262,15 +264,15 @@ class _Runs:
 
     def end(self) -> None:
         full = FORWARD | INPUT | WEIGHT if self.trained else FORWARD
-        for stage, own in self.own.items():
+        for stage, microbatches in self.microbatches.items():
             done = self.done[stage]
-            for m in own if done.count(full) < len(own) else ():
+            for m in microbatches if done.count(full) < len(microbatches) else ():
                 if missing := full & ~done[m]:
-                    what = "Forward" if missing & FORWARD else MISSING[missing]
-                    raise ScheduleError(f"rank {self.rank} never yields {what} of stage {stage}, microbatch {m}")
+                    kind = "Forward" if missing & FORWARD else MISSING[missing]
+                    raise ScheduleError(f"rank {self.rank} never yields {kind} of stage {stage}, microbatch {m}")
         if self.early:
             raise self.early[0]
-        for stage in self.own if self.trained else ():
+        for stage in self.microbatches if self.trained else ():
             if stage not in self.reduced:
                 raise ScheduleError(
                     f"rank {self.rank} never yields Reduce(stage={stage}): a schedule yields every Reduce, or none"
@@ -286,7 +288,7 @@ def _ranks(ranks: Collection[int]) -> str:
 
 
 Due = dict[Edge, dict[int, Collection[int]]]
-"""For each edge the ids of the values that must travel on it, by block: the values of one have the same readers."""
+"""For each edge the ids of the values that must be sent on it, by block. Values of a block have the same readers."""
 
 
 def _due(programs: Programs, trained: bool, interning: Interning) -> Due:
@@ -305,7 +307,7 @@ def _due(programs: Programs, trained: bool, interning: Interning) -> Due:
                 add(Gradient(stage, consumer, m), block)
         for rank in plan.ranks_of(stage) if trained else ():
             add(WeightGradient(stage, rank), 1)
-    for value in _own_values(programs, interning.table):
+    for value in _user_values(programs, interning.table):
         id_, source = interning.id(value), interning.table.producer(value, plan)
         for reader in interning.table.readers(value, plan):
             if source is not None:
@@ -314,8 +316,8 @@ def _due(programs: Programs, trained: bool, interning: Interning) -> Due:
     return due
 
 
-def _own_values(programs: Programs, table: Table) -> Iterator[Value]:
-    """Yield the values of the user's own that effects give and that other ranks read."""
+def _user_values(programs: Programs, table: Table) -> Iterator[Value]:
+    """Yield the values of user-defined kinds that effects give."""
     kinds = {kind for kind in table.values if kind not in TABLE.values}
     for program in programs.values() if kinds else ():
         for effect in program:
@@ -323,8 +325,8 @@ def _own_values(programs: Programs, table: Table) -> Iterator[Value]:
                 yield from (v for v in table.gives(effect, program.plan) if type(v) in kinds)
 
 
-def _check_carried(programs: Programs, due: Due, interning: Interning) -> None:
-    """Hold rule 4: on every edge the values that are due are sent, and received in that order."""
+def _check_messages(programs: Programs, due: Due, interning: Interning) -> None:
+    """Check rule 4: on every edge exactly the due values are sent, and they are received in the order of the sends."""
     sent: dict[Edge, list[int]] = {edge: [] for edge in due}
     received: dict[Edge, list[int]] = {edge: [] for edge in due}
     for rank, program in programs.items():
@@ -346,7 +348,7 @@ def _check_carried(programs: Programs, due: Due, interning: Interning) -> None:
 def _check_posts(
     kind: type[Any], edge: Edge, posts: list[int], due: dict[int, Collection[int]], interning: Interning
 ) -> None:
-    """Hold that a rank posts on an edge the values that are due there, each once."""
+    """Check that a rank posts each value that is due on an edge, once, and no other value."""
     (rank, peer), block = edge if kind is Send else edge[::-1], interning.block
     if any(id_ not in due.get(id_ // block, ()) for id_ in posts):
         id_ = next(id_ for id_ in posts if id_ not in due.get(id_ // block, ()))

@@ -9,7 +9,7 @@ import fpipe
 from fpipe import Placement, Plan, handlers, lower
 from fpipe.effects import Recv
 from fpipe.handlers.distributed.connections import Connections
-from fpipe.programs.completions import receipts
+from fpipe.programs.completions import send_completions
 from fpipe.programs.interleaving import interleave
 from fpipe.tables import TABLE
 from tests.support import cases, jobs
@@ -80,7 +80,7 @@ def test_a_receipt_never_comes_before_its_send_is_received(ranks, chunks, microb
     """Replayed in an order of the handler's own: when a value is taken, what it proves has been taken."""
     plan = Plan(Placement.loop(ranks, chunks), microbatches)
     programs = lower(fpipe.schedules.interleaved_1f1b, plan, depth=depth)
-    proofs = [receipts(programs, rank) for rank in range(ranks)]
+    proofs = [send_completions(programs, rank) for rank in range(ranks)]
     taken = {}
     for rank, effect in interleave(programs):
         for name in TABLE.needs(effect, plan):

@@ -32,7 +32,7 @@ from fpipe.handlers.distributed.wire import Payload
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
 from fpipe.plan import Plan
-from fpipe.programs.completions import receipts
+from fpipe.programs.completions import send_completions
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import flatten
 
@@ -201,7 +201,7 @@ class _CompiledProgram:
         self.program, self.plan, self.pieces = program, program.plan, pieces
         self.connections, self.failures = connections, failures
         self.handshake = Handshake(connections, failures)
-        self.channels = Channels(connections, self.handshake, receipts(programs, program.rank))
+        self.channels = Channels(connections, self.handshake, send_completions(programs, program.rank))
         self.executor = Executor(program, pieces, self.channels, observe, functions=functions)
 
     def __call__(self, inputs: Inputs) -> Results:
