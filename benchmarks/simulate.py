@@ -22,7 +22,7 @@ from fpipe.effects import Backward, Forward, Recv, Send
 from fpipe.plan import Schedule
 from fpipe.programs.program import Programs
 from fpipe.programs.verifier import check
-from fpipe.timelines.simulator import play
+from fpipe.timelines.simulator import simulate_programs
 
 ROUNDS = 3
 PLANS = {
@@ -73,7 +73,7 @@ def row(name: str, schedule: Schedule, plan: Plan) -> None:
     for _ in range(ROUNDS):
         programs = note("lowering", lambda: lower(schedule, plan))
         note("verifier", lambda programs=programs: check(programs))
-        note("simulator", lambda programs=programs: play(programs, Costs(communication=0.1)).makespan)
+        note("simulator", lambda programs=programs: simulate_programs(programs, Costs(communication=0.1)).makespan)
         if sum(map(len, programs.values())) <= TORCH_MOST:
             order = torch_order(schedule, plan)
             lowered = note("torch lowering", lambda order=order: torch_lower(order, plan))
@@ -96,7 +96,7 @@ def large() -> None:
     plan = Plan(Placement.loop(512), 4096)
     lowering, programs = timed(lambda: lower(schedules.one_f_one_b, plan))
     messages = sum(isinstance(e, Send | Recv) for e in programs[1].effects)
-    playing, timeline = timed(lambda: play(programs, Costs(communication=0.1)))
+    playing, timeline = timed(lambda: simulate_programs(programs, Costs(communication=0.1)))
     account, cost = timed(lambda: (timeline.cost, timeline.bubble_rate, timeline.peak_in_flight[0]))
     expected = (4096 + 511) * 3 + 0.1 * (2 * 511 * 4096 / 512 + 2 * 510)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

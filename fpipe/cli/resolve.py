@@ -20,7 +20,7 @@ from fpipe.programs.lowering import lower
 from fpipe.programs.verifier import check
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry
 from fpipe.timelines.format import number
-from fpipe.timelines.simulator import play
+from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
 
 
@@ -112,7 +112,7 @@ def played(job: Job, step: Callable[[str], None] = lambda what: None) -> Timelin
     step(f"verify {job.name}")
     check(programs, ordered=False)
     step(f"simulate {job.name}")
-    return play(programs, job.costs)
+    return simulate_programs(programs, job.costs)
 
 
 def enforce_limit(peaks: Sequence[float], limit: float | None) -> None:

@@ -20,7 +20,7 @@ from fpipe.tables import Table as Effects
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.format import Scale, extent, lighter, number, percent, size, sized
 from fpipe.timelines.perfetto import label
-from fpipe.timelines.text import Cell, lane, looks
+from fpipe.timelines.text import Cell, drawn_rows, lane
 from fpipe.timelines.timeline import CAUSES, Timeline
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _legend(cells: Sequence[Cell], colours: bool, timeline: Timeline) -> Text:
     kinds = {type(cell.effect) for cell in cells if cell.effect}
     labels = {cell.label for cell in cells}
     legend = Text()
-    for kind, look in looks(timeline.table).items():
+    for kind, look in drawn_rows(timeline.table).items():
         if kind in kinds:
             legend.append("  " if colours else look.letter, f"#000000 on {look.colour}")
             legend.append(f" {look.label}  ")
@@ -284,7 +284,7 @@ def _stay(stay: PathSegment, scale: Scale, effects: Effects) -> str:
 
 
 def _letter(kind: str, effects: Effects) -> str:
-    return next((row.letter for each, row in looks(effects).items() if each.__name__ == kind), kind.lower())
+    return next((row.letter for each, row in drawn_rows(effects).items() if each.__name__ == kind), kind.lower())
 
 
 def difference(found: Difference, names: tuple[str, str], scale: Scale) -> Group:

@@ -1,1 +1,1 @@
-"""When effects happen, predicted or measured, and what that says. No torch."""
+"""Timelines of effects, predicted or measured: causes of idle time, comparisons, drawings and exports. No torch."""

@@ -1,4 +1,4 @@
-"""Two timelines side by side: by effect, by rank, and where the difference of their makespans lies. No torch."""
+"""Compare two timelines: by effect, by rank, and by the parts of the difference of their makespans. No torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from typing import Any, NamedTuple
 from fpipe.effects import Effect, Recv, Send, parts
 from fpipe.tables import Row, Table
 from fpipe.timelines.format import extent
-from fpipe.timelines.text import looks
+from fpipe.timelines.text import drawn_rows
 from fpipe.timelines.timeline import CAUSES, Spans, Timeline
 
 Pair = tuple[float, float]
 TRANSFER, HOST, ELSEWHERE, UNMATCHED = "transfer", "host", "elsewhere", "unmatched"
-_MOST = 200  # effects that JSON has
+_MAX_EFFECTS = 200  # in the JSON
 
 
 class Matched(NamedTuple):
-    """An effect that both timelines have, by its place among each one's spans.
+    """An effect that both timelines have.
 
     Args:
-        took: its durations; of a receive, from when its value was sent, however early it was posted.
-        start: when it began, each by its own timeline.
+        at: its index among the spans of each timeline.
+        rank: its rank in each timeline.
+        took: its durations; of a receive, from the send of its value, even if it was posted earlier.
+        start: its start times, each on its timeline's clock.
     """
 
     effect: Effect
@@ -36,42 +38,42 @@ class Matched(NamedTuple):
 
     @property
     def longer(self) -> float:
-        """How much longer it took in the first."""
+        """The duration in the first less that in the second."""
         return self.took[0] - self.took[1]
 
     @property
     def shift(self) -> float:
-        """How much later it began in the first."""
+        """The start in the first less that in the second."""
         return self.start[0] - self.start[1]
 
 
-class Link(NamedTuple):
-    """A stretch of a chain of waits: what a span adds to it, after a gap since the end of the one before.
+class PathStep(NamedTuple):
+    """A span of the critical path, with the time that it adds, after a gap since the end of the span before.
 
-    Of a receive that was posted early only what comes after its send's end is its own. Where clocks differ a little, a
-    span may end before what it waited for, and its own time is less than nothing.
+    A receive that was posted early adds only the time after the end of its send. Where clocks differ a little, a span
+    may end before the span that it waited for; its duration is then negative.
     """
 
     at: int
     gap: float
-    own: float
+    duration: float
 
 
 @dataclass(frozen=True, eq=False)
 class Difference:
-    """What differs between two timelines. Pairs are in their order, and a difference is the first's less the second's.
+    """The difference of two timelines. Pairs are in the order (a, b), and a difference is a's value less b's.
 
-    Effects are the same where they are equal and ran on the same rank; compute is also the same on another rank, since
-    a microbatch passes a stage once. What only one of the timelines has is left out, and `notices` says so.
+    Two effects match if they are equal and ran on the same rank. Compute matches also on another rank, because a stage
+    runs a microbatch once. An effect that only one timeline has is left out, and `notices` reports it.
 
     Args:
-        a, b: in one unit, or the figures can't be compared.
+        a, b: the timelines, in the same unit.
 
     >>> from fpipe import Costs, Placement, Plan, schedules, simulate
     >>> plan = Plan(Placement.loop(2), 4)
     >>> slow = simulate(schedules.one_f_one_b, plan, Costs(forward=1.5, communication=0.5))
-    >>> found = Difference(slow, simulate(schedules.one_f_one_b, plan))
-    >>> found.makespan, found.lies
+    >>> difference = Difference(slow, simulate(schedules.one_f_one_b, plan))
+    >>> difference.makespan, difference.lies
     ((19.5, 15.0), {'forward': 2.5, 'backward': 0.0, 'transfer': 2.0, 'host': 0.0, 'elsewhere': 0.0})
     """
 
@@ -88,113 +90,113 @@ class Difference:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that ran something in both."""
+        """The ranks that ran an effect in both."""
         both = range(min(self.a.plan.ranks, self.b.plan.ranks))
         return [rank for rank in both if self.a.spans.of(rank) and self.b.spans.of(rank)]
 
     @cached_property
     def effects(self) -> list[Matched]:
-        """What both have, the largest differences of duration first.
+        """The effects that both have, the largest differences of duration first.
 
-        Of a transfer that no compute waited for a measurement has only a bound: these are left out.
+        Transfers that no compute waited for are left out, because a measurement has only a bound of their end.
         """
         known = _known(self.a), _known(self.b)
-        found = (each for each in self.matched.values() if each.at[0] in known[0] and each.at[1] in known[1])
-        return sorted(found, key=lambda each: (-abs(each.longer), -abs(each.shift), each.at))
+        effects = (each for each in self.matched.values() if each.at[0] in known[0] and each.at[1] in known[1])
+        return sorted(effects, key=lambda each: (-abs(each.longer), -abs(each.shift), each.at))
 
     @cached_property
     def matched(self) -> dict[int, Matched]:
-        """By the place among the first's spans."""
+        """The effects that both have, by their index among the first's spans."""
         places = {key: at for at, _, key in reversed([*_keys(self.b)])}
-        found = dict[int, Matched]()
+        matched = dict[int, Matched]()
         for at, rank, key in _keys(self.a):
             other = places.pop(key, None)
             if other is not None:
                 spans, others = self.a.spans, self.b.spans
-                found[at] = Matched(
+                matched[at] = Matched(
                     spans.effects[at],
                     (at, other),
                     (rank, others[other].rank),
                     (_took(spans, at), _took(others, other)),
                     (spans.starts[at], others.starts[other]),
                 )
-        return found
+        return matched
 
     @property
-    def _looks(self) -> dict[type, Row]:
-        return looks(self.a.table) | looks(self.b.table)
+    def _rows(self) -> dict[type, Row]:
+        return drawn_rows(self.a.table) | drawn_rows(self.b.table)
 
     @cached_property
     def kinds(self) -> dict[str, Pair]:
-        """Kind of compute -> the time that all of it took."""
+        """Kind of compute -> its total time in each timeline."""
         totals = [_totals(self.a), _totals(self.b)]
-        names = [kind.__name__ for kind in self._looks if any(kind.__name__ in total for total in totals)]
+        names = [kind.__name__ for kind in self._rows if any(kind.__name__ in total for total in totals)]
         return {name: (totals[0].get(name, 0.0), totals[1].get(name, 0.0)) for name in names}
 
     @cached_property
     def lies(self) -> dict[str, float]:
-        """Where the difference of the makespans lies; the parts add up to it.
+        """The parts of the difference of the makespans; their sum is that difference.
 
-        The first's critical path is a chain of waits from its start to its end, so that its makespan is the sum of
-        what each link adds: its own time, from when all that it waited for was there, and a gap before, in which
-        nothing that was recorded ran. The same links are looked up in the second.
+        The first's critical path is a chain of waits from its start to its end. Its makespan is therefore the sum over
+        the steps of the path: the duration of each step, from the end of the span that it waited for, and the gap
+        before it, in which no recorded effect ran. The same steps are looked up in the second.
 
-        - A kind of compute by its name, and `transfer`: own times in the first less those in the second. What reduces
-          gradients counts as host.
-        - `host`: the gaps in the first, less those of the second where the link waited for the same one there too.
-        - `unmatched`: own times of links that the second doesn't have; only there if there are such.
-        - `elsewhere`: less the rest of the second's makespan, in which it ran or waited for what is not on this path.
-          Large where the first's path isn't critical in the second: look at the difference the other way round too.
+        - A kind of compute by its name, and `transfer`: durations in the first less those in the second. `Reduce`
+          counts as host.
+        - `host`: the gaps in the first, less the gaps of those steps that waited for the same span in the second.
+        - `unmatched`: durations of steps that the second doesn't have; absent if there are none.
+        - `elsewhere`: minus the rest of the second's makespan, in which effects ran that are not on this path. It is
+          large if the first's path isn't critical in the second; then also compare the other way round.
         """
-        found: dict[str, float] = defaultdict(float)
-        found.update({row.label: 0.0 for kind, row in self._looks.items() if self.kinds.get(kind.__name__)})
-        found |= {TRANSFER: 0.0, HOST: 0.0}
+        shares: dict[str, float] = defaultdict(float)
+        shares.update({row.label: 0.0 for kind, row in self._rows.items() if self.kinds.get(kind.__name__)})
+        shares |= {TRANSFER: 0.0, HOST: 0.0}
         covered, before = 0.0, -1
-        for link in links(self.a):
-            matched = self.matched.get(link.at)
-            found[HOST] += link.gap
+        for step in path_steps(self.a):
+            matched = self.matched.get(step.at)
+            shares[HOST] += step.gap
             if matched is None:
-                found[UNMATCHED] += link.own
+                shares[UNMATCHED] += step.duration
             else:
-                own, gap = self._there(matched.at[1], before)
-                found[part(matched.effect, self.a.table)] += link.own - own
-                found[HOST] -= gap
-                covered += own + gap
+                duration, gap = self._in_second(matched.at[1], before)
+                shares[part(matched.effect, self.a.table)] += step.duration - duration
+                shares[HOST] -= gap
+                covered += duration + gap
             before = matched.at[1] if matched else -2
-        return {**found, ELSEWHERE: covered - self.b.makespan}
+        return {**shares, ELSEWHERE: covered - self.b.makespan}
 
-    def _there(self, at: int, before: int) -> Pair:
-        """What a span adds in the second, and its gap there, if it waited for the one before (-1: for none)."""
+    def _in_second(self, at: int, before: int) -> Pair:
+        """Return a span's duration in the second, and its gap if it waited for the span `before` (-1: for none)."""
         waited = self.b.spans.waited[at]
-        link = _link(self.b, at, _origin(self.b))
-        return link.own, link.gap if waited == before else 0.0
+        step = _step(self.b, at, _origin(self.b))
+        return step.duration, step.gap if waited == before else 0.0
 
     @cached_property
     def notices(self) -> list[str]:
-        """What can't be compared."""
-        found = []
+        """The parts of the timelines that can't be compared, as sentences."""
+        notices = []
         if self.a.plan != self.b.plan:
             first, second = extent(self.a.plan), extent(self.b.plan)
-            which = f": {first}, and {second}" if first != second else " in where stages run or what they read"
-            found.append(f"the plans differ{which}; what both have is compared")
+            how = f": {first}, and {second}" if first != second else " in where stages run or what they read"
+            notices.append(f"the plans differ{how}; what both have is compared")
         for one, other, which in ((self.a, self.b, "first"), (self.b, self.a, "second")):
-            there = {rank for rank in range(other.plan.ranks) if other.spans.of(rank)}
-            if only := [r for r in range(one.plan.ranks) if one.spans.of(r) and r not in there]:
+            recorded = {rank for rank in range(other.plan.ranks) if other.spans.of(rank)}
+            if only := [r for r in range(one.plan.ranks) if one.spans.of(r) and r not in recorded]:
                 ranks = ", ".join(map(str, only[:8])) + (", …" if len(only) > 8 else "")
-                found.append(f"only the {which} has rank{'s' if len(only) > 1 else ''} {ranks}")
+                notices.append(f"only the {which} has rank{'s' if len(only) > 1 else ''} {ranks}")
             if missing := len(one.spans) - len(self.matched):
-                found.append(f"{missing} of the {len(one.spans)} effects of the {which} are not in the other")
-        return found
+                notices.append(f"{missing} of the {len(one.spans)} effects of the {which} are not in the other")
+        return notices
 
     def as_json(self) -> dict[str, Any]:
-        """What JSON can hold of it, the largest differences of effects among it. A row is a place in a rank's spans."""
+        """Return JSON values, with the largest differences of effects. A row is an index among a rank's spans."""
         return {
             "makespan": list(self.makespan),
             "bubble_rate": list(self.bubble_rate),
             "ranks": [self._rank(rank) for rank in self.ranks],
             "kinds": {kind: list(pair) for kind, pair in self.kinds.items()},
             "lies": self.lies,
-            "effects": [self._effect(each) for each in self.effects[:_MOST]],
+            "effects": [self._effect(each) for each in self.effects[:_MAX_EFFECTS]],
             "notices": self.notices,
         }
 
@@ -210,7 +212,7 @@ class Difference:
 
 
 def _keys(timeline: Timeline) -> Iterator[tuple[int, int, tuple[object, ...]]]:
-    """Place, rank, and what makes an effect the same one in another timeline."""
+    """Yield index, rank and key of each span; effects with equal keys match."""
     for rank in range(timeline.plan.ranks):
         for at in timeline.spans.of(rank):
             effect = timeline.spans.effects[at]
@@ -222,23 +224,23 @@ def _keys(timeline: Timeline) -> Iterator[tuple[int, int, tuple[object, ...]]]:
 
 
 def _origin(timeline: Timeline) -> float:
-    """When the first compute begins."""
+    """Return the start of the first compute."""
     firsts = (islice(timeline.compute(rank), 1) for rank in range(timeline.plan.ranks))
     return min((span.start for span in chain.from_iterable(firsts)), default=0.0)
 
 
-def links(timeline: Timeline) -> list[Link]:
-    """The critical path as what each of its spans adds to the makespan: gaps and own times add up to it."""
+def path_steps(timeline: Timeline) -> list[PathStep]:
+    """Return the steps of the critical path. Their gaps and durations add up to the makespan."""
     origin = _origin(timeline)
-    return [_link(timeline, at, origin) for at in timeline.critical_spans]
+    return [_step(timeline, at, origin) for at in timeline.critical_spans]
 
 
-def _link(timeline: Timeline, at: int, origin: float) -> Link:
+def _step(timeline: Timeline, at: int, origin: float) -> PathStep:
     spans = timeline.spans
     waited, end = spans.waited[at], spans.ends[at]
     before = spans.ends[waited] if waited >= 0 else origin
     gap = max(0.0, spans.starts[at] - before)
-    return Link(at, gap, end - before - gap)
+    return PathStep(at, gap, end - before - gap)
 
 
 def part(effect: Effect, table: Table) -> str:
@@ -258,7 +260,7 @@ def _totals(timeline: Timeline) -> dict[str, float]:
 
 
 def _known(timeline: Timeline) -> set[int]:
-    """The spans whose ends are known also where they were measured: not those of transfers that nobody waited for."""
+    """Return the spans whose ends a measurement knows: all but the transfers that no compute waited for."""
     spans = timeline.spans
     computes = [at for at, effect in enumerate(spans.effects) if not isinstance(effect, Send | Recv)]
     received = {spans.waited[at] for at in computes}
@@ -274,12 +276,12 @@ def _took(spans: Spans, at: int) -> float:
 
 
 class PathSegment(NamedTuple):
-    """A stretch of the critical path: effects of one rank, or transfers from one to another.
+    """A part of the critical path: effects of one rank, or transfers from one rank to another.
 
     Args:
-        ranks: the one, or both.
-        effects: how many of each kind.
-        time: from the end of what came before it.
+        ranks: the rank, or both ranks of the transfer.
+        effects: the number of effects of each kind.
+        time: from the end of the segment before it.
     """
 
     ranks: tuple[int, ...]
@@ -288,22 +290,22 @@ class PathSegment(NamedTuple):
 
 
 def path_segments(timeline: Timeline) -> list[PathSegment]:
-    """The critical path, rank after rank."""
-    spans = [(timeline.spans[link.at], link) for link in links(timeline)]
+    """Return the segments of the critical path, in order."""
+    spans = [(timeline.spans[step.at], step) for step in path_steps(timeline)]
     folded = groupby(spans, lambda each: TRANSFER if isinstance(each[0].effect, Send | Recv) else each[0].rank)
-    found = []
+    segments = []
     for where, group in folded:
         run = list(group)
         ranks = tuple(dict.fromkeys(span.rank for span, _ in run)) if where == TRANSFER else (int(where),)
         kinds = Counter(type(span.effect).__name__ for span, _ in run)
-        found.append(PathSegment(ranks, dict(kinds), sum(link.gap + link.own for _, link in run)))
-    return found
+        segments.append(PathSegment(ranks, dict(kinds), sum(step.gap + step.duration for _, step in run)))
+    return segments
 
 
 def path_shares(timeline: Timeline) -> dict[str, float]:
-    """How much of the makespan each kind of link of the critical path takes."""
-    found: dict[str, float] = defaultdict(float)
-    for link in links(timeline):
-        found[part(timeline.spans.effects[link.at], timeline.table)] += link.own
-        found[HOST] += link.gap
-    return dict(sorted(found.items(), key=lambda each: -each[1]))
+    """Return the time that each part takes on the critical path, longest first; the times add up to the makespan."""
+    shares: dict[str, float] = defaultdict(float)
+    for step in path_steps(timeline):
+        shares[part(timeline.spans.effects[step.at], timeline.table)] += step.duration
+        shares[HOST] += step.gap
+    return dict(sorted(shares.items(), key=lambda each: -each[1]))

@@ -1,7 +1,7 @@
-"""A timeline as a figure: lanes of compute, of idle ranks and of memory, on one scale of time. Needs matplotlib.
+"""Draw a timeline as a figure: lanes of compute, of idle ranks and of memory, on one scale of time. Needs matplotlib.
 
-Colours mean work, as in the table, lighter for a rank's later chunks. Idle time is grey, hatched by its cause.
-The ground is white, so that the figure reads the same on a light page and on a dark one.
+The colours are those of the table of effects, lighter for a rank's later chunks. Idle time is grey, hatched by cause.
+The background is white, so that the figure looks the same on light and dark pages.
 """
 
 from __future__ import annotations
@@ -23,62 +23,62 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fpipe.effects import Effect, parts
 from fpipe.timelines.format import lighter, number, size, sized
-from fpipe.timelines.text import looks, start, text
+from fpipe.timelines.text import drawn_rows, start, text
 from fpipe.timelines.timeline import Timeline
 
 FORMATS = (".svg", ".png", ".pdf")
 IDLE = {  # cause -> grey, hatch
     "warm-up": ("#eeeeee", ""),
     "dependency": ("#d4d4d4", "/////"),
-    "transfer": ("#bcbcbc", "-----"),  # not dots: in an SVG they take ten times as many bytes as all else
+    "transfer": ("#bcbcbc", "-----"),  # not dots: in an SVG they take ten times as many bytes as the rest of the figure
     "drain": ("#eeeeee", "\\\\\\\\\\"),
 }
 _STYLE: dict[Any, Any] = {
     "font.size": 8,
     "hatch.linewidth": 0.4,
     "hatch.color": "#8c8c8c",
-    "svg.fonttype": "none",  # text stays text, which can be searched
+    "svg.fonttype": "none",  # text stays searchable text
     "svg.hashsalt": "fpipe",
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
 _DIGIT = 0.065  # inches across a digit of a label
 _MARGINS = 1.2  # inches left and right of the lanes
-_MOST_LABELS = 5000
-_EDGE = 0.5  # points of white around a box, which would hide one that isn't wider than a few of them
+_MAX_LABELS = 5000
+_EDGE = 0.5  # points: width of the white edge of a box; none for narrow boxes, which it would hide
 
 
 def save(timeline: Timeline, path: pathlib.Path, title: str = "") -> None:
-    """Draw a timeline into a file; its suffix says the format, one of `FORMATS`. Equal timelines give equal files."""
+    """Draw a timeline into a file. The suffix, one of `FORMATS`, is the format. Equal timelines give equal files."""
     undated = {".png": "Creation Time", ".svg": "Date", ".pdf": "CreationDate"}[path.suffix.lower()]
     with rc_context(_STYLE):
         figure(timeline, title).savefig(path, dpi=160, metadata={undated: None})
 
 
 def figure(timeline: Timeline, title: str = "") -> Figure:
-    """The figure, for a notebook or for changes by hand.
+    """Return the figure, for a notebook or for manual changes.
 
-    The lanes are each rank's compute, how many ranks are idle and why, and what each rank holds: bytes, if the
-    timeline's costs have any, or else microbatches in flight.
+    The lanes are each rank's compute, the number of idle ranks by cause, and each rank's memory: in bytes if the
+    timeline's costs have sizes, otherwise in microbatches in flight.
     """
     ranks = timeline.plan.ranks
     width, height = _width(timeline), min(9.0, max(1.0, 0.3 * ranks))
-    found = Figure(figsize=(width, height + 3.0), layout="constrained", facecolor="white")
-    compute, idle, memory = found.subplots(3, 1, sharex=True, height_ratios=[height, 0.7, 1.1])
+    result = Figure(figsize=(width, height + 3.0), layout="constrained", facecolor="white")
+    compute, idle, memory = result.subplots(3, 1, sharex=True, height_ratios=[height, 0.7, 1.1])
     _compute(compute, timeline, (width - _MARGINS) / (timeline.makespan or 1.0))
     _idle(idle, timeline)
     _memory(memory, timeline)
     memory.set_xlabel("time")
     memory.set_xlim(start(timeline), start(timeline) + (timeline.makespan or 1.0))
-    found.suptitle(title.replace("$", r"\$"), x=0.01, ha="left", fontsize=9)
+    result.suptitle(title.replace("$", r"\$"), x=0.01, ha="left", fontsize=9)
     marks = list(_legend(timeline))
     across = ceil(len(marks) / ceil(len(marks) * 1.6 / width))  # an entry is up to 1.6 inches wide
-    found.legend(handles=marks, loc="outside lower left", ncols=across, frameon=False, handlelength=1.4)
-    return found
+    result.legend(handles=marks, loc="outside lower left", ncols=across, frameon=False, handlelength=1.4)
+    return result
 
 
 def _width(timeline: Timeline) -> float:
-    """Inches that give most labels their room, within what a page takes."""
+    """Return the width in inches that fits most labels, within the limits of a page."""
     computes = (span for rank in range(timeline.plan.ranks) for span in timeline.compute(rank))
     scales = sorted(_room(s.effect, timeline) / (s.end - s.start) for s in computes if s.end > s.start)
     usual = scales[3 * len(scales) // 4] if scales else 0.0
@@ -86,13 +86,13 @@ def _width(timeline: Timeline) -> float:
 
 
 def _room(effect: Effect, timeline: Timeline) -> float:
-    """Inches that the label of an effect takes at most."""
+    """Return the largest width in inches of an effect's label."""
     digits = len(str(timeline.plan.microbatches - 1))
     return (len(parts(effect)) * (digits + 0.8) - 0.6) * _DIGIT
 
 
 def _compute(ax: Axes, timeline: Timeline, inches: float) -> None:
-    """Each rank's effects as boxes, with microbatches where they fit, and the gaps between them."""
+    """Draw each rank's effects as boxes, with microbatches where they fit, and the gaps between them."""
     plan = timeline.plan
     boxes: dict[str, list[_Box]] = {}
     labels = []
@@ -112,12 +112,12 @@ def _compute(ax: Axes, timeline: Timeline, inches: float) -> None:
             for gap in timeline.gaps(rank)
             if gap.cause == cause
         ]
-        if gaps:  # one path for all of them: to hatch each would take seconds
+        if gaps:  # one path for all gaps: to hatch each gap would take seconds
             path = Path.make_compound_path_from_polys(np.array(gaps))
             ax.add_patch(PathPatch(path, facecolor=colour, hatch=hatch, linewidth=0))
-    for x, y, label in labels if len(labels) <= _MOST_LABELS else ():
-        within = ax.text(x, y, label, ha="center", va="center_baseline", fontsize=6.5, clip_on=True)
-        within.set_in_layout(False)  # it lies in the lanes: measuring each would take seconds
+    for x, y, label in labels if len(labels) <= _MAX_LABELS else ():
+        artist = ax.text(x, y, label, ha="center", va="center_baseline", fontsize=6.5, clip_on=True)
+        artist.set_in_layout(False)  # it is inside the lanes; to measure each label would take seconds
     ax.set_ylim(plan.ranks - 0.4, -0.6)
     ax.set_ylabel("rank")
     ax.set_yticks(range(0, plan.ranks, ceil(plan.ranks / 24)))
@@ -133,14 +133,14 @@ def _box(rank: int, begin: float, end: float, half: float = 0.42) -> _Box:
 
 
 def _colour(effect: Effect, rank: int, timeline: Timeline) -> str:
-    """The effect's, lighter for the rank's later chunks."""
+    """Return the effect's colour, lighter for the rank's later chunks."""
     stages = timeline.plan.stages_on(rank)
     chunk = stages.index(getattr(parts(effect)[0], "stage", stages[0]))
     return lighter(timeline.table.effects[type(effect)].colour, 0.55 * chunk / max(1, len(stages) - 1))
 
 
 def _idle(ax: Axes, timeline: Timeline) -> None:
-    """How many ranks are idle at each time, one cause above the other."""
+    """Draw the number of idle ranks over time, with the causes stacked."""
     changes: dict[str, dict[float, int]] = {cause: {} for cause in IDLE}
     for rank in range(timeline.plan.ranks):
         for gap in timeline.gaps(rank):
@@ -162,13 +162,13 @@ def _idle(ax: Axes, timeline: Timeline) -> None:
 
 
 def _instant(time: float, timeline: Timeline) -> float:
-    """The time without the last digits of floats: what happens at once is drawn at once."""
+    """Round away the last digits of a time, so that simultaneous events are drawn at the same time."""
     grain = timeline.makespan * 1e-9 or 1.0
     return round(time / grain) * grain
 
 
 def _memory(ax: Axes, timeline: Timeline) -> None:
-    """What each rank holds over time, and where most is held."""
+    """Draw each rank's memory over time, with the peak over all ranks."""
     ranks, measured = timeline.plan.ranks, sized(timeline.costs)
     peaks = []
     for rank in range(ranks):
@@ -195,9 +195,9 @@ def _legend(timeline: Timeline) -> Iterator[Patch]:
     ranks = range(timeline.plan.ranks)
     kinds = {type(span.effect) for rank in ranks for span in timeline.compute(rank)}
     causes = {gap.cause for rank in ranks for gap in timeline.gaps(rank)}
-    for kind, look in looks(timeline.table).items():
+    for kind, row in drawn_rows(timeline.table).items():
         if kind in kinds:
-            yield Patch(facecolor=look.colour, label=look.label)
+            yield Patch(facecolor=row.colour, label=row.label)
     if any(len(timeline.plan.stages_on(rank)) > 1 for rank in ranks):
         yield Patch(facecolor="none", label="lighter: a later chunk")
     for cause, (colour, hatch) in IDLE.items():

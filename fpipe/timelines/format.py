@@ -1,4 +1,4 @@
-"""Numbers, times, bytes and sizes of plans as people read them. No torch."""
+"""Format numbers, times, bytes, plan sizes and colours for people. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fpipe.plan import Plan
 
 
 def number(value: float) -> str:
-    """Four digits, and no exponent where a person would write none.
+    """Format a number with four digits, and with no exponent from 1000 to 1e9.
 
     >>> number(93.40000000000001), number(98304.0), number(0.0625), number(1e-6)
     ('93.4', '98304', '0.0625', '1e-06')
@@ -20,7 +20,7 @@ def number(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes in the largest decimal unit that they fill.
+    """Format a byte count in the largest decimal unit not above it.
 
     >>> size(999), size(1.5e9)
     ('999 B', '1.5 GB')
@@ -30,22 +30,22 @@ def size(value: float) -> str:
 
 
 class Scale(NamedTuple):
-    """The unit that times are shown in: its name, and how many of it one of the timeline's is."""
+    """The unit in which times are shown: its name, and the factor from the timeline's unit to it."""
 
     name: str
     factor: float
 
     def __call__(self, time: float) -> str:
-        """The time without its unit."""
+        """Format a time without its unit."""
         return number(time * self.factor)
 
     def full(self, time: float) -> str:
-        """The time with its unit."""
+        """Format a time with its unit."""
         return f"{self(time)} {self.name}".rstrip()
 
 
 def scale_of(makespan: float, unit: str) -> Scale:
-    """The unit in which a makespan is a number that people read; of times without a unit, none.
+    """Return the unit that suits a makespan: s, ms or µs; no unit for times without one.
 
     >>> scale_of(0.18, "s").full(0.0123), scale_of(17.0, "").full(0.5)
     ('12.3 ms', '0.5')
@@ -58,7 +58,7 @@ def scale_of(makespan: float, unit: str) -> Scale:
 
 
 def percent(share: float) -> str:
-    """A share of one in percent.
+    """Format a fraction as a percentage.
 
     >>> percent(0.0625)
     '6.2%'
@@ -67,7 +67,7 @@ def percent(share: float) -> str:
 
 
 def extent(plan: Plan) -> str:
-    """How large a plan is.
+    """Format the numbers of ranks, stages and microbatches of a plan.
 
     >>> from fpipe import Placement
     >>> extent(Plan(Placement.v(4), 8))
@@ -75,20 +75,20 @@ def extent(plan: Plan) -> str:
     """
     counts = {"rank": plan.ranks, "stage": plan.stages, "microbatch": plan.microbatches}
     ending = {"rank": "s", "stage": "s", "microbatch": "es"}
-    return ", ".join(f"{count} {what}{ending[what] if count != 1 else ''}" for what, count in counts.items())
+    return ", ".join(f"{count} {noun}{ending[noun] if count != 1 else ''}" for noun, count in counts.items())
 
 
 def sized(costs: Costs) -> bool:
-    """Whether any size was given, so that memory can be told in bytes."""
-    return any(map(_given, (costs.activation, costs.residuals, costs.deferred)))
+    """Whether any size is positive, so that memory can be shown in bytes."""
+    return any(map(_is_positive, (costs.activation, costs.residuals, costs.deferred)))
 
 
-def _given(cost: float | Sequence[float]) -> bool:
+def _is_positive(cost: float | Sequence[float]) -> bool:
     return any(cost) if isinstance(cost, Sequence) else cost > 0
 
 
 def lighter(colour: str, share: float) -> str:
-    """A colour mixed with white.
+    """Return a colour mixed with white.
 
     >>> lighter("#0080ff", 0.5)
     '#80c0ff'

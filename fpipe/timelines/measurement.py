@@ -1,7 +1,7 @@
-"""One step as it was measured: receives split, an account of each rank's time, and the timeline. No torch.
+"""A measured step: its receives, split in waiting and transfer; each rank's account of time; its timeline. No torch.
 
-Times of two ranks are put together only if both were read from one clock, or the difference was measured. An arrival
-is seen by who waits for it: of a value that was there at its first use, only a bound is known.
+Times of two ranks are compared only if both were read from one clock, or the clocks' offset was measured. An arrival is
+reported only to a waiting caller: for a value that was there at its first use, only an upper bound is known.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from fpipe.programs.program import Programs, plan_of, table_of
 from fpipe.tables import TABLE, Table, fields_of
 from fpipe.timelines.timeline import Spans, Timeline
 
-SHORT_WAIT = 50e-6  # seconds that a use takes to get what is there
-LAST_SHARE = (
-    0.05  # share of the time since both had posted, in whose last bit a value is not taken to have come by chance
-)
+SHORT_WAIT = 50e-6  # seconds that a use takes to get a value that is there
+LAST_SHARE = 0.05  # a wait of at most this share of the transfer is too short to show that the value arrived in it
 
 
 class Columns(NamedTuple):
-    """One rank's step, by the place of the effect in its program; seconds.
+    """One rank's times of a step, by the index of the effect in its program; seconds.
 
     Args:
-        starts, ends: of each effect on the host; sends and receives only post, but for a step's first to travel, which
-            waits until the ranks have agreed on the step.
-        waits, arrivals: of each receive, when its first use began to wait for the value, and had it.
+        starts, ends: of each effect on the host. Sends and receives only post; but the first message of a step waits
+            until the ranks have agreed on the step.
+        waits, arrivals: of each receive, when its first use began to wait for the value, and when it got the value.
     """
 
     starts: array[float]
@@ -46,12 +44,12 @@ class Columns(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """A receive as its rank saw it, in waiting and transfer; seconds.
+    """A receive as its rank measured it, split in waiting and transfer; seconds.
 
     Args:
-        posted: when it was.
+        posted: when the receive was posted.
         sent: when its send was posted; None if that rank was not recorded here.
-        used, arrived: when the value's first use began to wait for it, and had it.
+        used, arrived: when the value's first use began to wait for it, and when it got the value.
     """
 
     effect: Recv
@@ -62,9 +60,9 @@ class Receive(NamedTuple):
 
     @property
     def there(self) -> bool:
-        """Whether the value was there at its first use, as far as the wait tells, which was short then.
+        """Whether the value was there at its first use, judged by a short wait.
 
-        If so, `arrived` is a bound from above, and so is `transfer`.
+        If so, `arrived` is an upper bound, and so is `transfer`.
         """
         waited = self.arrived - self.used
         if self.sent is None:
@@ -73,41 +71,41 @@ class Receive(NamedTuple):
 
     @property
     def left(self) -> float:
-        """When both sides had posted."""
+        """The time when both sides had posted."""
         if self.sent is None:
             raise ValueError(f"{self.effect.value} was sent by rank {self.effect.rank}, which is not recorded here")
         return min(max(self.posted, self.sent), self.arrived)
 
     @property
     def waiting(self) -> float:
-        """From the post until the sender had posted too."""
+        """The time from the post until the sender had posted too."""
         return self.left - self.posted
 
     @property
     def transfer(self) -> float:
-        """From then until it arrived."""
+        """The time from when both sides had posted until the value arrived."""
         return self.arrived - self.left
 
     @property
     def exposed(self) -> float:
-        """The transfer's time in which the rank did nothing but wait for it."""
+        """The part of the transfer in which the rank only waited for it."""
         return self.arrived - max(self.left, self.used)
 
 
 class Account(NamedTuple):
-    """Where the time of one rank's step went; seconds.
+    """An account of the time of one rank's step; seconds.
 
     Args:
-        compute: in pieces.
-        between: for each two pieces that follow one another, the time between them in which nothing was waited for:
-            what the host takes, and once a step what the ranks take to agree. Where one process plays several ranks, it
-            holds what the others do.
-        posting: in sends and receives.
-        waiting: for values from other ranks.
-        exposed: of that, with the value under way; None, as what follows, where its senders were not recorded here.
-        hidden: transfers under compute, of values that were waited for in the end.
-        hidden_at_most: with all transfers, those too of which only a bound is known.
-        receives, there: how many, and of how many the value was there at its first use.
+        compute: time in pieces.
+        between: for each two consecutive pieces, the time between them without waits for values: host time, and once a
+            step the ranks' agreement. If one process runs several ranks, it contains the work of the other ranks.
+        posting: time in sends and receives.
+        waiting: time in waits for values from other ranks.
+        exposed: the part of `waiting` in which the value was being transferred; None, as are the next two, if a sender
+            was not recorded here.
+        hidden: transfers under compute, of values that the rank finally waited for.
+        hidden_at_most: transfers under compute of all values, including those with only a bound.
+        receives, there: the number of receives, and of those whose value was there at its first use.
     """
 
     compute: float
@@ -121,7 +119,7 @@ class Account(NamedTuple):
     there: int
 
     def _cells(self) -> tuple[str, ...]:
-        """A row of the table, in milliseconds."""
+        """Return the cells of a row of the table, in milliseconds."""
         hidden = "-" if self.hidden is None else f"{_ms(self.hidden)} to {_ms(self.hidden_at_most)}"
         return (
             *map(_ms, (self.compute, sum(self.between), median(self.between) if self.between else 0.0)),
@@ -136,13 +134,13 @@ def _ms(seconds: float | None) -> str:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One step as it was measured; printed, a table of where each rank's time went.
+    """A measured step. It prints as a table of each rank's account.
 
     Args:
-        programs: of all ranks.
-        columns: of the ranks that were recorded, on rank 0's clock where they are of several processes.
-        offsets: seconds by which a rank's own clock is ahead of it.
-        uncertainty: seconds by which the offset may be wrong; 0 where one clock was read by both.
+        programs: the programs of all ranks.
+        columns: the times of the recorded ranks; those of several processes are on rank 0's clock.
+        offsets: seconds by which a rank's clock is ahead of rank 0's.
+        uncertainty: seconds by which the offset may be wrong; 0 if both ranks read the same clock.
     """
 
     programs: Programs
@@ -164,10 +162,10 @@ class Measurement:
         return self.table.effects[type(effect)].track == "compute"
 
     def receives(self, rank: int) -> list[Receive]:
-        """A rank's receives, in the order of their posts."""
-        own = self.columns[rank]
+        """Return a rank's receives, in the order of their posts."""
+        columns = self.columns[rank]
         return [
-            Receive(effect, own.starts[at], self._sent(effect, rank), own.waits[at], own.arrivals[at])
+            Receive(effect, columns.starts[at], self._sent(effect, rank), columns.waits[at], columns.arrivals[at])
             for at, effect in enumerate(self.programs[rank])
             if isinstance(effect, Recv)
         ]
@@ -178,7 +176,7 @@ class Measurement:
 
     @cached_property
     def _sends(self) -> dict[tuple[Value, int], int]:
-        """(value, the rank it goes to) -> where its send stands in its rank's program."""
+        """(value, receiving rank) -> index of its send in the sender's program."""
         return {
             (effect.value, effect.rank): at
             for program in self.programs.values()
@@ -187,21 +185,21 @@ class Measurement:
         }
 
     def account(self, rank: int) -> Account:
-        """Where a rank's time went."""
-        own, effects, receives = self.columns[rank], self.programs[rank].effects, self.receives(rank)
-        spans = list(zip(own.starts, own.ends, strict=True))
+        """Return the account of a rank's time."""
+        columns, effects, receives = self.columns[rank], self.programs[rank].effects, self.receives(rank)
+        spans = list(zip(columns.starts, columns.ends, strict=True))
         pieces = [span for effect, span in zip(effects, spans, strict=True) if self._computes(effect)]
-        computed, waited = _Taken(pieces), _Taken(sorted((r.used, r.arrived) for r in receives))
+        computed, waited = _Intervals(pieces), _Intervals(sorted((r.used, r.arrived) for r in receives))
         posts = (
             end - start for effect, (start, end) in zip(effects, spans, strict=True) if isinstance(effect, Send | Recv)
         )
         hidden = [(r.there, computed.within(r.left, r.arrived)) for r in receives if r.sent is not None]
         known = len(hidden) == len(receives)
         return Account(
-            computed.whole,
+            computed.total,
             [start - end - waited.within(end, start) for (_, end), (start, _) in pairwise(pieces)],
             sum(posts),
-            waited.whole,
+            waited.total,
             sum(r.exposed for r in receives) if known else None,
             sum(took for there, took in hidden if not there) if known else None,
             sum(took for _, took in hidden) if known else None,
@@ -223,19 +221,19 @@ class Measurement:
         return "\n".join([*table, legend])
 
     def timeline(self, costs: Costs = Costs(), *, partial: bool = False) -> Timeline:
-        """The spans of all ranks, from the first on, in seconds.
+        """Return the timeline of all ranks, in seconds from the first start.
 
-        A send ends as its value arrives, and of one that was there at its first use both may end later than they did.
-        A compute waited for a receive if the value wasn't there. What the host does in a gap counts there as what was
-        waited for in it, by default a dependency.
+        A send ends when its value arrives. If the value was there at its first use, the true end of its send and
+        receive may be earlier. A compute waited for a receive if the value was not there. Host time in a gap counts as
+        the wait in that gap, by default a dependency.
 
         Args:
-            costs: whose bytes `memory` counts.
-            partial: take the ranks that are recorded; others have no spans. A send to one of these ends with its post,
-                and a receive from one waited for nothing.
+            costs: the sizes from which `memory` counts bytes.
+            partial: allow ranks that are not recorded; they have no spans. A send to such a rank ends with its post,
+                and a receive from it waited for no span.
 
         Raises:
-            ValueError: not all ranks are recorded here, and that was not asked for.
+            ValueError: a rank is not recorded here, and `partial` is False.
         """
         missing = [rank for rank in range(self.plan.ranks) if rank not in self.columns]
         if missing and not partial:
@@ -246,14 +244,14 @@ class Measurement:
 
     @property
     def origin(self) -> float:
-        """When the first effect of any rank began, on the clock of the columns."""
-        return min(start for own in self.columns.values() for start in own.starts)
+        """The start of the first effect of any rank, on the clock of the columns."""
+        return min(start for columns in self.columns.values() for start in columns.starts)
 
     def costs(self) -> Costs:
-        """What effects took, in seconds: of each kind and stage the median, and of each edge that of its transfers.
+        """Return measured costs in seconds: medians for each kind of effect and stage, and for each edge's transfers.
 
-        Of transfers those that were waited for; where there were none, the shortest of which a bound is known. What a
-        stage never ran, it is said to take no time for: `simulate` gives the same schedule's prediction.
+        For transfers, the median of those waited for; if none was, the smallest upper bound. A kind that a stage never
+        ran costs 0, so use these costs to `simulate` the same schedule.
         """
         taken = defaultdict[tuple[type, int], list[float]](list)
         part: Any
@@ -297,11 +295,11 @@ class Measurement:
         waited = array("q", [-1]) * first[-1]
         for rank in here:
             for at, receive in zip(self._receiving(rank), self.receives(rank), strict=True):
-                mine, arrived = first[rank] + at, receive.arrived - origin
+                index, arrived = first[rank] + at, receive.arrived - origin
                 if receive.sent is not None:
-                    waited[mine] = sent = first[receive.effect.rank] + self._sends[receive.effect.value, rank]
+                    waited[index] = sent = first[receive.effect.rank] + self._sends[receive.effect.value, rank]
                     ends[sent] = arrived = max(starts[sent], arrived)
-                ends[mine] = max(starts[mine], arrived)
+                ends[index] = max(starts[index], arrived)
             for at, before in self._waited(rank):
                 waited[first[rank] + at] = -1 if before is None else first[rank] + before
         effects = [effect for rank in here for effect in self.programs[rank]]
@@ -311,7 +309,7 @@ class Measurement:
         return [at for at, effect in enumerate(self.programs[rank]) if isinstance(effect, Recv)]
 
     def _waited(self, rank: int) -> Iterator[tuple[int, int | None]]:
-        """For all effects but receives: the one that kept the rank until it began, or the receive that came later."""
+        """Yield the index of each effect but receives, and that of the effect or late receive that it waited for."""
         receives = zip(self._receiving(rank), self.receives(rank), strict=True)
         late = {receive.effect.value: (receive.arrived, at) for at, receive in receives if not receive.there}
         last: int | None = None
@@ -320,26 +318,26 @@ class Measurement:
             if isinstance(effect, Send):
                 yield at, last
             elif not isinstance(effect, Recv):
-                came = [late[name] for name in self.table.needs(effect, self.plan) if name in late]
-                arrived, received = max(came, default=(-inf, -1))
+                arrivals = [late[name] for name in self.table.needs(effect, self.plan) if name in late]
+                arrived, received = max(arrivals, default=(-inf, -1))
                 yield at, received if arrived > ended else last
                 last, ended = at, self.columns[rank].ends[at]
 
 
-class _Taken:
-    """Stretches of time that don't overlap, in order: how much of them lies within others."""
+class _Intervals:
+    """Intervals of time that don't overlap, in order: their total, and the part of them within another interval."""
 
-    def __init__(self, stretches: Sequence[tuple[float, float]]) -> None:
-        self.starts, self.ends = [start for start, _ in stretches], [end for _, end in stretches]
-        self.sums = [0.0, *accumulate(end - start for start, end in stretches)]
+    def __init__(self, intervals: Sequence[tuple[float, float]]) -> None:
+        self.starts, self.ends = [start for start, _ in intervals], [end for _, end in intervals]
+        self.sums = [0.0, *accumulate(end - start for start, end in intervals)]
 
     @property
-    def whole(self) -> float:
+    def total(self) -> float:
         return self.sums[-1]
 
     def within(self, start: float, end: float) -> float:
         return max(0.0, self._before(end) - self._before(start))
 
-    def _before(self, when: float) -> float:
-        at = bisect_right(self.starts, when)
-        return self.sums[at] - max(0.0, self.ends[at - 1] - when) if at else 0.0
+    def _before(self, time: float) -> float:
+        at = bisect_right(self.starts, time)
+        return self.sums[at] - max(0.0, self.ends[at - 1] - time) if at else 0.0

@@ -1,8 +1,8 @@
-"""A timeline for Perfetto and for Chrome's trace viewer, as JSON or as Perfetto's own protobuf. No torch.
+"""Export a timeline for Perfetto and Chrome's trace viewer, as JSON or as Perfetto's protobuf. No torch.
 
-- A rank is a process. Slices of one track never overlap: transfers that do are put on as many tracks as it takes.
-- A receive is two slices: the wait until its value is sent, and the transfer; an arrow leads there from the send.
-- Times are whole nanoseconds from the first of anything on. Where costs have no unit, one unit is a millisecond.
+- A rank is a process. Slices of one track never overlap: overlapping transfers are put on several tracks.
+- A receive is two slices: the wait until its value is sent, and the transfer. An arrow connects the send to it.
+- Times are whole nanoseconds from the first event. If the costs have no unit, one unit is shown as a millisecond.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _TRACKS = {
     "send": "sends",
     "receive": "receives",
     "host": "host",
-}  # of `TABLE`, as they are named
-_BATCH = 1000  # packets or events of one piece of the output
-_SEQUENCE = 1  # of all packets: which writer they are from
+}  # track of the table -> its name in the trace
+_BATCH = 1000  # packets or events in one piece of the output
+_SEQUENCE = 1  # the id of the writer, in every packet
 
 
 class Extras(NamedTuple):
-    """What a rank's measurement has beside the timeline.
+    """Measured data of a rank that the timeline does not contain.
 
     Args:
-        bytes: by the place in the rank's program, of what a send or receive carries; NaN where that is not known.
-        used: by the same place, when the first use of a received value began to wait for it; NaN likewise.
-        memory: (time, bytes held from then on).
-        host: what the host did around the effects: (what, start, end).
+        bytes: by index in the rank's program, the bytes that a send or receive carries; NaN if unknown.
+        used: by the same index, when the first use of a received value began to wait for it; NaN if unknown.
+        memory: (time, live bytes from then on).
+        host: the host's work around the effects: (name, start, end).
     """
 
     bytes: Sequence[float] = ()
@@ -54,10 +54,10 @@ _NOTHING = Extras()
 
 
 class _Slice(NamedTuple):
-    """A stretch of a track.
+    """A named interval on a track.
 
     Args:
-        flow: the arrow, from 1 on, that leaves it or, where `arrives`, ends here; 0 for none.
+        flow: the id, from 1 on, of the arrow that starts here, or with `arrives` ends here; 0 for none.
     """
 
     name: str
@@ -77,7 +77,7 @@ class _Sample(NamedTuple):
 
 
 class _Track(NamedTuple):
-    """A lane of slices, or a counter, whose unit `counts` says."""
+    """A lane of slices, or a counter with the unit `counts`."""
 
     rank: int
     number: int
@@ -95,7 +95,7 @@ class _Trace:
 
     @property
     def labels(self) -> list[str]:
-        """What is to be known of every rank."""
+        """The labels that every rank shows: the schedule, and the unit of time."""
         schedule = _sound(self.schedule)
         return [*([schedule] if schedule else []), *([] if self.unit == "s" else ["1 ms is one unit of time"])]
 
@@ -106,7 +106,7 @@ class _Trace:
 
     @cached_property
     def names(self) -> list[tuple[str, int]]:
-        """What each span is called, and its rank."""
+        """The name and the rank of each span."""
         spans, plan = self.timeline.spans, self.timeline.plan
         return [
             (label(spans.effects[at], rank, plan, spans.table), rank)
@@ -119,7 +119,7 @@ class _Trace:
 
     def tracks(self) -> Iterator[_Track]:
         ranks = self.timeline.plan.ranks
-        numbers = count(ranks + 1)  # what is below is a rank's process
+        numbers = count(ranks + 1)  # smaller numbers are those of the ranks' processes
         for rank in range(ranks):
             for name, lane in self._lanes(rank):
                 yield _Track(rank, next(numbers), name, "", lane)
@@ -130,17 +130,17 @@ class _Trace:
         groups: dict[str, list[list[_Slice]]] = {name: [] for name in _TRACKS.values()}
         for at in self.timeline.spans.of(rank):
             groups[_TRACKS[self._track(at)]].append(self._slices(rank, at))
-        for what, start, end in self.extras.get(rank, _NOTHING).host:
-            groups["host"].append([_Slice(_sound(what), "host", self.ns(start), max(self.ns(start), self.ns(end)), {})])
+        for work, start, end in self.extras.get(rank, _NOTHING).host:
+            groups["host"].append([_Slice(_sound(work), "host", self.ns(start), max(self.ns(start), self.ns(end)), {})])
         for name, group in groups.items():
-            for number, lane in enumerate(_apart(group), 1):
+            for number, lane in enumerate(_without_overlap(group), 1):
                 yield name if number == 1 else f"{name} {number}", lane
 
     def _track(self, at: int) -> str:
         return self.timeline.table.effects[type(self.timeline.spans.effects[at])].track
 
     def _slices(self, rank: int, at: int) -> list[_Slice]:
-        """What one effect is shown as: a receive as its wait, if it had one, and its transfer."""
+        """Return the slices of one effect; for a receive its wait, if it had one, and its transfer."""
         spans = self.timeline.spans
         effect, start = spans.effects[at], self.ns(spans.starts[at])
         end = max(start, self.ns(spans.ends[at]))
@@ -169,21 +169,21 @@ class _Trace:
     def _args(self, rank: int, at: int) -> dict[str, object]:
         spans = self.timeline.spans
         row, waited = at - spans.first[rank], spans.waited[at]
-        found = _fields(spans.effects[at]) | {"row": row}
+        args = _fields(spans.effects[at]) | {"row": row}
         extras = self.extras.get(rank, _NOTHING)
         if row < len(extras.bytes) and isfinite(extras.bytes[row]):
-            found["bytes"] = int(extras.bytes[row])
+            args["bytes"] = int(extras.bytes[row])
         if row < len(extras.used) and isfinite(extras.used[row]):
-            found["first use waits from, µs"] = self.ns(extras.used[row]) / 1000
+            args["first use waits from, µs"] = self.ns(extras.used[row]) / 1000
         if waited >= 0:
-            found["waited for"] = "{} on rank {}".format(*self.names[waited])
-        return found
+            args["waited for"] = "{} on rank {}".format(*self.names[waited])
+        return args
 
     def _counters(self, rank: int) -> Iterator[tuple[str, str, list[_Sample]]]:
         if flight := self.timeline.in_flight(rank):
             yield "microbatches in flight", "microbatches", self._samples(flight)
-        if held := self._memory(rank):
-            yield "memory", "bytes", self._samples(held)
+        if memory := self._memory(rank):
+            yield "memory", "bytes", self._samples(memory)
 
     def _memory(self, rank: int) -> Sequence[tuple[float, float]]:
         if measured := self.extras.get(rank, _NOTHING).memory:
@@ -195,14 +195,14 @@ class _Trace:
 
 
 def _sound(text: str) -> str:
-    """Text that has a UTF-8: what came from elsewhere may hold half a surrogate pair."""
+    """Return text that UTF-8 can encode; text from other sources may contain half a surrogate pair."""
     return text.encode("utf-8", "replace").decode()
 
 
-def _apart(group: Iterable[list[_Slice]]) -> list[list[_Slice]]:
-    """Lanes of slices that don't overlap, as few as it takes. What belongs together stays on one."""
+def _without_overlap(group: Iterable[list[_Slice]]) -> list[list[_Slice]]:
+    """Distribute slices over as few lanes as possible without overlap. The slices of one effect stay on one lane."""
     lanes: list[list[_Slice]] = []
-    free: list[tuple[int, int]] = []  # when a lane's last slice ends, and which it is
+    free: list[tuple[int, int]] = []  # the end of a lane's last slice, and the lane's index
     for slices in sorted(group, key=lambda slices: (slices[0].start, slices[-1].end)):
         if free and free[0][0] <= slices[0].start:
             lane = heappop(free)[1]
@@ -215,7 +215,7 @@ def _apart(group: Iterable[list[_Slice]]) -> list[list[_Slice]]:
 
 
 def label(effect: Effect, rank: int, plan: Plan, table: Table = TABLE) -> str:
-    """Return what an effect on a rank is called.
+    """Return the name of an effect on a rank.
 
     >>> from fpipe import Placement
     >>> from fpipe.effects import Activation
@@ -255,17 +255,17 @@ def chrome_json(
     unit: str = "",
     extras: Mapping[int, Extras] = _NONE,
 ) -> Iterator[str]:
-    """Chrome's trace event format, piece by piece; Perfetto reads it too.
+    """Yield Chrome's trace event format in pieces; Perfetto reads it too.
 
     Args:
-        timeline: what happened.
+        timeline: the timeline to export.
         schedule: its name.
-        unit: of its times: "s", or none.
-        extras: rank -> what was measured there beside the timeline.
+        unit: the unit of its times: "s", or none.
+        extras: rank -> measured data that the timeline does not contain.
     """
     trace = _Trace(timeline, schedule, unit, extras)
-    said = {"schedule": _sound(schedule), "time": "µs" if unit == "s" else "1000 µs are one unit of time"}
-    yield f'{{"displayTimeUnit":"ns","otherData":{json.dumps(said)},"traceEvents":[\n'
+    header = {"schedule": _sound(schedule), "time": "µs" if unit == "s" else "1000 µs are one unit of time"}
+    yield f'{{"displayTimeUnit":"ns","otherData":{json.dumps(header)},"traceEvents":[\n'
     before = ""
     for events in _batches(_events(trace)):
         yield before + json.dumps(events, allow_nan=False, separators=(",", ":"))[1:-1]
@@ -274,7 +274,7 @@ def chrome_json(
 
 
 def _events(trace: _Trace) -> Iterator[dict[str, object]]:
-    for rank in range(trace.timeline.plan.ranks):  # no process and no thread is 0, which means the idle one
+    for rank in range(trace.timeline.plan.ranks):  # ids start at 1, because 0 means the idle process or thread
         process = {"ph": "M", "pid": rank + 1}
         yield {**process, "name": "process_name", "args": {"name": f"rank {rank}"}}
         yield {**process, "name": "process_sort_index", "args": {"sort_index": rank}}
@@ -292,11 +292,11 @@ def _events(trace: _Trace) -> Iterator[dict[str, object]]:
                 yield {**on, **_complete(each)}
 
 
-def _complete(found: _Slice) -> dict[str, object]:
-    took = (found.end - found.start) / 1000
-    event = {"ph": "X", "name": found.name, "cat": found.category, "ts": found.start / 1000, "dur": took}
-    arrow = {"bind_id": f"0x{found.flow:x}", "flow_in" if found.arrives else "flow_out": True}
-    return {**event, "args": found.args} | (arrow if found.flow else {})
+def _complete(slice_: _Slice) -> dict[str, object]:
+    took = (slice_.end - slice_.start) / 1000
+    event = {"ph": "X", "name": slice_.name, "cat": slice_.category, "ts": slice_.start / 1000, "dur": took}
+    arrow = {"bind_id": f"0x{slice_.flow:x}", "flow_in" if slice_.arrives else "flow_out": True}
+    return {**event, "args": slice_.args} | (arrow if slice_.flow else {})
 
 
 def pftrace(
@@ -306,70 +306,70 @@ def pftrace(
     unit: str = "",
     extras: Mapping[int, Extras] = _NONE,
 ) -> Iterator[bytes]:
-    """Perfetto's own format, piece by piece. The arguments are those of `chrome_json`.
+    """Yield Perfetto's protobuf format in pieces. The arguments are those of `chrome_json`.
 
     Raises:
-        ImportError: the package perfetto is not there, on the first piece.
+        ImportError: on the first piece, if the package perfetto is not installed.
     """
     try:
         from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
     except ImportError as error:
         raise ImportError("a .pftrace needs the package perfetto: pip install 'fpipe[perfetto]'") from error
-    written = proto.Trace()
-    for _ in _fill(written, proto, _Trace(timeline, schedule, unit, extras)):
-        if len(written.packet) >= _BATCH:
-            yield written.SerializeToString()
-            written.Clear()
-    yield written.SerializeToString()  # pieces are joined as they are: packets follow packets
+    message = proto.Trace()
+    for _ in _fill(message, proto, _Trace(timeline, schedule, unit, extras)):
+        if len(message.packet) >= _BATCH:
+            yield message.SerializeToString()
+            message.Clear()
+    yield message.SerializeToString()  # the concatenation of the pieces is the whole trace
 
 
-def _fill(written: Any, proto: Any, trace: _Trace) -> Iterator[None]:
-    """Add the packets, with a rest after every few."""
-    described = proto.TrackDescriptor
+def _fill(message: Any, proto: Any, trace: _Trace) -> Iterator[None]:
+    """Add the packets, and yield after every few, so that the caller can write them out."""
+    descriptor_type = proto.TrackDescriptor
     for rank in range(trace.timeline.plan.ranks):
-        found = _packet(written).track_descriptor
-        found.uuid, found.child_ordering = rank + 1, described.EXPLICIT
-        found.process.pid = rank + 1
-        found.process.process_name = f"rank {rank}"
-        found.process.process_labels.extend(trace.labels)
-        found.process.legacy_sort_index = rank
+        descriptor = _packet(message).track_descriptor
+        descriptor.uuid, descriptor.child_ordering = rank + 1, descriptor_type.EXPLICIT
+        descriptor.process.pid = rank + 1
+        descriptor.process.process_name = f"rank {rank}"
+        descriptor.process.process_labels.extend(trace.labels)
+        descriptor.process.legacy_sort_index = rank
         yield
     for track in trace.tracks():
-        found = _packet(written).track_descriptor
-        found.uuid, found.parent_uuid, found.name = track.number, track.rank + 1, track.name
-        found.sibling_order_rank = track.number
+        descriptor = _packet(message).track_descriptor
+        descriptor.uuid, descriptor.parent_uuid, descriptor.name = track.number, track.rank + 1, track.name
+        descriptor.sibling_order_rank = track.number
         if track.counts:
-            found.counter.unit_name = track.counts
+            descriptor.counter.unit_name = track.counts
         for each in track.content:
             if isinstance(each, _Sample):
-                event = _event(written, each.at, track.number, proto.TrackEvent.TYPE_COUNTER)
+                event = _event(message, each.at, track.number, proto.TrackEvent.TYPE_COUNTER)
                 event.double_counter_value = each.value
             else:
-                _begin(_event(written, each.start, track.number, proto.TrackEvent.TYPE_SLICE_BEGIN), each)
-                _event(written, each.end, track.number, proto.TrackEvent.TYPE_SLICE_END)
+                _begin(_event(message, each.start, track.number, proto.TrackEvent.TYPE_SLICE_BEGIN), each)
+                _event(message, each.end, track.number, proto.TrackEvent.TYPE_SLICE_END)
             yield
 
 
-def _packet(written: Any) -> Any:
-    found = written.packet.add()
-    found.trusted_packet_sequence_id = _SEQUENCE
-    return found
+def _packet(message: Any) -> Any:
+    packet = message.packet.add()
+    packet.trusted_packet_sequence_id = _SEQUENCE
+    return packet
 
 
-def _event(written: Any, at: int, track: int, kind: int) -> Any:
-    packet = _packet(written)
+def _event(message: Any, at: int, track: int, kind: int) -> Any:
+    packet = _packet(message)
     packet.timestamp = at
     event = packet.track_event
     event.type, event.track_uuid = kind, track
     return event
 
 
-def _begin(event: Any, found: _Slice) -> None:
-    event.name = found.name
-    event.categories.append(found.category)
-    if found.flow:
-        (event.terminating_flow_ids if found.arrives else event.flow_ids).append(found.flow)
-    for name, value in found.args.items():
+def _begin(event: Any, slice_: _Slice) -> None:
+    event.name = slice_.name
+    event.categories.append(slice_.category)
+    if slice_.flow:
+        (event.terminating_flow_ids if slice_.arrives else event.flow_ids).append(slice_.flow)
+    for name, value in slice_.args.items():
         if isinstance(value, str):
             event.debug_annotations.add(name=name, string_value=value)
         elif isinstance(value, float):

@@ -1,8 +1,8 @@
-"""When each effect happens, given what it costs: programs -> timeline. No torch.
+"""Predict when each effect runs, from its costs: programs -> timeline. No torch.
 
-- A rank runs its compute in the order of its program, each as soon as the rank is free and what it needs is there.
-- A value travels from its send, which occupies no rank; on one edge values arrive in the order in which they were sent,
-  and their bytes go one after the other where the edge has a bandwidth.
+- A rank runs its compute in the order of its program. Each effect starts when the rank is free and its needs are there.
+- A transfer starts at its send and occupies no rank. On one edge values arrive in the order of their sends; if the edge
+  has a bandwidth, their bytes are sent one after the other.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from fpipe.timelines.timeline import Spans, Timeline
 def simulate(
     schedule: Schedule, plan: Plan, costs: Costs = Costs(), *, depth: int | None = None, effects: Table = TABLE
 ) -> Timeline:
-    """Return the predicted timeline of a schedule. The schedule must be right: `fpipe.verify` says whether it is.
+    """Return the predicted timeline of a schedule. The schedule must be correct: check it with `fpipe.verify`.
 
     Args:
-        costs: the times and sizes of effects and values; by default one unit each, and none for transfers.
+        costs: the times and sizes of effects and values; by default one unit for each compute, and 0 for transfers.
         depth, effects: as in `lower`.
 
     Raises:
-        ScheduleError: the ranks wait for each other in a circle, or the costs don't fit the plan.
+        ScheduleError: the ranks wait for each other in a cycle, or the costs don't fit the plan.
 
     >>> from fpipe import Costs, Placement, Plan, schedules
     >>> simulate(schedules.gpipe, Plan(Placement.loop(4), 8), Costs(forward=1, backward=2)).bubble_rate
     0.2727272727272727
     """
     costs.check(plan)
-    return play(lower(schedule, plan, depth=depth, effects=effects), costs)
+    return simulate_programs(lower(schedule, plan, depth=depth, effects=effects), costs)
 
 
-def play(programs: Programs, costs: Costs) -> Timeline:
+def simulate_programs(programs: Programs, costs: Costs) -> Timeline:
     """Return the predicted timeline of complete programs."""
     return Timeline(plan_of(programs), _Simulation(programs, costs).spans(), costs)
 
 
 class _Edge:
-    """One direction between two ranks: until when bytes occupy it, and the posts whose other half is yet to come."""
+    """One direction between two ranks: when it is free of bytes, and the posts whose other half is not posted yet."""
 
     def __init__(self, link: Link) -> None:
         self.latency, self.bandwidth, self.free = link.latency, link.bandwidth, 0.0
-        self.last = -1  # the span whose bytes occupy it
+        self.last = -1  # the last span whose bytes occupied it
         self.sends: deque[int] = deque()
         self.receives: deque[int] = deque()
 
 
 class _Simulation:
-    """The state of a simulation: spans as columns, a rank's next to each other, and when each rank is free."""
+    """The state of a simulation: the spans as columns, grouped by rank, and the time when each rank is free."""
 
     def __init__(self, programs: Programs, costs: Costs) -> None:
         plan = plan_of(programs)
@@ -72,7 +72,7 @@ class _Simulation:
         self.times = {kind: [row.time(kind(s, 0), plain) for s in stages] for kind, row in work.items()}
         self.scale = costs.scale or (1.0,) * plan.microbatches
         self.free = [0.0 for _ in ranks]
-        self.last = [-1 for _ in ranks]  # the span that keeps the rank until it is free
+        self.last = [-1 for _ in ranks]  # the span that occupies the rank until it is free
         self.edges: dict[tuple[int, int], _Edge] = {}
         self.first = [0, *accumulate(len(programs[rank]) for rank in ranks)]
         size = bytes(8 * self.first[-1])
@@ -82,14 +82,14 @@ class _Simulation:
         for rank, start, stop, givers in turns(self.programs):
             first, effects = self.first[rank], self.programs[rank].effects
             effect: Any
-            for at, effect, given in zip(range(first + start, first + stop), effects[start:stop], givers, strict=True):
+            for at, effect, needs in zip(range(first + start, first + stop), effects[start:stop], givers, strict=True):
                 kind = type(effect)
                 if kind is Send:
                     self._send(at, rank, effect)
                 elif kind is Recv:
                     self._receive(at, rank, effect)
                 else:
-                    self._run(at, rank, effect, given)
+                    self._run(at, rank, effect, needs)
         whole = [effect for rank in range(len(self.programs)) for effect in self.programs[rank]]
         return Spans(self.first, whole, self.starts, self.ends, self.waited, self.table)
 

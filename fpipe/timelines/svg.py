@@ -1,7 +1,7 @@
 """Draw a timeline as SVG: lanes of compute to scale, for notebooks and pages. No torch, no matplotlib, no script.
 
 Colours are those of the table of effects, lighter for a rank's later chunks, with dark labels on them. All other text
-takes the colour of the page around it; a drawing that is a document of its own follows the reader's colour scheme.
+takes the colour of the page around it; a drawing in its own document follows the reader's colour scheme.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import floor, log10
 
 from fpipe.effects import parts
 from fpipe.timelines.format import extent, lighter, percent, scale_of
-from fpipe.timelines.text import looks, text
+from fpipe.timelines.text import drawn_rows, text
 from fpipe.timelines.timeline import CAUSES, Span, Timeline
 
 _LANE, _BOX, _TOP = 30, 24, 28  # pixels: height of a lane, height of its boxes, space above the first lane
@@ -128,7 +128,7 @@ class _Drawing:
     def _legend(self) -> Iterator[tuple[str, str]]:
         """Yield the label and the mark of each kind of effect and of each cause of idle time that occurs."""
         kinds = {type(span.effect) for spans in self.spans for span in spans}
-        for kind, row in looks(self.timeline.table).items():
+        for kind, row in drawn_rows(self.timeline.table).items():
             if kind in kinds:
                 yield row.label, f'<circle cx="6" cy="-4" r="6" fill="{row.colour}"/>'
         if any(len(self.plan.stages_on(rank)) > 1 for rank in range(self.plan.ranks)):

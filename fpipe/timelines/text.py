@@ -1,4 +1,4 @@
-"""A schedule as text: in columns of one unit of time each, or a timeline's lanes to scale. No torch."""
+"""Draw a schedule as text, in columns of one unit of time; or the lanes of a timeline, to scale. No torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fpipe.tables import TABLE, Row, Table
 from fpipe.timelines.timeline import Timeline
 
 
-def looks(table: Table) -> dict[type, Row]:
+def drawn_rows(table: Table) -> dict[type, Row]:
     """Return the rows of the effects that are drawn in a rank's lane, in the order of the table."""
     return {kind: row for kind, row in table.effects.items() if row.track == "compute"}
 
 
 def draw(schedule: Schedule, plan: Plan, *, effects: Table = TABLE) -> str:
-    """Return the timeline in which every compute effect takes one unit of time and transfers take none.
+    """Draw the timeline in which every compute effect takes one unit of time and transfers take no time.
 
     F is a forward, B a backward, I and W its two halves; the number is the microbatch. Where a rank holds
-    several stages, a letter after the number tells which of them (a for its first). `effects` is as in `lower`.
+    several stages, a letter after the number is the stage (a for the first). `effects` is as in `lower`.
 
     Raises:
         ScheduleError: the schedule is wrong for the plan.
@@ -54,7 +54,7 @@ def draw(schedule: Schedule, plan: Plan, *, effects: Table = TABLE) -> str:
 def text(
     effect: Effect, rank: int, plan: Plan, table: Table = TABLE, *, letter: bool = True, chunk: bool = True
 ) -> str:
-    """A compute effect's letter, microbatch and chunk; of an overlap, those of both parts.
+    """Return a compute effect's letter, microbatch and chunk; for an overlap, those of both parts.
 
     >>> from fpipe import Placement
     >>> from fpipe.effects import Backward, Forward, Overlap
@@ -66,19 +66,19 @@ def text(
 
 def _part(effect: Any, rank: int, plan: Plan, table: Table, letter: bool, chunk: bool) -> str:
     stages = plan.stages_on(rank)
-    which = _letters(stages.index(effect.stage)) if chunk and len(stages) > 1 and hasattr(effect, "stage") else ""
+    suffix = _letters(stages.index(effect.stage)) if chunk and len(stages) > 1 and hasattr(effect, "stage") else ""
     microbatch = str(effect.microbatch) if hasattr(effect, "microbatch") else ""
-    return f"{table.effects[type(effect)].letter if letter else ''}{microbatch}{which}"
+    return f"{table.effects[type(effect)].letter if letter else ''}{microbatch}{suffix}"
 
 
 def _letters(number: int) -> str:
-    """a to z, then aa, ab, as the columns of a spreadsheet."""
+    """Return the letters of a chunk: a to z, then aa, ab, as the columns of a spreadsheet."""
     before, at = divmod(number, 26)
     return (_letters(before - 1) if before else "") + chr(ord("a") + at)
 
 
 class Cell(NamedTuple):
-    """A stretch of a lane: columns of text that one effect takes, or none does."""
+    """Consecutive columns of a lane that belong to one effect, or to no effect."""
 
     effect: Effect | None
     columns: int
@@ -86,12 +86,12 @@ class Cell(NamedTuple):
 
 
 def lane(timeline: Timeline, rank: int, scale: float, *, letters: bool = True) -> Iterator[Cell]:
-    """A rank's compute to scale, from the timeline's start to its end.
+    """Yield the cells of a rank's compute to scale, from the timeline's start to its end.
 
     Args:
-        scale: columns for one unit of time. Ends are rounded to columns: what takes one or more is seen, what takes
-            less may not be.
-        letters: whether labels say what kind an effect is. A label is left out, or is shorter, where it doesn't fit.
+        scale: columns for one unit of time. Ends are rounded to columns: an effect of one column or more is visible, a
+            shorter one may not be.
+        letters: whether labels contain the letter of the kind. A label that doesn't fit is shortened or left out.
 
     >>> from fpipe import Costs, Placement, Plan, schedules, simulate
     >>> timeline = simulate(schedules.gpipe, Plan(Placement.loop(2), 2), Costs(forward=2, backward=4))
@@ -112,12 +112,12 @@ def lane(timeline: Timeline, rank: int, scale: float, *, letters: bool = True) -
 
 
 def _column(at: float) -> int:
-    """The nearest column; at halves the one above, also where floats fell short of a half in their last digits."""
+    """Round to the nearest column; halves go up, also if rounding of floats left them just below a half."""
     return floor(at + 0.5 + 1e-9 * max(1.0, at))
 
 
 def start(timeline: Timeline) -> float:
-    """When the first rank begins to compute: 0 in a simulation, by the clock in a measurement."""
+    """Return the time when the first rank begins to compute: 0 in a simulation, a clock time in a measurement."""
     return min(span.start for rank in range(timeline.plan.ranks) for span in islice(timeline.compute(rank), 1))
 
 

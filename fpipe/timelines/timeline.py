@@ -1,9 +1,9 @@
-"""What happened when: spans of effects, and where the time went; predicted and measured alike. No torch.
+"""Spans of effects, predicted or measured, and an account of each rank's time. No torch.
 
-Conventions (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, and ours where it is silent):
+Conventions (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; our own for those that the paper leaves open):
 
-- the span of a rank goes from the first start to the last end of its compute; busy is its compute within;
-- cost is the largest span, so that a late start doesn't count; makespan counts it;
+- the span of a rank is the time from the first start to the last end of its compute; busy is the time in compute;
+- cost is the largest span: it does not include a late start; makespan includes it;
 - idle is span - busy, and the bubble rate idle / span on the rank with the largest span;
 - a microbatch is in flight on a stage from its forward to its weight gradient or fused backward.
 """
@@ -27,15 +27,15 @@ from fpipe.programs.interning import Interning
 from fpipe.programs.memory import LiveMemory
 from fpipe.tables import FORWARD, TABLE, WEIGHT, Table
 
-_MOST_DRAWN = 5000  # compute effects in a notebook's drawing
+_MAX_DRAWN = 5000  # compute effects in a notebook's drawing
 CAUSES = ("warm-up", "dependency", "transfer", "imbalance", "drain")
 
 
 class Span(NamedTuple):
     """One effect on one rank: a compute, a send until it is delivered, a receive from its post to its arrival.
 
-    `waited_for` is the index of the span whose end let this one start, or None. A receive waits for its send to end; a
-    send that queues behind the bytes of another waits for that.
+    `waited_for` is the index of the span whose end allowed this one to start, or None. A receive waits for the end of
+    its send; a send that queues behind the bytes of another send waits for that send.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Span(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """A time in which a rank computes nothing, and why."""
+    """An interval in which a rank computes nothing, and its cause."""
 
     start: float
     end: float
@@ -56,12 +56,12 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class Spans(Sequence[Span]):
-    """The spans as columns, one rank after the other, and each rank's in the order of its program.
+    """The spans as columns, grouped by rank, and in each group in the order of the program.
 
     Args:
-        first: where each rank's spans begin, and at last how many there are.
-        effects, starts, ends, waited: the columns; -1 for a span that waited for none.
-        table: says what the effects are.
+        first: the index of each rank's first span, and at the end the number of all spans.
+        effects, starts, ends, waited: the columns; `waited` is -1 for a span that waited for none.
+        table: the table of the effects.
     """
 
     first: Sequence[int]
@@ -72,7 +72,7 @@ class Spans(Sequence[Span]):
     table: Table = field(default=TABLE, compare=False, repr=False)
 
     def of(self, rank: int) -> range:
-        """Where a rank's spans are."""
+        """Return the indices of a rank's spans."""
         return range(self.first[rank], self.first[rank + 1])
 
     def __len__(self) -> int:
@@ -95,9 +95,9 @@ class Timeline:
     """Spans, and the account of every rank's time. Times are in the unit of the costs, or in seconds.
 
     Args:
-        plan: whose programs ran.
-        spans: what happened.
-        costs: whose bytes `memory` counts.
+        plan: the plan of the programs.
+        spans: the spans of all ranks.
+        costs: the sizes from which `memory` counts bytes.
 
     >>> from fpipe import Costs, Placement, Plan, schedules, simulate
     >>> timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(2), 4), Costs(communication=0.5))
@@ -116,29 +116,29 @@ class Timeline:
         ]
 
     def compute(self, rank: int) -> Iterator[Span]:
-        """A rank's compute, in order."""
+        """Yield a rank's compute, in order."""
         return (self.spans[at] for at in self._computes[rank])
 
     def _repr_svg_(self) -> str | None:
         """Return the drawing that a notebook shows; None for a timeline too long to be drawn in a page."""
-        if sum(map(len, self._computes)) > _MOST_DRAWN:
+        if sum(map(len, self._computes)) > _MAX_DRAWN:
             return None
         drawing: str = import_module("fpipe.timelines.svg").svg(self)  # by name, because it imports this module
         return drawing
 
     @cached_property
     def _bounds(self) -> list[tuple[float, float]]:
-        """Each rank's first start and last end; of one without compute, the timeline's start."""
+        """Each rank's first start and last end; for a rank without compute, twice the timeline's start."""
         starts, ends = self.spans.starts, self.spans.ends
-        found = [(starts[own[0]], ends[own[-1]]) if own else None for own in self._computes]
-        first = min((bounds[0] for bounds in found if bounds), default=0.0)
-        return [bounds or (first, first) for bounds in found]
+        by_rank = [(starts[indices[0]], ends[indices[-1]]) if indices else None for indices in self._computes]
+        first = min((bounds[0] for bounds in by_rank if bounds), default=0.0)
+        return [bounds or (first, first) for bounds in by_rank]
 
     @cached_property
     def busy(self) -> list[float]:
         """Each rank's time in compute."""
         starts, ends = self.spans.starts, self.spans.ends
-        return [sum(ends[at] - starts[at] for at in own) for own in self._computes]
+        return [sum(ends[at] - starts[at] for at in indices) for indices in self._computes]
 
     @cached_property
     def idle(self) -> list[float]:
@@ -147,12 +147,12 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end over all ranks."""
+        """The time from the first start to the last end over all ranks."""
         return max(end for _, end in self._bounds) - min(start for start, _ in self._bounds)
 
     @property
     def cost(self) -> float:
-        """The largest span of a rank: what a step takes where steps follow one another without a gap."""
+        """The largest span of a rank: the time of a step if steps follow one another without a gap."""
         return max(end - start for start, end in self._bounds)
 
     @property
@@ -163,16 +163,16 @@ class Timeline:
         return self.idle[widest] / spans[widest] if spans[widest] else 0.0
 
     def gaps(self, rank: int) -> Iterator[Gap]:
-        """When a rank computes nothing: before its first effect, after its last, and between, by what it waited for.
+        """Yield the gaps of a rank: before its first compute, after its last, and between, by the cause of the wait.
 
         A wait for a value from another rank is a dependency until the value is sent, and a transfer from then on.
         """
-        spans, own = self.spans, self._computes[rank]
+        spans, computes = self.spans, self._computes[rank]
         first, last = min(start for start, _ in self._bounds), max(end for _, end in self._bounds)
         start, end = self._bounds[rank]
         if start > first:
             yield Gap(first, start, "warm-up")
-        for before, after in pairwise(own):
+        for before, after in pairwise(computes):
             begin, until = spans.ends[before], spans.starts[after]
             if until > begin:
                 sent = self._sent(after, until)
@@ -184,75 +184,75 @@ class Timeline:
             yield Gap(end, last, "drain")
 
     def _sent(self, at: int, otherwise: float) -> float:
-        """When the value that a compute waited for was sent to its rank, if it came from another."""
+        """Return when the value that a compute waited for was sent, if it came from another rank; else `otherwise`."""
         received = self.spans.waited[at]
         if received < 0 or not isinstance(self.spans.effects[received], Recv):
             return otherwise
         sent = self.spans.waited[received]
-        return self.spans.starts[sent] if sent >= 0 else otherwise  # of a rank that is missing, nobody knows
+        return self.spans.starts[sent] if sent >= 0 else otherwise  # the sender was not recorded
 
     @cached_property
     def causes(self) -> list[dict[str, float]]:
         """Each rank's makespan less its compute, by cause.
 
-        warm-up and drain lie outside the rank's span. Inside it a rank waits for a transfer, or for another rank to
-        get so far. Of the latter, what the busiest rank has more to do is imbalance, and no order can win it back;
-        the rest is the schedule's dependencies.
+        warm-up and drain are outside the rank's span. Inside it a rank waits for a transfer, or for another rank's
+        compute. The latter counts as imbalance up to the busiest rank's extra compute, which no order can save; the
+        rest is caused by the schedule's dependencies.
         """
         busiest = max(self.busy)
-        found = []
+        causes = []
         for rank, busy in enumerate(self.busy):
             cause = dict.fromkeys(CAUSES, 0.0)
             for gap in self.gaps(rank):
                 cause[gap.cause] += gap.end - gap.start
             cause["imbalance"] = min(cause["dependency"], busiest - busy)
             cause["dependency"] -= cause["imbalance"]
-            found.append(cause)
-        return found
+            causes.append(cause)
+        return causes
 
     @cached_property
     def kinds(self) -> list[dict[type[Effect], float]]:
         """Each rank's time in compute, by kind of effect."""
-        found = []
-        for own in self._computes:
-            taken = defaultdict[type[Effect], float](float)
-            for at in own:
-                taken[type(self.spans.effects[at])] += self.spans.ends[at] - self.spans.starts[at]
-            found.append(dict(taken))
-        return found
+        kinds = []
+        for indices in self._computes:
+            times = defaultdict[type[Effect], float](float)
+            for at in indices:
+                times[type(self.spans.effects[at])] += self.spans.ends[at] - self.spans.starts[at]
+            kinds.append(dict(times))
+        return kinds
 
     @cached_property
     def critical_path(self) -> list[Span]:
-        """The chain of waits that ends last: shorten one of these, or nothing changes."""
+        """The chain of waits that ends last. The makespan can shrink only if one of these spans does."""
         return [self.spans[at] for at in self.critical_spans]
 
     @cached_property
     def critical_spans(self) -> list[int]:
-        """Where the spans of the critical path are."""
-        last = [own[-1] for own in self._computes if own]
+        """The indices of the spans of the critical path."""
+        last = [indices[-1] for indices in self._computes if indices]
         path = [max(last, key=self.spans.ends.__getitem__)] if last else []
         while path and (waited := self.spans.waited[path[-1]]) >= 0 and len(path) < len(self.spans):
-            path.append(waited)  # so often at most, also where spans that were read from a file wait in a circle
+            path.append(waited)  # bounded, because spans that were read from a file may wait in a cycle
         return path[::-1]
 
     def in_flight(self, rank: int) -> list[tuple[float, float]]:
-        """(time, microbatches in flight from then on): of a whole rank, so that one of v chunks counts 1/v.
+        """Return (time, microbatches in flight from then on); one on one of v chunks counts 1/v.
 
-        Where nothing runs backward nothing is kept, and nothing is in flight.
+        Empty if no stage runs backward, because residuals are then not saved.
         """
         chunks = len(self.plan.stages_on(rank))
-        count, found = 0, []
-        for at, begun, ended in self._kept(rank):
+        count, steps = 0, []
+        for at, begun, ended in self._flight_changes(rank):
             if begun:
                 count += begun
-                found.append((self.spans.starts[at], count / chunks))
+                steps.append((self.spans.starts[at], count / chunks))
             if ended:
                 count -= ended
-                found.append((self.spans.ends[at], count / chunks))
-        return found
+                steps.append((self.spans.ends[at], count / chunks))
+        return steps
 
-    def _kept(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """For each compute: how many microbatches' residuals it begins to keep, and how many it has done with."""
+    def _flight_changes(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """Yield each compute's index, and the numbers of microbatches that it puts in flight and that it completes."""
         if not self._trained:
             return
         for at in self._computes[rank]:
@@ -268,14 +268,14 @@ class Timeline:
 
     @cached_property
     def peak_in_flight(self) -> list[float]:
-        """Each rank's most microbatches in flight."""
+        """Each rank's peak number of microbatches in flight."""
         return [max((count for _, count in self.in_flight(rank)), default=0.0) for rank in range(self.plan.ranks)]
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
-        """(time, bytes from then on) of what a rank holds: residuals, what is deferred, and values that travel.
+        """Return (time, live bytes from then on) of a rank: residuals, deferred values, and sent or received values.
 
-        A received value counts from the post of its receive, one that is sent until it is delivered, and what a
-        backward gives from its end, when that has used up what it was given. Each memory counts once.
+        A received value counts from the post of its receive, a sent value until it is delivered, and the values that a
+        backward gives from its end, when it has freed its inputs. Shared memory counts once.
         """
         interning, begins, ends = Interning(self.plan, self.table), dict[int, float](), dict[int, float]()
         for at in self.spans.of(rank):
@@ -290,10 +290,10 @@ class Timeline:
             steps[ends[id_]][1].append(id_)
         live, samples = LiveMemory(self.costs, interning, rank), []
         for time in sorted(steps):
-            made, gone = steps[time]
-            for id_ in made:
+            begun, ended = steps[time]
+            for id_ in begun:
                 live.add(id_)
-            for id_ in gone:
+            for id_ in ended:
                 live.remove(id_)
             samples.append((time, live.bytes))
         return samples

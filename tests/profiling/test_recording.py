@@ -13,7 +13,7 @@ from fpipe.profiling.gathering import gather
 from fpipe.profiling.recording import Recording
 from fpipe.tables import TABLE
 from fpipe.timelines.measurement import Account
-from fpipe.timelines.simulator import play
+from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import CAUSES
 from tests.support import cases, jobs
 
@@ -84,7 +84,7 @@ def drive(programs, predicted):
 def made(name, **costs):
     schedule, plan = PLANS[name]
     programs = lower(schedule, plan)
-    return programs, play(programs, Costs(**costs))
+    return programs, simulate_programs(programs, Costs(**costs))
 
 
 @pytest.mark.parametrize("communication", [0, 0.25, 3])
@@ -168,7 +168,7 @@ def test_the_costs_of_a_step_that_goes_as_predicted_predict_it(name):
     for rank in programs:
         for span in predicted.compute(rank):
             assert costs.time(span.effect) == span.end - span.start
-    assert play(programs, costs).makespan == pytest.approx(predicted.makespan)
+    assert simulate_programs(programs, costs).makespan == pytest.approx(predicted.makespan)
 
 
 def test_costs_are_medians_of_what_was_waited_for():

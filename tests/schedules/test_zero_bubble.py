@@ -15,7 +15,7 @@ from fpipe.schedules.list_scheduling import Rules, greedy
 from fpipe.schedules.table import from_table
 from fpipe.schedules.zb_auto import zb_auto
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2
-from fpipe.timelines.simulator import play
+from fpipe.timelines.simulator import simulate_programs
 from tests.support.combinations import examples, sample
 
 lowered = cache(lower)
@@ -81,7 +81,7 @@ def test_cost_of_h1(p, m):
     plan = chain(p, m)
     for f, b, w, c in TIMES:
         if 2 * c <= w:
-            cost = play(lowered(zb_h1, plan), Costs(f, b, w, communication=c)).cost
+            cost = simulate_programs(lowered(zb_h1, plan), Costs(f, b, w, communication=c)).cost
             bubble = b + 2 * c + max(0, f - w + 2 * c)
             assert cost == m * (f + b + w) + (p - 1) * bubble, (f, b, w, c)
             if w <= f + 2 * c:
@@ -93,7 +93,7 @@ def test_cost_of_h2(p, m):
     plan = chain(p, m)
     for f, b, w, c in TIMES:
         if 2 * c <= f + b:
-            cost = play(lowered(zb_h2, plan), Costs(f, b, w, communication=c)).cost
+            cost = simulate_programs(lowered(zb_h2, plan), Costs(f, b, w, communication=c)).cost
             bubble = max(0, f + b - 2 * w + 2 * c, b - f + 2 * c)
             assert cost == m * (f + b + w) + (p - 1) * bubble, (f, b, w, c)
             if w <= f and 2 * w <= f + b:

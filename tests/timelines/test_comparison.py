@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
 from fpipe.effects import Forward, Recv, Send
 from fpipe.tables import TABLE
-from fpipe.timelines.comparison import Difference, links
+from fpipe.timelines.comparison import Difference, path_steps
 from fpipe.timelines.timeline import CAUSES, Spans, Timeline
 
 PLAN = Plan(Placement.loop(3), 6)
@@ -61,7 +61,7 @@ def test_what_was_made_slower_is_where_it_lies():
     slower = simulate(schedules.one_f_one_b, PLAN, Costs(forward=1.25, communication=0.5))
     found = Difference(slower, EQUAL)
     assert found.makespan == (slower.makespan, EQUAL.makespan)
-    on_path = [slower.spans.effects[link.at] for link in links(slower)]
+    on_path = [slower.spans.effects[step.at] for step in path_steps(slower)]
     forwards = sum(isinstance(effect, Forward) for effect in on_path)
     sends = sum(isinstance(effect, Send) for effect in on_path)
     assert found.lies["forward"] == pytest.approx(0.25 * forwards)
@@ -100,7 +100,7 @@ def late(timeline, by):
 def test_time_between_what_was_recorded_is_the_hosts(more, less):
     a, b = late(EQUAL, more), late(EQUAL, less)
     found = Difference(a, b)
-    gaps = [sum(link.gap for link in links(each)) for each in (a, b)]
+    gaps = [sum(step.gap for step in path_steps(each)) for each in (a, b)]
     assert gaps[0] > 0
     assert found.lies["host"] == gaps[0] - gaps[1] == a.makespan - b.makespan
     assert {time for part, time in found.lies.items() if part != "host"} == {0.0}
@@ -122,8 +122,8 @@ def test_the_parts_add_up_to_the_difference(one, its_costs, other, other_costs, 
     a = stretched(simulate(*MADE[one], its_costs), lambda time: time + late)
     found = Difference(a, simulate(*MADE[other], other_costs))
     assert sum(found.lies.values()) == pytest.approx(found.makespan[0] - found.makespan[1], abs=1e-6)
-    assert sum(link.gap + link.own for link in links(a)) == pytest.approx(a.makespan, abs=1e-6)
-    assert min(link.gap for link in links(a)) >= 0
+    assert sum(step.gap + step.duration for step in path_steps(a)) == pytest.approx(a.makespan, abs=1e-6)
+    assert min(step.gap for step in path_steps(a)) >= 0
     json.dumps(found.as_json(), allow_nan=False)
 
 

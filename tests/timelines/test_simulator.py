@@ -12,7 +12,7 @@ from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, lower, sim
 from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, Forward, Gradient, Overlap, Recv, Send
 from fpipe.schedules import from_table, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from fpipe.tables import TABLE
-from fpipe.timelines.simulator import play
+from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import CAUSES
 
 
@@ -117,7 +117,7 @@ def planned(draw):
 def test_times_are_those_of_the_oracle(case):
     schedule, plan, costs = case
     programs = lower(schedule, plan)
-    timeline, expected = play(programs, costs), relaxed(programs, costs)
+    timeline, expected = simulate_programs(programs, costs), relaxed(programs, costs)
     found = {rank: [span.start for span in timeline.spans if span.rank == rank] for rank in programs}
     assert found == expected
 
@@ -236,7 +236,7 @@ def test_programs_are_of_one_plan_and_each_of_its_own_rank():
         ({0: programs[0], 1: other[1]}, r"rank 1 has a program for Plan\(.*, others have one for Plan"),
     ]:
         with pytest.raises(ScheduleError, match=message):
-            play(wrong, Costs())
+            simulate_programs(wrong, Costs())
 
 
 def test_each_edge_has_its_own_link():

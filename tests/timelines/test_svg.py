@@ -59,7 +59,7 @@ def test_no_time_at_all():
 
 def test_a_notebook_shows_a_timeline_unless_it_is_too_long(monkeypatch):
     assert ET.fromstring(timeline()._repr_svg_()).tag == f"{SVG}svg"
-    monkeypatch.setattr(timelines, "_MOST_DRAWN", 3)
+    monkeypatch.setattr(timelines, "_MAX_DRAWN", 3)
     assert timeline()._repr_svg_() is None
 
 

@@ -8,7 +8,7 @@ from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.effects import Backward, Forward, Overlap
 from fpipe.tables import TABLE
 from fpipe.timelines.format import lighter
-from fpipe.timelines.text import lane, looks, text
+from fpipe.timelines.text import drawn_rows, lane, text
 
 
 def written(timeline, rank, scale, letters=True):
@@ -71,7 +71,7 @@ def test_lanes_are_as_long_as_the_makespan(ranks, microbatches, forward, backwar
 
 
 def test_compute_effects_differ_in_letter_and_colour():
-    rows = looks(TABLE).values()
+    rows = drawn_rows(TABLE).values()
     assert len({row.colour for row in rows}) == len({row.letter for row in rows}) == len(rows) == 5
 
 
@@ -82,7 +82,7 @@ def luminance(colour):
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-@pytest.mark.parametrize("look", looks(TABLE).values(), ids=lambda look: look.label)
+@pytest.mark.parametrize("look", drawn_rows(TABLE).values(), ids=lambda look: look.label)
 @pytest.mark.parametrize("share", [0, 0.4])
 def test_black_text_reads_on_every_colour(look, share):
     assert (luminance(lighter(look.colour, share)) + 0.05) / 0.05 >= 4.5  # WCAG 2.1, AA

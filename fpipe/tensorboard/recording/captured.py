@@ -16,7 +16,7 @@ from fpipe.tensorboard.files.columns import Clock, Header
 from fpipe.tensorboard.files.writer import Writer
 from fpipe.tensorboard.recording.memory import SlotMemory
 from fpipe.timelines.measurement import Measurement
-from fpipe.timelines.simulator import play
+from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import CAUSES, Timeline
 
 
@@ -84,7 +84,7 @@ class StepCapture:
             self._predict(files)
 
     def _predict(self, files: Files) -> None:
-        predicted = play(self.measurement.programs, self.measurement.costs())
+        predicted = simulate_programs(self.measurement.programs, self.measurement.costs())
         for rank in files.devices:
             writer = files.writer("predicted", rank)
             header = Header("predicted", self.step, rank, files.name, predicted.plan, wall=self.wall, job=files.job)
