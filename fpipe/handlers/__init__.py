@@ -1,4 +1,4 @@
-"""What effects mean: handlers run programs. Imported on first use, like `fpipe` itself."""
+"""Handlers: they run programs, each effect in its own way. Modules are imported on first use."""
 
 from typing import TYPE_CHECKING
 

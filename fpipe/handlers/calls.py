@@ -1,11 +1,11 @@
-"""One rank's program as a flat list of calls over numbered slots: what each effect does to the values on the rank.
+"""Compile one rank's program into a flat list of instructions over numbered slots.
 
 Invariants:
-- every name of the program has a numbered slot; a slot is emptied at the last effect that needs it;
-- a value from another rank is taken from its channel at its first use, and not before;
-- what a backward uses up, residuals, deferred and cotangents, is its alone while it runs: it may free it early;
-- residuals are kept only where the program has a use for them;
-- whatever can be known before a step, is: a call finds its slots, pieces and channels in its closure.
+- Every name of the program has a numbered slot. A slot is cleared after the last effect that needs it.
+- A value of another rank is taken from its channel at its first use, not earlier.
+- A backward owns its residuals, deferred values and cotangents while it runs, so it may free them early.
+- Residuals are saved only if an effect of the program needs them.
+- All lookups happen before a step: an instruction has its slots, stage functions and channels in its closure.
 """
 
 from __future__ import annotations
@@ -40,33 +40,35 @@ from fpipe.stages.pytree import ABSENT, Flat, check_plain, flatten, indices
 from fpipe.stages.rng import seeded
 from fpipe.stages.stage import Output, Stage
 
-Call = Callable[[], Any]
-Function = Callable[[Any, Any], Call | None]
+Instruction = Callable[[], Any]
+Function = Callable[[Any, Any], Instruction | None]
 Functions = Mapping[type, Function]
 NO_FUNCTIONS: Functions = MappingProxyType({})
 
 
 class Channels(Protocol):
-    """How values travel. Payloads are trees taken apart for activations, else lists of leaves."""
+    """Move values between ranks. The payload of an activation is a flattened tree (`Flat`), else a list of leaves."""
 
     def sender(self, value: fx.Value, source: int, target: int) -> Callable[[Any], None]:
-        """A function that posts the value's payload; it never waits for its receiver."""
+        """Return a function that posts the value's payload. It never waits for the receiver."""
 
     def receiver(
         self, value: fx.Value, source: int, target: int, by: fx.Effect
     ) -> tuple[Callable[[], None], Callable[[], Any]]:
-        """A function that says that the value will be taken, and never waits; and one that takes it for `by`."""
+        """Return two functions: one posts the receive and never waits, one waits for the payload, for effect `by`."""
 
 
 @dataclass
 class Step:
-    """What one step holds beside the slots.
+    """The data of one step, except the values in slots.
 
     Args:
-        sums: of the weight gradients, by this rank's stages.
-        foreign: what it was sent of other ranks' sums, by (stage, rank).
-        seeds: the cotangents of the last stage's output, by microbatch.
-        uncounted: microbatches whose loss doesn't count.
+        prepared: stage -> its prepared params.
+        state: stage -> its state, updated by each forward.
+        sums: stage of this rank -> sum of its weight gradients.
+        foreign: (stage, rank) -> leaves of that rank's sum, as received.
+        seeds: microbatch -> cotangents of the last stage's output.
+        unweighted: microbatches whose loss has weight zero.
     """
 
     inputs: Inputs
@@ -75,24 +77,24 @@ class Step:
     sums: defaultdict[int, Sum] = field(default_factory=lambda: defaultdict(Sum))
     foreign: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     seeds: dict[int, Leaves] = field(default_factory=dict)
-    uncounted: set[int] = field(default_factory=set)
+    unweighted: set[int] = field(default_factory=set)
     results: Results = field(default_factory=Results)
 
-    def own(self, stage: int) -> dict[LeafKey, Any]:
-        """This rank's sums for a stage, by path."""
+    def sums_of(self, stage: int) -> dict[LeafKey, Any]:
+        """Return this rank's sums of a stage's weight gradients, by path."""
         return dict(zip(self.prepared[stage].paths, self.sums[stage].read(), strict=True))
 
 
 class Calls:
-    """A program's calls.
+    """A program's instructions, and the values that they work on.
 
     Args:
-        calls: all of them, in order.
-        starts: where each effect's begin, and at last how many there are.
-        computes: what runs a stage's own functions, by the number of its call.
-        slots: what the rank holds, by number.
-        touched: the slots of what each effect needs, gives and frees.
-        step: the one that runs.
+        calls: all instructions, in order.
+        starts: for each effect the index of its first instruction; then the number of instructions.
+        computes: index of an instruction that runs a stage's function -> its effect.
+        slots: the rank's values by slot number; None where a slot is empty.
+        touched: for each effect, the slots of the values that it needs or gives.
+        step: the running step.
     """
 
     def __init__(
@@ -110,8 +112,8 @@ class Calls:
         self.functions = {**FUNCTIONS, **functions}
         self.reads = _Reads(self.pipeline.stages)
         self.number: dict[fx.Name, int] = {}
-        self.uses = {name: at for at, effect in enumerate(program) for name in self.table.needs(effect, self.plan)}
-        self.calls: list[Call] = []
+        self.last_use = {name: at for at, effect in enumerate(program) for name in self.table.needs(effect, self.plan)}
+        self.calls: list[Instruction] = []
         self.starts: list[int] = []
         self.computes: dict[int, fx.Effect] = {}
         self.slots: list[Any] = []
@@ -125,18 +127,18 @@ class Calls:
         return self.running
 
     def clear(self) -> None:
-        """Give up everything that the step holds."""
+        """Release all values of the step."""
         self.slots[:] = [None] * len(self.slots)
         self.running = None
 
     def borrowed(self) -> Iterator[Any]:
-        """What the step was given: parameters, and the leaves of its microbatches."""
+        """Iterate over the tensors that the caller owns: parameters, and the leaves of the microbatches."""
         for prepared in self.step.prepared.values():
             yield from prepared.leaves
         yield from flatten(list(self.step.inputs.data)).leaves
 
     def slot(self, name: fx.Name) -> int:
-        """The number of a name's slot."""
+        """Return the slot number of a name; a new name gets a new slot."""
         number = self.number.setdefault(name, len(self.number))
         if number == len(self.slots):
             self.slots.append(None)
@@ -146,8 +148,8 @@ class Calls:
 
     def _compile(self) -> None:
         first = self._first_uses()
-        posts: dict[fx.Name, Call] = {}
-        takes: dict[fx.Name, Call] = {}
+        posts: dict[fx.Name, Instruction] = {}
+        takes: dict[fx.Name, Instruction] = {}
         for effect in self.program:
             if isinstance(effect, fx.Recv):
                 by = first.get(effect.value, effect)
@@ -156,29 +158,29 @@ class Calls:
                 )
         for at, effect in enumerate(self.program):
             self.starts.append(len(self.calls))
-            used, given = self.table.needs(effect, self.plan), self.table.gives(effect, self.plan)
-            self.touched.append(tuple({self.slot(n): None for n in (*used, *given)}))
+            needs, gives = self.table.needs(effect, self.plan), self.table.gives(effect, self.plan)
+            self.touched.append(tuple({self.slot(n): None for n in (*needs, *gives)}))
             if isinstance(effect, fx.Recv):
                 self._body(effect, [posts[effect.value]])
                 continue
-            for name in used:
+            for name in needs:
                 if name in takes:
                     self._take(name, takes.pop(name))
             self._body(effect, self._effect(effect))
-            dead = {n for n in used if self.uses[n] == at} | {n for n in given if n not in self.uses}
+            dead = {n for n in needs if self.last_use[n] == at} | {n for n in gives if n not in self.last_use}
             if slots := tuple(self.slot(n) for n in dead | set(self.table.frees(effect, self.plan))):
                 self.calls.append(partial(_drop, self.slots, slots))
         self.starts.append(len(self.calls))
 
     def _first_uses(self) -> dict[fx.Name, fx.Effect]:
-        found: dict[fx.Name, fx.Effect] = {}
+        effects: dict[fx.Name, fx.Effect] = {}
         for effect in self.program:
             for name in self.table.needs(effect, self.plan):
-                found.setdefault(name, effect)
-        return found
+                effects.setdefault(name, effect)
+        return effects
 
-    def _take(self, value: Any, take: Call) -> None:
-        """From its channel into its slot."""
+    def _take(self, value: Any, take: Instruction) -> None:
+        """Add the instructions that move a value from its channel into its slot."""
         slots, slot = self.slots, self.slot(value)
 
         def call() -> None:
@@ -187,11 +189,11 @@ class Calls:
         if self.observe is None:
             self.calls.append(call)
         else:
-            wait, arrive = (partial(see, self.rank, value) for see in (self.observe.wait, self.observe.arrive))
+            wait, arrive = (partial(method, self.rank, value) for method in (self.observe.wait, self.observe.arrive))
             self.calls += [wait, call, arrive]
 
-    def _body(self, effect: fx.Effect, body: list[Call]) -> None:
-        """What an effect does, between the observer's looks."""
+    def _body(self, effect: fx.Effect, body: list[Instruction]) -> None:
+        """Add an effect's instructions, between the calls of the observer."""
         if self.observe is not None:
             self.calls.append(partial(self.observe.begin, self.rank, effect))
         for part, call in zip(fx.parts(effect) if body else (), body, strict=True):
@@ -201,7 +203,7 @@ class Calls:
         if self.observe is not None:
             self.calls.append(partial(self.observe.end, self.rank, effect))
 
-    def _effect(self, effect: fx.Effect) -> list[Call]:
+    def _effect(self, effect: fx.Effect) -> list[Instruction]:
         return [call for part in fx.parts(effect) if (call := self._function(part)(self, part)) is not None]
 
     def _function(self, effect: fx.Effect) -> Function:
@@ -214,21 +216,21 @@ class Calls:
                 f"functions={{{name}: function}} to the handler, where function(calls, effect) returns what runs"
             ) from None
 
-    def _forward(self, e: fx.Forward) -> Call:
+    def _forward(self, e: fx.Forward) -> Instruction:
         stage, m, slots = e.stage, e.microbatch, self.slots
         forward, stateful = self.pieces.stages[stage].forward, self.pipeline.stages[stage].stateful
         sources = tuple((s, self.slot(fx.Activation(s, m))) for s in self.plan.sources(stage))
         out, residuals = self.slot(fx.Activation(stage, m)), None
-        if keep := fx.Residuals(stage, m) in self.uses:
+        if keep := fx.Residuals(stage, m) in self.last_use:
             residuals = self.slot(fx.Residuals(stage, m))
         last = stage == self.plan.stages - 1
-        goes_on = bool(self.plan.consumers(stage)) or self.pieces.gather
+        is_sent = bool(self.plan.consumers(stage)) or self.pieces.gather
 
         def run(step: Step) -> Flat:
-            read = {s: slots[i] for s, i in sources}
-            outputs, kept, state = forward(step.prepared[stage], step.state.get(stage), read, step.inputs.data[m], keep)
+            activations, data = {s: slots[i] for s, i in sources}, step.inputs.data[m]
+            outputs, saved, state = forward(step.prepared[stage], step.state.get(stage), activations, data, keep)
             if residuals is not None:
-                slots[residuals] = kept
+                slots[residuals] = saved
             if stateful:
                 step.state[stage] = state
             return outputs
@@ -240,7 +242,7 @@ class Calls:
             else:
                 with seeded(step.inputs.rng, stage, m, self.device):
                     outputs = run(step)
-            if goes_on:
+            if is_sent:
                 check_plain(outputs, self.rank, stage, m)
             slots[out] = outputs
             if last:
@@ -252,84 +254,84 @@ class Calls:
         step = self.step
         cotangents: Leaves = [None] * len(outputs.leaves)
         if self.pieces.loss:
-            loss, kept = outputs.tree
+            loss, output = outputs.tree
             cotangents[0] = seed(loss, scale := step.inputs.scale(m))
             step.results.losses[m], step.results.outputs[m] = (
                 weighted_loss(loss, cotangents[0], scale),
-                detached_tree(kept),
+                detached_tree(output),
             )
             if not has_weight(scale):
-                step.uncounted.add(m)
+                step.unweighted.add(m)
         else:
             step.results.outputs[m] = outputs.tree
         if keep:
             step.seeds[m] = cotangents
 
     def _cotangents(self, stage: int, m: int) -> Callable[[], Leaves]:
-        slots, given = self.slots, tuple(self.slot(fx.Gradient(stage, c, m)) for c in self.plan.consumers(stage))
-        if not given:
+        slots, gradients = self.slots, tuple(self.slot(fx.Gradient(stage, c, m)) for c in self.plan.consumers(stage))
+        if not gradients:
             return lambda: self.step.seeds.pop(m)
-        if len(given) == 1:
-            return partial(_taken, slots, given[0])
-        return lambda: add_leaves(_taken(slots, slot) for slot in given)
+        if len(gradients) == 1:
+            return partial(_pop, slots, gradients[0])
+        return lambda: add_leaves(_pop(slots, slot) for slot in gradients)
 
-    def _give(self, stage: int, m: int) -> Callable[[Mapping[int, Leaves]], None]:
+    def _store_gradients(self, stage: int, m: int) -> Callable[[Mapping[int, Leaves]], None]:
         slots = self.slots
         gradients = tuple((s, self.slot(fx.Gradient(s, stage, m))) for s in self.plan.sources(stage))
 
-        def give(found: Mapping[int, Leaves]) -> None:
+        def store(inputs: Mapping[int, Leaves]) -> None:
             for source, slot in gradients:
-                slots[slot] = found[source]
+                slots[slot] = inputs[source]
 
-        return give
+        return store
 
-    def _counted(self, stage: int, m: int) -> bool:
-        """Whether a backward's result counts; only the last stage knows that of a microbatch."""
-        return stage < self.plan.stages - 1 or m not in self.step.uncounted
+    def _has_weight(self, stage: int, m: int) -> bool:
+        """Return False for a backward of the last stage whose microbatch has a loss of weight zero."""
+        return stage < self.plan.stages - 1 or m not in self.step.unweighted
 
-    def _backward(self, e: fx.Backward) -> Call:
+    def _backward(self, e: fx.Backward) -> Instruction:
         stage, m, slots = e.stage, e.microbatch, self.slots
         backward, residuals = self.pieces.stages[stage].backward, self.slot(fx.Residuals(stage, m))
-        cotangents, give = self._cotangents(stage, m), self._give(stage, m)
+        cotangents, store = self._cotangents(stage, m), self._store_gradients(stage, m)
 
         def call() -> None:
             sums = self.step.sums[stage]
-            if self._counted(stage, m):
-                weights, inputs = backward(_taken(slots, residuals), cotangents(), sums)
+            if self._has_weight(stage, m):
+                weights, inputs = backward(_pop(slots, residuals), cotangents(), sums)
             else:
-                weights, inputs = zero_weight_gradients(*backward(_taken(slots, residuals), cotangents()))
-            give(inputs)
+                weights, inputs = zero_weight_gradients(*backward(_pop(slots, residuals), cotangents()))
+            store(inputs)
             sums.add(weights, weights.fresh)
 
         return call
 
-    def _backward_input(self, e: fx.BackwardInput) -> Call:
+    def _backward_input(self, e: fx.BackwardInput) -> Instruction:
         stage, m, slots = e.stage, e.microbatch, self.slots
         backward, residuals = self.pieces.stages[stage].backward_input, self.slot(fx.Residuals(stage, m))
-        cotangents, give = self._cotangents(stage, m), self._give(stage, m)
+        cotangents, store = self._cotangents(stage, m), self._store_gradients(stage, m)
         deferred = self.slot(fx.Deferred(stage, m))
 
         def call() -> None:
-            inputs, slots[deferred] = backward(_taken(slots, residuals), cotangents())
-            give(inputs if self._counted(stage, m) else zeros(inputs))
+            inputs, slots[deferred] = backward(_pop(slots, residuals), cotangents())
+            store(inputs if self._has_weight(stage, m) else zeros(inputs))
 
         return call
 
-    def _backward_weight(self, e: fx.BackwardWeight) -> Call:
+    def _backward_weight(self, e: fx.BackwardWeight) -> Instruction:
         stage, m, slots = e.stage, e.microbatch, self.slots
         backward, deferred = self.pieces.stages[stage].backward_weight, self.slot(fx.Deferred(stage, m))
 
         def call() -> None:
             sums = self.step.sums[stage]
-            if self._counted(stage, m):
-                weights = backward(_taken(slots, deferred), sums)
+            if self._has_weight(stage, m):
+                weights = backward(_pop(slots, deferred), sums)
             else:
-                weights, _ = zero_weight_gradients(backward(_taken(slots, deferred)), {})
+                weights, _ = zero_weight_gradients(backward(_pop(slots, deferred)), {})
             sums.add(weights, weights.fresh)
 
         return call
 
-    def _send(self, e: fx.Send) -> Call:
+    def _send(self, e: fx.Send) -> Instruction:
         value, target = e.value, e.rank
         slots, post = self.slots, self.channels.sender(value, self.rank, target)
         if isinstance(value, fx.WeightGradient):
@@ -337,15 +339,16 @@ class Calls:
         slot = self.slot(value)
         if not isinstance(value, fx.Activation):
             return lambda: post(slots[slot])
-        readers = tuple(c for c in self.plan.consumers(value.stage) if self.plan.rank_of(c, value.microbatch) == target)
-        only = self.reads.only
-        return lambda: post(only(slots[slot], value.stage, readers))
+        consumers = self.plan.consumers(value.stage)
+        readers = tuple(c for c in consumers if self.plan.rank_of(c, value.microbatch) == target)
+        select = self.reads.select
+        return lambda: post(select(slots[slot], value.stage, readers))
 
     def _shared(self, stage: int, target: int) -> Leaves:
         step = self.step
-        return sent(self.pipeline, self.plan, step.inputs.params, stage, target, step.own(stage))
+        return sent(self.pipeline, self.plan, step.inputs.params, stage, target, step.sums_of(stage))
 
-    def _reduce(self, e: fx.Reduce) -> Call:
+    def _reduce(self, e: fx.Reduce) -> Instruction:
         slots = self.slots
         foreign = [
             ((stage, rank), self.slot(fx.WeightGradient(stage, rank)))
@@ -368,14 +371,14 @@ FUNCTIONS: Functions = {
     fx.Send: Calls._send,
     fx.Reduce: Calls._reduce,
 }
-"""Effect class -> `function(calls, effect)`, which returns a call that runs the effect in every step, or None for none.
+"""Effect class -> `function(calls, effect)`, which returns the instruction that runs the effect, or None for no-op.
 
-The function runs once, when the program is compiled; the call finds its slots, pieces and channels in its closure.
+The function runs once, when the program is compiled; the instruction runs in every step.
 """
 
 
-def _taken(slots: list[Any], slot: int) -> Any:
-    """What lies in a slot, and lies there no longer."""
+def _pop(slots: list[Any], slot: int) -> Any:
+    """Return a slot's value and clear the slot."""
     value, slots[slot] = slots[slot], None
     return value
 
@@ -386,21 +389,21 @@ def _drop(slots: list[Any], dead: tuple[int, ...]) -> None:
 
 
 class _Reads:
-    """Which leaves of an output its readers read, found once for each structure."""
+    """Find which leaves of an output its consumers read, once per tree structure."""
 
     def __init__(self, stages: tuple[Stage, ...]) -> None:
         self.stages = stages
-        self.found: dict[Any, frozenset[int] | None] = {}
+        self.cache: dict[Any, frozenset[int] | None] = {}
 
-    def only(self, value: Flat, stage: int, readers: tuple[int, ...]) -> Flat:
-        """The value with the leaves that no reader reads left out."""
+    def select(self, value: Flat, stage: int, readers: tuple[int, ...]) -> Flat:
+        """Return the value with `ABSENT` for each leaf that no reader reads."""
         key = (value.spec, stage, readers)
-        if key not in self.found:
-            self.found[key] = self._find(value, stage, readers)
-        wanted = self.found[key]
-        if wanted is None:
+        if key not in self.cache:
+            self.cache[key] = self._find(value, stage, readers)
+        leaves_read = self.cache[key]
+        if leaves_read is None:
             return value
-        return Flat([leaf if i in wanted else ABSENT for i, leaf in enumerate(value.leaves)], value.spec)
+        return Flat([leaf if i in leaves_read else ABSENT for i, leaf in enumerate(value.leaves)], value.spec)
 
     def _find(self, value: Flat, stage: int, readers: tuple[int, ...]) -> frozenset[int] | None:
         reads = {
@@ -411,8 +414,8 @@ class _Reads:
         }
         if () in reads:
             return None
-        found: set[int] = set()
+        leaves_read: set[int] = set()
         for path in reads:
-            with suppress(KeyError, IndexError, AttributeError, TypeError):  # its reader will say that it lacks it
-                found.update(indices(value.tree, path))
-        return frozenset(found)
+            with suppress(KeyError, IndexError, AttributeError, TypeError):  # the reader raises an error with the path
+                leaves_read.update(indices(value.tree, path))
+        return frozenset(leaves_read)

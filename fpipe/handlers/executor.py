@@ -1,4 +1,4 @@
-"""Runs one rank's calls, step by step, and says where one failed."""
+"""Run one rank's instructions, and add the stage and microbatch to their errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fpipe.stages.stage import Batch
 
 
 class Executor:
-    """Runs one rank's effects."""
+    """Run the effects of one rank's program."""
 
     def __init__(
         self,
@@ -32,15 +32,19 @@ class Executor:
     ) -> None:
         self.program, self.plan, self.rank = program, program.plan, program.rank
         self.pieces, self.pipeline = pieces, pieces.pipeline
-        self.held = self.plan.stages_on(self.rank)
+        self.stages = self.plan.stages_on(self.rank)
         self.calls = Calls(program, pieces, channels, observe, device, functions)
         if observe is not None:
             observe.on_store(self.rank, self.calls)
 
     def start(self, inputs: Inputs) -> None:
-        """Take a step's arguments; nothing runs yet."""
+        """Set the arguments of the next step, and prepare its params. Runs no effect.
+
+        Raises:
+            StageError: a stage's params can't be used.
+        """
         prepared = {}
-        for stage in self.held:
+        for stage in self.stages:
             try:
                 prepared[stage] = self.pieces.stages[stage].prepare(self.pipeline.params_of(inputs.params, stage))
             except StageError as error:
@@ -49,13 +53,17 @@ class Executor:
                 raise StageError(f"its params can't be used: {error}", rank=self.rank, stage=stage) from error
         self.calls.running = Step(inputs, prepared, dict(inputs.state))
 
-    def know(self, rows: int | None) -> None:
-        """Take the number of rows, which other ranks told."""
+    def set_rows(self, rows: int | None) -> None:
+        """Set the step's number of rows, received from another rank."""
         step = self.calls.step
         step.inputs = replace(step.inputs, rows=rows)
 
     def run(self, start: int, stop: int) -> None:
-        """Run the program's effects from one place up to another."""
+        """Run effects `start` to `stop` - 1 of the program.
+
+        Raises:
+            StageError: a stage's function failed; with rank, stage and microbatch.
+        """
         calls, starts, at = self.calls.calls, self.calls.starts, 0
         try:
             for at in range(starts[start], starts[stop]):
@@ -68,24 +76,24 @@ class Executor:
         except Exception as error:
             effect = self.calls.computes.get(at)
             if effect is None:
-                raise  # the user's functions run in compute effects alone
+                raise  # only compute effects run the user's functions
             raise self._failure(effect, error) from error
 
     def finish(self) -> Results:
-        """The step's results on this rank; nothing of the step stays here."""
+        """Return the step's results on this rank, and release all its values."""
         step, results = self.calls.step, self.calls.step.results
         self.clear()
-        results.state = {stage: step.state[stage] for stage in self.held if self.pipeline.stages[stage].stateful}
+        results.state = {stage: step.state[stage] for stage in self.stages if self.pipeline.stages[stage].stateful}
         if step.sums:
-            results.gradients = total(self.pipeline, self.plan, step.inputs.params, self.held, self._sums(step))
+            results.gradients = total(self.pipeline, self.plan, step.inputs.params, self.stages, self._sums(step))
         return results
 
     def clear(self) -> None:
-        """Give up everything that the step holds."""
+        """Release all values of the step."""
         self.calls.clear()
 
     def _sums(self, step: Step) -> dict[tuple[int, int], dict[LeafKey, Any]]:
-        sums = {(stage, self.rank): step.own(stage) for stage in step.sums}
+        sums = {(stage, self.rank): step.sums_of(stage) for stage in step.sums}
         for (stage, rank), leaves in step.foreign.items():
             sums[stage, rank] = received(self.pipeline, self.plan, step.inputs.params, stage, self.rank, leaves)
         return sums
@@ -96,13 +104,13 @@ class Executor:
         calls = self.calls
         message = f"{type(effect).__name__} raised {type(error).__name__}: {error}"
         if isinstance(effect, fx.Forward):
-            came = {source: calls.slots[calls.slot(fx.Activation(source, m))] for source in self.plan.sources(stage)}
-            given = [f"stage {source} gave it {summary(value.tree)}" for source, value in came.items()]
+            inputs = {source: calls.slots[calls.slot(fx.Activation(source, m))] for source in self.plan.sources(stage)}
+            hints = [f"stage {source} gave it {summary(value.tree)}" for source, value in inputs.items()]
             if self._lacks_batch(effect):
-                given.append("it reads the batch, which is None on this rank")
+                hints.append("it reads the batch, which is None on this rank")
             if "in-place operation" in str(error):
-                given.append("a stage may not change its inputs")
-            message += f" ({'; '.join(given)})" if given else ""
+                hints.append("a stage may not change its inputs")
+            message += f" ({'; '.join(hints)})" if hints else ""
         return StageError(message, rank=self.rank, stage=stage, microbatch=m)
 
     def _lacks_batch(self, e: fx.Forward) -> bool:

@@ -1,7 +1,7 @@
-"""Every rank in this process, in one deterministic interleaving.
+"""Run all ranks in this process, in one deterministic interleaving.
 
-A value that is sent is handed over as it is. Which rank runs when is settled when the programs are
-compiled: if all ranks would wait, that is where it is said.
+A sent value is passed on without a copy. The interleaving is computed when the programs are compiled, so a
+deadlock is found there.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fpipe.stages.pytree import flatten
 
 
 class Local:
-    """Plays all ranks here.
+    """Run all ranks in this process.
 
     Args:
-        devices: one for each rank, between which values are copied; by default nothing is moved. A stage's
+        devices: one for each rank; sent values are copied between them. By default nothing is moved. A stage's
             params and state must be on its rank's device.
-        functions: effect class -> `function(calls, effect)`, for effects of your own, or instead of fpipe's; it
-            returns what runs in every step (fpipe/handlers/calls.py).
+        functions: effect class -> `function(calls, effect)`, which returns the function that runs in every step
+            (fpipe/handlers/calls.py): for custom effects, or to replace fpipe's own functions.
 
     Raises:
-        ScheduleError: (on compiling) no rank can go on; says what each waits for.
+        ScheduleError: (when a program is compiled) the programs deadlock; the message has the waits of the ranks.
     """
 
     peers = None
@@ -68,7 +68,7 @@ class Local:
                 raise inputs.broken
             try:
                 for executor in executors.values():
-                    executor.start(self._own(inputs, executor))
+                    executor.start(self._inputs_of(inputs, executor))
                 for turn in order:
                     turn()
                 results = _merge(
@@ -83,27 +83,27 @@ class Local:
 
         return run
 
-    def _own(self, inputs: Inputs, executor: Executor) -> Inputs:
+    def _inputs_of(self, inputs: Inputs, executor: Executor) -> Inputs:
         rank = executor.rank
         params = executor.pipeline.params_on(inputs.params, executor.plan, rank)
         data = inputs.data
         if self.devices is not None:
-            data = [type(m)(*(_moved(part, self.devices[rank]) for part in m)) for m in data]
+            data = [type(m)(*(_copy_tree(part, self.devices[rank]) for part in m)) for m in data]
         return replace(inputs, params=params, data=data)
 
 
-def _merge(found: list[tuple[tuple[int, ...], Results]]) -> Results:
-    whole = Results()
-    for held, results in found:
-        whole.gradients |= {stage: tree for stage, tree in results.gradients.items() if stage in held}
-        whole.losses |= results.losses
-        whole.outputs |= results.outputs
-        whole.state |= results.state
-    return whole
+def _merge(results_of_ranks: list[tuple[tuple[int, ...], Results]]) -> Results:
+    merged = Results()
+    for stages, results in results_of_ranks:
+        merged.gradients |= {stage: tree for stage, tree in results.gradients.items() if stage in stages}
+        merged.losses |= results.losses
+        merged.outputs |= results.outputs
+        merged.state |= results.state
+    return merged
 
 
 class _Mailbox:
-    """Channels within a process: a sent payload lies here until it is taken."""
+    """`Channels` within a process: stores each sent payload until its receiver takes it."""
 
     peers = None
 
@@ -116,7 +116,7 @@ class _Mailbox:
         if self.devices is None:
             return box.append
         device = self.devices[target]
-        return lambda payload: box.append(_moved(payload, device))
+        return lambda payload: box.append(_copy_tree(payload, device))
 
     def receiver(
         self, value: fx.Value, source: int, target: int, by: fx.Effect
@@ -128,10 +128,10 @@ class _Mailbox:
             box.clear()
 
 
-def _moved(tree: Any, device: torch.device) -> Any:
+def _copy_tree(tree: Any, device: torch.device) -> Any:
     leaves, spec = flatten(tree)
-    return spec.unflatten([_on(x, device) if isinstance(x, torch.Tensor) else x for x in leaves])
+    return spec.unflatten([_copy(x, device) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
-def _on(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _copy(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.detach().to(device, non_blocking=True).requires_grad_(x.requires_grad)

@@ -235,7 +235,7 @@ class _CompiledProgram:
             self.channels.agree()
         if inputs.weighed and inputs.rows is None and self.plan.stages - 1 in self.plan.stages_on(self.program.rank):
             self.channels.agree()  # the loss is scaled by rows that only other ranks know
-            executor.know(self.handshake.rows)
+            executor.set_rows(self.handshake.rows)
         executor.run(0, len(self.program))
         self.channels.agree()
         results = executor.finish()
