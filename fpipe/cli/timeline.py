@@ -16,7 +16,7 @@ from fpipe.timelines.format import number, percent, scale_of, size
 
 if TYPE_CHECKING:
     from fpipe.tensorboard.files.captures import Capture
-    from fpipe.tensorboard.files.reader import Key, Listing
+    from fpipe.tensorboard.files.reader import CaptureId, Listing
 
 _SUFFIXES = (".pftrace", ".json", ".svg", ".png", ".pdf", ".csv")
 _MOST_CHARACTERS = 200  # shown of a name
@@ -30,7 +30,7 @@ class Run(NamedTuple):
     name: str
     capture: "Capture"
     listing: "Listing"
-    key: "Key"
+    key: "CaptureId"
 
     @property
     def title(self) -> str:
@@ -199,9 +199,9 @@ def _listed(folder: str) -> "Listing":
 
 def _read(name: str, listing: "Listing", kind: Kind, step: int) -> Run:
     from fpipe.tensorboard.files.columns import BadColumns
-    from fpipe.tensorboard.files.reader import Key
+    from fpipe.tensorboard.files.reader import CaptureId
 
-    key = Key(listing.experiments[0], kind, step)
+    key = CaptureId(listing.experiments[0], kind, step)
     try:
         capture = listing.read(key)
     except BadColumns as error:

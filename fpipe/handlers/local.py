@@ -105,8 +105,6 @@ def _merge(results_of_ranks: list[tuple[tuple[int, ...], Results]]) -> Results:
 class _Mailbox:
     """`Channels` within a process: stores each sent payload until its receiver takes it."""
 
-    peers = None
-
     def __init__(self, devices: list[torch.device] | None) -> None:
         self.devices = devices
         self.payloads: dict[tuple[fx.Value, int], list[Any]] = defaultdict(list)

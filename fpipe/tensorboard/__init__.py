@@ -1,4 +1,4 @@
-"""TensorBoard: what records timelines and scalars, and the Pipeline tab that shows them."""
+"""TensorBoard: record timelines and scalars, and show them in the Pipeline tab."""
 
 from typing import TYPE_CHECKING
 

@@ -10,7 +10,7 @@ import pytest
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
 from fpipe.effects import Forward, Recv
 from fpipe.tensorboard.files import columns
-from fpipe.tensorboard.files.captures import Place, assemble, columns_of, parsed, placed, tag
+from fpipe.tensorboard.files.captures import RunName, assemble, columns_of, parse_run, parse_tag, tag
 from fpipe.tensorboard.files.columns import BadColumns, Clock, Columns, Header, decode, encode
 from fpipe.tensorboard.server.summary import summary
 from tests.profiling.test_recording import PLANS
@@ -127,7 +127,7 @@ def test_bytes_that_are_no_ranks_spans_are_refused(data, message):
 
 
 def test_what_unpacks_to_more_than_any_timeline_is_refused(monkeypatch):
-    monkeypatch.setattr(columns, "LARGEST", 100)
+    monkeypatch.setattr(columns, "MAX_UNPACKED_BYTES", 100)
     with pytest.raises(BadColumns, match="larger than any timeline"):
         decode(GOOD[0])
 
@@ -241,25 +241,25 @@ def test_a_summary_is_the_timelines_own_account():
 
 
 def test_too_many_gaps_are_not_listed(monkeypatch):
-    monkeypatch.setattr("fpipe.tensorboard.server.summary.MOST_GAPS", 3)
+    monkeypatch.setattr("fpipe.tensorboard.server.summary.MAX_GAPS", 3)
     assert summary(assemble(GOOD))["gaps"] is None
 
 
 @pytest.mark.parametrize("step", [0, 7, 10**8, 10**17])
 @pytest.mark.parametrize("part", [0, 1, 999])
 def test_tags_say_step_and_part(step, part):
-    assert parsed(tag(step, part)) == (step, part)
+    assert parse_tag(tag(step, part)) == (step, part)
 
 
 @pytest.mark.parametrize(
     "text", ["timeline/step_1", "timeline/step_00000001/part_1", "x/timeline/step_00000001", "loss"]
 )
 def test_other_tags_say_nothing(text):
-    assert parsed(text) is None
+    assert parse_tag(text) is None
 
 
 def test_runs_say_whose_they_are():
-    assert placed("a/b/predicted/rank12") == Place("a/b", "predicted", 12)
-    assert placed("measured/rank0") == Place("", "measured", 0)
-    assert placed("<b>\n</b>/measured/rank0") == Place("<b>\n</b>", "measured", 0)
-    assert [placed(text) for text in ("rank0", "measured", "x/measured/rank-1", "xmeasured/rank0")] == [None] * 4
+    assert parse_run("a/b/predicted/rank12") == RunName("a/b", "predicted", 12)
+    assert parse_run("measured/rank0") == RunName("", "measured", 0)
+    assert parse_run("<b>\n</b>/measured/rank0") == RunName("<b>\n</b>", "measured", 0)
+    assert [parse_run(text) for text in ("rank0", "measured", "x/measured/rank-1", "xmeasured/rank0")] == [None] * 4

@@ -68,7 +68,7 @@ def board(request, tmp_path_factory):
     (file,) = (logdir / "cut" / "measured" / "rank1").iterdir()
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "PART", 500)
+        patch.setattr(writing, "PART_BYTES", 500)
         record(logdir / "parts", [5], TIMELINES[2])
     with ExitStack() as stack:
         board = stack.enter_context(Board(logdir, fast=request.param == "rust"))

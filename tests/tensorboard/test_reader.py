@@ -14,7 +14,7 @@ from fpipe.tensorboard.files import reader as disk
 from fpipe.tensorboard.files import writer
 from fpipe.tensorboard.files.captures import columns_of
 from fpipe.tensorboard.files.columns import BadColumns, Header, encode
-from fpipe.tensorboard.files.reader import Key, find
+from fpipe.tensorboard.files.reader import CaptureId, find
 from fpipe.tensorboard.files.writer import Writer, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,9 +44,9 @@ def test_what_was_written_comes_back(tmp_path):
     timeline = made()
     write(tmp_path, timeline, schedule="mine", step=7)
     found = find(tmp_path)
-    assert list(found.captures) == [Key("", "predicted", 7)]
+    assert list(found.captures) == [CaptureId("", "predicted", 7)]
     assert found.notices == ()
-    capture = found.read(Key("", "predicted", 7))
+    capture = found.read(CaptureId("", "predicted", 7))
     assert (capture.schedule, capture.step, capture.kind) == ("mine", 7, "predicted")
     assert list(capture.timeline.spans) == list(timeline.spans)
 
@@ -71,8 +71,8 @@ def test_any_folder_above_or_below_will_do(below, experiment, kinds, ranks, tmp_
         assert found.experiments == [experiment]
         assert {key.kind for key in found.captures} == kinds
         assert found.steps(experiment, "measured") == [3, 20]
-        assert set(found.captures[Key(experiment, "measured", 20)]) == ranks
-        assert sorted(found.read(Key(experiment, "measured", 20)).headers) == sorted(ranks)
+        assert set(found.captures[CaptureId(experiment, "measured", 20)]) == ranks
+        assert sorted(found.read(CaptureId(experiment, "measured", 20)).headers) == sorted(ranks)
 
 
 def test_several_experiments_are_told_apart(tmp_path):
@@ -89,26 +89,26 @@ def test_the_later_file_wins_a_step_that_both_have(tmp_path):
         event_files(folder)[-1].rename(folder / f"events.out.tfevents.{name}")
         found = find(tmp_path)
         assert found.steps("", "measured") == [5, *range(10, 11 + order)]
-        ends = found.read(Key("", "measured", 5)).columns[0].ends
+        ends = found.read(CaptureId("", "measured", 5)).columns[0].ends
         assert ends.tolist() == [span.end for span in made(1.0 + order).spans if span.rank == 0]
 
 
 def test_a_step_captured_twice_in_a_file_is_the_later(tmp_path):
     captured(tmp_path, 0, 5, 5)
-    (parts,) = find(tmp_path).captures[Key("", "measured", 5)].values()
+    (parts,) = find(tmp_path).captures[CaptureId("", "measured", 5)].values()
     assert len(parts) == 1
-    assert find(tmp_path).read(Key("", "measured", 5)).step == 5
+    assert find(tmp_path).read(CaptureId("", "measured", 5)).step == 5
 
 
 def test_parts_are_joined(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "PART", 100)
+    monkeypatch.setattr(writer, "PART_BYTES", 100)
     captured(tmp_path, 0, 5)
     found = find(tmp_path)
-    (parts,) = found.captures[Key("", "measured", 5)].values()
+    (parts,) = found.captures[CaptureId("", "measured", 5)].values()
     whole = encode(Header("measured", 5, 0, "mine", PLAN), columns_of(made(), 0))
     assert len(parts) == -(-len(whole) // 100) > 3
     assert disk._blob(parts) == whole
-    assert found.read(Key("", "measured", 5)).columns[0].effects == [
+    assert found.read(CaptureId("", "measured", 5)).columns[0].effects == [
         span.effect for span in made().spans if not span.rank
     ]
 
@@ -122,7 +122,7 @@ def test_of_a_file_cut_short_what_is_whole_is_read(cut, tmp_path):
     assert found.steps("", "measured") == [1, 2]
     (notice,) = found.notices
     assert notice.startswith(f"{file} is cut short or broken at byte ")
-    assert found.read(Key("", "measured", 2)).step == 2
+    assert found.read(CaptureId("", "measured", 2)).step == 2
 
 
 def test_cut_anywhere_it_is_read_and_says_so(tmp_path):
@@ -157,7 +157,7 @@ def test_a_payload_that_is_broken_leaves_the_other_ranks(tmp_path):
     at = whole.index(b"\x1f\x8b\x08\0\0\0\0\0")  # where the gzip begins
     whole[at + 60] ^= 1
     file.write_bytes(whole)
-    capture = find(tmp_path).read(Key("", "measured", 1))
+    capture = find(tmp_path).read(CaptureId("", "measured", 1))
     assert list(capture.headers) == [0]
     assert any("rank 1 can't be read" in notice for notice in capture.notices)
 
@@ -167,10 +167,10 @@ def test_a_file_that_is_gone_when_it_is_read_is_a_missing_rank(tmp_path):
     folder = captured(tmp_path, 1, 1)
     found = find(tmp_path)
     event_files(folder)[0].unlink()
-    assert list(found.read(Key("", "measured", 1)).headers) == [0]
+    assert list(found.read(CaptureId("", "measured", 1)).headers) == [0]
     event_files(tmp_path)[0].write_bytes(b"")
     with pytest.raises(BadColumns):
-        found.read(Key("", "measured", 1))
+        found.read(CaptureId("", "measured", 1))
 
 
 def test_links_are_followed_and_loops_are_not(tmp_path):
@@ -181,9 +181,9 @@ def test_links_are_followed_and_loops_are_not(tmp_path):
     (tmp_path / "data" / "mine" / "loop").symlink_to(tmp_path / "data")
     (logdir / "nowhere").symlink_to(tmp_path / "gone")
     found = find(logdir)
-    assert list(found.captures) == [Key("linked", "measured", 1)]
+    assert list(found.captures) == [CaptureId("linked", "measured", 1)]
     assert found.notices == ()
-    assert found.read(Key("linked", "measured", 1)).step == 1
+    assert found.read(CaptureId("linked", "measured", 1)).step == 1
 
 
 def test_a_folder_that_cannot_be_listed_is_a_notice(tmp_path, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_listed_is_a_notice(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", refused)
     found = find(tmp_path)
-    assert set(found.captures[Key("", "measured", 1)]) == {0}
+    assert set(found.captures[CaptureId("", "measured", 1)]) == {0}
     assert found.notices == (f"{folder} can't be read: Permission denied",)
 
 
@@ -217,7 +217,7 @@ def test_what_other_programs_wrote_is_left_alone(tmp_path):
     (folder / "notes.txt").write_text("mine")
     (tmp_path / "events.out.tfevents.1.elsewhere").write_bytes(b"not read, since no rank's")
     found = find(tmp_path)
-    assert list(found.captures) == [Key("", "measured", 1)]
+    assert list(found.captures) == [CaptureId("", "measured", 1)]
     assert found.notices == ()
 
 
@@ -241,13 +241,13 @@ def test_tensorboards_loader_reads_the_same(tmp_path):
     (file,) = event_files(tmp_path)
     theirs = [value for event in EventFileLoader(str(file)).Load() for value in event.summary.value]
     blobs = {value.tag: value.tensor.string_val[0] for value in theirs if value.tag.startswith("timeline/")}
-    ours = {step: disk._blob(find(tmp_path).captures[Key("", "measured", step)][0]) for step in (1, 2)}
+    ours = {step: disk._blob(find(tmp_path).captures[CaptureId("", "measured", step)][0]) for step in (1, 2)}
     assert list(blobs.values()) == list(ours.values())
 
 
 def test_columns_stay_what_they_were(tmp_path):
     write(tmp_path, made(), schedule="mine")
-    capture = find(tmp_path).read(Key("", "predicted", 0))
+    capture = find(tmp_path).read(CaptureId("", "predicted", 0))
     for rank in range(2):
         assert np.array_equal(capture.columns[rank].starts, columns_of(made(), rank).starts)
 
@@ -256,8 +256,8 @@ def test_reading_imports_no_torch(tmp_path):
     captured(tmp_path, 0, 1)
     code = f"""if True:
         import sys
-        from fpipe.tensorboard.files.reader import Key, find
-        print(find({str(tmp_path)!r}).read(Key("", "measured", 1)).step, "torch" in sys.modules)
+        from fpipe.tensorboard.files.reader import CaptureId, find
+        print(find({str(tmp_path)!r}).read(CaptureId("", "measured", 1)).step, "torch" in sys.modules)
     """
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shown == "1 False\n"

@@ -1,1 +1,1 @@
-"""Timelines in event files: their bytes, written and read. No torch."""
+"""Write and read timelines in TensorBoard's event files. No torch."""

@@ -1,7 +1,7 @@
-"""A captured step of all ranks, put together from what each of them wrote; and how it is named on disk. No torch.
+"""Assemble a captured step from the bytes of its ranks, and name runs and tags. No torch.
 
-A rank that is missing, or whose bytes are broken, is left out, and a notice says so. Ranks whose clocks were not
-compared stay apart: no span of one waits for a span of another.
+A rank that is missing or whose bytes are broken is left out, with a notice. Ranks whose clocks were not compared are
+independent: no span of one waits for a span of another.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _TAG = re.compile(r"timeline/step_(\d{8,18})(?:/part_(\d{3}))?")
 _RUN = re.compile(r"(?:(.*)/)?(measured|predicted)/rank(\d{1,6})", re.DOTALL)
 
 
-class Place(NamedTuple):
-    """Whose run it is: `experiment/kind/rank3`."""
+class RunName(NamedTuple):
+    """The parts of a run's name, `experiment/kind/rank3`."""
 
     experiment: str
     kind: str
@@ -38,12 +38,12 @@ class Place(NamedTuple):
 
     @property
     def run(self) -> str:
-        """What all ranks' runs have in common."""
+        """The common prefix of the names of all ranks' runs."""
         return f"{self.experiment}/{self.kind}" if self.experiment else self.kind
 
 
 def tag(step: int, part: int = 0) -> str:
-    """The tag of a capture, which only it has, so that no loader drops it; what is large goes on in further parts.
+    """Return the tag of a capture. It is unique, so that no loader drops it; large captures have several parts.
 
     >>> tag(120), tag(120, part=1)
     ('timeline/step_00000120', 'timeline/step_00000120/part_001')
@@ -51,20 +51,20 @@ def tag(step: int, part: int = 0) -> str:
     return f"timeline/step_{step:08}" + (f"/part_{part:03}" if part else "")
 
 
-def parsed(tag: str) -> tuple[int, int] | None:
-    """The step and the part that a tag names, if it is a capture's."""
-    found = _TAG.fullmatch(tag)
-    return (int(found[1]), int(found[2] or 0)) if found else None
+def parse_tag(tag: str) -> tuple[int, int] | None:
+    """Return the step and part of a capture's tag; None for any other tag."""
+    match = _TAG.fullmatch(tag)
+    return (int(match[1]), int(match[2] or 0)) if match else None
 
 
-def placed(run: str) -> Place | None:
-    """What the name of a run says, if it is a rank's.
+def parse_run(run: str) -> RunName | None:
+    """Parse the name of a rank's run; None for any other name.
 
-    >>> placed("mine/measured/rank3"), placed("measured/rank0"), placed("mine")
-    (Place(experiment='mine', kind='measured', rank=3), Place(experiment='', kind='measured', rank=0), None)
+    >>> parse_run("mine/measured/rank3"), parse_run("measured/rank0"), parse_run("mine")
+    (RunName(experiment='mine', kind='measured', rank=3), RunName(experiment='', kind='measured', rank=0), None)
     """
-    found = _RUN.fullmatch(run)
-    return Place(found[1] or "", found[2], int(found[3])) if found else None
+    match = _RUN.fullmatch(run)
+    return RunName(match[1] or "", match[2], int(match[3])) if match else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +72,9 @@ class Capture:
     """One captured step.
 
     Args:
-        headers, columns: of the ranks that are there.
-        timeline: of all ranks; one that is missing has no spans.
-        notices: what is missing or doubtful.
+        headers, columns: rank -> its header and columns; without missing ranks.
+        timeline: of all ranks; a missing rank has no spans.
+        notices: texts about missing or doubtful data.
     """
 
     headers: Mapping[int, Header]
@@ -84,7 +84,7 @@ class Capture:
 
     @property
     def header(self) -> Header:
-        """The lowest rank's."""
+        """The header of the lowest rank."""
         return self.headers[min(self.headers)]
 
     @property
@@ -108,28 +108,28 @@ class Capture:
         return self.header.unit
 
     def peak_memory(self, rank: int) -> float | None:
-        """The most bytes that a rank held, where that was measured or sizes were given."""
-        held = self.columns[rank].memory[1] if rank in self.columns else np.empty(0)
-        return float(held.max()) if len(held) else None
+        """Return a rank's peak memory in bytes; None if it was not measured and the costs have no sizes."""
+        sizes = self.columns[rank].memory[1] if rank in self.columns else np.empty(0)
+        return float(sizes.max()) if len(sizes) else None
 
 
 def assemble(blobs: Mapping[int, bytes]) -> Capture:
-    """The capture whose ranks wrote these bytes.
+    """Assemble a capture from the bytes of its ranks.
 
     Raises:
-        BadColumns: no rank's bytes can be read.
+        BadColumns: no rank's bytes can be read, or no rank computed anything.
     """
     headers, columns, notices = dict[int, Header](), dict[int, Columns](), list[str]()
     for rank, blob in sorted(blobs.items()):
         try:
-            header, found = decode(blob)
+            header, spans = decode(blob)
         except BadColumns as error:
             notices.append(f"rank {rank} can't be read: {error}")
             continue
         if why := _unfit(rank, header, next(iter(headers.values()), header)):
             notices.append(f"{why}, and is left out")
         else:
-            headers[rank], columns[rank] = header, found
+            headers[rank], columns[rank] = header, spans
     if not headers:
         raise BadColumns("; ".join(notices) or "there are no ranks")
     plan = next(iter(headers.values())).plan
@@ -141,7 +141,7 @@ def assemble(blobs: Mapping[int, bytes]) -> Capture:
 
 
 def _unfit(rank: int, header: Header, first: Header) -> str:
-    """Why a rank does not belong to a capture, whose lowest one is the first; "" if it does."""
+    """Return why a rank does not belong to the capture of rank `first`; "" if it does."""
     if header.rank != rank:
         return f"what should be rank {rank}'s is rank {header.rank}'s"
     if header.plan != first.plan:
@@ -153,14 +153,14 @@ def _unfit(rank: int, header: Header, first: Header) -> str:
 
 def _missing(plan: Plan, headers: Mapping[int, Header]) -> list[str]:
     missing = [str(rank) for rank in range(plan.ranks) if rank not in headers]
-    apart = [str(rank) for rank, header in headers.items() if header.clock is None]
+    unsynchronized = [str(rank) for rank, header in headers.items() if header.clock is None]
     notices = []
     if missing:
         notices.append(f"{_ranks(missing)} of {plan.ranks} missing: no file of theirs has this step whole")
     if any(header.turns for header in headers.values()):
         notices.append("the ranks took turns in one process: a rank idles while the others compute")
-    if apart:
-        notices.append(f"the clocks of {_ranks(apart)} were not compared: each begins at its own first start")
+    if unsynchronized:
+        notices.append(f"the clocks of {_ranks(unsynchronized)} were not compared: each begins at its own first start")
     return notices
 
 
@@ -173,26 +173,26 @@ def _ranks(numbers: Sequence[str]) -> str:
 
 def _spans(ranks: int, columns: Mapping[int, Columns]) -> Spans:
     first = [0, *accumulate(len(columns[rank]) if rank in columns else 0 for rank in range(ranks))]
-    mine = [columns[rank] for rank in range(ranks) if rank in columns]
-    effects: list[Effect] = list(chain.from_iterable(own.effects for own in mine))
-    waited = [_whole(own.waited, np.asarray(first)) for own in mine]
+    present = [columns[rank] for rank in range(ranks) if rank in columns]
+    effects: list[Effect] = list(chain.from_iterable(each.effects for each in present))
+    waited = [_global_rows(each.waited, np.asarray(first)) for each in present]
     return Spans(
         first,
         effects,
-        array("d", np.concatenate([own.starts for own in mine]).astype("d").tobytes()),
-        array("d", np.concatenate([own.ends for own in mine]).astype("d").tobytes()),
+        array("d", np.concatenate([each.starts for each in present]).astype("d").tobytes()),
+        array("d", np.concatenate([each.ends for each in present]).astype("d").tobytes()),
         array("q", np.concatenate(waited).astype("q").tobytes()),
-        reduce(Table.joined, (each.table for each in mine)),
+        reduce(Table.joined, (each.table for each in present)),
     )
 
 
-def _whole(waited: tuple[NDArray[np.int32], NDArray[np.int32]], first: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Places among all spans, from ranks and places in theirs; -1 for what is not there."""
+def _global_rows(waited: tuple[NDArray[np.int32], NDArray[np.int32]], first: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Convert (rank, row of that rank) to row numbers among all spans; -1 if there is no such span."""
     rank, row = (column.astype(np.int64) for column in waited)
-    there = (rank >= 0) & (rank < len(first) - 1)
-    begin = first[np.where(there, rank, 0)]
-    room = first[np.where(there, rank, 0) + 1] - begin
-    return np.where(there & (row >= 0) & (row < room), begin + row, -1)
+    valid = (rank >= 0) & (rank < len(first) - 1)
+    begin = first[np.where(valid, rank, 0)]
+    count = first[np.where(valid, rank, 0) + 1] - begin
+    return np.where(valid & (row >= 0) & (row < count), begin + row, -1)
 
 
 def columns_of(
@@ -203,25 +203,25 @@ def columns_of(
     sizes: NDArray[np.float64] | None = None,
     memory: Iterable[tuple[float, float]] = (),
 ) -> Columns:
-    """A rank's share of a timeline.
+    """Return a rank's columns of a timeline.
 
     Args:
-        used, sizes, memory: `Columns.used`, `bytes` and `memory`, for who knows them.
+        used, sizes, memory: `Columns.used`, `bytes` and `memory`, if known.
     """
-    spans, held = timeline.spans, list(memory)
-    own = spans.of(rank)
-    waited = np.frombuffer(spans.waited, np.int64)[own.start : own.stop]
+    spans, changes = timeline.spans, list(memory)
+    rows = spans.of(rank)
+    waited = np.frombuffer(spans.waited, np.int64)[rows.start : rows.stop]
     first = np.asarray(spans.first)
-    whose = np.searchsorted(first, waited, side="right") - 1
-    there = waited >= 0
-    row = np.where(there, waited - first[np.where(there, whose, 0)], -1)
+    source = np.searchsorted(first, waited, side="right") - 1
+    valid = waited >= 0
+    row = np.where(valid, waited - first[np.where(valid, source, 0)], -1)
     return Columns(
-        [spans.effects[at] for at in own],
-        np.frombuffer(spans.starts, np.float64)[own.start : own.stop],
-        np.frombuffer(spans.ends, np.float64)[own.start : own.stop],
-        (np.where(there, whose, -1).astype(np.int32), row.astype(np.int32)),
+        [spans.effects[at] for at in rows],
+        np.frombuffer(spans.starts, np.float64)[rows.start : rows.stop],
+        np.frombuffer(spans.ends, np.float64)[rows.start : rows.stop],
+        (np.where(valid, source, -1).astype(np.int32), row.astype(np.int32)),
         np.empty(0) if used is None else used,
         np.empty(0) if sizes is None else sizes,
-        (np.array([at for at, _ in held], float), np.array([size for _, size in held], float)),
+        (np.array([at for at, _ in changes], float), np.array([size for _, size in changes], float)),
         timeline.table,
     )

@@ -1,8 +1,8 @@
-"""One rank's spans of one step as bytes: a header and columns, which Python and the page read alike. No torch.
+"""Encode one rank's spans of one step as bytes: a header and columns, read by Python and by the page. No torch.
 
 The bytes are a gzip of: `FPT1`; the length of the header, as u32; the header, JSON padded with spaces to a multiple of
-eight; and the columns, each at a multiple of eight. All numbers are little-endian. Times are in the header's unit, from
-the first start of any rank on, where the ranks' clocks were compared, else from the rank's own first start.
+eight; and the columns, each at a multiple of eight. All numbers are little-endian. Times are in the header's unit. Time
+0 is the first start of all ranks if their clocks were compared, else the rank's own first start.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fpipe.tensorboard.files.kinds import COLUMNS, LIMITS, Kind, described, read
 
 MAGIC = b"FPT1"
 FORMAT = 2
-LARGEST = 1 << 29  # bytes of a rank's step, unpacked: more than this is no timeline
-LATEST = 1e12  # of times, in any unit: still a whole number of nanoseconds where 1 is a millisecond
-MOST = 1 << 60  # bytes
+MAX_UNPACKED_BYTES = 1 << 29  # of one rank's step
+MAX_TIME = 1e12  # in any unit; as milliseconds, still below 2**63 nanoseconds
+MAX_BYTES = 1 << 60  # of memory or a message
 _TYPES = ("u1", "u2", "u4", "i4", "f8")
 
 
 class BadColumns(ValueError):
-    """Bytes that are no rank's spans, or were cut short."""
+    """The bytes are not the encoded spans of a rank, or are truncated."""
 
 
 class Clock(NamedTuple):
-    """How far a rank's clock is ahead of rank 0's, and how far that may be off; seconds."""
+    """How far a rank's clock is ahead of rank 0's, and the uncertainty of that; seconds."""
 
     offset: float
     uncertainty: float
@@ -47,18 +47,18 @@ _SAME = Clock(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Header:
-    """What the columns are of.
+    """The metadata of one rank's spans.
 
     Args:
         kind: "measured" or "predicted".
-        unit: "s", or "" where costs were given without one.
-        clock: None where the ranks' clocks were not compared.
-        wall: when it was, in seconds since 1970.
-        peak: the most bytes of an allocator, or of a process, up to then, and which of them.
-        host: what the host did around the effects: (what, start, end).
-        device: what the rank computes on.
-        turns: whether ranks took turns in one process, so that idle time is what others computed.
-        job: a name that all ranks of a job know, and no other job has; "" where they never told each other.
+        unit: of times: "s", or "" if the costs have no unit.
+        clock: None if the ranks' clocks were not compared.
+        wall: when the step ran, in seconds since 1970.
+        peak: peak bytes of an allocator or a process until then, and which of the two.
+        host: host activities around the effects: (name, start, end).
+        device: the device that the rank computes on.
+        turns: whether the ranks ran in turn in one process; a rank is then idle while others compute.
+        job: identifies the job, the same on all its ranks; "" if the ranks did not exchange it.
     """
 
     kind: str
@@ -81,13 +81,13 @@ class Columns:
     """One rank's spans, in the order of its program.
 
     Args:
-        effects: what ran.
+        effects: in program order.
         starts, ends: as in `Timeline`.
-        waited: (rank, place in that rank's program) of the span that let it start, -1 for none.
-        used: when the first use of what a receive got began to wait for it; NaN where that is not known.
-        bytes: of what a send or receive carries; NaN where that is not known.
-        memory: when what the rank holds changed, and how many bytes it holds from then on.
-        table: says what the effects are.
+        waited: for each span the (rank, row of that rank) of the span that it waited for, -1 for none.
+        used: for each receive the time when the first use of its value began to wait; NaN if unknown.
+        bytes: size of the value of each send and receive; NaN if unknown.
+        memory: times at which the rank's memory changed, and its bytes from then on.
+        table: describes the effects.
     """
 
     effects: Sequence[Effect]
@@ -104,44 +104,48 @@ class Columns:
 
 
 def encode(header: Header, columns: Columns) -> bytes:
-    """The bytes of one rank's spans.
+    """Encode one rank's spans.
 
-    >>> from fpipe import Placement
-    >>> from fpipe.effects import Forward
+    >>> from fpipe import Forward, Placement
     >>> header = Header("predicted", 0, 0, "mine", Plan(Placement.loop(1), 1), unit="")
     >>> none = np.full(1, -1, np.int32)
-    >>> found, columns = decode(encode(header, Columns([Forward(0, 0)], np.zeros(1), np.ones(1), (none, none))))
-    >>> found == header, columns.effects[0], columns.ends
+    >>> decoded, columns = decode(encode(header, Columns([Forward(0, 0)], np.zeros(1), np.ones(1), (none, none))))
+    >>> decoded == header, columns.effects[0], columns.ends
     (True, Forward(stage=0, microbatch=0), array([1.]))
     """
     kinds, codes, numbers = rows_of(columns.effects)
     rows = np.array(numbers, np.int64).reshape(len(numbers), len(COLUMNS))
-    found: dict[str, NDArray[Any]] = {"kind": np.array(codes, np.uint8)}
-    found |= {name: _narrow(rows[:, at]) for at, name in enumerate(COLUMNS)}
-    found |= {
+    arrays: dict[str, NDArray[Any]] = {"kind": np.array(codes, np.uint8)}
+    arrays |= {name: _narrow(rows[:, at]) for at, name in enumerate(COLUMNS)}
+    arrays |= {
         "start": columns.starts,
         "end": columns.ends,
         "from_rank": columns.waited[0],
         "from_row": columns.waited[1],
     }
-    found |= {"used": columns.used, "bytes": columns.bytes, "memory_at": columns.memory[0], "memory": columns.memory[1]}
-    return _packed(header, found, [described(kind, columns.table) for kind in kinds])
+    arrays |= {
+        "used": columns.used,
+        "bytes": columns.bytes,
+        "memory_at": columns.memory[0],
+        "memory": columns.memory[1],
+    }
+    return _packed(header, arrays, [described(kind, columns.table) for kind in kinds])
 
 
 def _narrow(numbers: NDArray[np.int64]) -> NDArray[Any]:
-    most = int(numbers.max(initial=0))
-    return numbers.astype(np.uint8 if most < 1 << 8 else np.uint16 if most < 1 << 16 else np.uint32)
+    largest = int(numbers.max(initial=0))
+    return numbers.astype(np.uint8 if largest < 1 << 8 else np.uint16 if largest < 1 << 16 else np.uint32)
 
 
-def _packed(header: Header, found: Mapping[str, NDArray[Any]], kinds: Sequence[Mapping[str, Any]]) -> bytes:
-    at, placed, parts = 0, {}, []
-    for name, column in found.items():
+def _packed(header: Header, arrays: Mapping[str, NDArray[Any]], kinds: Sequence[Mapping[str, Any]]) -> bytes:
+    at, index, parts = 0, {}, []
+    for name, column in arrays.items():
         data = column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes()
-        placed[name] = [column.dtype.str[1:], at, len(column)]
+        index[name] = [column.dtype.str[1:], at, len(column)]
         parts.append(data.ljust(-(-len(data) // 8) * 8, b"\0"))
         at += len(parts[-1])
     plan = header.plan
-    said = {field.name: getattr(header, field.name) for field in fields(header)} | {
+    content = {field.name: getattr(header, field.name) for field in fields(header)} | {
         "plan": {
             "holders": plan.placement.holders,
             "microbatches": plan.microbatches,
@@ -152,18 +156,18 @@ def _packed(header: Header, found: Mapping[str, NDArray[Any]], kinds: Sequence[M
         "ranks": plan.ranks,
         "clock": header.clock._asdict() if header.clock else None,
         "kinds": kinds,
-        "columns": placed,
+        "columns": index,
     }
-    text = json.dumps(said, allow_nan=False).encode()
+    text = json.dumps(content, allow_nan=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return gzip.compress(b"".join([MAGIC, len(text).to_bytes(4, "little"), text, *parts]), 6, mtime=0)
 
 
 def decode(data: bytes) -> tuple[Header, Columns]:
-    """What `encode` was given.
+    """Return the arguments of `encode` from its bytes.
 
     Raises:
-        BadColumns: the bytes are none of `encode`'s.
+        BadColumns: `encode` did not write these bytes.
     """
     try:
         return _decoded(_unpacked(data))
@@ -176,7 +180,7 @@ def decode(data: bytes) -> tuple[Header, Columns]:
 def _unpacked(data: bytes) -> bytes:
     unpack = zlib.decompressobj(zlib.MAX_WBITS | 16)
     try:
-        raw = unpack.decompress(data, LARGEST)
+        raw = unpack.decompress(data, MAX_UNPACKED_BYTES)
     except zlib.error as error:
         raise BadColumns(f"not a gzip: {error}") from None
     if not unpack.eof:
@@ -188,50 +192,50 @@ def _decoded(raw: bytes) -> tuple[Header, Columns]:
     if raw[:4] != MAGIC:
         raise BadColumns("it does not begin as fpipe's timelines do")
     begin = 8 + int.from_bytes(raw[4:8], "little")
-    said = json.loads(raw[8:begin])
-    if said["format"] != FORMAT:
-        raise BadColumns(f"format {said['format']}, of another fpipe: this one reads format {FORMAT}")
-    header, found = _header(said), dict[str, NDArray[Any]]()
-    for name, (kind, at, length) in said["columns"].items():
+    content = json.loads(raw[8:begin])
+    if content["format"] != FORMAT:
+        raise BadColumns(f"format {content['format']}, of another fpipe: this one reads format {FORMAT}")
+    header, arrays = _header(content), dict[str, NDArray[Any]]()
+    for name, (kind, at, length) in content["columns"].items():
         if kind not in _TYPES:
             raise BadColumns(f"a column of {kind!r}")
-        found[name] = np.frombuffer(raw, np.dtype(kind).newbyteorder("<"), length, begin + at)
-    kinds, table = read(said["kinds"])
-    _check(header, kinds, found)
+        arrays[name] = np.frombuffer(raw, np.dtype(kind).newbyteorder("<"), length, begin + at)
+    kinds, table = read(content["kinds"])
+    _check(header, kinds, arrays)
     return header, Columns(
-        list(_effects(kinds, found)),
-        *(found["start"], found["end"], (found["from_rank"], found["from_row"])),
-        *(found["used"], found["bytes"], (found["memory_at"], found["memory"])),
+        list(_effects(kinds, arrays)),
+        *(arrays["start"], arrays["end"], (arrays["from_rank"], arrays["from_row"])),
+        *(arrays["used"], arrays["bytes"], (arrays["memory_at"], arrays["memory"])),
         table,
     )
 
 
-def _header(said: Mapping[str, Any]) -> Header:
-    plan, clock, peak = said["plan"], said["clock"], said["peak"]
+def _header(content: Mapping[str, Any]) -> Header:
+    plan, clock, peak = content["plan"], content["clock"], content["peak"]
     return Header(
-        kind=str(said["kind"]),
-        step=int(said["step"]),
-        rank=int(said["rank"]),
-        schedule=str(said["schedule"]),
+        kind=str(content["kind"]),
+        step=int(content["step"]),
+        rank=int(content["rank"]),
+        schedule=str(content["schedule"]),
         plan=Plan(
-            Placement([tuple(held) for held in plan["holders"]]),
+            Placement([tuple(ranks) for ranks in plan["holders"]]),
             plan["microbatches"],
             Edges(plan["reads"]),
             tuple(map(tuple, plan["ties"])),
         ),
-        unit=str(said["unit"]),
+        unit=str(content["unit"]),
         clock=None if clock is None else Clock(float(clock["offset"]), float(clock["uncertainty"])),
-        wall=float(said["wall"]),
+        wall=float(content["wall"]),
         peak=None if peak is None else (float(peak[0]), str(peak[1])),
-        host=tuple((str(what), float(start), float(end)) for what, start, end in said["host"]),
-        device=str(said["device"]),
-        turns=bool(said["turns"]),
-        job=str(said["job"]),
+        host=tuple((str(what), float(start), float(end)) for what, start, end in content["host"]),
+        device=str(content["device"]),
+        turns=bool(content["turns"]),
+        job=str(content["job"]),
     )
 
 
 def _check(header: Header, kinds: Sequence[Kind], columns: Mapping[str, NDArray[Any]]) -> None:
-    """Refuse what no rank can have done: readers rely on it."""
+    """Raise BadColumns for columns that no rank can have written; readers rely on these checks."""
     for problem, wrong in _problems(header, kinds, columns):
         if wrong:
             raise BadColumns(problem)
@@ -241,26 +245,28 @@ def _problems(
     header: Header, kinds: Sequence[Kind], columns: Mapping[str, NDArray[Any]]
 ) -> Iterator[tuple[str, bool | np.bool_]]:
     """Yield each problem that a file can have, and whether this one has it."""
-    whole, some = ("kind", *COLUMNS, "start", "end", "from_rank", "from_row"), ("used", "bytes")
+    required, optional = ("kind", *COLUMNS, "start", "end", "from_rank", "from_row"), ("used", "bytes")
     count, plan = len(columns["kind"]), header.plan
-    lengths = {len(columns[name]) for name in whole} | {len(columns[name]) for name in some if len(columns[name])}
+    lengths = {len(columns[name]) for name in required} | {
+        len(columns[name]) for name in optional if len(columns[name])
+    }
     yield "columns of different lengths", lengths != {count}
     yield "columns of different lengths", len(columns["memory_at"]) != len(columns["memory"])
     yield f"rank {header.rank} of a plan of {plan.ranks}", not 0 <= header.rank < plan.ranks
     yield f"step {header.step} is out of range", not 0 <= header.step < 10**18
-    yield "a date that is out of range", not 0 <= header.wall < LATEST
+    yield "a date that is out of range", not 0 <= header.wall < MAX_TIME
     host = np.array([time for _, start, end in header.host for time in (start, end)])
     times = [columns["start"], columns["end"], columns["memory_at"], host]
-    yield "times that are out of range", not all((np.abs(each) < LATEST).all() for each in times)
+    yield "times that are out of range", not all((np.abs(each) < MAX_TIME).all() for each in times)
     yield "times that end before they start", (columns["end"] < columns["start"]).any()
     clock = (header.clock.uncertainty, abs(header.clock.offset)) if header.clock else ()
     sizes = [columns["memory"], columns["bytes"][~np.isnan(columns["bytes"])], header.peak[:1] if header.peak else ()]
     amounts = [np.asarray(each) for each in (*sizes, clock)]
     problem = "a count of bytes, or an uncertainty of clocks, that is negative or far too large"
-    yield problem, not all(((each >= 0) & (each < MOST)).all() for each in amounts)
+    yield problem, not all(((each >= 0) & (each < MAX_BYTES)).all() for each in amounts)
     yield "an unknown kind of effect", columns["kind"].max(initial=0) >= max(1, len(kinds))
-    here = np.zeros(plan.stages, bool)
-    here[list(plan.stages_on(header.rank))] = True
+    is_here = np.zeros(plan.stages, bool)
+    is_here[list(plan.stages_on(header.rank))] = True
     for code, kind in enumerate(kinds):
         rows = columns["kind"] == code
         for name, column in kind.numbers:
@@ -268,7 +274,7 @@ def _problems(
                 numbers = columns[column][rows]
                 yield f"a {name} that the plan doesn't have", (numbers >= getattr(plan, limit)).any()
                 if name == "stage" and "value" not in kind.nested:
-                    yield f"rank {header.rank} runs a stage that is not on it", not here[numbers].all()
+                    yield f"rank {header.rank} runs a stage that is not on it", not is_here[numbers].all()
 
 
 def _effects(kinds: Sequence[Kind], columns: Mapping[str, NDArray[Any]]) -> Iterator[Effect]:

@@ -1,7 +1,7 @@
-"""Effects as rows of numbers, and back. No torch.
+"""Convert effects to rows of numbers, and back. No torch.
 
-A file says of each kind of effect what its fields are and how it is drawn, so that a process that never imported the
-effect shows it. There it becomes a dataclass of the same name and fields.
+The header of a file describes each kind of effect: its fields and how it is drawn. A process that never imported the
+effect's class can show it: it makes a dataclass of the same name and fields.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from fpipe.errors import ScheduleError
 from fpipe.tables import TABLE, Row, Table, ValueRow, fields_of
 
 COLUMNS = ("stage", "microbatch", "other", "second", "peer")
-"""Where the numbers of an effect stand. A post's rank is its peer; further stages, ranks and numbers are the others."""
+"""The columns of an effect's numbers. `peer` is the rank of a send or receive; further numbers use the free columns."""
 
 LIMITS = {"stage": "stages", "consumer": "stages", "microbatch": "microbatches", "rank": "ranks"}
-"""Field -> the count of a plan that it lies below."""
+"""Field -> the attribute of `Plan` that its numbers must be less than."""
 
 _TRACKS = ("compute", "send", "receive", "host")
 _COLOUR = re.compile(r"#[0-9a-f]{6}")
-_LONGEST = 64  # characters of a name, a label or a letter
+_MAX_CHARACTERS = 64  # of a name, a label or a letter
 
 
 class Number(NamedTuple):
-    """A number of an effect: its field, and the column that has it."""
+    """A number of an effect: its field and its column."""
 
     field: str
     column: str
 
 
 class Kind(NamedTuple):
-    """How effects of one shape are written: their class, the classes of values and effects within, and the numbers.
+    """The format of one kind of effect: its class, the classes of nested values and effects, and its numbers.
 
     Args:
         cls: the effect's class.
-        nested: field -> class, for fields that are a value or an effect; their numbers come in their place.
-        numbers: all numbers, in the order of the fields.
+        nested: field -> class, for each field that is a value or an effect; its numbers replace the field.
+        numbers: in the order of the fields.
     """
 
     cls: Any
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
     numbers: tuple[Number, ...]
 
     def getter(self) -> Callable[[Any], tuple[int, ...]]:
-        """Return a function of an effect: its numbers, in the order of `numbers`."""
+        """Return a function from an effect to its numbers, in the order of `numbers`."""
         paths = []
         for name in fields_of(self.cls):
             nested = self.nested.get(name)
@@ -57,24 +57,26 @@ class Kind(NamedTuple):
         return get if len(paths) > 1 else lambda effect: (get(effect),)
 
     def maker(self) -> Callable[[Sequence[int]], Any]:
-        """Return a function of a row of `COLUMNS`: the effect that has these numbers."""
+        """Return a function from a row of `COLUMNS` to the effect with these numbers."""
         at = [COLUMNS.index(number.column) for number in self.numbers]
         if not self.nested:
             return lambda row: self.cls(*[row[i] for i in at])
-        whole: list[tuple[Any, list[int]]] = []
+        arguments: list[tuple[Any, list[int]]] = []
         for name in fields_of(self.cls):
             nested = self.nested.get(name)
             count = len(fields_of(nested)) if nested else 1
-            whole.append((nested, at[:count]))
+            arguments.append((nested, at[:count]))
             at = at[count:]
-        return lambda row: self.cls(*[kind(*[row[i] for i in own]) if kind else row[own[0]] for kind, own in whole])
+        return lambda row: self.cls(
+            *[cls(*[row[i] for i in places]) if cls else row[places[0]] for cls, places in arguments]
+        )
 
 
 def rows_of(effects: Sequence[Any]) -> tuple[list[Kind], list[int], list[tuple[int, ...]]]:
-    """Return the kinds of effects, and of each effect its kind, by place, and its row of `COLUMNS`; 0 for no number.
+    """Return the kinds of the effects; and per effect the index of its kind and its row of `COLUMNS`, 0 in unused ones.
 
     Raises:
-        ScheduleError: an effect has more numbers than there are columns, or one that is no whole number from 0 on.
+        ScheduleError: an effect has more numbers than there are columns, or one that is negative or not an int.
     """
     kinds: dict[tuple[type, ...], tuple[int, Kind, Callable[[Any], tuple[int, ...]], list[int]]] = {}
     nested: dict[type, tuple[str, ...]] = {}
@@ -99,10 +101,10 @@ def rows_of(effects: Sequence[Any]) -> tuple[list[Kind], list[int], list[tuple[i
 
 
 def kind_of(cls: Any, nested: Mapping[str, type]) -> Kind:
-    """Return how effects of a class are written whose fields hold values or effects of these classes.
+    """Return the format of a class of effects; `nested` has the classes of fields that are values or effects.
 
     Raises:
-        ScheduleError: they have more numbers than a file has columns.
+        ScheduleError: the class has more numbers than a file has columns.
     """
     fields = [field for name in fields_of(cls) for field in (fields_of(nested[name]) if name in nested else (name,))]
     posts = {"value", "rank"} <= set(fields_of(cls))
@@ -123,7 +125,7 @@ def kind_of(cls: Any, nested: Mapping[str, type]) -> Kind:
 
 
 def described(kind: Kind, table: Table) -> dict[str, Any]:
-    """Return what a file's header says of a kind: its fields, and how it is drawn."""
+    """Return the description of a kind for the header: its fields and how it is drawn."""
     row = table.effects[kind.cls]
     numbers = iter(kind.numbers)
     fields: dict[str, Any] = {}
@@ -134,16 +136,16 @@ def described(kind: Kind, table: Table) -> dict[str, Any]:
         else:
             fields[name] = {"type": nested.__name__, "fields": {f: next(numbers).column for f in fields_of(nested)}}
     names = [kind.cls.__name__, *(nested.__name__ for nested in kind.nested.values())]
-    said: dict[str, Any] = {"name": " ".join(names), "type": names[0], "fields": fields, "track": row.track}
-    said |= {"letter": row.letter, "label": row.label, "colour": row.colour}
+    description: dict[str, Any] = {"name": " ".join(names), "type": names[0], "fields": fields, "track": row.track}
+    description |= {"letter": row.letter, "label": row.label, "colour": row.colour}
     values = [table.values[nested] for nested in kind.nested.values() if nested in table.values]
     if values:
-        said["value"] = {"label": values[0].label, "colour": values[0].colour}
+        description["value"] = {"label": values[0].label, "colour": values[0].colour}
     elif row.track == "compute":
-        said["parts"] = [_part(nested, fields[name]["fields"], table) for name, nested in kind.nested.items()] or [
-            _part(kind.cls, fields, table)
-        ]
-    return said
+        description["parts"] = [
+            _part(nested, fields[name]["fields"], table) for name, nested in kind.nested.items()
+        ] or [_part(kind.cls, fields, table)]
+    return description
 
 
 def _part(kind: type, fields: Mapping[str, str], table: Table) -> dict[str, Any]:
@@ -151,14 +153,14 @@ def _part(kind: type, fields: Mapping[str, str], table: Table) -> dict[str, Any]
     return {"letter": row.letter, "label": row.label} | {n: fields[n] for n in ("stage", "microbatch") if n in fields}
 
 
-def read(said: Sequence[Mapping[str, Any]]) -> tuple[list[Kind], Table]:
-    """Return the kinds of a header, and the table of their effects.
+def read(descriptions: Sequence[Mapping[str, Any]]) -> tuple[list[Kind], Table]:
+    """Return the kinds that a header describes, and the table of their effects.
 
     Raises:
-        ValueError: a kind is not as `described` has it.
+        ValueError: `described` did not write these descriptions.
     """
     kinds, rows = [], dict[type, Row | ValueRow]()
-    for each in said:
+    for each in descriptions:
         nested = {name: field for name, field in each["fields"].items() if not isinstance(field, str)}
         classes = {name: _class(field["type"], tuple(field["fields"])) for name, field in nested.items()}
         kind = _class(each["type"], tuple(each["fields"]))
@@ -178,31 +180,31 @@ def read(said: Sequence[Mapping[str, Any]]) -> tuple[list[Kind], Table]:
     return kinds, TABLE.extended(rows)
 
 
-def _row(row: Row, said: Mapping[str, Any]) -> Row:
-    if said["track"] not in _TRACKS:
-        raise ValueError(f"an effect on a track {said['track']!r}")
-    letter, label, colour = _text(said["letter"]), _text(said["label"]), _colour(said["colour"])
-    return row._replace(track=said["track"], letter=letter, label=label, colour=colour)
+def _row(row: Row, description: Mapping[str, Any]) -> Row:
+    if description["track"] not in _TRACKS:
+        raise ValueError(f"an effect on a track {description['track']!r}")
+    letter, label, colour = _text(description["letter"]), _text(description["label"]), _colour(description["colour"])
+    return row._replace(track=description["track"], letter=letter, label=label, colour=colour)
 
 
-def _text(said: object) -> str:
-    if not isinstance(said, str) or len(said) > _LONGEST:
-        raise ValueError(f"a name of an effect that is not of at most {_LONGEST} characters")
-    return said
+def _text(text: object) -> str:
+    if not isinstance(text, str) or len(text) > _MAX_CHARACTERS:
+        raise ValueError(f"a name of an effect that is not of at most {_MAX_CHARACTERS} characters")
+    return text
 
 
-def _colour(said: object) -> str:
-    if not isinstance(said, str) or not _COLOUR.fullmatch(said):
+def _colour(text: object) -> str:
+    if not isinstance(text, str) or not _COLOUR.fullmatch(text):
         raise ValueError("a colour that is not #rrggbb")
-    return said
+    return text
 
 
 def _class(name: str, fields: tuple[str, ...]) -> Any:
-    """Return fpipe's own class of that name and these fields, else one made for it."""
+    """Return fpipe's class of that name if it has these fields, else a new dataclass."""
     known = {kind.__name__: kind for kind in (*TABLE.effects, *TABLE.values)}
     if name in known and fields_of(known[name]) == fields:
         return known[name]
-    if any(len(each) > _LONGEST or each.startswith("_") for each in (name, *fields)):
+    if any(len(each) > _MAX_CHARACTERS or each.startswith("_") for each in (name, *fields)):
         raise ValueError("an effect, or a field of one, whose name is none")
     return _foreign(name, fields)
 

@@ -1,8 +1,8 @@
-"""Captures in event files, found and read without a TensorBoard server. No torch.
+"""Find and read captures in event files, without a TensorBoard server. No torch.
 
-Listing reads every record's tag and remembers where the record lies; what it holds is read for the capture asked for.
-The checksums of records are left alone: without TensorFlow they take 0.2 s for a megabyte, and the gzip within has its
-own. What follows a record that is cut short or broken is lost, and a notice says so.
+`find` reads the tag and the position of every record; `Listing.read` then reads the content of one capture. The
+checksums of records are not verified: without TensorFlow this takes 0.2 s per megabyte, and the gzip inside has its own
+checksum. The records after a truncated or broken one are lost, with a notice.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 
-from fpipe.tensorboard.files.captures import Capture, assemble, parsed, placed
+from fpipe.tensorboard.files.captures import Capture, assemble, parse_run, parse_tag
 
-_HEADER, _FOOTER = 12, 4  # bytes around a record: its length and the checksum of that, and its own checksum
+_HEADER, _FOOTER = 12, 4  # bytes: the record's length with a checksum; the checksum of the record
 
 
-class Key(NamedTuple):
-    """Which capture: the experiment's folder, from the one that was listed on, measured or predicted, and the step."""
+class CaptureId(NamedTuple):
+    """The experiment's folder, relative to the listed one; "measured" or "predicted"; and the step."""
 
     experiment: str
     kind: str
     step: int
 
 
-class Part(NamedTuple):
-    """Where a record lies that holds a capture, or a part of one."""
+class Record(NamedTuple):
+    """The position of a record that has a capture or a part of one: first byte and length in bytes."""
 
     file: Path
     at: int
@@ -41,15 +41,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Listing:
-    """What there is below a folder.
+    """The captures below a folder.
 
     Args:
-        captures: by experiment, kind and step; of each rank that has it, the records in their order.
-        notices: what couldn't be read.
+        captures: capture -> rank -> its records, in order.
+        notices: texts about files that can't be read.
     """
 
     folder: Path
-    captures: Mapping[Key, Mapping[int, Sequence[Part]]]
+    captures: Mapping[CaptureId, Mapping[int, Sequence[Record]]]
     notices: Sequence[str] = ()
 
     @property
@@ -57,49 +57,48 @@ class Listing:
         return sorted({key.experiment for key in self.captures})
 
     def steps(self, experiment: str, kind: str) -> list[int]:
-        """The steps that were captured, the first one first."""
+        """Return the captured steps, in ascending order."""
         return sorted(key.step for key in self.captures if (key.experiment, key.kind) == (experiment, kind))
 
-    def read(self, key: Key) -> Capture:
-        """A capture of all ranks that have it.
+    def read(self, key: CaptureId) -> Capture:
+        """Read a capture of all ranks that have it.
 
         Raises:
-            KeyError: there is none such.
-            BadColumns: no rank's can be read.
+            KeyError: there is no such capture.
+            BadColumns: no rank's records can be read.
         """
-        return assemble({rank: _blob(parts) for rank, parts in self.captures[key].items()})
+        return assemble({rank: _blob(records) for rank, records in self.captures[key].items()})
 
 
 def find(folder: Path | str) -> Listing:
-    """The captures below a folder: one for several experiments, an experiment's, its measured or predicted one, or one
-    of a single rank's.
+    """List the captures below a folder: of several experiments, of one, of one kind, or of a single rank.
 
     Raises:
-        NotADirectoryError: it is no folder.
+        NotADirectoryError: `folder` is not a directory.
     """
     root = Path(folder)
     if not root.is_dir():
         raise NotADirectoryError(f"{folder} is no folder")
-    captures: dict[Key, dict[int, Sequence[Part]]] = defaultdict(dict)
+    captures: dict[CaptureId, dict[int, Sequence[Record]]] = defaultdict(dict)
     notices: list[str] = []
     for within, files in _folders(root.absolute(), notices):
-        place = placed(within.as_posix())
-        if place is None:
+        name = parse_run(within.as_posix())
+        if name is None:
             continue
-        experiment = _below(root.absolute(), Path(place.experiment or "/"))
+        experiment = _below(root.absolute(), Path(name.experiment or "/"))
         for file in files:
-            for step, parts in _records(file, notices).items():
-                captures[Key(experiment, place.kind, step)][place.rank] = parts
+            for step, records in _records(file, notices).items():
+                captures[CaptureId(experiment, name.kind, step)][name.rank] = records
     return Listing(root, captures, tuple(notices))
 
 
 def _below(root: Path, folder: Path) -> str:
-    """The path from one folder to another below it; "" for that itself, and for what it lies in."""
+    """Return the path of `folder` relative to `root`; "" if `folder` is `root` or a parent of it."""
     return "" if root.is_relative_to(folder) else folder.relative_to(root).as_posix()
 
 
 def _folders(root: Path, notices: list[str]) -> Iterator[tuple[Path, list[Path]]]:
-    """Every folder with event files, once, and these, the oldest first. Links are followed, but never in a loop."""
+    """Yield every folder with event files once, and its files, oldest first. Follow links, without loops."""
     seen: set[str] = set()
     walk = os.walk(root, onerror=lambda error: notices.append(_unread(error)), followlinks=True)
     for within, folders, names in walk:
@@ -115,7 +114,7 @@ def _folders(root: Path, notices: list[str]) -> Iterator[tuple[Path, list[Path]]
 
 
 def _age(file: Path) -> tuple[list[int], str]:
-    """Files were begun in this order: a name has the second, the host, the process, and a count in that."""
+    """Return a sort key for the order of creation: a name has the second, the host, the process and a counter."""
     within = file.name.partition("tfevents")[2]
     return [int(number) for number in re.findall(r"\d+", within)], file.name
 
@@ -124,33 +123,33 @@ def _unread(error: OSError) -> str:
     return f"{error.filename} can't be read: {error.strerror}"
 
 
-def _records(file: Path, notices: list[str]) -> dict[int, Sequence[Part]]:
-    """Step -> where its parts are in a file. Of a step that was captured twice, the later one."""
-    found: dict[int, list[Part]] = {}
+def _records(file: Path, notices: list[str]) -> dict[int, Sequence[Record]]:
+    """Return step -> its records in a file. If a step was captured twice, the later capture."""
+    records: dict[int, list[Record]] = {}
     try:
-        for at, event in _events(file):
+        for record, event in _events(file):
             for value in event.summary.value:
-                if step_part := parsed(value.tag):
+                if step_part := parse_tag(value.tag):
                     step, part = step_part
                     if part == 0:
-                        found[step] = []
-                    found.setdefault(step, []).append(at)
+                        records[step] = []
+                    records.setdefault(step, []).append(record)
     except _Broken as error:
         notices.append(f"{file} {error}: what stands before is read")
     except OSError as error:
         notices.append(_unread(error))
-    return dict(found)
+    return dict(records)
 
 
 class _Broken(Exception):
-    """A file that doesn't go on as event files do."""
+    """The file is truncated or is not an event file."""
 
 
-def _events(file: Path) -> Iterator[tuple[Part, Event]]:
-    """The records of a file and where they are.
+def _events(file: Path) -> Iterator[tuple[Record, Event]]:
+    """Yield the records of a file and their positions.
 
     Raises:
-        _Broken: after what is whole.
+        _Broken: after the last complete record, if more bytes follow.
     """
     size, at = file.stat().st_size, 0
     with file.open("rb") as stream:
@@ -158,28 +157,28 @@ def _events(file: Path) -> Iterator[tuple[Part, Event]]:
             length = int.from_bytes(stream.read(_HEADER)[:8], "little")
             if at + _HEADER + length + _FOOTER > size:
                 raise _Broken(f"is cut short or broken at byte {at}")
-            part = Part(file, at + _HEADER, length)
-            yield part, _event(stream.read(length), part)
+            record = Record(file, at + _HEADER, length)
+            yield record, _event(stream.read(length), record)
             stream.seek(_FOOTER, os.SEEK_CUR)
             at += _HEADER + length + _FOOTER
 
 
-def _event(data: bytes, part: Part) -> Event:
+def _event(data: bytes, record: Record) -> Event:
     try:
         return Event.FromString(data)
     except DecodeError:
-        raise _Broken(f"is broken at byte {part.at}") from None
+        raise _Broken(f"is broken at byte {record.at}") from None
 
 
-def _blob(parts: Sequence[Part]) -> bytes:
-    """What the records hold, one after the other; nothing where they can't be read any more."""
+def _blob(records: Sequence[Record]) -> bytes:
+    """Return the concatenated contents of the records; b"" if one can't be read any more."""
     pieces = []
-    for part in parts:
+    for record in records:
         try:
-            with part.file.open("rb") as stream:
-                stream.seek(part.at)
-                values = _event(stream.read(part.length), part).summary.value
+            with record.file.open("rb") as stream:
+                stream.seek(record.at)
+                values = _event(stream.read(record.length), record).summary.value
         except (OSError, _Broken):
             return b""
-        pieces += [piece for value in values if parsed(value.tag) for piece in value.tensor.string_val]
+        pieces += [piece for value in values if parse_tag(value.tag) for piece in value.tensor.string_val]
     return b"".join(pieces)

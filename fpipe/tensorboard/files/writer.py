@@ -1,4 +1,4 @@
-"""Timelines and scalars into TensorBoard's event files, a run for each rank: `logdir/measured/rank3`. No torch."""
+"""Write timelines and scalars into TensorBoard's event files, one run per rank: `logdir/measured/rank3`. No torch."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from fpipe.tensorboard.files.columns import Columns, Header, encode
 from fpipe.timelines.format import sized
 from fpipe.timelines.timeline import Timeline
 
-PART = 32 << 20  # bytes of one tensor; much larger ones make TensorBoard's server answer 500
+PART_BYTES = 32 << 20  # of one tensor; TensorBoard's server answers 500 for much larger ones
 
 
 class Writer:
-    """Writes one rank's run. Records are appended whole, each with its checksum; readers leave out one cut short.
+    """Write one rank's run. Each record is appended with its checksum; readers skip a truncated record.
 
     Args:
         logdir: the experiment's folder; `kind` and `rank` name the run in it.
         kind: "measured" or "predicted".
 
     Raises:
-        OSError: the folder can't be made or written.
+        OSError: the folder can't be created or written.
+        ValueError: `kind` is neither of the two.
     """
 
     def __init__(self, logdir: Path | str, kind: str, rank: int) -> None:
@@ -48,10 +49,12 @@ class Writer:
         self._events = EventFileWriter(str(self.folder), flush_secs=10)
 
     def timeline(self, header: Header, columns: Columns) -> None:
-        """One captured step, under a tag of its own."""
+        """Write one captured step under its own tag, and flush."""
         blob = encode(header, columns)
-        for part, at in enumerate(range(0, len(blob), PART)):
-            text = TensorProto(dtype=DT_STRING, string_val=[blob[at : at + PART]], tensor_shape=TensorShapeProto())
+        for part, at in enumerate(range(0, len(blob), PART_BYTES)):
+            text = TensorProto(
+                dtype=DT_STRING, string_val=[blob[at : at + PART_BYTES]], tensor_shape=TensorShapeProto()
+            )
             metadata = SummaryMetadata(
                 plugin_data=SummaryMetadata.PluginData(plugin_name=PLUGIN, content=outline(header)),
                 data_class=DATA_CLASS_TENSOR,
@@ -61,7 +64,7 @@ class Writer:
         self.flush()
 
     def scalar(self, name: str, value: float, step: int, wall: float | None = None) -> None:
-        """A point of a curve in the standard tabs."""
+        """Write one point of a curve for the standard tabs; `wall` in seconds since 1970, by default now."""
         tensor = TensorProto(dtype=DT_FLOAT, float_val=[value], tensor_shape=TensorShapeProto())
         metadata = create_summary_metadata(display_name="", description="")
         metadata.data_class = DATA_CLASS_SCALAR
@@ -71,11 +74,11 @@ class Writer:
         self._events.add_event(Event(wall_time=wall or time.time(), step=step, summary=Summary(value=[value])))
 
     def flush(self) -> None:
-        """Have all of it in the file."""
+        """Write all buffered records to the file."""
         self._events.flush()
 
     def close(self) -> None:
-        """Flush, and end the file."""
+        """Flush and close the file."""
         self._events.close()
 
     def __enter__(self) -> Writer:
@@ -86,38 +89,41 @@ class Writer:
 
 
 def outline(header: Header) -> bytes:
-    """What a list of captures says of one, so that it need not be read: JSON."""
+    """Return the summary of a capture for a list of captures, as JSON, so that the list need not read it."""
     plan = header.plan
     counts = {"ranks": plan.ranks, "stages": plan.stages, "microbatches": plan.microbatches}
-    return json.dumps({"schedule": header.schedule[:_LONGEST], **counts, "unit": header.unit}).encode()
+    return json.dumps({"schedule": header.schedule[:_MAX_CHARACTERS], **counts, "unit": header.unit}).encode()
 
 
-_LONGEST = 200  # characters of a schedule's name that a list shows
+_MAX_CHARACTERS = 200  # of a schedule's name in a list of captures
 
 
 def write(logdir: Path | str, timeline: Timeline, *, schedule: str, step: int = 0, unit: str = "") -> None:
-    """Write a simulated timeline of all ranks as predicted.
+    """Write a simulated timeline of all ranks, as kind "predicted".
 
     Args:
         logdir: the experiment's folder.
-        schedule: its name.
-        unit: of its times: "s", or none.
+        schedule: the schedule's name.
+        unit: of the timeline's times: "s", or "" for none.
+
+    Raises:
+        OSError: the folder can't be created or written.
     """
-    held, job = sized(timeline.costs), f"{secrets.randbits(62):x}"
+    has_sizes, job = sized(timeline.costs), f"{secrets.randbits(62):x}"
     for rank in range(timeline.plan.ranks):
         header = Header("predicted", step, rank, schedule, timeline.plan, unit, wall=time.time(), job=job)
         with Writer(logdir, "predicted", rank) as writer:
-            memory = timeline.memory(rank) if held else ()
+            memory = timeline.memory(rank) if has_sizes else ()
             writer.timeline(header, columns_of(timeline, rank, sizes=_sizes(timeline, rank), memory=memory))
 
 
 def _sizes(timeline: Timeline, rank: int) -> NDArray[np.float64] | None:
-    """Bytes of what each send and receive carries, where the costs say."""
+    """Return the bytes of each send and receive of a rank, NaN for other effects; None if the costs have no sizes."""
     if not sized(timeline.costs):
         return None
     interning = Interning(timeline.plan, timeline.table)
-    own = (timeline.spans.effects[at] for at in timeline.spans.of(rank))
-    carried = (effect.value if isinstance(effect, Send | Recv) else None for effect in own)
+    effects = (timeline.spans.effects[at] for at in timeline.spans.of(rank))
+    values = (effect.value if isinstance(effect, Send | Recv) else None for effect in effects)
     return np.array(
-        [nan if value is None else bytes_on(rank, value, timeline.costs, interning) for value in carried], float
+        [nan if value is None else bytes_on(rank, value, timeline.costs, interning) for value in values], float
     )

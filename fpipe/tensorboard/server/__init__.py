@@ -1,1 +1,1 @@
-"""The Pipeline tab: TensorBoard's plugin, and the page that it serves. No torch."""
+"""The Pipeline tab: the TensorBoard plugin and the page that it serves. No torch."""

@@ -1,4 +1,4 @@
-"""A capture as a file for other tools: Perfetto, Chrome's trace viewer, figures, a table. No torch."""
+"""Export a capture to a file for other tools: Perfetto, Chrome's trace viewer, figures, a table. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fpipe.tensorboard.files.columns import Columns, Header
 from fpipe.timelines.format import extent, percent, scale_of
 from fpipe.timelines.perfetto import Extras, chrome_json, pftrace
 
-TYPES = {  # form -> media type; the form is the file's suffix
+TYPES = {  # format (the file's suffix) -> media type
     "pftrace": "application/octet-stream",
     "json": "application/json",
     "svg": "image/svg+xml",
@@ -25,15 +25,15 @@ TYPES = {  # form -> media type; the form is the file's suffix
     "pdf": "application/pdf",
     "csv": "text/csv",
 }
-_drawing = threading.Lock()  # matplotlib has settings that are the process's
+_drawing = threading.Lock()  # matplotlib's settings are global to the process
 
 
 class MissingPackage(ImportError):
-    """A form needs a package that is not installed; says which, and what to do."""
+    """The format needs a package that is not installed; the message says how to install it."""
 
 
 def exported(capture: Capture, form: str) -> bytes:
-    """A capture as the content of a file.
+    """Return the bytes of a file with the capture.
 
     Args:
         form: one of `TYPES`.
@@ -48,23 +48,23 @@ def exported(capture: Capture, form: str) -> bytes:
 
 
 def save(capture: Capture, file: Path, title: str) -> None:
-    """Write a capture into a file, in the form that its suffix names.
+    """Write a capture to a file, in the format of its suffix.
 
     Args:
-        title: of a figure.
+        title: of the figure, for a format that is one.
 
     Raises:
-        MissingPackage: as `exported`.
+        MissingPackage: as for `exported`.
     """
     form = file.suffix.lower().removeprefix(".")
-    said: dict[str, Any] = {"schedule": capture.schedule, "unit": capture.unit}
-    said["extras"] = {rank: extras(columns, capture.headers[rank]) for rank, columns in capture.columns.items()}
+    options: dict[str, Any] = {"schedule": capture.schedule, "unit": capture.unit}
+    options["extras"] = {rank: extras(columns, capture.headers[rank]) for rank, columns in capture.columns.items()}
     if form == "json":
         with file.open("w") as stream:
-            stream.writelines(chrome_json(capture.timeline, **said))
+            stream.writelines(chrome_json(capture.timeline, **options))
     elif form == "pftrace":
         with file.open("wb") as stream, _needing("perfetto"):
-            stream.writelines(pftrace(capture.timeline, **said))
+            stream.writelines(pftrace(capture.timeline, **options))
     elif form == "csv":
         with file.open("w", newline="") as stream:
             csv.writer(stream).writerows(_rows(capture))
@@ -74,7 +74,7 @@ def save(capture: Capture, file: Path, title: str) -> None:
 
 
 def extras(columns: Columns, header: Header) -> Extras:
-    """Return what the exporters take of a rank's capture beside the timeline."""
+    """Return the data of a rank that exporters show in addition to the timeline."""
     memory = zip(*(part.tolist() for part in columns.memory), strict=True)
     return Extras(columns.bytes.tolist(), columns.used.tolist(), list(memory), header.host)
 
@@ -99,20 +99,20 @@ def _draw(capture: Capture, file: Path, title: str) -> None:
 
 
 def shortened(text: str) -> str:
-    """A name that somebody gave, on one line and not longer than one.
+    """Return a user's name on one line, cut to `_MAX_CHARACTERS`, without control characters.
 
     >>> shortened("mine\\n" + "x" * 100)
     'mine xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx…'
     """
     line = "".join(letter if letter.isprintable() else " " for letter in text)
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+    return line if len(line) <= _MAX_CHARACTERS else f"{line[: _MAX_CHARACTERS - 1]}…"
 
 
-_LONGEST = 60
+_MAX_CHARACTERS = 60
 
 
 def _rows(capture: Capture) -> Iterator[Sequence[object]]:
-    """A line for each effect. What it waited for is a place in a rank's program; times are in the capture's unit."""
+    """Yield a header, then a row for each effect. Times are in the capture's unit; `waited_*` name the cause."""
     yield (
         *("rank", "row", "track", "kind", "stage", "microbatch", "effect", "start", "end"),
         *("waited_rank", "waited_row", "bytes"),
@@ -126,9 +126,9 @@ def _rows(capture: Capture) -> Iterator[Sequence[object]]:
             cause = capture.timeline.spans[span.waited_for]
             waited = cause.rank, span.waited_for - first[cause.rank]
         sizes = capture.columns[span.rank].bytes
-        carried = sizes[row] if row < len(sizes) and isfinite(sizes[row]) else ""
+        nbytes = sizes[row] if row < len(sizes) and isfinite(sizes[row]) else ""
         kind, stage, microbatch = type(span.effect).__name__, what.stage, getattr(what, "microbatch", "")
         yield (
             *(span.rank, row, span.track, kind, stage, microbatch, repr(span.effect), span.start, span.end),
-            *(*waited, carried),
+            *(*waited, nbytes),
         )

@@ -1,4 +1,4 @@
-"""The server's side of TensorBoard's Pipeline tab: lists captures, hands out ranks' spans, and sums up. No torch.
+"""The server of TensorBoard's Pipeline tab: lists captures, sends ranks' spans, and summarizes. No torch.
 
 Names of runs and schedules are only compared with those that TensorBoard lists; none becomes part of a path.
 """
@@ -20,18 +20,18 @@ from tensorboard.plugins.base_plugin import FrontendMetadata, TBContext, TBPlugi
 from werkzeug.exceptions import BadRequest, HTTPException, NotFound, UnprocessableEntity
 from werkzeug.wrappers import Request, Response
 
-from fpipe.tensorboard.files.captures import PLUGIN, Capture, assemble, parsed, placed
+from fpipe.tensorboard.files.captures import PLUGIN, Capture, assemble, parse_run, parse_tag
 from fpipe.tensorboard.files.columns import BadColumns
 from fpipe.tensorboard.server.listing import listing
 from fpipe.tensorboard.server.summary import summary
 
-TYPES_OF_FILES = {".js": "application/javascript", ".css": "text/css"}
-KEPT = 4  # captures that stay put together, for the summary, comparison and exports of one
-View = Callable[["PipelinePlugin", "Asked"], Response]
+MEDIA_TYPES = {".js": "application/javascript", ".css": "text/css"}
+MAX_CAPTURES = 4  # assembled captures in the cache, for summaries, comparisons and exports
+View = Callable[["PipelinePlugin", "Query"], Response]
 
 
-class Asked:
-    """A request, and the experiment that it is for."""
+class Query:
+    """A request and its experiment."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -39,18 +39,22 @@ class Asked:
         self.experiment = plugin_util.experiment_id(request.environ)
 
     def text(self, name: str) -> str:
-        """A parameter of the query.
+        """Return a parameter of the query.
 
         Raises:
-            BadRequest: it is missing.
+            BadRequest: the parameter is missing.
         """
-        found = self.request.args.get(name)
-        if found is None:
+        text = self.request.args.get(name)
+        if text is None:
             raise BadRequest(f"the query lacks {name}=")
-        return str(found)
+        return str(text)
 
     def number(self, name: str) -> int:
-        """A parameter that is a whole number."""
+        """Return a parameter that is a whole number.
+
+        Raises:
+            BadRequest: the parameter is missing, or not a whole number.
+        """
         text = self.text(name)
         if not (text.isascii() and text.isdigit() and len(text) <= 18):
             raise BadRequest(f"{name}= is a whole number")
@@ -62,34 +66,34 @@ class Asked:
 
 
 def _route(view: View) -> View:
-    """The view, where what it refuses is told as text."""
+    """Wrap a view: answer its errors as plain text with the status code."""
 
     @wraps(view)
-    def answering(plugin: PipelinePlugin, asked: Asked) -> Response:
+    def answering(plugin: PipelinePlugin, query: Query) -> Response:
         try:
-            return view(plugin, asked)
+            return view(plugin, query)
         except HTTPException as error:
-            return asked.answer(error.description, "text/plain", code=error.code)
+            return query.answer(error.description, "text/plain", code=error.code)
         except NotFoundError:
-            return asked.answer("there is no such experiment", "text/plain", code=404)
+            return query.answer("there is no such experiment", "text/plain", code=404)
         except BadColumns as error:
-            return asked.answer(f"the capture can't be read: {error}", "text/plain", code=422)
+            return query.answer(f"the capture can't be read: {error}", "text/plain", code=422)
 
     return answering
 
 
 class PipelinePlugin(TBPlugin):  # type: ignore[misc]
-    """What TensorBoard loads by the entry point `tensorboard_plugins`."""
+    """The plugin; TensorBoard loads it by the entry point `tensorboard_plugins`."""
 
     plugin_name = PLUGIN
 
     def __init__(self, context: TBContext) -> None:
         self._data = context.data_provider
-        self._held: OrderedDict[Any, _Held] = OrderedDict()
+        self._cache: OrderedDict[Any, _Cached] = OrderedDict()
         self._lock = threading.Lock()
 
     def is_active(self) -> bool:
-        """False: the tab comes by itself when there are data of `data_plugin_names`, without asking here."""
+        """Return False: TensorBoard shows the tab when there are data of `data_plugin_names`."""
         return False
 
     def data_plugin_names(self) -> tuple[str, ...]:
@@ -113,107 +117,111 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
 
         @Request.application
         def app(request: Request) -> Response:
-            return answering(self, Asked(request))
+            return answering(self, Query(request))
 
         return app
 
     # Routes
 
-    def _index(self, asked: Asked) -> Response:
-        return asked.answer(listing(self._runs(asked)))
+    def _index(self, query: Query) -> Response:
+        return query.answer(listing(self._runs(query)))
 
-    def _rank(self, asked: Asked) -> Response:
-        run, step, rank = asked.text("run"), asked.number("step"), asked.number("rank")
-        blobs = self._blobs(asked, run, step, rank)
-        return asked.answer(blobs[rank], "application/octet-stream", content_encoding="gzip")
+    def _rank(self, query: Query) -> Response:
+        run, step, rank = query.text("run"), query.number("step"), query.number("rank")
+        blobs = self._blobs(query, run, step, rank)
+        return query.answer(blobs[rank], "application/octet-stream", content_encoding="gzip")
 
-    def _summary(self, asked: Asked) -> Response:
-        return asked.answer(self._hold(asked, asked.text("run"), asked.number("step")).summary)
+    def _summary(self, query: Query) -> Response:
+        return query.answer(self._cached(query, query.text("run"), query.number("step")).summary)
 
-    def _compare(self, asked: Asked) -> Response:
+    def _compare(self, query: Query) -> Response:
         from fpipe.timelines.comparison import Difference
 
-        one = self._capture(asked, asked.text("run"), asked.number("step"))
-        other = self._capture(asked, asked.text("other"), asked.number("other_step"))
+        one = self._capture(query, query.text("run"), query.number("step"))
+        other = self._capture(query, query.text("other"), query.number("other_step"))
         if one.unit != other.unit:
             raise UnprocessableEntity("one has times in seconds, and the other without a unit: they can't be compared")
-        return asked.answer(Difference(one.timeline, other.timeline).as_json())
+        return query.answer(Difference(one.timeline, other.timeline).as_json())
 
-    def _export(self, asked: Asked) -> Response:
+    def _export(self, query: Query) -> Response:
         from fpipe.tensorboard.server.exports import TYPES, MissingPackage, exported
 
-        form = asked.text("format")
+        form = query.text("format")
         if form not in TYPES:
             raise BadRequest(f"format= is one of {', '.join(TYPES)}")
-        capture = self._capture(asked, asked.text("run"), asked.number("step"))
+        capture = self._capture(query, query.text("run"), query.number("step"))
         try:
             content = exported(capture, form)
         except MissingPackage as error:
             raise UnprocessableEntity(str(error)) from None
         name = f"{capture.kind}_step_{capture.step:08}.{form}"
-        return asked.answer(content, TYPES[form], headers=[("Content-Disposition", f'attachment; filename="{name}"')])
+        return query.answer(content, TYPES[form], headers=[("Content-Disposition", f'attachment; filename="{name}"')])
 
     # Data
 
-    def _runs(self, asked: Asked) -> Mapping[str, Mapping[str, Any]]:
-        """run -> tag -> what TensorBoard lists of it."""
-        found: Mapping[str, Mapping[str, Any]] = self._data.list_tensors(
-            asked.context, experiment_id=asked.experiment, plugin_name=PLUGIN
+    def _runs(self, query: Query) -> Mapping[str, Mapping[str, Any]]:
+        """Return run -> tag -> TensorBoard's `TensorTimeSeries`."""
+        runs: Mapping[str, Mapping[str, Any]] = self._data.list_tensors(
+            query.context, experiment_id=query.experiment, plugin_name=PLUGIN
         )
-        return found
+        return runs
 
-    def _tags(self, asked: Asked, run: str, step: int, rank: int | None) -> dict[int, tuple[str, list[str], float]]:
-        """rank -> its run, the tags that hold the step, in order, and when they were written."""
-        found = {}
-        for name, tags in self._runs(asked).items():
-            place = placed(name)
-            if place is None or place.run != run or rank not in (None, place.rank):
+    def _tags(self, query: Query, run: str, step: int, rank: int | None) -> dict[int, tuple[str, list[str], float]]:
+        """Return rank -> its run, the step's tags in order, and when they were written (seconds since 1970).
+
+        Raises:
+            NotFound: no rank has all parts of the step.
+        """
+        ranks = {}
+        for text, tags in self._runs(query).items():
+            name = parse_run(text)
+            if name is None or name.run != run or rank not in (None, name.rank):
                 continue
-            parts = sorted((at[1], tag) for tag in tags if (at := parsed(tag)) and at[0] == step)
+            parts = sorted((at[1], tag) for tag in tags if (at := parse_tag(tag)) and at[0] == step)
             if [part for part, _ in parts] == list(range(len(parts))) and parts:
                 wall = max(tags[tag].max_wall_time for _, tag in parts)
-                found[place.rank] = name, [tag for _, tag in parts], wall
-        if not found:
+                ranks[name.rank] = text, [tag for _, tag in parts], wall
+        if not ranks:
             what = f"step {step}" if rank is None else f"step {step} of rank {rank}"
             raise NotFound(f"there is no capture of {what} in this run")
-        return found
+        return ranks
 
-    def _blobs(self, asked: Asked, run: str, step: int, rank: int | None = None) -> dict[int, bytes]:
-        found = self._tags(asked, run, step, rank)
-        runs, tags = [name for name, _, _ in found.values()], {tag for _, tags, _ in found.values() for tag in tags}
+    def _blobs(self, query: Query, run: str, step: int, rank: int | None = None) -> dict[int, bytes]:
+        ranks = self._tags(query, run, step, rank)
+        runs, tags = [name for name, _, _ in ranks.values()], {tag for _, tags, _ in ranks.values() for tag in tags}
         data = self._data.read_tensors(
-            asked.context,
-            experiment_id=asked.experiment,
+            query.context,
+            experiment_id=query.experiment,
             plugin_name=PLUGIN,
             downsample=1,
             run_tag_filter=RunTagFilter(runs=runs, tags=list(tags)),
         )
         blobs = {}
-        for held, (name, own, _) in found.items():
-            series = [data.get(name, {}).get(tag) for tag in own]
+        for each, (name, parts, _) in ranks.items():
+            series = [data.get(name, {}).get(tag) for tag in parts]
             if all(series):
-                blobs[held] = b"".join(_bytes(points[-1].numpy) for points in series)
+                blobs[each] = b"".join(_bytes(points[-1].numpy) for points in series)
         if not blobs:
             raise NotFound("the capture is no longer there")
         return blobs
 
-    def _capture(self, asked: Asked, run: str, step: int) -> Capture:
-        return self._hold(asked, run, step).capture
+    def _capture(self, query: Query, run: str, step: int) -> Capture:
+        return self._cached(query, run, step).capture
 
-    def _hold(self, asked: Asked, run: str, step: int) -> _Held:
-        """The capture put together, or as it was before, if nothing came to it."""
-        written = tuple((rank, wall) for rank, (_, _, wall) in sorted(self._tags(asked, run, step, None).items()))
-        key = asked.experiment, run, step, written
+    def _cached(self, query: Query, run: str, step: int) -> _Cached:
+        """Return the cached capture; a new one if a rank has written since."""
+        written = tuple((rank, wall) for rank, (_, _, wall) in sorted(self._tags(query, run, step, None).items()))
+        key = query.experiment, run, step, written
         with self._lock:
-            held = self._held.setdefault(key, _Held(lambda: self._blobs(asked, run, step)))
-            self._held.move_to_end(key)
-            while len(self._held) > KEPT:
-                self._held.popitem(last=False)
-        return held
+            cached = self._cache.setdefault(key, _Cached(lambda: self._blobs(query, run, step)))
+            self._cache.move_to_end(key)
+            while len(self._cache) > MAX_CAPTURES:
+                self._cache.popitem(last=False)
+        return cached
 
 
-class _Held:
-    """A capture and its summary, made when they are asked for: once, for of many ranks that takes seconds."""
+class _Cached:
+    """A capture and its summary, computed at first use: with many ranks this takes seconds."""
 
     def __init__(self, blobs: Callable[[], dict[int, bytes]]) -> None:
         self._blobs, self._lock = blobs, threading.RLock()
@@ -236,18 +244,18 @@ class _Held:
 
 
 def _bytes(tensor: Any) -> bytes:
-    """The one string of a tensor, or nothing where that is what it isn't."""
-    found = tensor.item() if tensor.size == 1 else b""
-    return found if isinstance(found, bytes) else b""
+    """Return the string of a tensor that has only one; else b""."""
+    value = tensor.item() if tensor.size == 1 else b""
+    return value if isinstance(value, bytes) else b""
 
 
 def _static() -> Iterator[tuple[str, View]]:
-    """The page's files; there are no others."""
+    """Yield the path and view of each file of the page; no other file is served."""
     for file in files("fpipe.tensorboard.server").joinpath("static").iterdir():
-        kind = TYPES_OF_FILES.get("." + file.name.rpartition(".")[2])
+        kind = MEDIA_TYPES.get("." + file.name.rpartition(".")[2])
         if kind is not None:
             yield f"/{file.name}", _file(file.read_bytes(), kind)
 
 
 def _file(content: bytes, kind: str) -> View:
-    return lambda plugin, asked: asked.answer(content, kind)
+    return lambda plugin, query: query.answer(content, kind)

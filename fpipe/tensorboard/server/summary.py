@@ -1,4 +1,4 @@
-"""What is said of a capture beside its spans: figures, idle time by cause, critical path. No torch."""
+"""Summarize a capture: figures, idle time by cause, critical path. No torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from fpipe.tensorboard.files.captures import Capture
 from fpipe.timelines.timeline import Timeline
 
-MOST_GAPS = 50_000  # of all ranks, that are listed one by one
+MAX_GAPS = 50_000  # of all ranks together; more are not listed
 
 
 def summary(capture: Capture) -> dict[str, Any]:
-    """As JSON: times in the capture's unit, memory in bytes, spans as (rank, place in its program).
+    """Return the summary as JSON: times in the capture's unit, memory in bytes, spans as (rank, row of that rank).
 
-    Of a rank whose clock was not compared, only what it did within its own span is told; None is what it has with
-    others. The page and others read this: the keys stay.
+    If a rank's clock was not compared, the figures that depend on other ranks are None. The page and other programs
+    read this: keep the keys.
     """
     timeline = capture.timeline
     compared = all(header.clock for header in capture.headers.values())
@@ -25,14 +25,14 @@ def summary(capture: Capture) -> dict[str, Any]:
         "makespan": timeline.makespan if compared else timeline.cost,
         "cost": timeline.cost,
         "bubble_rate": timeline.bubble_rate,
-        "critical": [_place(timeline, at) for at in timeline.critical_spans],
+        "critical": [_row(timeline, at) for at in timeline.critical_spans],
         "ranks": [_rank(capture, rank) for rank in capture.headers],
         "gaps": _gaps(capture),
         "notices": list(capture.notices),
     }
 
 
-def _place(timeline: Timeline, at: int) -> tuple[int, int]:
+def _row(timeline: Timeline, at: int) -> tuple[int, int]:
     rank = bisect_right(timeline.spans.first, at) - 1
     return rank, at - timeline.spans.first[rank]
 
@@ -47,7 +47,7 @@ def _rank(capture: Capture, rank: int) -> dict[str, Any]:
         "span": busy + idle,
         "share_idle": (1 - busy / timeline.makespan if timeline.makespan else 0.0) if header.clock else None,
         "causes": timeline.causes[rank] if header.clock else None,
-        "kinds": {kind.__name__: taken for kind, taken in timeline.kinds[rank].items()},
+        "kinds": {kind.__name__: time for kind, time in timeline.kinds[rank].items()},
         "peak_in_flight": timeline.peak_in_flight[rank],
         "peak_memory": capture.peak_memory(rank),
         "clock": header.clock._asdict() if header.clock else None,
@@ -57,12 +57,12 @@ def _rank(capture: Capture, rank: int) -> dict[str, Any]:
 
 
 def _gaps(capture: Capture) -> list[dict[str, list[Any]]] | None:
-    """When each rank that is there computes nothing, and why, as columns; None where they are too many to list."""
-    found, room = list[dict[str, list[Any]]](), MOST_GAPS
+    """Return the idle intervals of each present rank and their causes, as columns; None if more than `MAX_GAPS`."""
+    ranks, room = list[dict[str, list[Any]]](), MAX_GAPS
     for rank in capture.headers:
         gaps = list(capture.timeline.gaps(rank)) if capture.headers[rank].clock else []
         room -= len(gaps)
         if room < 0:
             return None
-        found.append({"start": [g.start for g in gaps], "end": [g.end for g in gaps], "cause": [g.cause for g in gaps]})
-    return found
+        ranks.append({"start": [g.start for g in gaps], "end": [g.end for g in gaps], "cause": [g.cause for g in gaps]})
+    return ranks
