@@ -1,4 +1,4 @@
-"""What verbs print and write: tables, JSON, files that take another's place whole, and a bar while they work."""
+"""The output of the verbs: tables, JSON, files replaced atomically, and a progress bar."""
 
 import json
 import os
@@ -18,17 +18,20 @@ if TYPE_CHECKING:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which then takes the place of `path`, with its mode: nobody sees half a file.
+    """Yield a temporary file that then replaces `path` atomically and keeps its mode.
 
-    A link stays, and what it leads to is replaced. What is no regular file, a pipe or a device, is written to.
+    A symbolic link is kept, and its target is replaced. A pipe or a device is written to directly.
+
+    Raises:
+        typer.BadParameter: the file can't be written.
     """
     target = Path(os.path.realpath(path))
-    plain = target.is_file() or not target.exists()
+    is_regular = target.is_file() or not target.exists()
     try:
-        with tempfile.TemporaryDirectory(prefix=".", dir=target.parent if plain else None) as folder:
+        with tempfile.TemporaryDirectory(prefix=".", dir=target.parent if is_regular else None) as folder:
             unfinished = Path(folder) / path.name
             yield unfinished
-            if plain:
+            if is_regular:
                 if target.exists():
                     unfinished.chmod(stat.S_IMODE(target.stat().st_mode))
                 unfinished.replace(target)
@@ -39,22 +42,22 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def progress(doing: str, steps: int | None = None) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr while something long runs, if that is a terminal; the function it gives says what comes next."""
+def progress(name: str, steps: int | None = None) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar on stderr, if that is a terminal. Yield a function that advances to the next, named step."""
     if not sys.stderr.isatty():
-        yield lambda what: None
+        yield lambda name: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(doing, total=steps)
-        yield lambda what: bar.update(task, description=what, advance=1)
+        task = bar.add_task(name, total=steps)
+        yield lambda name: bar.update(task, description=name, advance=1)
 
 
-def print_json(found: object) -> None:
-    print(json.dumps(found))
+def print_json(content: object) -> None:
+    print(json.dumps(content))
 
 
 def console(width: int | None = None) -> "Console":
@@ -63,5 +66,5 @@ def console(width: int | None = None) -> "Console":
     return Console(width=width, highlight=False)
 
 
-def show(*what: "RenderableType") -> None:
-    console().print(*what, sep="\n", crop=False)  # a table that is wider than the terminal is shown whole
+def show(*parts: "RenderableType") -> None:
+    console().print(*parts, sep="\n", crop=False)  # do not cut tables that are wider than the terminal

@@ -1,6 +1,6 @@
-"""What the command line shows a person: lanes to scale, and tables. Needs rich, not torch.
+"""Tables and timelines of the command line. Needs rich, not torch.
 
-Names that a user gave are printed as they are, never read as markup.
+Names from the user are printed unchanged, never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fpipe.timelines.timeline import CAUSES, Timeline
 if TYPE_CHECKING:
     from fpipe.timelines.comparison import PathSegment
 
-_MOST_BLOCKS = 40  # of lanes, one below the other, where no scale is asked for
+_MAX_BLOCKS = 40  # of lanes, one below the other, without --scale
 
 
-class _Whole(Table):
-    """A table as wide as what doesn't fold: rich would cut numbers off where the console is narrower."""
+class _Unclipped(Table):
+    """A table at least as wide as its columns that do not fold; rich would cut off numbers in a narrow console."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not all(column.no_wrap for column in self.columns):
@@ -40,66 +40,68 @@ class _Whole(Table):
 
 
 def table(columns: Iterable[str], words: Iterable[str] = (), folded: Iterable[str] = (), gap: int = 2) -> Table:
-    """A plain table: columns of numbers stand right, those named in `words` left; only those in `folded` may fold."""
-    found = _Whole(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+    """Return an empty table. Columns in `words` are left-aligned, others right; only columns in `folded` may fold."""
+    result = _Unclipped(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for column in columns:
-        found.add_column(
+        result.add_column(
             column, justify="left" if column in words else "right", overflow="fold", no_wrap=column not in folded
         )
-    return found
+    return result
 
 
 _PLAIN = Scale("", 1.0)
 
 
 def headline(name: str, timeline: Timeline, scale: Scale = _PLAIN) -> Text:
-    """What ran, and its figures."""
+    """Return the schedule's name, its size, and its main figures."""
     figures = f"makespan {scale.full(timeline.makespan)}, cost {scale.full(timeline.cost)}, bubble "
     return Text.assemble((name, "bold"), f": {extent(timeline.plan)}\n{figures}", percent(timeline.bubble_rate))
 
 
 def account(timeline: Timeline, scale: Scale = _PLAIN, peaks: Sequence[float | None] = ()) -> Table:
-    """Where every rank's time went, and the most that it held.
+    """Return a table of each rank's busy time, idle time by cause, and peak memory.
 
     Args:
-        peaks: each rank's most bytes, where that was measured; by default what the costs say.
+        peaks: each rank's measured peak bytes; by default those that the costs predict.
     """
     if sized(timeline.costs) and not peaks:
-        peaks = [max(held for _, held in timeline.memory(rank)) for rank in range(timeline.plan.ranks)]
-    held = any(peak is not None for peak in peaks)
-    found = table(["\nrank", "\nbusy", "\nidle", *_CAUSES, "in\nflight", *(["\nmemory"] if held else [])])
+        peaks = [max(nbytes for _, nbytes in timeline.memory(rank)) for rank in range(timeline.plan.ranks)]
+    has_memory = any(peak is not None for peak in peaks)
+    result = table(["\nrank", "\nbusy", "\nidle", *_CAUSES, "in\nflight", *(["\nmemory"] if has_memory else [])])
     for rank, causes in enumerate(timeline.causes):
         if not timeline.spans.of(rank):
-            found.add_row(str(rank), "missing")
+            result.add_row(str(rank), "missing")
             continue
         times = [timeline.busy[rank], timeline.idle[rank], *causes.values()]
-        row = [*(scale(_settled(time, timeline)) for time in times), number(timeline.peak_in_flight[rank])]
-        found.add_row(str(rank), *row, *([_amount(peaks[rank])] if held else []))
+        row = [*(scale(_without_noise(time, timeline)) for time in times), number(timeline.peak_in_flight[rank])]
+        result.add_row(str(rank), *row, *([_size(peaks[rank])] if has_memory else []))
     if scale.name:
-        found.caption = f"times in {scale.name}"
-        found.caption_justify = "left"
-    return found
+        result.caption = f"times in {scale.name}"
+        result.caption_justify = "left"
+    return result
 
 
-def _amount(held: float | None) -> str:
-    return "" if held is None else size(held)
+def _size(nbytes: float | None) -> str:
+    return "" if nbytes is None else size(nbytes)
 
 
 def gantt(timeline: Timeline, console: Console, scale: float | None = None) -> Group:
-    """The lanes of all ranks to scale, as wide as the console, and the share of the makespan that each is idle.
+    """Draw the lanes of all ranks to scale, with the share of the makespan that each rank is idle.
 
     Args:
-        scale: columns for one unit of time; by default, at least one for the shortest effect. What is wider than the
-            console goes on below, as music does.
+        scale: columns for one unit of time; by default at least one for the shortest effect. Lanes wider than the
+            console continue in further blocks below.
     """
     ranks = range(timeline.plan.ranks)
-    colours = console.color_system in ("256", "truecolor") and not console.no_color  # 16 don't tell the kinds apart
+    colours = (
+        console.color_system in ("256", "truecolor") and not console.no_color
+    )  # 16 colours are too few for the kinds
     idle = [percent(1 - busy / timeline.makespan) if timeline.makespan else "" for busy in timeline.busy]
     margins = [f"rank {rank:>{len(str(ranks[-1]))}} {idle[rank]:>6}  " for rank in ranks]
     room = max(10, console.width - len(margins[0]))
-    most = inf if scale else _MOST_BLOCKS * room
+    limit = inf if scale else _MAX_BLOCKS * room
     scale = scale or _fitting(timeline, room)
-    cells = [list(_first(lane(timeline, rank, scale, letters=not colours), most)) for rank in ranks]
+    cells = [list(_first(lane(timeline, rank, scale, letters=not colours), limit)) for rank in ranks]
     lanes = [_row(row, " " if colours else "-", timeline) for row in cells]
     columns = len(lanes[0])
     block = max(1, ceil(columns / ceil(columns / room))) if columns else 1
@@ -116,7 +118,7 @@ def gantt(timeline: Timeline, console: Console, scale: float | None = None) -> G
 
 
 def _first(cells: Iterator[Cell], columns: float) -> Iterator[Cell]:
-    """The cells that begin in the first columns."""
+    """Yield the cells that begin in the first columns, the last one cut."""
     at = 0
     for cell in cells:
         yield cell._replace(columns=int(min(cell.columns, columns - at)))
@@ -126,17 +128,17 @@ def _first(cells: Iterator[Cell], columns: float) -> Iterator[Cell]:
 
 
 def _left_out(timeline: Timeline, scale: float, columns: int) -> Iterator[Text]:
-    """What the lanes don't show, and what would."""
+    """Yield a note for each kind of omission, with the option that avoids it."""
     if columns + 1 < timeline.makespan * scale:
-        until = number(columns / scale)
-        yield Text(f"This is until {until} of {number(timeline.makespan)}: --out FILE.svg draws all of it.", "bold")
+        end = number(columns / scale)
+        yield Text(f"This is until {end} of {number(timeline.makespan)}: --out FILE.svg draws all of it.", "bold")
     if (shortest := _shortest(timeline)) * scale < 1 - 1e-9:
         enough = number(ceil(1000 / shortest) / 1000)
         yield Text(f"Some of what is shorter than a column is left out: --scale {enough} shows all.", "bold")
 
 
 def _fitting(timeline: Timeline, room: int) -> float:
-    """The scale at which the shortest effect takes whole columns: as many as the room has, or one in any case."""
+    """Return the largest scale that fits `room` and gives the shortest effect whole columns, at least one."""
     shortest = _shortest(timeline)
     if shortest == inf:
         return room / (timeline.makespan or room)
@@ -144,13 +146,13 @@ def _fitting(timeline: Timeline, room: int) -> float:
 
 
 def _shortest(timeline: Timeline) -> float:
-    """The shortest time that any effect takes, of those that take any."""
+    """Return the shortest duration above zero of a compute effect; infinity if there is none."""
     spans = (span for rank in range(timeline.plan.ranks) for span in timeline.compute(rank))
     return min((span.end - span.start for span in spans if span.end > span.start), default=inf)
 
 
 def _axis(at: int, columns: int, scale: float) -> str:
-    """Times above their columns, ten columns or more apart, at 1, 2 or 5 times a power of ten.
+    """Return an axis: times above their columns, at least ten columns apart, at 1, 2 or 5 times a power of ten.
 
     >>> _axis(at=0, columns=30, scale=2.5)
     '0            5            10'
@@ -175,7 +177,7 @@ def _row(cells: Iterable[Cell], filling: str, timeline: Timeline) -> Text:
 
 
 def _style(effect: Effect, timeline: Timeline) -> str:
-    """An effect's colour, lighter for odd microbatches: neighbours differ."""
+    """Return an effect's style: its colour, lighter for odd microbatches so that neighbours differ."""
     colour = timeline.table.effects[type(effect)].colour
     odd = getattr(parts(effect)[0], "microbatch", 0) % 2
     return f"#000000 on {lighter(colour, 0.4) if odd else colour}"
@@ -202,30 +204,30 @@ _CAUSES = ("warm\nup", "depen-\ndency", "trans-\nfer", "imba-\nlance", "\ndrain"
 
 
 def comparison(entrants: Sequence[tuple[str, Timeline, float]], refused: Mapping[str, str]) -> Group:
-    """Schedules with their peaks, the best figures marked; then those that can't run here, and why."""
-    found = table(["\nschedule", "\nv", *_FIGURES, *_CAUSES], words=["\nschedule"], gap=1)
+    """Return a table of schedules with the best figures marked, then the refused schedules with the reasons."""
+    result = table(["\nschedule", "\nv", *_FIGURES, *_CAUSES], words=["\nschedule"], gap=1)
     rows = [(line.makespan, line.cost, line.bubble_rate, peak) for _, line, peak in entrants]
     best = [min(column) for column in zip(*rows, strict=True)]
     for (name, timeline, _), figures in zip(entrants, rows, strict=True):
-        forms = (number, number, percent, number)
+        formats = (number, number, percent, number)
         marked = [
-            _marked(form(figure), figure <= least * (1 + 1e-9))
-            for form, figure, least in zip(forms, figures, best, strict=True)
+            _marked(format_figure(figure), figure <= least * (1 + 1e-9))
+            for format_figure, figure, least in zip(formats, figures, best, strict=True)
         ]
-        found.add_row(Text(name), str(_chunks(timeline)), *marked, *(f"{mean:.3g}" for mean in _mean_causes(timeline)))
+        result.add_row(Text(name), str(_chunks(timeline)), *marked, *(f"{mean:.3g}" for mean in _mean_causes(timeline)))
     note = Text("* best; v stages on a rank; peak in flight; a rank's mean idle time by cause", "dim")
-    shown: list[RenderableType] = [found, note] if entrants else []
+    shown: list[RenderableType] = [result, note] if entrants else []
     reasons = [Text.assemble((name, "bold"), f": {reason}") for name, reason in refused.items()]
     return Group(*shown, *([Text("Not here:"), *reasons] if reasons else []))
 
 
 def _mean_causes(timeline: Timeline) -> list[float]:
     totals = (sum(causes[cause] for causes in timeline.causes) for cause in CAUSES)
-    return [_settled(total / timeline.plan.ranks, timeline) for total in totals]
+    return [_without_noise(total / timeline.plan.ranks, timeline) for total in totals]
 
 
-def _settled(time: float, timeline: Timeline) -> float:
-    """A time, or 0 where sums of floats left no more than their last digits."""
+def _without_noise(time: float, timeline: Timeline) -> float:
+    """Return the time, or 0 for a rounding error."""
     return time if abs(time) > 1e-9 * timeline.makespan else 0.0
 
 
@@ -237,10 +239,10 @@ def _marked(figure: str, best: bool) -> Text:
     return Text(figure + "*", "bold green") if best else Text(figure + " ")
 
 
-def discovery(found: Sequence[tuple[str, Timeline, float, float]]) -> Group:
-    """Schedules that a search found, and how far each is from the bound."""
+def discovery(results: Sequence[tuple[str, Timeline, float, float]]) -> Group:
+    """Return a table of a search's schedules, and how far each is above the lower bound."""
     shown = table(["schedule", "v", "makespan", "cost", "bubble", "peak", "bound", "above"], words=["schedule"])
-    for name, timeline, peak, bound in found:
+    for name, timeline, peak, bound in results:
         figures = [number(timeline.makespan), number(timeline.cost), percent(timeline.bubble_rate), number(peak)]
         above = percent(timeline.cost / bound - 1) if bound else ""
         shown.add_row(Text(name), str(_chunks(timeline)), *figures, number(bound), above)
@@ -248,7 +250,7 @@ def discovery(found: Sequence[tuple[str, Timeline, float, float]]) -> Group:
 
 
 def verdict(name: str, report: Report, *notes: str) -> Group:
-    """What the verifier found in a schedule that is right, and what else is to be said of it."""
+    """Return the verifier's report of a valid schedule, after further notes."""
     memory = report.peak_bytes
     ranks = table(["rank", "effects", "in flight", *(["memory"] if memory else [])])
     for rank, (effects, peak) in enumerate(zip(report.effects, report.peak_in_flight, strict=True)):
@@ -262,48 +264,48 @@ def verdict(name: str, report: Report, *notes: str) -> Group:
     return Group(Text.assemble((name, "bold"), head), *map(Text, notes), Columns([ranks, edges], padding=(0, 4)))
 
 
-_MOST_STAYS = 12  # of a critical path, at either end
-_MOST_EFFECTS = 10
+_MAX_SEGMENTS = 12  # of a critical path, at each end
+_MAX_EFFECTS = 10
 
 
-def path(stays: Sequence[PathSegment], shares: Mapping[str, float], timeline: Timeline, scale: Scale) -> Text:
-    """The critical path, rank after rank, and what part of the makespan each kind of effect on it takes."""
+def path(segments: Sequence[PathSegment], shares: Mapping[str, float], timeline: Timeline, scale: Scale) -> Text:
+    """Return the critical path, rank after rank, and each kind's share of the makespan on it."""
     makespan = timeline.makespan
-    words = [_stay(stay, scale, timeline.table) for stay in stays if stay.time > 1e-9 * makespan]
-    if (more := len(words) - 2 * _MOST_STAYS) > 0:
-        words[_MOST_STAYS:-_MOST_STAYS] = [f"… {more} more …"]
+    words = [_segment(segment, scale, timeline.table) for segment in segments if segment.time > 1e-9 * makespan]
+    if (more := len(words) - 2 * _MAX_SEGMENTS) > 0:
+        words[_MAX_SEGMENTS:-_MAX_SEGMENTS] = [f"… {more} more …"]
     parts = ", ".join(f"{name} {percent(time / makespan)}" for name, time in shares.items() if time and makespan)
     return Text.assemble(("critical path: ", "bold"), f"{parts}\n", " -> ".join(words))
 
 
-def _stay(stay: PathSegment, scale: Scale, effects: Effects) -> str:
-    if len(stay.ranks) > 1 or not stay.effects.keys().isdisjoint(("Send", "Recv")):
-        return f"transfer {scale.full(stay.time)}"
-    kinds = ", ".join(f"{count} {_letter(kind, effects)}" for kind, count in stay.effects.items())
-    return f"rank {stay.ranks[0]} ({kinds}) {scale.full(stay.time)}"
+def _segment(segment: PathSegment, scale: Scale, effects: Effects) -> str:
+    if len(segment.ranks) > 1 or not segment.effects.keys().isdisjoint(("Send", "Recv")):
+        return f"transfer {scale.full(segment.time)}"
+    kinds = ", ".join(f"{count} {_letter(kind, effects)}" for kind, count in segment.effects.items())
+    return f"rank {segment.ranks[0]} ({kinds}) {scale.full(segment.time)}"
 
 
 def _letter(kind: str, effects: Effects) -> str:
     return next((row.letter for each, row in drawn_rows(effects).items() if each.__name__ == kind), kind.lower())
 
 
-def difference(found: Difference, names: tuple[str, str], scale: Scale) -> Group:
-    """Two timelines side by side; what is longer in the first is more than nothing."""
+def difference(result: Difference, names: tuple[str, str], scale: Scale) -> Group:
+    """Return two timelines side by side; a difference is positive if A is longer."""
     titles = [Text.assemble((letter, "bold"), f"  {name}") for letter, name in zip("AB", names, strict=True)]
     unit = f" ({scale.name})" if scale.name else ""
     totals = table(["", "A", "B", "A - B"], words=[""])
-    totals.add_row(f"makespan{unit}", *_pair(found.makespan, scale))
-    totals.add_row("bubble", *map(percent, found.bubble_rate), percent(found.bubble_rate[0] - found.bubble_rate[1]))
-    for kind, pair in found.kinds.items():
+    totals.add_row(f"makespan{unit}", *_pair(result.makespan, scale))
+    totals.add_row("bubble", *map(percent, result.bubble_rate), percent(result.bubble_rate[0] - result.bubble_rate[1]))
+    for kind, pair in result.kinds.items():
         totals.add_row(f"{kind}{unit}", *_pair(pair, scale))
-    whole = found.makespan[0] - found.makespan[1]
-    lies = table(["where the makespans differ", "A - B"], words=["where the makespans differ"])
-    for where, time in found.lies.items():
-        lies.add_row(f"{where}{unit}", scale(_cleared(time, found)))
-    lies.add_row(f"all{unit}", scale(_cleared(whole, found)), style="bold")
+    whole = result.makespan[0] - result.makespan[1]
+    breakdown = table(["where the makespans differ", "A - B"], words=["where the makespans differ"])
+    for where, time in result.lies.items():
+        breakdown.add_row(f"{where}{unit}", scale(_cleared(time, result)))
+    breakdown.add_row(f"all{unit}", scale(_cleared(whole, result)), style="bold")
     note = "host: between effects of A's critical path; elsewhere: B's makespan beyond that path"
-    both = Columns([totals, lies], padding=(0, 4))
-    return Group(*titles, both, Text(note, "dim"), _side_by_side(found, scale), _largest(found, scale))
+    both = Columns([totals, breakdown], padding=(0, 4))
+    return Group(*titles, both, Text(note, "dim"), _side_by_side(result, scale), _largest(result, scale))
 
 
 def _pair(pair: tuple[float, float], scale: Scale) -> Iterator[str]:
@@ -311,31 +313,33 @@ def _pair(pair: tuple[float, float], scale: Scale) -> Iterator[str]:
     return (scale(time) for time in (*pair, longer if abs(longer) > 1e-9 * max(pair) else 0.0))
 
 
-def _cleared(time: float, found: Difference) -> float:
-    """A time, or 0 where sums of floats left no more than their last digits."""
-    return time if abs(time) > 1e-9 * max(found.makespan) else 0.0
+def _cleared(time: float, result: Difference) -> float:
+    """Return the time, or 0 for a rounding error."""
+    return time if abs(time) > 1e-9 * max(result.makespan) else 0.0
 
 
-def _side_by_side(found: Difference, scale: Scale) -> Table:
-    """Each rank's time in both, by what it did."""
+def _side_by_side(result: Difference, scale: Scale) -> Table:
+    """Return a table of each rank's busy and idle time in both timelines."""
     shown = table(["\nrank", "\nbusy A", "\nB", "\nidle A", "\nB", *_CAUSES])
-    for rank in found.ranks:
-        lines = found.a, found.b
+    for rank in result.ranks:
+        lines = result.a, result.b
         pairs = (*(line.busy[rank] for line in lines), *(line.idle[rank] for line in lines))
-        causes = (found.a.causes[rank][cause] - found.b.causes[rank][cause] for cause in CAUSES)
-        shown.add_row(str(rank), *(scale(_cleared(time, found)) for time in (*pairs, *causes)))
+        causes = (result.a.causes[rank][cause] - result.b.causes[rank][cause] for cause in CAUSES)
+        shown.add_row(str(rank), *(scale(_cleared(time, result)) for time in (*pairs, *causes)))
     shown.caption, shown.caption_justify = "causes of idle time: A - B", "left"
     return shown
 
 
-def _largest(found: Difference, scale: Scale) -> RenderableType:
-    """The effects whose durations differ most."""
+def _largest(result: Difference, scale: Scale) -> RenderableType:
+    """Return a table of the effects whose durations differ most."""
     shown = table(["rank", "stage", "effect", "took A", "B", "A - B", "began later by"], words=["effect"])
-    for each in found.effects[:_MOST_EFFECTS]:
-        if not _cleared(each.longer, found):
+    for each in result.effects[:_MAX_EFFECTS]:
+        if not _cleared(each.longer, result):
             break
-        name = label(each.effect, each.rank[0], found.a.plan, found.a.table)
+        name = label(each.effect, each.rank[0], result.a.plan, result.a.table)
         times = (*each.took, each.longer, each.shift)
         what: Any = getattr(each.effect, "value", parts(each.effect)[0])
-        shown.add_row(str(each.rank[0]), str(what.stage), Text(name), *(scale(_cleared(time, found)) for time in times))
+        shown.add_row(
+            str(each.rank[0]), str(what.stage), Text(name), *(scale(_cleared(time, result)) for time in times)
+        )
     return shown if shown.row_count else Text("every effect that both have took as long")

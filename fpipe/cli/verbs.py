@@ -1,4 +1,4 @@
-"""The verbs, one function each: what they are asked, and what they print or write. No torch."""
+"""The verbs of the command line, one function each. No torch."""
 
 import csv
 import shlex
@@ -39,19 +39,19 @@ from fpipe.timelines.format import extent, number, percent, scale_of, sized
 from fpipe.timelines.timeline import Timeline
 
 _CHUNKS = ",".join(map(str, CHUNKS))
-_MOST_COLUMNS = 100_000  # of a drawing whose scale is asked for
+_MAX_COLUMNS = 100_000  # of a drawing with --scale
 
 
-def _simulated(name: str, asked: PlanOptions, costs: CostOptions, limit: float | None) -> tuple[str, Timeline]:
+def _simulated(name: str, options: PlanOptions, costs: CostOptions, limit: float | None) -> tuple[str, Timeline]:
     with progress(f"lower {name}", 3) as step:
-        job = resolve(name, asked, costs.validated, limit)
+        job = resolve(name, options, costs.validated, limit)
         timeline = played(job, step)
     enforce_limit(timeline.peak_in_flight, limit)
     return job.name, timeline
 
 
 def result(name: str, timeline: Timeline) -> dict[str, object]:
-    """What a simulation found, as `simulate --json` prints it. Others read this: the keys and their order stay."""
+    """Return the results of a simulation for `--json`. Other programs read this: keep the keys and their order."""
     return {
         "schedule": name,
         **counts(timeline.plan),
@@ -67,23 +67,23 @@ def result(name: str, timeline: Timeline) -> dict[str, object]:
 def schedules(as_json: Json = False) -> None:
     """List the named schedules."""
     if as_json:
-        said = ("placement", "chunks", "any_chunks", "peak", "idea", "source")
-        print_json({name: {key: getattr(entry, key) for key in said} for name, entry in CATALOGUE.items()})
+        keys = ("placement", "chunks", "any_chunks", "peak", "idea", "source")
+        print_json({name: {key: getattr(entry, key) for key in keys} for name, entry in CATALOGUE.items()})
         return
     from fpipe.cli.tables import table
 
     columns = ["name", "placement", "peak", "what it does"]
-    found = table(columns, words=columns, folded=columns[-1:])
+    listing = table(columns, words=columns, folded=columns[-1:])
     for name, entry in CATALOGUE.items():
-        found.add_row(name, entry.placement, entry.peak, f"{entry.idea} [dim]({entry.source})[/dim]")
+        listing.add_row(name, entry.placement, entry.peak, f"{entry.idea} [dim]({entry.source})[/dim]")
     units = "Peak: in flight at equal costs, in microbatches of a rank's share of the model."
-    show(found, "p ranks, v stages on each, m microbatches.", units)
+    show(listing, "p ranks, v stages on each, m microbatches.", units)
 
 
 @verb("fpipe verify zb-h1 --ranks 4 --microbatches 8 --transport rendezvous")
 def verify(
     name: ScheduleArg,
-    asked: PlanOptions,
+    options: PlanOptions,
     costs: CostOptions,
     transport: Annotated[
         Literal["async", "paired", "rendezvous"], InPlan(help="How messages travel: see fpipe.verify.")
@@ -94,7 +94,7 @@ def verify(
 ) -> None:
     """Check a schedule: complete, in order, free of deadlock."""
     with progress(f"lower {name}", 2) as step:
-        job = resolve(name, asked, costs.validated, limit)
+        job = resolve(name, options, costs.validated, limit)
         programs = lower(job.schedule, job.plan, transport=transport)
         step(f"verify {name}")
         report = check(
@@ -106,9 +106,9 @@ def verify(
             {"from": source, "to": target, "messages": count, "bytes": (report.bytes or {}).get((source, target))}
             for (source, target), count in report.messages.items()
         ]
-        found = {"transport": transport, "ordered": not unordered, "effects": report.effects, "edges": edges}
+        checks = {"transport": transport, "ordered": not unordered, "effects": report.effects, "edges": edges}
         peaks = {"peak_in_flight": report.peak_in_flight, "peak_bytes": report.peak_bytes}
-        print_json({"schedule": job.name, **counts(job.plan), **found, **peaks})
+        print_json({"schedule": job.name, **counts(job.plan), **checks, **peaks})
         return
     from fpipe.cli.tables import verdict
 
@@ -121,7 +121,7 @@ def verify(
 )
 def simulate(
     name: ScheduleArg,
-    asked: PlanOptions,
+    options: PlanOptions,
     costs: CostOptions,
     limit: Limit = None,
     logdir: Annotated[
@@ -132,8 +132,8 @@ def simulate(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what a schedule takes: time, idle time, memory."""
-    name, timeline = _simulated(name, asked, costs, limit)
+    """Simulate a schedule: time, idle time, memory."""
+    name, timeline = _simulated(name, options, costs, limit)
     unit = "s" if seconds else ""
     if logdir:
         _write(logdir, name, timeline, unit)
@@ -165,7 +165,7 @@ def _write(logdir: Path, name: str, timeline: Timeline, unit: str) -> None:
 )
 def draw(
     name: ScheduleArg,
-    asked: PlanOptions,
+    options: PlanOptions,
     costs: CostOptions,
     limit: Limit = None,
     out: Annotated[
@@ -185,12 +185,12 @@ def draw(
     """
     if out and out.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise typer.BadParameter(f"{out} ends in no known format: take .svg, .png or .pdf", param_hint="--out")
-    name, timeline = _simulated(name, asked, costs, limit)
-    if scale and scale * timeline.makespan > _MOST_COLUMNS:
-        most = number(floor(1000 * _MOST_COLUMNS / timeline.makespan) / 1000)
+    name, timeline = _simulated(name, options, costs, limit)
+    if scale and scale * timeline.makespan > _MAX_COLUMNS:
+        largest = number(floor(1000 * _MAX_COLUMNS / timeline.makespan) / 1000)
         raise typer.BadParameter(
             f"{number(scale)} columns for a unit of time are {number(scale * timeline.makespan)} in all, more than "
-            f"{_MOST_COLUMNS}: take {most} or less, or a file with --out",
+            f"{_MAX_COLUMNS}: take {largest} or less, or a file with --out",
             param_hint="--scale",
         )
     if out:
@@ -215,7 +215,7 @@ def _draw_into(out: Path, name: str, timeline: Timeline) -> None:
 
 
 def _computes(timeline: Timeline) -> Iterator[dict[str, object]]:
-    """The spans of compute, rank by rank."""
+    """Yield the compute spans, rank by rank."""
     for rank in range(timeline.plan.ranks):
         for span in timeline.compute(rank):
             runs = [
@@ -253,9 +253,9 @@ def compare(
     """
     entrants: list[tuple[str, Timeline, float]] = []
     refused: dict[str, str] = {}
-    asked = [(name, chunks) for name in names or CATALOGUE for chunks in _tried(name, loops)]
-    with progress("compare", len(asked)) as step:
-        for name, chunks in asked:
+    candidates = [(name, chunks) for name in names or CATALOGUE for chunks in _tried(name, loops)]
+    with progress("compare", len(candidates)) as step:
+        for name, chunks in candidates:
             step(name)
             try:
                 options = PlanOptions(model.ranks, model.microbatches, chunks)
@@ -279,11 +279,11 @@ def compare(
 
 
 def _tried(name: str, loops: tuple[int, ...]) -> tuple[int | None, ...]:
-    """The chunks to try a schedule with; None stands for its own."""
+    """Return the numbers of chunks to try with a schedule; None is its default."""
     entry = CATALOGUE.get(name)
     if entry is None or not entry.any_chunks:
         return (None,)
-    if entry.limited:  # it searches, which takes long for many
+    if entry.limited:  # such a schedule is searched, which takes long with many chunks
         return (1, *(chunks for chunks in loops if chunks == 2))
     return loops if entry.chunks > 1 else (None,)
 
@@ -310,31 +310,31 @@ def search(
     """
     if frontier and out:
         raise typer.BadParameter("one schedule is written: take --memory-limit, not --pareto", param_hint="--out")
-    plan, own = model.plan, costs.validated(model.plan)
+    plan, stage_costs = model.plan, costs.validated(model.plan)
     with progress("search") as step:
         options = {"chunks": loops, "progress": step}
-        found = pareto(plan, own, **options) if frontier else [find(plan, own, limit, **options)]
+        results = pareto(plan, stage_costs, **options) if frontier else [find(plan, stage_costs, limit, **options)]
     if frontier and limit is not None:
-        enforce_limit([min(each.peak for each in found)], limit)
-        found = [each for each in found if each.peak <= limit + 1e-9]
+        enforce_limit([min(each.peak for each in results)], limit)
+        results = [each for each in results if each.peak <= limit + 1e-9]
     if as_json:
-        rows = [result(each.name, each.timeline) | {"lower_bound": each.lower_bound} for each in found]
+        rows = [result(each.name, each.timeline) | {"lower_bound": each.lower_bound} for each in results]
         print_json(rows if frontier else rows[0])
     else:
         from fpipe.cli.tables import discovery
 
-        show(discovery([(each.name, each.timeline, each.peak, each.lower_bound) for each in found]))
+        show(discovery([(each.name, each.timeline, each.peak, each.lower_bound) for each in results]))
     if out:
         from fpipe.interop.torch_csv import to_csv
 
         with replacing(out) as file:
-            file.write_text(to_csv(found[0].schedule, found[0].plan))
+            file.write_text(to_csv(results[0].schedule, results[0].plan))
 
 
 @verb("fpipe export zb-v --ranks 4 --microbatches 8 --format torch-csv --out zb-v.csv")
 def export(
     name: ScheduleArg,
-    asked: PlanOptions,
+    options: PlanOptions,
     costs: CostOptions,
     limit: Limit = None,
     form: Annotated[
@@ -347,7 +347,7 @@ def export(
     """Write a schedule for torch.distributed.pipelining."""
     from fpipe.interop.torch_csv import to_csv
 
-    job = resolve(name, asked, costs.validated, limit)
+    job = resolve(name, options, costs.validated, limit)
     if limit is not None:
         enforce_limit(check(lower(job.schedule, job.plan), ordered=False).peak_in_flight, limit)
     text = to_csv(job.schedule, job.plan, communication=form == "torch-csv")
@@ -371,7 +371,7 @@ def import_(
     file: Annotated[str, typer.Argument(metavar="FILE", help="CSV of torch.distributed.pipelining; - is stdin.")],
     as_json: Json = False,
 ) -> None:
-    """Read one of torch.distributed.pipelining, and say what it is."""
+    """Read a schedule of torch.distributed.pipelining, and describe it."""
     from fpipe.interop.torch_csv import from_csv
 
     schedule, plan = from_csv(read(file))
@@ -380,18 +380,23 @@ def import_(
     ordered = _is_ordered(programs)
     same = _same(schedule, plan)
     if as_json:
-        found = {"placement": plan.placement.holders, "ordered": ordered, "same_as": same, "effects": report.effects}
-        print_json({"schedule": file, **counts(plan), **found, "peak_in_flight": report.peak_in_flight})
+        properties = {
+            "placement": plan.placement.holders,
+            "ordered": ordered,
+            "same_as": same,
+            "effects": report.effects,
+        }
+        print_json({"schedule": file, **counts(plan), **properties, "peak_in_flight": report.peak_in_flight})
         return
     from fpipe.cli.tables import verdict
 
     order = "" if ordered else "; microbatches run out of order, so verify and train with it unordered"
-    whose = f"the compute order of {' and '.join(same)}" if same else "no named schedule's compute order"
-    show(verdict(file, report, f"{_placement(plan)}; {whose}{order}"))
+    source = f"the compute order of {' and '.join(same)}" if same else "no named schedule's compute order"
+    show(verdict(file, report, f"{_placement(plan)}; {source}{order}"))
 
 
 def _placement(plan: Plan) -> str:
-    """The placement, by name where it has one."""
+    """Return the expression of a loop or V placement, else all its holders."""
     chunks = counts(plan)["chunks"]
     loop, v = f"Placement.loop({plan.ranks}, chunks={chunks})", f"Placement.v({plan.ranks})"
     named = {loop: Placement.loop(plan.ranks, chunks), v: Placement.v(plan.ranks)}
@@ -407,15 +412,15 @@ def _is_ordered(programs: Programs) -> bool:
 
 
 def _same(schedule: Schedule, plan: Plan) -> list[str]:
-    """The named schedules that have a schedule's placement and order of compute, at unit costs."""
+    """Return the named schedules with the same placement and compute order, at unit costs."""
     order = _order(schedule, plan)
     return [name for name, entry in CATALOGUE.items() if _order_of(entry, plan) == order]
 
 
 def _order_of(entry: CatalogueEntry, plan: Plan) -> list[list[Effect]] | None:
     try:
-        own = entry.plan(**counts(plan))
-        return _order(entry.schedule(own), own) if own == plan else None
+        named = entry.plan(**counts(plan))
+        return _order(entry.schedule(named), named) if named == plan else None
     except ScheduleError:
         return None
 
