@@ -1,4 +1,4 @@
-/** The page: which capture is shown and beside which, and what the panels say of it. */
+/** The page: the shown capture, the capture compared with it, and the panels. */
 
 import { element, settled, shortened } from "./dom.js";
 import { Exports } from "./exports.js";
@@ -17,7 +17,7 @@ import { Sheet } from "./sheet.js";
 import { TOGGLES } from "./shell.js";
 
 const POLL = 5000; // milliseconds
-const TRIES = 5; // to fetch, at as many polls, the ranks that a server did not give
+const TRIES = 5; // polls that retry to fetch the ranks that failed
 
 export class App {
   constructor(shell) {
@@ -97,19 +97,19 @@ export class App {
     listen(this);
   }
 
-  // What is shown
+  // The shown capture
 
   _poll() {
     if (document.visibilityState !== "visible") return;
     if (this.choice.follow || !this.library.entries.length) void this.refresh({ again: this._lost() });
   }
 
-  /** Whether a server failed to give ranks of what is shown, and may be asked again. */
+  /** Whether ranks of the shown captures failed to load and may be retried. */
   _lost() {
     return [this.sheet.main, this.sheet.other].some((one) => one?.lost.size && one.tries < TRIES);
   }
 
-  /** Looks again what there is; shows what is new, if it is followed, and `again` what failed before. */
+  /** Reloads the list of captures; shows a new one in follow mode; with `again`, retries what failed. */
   async refresh({ again = false } = {}) {
     if (this._refreshing) {
       this._asked = { again: again || Boolean(this._asked?.again) };
@@ -131,7 +131,7 @@ export class App {
     if (asked) await this.refresh(asked);
   }
 
-  /** Takes a choice of the user's. */
+  /** Applies the user's choice. */
   async choose(change) {
     Object.assign(this.choice, change);
     if (change.step != null && change.step !== this.library.steps(this.choice.run).at(-1)?.step)
@@ -146,7 +146,7 @@ export class App {
     return this.choose({ step: steps[at].step });
   }
 
-  /** Makes the choice one that exists, and shows it if it is another than what is shown. */
+  /** Adjusts the choice to existing captures, and shows it if it has changed. */
   async _resolve() {
     const { library, choice, shell } = this;
     shell.empty.hidden = library.entries.length > 0;
@@ -220,13 +220,13 @@ export class App {
     await figures.show(main, other, signal);
   }
 
-  /** A rank has come: drawn at the next frame. */
+  /** A rank was loaded: draws it in the next frame. */
   arrive(main, other) {
     this.sheet.show(main, other, false);
     this.figures.headline();
   }
 
-  /** Another capture is shown, or another beside it: what the panels said is of those before. */
+  /** The shown captures have changed: clears the panels. */
   _changed() {
     this.figures.clear();
     this._selected(null);
@@ -259,7 +259,7 @@ export class App {
     shell.follow.checked = choice.follow;
   }
 
-  // What the panels say
+  // Panels
 
   _selected(spot) {
     const { details } = this.shell;
@@ -319,7 +319,7 @@ export class App {
     legend(this.shell.legend, this.capture, this.sheet.colouring, this.sheet.theme);
   }
 
-  /** Lets go of the range, then of the selection, then of the search. */
+  /** Clears the range, else the selection, else the search. */
   release() {
     if (!this.sheet.release()) this.finder.release();
   }
@@ -335,7 +335,7 @@ export class App {
   }
 }
 
-/** Why two captures have no axis in common. */
+/** The reason why two captures have no common axis. */
 function apart(entry, beside) {
   const [unit, its] = [entry, beside].map((one) => (one.unit ? `in ${one.unit}` : "in no unit of time"));
   return `can't stand beside what is shown: its times are ${its}, and those ${unit}`;

@@ -1,4 +1,4 @@
-/** One rank's spans, as the recorder wrote them: typed views on the bytes that came, without a copy. */
+/** One rank's spans, as the recorder wrote them: typed views of the received bytes, without a copy. */
 
 const VIEWS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, f8: Float64Array };
 const MAGIC = "FPT1";

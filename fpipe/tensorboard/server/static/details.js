@@ -1,4 +1,4 @@
-/** All that is known of one effect, or of one gap, as pairs of a name and a text. */
+/** The details of an effect or a gap, as pairs of a name and a text. */
 
 import { bytes, change, number, percent, signed, time } from "./format.js";
 import { full, short, value } from "./names.js";
@@ -69,7 +69,7 @@ function receiving(capture, rank, row) {
   return found;
 }
 
-/** How long it travelled: at most, where it was measured and nothing waited for it to come. */
+/** The transfer time; an upper bound if it was measured and nothing waited for the value. */
 function transfer({ entry, unit }, rank, row) {
   const took = rank.end[row] - rank.left[row];
   const text = time(took, unit);
@@ -79,7 +79,7 @@ function transfer({ entry, unit }, rank, row) {
   return unit === "s" && took > 0 && size > 0 ? `${text}, ${bytes(size / took)}/s` : text;
 }
 
-/** What let an effect start, and how long before. */
+/** The cause of an effect's start, and the time since. */
 function waited(capture, spot) {
   const cause = capture.cause(spot);
   if (!cause) return capture.ranks.get(spot.rank).fromRank[spot.row] < 0 ? "nothing" : "an effect that is not recorded";
@@ -106,7 +106,7 @@ function difference(capture, spot, { capture: other, spot: twin }) {
   ];
 }
 
-/** All that is known of a gap. */
+/** The details of a gap. */
 export function gapFacts(capture, number, gap) {
   const account = capture.account(number);
   const took = gap.end - gap.start;

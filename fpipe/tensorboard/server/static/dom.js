@@ -1,4 +1,4 @@
-/** Elements, made so that text is only ever text. */
+/** Creates elements; text is never parsed as HTML. */
 
 /**
  * @param {string} tag
@@ -19,7 +19,7 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-/** Text that someone else chose: on one line, its direction its own, whole in the title where it is cut. */
+/** A user's text on one line, with its own direction; if it is cut, the title has all of it. */
 export function named(text, most = 48) {
   const short = shortened(text, most);
   return element("bdi", { title: short === text ? null : text.slice(0, 2000) }, short);
@@ -57,7 +57,7 @@ export function fill(table, caption, head, rows) {
   );
 }
 
-/** Follows a pointer from its press to its release, or to where the browser takes it away. */
+/** Follows a pointer from press to release or cancel. */
 export function held(target, { pointerId }, move, end = () => {}) {
   const pressed = new AbortController();
   const { signal } = pressed;
@@ -70,7 +70,7 @@ export function held(target, { pointerId }, move, end = () => {}) {
   for (const type of ["pointerup", "pointercancel"]) target.addEventListener(type, over, { signal });
 }
 
-/** Waits until calls cease for `wait` milliseconds, then makes the last. */
+/** Runs the last of several calls after `wait` milliseconds without another one. */
 export function settled(call, wait) {
   let timer = 0;
   return (...given) => {
@@ -79,7 +79,7 @@ export function settled(call, wait) {
   };
 }
 
-/** Hands a file to the browser's downloads. */
+/** Downloads a file. */
 export function download(blob, name) {
   const href = URL.createObjectURL(blob);
   element("a", { href, download: name }).click();

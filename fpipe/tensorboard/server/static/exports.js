@@ -1,10 +1,10 @@
-/** Files to take away: the timeline as an image, and traces for other viewers. */
+/** Exports: the timeline as an image, and traces for other viewers. */
 
 import { download } from "./dom.js";
 import * as routes from "./routes.js";
 
 const FORMATS = ["pftrace", "json"];
-const NAME = 60; // letters of the run's name in a file's
+const NAME = 60; // characters of the run's name in a file name
 
 export class Exports {
   constructor(shell, sheet, say, failed) {

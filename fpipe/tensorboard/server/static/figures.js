@@ -1,4 +1,4 @@
-/** The server's figures of what is shown: of one capture, and of how it differs from another. */
+/** The server's figures: summary of a capture, and comparison with another. */
 
 import { element, shortened } from "./dom.js";
 import { open } from "./panes.js";
@@ -12,7 +12,7 @@ export class Figures {
     this.answer = null; // of the comparison
   }
 
-  /** Empties the tables: what was in them is of what was shown before. */
+  /** Empties the tables of the previous captures. */
   clear() {
     const { shell } = this;
     this.answer = null;
@@ -21,7 +21,7 @@ export class Figures {
     this.headline();
   }
 
-  /** Fetches and shows them: they may take longer than the drawing. */
+  /** Fetches and shows the figures; this may take longer than the drawing. */
   async show(main, other, signal) {
     const { shell, sheet } = this;
     shell["tab-diff"].hidden = !other;
@@ -74,7 +74,7 @@ export class Figures {
     if (main) panels.headline(this.shell.headline, main, this.answer, other ? this._names() : []);
   }
 
-  /** What two runs are called where they stand beside each other. */
+  /** The names of two runs shown side by side. */
   _names() {
     const [main, other] = [this.sheet.main.entry, this.sheet.other.entry];
     if (main.kind !== other.kind) return [main.kind, other.kind];

@@ -1,9 +1,9 @@
-/** The field for searching, and the way from match to match. */
+/** The search field, and moving between matches. */
 
 import { settled } from "./dom.js";
 import { Matches, parseQuery } from "./search.js";
 
-const PAUSE = 150; // milliseconds without a key, after which it searches
+const PAUSE = 150; // milliseconds after the last key until the search starts
 
 export class Finder {
   constructor(shell, sheet, say) {
@@ -15,7 +15,7 @@ export class Finder {
     );
   }
 
-  /** Searches what is shown for what is in the field. */
+  /** Searches the shown captures for the field's query. */
   search() {
     const { shell, sheet } = this;
     const { search, "search-count": count } = shell;
@@ -41,7 +41,7 @@ export class Finder {
     const { matches, selected, main } = this.sheet;
     const own = matches && selected && !selected.other && matches.has(main.ranks.get(selected.rank), selected.row);
     const place = own ? `${matches.place(main, selected)} of ` : "";
-    count.textContent = matches ? `${place}${matches.count}` : count.title; // what is wrong with the query
+    count.textContent = matches ? `${place}${matches.count}` : count.title; // the query's error
     if (matches) this.say(matches.count ? `${place}${matches.count} found` : "nothing found");
   }
 

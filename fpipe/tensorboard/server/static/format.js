@@ -1,4 +1,4 @@
-/** Numbers as people read them. */
+/** Formats numbers, times and sizes. */
 
 const TIMES = [
   [1, "s"],
@@ -8,7 +8,7 @@ const TIMES = [
 ];
 const SIZES = ["B", "kB", "MB", "GB", "TB"];
 
-/** Four digits, and no exponent where a person would write none. */
+/** Four digits, without an exponent if the number is readable without it. */
 export function number(value, digits = 4) {
   if (!Number.isFinite(value)) return "–";
   if (value === 0) return "0";
@@ -18,14 +18,14 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
-/** A time: in the unit that fits it where times are seconds, else a plain number. */
+/** A time, in a fitting unit if times are seconds, else a plain number. */
 export function time(value, unit, digits = 4) {
   if (!Number.isFinite(value)) return "unknown";
   const [factor, name] = unitOf(value, unit);
   return name ? `${number(value / factor, digits)} ${name}` : number(value, digits);
 }
 
-/** [how much of the capture's unit it is, its name] for values about as large as this one. */
+/** The unit for values of about this size: [its factor to the capture's unit, its name]. */
 export function unitOf(value, unit) {
   if (unit !== "s") return [1, unit];
   return TIMES.find(([factor]) => Math.abs(value) >= factor * 0.9999) ?? (value === 0 ? TIMES[1] : TIMES.at(-1));
@@ -34,7 +34,7 @@ export function unitOf(value, unit) {
 /** A difference, with its sign. */
 export const signed = (value, unit) => (value > 0 ? "+" : value < 0 ? "−" : "±") + time(Math.abs(value), unit, 3);
 
-/** Bytes in the largest decimal unit that they fill. */
+/** Bytes, in the largest decimal unit that is not above them. */
 export function bytes(value) {
   const power = value >= 1 ? Math.min(SIZES.length - 1, Math.floor(Math.log10(value) / 3)) : 0;
   return `${number(value / 1000 ** power)} ${SIZES[power]}`;
@@ -42,7 +42,7 @@ export function bytes(value) {
 
 export const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(1)}%` : "–");
 
-/** How much larger the first is than the second, as a share of the second. */
+/** The relative difference of the first to the second. */
 export const change = (value, than) =>
   than ? `${value >= than ? "+" : "−"}${Math.abs((100 * (value - than)) / than).toFixed(1)}%` : "";
 
@@ -54,7 +54,7 @@ export function* ticks(from, to, apart) {
   for (let at = Math.ceil(from / step); at * step <= to; at += 1) yield { at: at * step, step };
 }
 
-/** A mark on an axis, in the unit of the axis, with the digits that tell it from the next. */
+/** The label of an axis mark, in the axis's unit, with enough digits to differ from the next. */
 export function tick(at, step, largest, unit) {
   const [factor, name] = unitOf(largest, unit);
   const digits = Math.max(0, Math.min(9, -Math.floor(Math.log10(step / factor) + 1e-9)));

@@ -1,10 +1,10 @@
-/** What stands around the timeline: the names of ranks and tracks at the left, and the times along the top. */
+/** The labels around the timeline: names of ranks and tracks at the left, times at the top. */
 
 import { tick, ticks } from "./format.js";
 import { AXIS, FONT, TICK } from "./measures.js";
 
 const NAMES = { send: "sends", receive: "receives", host: "host", memory: "memory" };
-const TALL = 60; // pixels of a rank that has room for more lines
+const TALL = 60; // pixels: height from which a rank shows more lines
 
 /** The names of the ranks in sight and of their tracks. */
 export function gutter(context, state, groups, shift) {

@@ -1,8 +1,8 @@
-/** TensorBoard around the frame: its reload button, and whether it is dark. */
+/** The surrounding TensorBoard page: its reload button and its dark mode. */
 
 /**
- * Calls `reloaded` when TensorBoard has read its logs anew. The frame opens the channel; messages are JSON of
- * {type, id, payload, error, isReply}, and each is to be answered with its id.
+ * Calls `reloaded` after TensorBoard has reloaded its logs. The frame opens the channel; messages are JSON of
+ * {type, id, payload, error, isReply}, and each must be answered with its id.
  */
 export function onReload(reloaded) {
   if (window.parent === window) return;
@@ -16,7 +16,7 @@ export function onReload(reloaded) {
   window.parent.postMessage("experimental.bootstrap", window.location.origin, [port2]);
 }
 
-/** Calls `changed` with whether it is dark, now and whenever that changes. */
+/** Calls `changed(dark)` now and after each change of the mode. */
 export function onTheme(changed) {
   const preferred = window.matchMedia("(prefers-color-scheme: dark)");
   const body = hostBody();
@@ -33,11 +33,11 @@ function hostBody() {
   try {
     return window.parent === window ? null : window.parent.document.body;
   } catch {
-    return null; // a host of another origin, such as a notebook's
+    return null; // the host has another origin, for example a notebook
   }
 }
 
-/** Takes over the host's fonts, so that the frame has its look without files of its own. */
+/** Copies the host's fonts, so that the frame needs no font files. */
 export function borrowFonts() {
   if (!hostBody()) return;
   const there = window.parent.document;
@@ -54,6 +54,6 @@ function readable(sheet) {
   try {
     return sheet.cssRules;
   } catch {
-    return []; // of another origin
+    return []; // the style sheet has another origin
   }
 }

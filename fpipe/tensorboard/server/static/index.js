@@ -1,4 +1,4 @@
-/** The Pipeline tab: what every rank did when, and why it idled. TensorBoard loads this module and calls `render`. */
+/** The Pipeline tab: each rank's effects and idle time by cause. TensorBoard loads this module and calls `render`. */
 
 import { App } from "./app.js";
 import { shell } from "./shell.js";
@@ -8,9 +8,9 @@ export function render() {
   const app = new App(elements);
   const pixel = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
   /**
-   * For measurements and tests. `ready` is done once the first capture, or that there is none, is drawn; `redraw()`
-   * draws all anew at once and gives the milliseconds that took, pixels included; `frames` holds those of the last
-   * redraws; `app` is the page's own state.
+   * For measurements and tests. `ready` resolves when the first capture, or the empty page, is drawn; `redraw()`
+   * redraws everything synchronously and returns the milliseconds, pixels included; `frames` has the milliseconds of
+   * the last redraws; `app` is the page's state.
    */
   window.fpipe = {
     ready: app.ready,

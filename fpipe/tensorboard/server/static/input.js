@@ -1,13 +1,13 @@
-/** Pointer, wheel and keys: what they ask of the page. */
+/** Input by pointer, wheel and keys. */
 
 import { held } from "./dom.js";
 import { AXIS } from "./measures.js";
 import { across, back, enter, neighbour } from "./selection.js";
 
-const CLICK = 4; // pixels that a pointer may move and still click
-const STEP = 1.3; // of a zoom by key
-const PAN = 0.12; // of what is in sight, by key
-const LINE = 40; // pixels of a scroll by key
+const CLICK = 4; // pixels: movement up to which a press is a click
+const STEP = 1.3; // zoom factor per key press
+const PAN = 0.12; // share of the view moved per key press
+const LINE = 40; // pixels scrolled per key press
 
 /** @param {import("./app.js").App} app */
 export function listen(app) {
@@ -30,7 +30,7 @@ function wheel(app, event) {
   const { scroll } = app.shell;
   const overflows = scroll.scrollHeight > scroll.clientHeight + 1;
   if (event.ctrlKey || event.metaKey || (!overflows && !event.shiftKey && Math.abs(dy) > Math.abs(dx))) {
-    const strength = event.ctrlKey && Math.abs(dy) < 40 ? 0.01 : 0.0025; // a pinch comes as small steps
+    const strength = event.ctrlKey && Math.abs(dy) < 40 ? 0.01 : 0.0025; // a pinch arrives as small steps
     app.sheet.view.zoom(Math.exp(-dy * strength), app.sheet.view.when(event.offsetX));
   } else if (event.shiftKey || Math.abs(dx) > Math.abs(dy)) {
     app.sheet.view.pan((event.shiftKey && !dx ? dy : dx) / app.sheet.view.width);
@@ -40,7 +40,7 @@ function wheel(app, event) {
   app.announce();
 }
 
-/** From a press to its release: a click, a move, or the measuring of a range. */
+/** Handles a press until its release: a click, a drag, or a range measurement. */
 function press(app, event) {
   if (event.button !== 0) return;
   const { canvas, scroll } = app.shell;
@@ -73,12 +73,12 @@ function key(app, event) {
   const writing = target.matches("input[type=search], select, textarea");
   if (app.shell["help-dialog"].open) return;
   if (target === app.shell.search && (event.key === "Enter" || event.key === "Escape")) {
-    event.preventDefault(); // a browser would empty the field
+    event.preventDefault(); // the browser would clear the field
     if (event.key === "Escape") return app.shell.canvas.focus();
     return app.finder.match(event.shiftKey ? -1 : 1);
   }
   if (event.key === "Escape") return app.release();
-  const typed = event.getModifierState("AltGraph"); // as brackets are on many keyboards
+  const typed = event.getModifierState("AltGraph"); // many keyboards type brackets so
   if (writing || (!typed && (event.ctrlKey || event.metaKey))) return;
   const arrows = event.key.startsWith("Arrow");
   if (arrows && target.closest("[role=tab], [role=separator], [role=tabpanel], #details") && !event.altKey) return;

@@ -1,8 +1,8 @@
-/** Where each rank's tracks are, from the top of what is scrolled; pixels. */
+/** The position of each rank's tracks, from the top of the scrolled area; pixels. */
 
 const HEIGHTS = { compute: 26, lane: 10, host: 9, memory: 28 };
-const LEAST = 14; // of compute, before ranks are scrolled
-const GROWTH = 1.6; // where there is room
+const LEAST = 14; // pixels: smallest height of a compute track
+const GROWTH = 1.6; // largest factor by which tracks grow to fill the height
 const BETWEEN = 2;
 const AROUND = 5;
 
@@ -13,7 +13,7 @@ const AROUND = 5;
 
 /**
  * @param {object} main capture
- * @param {object | null} other capture, whose compute is below each rank's own
+ * @param {object | null} other capture; its compute is drawn below each rank's
  * @param {{tracks: Set<string>, collapsed: Set<number>, available: number}} options
  * @returns {{groups: Group[], height: number}}
  */
@@ -60,7 +60,7 @@ export function layout(main, other, { tracks, collapsed, available }) {
   return { groups, height: y };
 }
 
-/** Whether a rank has anything on a track. */
+/** Whether a rank has spans on a track. */
 const filled = (rank, kind) => (kind === "memory" ? rank.memory.at.length > 0 : rank.tracks[kind].rows.length > 0);
 
 const height = (rank, kind) => HEIGHTS[kind] ?? HEIGHTS.lane * rank.tracks[kind].lanes.length;
@@ -72,7 +72,7 @@ export const groupAt = (groups, y) => groups.find((group) => y >= group.y && y <
 export const trackAt = (group, y) =>
   group?.tracks.find((track) => y >= track.y - BETWEEN / 2 && y < track.y + track.height + BETWEEN / 2) ?? null;
 
-/** Where a span's box is: its lane's top and height; where its track is hidden, its rank's compute. */
+/** The top and height of a span's box: those of its lane, or of the rank's compute if its track is hidden. */
 export function boxOf(groups, capture, { rank, row }) {
   const group = groups.find((one) => one.number === rank);
   const own = capture.ranks.get(rank);

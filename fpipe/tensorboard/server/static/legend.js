@@ -1,9 +1,9 @@
-/** What the colours mean. */
+/** The legend of the colours. */
 
 import { element } from "./dom.js";
 import { CAUSES, colours, HUES, UNTOLD, WAITING } from "./palette.js";
 
-/** Fills the legend, and gives the page's own style the colours; of kinds, those that the capture has. */
+/** Fills the legend with the capture's kinds, and sets the colours in the page's style. */
 export function legend(place, capture, colouring, theme) {
   const hues = colours(theme);
   const { style } = document.documentElement;

@@ -1,19 +1,19 @@
 /**
- * How much of each pixel's time a lane was busy, and with what.
+ * The share of each pixel's time that a lane is busy, by class.
  *
- * Stretches of time lie in order and do not overlap. Prefix sums by class give the busy time between any two moments
- * after a search, so that a lane costs as many steps as it has pixels, however many stretches there are. A pixel is as
- * opaque as it is busy: neither short stretches nor short gaps vanish.
+ * Intervals are sorted and do not overlap. Prefix sums by class give the busy time between any two moments after a
+ * search, so the cost of a lane depends on its pixels, not on its number of intervals. The opacity of a pixel is its
+ * busy share, so short intervals and short gaps stay visible.
  */
 
 import { classes as classCount } from "./palette.js";
 
-const SEEN = 0.14; // opacity of a pixel in which anything happens at all
-const MOMENT = 0.6; // of one in which something begins and takes no time
-const OPEN = 0.9; // and of one in which anything is missing
+const SEEN = 0.14; // least opacity of a pixel with any busy time
+const MOMENT = 0.6; // opacity of a pixel with an interval of length 0
+const OPEN = 0.9; // largest opacity of a pixel with any idle time
 const FULL = 1 - 1e-4;
 
-/** The last place at or before `when`, -1 if there is none. */
+/** The last index at or before `when`, -1 if there is none. */
 export function before(times, when, low = 0, high = times.length) {
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -26,8 +26,8 @@ export function before(times, when, low = 0, high = times.length) {
 export class Levels {
   /**
    * @param {Float64Array} starts in order
-   * @param {Float64Array} ends none after the next start
-   * @param {Uint8Array} classes places in a list of colours
+   * @param {Float64Array} ends not after the next start
+   * @param {Uint8Array} classes indices in a list of colours
    */
   constructor(starts, ends, classes) {
     this.starts = starts;
@@ -45,7 +45,7 @@ export class Levels {
     }
   }
 
-  /** Busy time by class up to a moment, given the last stretch that starts by then. */
+  /** Busy time by class up to a moment, given the last interval that starts by then. */
   _until(when, at, into) {
     const width = this.present.length;
     if (at < 0) return into.fill(0);
@@ -54,7 +54,7 @@ export class Levels {
     return into;
   }
 
-  /** The last stretch that starts by a moment, searched for from one that starts before: steps double. */
+  /** The last interval that starts by a moment: an exponential search from an earlier one. */
   _on(from, when) {
     const { starts } = this;
     let low = from + 1;
@@ -73,7 +73,7 @@ export class Levels {
     return total(to) - total(from);
   }
 
-  /** Adds to each of equally long stretches of time the share of it that is busy. */
+  /** Adds to each of equally long intervals its busy share. */
   add(shares, from, each) {
     const into = new Float64Array(this.present.length);
     const total = () => into.reduce((sum, part) => sum + part, 0);
@@ -99,7 +99,7 @@ export class Levels {
    * @param {number} from the time at the row's left
    * @param {number} each the time that one pixel takes
    * @param {number[]} colours by class, as in `pixels`, without opacity
-   * @param {number} strength the opacity of what is busy all the time
+   * @param {number} strength the opacity of a pixel that is busy all the time
    */
   paint(pixels, offset, width, from, each, colours, strength = 1) {
     const count = this.present.length;

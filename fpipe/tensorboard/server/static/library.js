@@ -1,12 +1,12 @@
-/** The captures that there are, and those that were fetched; the page's choice among them. */
+/** The list of captures, the cache of fetched ones, and the stored choice. */
 
 import { Capture, Rank } from "./model.js";
 import * as routes from "./routes.js";
 
-const KEPT = 4; // captures whose ranks stay in memory
+const KEPT = 4; // captures in memory
 const STORED = "fpipe.pipeline";
 
-/** What outlives a reload of the frame. */
+/** State that survives a reload of the frame. */
 export const stored = {
   read() {
     try {
@@ -19,7 +19,7 @@ export const stored = {
     try {
       sessionStorage.setItem(STORED, JSON.stringify(state));
     } catch {
-      // a browser that keeps nothing: the page begins anew
+      // the browser stores nothing: start without a stored choice
     }
   },
 };
@@ -49,14 +49,14 @@ export class Library {
     return this.entries.find((entry) => entry.run === run && entry.step === step) ?? null;
   }
 
-  /** The run to begin with: the one that was measured last, or the last of all. */
+  /** The initial run: the last measured one, else the last of all. */
   get latest() {
     const measured = this.entries.filter((entry) => entry.kind === "measured");
     const among = measured.length ? measured : this.entries;
     return among.reduce((last, entry) => (!last || entry.wall >= last.wall ? entry : last), null);
   }
 
-  /** What was predicted for a capture: of the same experiment, for the nearest step. */
+  /** The prediction for a capture: of the same experiment, with the nearest step. */
   predicted(entry) {
     const among = this.entries.filter((one) => one.experiment === entry.experiment && one.kind === "predicted");
     if (entry.kind === "predicted") return null;
@@ -65,10 +65,10 @@ export class Library {
   }
 
   /**
-   * A capture with all of its ranks.
+   * Fetches a capture with all its ranks.
    *
    * @param {object} entry
-   * @param {(capture: Capture) => void} arrived called at once, and again as ranks come
+   * @param {(capture: Capture) => void} arrived called at once, and again for each rank that arrives
    * @param {AbortSignal} signal
    */
   async load(entry, arrived, signal) {

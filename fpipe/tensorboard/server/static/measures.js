@@ -1,5 +1,5 @@
-/** Sizes that several parts of the drawing share; pixels. */
+/** Sizes shared by several parts of the drawing; pixels. */
 
-export const AXIS = 24; // the height of the times along the top
-export const TICK = 96; // between two of them
+export const AXIS = 24; // height of the time axis
+export const TICK = 96; // distance of its marks
 export const FONT = "Roboto, 'Helvetica Neue', Arial, sans-serif";

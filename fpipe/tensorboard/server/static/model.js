@@ -1,13 +1,13 @@
-/** A capture as it is drawn: ranks, their tracks, and which effect let which one start. */
+/** A capture for drawing: ranks, their tracks, and the cause of each start. */
 
 import { before, Levels } from "./levels.js";
 import { HOST_KIND, kindOf } from "./names.js";
 import { HUES, UNTOLD, WAITING } from "./palette.js";
 
-const LANES = 3; // beyond these, what overlaps is cut off where the next begins
+const LANES = 3; // at most; further overlapping spans are cut where the next begins
 const COLUMNS = ["stage", "microbatch", "other", "second", "peer"];
 
-/** Stretches of one track that do not overlap. */
+/** Intervals of one track that do not overlap. */
 class Lane {
   constructor(rank, rows) {
     this.rows = Uint32Array.from(rows);
@@ -20,7 +20,7 @@ class Lane {
     }
   }
 
-  /** The place of what runs at a moment, or of what is at most `near` off; -1 if nothing is. */
+  /** The index of the interval at a moment, or at most `near` away; -1 if there is none. */
   at(when, near) {
     const place = before(this.starts, when);
     const past = place < 0 ? Infinity : when - this.ends[place];
@@ -31,7 +31,7 @@ class Lane {
   }
 }
 
-/** One rank's sends, say, in as many lanes as are needed for them not to overlap. */
+/** A track of one rank, for example its sends, in enough lanes that spans do not overlap. */
 class Track {
   constructor(rank, kind, rows) {
     this.rank = rank;
@@ -88,7 +88,7 @@ class Track {
     return new Levels(Float64Array.from(starts), Float64Array.from(ends), Uint8Array.from(classes));
   }
 
-  /** Levels of some rows alone. */
+  /** The levels of the given rows only. */
   only(chosen, colouring) {
     return this.lanes.map((lane) => this._of(lane, colouring, chosen));
   }
@@ -100,7 +100,7 @@ class Track {
     return place < 0 ? -1 : own.rows[place];
   }
 
-  /** The lane that a row is in. */
+  /** The lane of a row. */
   laneOf(row) {
     const start = this.rank.start[row];
     return Math.max(
@@ -126,7 +126,7 @@ function ordered(rows, starts) {
   return sorted ? rows : rows.sort((a, b) => starts[a] - starts[b] || a - b);
 }
 
-/** One rank's spans by row. What the host did follows the effects, as rows of its own. */
+/** One rank's spans by row: the effects, then the host's activities. */
 export class Rank {
   constructor({ header, columns }) {
     const host = header.host ?? [];
@@ -171,12 +171,12 @@ export class Rank {
     return (colouring === "stage" ? this.stage[row] : this.microbatch[row]) % HUES;
   }
 
-  /** When what an effect takes begins: a receive's transfer, once its send was posted. */
+  /** The start of an effect's duration; of a receive, the time when its send was posted. */
   begun(row) {
     return Number.isNaN(this.left[row]) ? this.start[row] : this.left[row];
   }
 
-  /** What an effect is, so that it is found in another run. */
+  /** A key of an effect that is the same in other runs. */
   key(row) {
     const numbers = COLUMNS.map((name) => this[name][row]);
     return [this.kindOf(row).key, ...numbers].join(" ");
@@ -204,7 +204,7 @@ export class Capture {
     /** @type {Map<number, Rank>} */
     this.ranks = new Map();
     this.summary = null;
-    this.lost = new Map(); // ranks that the server did not give -> why
+    this.lost = new Map(); // rank that failed to load -> the reason
     this.tries = 0;
   }
 
@@ -224,7 +224,7 @@ export class Capture {
     return Array.from(this.ranks.values(), (rank) => rank.recorded).reduce((a, b) => a + b, 0);
   }
 
-  /** Ranks that could not be had, by reason: [whose, reason]. */
+  /** The ranks that failed to load, by reason: [ranks, reason]. */
   get failures() {
     const reasons = new Map();
     for (const [rank, reason] of this.lost) reasons.set(reason, [...(reasons.get(reason) ?? []), rank]);
@@ -234,7 +234,7 @@ export class Capture {
     ]);
   }
 
-  /** When each receive's sender had sent, now that all ranks are there. */
+  /** Sets the send time of each receive; needs all ranks. */
   link() {
     for (const rank of this.ranks.values()) {
       for (const row of rank.tracks.receive.rows) {
@@ -247,12 +247,12 @@ export class Capture {
     this._sends = null;
   }
 
-  /** Whether two ranks' times are of one clock. */
+  /** Whether two ranks' times are on the same clock. */
   comparable(one, other) {
     return one === other || Boolean(one.header.clock && other.header.clock);
   }
 
-  /** The span that let one start: {rank, row}, or null. */
+  /** The span that a span waited for: {rank, row}, or null. */
   cause({ rank, row }) {
     const own = this.ranks.get(rank);
     const from = own ? own.fromRank[row] : -1;
@@ -260,7 +260,7 @@ export class Capture {
     return there ? { rank: from, row: own.fromRow[row] } : null;
   }
 
-  /** The chain of what a span waited for, the span itself first. */
+  /** The chain of spans that a span waited for, beginning with itself. */
   chain(spot, most = 20_000) {
     const found = [];
     const seen = new Set();
@@ -297,7 +297,7 @@ export class Capture {
     return this.summary?.ranks.find((row) => row.rank === rank) ?? null;
   }
 
-  /** A rank's gaps by cause: {start, end, cause}, columns; null where there are none. */
+  /** A rank's gaps by cause: {start, end, cause}, columns; null if there are none. */
   gaps(rank) {
     const at = this.summary?.gaps ? this.summary.ranks.findIndex((row) => row.rank === rank) : -1;
     return at < 0 ? null : this.summary.gaps[at];

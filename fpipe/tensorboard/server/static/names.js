@@ -1,21 +1,21 @@
-/** What effects are called, by what a header says of their kinds. */
+/** The names of effects, from the kinds in a header. */
 
 import { HOST, hueOf } from "./palette.js";
 
 /**
  * @typedef {object} Kind effects of one kind
  * @property {string} key its name in the header
- * @property {string} name what it is called
+ * @property {string} name the shown name
  * @property {string} letter
  * @property {string} track
  * @property {number} hue its class of colour
  * @property {{letter: string, label: string, stage?: string, microbatch?: string}[]} parts of a compute: itself, or the
  *   two of an overlap, with the columns that have their numbers
- * @property {string} [value] what the value that it carries is called
+ * @property {string} [value] name of the value that it carries
  * @property {Record<string, string>} columns its own numbers, or its value's: field -> column
  */
 
-/** What the host did around the effects. */
+/** The kind of the host's activities around the effects. */
 export const HOST_KIND = { key: "Host", name: "host", letter: "H", track: "host", hue: HOST, parts: [], columns: {} };
 
 /** @returns {Kind} a kind of a header */
@@ -49,7 +49,7 @@ export function short(rank, row) {
   return `${kind.name} ${kind.value}${which}`;
 }
 
-/** What is on a box that has no room for its name, longest first. */
+/** Shorter labels for a box that is too narrow for the name, longest first. */
 export function mark(rank, row) {
   const kind = rank.kindOf(row);
   if (kind.value) return [String(rank.microbatch[row])];
@@ -70,5 +70,5 @@ export function value(rank, row) {
   return `${kind.value}${numbers.join("")}`;
 }
 
-/** An effect and where it is. */
+/** The name of an effect with its rank. */
 export const full = (rank, row) => `${short(rank, row)} on rank ${rank.number}`;

@@ -1,28 +1,28 @@
-/** The strip of what is wrong, or to be known, with what is shown. */
+/** The strip of errors and notices about the shown captures. */
 
 import { element, named } from "./dom.js";
 
 export class Notices {
   constructor(shell) {
     this.shell = shell;
-    this.failures = new Map(); // what was tried -> why it failed
-    this.told = new Map(); // who says it -> texts
+    this.failures = new Map(); // action -> error
+    this.told = new Map(); // source -> texts
   }
 
-  /** What one of the server's answers says. */
+  /** Sets the notices of one source. */
   tell(who, texts = []) {
     this.told.set(who, texts);
     this._show();
   }
 
-  /** Says that something failed, and why; null that it did not. */
+  /** Sets the error of an action; null clears it. */
   failed(what, reason) {
     if (reason) this.failures.set(what, `${what}: ${reason}`);
     else this.failures.delete(what);
     this._show();
   }
 
-  /** Forgets what was said of the captures before. */
+  /** Clears the notices of the previous captures. */
   clear() {
     this.failures.clear();
     for (const who of this.told.keys()) if (who !== "index") this.told.delete(who);

@@ -1,4 +1,4 @@
-/** What is drawn over the timeline as the pointer moves: hover, selection, its chain, the critical path, a range. */
+/** The overlay of the timeline: hover, selection and its chain, the critical path, a range. */
 
 import { time } from "./format.js";
 import { boxOf } from "./layout.js";
@@ -6,7 +6,7 @@ import { before } from "./levels.js";
 import { AXIS, FONT } from "./measures.js";
 import { arrow, curve } from "./scene.js";
 
-const LINKS = 400; // lines of a chain that are drawn at once
+const LINKS = 400; // links of a chain that are drawn
 
 export class Overlay {
   constructor(canvas) {
@@ -49,7 +49,7 @@ export class Overlay {
     );
   }
 
-  /** A span, the arrow between send and receive, and what it waited for. */
+  /** A span, the arrow between send and receive, and the cause of its wait. */
   _spot(state, spot, shift, line) {
     const { context } = this;
     const { view, layout, theme } = state;
@@ -77,7 +77,7 @@ export class Overlay {
     }
   }
 
-  /** The selection's chain of waits, back as far as it is in sight. */
+  /** The selection's chain of waits, as far as it is in view. */
   _chain(state, spot, shift) {
     const { context } = this;
     const { view, layout, theme } = state;
@@ -104,13 +104,13 @@ export class Overlay {
     this._spot(state, spot, shift, 2.5);
   }
 
-  /** A bar under each span of a path, and lines where it goes to another rank. */
+  /** A bar under each span of a path, and a line at each change of rank. */
   _path({ view, layout, main }, path, shift, colour) {
     const { context } = this;
     context.strokeStyle = context.fillStyle = colour;
     context.lineWidth = 1.5;
     const until = before(path.starts, view.to) + 1;
-    const drawn = new Map(); // up to where, by height: what is nearer than half a pixel is not drawn again
+    const drawn = new Map(); // height -> end of the last drawn bar; bars within half a pixel of it are skipped
     const first = Math.max(0, before(path.starts, view.from) - 1);
     const linked = until - first < 4 * LINKS;
     let last = null;

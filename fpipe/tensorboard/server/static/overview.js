@@ -1,4 +1,4 @@
-/** The whole step above the timeline: how many of the ranks compute when, and which part is in sight. */
+/** The whole step above the timeline: the share of ranks that compute over time, and the visible part. */
 
 import { held } from "./dom.js";
 
@@ -13,7 +13,7 @@ export class Overview {
     shell.overview.addEventListener("pointerdown", (event) => this._press(event));
   }
 
-  /** Draws the ranks' shares anew. */
+  /** Redraws the share of computing ranks. */
   draw(capture, theme, ratio) {
     const { "overview-canvas": canvas, overview } = this.shell;
     const width = overview.clientWidth - this.view.left;
@@ -33,7 +33,7 @@ export class Overview {
     });
   }
 
-  /** Marks the part that is in sight. */
+  /** Marks the visible part. */
   mark() {
     const { view } = this;
     const { from, to } = view.all;

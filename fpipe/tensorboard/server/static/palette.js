@@ -1,18 +1,18 @@
-/** Colours. Those of kinds are Okabe and Ito's, as in fpipe's drawings: the colour-blind tell them apart. */
+/** Colours. Kinds have Okabe and Ito's colours, as in fpipe's drawings, which colour-blind readers can distinguish. */
 
 const OKABE_ITO = ["#56b4e9", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#f0e442", "#7b9fd4"];
 const NEUTRAL = "#9e9e9e";
 
-/** Classes of what is drawn: places in the lists of colours. */
+/** Colour classes: indices in the lists of colours. */
 export const HUES = OKABE_ITO.length;
 export const WAITING = 7;
 export const HOST = 8;
-export const UNTOLD = 9; // of a receive, where it is not known when its send was posted
+export const UNTOLD = 9; // a receive whose send time is unknown
 const FIXED = 10;
-const more = []; // colours of kinds that are none of these, in the order in which they were first seen
+const more = []; // colours of further kinds, in order of first use
 export const CAUSES = ["warm-up", "dependency", "transfer", "imbalance", "drain"];
 
-/** What a colour means, by what is coloured by. */
+/** The meaning of the colours, by colouring. */
 export const COLOURINGS = { kind: "Kind", microbatch: "Microbatch", stage: "Stage" };
 
 /** The colours of the classes. */
@@ -20,7 +20,7 @@ export function colours({ waiting, untold }) {
   return [...OKABE_ITO, waiting, NEUTRAL, untold, ...more];
 }
 
-/** How many classes there are. */
+/** The number of classes. */
 export const classes = () => FIXED + more.length;
 
 /** The class of a kind's colour. */

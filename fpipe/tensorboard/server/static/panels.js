@@ -1,4 +1,4 @@
-/** The tables beside the timeline. Figures of a whole capture are the server's; here they only get their units. */
+/** The tables beside the timeline. The server computes a capture's figures; this module only adds units. */
 
 import { facts, title } from "./details.js";
 import { element, fill, named, shortened } from "./dom.js";
@@ -8,12 +8,12 @@ import { full, short } from "./names.js";
 import { CAUSES } from "./palette.js";
 import { card } from "./tooltip.js";
 
-const LINKS = 60; // of a chain
+const LINKS = 60; // shown links of a chain
 const MOST = 500; // rows of a table
-const NOTHING = 1e-9; // of the makespan: what rounding leaves
+const NOTHING = 1e-9; // share of the makespan that counts as rounding error
 const FOLDED = 400; // rows of the critical path
 
-/** What a column of times is in: [factor, what a header says]. */
+/** The unit of a column of times: [factor, text for the header]. */
 function scaled(values, unit) {
   const [factor, name] = unitOf(Math.max(...values.map(Math.abs), 0), unit);
   return [factor, name ? `, in ${name}` : ""];
@@ -78,8 +78,8 @@ function bar(causes, most, text) {
 }
 
 /**
- * Runs of one kind on one rank along the critical path, and what each took of it. A send and its receive cover the same
- * stretch of time: the receive stands for both, from when the send was posted.
+ * The critical path as runs of one kind on one rank, with their times. A send and its receive cover the same
+ * interval: only the receive is listed, from the time when the send was posted.
  */
 function folded(capture) {
   const found = [];
@@ -105,7 +105,7 @@ function linkName(rank, { kind, row, last, count }) {
   return `rank ${rank.peer[row]} → rank ${rank.number}: ${kind.value} ${rank.microbatch[row]}`;
 }
 
-/** The critical path as a list, whose links select. */
+/** The critical path as a list of links that select effects. */
 export function critical(list, capture, select) {
   const found = folded(capture);
   const items = found.slice(0, FOLDED).map((link) => {
@@ -193,7 +193,7 @@ export function headline(place, capture, answer, names) {
 
 const figure = (name, text) => element("span", { class: "figure" }, `${name} `, element("b", {}, text));
 
-/** The effects in sight, as a table for who can't see the canvas. */
+/** The visible effects as a table, for screen readers. */
 export function effects(table, capture, view, numbers, select) {
   const found = [];
   let more = false;
@@ -237,7 +237,7 @@ export function effects(table, capture, view, numbers, select) {
   fill(table, `Effects from ${time(view.from, unit)} to ${time(view.to, unit)}${cut}`, head, rows);
 }
 
-/** What each rank did within a stretch of time. */
+/** Each rank's busy and idle time within a range. */
 export function within(table, capture, range) {
   const span = range.to - range.from;
   const rows = [...capture.ranks.values()]
@@ -261,7 +261,7 @@ export function within(table, capture, range) {
   fill(table, caption, ["", "busy", "share", "idle", "share"], rows);
 }
 
-/** Where the difference of two makespans lies, in parts that add up to it. */
+/** The parts of the difference of two makespans; they add up to it. */
 export function lies(place, answer, names, unit) {
   const parts = Object.entries(answer.lies ?? {}).filter(([, by]) => by !== 0);
   const [a, b] = answer.makespan;
@@ -271,7 +271,7 @@ export function lies(place, answer, names, unit) {
     : text;
 }
 
-/** All that is known of the selected effect, and the chain of what it waited for; what was said, as pairs. */
+/** Shows the selected effect's details and its chain of waits; returns the details as pairs. */
 export function details(place, sheet, spot) {
   const capture = sheet.of(spot);
   const heading = title(capture.ranks.get(spot.rank), spot.row);

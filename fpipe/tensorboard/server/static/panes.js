@@ -1,8 +1,8 @@
-/** The parts of the page around the timeline: lists of choices, tabs, the line that is dragged. */
+/** The page around the timeline: select lists, tabs, the splitter. */
 
 import { element, held, shortened } from "./dom.js";
 
-/** Fills a list of choices, if they are others than before. */
+/** Fills a select list, if its options have changed. */
 export function options(select, pairs, chosen) {
   const key = JSON.stringify(pairs);
   if (select.dataset.key !== key) {
@@ -26,7 +26,7 @@ const RECORD = `from fpipe.tensorboard import Recorder
 recorder = Recorder("logs/mine")
 step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, observe=recorder)`;
 
-/** What to do where nothing was recorded. */
+/** Instructions for a log directory without captures. */
 export function nothing(unreachable) {
   if (unreachable) return [element("h2", {}, "No answer"), element("p", {}, unreachable)];
   return [
@@ -53,7 +53,7 @@ export function open(shell, id) {
   }
 }
 
-/** Lets tabs be opened by pointer and by arrow. */
+/** Opens tabs by pointer and by arrow keys. */
 export function tabs(shell) {
   const name = (tab) => tab.id.slice("tab-".length);
   for (const tab of shell.tabs.children) tab.addEventListener("click", () => open(shell, name(tab)));
@@ -67,7 +67,7 @@ export function tabs(shell) {
   });
 }
 
-/** The line between timeline and tables: dragged, or moved by keys. */
+/** The splitter between timeline and tables, moved by pointer or keys. */
 export function splitter(shell, changed) {
   const set = (tall) => {
     const most = shell.page.clientHeight - 220;

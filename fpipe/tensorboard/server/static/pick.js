@@ -1,10 +1,10 @@
-/** What is under a place of the canvas. */
+/** Finds the item at a point of the canvas. */
 
 import { groupAt, trackAt } from "./layout.js";
 import { before } from "./levels.js";
 import { AXIS } from "./measures.js";
 
-const NEAR = 3; // pixels off that a pointer still hits
+const NEAR = 3; // pixels: distance at which the pointer still hits
 
 /**
  * @param {object} state as the scene draws it
@@ -26,7 +26,7 @@ export function pick({ main, view, layout, scroll }, x, y) {
   return { group, track, gap: track.kind === "compute" ? gapAt(track, when) : null };
 }
 
-/** The gap at a moment: the server's, with its cause, or where it lists none, what is between two effects. */
+/** The gap at a moment: the server's, with its cause; if the server lists none, that between two effects. */
 function gapAt(track, when) {
   const known = track.capture.gaps(track.rank.number);
   if (known) {

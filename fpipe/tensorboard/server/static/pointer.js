@@ -1,4 +1,4 @@
-/** What is under the pointer, kept in pixels: the timeline may move beneath it. */
+/** The item under the pointer. The position is stored in pixels, because the timeline may move. */
 
 import { pick } from "./pick.js";
 import { about, told } from "./tooltip.js";
@@ -10,13 +10,13 @@ export class Pointer {
     this.leave();
   }
 
-  /** Forgets it, as where it has left. */
+  /** Clears the position, for example when the pointer leaves. */
   leave() {
     this.place = this.spot = this.gap = null;
     this.sheet.shell.hover.hidden = true;
   }
 
-  /** The moment under it, null where it is beside the timeline. */
+  /** The moment under the pointer, null outside the timeline. */
   get when() {
     const { view } = this.sheet;
     return this.place && this.place[0] >= view.left ? view.when(this.place[0]) : null;
@@ -26,7 +26,7 @@ export class Pointer {
     return pick(this.sheet.state, x, y);
   }
 
-  /** Moves it, or picks again where it is. */
+  /** Moves the pointer, or finds the item at the same position again. */
   move(x, y) {
     this.place = [x, y];
     const found = this.find(x, y);
@@ -55,7 +55,7 @@ export class Pointer {
     hover.style.transform = `translate(${Math.round(left)}px, ${Math.round(Math.max(4, top))}px)`;
   }
 
-  /** Folds the rank whose name is under it, or selects the effect. */
+  /** Folds the rank whose name was clicked, or selects the effect. */
   click(x, y) {
     const found = this.find(x, y);
     if (found && x < this.sheet.view.left) return this.sheet.fold(found.group.number);

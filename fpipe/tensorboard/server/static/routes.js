@@ -1,4 +1,4 @@
-/** What the plugin's routes answer. Each call throws `Refused` with the server's own reason. */
+/** Calls of the plugin's routes. Each throws `Refused` with the server's reason. */
 
 import { parse } from "./columns.js";
 
@@ -21,13 +21,13 @@ async function answer(route, query, signal) {
 
 const json = async (...given) => (await answer(...given)).json();
 
-/** Every capture that there is. */
+/** All captures. */
 export const index = (signal) => json("index", {}, signal);
 
-/** The account of a capture's time. */
+/** The summary of a capture. */
 export const summary = ({ run, step }, signal) => json("summary", { run, step }, signal);
 
-/** Two captures side by side. */
+/** The comparison of two captures. */
 export const compare = ({ run, step }, other, signal) =>
   json("compare", { run, step, other: other.run, other_step: other.step }, signal);
 

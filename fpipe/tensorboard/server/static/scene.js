@@ -1,6 +1,6 @@
 /**
- * The timeline's drawing. Lanes are rows of pixels by coverage, one pixel high, stretched to their height; boxes that
- * are wide enough get an edge and a label on top.
+ * Draws the timeline. A lane is a row of pixels by coverage, one pixel high, stretched to its height; boxes that are
+ * wide enough get an edge and a label.
  */
 
 import { ticks } from "./format.js";
@@ -11,8 +11,8 @@ import { AXIS, FONT, TICK } from "./measures.js";
 import { mark, short } from "./names.js";
 import { CAUSES, colours, rgb } from "./palette.js";
 
-const EDGED = 4; // pixels from which on a box has an edge
-const ARROWS = 100; // more than these at once are a thicket
+const EDGED = 4; // pixels: width from which a box has an edge
+const ARROWS = 100; // at most; more are not readable
 const DIMMED = 0.22;
 
 const packed = (list) => list.map((colour) => rgb(colour).reduce((sum, part, at) => sum | (part << (8 * at)), 0));
@@ -76,7 +76,7 @@ export class Scene {
     for (const group of groups) context.fillRect(0, group.y + group.height + shift - 1, view.left + view.width, 1);
   }
 
-  /** Paints the rows of all lanes in sight, then stretches each to its place. */
+  /** Paints the rows of all visible lanes, then stretches each to its height. */
   _lanes({ view, ratio, theme, colouring, matches, causes }, groups, shift) {
     const columns = Math.ceil(view.width * ratio);
     const own = packed(colours(theme));
@@ -229,7 +229,7 @@ export class Scene {
   }
 }
 
-/** The receives of a rank that overlap what is in sight. */
+/** The receives of a rank that overlap the visible range. */
 function* within(rank, view) {
   for (const lane of rank.tracks.receive.lanes) {
     const until = before(lane.starts, view.to) + 1;
@@ -239,7 +239,7 @@ function* within(rank, view) {
   }
 }
 
-/** An arrow from where a span starts, of a send, to where the other ends, of its receive. */
+/** An arrow from the start of a send to the end of its receive. */
 export function arrow(context, view, groups, capture, from, to, shift) {
   const boxes = [from, to].map((spot) => spot && boxOf(groups, capture, spot));
   if (!boxes[0] || !boxes[1] || !capture.comparable(capture.ranks.get(from.rank), capture.ranks.get(to.rank))) return;

@@ -1,6 +1,6 @@
 /**
- * Finds effects: "mb=5 kind=B", "rank=0-3 dur>1ms", "F3". Terms are all to hold, of an overlap for one of its two
- * effects; values are alternatives, by comma, and ranges.
+ * Finds effects: "mb=5 kind=B", "rank=0-3 dur>1ms", "F3". All terms must match, in an overlap for one of its two
+ * effects; a value is a comma-separated list of alternatives and ranges.
  */
 
 import { before } from "./levels.js";
@@ -113,7 +113,7 @@ function duration(sign, text) {
   return (rank, row) => compare(rank.end[row] - rank.start[row]);
 }
 
-/** "F3" finds that effect of every stage; a longer text, whatever has it in its name. */
+/** "F3" finds that effect on every stage; a longer text finds every name that contains it. */
 function free(text) {
   const exact = /^[fiwb]\d+[a-z]*$/u.test(text);
   return (rank, row) => {
@@ -123,7 +123,7 @@ function free(text) {
   };
 }
 
-/** What a query found, by rank. */
+/** The matches of a query, by rank. */
 export class Matches {
   constructor(capture, query) {
     this.rows = new Map();
@@ -158,7 +158,7 @@ export class Matches {
     return this._levels.get(key);
   }
 
-  /** The match after, or before, a spot in the order of starts and then of ranks; at the end it begins anew. */
+  /** The match after, or before, a spot, ordered by start and then by rank; wraps around at the end. */
   next(capture, spot, by) {
     if (!this.count) return null;
     const when = spot ? capture.ranks.get(spot.rank).start[spot.row] : by > 0 ? -Infinity : Infinity;
@@ -175,7 +175,7 @@ export class Matches {
     return { rank: best.rank, row: best.row };
   }
 
-  /** Of equal starts, those of lower ranks come first; on the spot's own rank, those of lower places. */
+  /** Orders equal starts by rank; on the spot's own rank, by row. */
   _beside(rows, starts, at, spot, number, when, by) {
     let low = at;
     while (low > 0 && starts[low - 1] === when) low -= 1;
@@ -187,7 +187,7 @@ export class Matches {
     return sooner.length ? sooner.at(-1) : low - (same.length ? 1 : 0);
   }
 
-  /** How many come up to a spot, itself with them. */
+  /** The number of matches up to and including a spot. */
   place(capture, spot) {
     const when = capture.ranks.get(spot.rank).start[spot.row];
     let count = 0;

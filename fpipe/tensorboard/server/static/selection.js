@@ -1,8 +1,8 @@
-/** Moves the selection by keys: along a track, to other ranks, to what was waited for. */
+/** Moves the selection by keys: along a track, to other ranks, to the cause of a wait. */
 
 import { before } from "./levels.js";
 
-/** To the effect that is `by` places after it on its track. */
+/** Selects the effect `by` places later on its track. */
 export function neighbour(sheet, by) {
   const spot = sheet.selected;
   if (!spot) return first(sheet);
@@ -12,7 +12,7 @@ export function neighbour(sheet, by) {
   sheet.select({ ...spot, row }, { reveal: true });
 }
 
-/** To what the rank that is `by` ranks after it did at that time. */
+/** Selects the effect at that time on the rank `by` ranks below. */
 export function across(sheet, by) {
   const spot = sheet.selected;
   if (!spot) return first(sheet);
@@ -26,20 +26,20 @@ export function across(sheet, by) {
   if (row >= 0) sheet.select({ rank: next.number, row, other: spot.other }, { reveal: true });
 }
 
-/** Zooms to it. */
+/** Zooms to the selection. */
 export function enter(sheet) {
   if (sheet.selected) sheet.zoomTo(sheet.selected);
   else first(sheet);
 }
 
-/** To what it waited for. */
+/** Selects the effect that it waited for. */
 export function back(sheet) {
   const { chain, selected } = sheet;
   if (chain.length > 1) sheet.select({ ...chain[1], other: selected.other }, { reveal: true });
   else sheet.tell.say(selected ? "it waited for nothing" : "nothing is selected");
 }
 
-/** To the first compute in sight, from the top. */
+/** Selects the first visible compute effect, from the top. */
 function first(sheet) {
   const { main, view, layout, shell } = sheet;
   for (const group of layout.groups.filter((one) => one.y + one.height > shell.scroll.scrollTop)) {

@@ -1,4 +1,4 @@
-/** The timeline on its two canvases: what is in sight, under the pointer, selected, measured. */
+/** The timeline on its two canvases: view, pointer, selection, measured range. */
 
 import { bytes } from "./format.js";
 import { layout } from "./layout.js";
@@ -12,7 +12,7 @@ import { View } from "./view.js";
 
 const GUTTER = 132;
 const FRAMES = 240;
-const UNFOLDED = 8; // more ranks than these begin as their compute alone
+const UNFOLDED = 8; // with more ranks than this, all start folded
 
 export class Sheet {
   /**
@@ -40,9 +40,9 @@ export class Sheet {
     new ResizeObserver(() => this.resize()).observe(shell.timeline);
   }
 
-  // What is shown
+  // The shown captures
 
-  /** Shows a capture, and another below each of its ranks; called again as ranks arrive, at last with all of them. */
+  /** Shows a capture, and optionally another below each of its ranks; called again as ranks arrive. */
   show(main, other, all) {
     const changed = main !== this.main || other !== this.other;
     if (main !== this.main) {
@@ -70,7 +70,7 @@ export class Sheet {
     if (all && this._wanted) this._again();
   }
 
-  /** Selects the effect that was selected in the capture before, if it is in this one too. */
+  /** Selects the previous capture's selected effect, if this capture has it. */
   _again() {
     const { rank, key } = this._wanted;
     this._wanted = null;
@@ -135,7 +135,7 @@ export class Sheet {
     this.arrange();
   }
 
-  /** Takes the critical path from the summary, once that is there. */
+  /** Sets the critical path from the summary, when that has arrived. */
   summed() {
     const spots = (this.main.summary?.critical ?? [])
       .map(([rank, row]) => ({ rank, row }))
@@ -180,7 +180,7 @@ export class Sheet {
     });
   }
 
-  /** Draws what has changed; how many milliseconds that took. */
+  /** Draws the changes; returns the milliseconds. */
   draw(all = this._all) {
     const begun = performance.now();
     const { state } = this;
@@ -207,7 +207,7 @@ export class Sheet {
     this.moved();
   }
 
-  /** Brings an effect into sight, and no nearer than it has to. */
+  /** Moves an effect into view, and zooms only as far as needed. */
   reveal(spot) {
     const rank = this._rank(spot);
     this.view.reveal(rank.start[spot.row], rank.end[spot.row]);
@@ -242,7 +242,7 @@ export class Sheet {
 
   // The pointer
 
-  /** The pointer has moved; null that it has left. */
+  /** The pointer has moved; null if it has left. */
   hover(x, y) {
     if (x === null) this.pointer.leave();
     else this.pointer.move(x, y);
@@ -258,7 +258,7 @@ export class Sheet {
 
   // Selection
 
-  /** Selects an effect; nothing where its capture has none there. */
+  /** Selects an effect; clears the selection if its capture does not have it. */
   select(found, { reveal = false } = {}) {
     const there = found && this.of(found)?.ranks.get(found.rank);
     const spot = there && found.row >= 0 && found.row < there.kind.length ? found : null;
@@ -269,7 +269,7 @@ export class Sheet {
     this._over();
   }
 
-  /** The capture that a spot is of. */
+  /** The capture of a spot. */
   of(spot) {
     return spot.other ? this.other : this.main;
   }
@@ -286,7 +286,7 @@ export class Sheet {
     this.tell.ranged(this.range);
   }
 
-  /** Lets go of the range, or else of the selection; whether there was any. */
+  /** Clears the range, else the selection; returns whether there was one. */
   release() {
     if (this.range) {
       this.range = null;
@@ -297,7 +297,7 @@ export class Sheet {
     return true;
   }
 
-  /** The timeline as it is shown, as an image. */
+  /** The visible timeline as an image. */
   async image() {
     this.draw(true);
     const { canvas, over } = this.shell;
@@ -306,6 +306,6 @@ export class Sheet {
     const context = both.getContext("2d");
     context.drawImage(canvas, 0, 0);
     context.drawImage(over, 0, 0);
-    return new Promise((done) => both.toBlob(done, "image/png")); // null where it is too large
+    return new Promise((done) => both.toBlob(done, "image/png")); // null if it is too large
   }
 }

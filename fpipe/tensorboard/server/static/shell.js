@@ -1,9 +1,9 @@
-/** The page's elements, without anything in them yet. */
+/** Creates the page's empty elements. */
 
 import { element } from "./dom.js";
 import { COLOURINGS } from "./palette.js";
 
-/** Tracks and marks that can be left out: [id, label, title, key, whether it is shown at first]. */
+/** Tracks and marks that can be hidden: [id, label, title, key, shown at first]. */
 export const TOGGLES = [
   ["send", "sends", "sends, from post to delivery", "", true],
   ["receive", "receives", "receives: waiting in grey, transfer in colour", "", true],
@@ -56,7 +56,7 @@ export function shell() {
   document.title = "Pipeline";
   document.head.append(
     element("link", { rel: "stylesheet", href: new URL("./page.css", import.meta.url).href }),
-    element("link", { rel: "icon", href: "data:," }), // none: else browsers ask the server for one
+    element("link", { rel: "icon", href: "data:," }), // empty, so that browsers do not request one
   );
   document.body.replaceChildren(
     element(

@@ -1,11 +1,11 @@
-/** What is said of what is under the pointer. */
+/** The tooltip of the item under the pointer. */
 
 import { facts, gapFacts, title } from "./details.js";
 import { element, shortened } from "./dom.js";
 import { bytes, time } from "./format.js";
 import { before } from "./levels.js";
 
-/** @returns {Node[] | null} of what `pick` found */
+/** @returns {Node[] | null} for the result of `pick` */
 export function told({ main, other }, twin, { group, track, spot, gap, when }) {
   if (spot) {
     const capture = spot.other ? other : main;
@@ -26,7 +26,7 @@ function held({ rank }, when, unit) {
   ];
 }
 
-/** What is known of a whole rank. */
+/** The details of a rank. */
 export function about(rank) {
   const { clock, device, peak } = rank.header;
   const known = [

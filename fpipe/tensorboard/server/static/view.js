@@ -1,7 +1,7 @@
-/** Which stretch of time is in sight, and where a moment is on the canvas. */
+/** The visible range of time, and the conversion from time to canvas position. */
 
-const DEEPEST = 1e-8; // of the whole: closer than this, numbers run out of digits
-const MARGIN = 0.015; // of the whole, beyond its ends
+const DEEPEST = 1e-8; // smallest visible share of the whole, limited by the precision of numbers
+const MARGIN = 0.015; // share of the whole, at either end
 
 export class View {
   constructor() {
@@ -10,12 +10,12 @@ export class View {
     [this.left, this.width] = [0, 1];
   }
 
-  /** The canvas's stretch for time: from `left` on, `width` wide; pixels. */
+  /** Sets the area for time on the canvas: from `left`, `width` wide; pixels. */
   place(left, width) {
     [this.left, this.width] = [left, Math.max(1, width)];
   }
 
-  /** What there is to see: from 0 to `whole`. Keeps the stretch in sight, unless all was. */
+  /** Sets the whole range, 0 to `whole`. Keeps the visible range, unless all was visible. */
   extend(whole) {
     const fitted = this.fitted;
     this.whole = whole;
@@ -23,7 +23,7 @@ export class View {
     else this.show(this.from, this.to);
   }
 
-  /** Lets go of what there was to see: the next is seen whole. */
+  /** Resets the view: the next capture is shown whole. */
   forget() {
     this.whole = 0;
   }
@@ -36,13 +36,13 @@ export class View {
     ({ from: this.from, to: this.to } = this.all);
   }
 
-  /** The longest stretch that is shown. */
+  /** The longest visible range. */
   get all() {
     const margin = (this.whole || 1) * MARGIN;
     return { from: -margin, to: (this.whole || 1) + margin };
   }
 
-  /** Shows a stretch, moved and cut to what there is. */
+  /** Shows a range, moved and clipped to the whole. */
   show(from, to) {
     const { all } = this;
     const span = Math.min(Math.max(to - from, (this.whole || 1) * DEEPEST), all.to - all.from);
@@ -67,19 +67,19 @@ export class View {
     return this.from + (x - this.left) / this.scale;
   }
 
-  /** Zooms about a moment, which stays where it is. */
+  /** Zooms around a moment, which keeps its position. */
   zoom(factor, about = (this.from + this.to) / 2) {
     const span = Math.max(this.span / factor, (this.whole || 1) * DEEPEST);
     const start = about - ((about - this.from) / this.span) * span;
     this.show(start, start + span);
   }
 
-  /** Moves by a share of what is in sight. */
+  /** Moves by a share of the visible range. */
   pan(share) {
     this.show(this.from + share * this.span, this.to + share * this.span);
   }
 
-  /** Moves as little as is needed for a stretch to be in sight. */
+  /** Moves as little as needed to make a range visible. */
   reveal(start, end) {
     if (start >= this.from && end <= this.to) return;
     const span = Math.max(this.span, (end - start) * 1.5);
