@@ -106,7 +106,8 @@ class Columns:
 def encode(header: Header, columns: Columns) -> bytes:
     """Encode one rank's spans.
 
-    >>> from fpipe import Forward, Placement
+    >>> from fpipe import Placement
+    >>> from fpipe.effects import Forward
     >>> header = Header("predicted", 0, 0, "mine", Plan(Placement.loop(1), 1), unit="")
     >>> none = np.full(1, -1, np.int32)
     >>> decoded, columns = decode(encode(header, Columns([Forward(0, 0)], np.zeros(1), np.ones(1), (none, none))))
