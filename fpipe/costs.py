@@ -8,7 +8,7 @@ from functools import cached_property
 from math import inf, isfinite
 from typing import Any, NamedTuple, SupportsFloat
 
-from fpipe.effects import Name, Overlap
+from fpipe.effects import Name, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan
 from fpipe.tables import TABLE, Table, fields_of
@@ -68,7 +68,8 @@ class Costs:
             receives, and the size of the gradient that it computes.
         extra: {class: cost} of effects and values that you define: the time of an effect, the bytes of a value.
             By default 0.
-        scale: one factor for each microbatch, for the times of its effects; by default 1.
+        scale: one factor for each microbatch, for the times of its effects; by default 1. The time of an overlap
+            is scaled by the mean of its two microbatches' factors.
         sizes: one factor for each microbatch, for the bytes of its values and so of its transfers; by default `scale`.
 
     Raises:
@@ -105,10 +106,15 @@ class Costs:
             elif field.name == "reads":
                 normal = tuple(sorted((edge, _number("reads", size)) for edge, size in dict(value).items()))
             elif field.name == "extra":
+                if not all(isinstance(kind, type) for kind in dict(value)):
+                    raise ScheduleError(f"extra maps classes of effects and values to costs, not {value!r}")
                 costs = [(kind, _per_stage(kind.__name__, cost)) for kind, cost in dict(value).items()]
                 normal = tuple(sorted(costs, key=lambda each: (each[0].__module__, each[0].__qualname__)))
             elif field.name in ("scale", "sizes"):
-                normal = tuple(_number(field.name, factor) for factor in value or self.scale)
+                factors = _per_stage(field.name, value)
+                if not isinstance(factors, tuple):
+                    raise ScheduleError(f"{field.name} has one factor for each microbatch, not {value!r} for all")
+                normal = factors or self.scale
             elif value is None and field.default is None:
                 normal = None
             else:
@@ -117,19 +123,21 @@ class Costs:
 
     def time(self, effect: Any, table: Table = TABLE) -> float:
         """Return how long an effect keeps its rank."""
+        both = parts(effect)
+        if len(both) > 1 and self.overlap is None:
+            return sum(self.time(part, table) for part in both)
         return table.effects[type(effect)].time(effect, self)
 
     def at(self, cost: str, of: Any) -> float:
         """Return a cost by its name, for the stage and the microbatch that an effect or a value names."""
         per_stage = getattr(self, cost)
-        if isinstance(of, Overlap):
-            if per_stage is None:
-                return self.time(of.forward) + self.time(of.backward)
-            of = of.forward
+        both: Any = parts(of)
         if per_stage is None:
-            return sum(self.at(part, of) for part in BY_DEFAULT[cost])
+            halves = BY_DEFAULT.get(cost, ())
+            return sum(self.at(half, of) for half in halves) if halves else sum(map(self.time, both))
         factors = self.sizes if cost in SIZES else self.scale
-        return _at(per_stage, of.stage) * (factors[of.microbatch] if factors else 1.0)
+        factor = sum(factors[part.microbatch] for part in both) / len(both) if factors else 1.0
+        return _at(per_stage, both[0].stage) * factor
 
     def extra_of(self, of: Any, factors: Sequence[float]) -> float:
         """Return the cost in `extra` of an effect's or a value's class, times the factor of its microbatch."""
@@ -152,12 +160,12 @@ class Costs:
             )
         return self._links[source, target]
 
-    def delay(self, source: int, target: int, value: Name) -> float:
+    def delay(self, source: int, target: int, value: Name, table: Table = TABLE) -> float:
         """Return the time from the send of a value to its arrival, on a free link; 0 if it stays on its rank."""
         if source == target:
             return 0.0
         link = self.link(source, target)
-        return link.latency + self.bytes(value) / link.bandwidth
+        return link.latency + self.bytes(value, table) / link.bandwidth
 
     def bytes(self, name: Any, table: Table = TABLE) -> float:
         """Return the size of the named value; 0 for sums of weight gradients, which live for the whole step."""

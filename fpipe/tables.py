@@ -7,6 +7,7 @@ a function to the handler.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
@@ -33,6 +34,8 @@ from fpipe.effects import (
 FORWARD, INPUT, WEIGHT = 1, 2, 4
 """The work of one stage on one microbatch, in bits: its forward, its input gradients, its weight gradients."""
 
+TRACKS = ("compute", "send", "receive", "host")
+COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
 Names = tuple[Any, ...]
 
 
@@ -160,7 +163,7 @@ class ValueRow(NamedTuple):
     exists: Callable[[Any, Topology], bool] = _always
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, repr=False)
 class Table:
     """The two tables: effect class -> `Row`, value class -> `ValueRow`.
 
@@ -171,6 +174,12 @@ class Table:
     effects: Mapping[type, Row]
     values: Mapping[type, ValueRow]
 
+    def __repr__(self) -> str:
+        return "TABLE" if self is TABLE else f"<table of {len(self.effects)} effects and {len(self.values)} values>"
+
+    def __reduce__(self) -> Any:
+        return "TABLE" if self is TABLE else (Table, (self.effects, self.values))
+
     def extended(self, rows: Mapping[type, Row | ValueRow]) -> Table:
         """Return a table with more rows, or with other rows for the same classes.
 
@@ -180,6 +189,11 @@ class Table:
         for kind, row in rows.items():
             if not (isinstance(kind, type) and is_dataclass(kind)) or not isinstance(row, Row | ValueRow):
                 raise TypeError(f"the table maps frozen dataclasses to Row or ValueRow, not {kind!r} to {row!r}")
+            if not COLOUR.fullmatch(row.colour) or (isinstance(row, Row) and row.track not in TRACKS):
+                raise ValueError(
+                    f"the row of {kind.__name__} has a colour that is not #rrggbb, {row.colour!r}, or a track that is "
+                    f"none of {', '.join(TRACKS)}"
+                )
         effects = {kind: row for kind, row in rows.items() if isinstance(row, Row)}
         values = {kind: row for kind, row in rows.items() if isinstance(row, ValueRow)}
         return self.joined(Table(effects, values))

@@ -8,8 +8,10 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,9 +30,10 @@ from fpipe import (
 )
 from fpipe.effects import Forward, Recv, Reduce, Send
 from fpipe.profiling.recording import Recording
+from fpipe.programs.interning import Interning
 from fpipe.programs.lowering import forward_only
 from fpipe.schedules import one_f_one_b
-from fpipe.tables import TABLE, Row, ValueRow
+from fpipe.tables import TABLE, Row, ValueRow, uniform
 from fpipe.tensorboard.files.captures import assemble, columns_of
 from fpipe.tensorboard.files.columns import Header, encode
 from fpipe.tensorboard.files.writer import write
@@ -254,3 +257,128 @@ def test_the_command_line_shows_it_in_a_process_that_never_imported_it(tmp_path)
     command("--out", str(tmp_path / "run.json"))
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
     assert "load stage 1" in {event["name"] for event in events}
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Gives `Total(stage)`, a tree that the rank of stage 1 reads."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    stage: int
+
+
+SHOWN = []
+TRAVELLING = TABLE.extended(
+    {
+        Count: Row(gives=lambda e, plan: (Total(e.stage),), track="host", label="count"),
+        Show: Row(needs=lambda e, plan: (Total(0),), track="host", label="show"),
+        Total: ValueRow(lambda v, plan: plan.ranks_of(v.stage)[0], lambda v, plan: plan.ranks_of(1), label="total"),
+    }
+)
+TRAVELLING_FUNCTIONS = {
+    Count: lambda calls, e: partial(calls.slots.__setitem__, calls.slot(Total(e.stage)), {"n": torch.arange(3.0)}),
+    Show: lambda calls, e: partial(show, calls.slots, calls.slot(Total(0))),
+}
+
+
+def show(slots, slot):
+    SHOWN.append(slots[slot])
+
+
+def counting(rank, plan):
+    if rank == 0:
+        yield Count(0)
+    yield from one_f_one_b(rank, plan)
+    if rank == 1:
+        yield Show(1)
+
+
+def shown(rank):
+    """What rank 1 shows in two steps over gloo."""
+    handler, plan = handlers.Distributed(functions=TRAVELLING_FUNCTIONS), pipeline().plan(PLAN.placement, 3)
+    step = value_and_grad(pipeline(), counting, plan, handler=handler, effects=TRAVELLING)
+    SHOWN.clear()
+    for _ in range(2):
+        step(pipeline().params_on(PARAMS, plan, rank), BATCH, BATCH * 0)
+    return list(SHOWN)
+
+
+def test_a_tree_without_microbatch_travels_as_it_is(pools):
+    assert Send(Total(0), 1) in lower(counting, PLAN, effects=TRAVELLING)[0].effects
+    assert verify(counting, PLAN, effects=TRAVELLING).messages == {(0, 1): 4, (1, 0): 3}
+    plan = pipeline().plan(PLAN.placement, 3)
+    local = handlers.Local(functions=TRAVELLING_FUNCTIONS)
+    SHOWN.clear()
+    value_and_grad(pipeline(), counting, plan, handler=local, effects=TRAVELLING)(PARAMS, BATCH, BATCH * 0)
+    for values in ([*SHOWN, *SHOWN], pools(2).run(shown)[1]):
+        assert [list(value) for value in values] == [["n"], ["n"]]
+        assert all(torch.equal(value["n"], torch.arange(3.0)) for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    stage: int
+
+
+def test_a_value_that_is_given_up_and_given_again_counts_twice_in_turn():
+    def weights(effect, plan):
+        return (Weights(effect.stage),)
+
+    table = EFFECTS.extended({Drop: Row(needs=weights, frees=weights)})
+    plan = Plan(Placement((0, 0)), 2)
+
+    def whole(rank, plan):
+        for m in range(plan.microbatches):
+            yield from (Load(0), Forward(0, m), Drop(0), Load(1), Forward(1, m), Drop(1))
+
+    costs = Costs(extra={Weights: 100})
+    assert verify(whole, plan, effects=table, costs=costs).peak_bytes == (100.0,)
+    assert max(size for _, size in simulate(whole, plan, costs, effects=table).memory(0)) == 100.0
+
+
+def test_a_uniform_row_of_an_effect_with_another_number_is_read_for_each():
+    @dataclass(frozen=True)
+    class Slice:
+        stage: int
+        microbatch: int
+        part: int
+
+    gives = uniform(lambda e, plan: (Part(e.stage, e.microbatch, e.part),))
+    table = TABLE.extended({Slice: Row(gives=gives), Part: ValueRow()})
+    interning = Interning(PLAN, table)
+    names = [list(map(interning.name, interning.ids(Slice(0, m, part)).gives)) for m in (0, 1) for part in (0, 1)]
+    assert names == [[Part(0, m, part)] for m in (0, 1) for part in (0, 1)]
+
+
+@dataclass(frozen=True)
+class Part:
+    stage: int
+    microbatch: int
+    part: int
+
+
+@pytest.mark.parametrize("row", [Row(colour="red"), Row(track="io")])
+def test_a_row_that_no_reader_could_draw_is_refused(row):
+    with pytest.raises(ValueError, match="the row of Load has a colour that is not #rrggbb"):
+        TABLE.extended({Load: row})
+
+
+def test_scaled_microbatches_take_their_share_of_time_and_bytes():
+    costs = Costs(scale=np.array([1.0, 0.5, 2.0]), sizes=(1, 2, 4), residuals=10, activation=1)
+    timeline = simulate(one_f_one_b, PLAN, costs)
+    assert timeline.busy == [10.5, 10.5]
+    assert verify(one_f_one_b, PLAN, costs=costs).bytes == {(0, 1): 7.0, (1, 0): 7.0}
+    assert simulate(one_f_one_b, PLAN, Costs(scale=(1, 1, 1))).busy == simulate(one_f_one_b, PLAN).busy
+    with pytest.raises(ScheduleError, match="scale has 2 entries, the plan 3 microbatches"):
+        simulate(one_f_one_b, PLAN, Costs(scale=(1, 2)))
+    with pytest.raises(ScheduleError, match="scale has one factor for each microbatch, not 2"):
+        Costs(scale=2.0)

@@ -39,6 +39,7 @@ from fpipe.programs.program import Program
 from fpipe.stages.pytree import ABSENT, Flat, check_plain, flatten, indices
 from fpipe.stages.rng import seeded
 from fpipe.stages.stage import Output, Stage
+from fpipe.tables import TABLE
 
 Instruction = Callable[[], Any]
 Function = Callable[[Any, Any], Instruction | None]
@@ -183,8 +184,11 @@ class Calls:
         """Add the instructions that move a value from its channel into its slot."""
         slots, slot = self.slots, self.slot(value)
 
+        is_own = type(value) not in TABLE.values
+
         def call() -> None:
-            slots[slot] = take()
+            payload = take()
+            slots[slot] = payload.tree if is_own else payload
 
         if self.observe is None:
             self.calls.append(call)
@@ -197,7 +201,8 @@ class Calls:
         if self.observe is not None:
             self.calls.append(partial(self.observe.begin, self.rank, effect))
         for part, call in zip(fx.parts(effect) if body else (), body, strict=True):
-            if self.table.effects[type(part)].track == "compute":
+            own = self.functions.get(type(part)) is not FUNCTIONS.get(type(part))
+            if own or self.table.effects[type(part)].track == "compute":
                 self.computes[len(self.calls)] = part
             self.calls.append(call)
         if self.observe is not None:
@@ -337,7 +342,9 @@ class Calls:
         if isinstance(value, fx.WeightGradient):
             return lambda: post(self._shared(value.stage, target))
         slot = self.slot(value)
-        if not isinstance(value, fx.Activation):
+        if type(value) not in TABLE.values:  # a value of the user's own, which may be any tree
+            return lambda: post(flatten(slots[slot]))
+        if isinstance(value, fx.Gradient):
             return lambda: post(slots[slot])
         consumers = self.plan.consumers(value.stage)
         readers = tuple(c for c in consumers if self.plan.rank_of(c, value.microbatch) == target)

@@ -110,7 +110,7 @@ class Interning:
 
 def _is_uniform(kind: type, row: Row) -> bool:
     columns = row.needs, row.gives, row.frees
-    return {"stage", "microbatch"} <= set(fields_of(kind)) and all(map(is_uniform, columns))
+    return {"stage", "microbatch"} == set(fields_of(kind)) and all(map(is_uniform, columns))
 
 
 def _rest(kind: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import is_dataclass
 from typing import Any
 
 from fpipe.effects import Overlap, parts
@@ -31,7 +32,7 @@ def check_names(effects: Iterable[Any], rank: int, plan: Plan, table: Table) -> 
             if not (forward and backward and forward.work == FORWARD and backward.work & INPUT):
                 raise _refused(rank, effect, "it overlaps a Forward with a Backward or a BackwardInput")
             check_names(parts(effect), rank, plan, table)
-        elif hasattr(effect, "value"):
+        elif table.effects[kind].track in ("send", "receive"):
             if effect.rank == rank or not _in(ranges["rank"], effect.rank):
                 raise _refused(rank, effect, f"the peer must be another rank, 0 to {plan.ranks - 1}")
             if not _exists(effect.value, plan, table, ranges):
@@ -51,8 +52,13 @@ def _exists(value: Any, plan: Plan, table: Table, ranges: dict[str, range]) -> b
     return row is not None and row.producer is not None and _fits(value, ranges) and row.exists(value, plan)
 
 
-def _fits(item: Any, ranges: dict[str, range]) -> bool:
-    return all(_in(ranges[name], getattr(item, name)) for name in fields_of(type(item)) if name in ranges)
+def _fits(named: Any, ranges: dict[str, range]) -> bool:
+    """Whether the stages, microbatches and ranks in an effect or a value, and in values within it, are the plan's."""
+    for name in fields_of(type(named)):
+        part = getattr(named, name)
+        if not (_fits(part, ranges) if is_dataclass(part) else name not in ranges or _in(ranges[name], part)):
+            return False
+    return True
 
 
 def _in(numbers: range, number: object) -> bool:

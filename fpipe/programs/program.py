@@ -59,7 +59,7 @@ def table_of(programs: Programs) -> Table:
     Raises:
         ScheduleError: programs have different tables.
     """
-    tables = {id(program.table): program.table for program in programs.values()}
-    if len(tables) != 1:
+    table = next(iter(programs.values())).table
+    if any(program.table != table for program in programs.values()):
         raise ScheduleError("the ranks' programs have different tables of effects: lower them together")
-    return next(iter(tables.values()))
+    return table

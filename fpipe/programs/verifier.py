@@ -31,7 +31,7 @@ from fpipe.programs.memory import bytes_on, peak_bytes
 from fpipe.programs.names import check_names
 from fpipe.programs.program import Program, Programs, plan_of, table_of
 from fpipe.programs.transports import Transport
-from fpipe.tables import FORWARD, INPUT, TABLE, WEIGHT, Table
+from fpipe.tables import FORWARD, INPUT, TABLE, WEIGHT, Table, is_uniform
 
 Edge = tuple[int, int]  # source rank, target rank
 
@@ -381,7 +381,7 @@ def _bytes(due: Due, costs: Costs, interning: Interning) -> dict[Edge, float]:
         return bytes_on(rank, interning.name(id_), costs, interning)
 
     def total(block: Collection[int], rank: int) -> float:
-        if costs.sizes:
+        if costs.sizes or not is_uniform(interning.table.values[type(interning.name(next(iter(block))))].bytes):
             return sum(size(id_, rank) for id_ in block)
         return size(next(iter(block)), rank) * len(block)
 

@@ -80,7 +80,7 @@ def extent(plan: Plan) -> str:
 
 def sized(costs: Costs) -> bool:
     """Whether any size is positive, so that memory can be shown in bytes."""
-    return any(map(_is_positive, (costs.activation, costs.residuals, costs.deferred)))
+    return bool(costs.extra) or any(map(_is_positive, (costs.activation, costs.residuals, costs.deferred)))
 
 
 def _is_positive(cost: float | Sequence[float]) -> bool:

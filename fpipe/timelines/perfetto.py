@@ -237,7 +237,8 @@ def _fields(effect: Any) -> dict[str, object]:
     if len(parts(effect)) > 1:
         both = {f"{name} {field}": n for name in names for field, n in _fields(getattr(effect, name)).items()}
         return {"kind": kind, **both}
-    return {"kind": kind, **{name: getattr(effect, name) for name in names}}
+    numbers = {name: getattr(effect, name) for name in names}
+    return {"kind": kind, **{name: n if isinstance(n, int) else str(n) for name, n in numbers.items()}}
 
 
 _Each = TypeVar("_Each")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from math import inf
 from typing import Any
@@ -21,7 +20,7 @@ from fpipe.plan import Plan, Schedule
 from fpipe.programs.interleaving import turns
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs, plan_of, table_of
-from fpipe.tables import TABLE, Table, is_uniform
+from fpipe.tables import TABLE, Table, fields_of, is_uniform
 from fpipe.timelines.timeline import Spans, Timeline
 
 
@@ -67,10 +66,12 @@ class _Simulation:
         plan = plan_of(programs)
         ranks, stages = range(plan.ranks), range(plan.stages)
         self.programs, self.costs, self.plan, self.table = programs, costs, plan, table_of(programs)
-        plain = replace(costs, scale=(), sizes=())
-        work = {kind: row for kind, row in self.table.effects.items() if row.work and is_uniform(row.time)}
-        self.times = {kind: [row.time(kind(s, 0), plain) for s in stages] for kind, row in work.items()}
-        self.scale = costs.scale or (1.0,) * plan.microbatches
+        work = {
+            kind: row
+            for kind, row in self.table.effects.items()
+            if not costs.scale and fields_of(kind) == ("stage", "microbatch") and is_uniform(row.time)
+        }
+        self.times = {kind: [row.time(kind(s, 0), costs) for s in stages] for kind, row in work.items()}
         self.free = [0.0 for _ in ranks]
         self.last = [-1 for _ in ranks]  # the span that occupies the rank until it is free
         self.edges: dict[tuple[int, int], _Edge] = {}
@@ -99,13 +100,13 @@ class _Simulation:
             if ends[first + giver] > start:
                 start, waited = ends[first + giver], first + giver
         times = self.times.get(type(effect))
-        took = times[effect.stage] * self.scale[effect.microbatch] if times else self._time(effect)
+        took = times[effect.stage] if times else self._time(effect)
         self.starts[at], self.waited[at] = start, waited
         self.free[rank] = ends[at] = start + took
         self.last[rank] = at
 
     def _time(self, effect: Any) -> float:
-        return self.table.effects[type(effect)].time(effect, self.costs)
+        return self.costs.time(effect, self.table)
 
     def _bytes(self, value: Any, rank: int) -> float:
         return self.table.values[type(value)].bytes(value, self.costs, self.plan, rank)

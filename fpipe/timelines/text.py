@@ -66,7 +66,8 @@ def text(
 
 def _part(effect: Any, rank: int, plan: Plan, table: Table, letter: bool, chunk: bool) -> str:
     stages = plan.stages_on(rank)
-    suffix = _letters(stages.index(effect.stage)) if chunk and len(stages) > 1 and hasattr(effect, "stage") else ""
+    is_chunk = chunk and len(stages) > 1 and getattr(effect, "stage", None) in stages
+    suffix = _letters(stages.index(effect.stage)) if is_chunk else ""
     microbatch = str(effect.microbatch) if hasattr(effect, "microbatch") else ""
     return f"{table.effects[type(effect)].letter if letter else ''}{microbatch}{suffix}"
 

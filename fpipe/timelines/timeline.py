@@ -24,7 +24,7 @@ from fpipe.costs import Costs
 from fpipe.effects import Effect, Recv, parts
 from fpipe.plan import Plan
 from fpipe.programs.interning import Interning
-from fpipe.programs.memory import LiveMemory
+from fpipe.programs.memory import LiveMemory, Lives
 from fpipe.tables import FORWARD, TABLE, WEIGHT, Table
 
 _MAX_DRAWN = 5000  # compute effects in a notebook's drawing
@@ -277,17 +277,19 @@ class Timeline:
         A received value counts from the post of its receive, a sent value until it is delivered, and the values that a
         backward gives from its end, when it has freed its inputs. Shared memory counts once.
         """
-        interning, begins, ends = Interning(self.plan, self.table), dict[int, float](), dict[int, float]()
+        interning, names = Interning(self.plan, self.table), Lives()
+        begins, ends = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
         for at in self.spans.of(rank):
             needs, gives, frees = interning.ids(self.spans.effects[at])
             start, end = self.spans.starts[at], self.spans.ends[at]
-            ends |= {id_: max(ends.get(id_, end), end) for id_ in needs}
+            lives = [names.used(id_) for id_ in (*needs, *frees)]
+            ends |= {key: max(ends.get(key, end), end) for key in lives}
             for id_ in gives:
-                begins.setdefault(id_, end if frees else start)
+                begins.setdefault(names.given(id_), end if frees else start)
         steps = defaultdict[float, tuple[list[int], list[int]]](lambda: ([], []))
-        for id_ in begins.keys() & ends.keys():
-            steps[begins[id_]][0].append(id_)
-            steps[ends[id_]][1].append(id_)
+        for key in begins.keys() & ends.keys():
+            steps[begins[key]][0].append(key[0])
+            steps[ends[key]][1].append(key[0])
         live, samples = LiveMemory(self.costs, interning, rank), []
         for time in sorted(steps):
             begun, ended = steps[time]

@@ -79,7 +79,9 @@ def entries(sections: Mapping[str, Any], pipeline: Pipeline) -> dict[str, tuple[
         ValueError: two entries have one name.
     """
     parameters = {path: (_name("params", path, pipeline, {}), leaf) for path, leaf in _parameters(sections, pipeline)}
-    names: dict[int, set[Any]] = {s: set() for s, each in enumerate(pipeline.stages) if hasattr(each.fn, "contents")}
+    names: dict[int, set[Any]] = {
+        s: set() for s, each in enumerate(pipeline.stages) if isinstance(each.fn, StageFunction)
+    }
     for stage, *path in parameters:
         names.setdefault(stage, set()).update(path)
 

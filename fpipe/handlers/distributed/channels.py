@@ -234,7 +234,7 @@ class Channels:
             text = encode(signature)
         except TypeError as error:
             raise StageError(
-                f"its output can't be sent: {error}", rank=self.connections.rank, stage=value.stage
+                f"its output can't be sent: {error}", rank=self.connections.rank, stage=getattr(value, "stage", None)
             ) from error
         self.signatures.append((target, self.connections.send_bytes(text, target)))
         route.codec = PayloadCodec(signature, self.connections.device)
@@ -278,7 +278,7 @@ class Channels:
             f"{value} is {signature_of(payload).text()}, where equal inputs gave {codec.signature.text()} before: the "
             "structure of a stage's output may depend on its inputs' shapes and plain values, not on their data",
             rank=self.connections.rank,
-            stage=value.stage,
+            stage=getattr(value, "stage", None),
             microbatch=getattr(value, "microbatch", None),
         )
 
@@ -286,7 +286,7 @@ class Channels:
         return StageError(
             f"{route.value} is on {message.device}, and this handler moves values on {self.connections.device}",
             rank=self.connections.rank,
-            stage=route.value.stage,
+            stage=getattr(route.value, "stage", None),
         )
 
 

@@ -274,7 +274,7 @@ def _problems(
             if limit := LIMITS.get(name):
                 numbers = columns[column][rows]
                 yield f"a {name} that the plan doesn't have", (numbers >= getattr(plan, limit)).any()
-                if name == "stage" and "value" not in kind.nested:
+                if name == "stage" and kind.cls in TABLE.effects and "value" not in kind.nested:
                     yield f"rank {header.rank} runs a stage that is not on it", not is_here[numbers].all()
 
 

@@ -6,15 +6,14 @@ effect's class can show it: it makes a dataclass of the same name and fields.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass, make_dataclass
 from functools import lru_cache
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import Any, NamedTuple
 
 from fpipe.errors import ScheduleError
-from fpipe.tables import TABLE, Row, Table, ValueRow, fields_of
+from fpipe.tables import COLOUR, TABLE, TRACKS, Row, Table, ValueRow, fields_of
 
 COLUMNS = ("stage", "microbatch", "other", "second", "peer")
 """The columns of an effect's numbers. `peer` is the rank of a send or receive; further numbers use the free columns."""
@@ -22,8 +21,6 @@ COLUMNS = ("stage", "microbatch", "other", "second", "peer")
 LIMITS = {"stage": "stages", "consumer": "stages", "microbatch": "microbatches", "rank": "ranks"}
 """Field -> the attribute of `Plan` that its numbers must be less than."""
 
-_TRACKS = ("compute", "send", "receive", "host")
-_COLOUR = re.compile(r"#[0-9a-f]{6}")
 _MAX_CHARACTERS = 64  # of a name, a label or a letter
 
 
@@ -53,6 +50,8 @@ class Kind(NamedTuple):
         for name in fields_of(self.cls):
             nested = self.nested.get(name)
             paths += [f"{name}.{field}" for field in fields_of(nested)] if nested else [name]
+        if not paths:
+            return lambda effect: ()
         get: Callable[[Any], Any] = attrgetter(*paths)
         return get if len(paths) > 1 else lambda effect: (get(effect),)
 
@@ -92,9 +91,9 @@ def rows_of(effects: Sequence[Any]) -> tuple[list[Kind], list[int], list[tuple[i
         code, _, get, at = kinds[key]
         row = [0] * len(COLUMNS)
         for place, number in zip(at, get(effect), strict=True):
-            if type(number) is not int or number < 0:
+            if not hasattr(number, "__index__") or number < 0:
                 raise ScheduleError(f"{effect} has {number!r}: an event file holds whole numbers of at least 0")
-            row[place] = number
+            row[place] = index(number)
         codes.append(code)
         rows.append(tuple(row))
     return [kind for _, kind, _, _ in kinds.values()], codes, rows
@@ -108,8 +107,8 @@ def kind_of(cls: Any, nested: Mapping[str, type]) -> Kind:
     """
     fields = [field for name in fields_of(cls) for field in (fields_of(nested[name]) if name in nested else (name,))]
     posts = {"value", "rank"} <= set(fields_of(cls))
-    taken = {"stage", "microbatch", *(["peer"] if posts else [])}
-    free = [column for column in COLUMNS if column not in taken]
+    taken = {*fields} & {"stage", "microbatch"} | ({"peer"} if posts else set())
+    free = [column for column in ("other", "second", "peer", "microbatch", "stage") if column not in taken]
     numbers: list[Number] = []
     for at, field in enumerate(fields):
         if posts and field == "rank" and at == len(fields) - 1:
@@ -119,7 +118,9 @@ def kind_of(cls: Any, nested: Mapping[str, type]) -> Kind:
         elif free:
             column = free.pop(0)
         else:
-            raise ScheduleError(f"{cls.__name__} has {len(fields)} numbers: an event file holds {len(COLUMNS)}")
+            raise ScheduleError(
+                f"{cls.__name__} has {len(fields)} numbers, and a file holds {len(COLUMNS)} of an effect"
+            )
         numbers.append(Number(field, column))
     return Kind(cls, nested, tuple(numbers))
 
@@ -174,14 +175,14 @@ def read(descriptions: Sequence[Mapping[str, Any]]) -> tuple[list[Kind], Table]:
         kinds.append(Kind(kind, classes, tuple(numbers)))
         rows[kind] = _row(TABLE.effects.get(kind, Row()), each)
         if "value" in each:
-            (value,) = classes.values()
+            value = next(iter(classes.values()))
             label, colour = _text(each["value"]["label"]), _colour(each["value"]["colour"])
             rows[value] = TABLE.values.get(value, ValueRow())._replace(label=label, colour=colour)
     return kinds, TABLE.extended(rows)
 
 
 def _row(row: Row, description: Mapping[str, Any]) -> Row:
-    if description["track"] not in _TRACKS:
+    if description["track"] not in TRACKS:
         raise ValueError(f"an effect on a track {description['track']!r}")
     letter, label, colour = _text(description["letter"]), _text(description["label"]), _colour(description["colour"])
     return row._replace(track=description["track"], letter=letter, label=label, colour=colour)
@@ -194,7 +195,7 @@ def _text(text: object) -> str:
 
 
 def _colour(text: object) -> str:
-    if not isinstance(text, str) or not _COLOUR.fullmatch(text):
+    if not isinstance(text, str) or not COLOUR.fullmatch(text):
         raise ValueError("a colour that is not #rrggbb")
     return text
 

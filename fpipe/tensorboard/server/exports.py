@@ -127,7 +127,11 @@ def _rows(capture: Capture) -> Iterator[Sequence[object]]:
             waited = cause.rank, span.waited_for - first[cause.rank]
         sizes = capture.columns[span.rank].bytes
         nbytes = sizes[row] if row < len(sizes) and isfinite(sizes[row]) else ""
-        kind, stage, microbatch = type(span.effect).__name__, what.stage, getattr(what, "microbatch", "")
+        kind, stage, microbatch = (
+            type(span.effect).__name__,
+            getattr(what, "stage", ""),
+            getattr(what, "microbatch", ""),
+        )
         yield (
             *(span.rank, row, span.track, kind, stage, microbatch, repr(span.effect), span.start, span.end),
             *(*waited, nbytes),

@@ -35,7 +35,7 @@ export function facts(capture, spot, twin = null) {
       found.push([label, `stage ${rank[stage][row]}, microbatch ${rank[microbatch][row]}`]);
     }
   } else if (kind.value) {
-    found.push(["value", value(rank, row)], [kind.track === "send" ? "to" : "from", `rank ${rank.peer[row]}`]);
+    found.push(["value", value(rank, row)], ...peer(rank, row));
   } else for (const [field, column] of Object.entries(kind.columns)) found.push([field, String(rank[column][row])]);
   found.push(
     ["kind", kind.name],
@@ -48,6 +48,13 @@ export function facts(capture, spot, twin = null) {
   if (kind.name !== "host") found.push(["waited for", waited(capture, spot)]);
   if (twin) found.push(...difference(capture, spot, twin));
   return found;
+}
+
+/** The other rank of a send or receive. */
+function peer(rank, row) {
+  const { track } = rank.kindOf(row);
+  if (track !== "send" && track !== "receive") return [];
+  return [[track === "send" ? "to" : "from", `rank ${rank.peer[row]}`]];
 }
 
 const device = (rank) => (rank.header.device ? `${rank.number}, ${rank.header.device}` : String(rank.number));

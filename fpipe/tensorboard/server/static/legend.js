@@ -11,7 +11,7 @@ export function legend(place, capture, colouring, theme) {
   for (const cause of CAUSES) style.setProperty(`--${cause}`, theme.causes[cause]);
   const ranks = [...(capture?.ranks.values() ?? [])];
   const computes = ranks.flatMap((rank) => rank.kinds.filter((kind) => kind.track === "compute"));
-  const kinds = [...new Map(computes.map((kind) => [kind.letter, kind])).values()].sort((a, b) => a.hue - b.hue);
+  const kinds = [...new Map(computes.map((kind) => [`${kind.letter} ${kind.name}`, kind])).values()].sort((a, b) => a.hue - b.hue);
   const meaning =
     colouring === "kind"
       ? kinds.map(({ letter, name, hue }) => key(hues[hue], name, letter))

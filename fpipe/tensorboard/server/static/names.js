@@ -22,7 +22,7 @@ export const HOST_KIND = { key: "Host", name: "host", letter: "H", track: "host"
 export function kindOf({ name, label, letter, track, colour, parts = [], value, fields }) {
   const [{ stage, microbatch } = {}, second] = parts;
   const carried = Object.values(fields).find((field) => typeof field === "object")?.fields;
-  const columns = second ? { stage, microbatch } : value ? carried : fields;
+  const columns = second ? { stage, microbatch } : carried ?? fields;
   const hue = hueOf(value?.colour ?? colour);
   return { key: name, name: label, letter, track, hue, parts, value: value?.label, columns };
 }
@@ -52,7 +52,7 @@ export function short(rank, row) {
 /** Shorter labels for a box that is too narrow for the name, longest first. */
 export function mark(rank, row) {
   const kind = rank.kindOf(row);
-  if (kind.value) return [String(rank.microbatch[row])];
+  if (kind.value) return kind.columns.microbatch ? [String(rank.microbatch[row])] : [];
   if (kind.track !== "compute") return [];
   const { microbatch } = kind.columns;
   return microbatch ? [`${kind.letter}${rank[microbatch][row]}`, kind.letter] : [kind.letter];

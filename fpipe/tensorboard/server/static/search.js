@@ -86,8 +86,9 @@ function kinds(text, whole) {
 function lettered(wanted) {
   return (rank, row, { letter }) => {
     const kind = rank.kindOf(row);
-    if (wanted === "R" && kind.track !== "receive") return false;
-    return letter === wanted || kind.letter === wanted || (wanted === "B" && HALVES.includes(letter));
+    if (wanted === "R" && kind.track === "host") return false;
+    const letters = [letter, kind.letter].map((each) => each.toUpperCase());
+    return letters.includes(wanted) || (wanted === "B" && HALVES.includes(letter));
   };
 }
 
@@ -95,7 +96,7 @@ function called(wanted) {
   const text = wanted.toLowerCase();
   return (rank, row) => {
     const { name, value: carried } = rank.kindOf(row);
-    return name.includes(text) || Boolean(carried?.includes(text));
+    return name.toLowerCase().includes(text) || Boolean(carried?.toLowerCase().includes(text));
   };
 }
 
@@ -118,7 +119,7 @@ function free(text) {
   const exact = /^[fiwb]\d+[a-z]*$/u.test(text);
   return (rank, row) => {
     const name = short(rank, row).toLowerCase();
-    if (!exact) return name.includes(text) || value(rank, row).includes(text);
+    if (!exact) return name.includes(text) || value(rank, row).toLowerCase().includes(text);
     return name.split("&").some((part) => part === text || part.replace(/[a-z]+$/u, "") === text);
   };
 }
