@@ -19,6 +19,7 @@ myst_heading_anchors = 3
 default_role = "py:obj"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
 add_module_names = False
 napoleon_numpy_docstring = False

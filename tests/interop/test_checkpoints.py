@@ -1074,3 +1074,14 @@ def test_an_export_is_a_state_dict_of_the_module(tmp_path, by):
     assert (
         differences(saved.load(**zeros({"params": params, "state": state})), {"params": params, "state": state}) == []
     )
+
+
+def test_what_an_optimizer_keeps_for_stages_without_parameters_is_theirs(tmp_path):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Tanh())
+    pipeline, params = interop.split(module, at=["1", "2"], example=torch.ones(4, 2))
+    plan = pipeline.plan(Placement.loop(3), 1)
+    checkpoints = interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local())
+    counts = {stage: {"count": torch.tensor(float(stage))} for stage in range(3)}
+    checkpoints.save(params=params, optimizer=counts)
+    zero = {stage: {"count": torch.tensor(0.0)} for stage in range(3)}
+    assert checkpoints.load(params=params, optimizer=zero)["optimizer"] == counts
