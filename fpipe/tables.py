@@ -149,8 +149,8 @@ class ValueRow(NamedTuple):
         exists: whether the plan has the value; called only if its stage, microbatch and rank are in the plan.
         label: its name.
         colour: the colour of the sends and receives that carry it.
-        sums: whether several effects add to it. It is then final after the last of them. Lowering sends fpipe's own sums
-            at the end; a schedule sends yours.
+        sums: whether several effects add to it. It is then final after the last of them. Lowering sends fpipe's own
+            sums at the end; a schedule sends yours.
         backward: whether only the backward pass has it.
     """
 
