@@ -8,7 +8,7 @@ import torch
 import fpipe
 from fpipe import handlers
 from fpipe.tensorboard import Recorder
-from fpipe.tensorboard.files.reader import Key, find
+from fpipe.tensorboard.files.reader import CaptureId, find
 from tests.support import cases, jobs
 
 pytestmark = [
@@ -61,7 +61,7 @@ def test_a_recorder_takes_the_devices_times(tmp_path):
             step(case.params, case.batch, case.target)
     listing = find(tmp_path)
     assert listing.steps("", "measured") == listing.steps("", "predicted") == [1, 2, 3]
-    capture = listing.read(Key("", "measured", 3))
+    capture = listing.read(CaptureId("", "measured", 3))
     assert {header.peak[1] for header in capture.headers.values()} == {"allocator"}
     for rank in range(2):
         spans = list(capture.timeline.compute(rank))
@@ -73,7 +73,7 @@ def test_ranks_over_nccl_record_one_capture(pools, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL wants a device for each rank, and there is one")
     pools(2).run(jobs.record_on_gpus, str(tmp_path), limit=180)
-    capture = find(tmp_path).read(Key("", "measured", 2))
+    capture = find(tmp_path).read(CaptureId("", "measured", 2))
     assert capture.notices == ()
     assert {header.device for header in capture.headers.values()} == {"cuda:0", "cuda:1"}
 

@@ -19,7 +19,7 @@ from fpipe.profiling import gathering
 from fpipe.stages.pytree import flatten
 from fpipe.tables import TABLE
 from fpipe.tensorboard import Recorder
-from fpipe.tensorboard.files.reader import Key, find
+from fpipe.tensorboard.files.reader import CaptureId, find
 from fpipe.tensorboard.files.writer import Writer
 from fpipe.tensorboard.recording import recorder as recorder_of
 from fpipe.tensorboard.recording.device_clock import Kept, Marks
@@ -76,7 +76,7 @@ def test_a_capture_is_the_step_that_ran(tmp_path, schedule):
     _, generator, plan = cases.make("attention", schedule, 2, 4)
     programs = fpipe.lower(generator, plan)
     for kind in ("measured", "predicted"):
-        found = find(tmp_path).read(Key("", kind, 1))
+        found = find(tmp_path).read(CaptureId("", kind, 1))
         assert found.notices == (TURNS if kind == "measured" else ())
         assert found.plan == plan
         for rank in range(2):
@@ -86,7 +86,7 @@ def test_a_capture_is_the_step_that_ran(tmp_path, schedule):
         assert all(before.end <= after.start + 1e-12 for before, after in pairwise(computes))
     curves = scalars(tmp_path, "measured/rank0")
     assert curves["step/loss"] == {i: pytest.approx(loss.item()) for i, (loss, _) in enumerate(losses)}
-    measured, predicted = (find(tmp_path).read(Key("", kind, 1)).timeline for kind in ("measured", "predicted"))
+    measured, predicted = (find(tmp_path).read(CaptureId("", kind, 1)).timeline for kind in ("measured", "predicted"))
     assert scalars(tmp_path, "predicted/rank0")["bubble/fraction"][1] == pytest.approx(predicted.bubble_rate)
     for rank in range(2):
         own = scalars(tmp_path, f"measured/rank{rank}")
@@ -106,7 +106,7 @@ def test_a_prediction_is_the_simulation_at_the_measured_costs(tmp_path):
     with Recorder(tmp_path, steps=[2]) as recorder:
         train(recorder, 3, "zb_v", ranks=1)
     listing = find(tmp_path)
-    measured, predicted = (listing.read(Key("", kind, 2)).timeline for kind in ("measured", "predicted"))
+    measured, predicted = (listing.read(CaptureId("", kind, 2)).timeline for kind in ("measured", "predicted"))
     taken = defaultdict(list)
     for span in measured.compute(0):
         taken[type(span.effect), span.effect.stage].append(span.end - span.start)
@@ -127,7 +127,7 @@ def test_what_is_held_is_what_the_verifier_predicts(tmp_path, kind, name):
         step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Local(), observe=recorder)
         for _ in range(2):
             step(params, batch, target)
-    measured, predicted = (find(tmp_path).read(Key("", kind, 1)) for kind in ("measured", "predicted"))
+    measured, predicted = (find(tmp_path).read(CaptureId("", kind, 1)) for kind in ("measured", "predicted"))
     expected = fpipe.verify(schedule, plan, costs=costs).peak_bytes[0]
     assert measured.peak_memory(0) == predicted.peak_memory(0) == pytest.approx(expected, rel=0.02)  # live losses
     assert measured.columns[0].memory[1][-1] < 100
@@ -137,7 +137,7 @@ def test_what_is_held_is_what_the_verifier_predicts(tmp_path, kind, name):
 def test_receives_say_how_large_what_came_was(tmp_path):
     with Recorder(tmp_path, steps=[1]) as recorder:
         train(recorder, 2, case="linear")
-    capture = find(tmp_path).read(Key("", "measured", 1))
+    capture = find(tmp_path).read(CaptureId("", "measured", 1))
     for rank in range(2):
         own = capture.columns[rank]
         came = [size for effect, size in zip(own.effects, own.bytes, strict=True) if isinstance(effect, Recv)]
@@ -150,7 +150,7 @@ def test_receives_say_how_large_what_came_was(tmp_path):
 def test_the_host_stands_around_the_effects(tmp_path):
     with Recorder(tmp_path, steps=[1]) as recorder:
         train(recorder, 2)
-    capture = find(tmp_path).read(Key("", "measured", 1))
+    capture = find(tmp_path).read(CaptureId("", "measured", 1))
     (first, begun, start), (last, end, done) = capture.headers[0].host
     assert (first, last) == ("before the first effect", "after the last effect")
     assert begun < start == capture.timeline.spans.starts[0] == 0.0
@@ -264,7 +264,7 @@ def test_two_processes_write_one_capture(pools, tmp_path, schedule):
     listing = find(tmp_path)
     for kind in ("measured", "predicted"):
         assert listing.steps("", kind) == [1, 2]
-        capture = listing.read(Key("", kind, 2))
+        capture = listing.read(CaptureId("", kind, 2))
         assert capture.notices == ()
         assert capture.plan == plan
         assert sorted(capture.headers) == [0, 1]
@@ -278,7 +278,7 @@ def test_two_processes_write_one_capture(pools, tmp_path, schedule):
             assert len(own.memory[0]) == 2 * sum(TABLE.effects[type(e)].track == "compute" for e in own.effects)
     whole = {stage: square for _, _, squares in found for stage, square in squares.items()}
     for rank in range(2):
-        own, timeline = scalars(tmp_path, f"measured/rank{rank}"), listing.read(Key("", "measured", 2)).timeline
+        own, timeline = scalars(tmp_path, f"measured/rank{rank}"), listing.read(CaptureId("", "measured", 2)).timeline
         idle = sum(points[2] for name, points in own.items() if name.startswith("idle/"))
         assert idle == pytest.approx(timeline.makespan - timeline.busy[rank], abs=1e-6)
         assert ("bubble/fraction" in own) == (rank == 0)
@@ -301,7 +301,7 @@ def skewed(rank, logdir):
 
 def test_clocks_that_are_not_one_are_compared(pools, tmp_path):
     pools(2).run(skewed, str(tmp_path))
-    clocks = {rank: header.clock for rank, header in find(tmp_path).read(Key("", "measured", 1)).headers.items()}
+    clocks = {rank: header.clock for rank, header in find(tmp_path).read(CaptureId("", "measured", 1)).headers.items()}
     assert clocks[0] == (0.0, 0.0)
     assert 0 < clocks[1].uncertainty < 0.01
     assert abs(clocks[1].offset) <= clocks[1].uncertainty  # in truth it is the same clock
@@ -332,7 +332,7 @@ def test_a_rank_whose_peer_does_not_answer_records_alone_and_training_goes_on(fr
     listing = find(tmp_path)
     assert listing.steps("", "measured") == [1, 2, 3]
     assert listing.steps("", "predicted") == []
-    capture = listing.read(Key("", "measured", 2))
+    capture = listing.read(CaptureId("", "measured", 2))
     assert capture.notices == ("the clocks of ranks 0, 1 were not compared: each begins at its own first start",)
     for rank in range(2):
         own = capture.columns[rank]
@@ -468,7 +468,7 @@ def test_on_cuda_a_captured_step_is_read_after_the_next_one(tmp_path, monkeypatc
     listing = find(tmp_path)
     assert listing.steps("", "measured") == [1, 2, 3]
     for number in (1, 2, 3):
-        capture = listing.read(Key("", "measured", number))
+        capture = listing.read(CaptureId("", "measured", number))
         assert {header.peak for header in capture.headers.values()} == {(12345.0, "allocator")}
         assert {header.device for header in capture.headers.values()} == {"cuda:0"}
         assert 0 < capture.timeline.makespan < 1.0
@@ -525,7 +525,7 @@ def test_an_evaluation_is_recorded_by_a_recorder_of_its_own(tmp_path):
         run = fpipe.evaluate(case.pipeline, plan, handler=handlers.Local(), observe=recorder)
         for _ in range(2):
             run(case.params, case.batch)
-    capture = find(tmp_path).read(Key("", "measured", 1))
+    capture = find(tmp_path).read(CaptureId("", "measured", 1))
     assert capture.schedule == "evaluate of wavefront"
     assert {type(effect).__name__ for effect in capture.timeline.spans.effects} == {"Forward", "Send", "Recv"}
     with Recorder(tmp_path / "other") as recorder:
@@ -551,13 +551,13 @@ def test_ranks_of_two_jobs_in_one_folder_are_not_put_together(tmp_path):
             train(recorder, 2)
     for file in (tmp_path / "other/measured/rank1").iterdir():
         file.rename(tmp_path / "one/measured/rank1" / f"{file.name}.1")
-    notices = find(tmp_path / "one").read(Key("", "measured", 1)).notices
+    notices = find(tmp_path / "one").read(CaptureId("", "measured", 1)).notices
     assert "rank 1 is of another job than rank 0" in notices[0]
 
 
 def test_a_header_has_what_the_process_took(tmp_path):
     with Recorder(tmp_path, steps=[1]) as recorder:
         train(recorder, 2)
-    peak, whose = find(tmp_path).read(Key("", "measured", 1)).headers[0].peak
+    peak, whose = find(tmp_path).read(CaptureId("", "measured", 1)).headers[0].peak
     assert whose == "process"
     assert peak > 1e7

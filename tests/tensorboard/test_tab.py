@@ -11,7 +11,7 @@ from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.effects import BackwardInput, BackwardWeight, Forward, Recv, Send
 from fpipe.tensorboard.files.captures import columns_of
 from fpipe.tensorboard.files.columns import Clock, Header
-from fpipe.tensorboard.files.reader import Key, find
+from fpipe.tensorboard.files.reader import CaptureId, find
 from fpipe.tensorboard.files.writer import Writer, write
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
@@ -92,7 +92,7 @@ def tab(shared):
 
 
 def capture(logdir, run="real", kind="measured", step=4):
-    return find(logdir).read(Key(run, kind, step))
+    return find(logdir).read(CaptureId(run, kind, step))
 
 
 def forwards(found, rank):
