@@ -34,6 +34,8 @@ from fpipe.effects import (
 FORWARD, INPUT, WEIGHT = 1, 2, 4
 """The work of one stage on one microbatch, in bits: its forward, its input gradients, its weight gradients."""
 
+# The colours are Okabe and Ito's, which the colour-blind can distinguish; black text is legible on each.
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, GREY = "#56b4e9", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#9e9e9e"
 TRACKS = ("compute", "send", "receive", "host")
 COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
 Names = tuple[Any, ...]
@@ -131,7 +133,7 @@ class Row(NamedTuple):
     track: str = "compute"
     letter: str = "?"
     label: str = "effect"
-    colour: str = "#9e9e9e"
+    colour: str = GREY
 
 
 def _always(value: Any, plan: Topology) -> bool:
@@ -158,7 +160,7 @@ class ValueRow(NamedTuple):
     readers: Callable[[Any, Topology], Iterable[int]] = nothing
     bytes: Bytes = _extra_bytes
     label: str = "value"
-    colour: str = "#9e9e9e"
+    colour: str = GREY
     sums: bool = False
     backward: bool = False
     exists: Callable[[Any, Topology], bool] = _always
@@ -392,9 +394,6 @@ def _sum_readers(v: WeightGradient, plan: Topology) -> list[int]:
 def _has_copy(v: WeightGradient, plan: Topology) -> bool:
     return v.rank in plan.ranks_of(v.stage)
 
-
-# The colours are Okabe and Ito's, which the colour-blind can distinguish; black text is legible on each.
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, GREY = "#56b4e9", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#9e9e9e"
 
 TABLE = Table(
     {

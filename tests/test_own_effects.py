@@ -382,3 +382,10 @@ def test_scaled_microbatches_take_their_share_of_time_and_bytes():
         simulate(one_f_one_b, PLAN, Costs(scale=(1, 2)))
     with pytest.raises(ScheduleError, match="scale has one factor for each microbatch, not 2"):
         Costs(scale=2.0)
+
+
+def test_freeing_a_value_that_is_not_there_is_refused():
+    table = EFFECTS.extended({Drop: Row(frees=lambda e, plan: (Weights(e.stage),))})
+    for effects in ([Drop(1), Load(1)], [Load(1), Drop(1), Drop(1)]):
+        with pytest.raises(ScheduleError, match=r"Drop\(stage=1\), but the Weights\(stage=1\) that it frees is not on"):
+            verify(with_rank_1(*effects), PLAN, effects=table, costs=Costs(extra={Weights: 1}))

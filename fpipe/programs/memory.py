@@ -101,61 +101,66 @@ def live_bytes(programs: Programs, costs: Costs, interning: Interning) -> Iterat
 
 
 def _live(program: Program, costs: Costs, interning: Interning, completions: Mapping[Value, int]) -> Iterator[float]:
-    last, live, names = _last_uses(program, interning, completions), LiveMemory(costs, interning, program.rank), Lives()
-    ended = defaultdict[int, list[int]](list)
+    begun, last = _lifetimes(program, interning, completions)
+    live, ended = LiveMemory(costs, interning, program.rank), defaultdict[int, list[int]](list)
     for (id_, _), time in last.items():
         ended[time].append(id_)
-    for at, effect in enumerate(program):
-        needs, gives, frees = interning.ids(effect)
+    for at, lives in enumerate(begun):
         for id_ in ended[2 * at]:
             live.remove(id_)
-        for id_ in (*needs, *frees):
-            names.used(id_)
-        for key in map(names.given, gives):
-            if key in last:
-                live.add(key[0])
+        for life in lives:
+            if life in last:
+                live.add(life[0])
         yield live.bytes
         for id_ in ended[2 * at + 1]:
             live.remove(id_)
 
 
+Life = tuple[int, int]  # an id, and how many lives of it came before
+
+
 class Lives:
-    """Tells apart the lives of a name that is given, used up, and given again: (id, how many came before)."""
+    """The lives of names: one ends when a name that was used is given again."""
 
     def __init__(self) -> None:
         self._count: Counter[int] = Counter()
         self._used: set[int] = set()
 
-    def given(self, id_: int) -> tuple[int, int]:
+    def given(self, id_: int) -> Life:
         """Return the life that an effect begins by giving a name, or continues where it was not used yet."""
         if id_ in self._used:
             self._used.remove(id_)
             self._count[id_] += 1
         return id_, self._count[id_]
 
-    def used(self, id_: int) -> tuple[int, int]:
+    def used(self, id_: int) -> Life:
         """Return the life of a name that an effect needs or frees."""
         self._used.add(id_)
         return id_, self._count[id_]
 
 
-def _last_uses(program: Program, interning: Interning, completions: Mapping[Value, int]) -> dict[tuple[int, int], int]:
-    """Return when each life ends: 2 * at, before the effect at that index gives its names; 2 * at + 1, after it.
+def _lifetimes(
+    program: Program, interning: Interning, completions: Mapping[Value, int]
+) -> tuple[list[list[Life]], dict[Life, int]]:
+    """Return the lives that each effect begins or continues, and when each life ends.
+
+    A life ends at 2 * at, before the effect at that index gives its names, or at 2 * at + 1, after it.
 
     Args:
         completions: for each received value, how many sends to its producer are complete when it arrives.
     """
-    last: dict[tuple[int, int], int] = {}
+    begun: list[list[Life]] = []
+    last: dict[Life, int] = {}
     names = Lives()
-    posted, complete = defaultdict[int, list[tuple[int, int]]](list), defaultdict[int, int](int)
+    posted, complete = defaultdict[int, list[Life]](list), defaultdict[int, int](int)
     received: dict[int, tuple[int, int]] = {}
     for at, effect in enumerate(program):
         needs, gives, frees = interning.ids(effect)
-        lives = list(map(names.used, needs))
-        last |= dict.fromkeys(lives, 2 * at + 1)
+        used = list(map(names.used, needs))
+        last |= dict.fromkeys(used, 2 * at + 1)
         last |= dict.fromkeys(map(names.used, frees), 2 * at)
         if isinstance(effect, Send):
-            posted[effect.rank] += lives
+            posted[effect.rank] += used
         elif isinstance(effect, Recv):
             received[gives[0]] = effect.rank, completions[effect.value]
         else:
@@ -164,8 +169,7 @@ def _last_uses(program: Program, interning: Interning, completions: Mapping[Valu
                     peer, count = received.pop(id_)
                     last |= dict.fromkeys(posted[peer][complete[peer] : count], 2 * at)
                     complete[peer] = max(complete[peer], count)
-        for id_ in gives:
-            names.given(id_)
-    for peer, keys in posted.items():
-        last |= dict.fromkeys(keys[complete[peer] :], 2 * len(program))
-    return last
+        begun.append(list(map(names.given, gives)))
+    for peer, lives in posted.items():
+        last |= dict.fromkeys(lives[complete[peer] :], 2 * len(program))
+    return begun, last

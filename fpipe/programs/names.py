@@ -30,20 +30,21 @@ def check_names(effects: Iterable[Any], rank: int, plan: Plan, table: Table) -> 
         if kind is Overlap:
             forward, backward = (table.effects.get(type(part)) for part in parts(effect))
             if not (forward and backward and forward.work == FORWARD and backward.work & INPUT):
-                raise _refused(rank, effect, "it overlaps a Forward with a Backward or a BackwardInput")
+                raise refused(rank, effect, "it overlaps a Forward with a Backward or a BackwardInput")
             check_names(parts(effect), rank, plan, table)
         elif table.effects[kind].track in ("send", "receive"):
             if effect.rank == rank or not _in(ranges["rank"], effect.rank):
-                raise _refused(rank, effect, f"the peer must be another rank, 0 to {plan.ranks - 1}")
+                raise refused(rank, effect, f"the peer must be another rank, 0 to {plan.ranks - 1}")
             if not _exists(effect.value, plan, table, ranges):
-                raise _refused(rank, effect, "the plan has no such value")
+                raise refused(rank, effect, "the plan has no such value")
         elif not _fits(effect, ranges):
             fields = [name for name in fields_of(kind) if name in ranges]
             limits = (f"{name}{'es' if name.endswith('h') else 's'} 0 to {ranges[name][-1]}" for name in fields)
-            raise _refused(rank, effect, f"there are {' and '.join(limits)}")
+            raise refused(rank, effect, f"there are {' and '.join(limits)}")
 
 
-def _refused(rank: int, effect: Any, problem: str) -> ScheduleError:
+def refused(rank: int, effect: Any, problem: str) -> ScheduleError:
+    """Return the error of an effect that a rank must not yield."""
     return ScheduleError(f"rank {rank} yields {effect}, but {problem}")
 
 

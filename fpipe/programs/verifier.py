@@ -28,7 +28,7 @@ from fpipe.programs.interleaving import crossed, turns
 from fpipe.programs.interning import Interning
 from fpipe.programs.lowering import lower
 from fpipe.programs.memory import bytes_on, peak_bytes
-from fpipe.programs.names import check_names
+from fpipe.programs.names import check_names, refused
 from fpipe.programs.program import Program, Programs, plan_of, table_of
 from fpipe.programs.transports import Transport
 from fpipe.tables import FORWARD, INPUT, TABLE, WEIGHT, Table, is_uniform
@@ -199,10 +199,13 @@ class _RankRules:
             raise self.wrong(e, f"{_ranks(ranks)} may run it: yield it there")
 
     def give_once(self) -> None:
-        """Check that a value which never leaves the rank is not given again before it is freed."""
+        """Check that a value is not given again before it is freed, and the user's own not freed before it is given."""
         here: set[Any] = set()
         for effect in self.program:
-            here.difference_update(self.table.frees(effect, self.plan))
+            for name in self.table.frees(effect, self.plan):
+                if name not in here and type(name) not in TABLE.values:
+                    raise self.wrong(effect, f"the {name} that it frees is not on the rank: give it first")
+                here.discard(name)
             for name in self.table.gives(effect, self.plan):
                 row = self.table.values[type(name)]
                 if name in here and not row.sums:
@@ -279,7 +282,7 @@ class _RankRules:
                 )
 
     def wrong(self, e: Any, why: str) -> ScheduleError:
-        return ScheduleError(f"rank {self.rank} yields {e}, but {why}")
+        return refused(self.rank, e, why)
 
 
 def _ranks(ranks: Collection[int]) -> str:
@@ -350,9 +353,9 @@ def _check_posts(
 ) -> None:
     """Check that a rank posts each value that is due on an edge, once, and no other value."""
     (rank, peer), block = edge if kind is Send else edge[::-1], interning.block
-    if any(id_ not in due.get(id_ // block, ()) for id_ in posts):
-        id_ = next(id_ for id_ in posts if id_ not in due.get(id_ // block, ()))
-        raise _refused(kind, rank, peer, interning.name(id_), interning)
+    stray = next((id_ for id_ in posts if id_ not in due.get(id_ // block, ())), None)
+    if stray is not None:
+        raise _misdirected(kind, rank, peer, interning.name(stray), interning)
     if len(counts := Counter(posts)) < len(posts):
         post = kind(interning.name(next(id_ for id_ in posts if counts[id_] > 1)), peer)
         raise ScheduleError(f"rank {rank} yields {post} twice: a value goes once to each rank that uses it")
@@ -363,7 +366,7 @@ def _check_posts(
         )
 
 
-def _refused(kind: type[Any], rank: int, peer: int, value: Any, interning: Interning) -> ScheduleError:
+def _misdirected(kind: type[Any], rank: int, peer: int, value: Any, interning: Interning) -> ScheduleError:
     source, target = (rank, peer) if kind is Send else (peer, rank)
     table, plan = interning.table, interning.plan
     producer = table.producer(value, plan)
@@ -373,7 +376,7 @@ def _refused(kind: type[Any], rank: int, peer: int, value: Any, interning: Inter
         why = f"rank {target} never uses the value"
     else:
         why = "nothing runs backward" if table.values[type(value)].backward else "no effect gives the value"
-    return ScheduleError(f"rank {rank} yields {kind(value, peer)}, but {why}")
+    return refused(rank, kind(value, peer), why)
 
 
 def _bytes(due: Due, costs: Costs, interning: Interning) -> dict[Edge, float]:

@@ -24,7 +24,7 @@ from fpipe.costs import Costs
 from fpipe.effects import Effect, Recv, parts
 from fpipe.plan import Plan
 from fpipe.programs.interning import Interning
-from fpipe.programs.memory import LiveMemory, Lives
+from fpipe.programs.memory import Life, LiveMemory, Lives
 from fpipe.tables import FORWARD, TABLE, WEIGHT, Table
 
 _MAX_DRAWN = 5000  # compute effects in a notebook's drawing
@@ -278,7 +278,7 @@ class Timeline:
         backward gives from its end, when it has freed its inputs. Shared memory counts once.
         """
         interning, names = Interning(self.plan, self.table), Lives()
-        begins, ends = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
+        begins, ends = dict[Life, float](), dict[Life, float]()
         for at in self.spans.of(rank):
             needs, gives, frees = interning.ids(self.spans.effects[at])
             start, end = self.spans.starts[at], self.spans.ends[at]
