@@ -69,7 +69,7 @@ def section(entry: Any) -> Iterator[str]:
     peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_in_flight)
     yield f"## {entry.name}\n"
     yield f"{entry.idea[0].upper()}{entry.idea[1:]}. {entry.source}.\n"
-    yield f"<div>{timeline._repr_svg_()}</div>\n"
+    yield f'<div class="timeline">{timeline._repr_svg_()}</div>\n'
     yield "| function | placement | peak in flight | of each rank here | bubble here |"
     yield "| --- | --- | --- | --- | --- |"
     yield f"| {links(entry, schedule)} | {entry.placement} | {entry.peak} | {peaks} | {timeline.bubble_rate:.1%} |\n"

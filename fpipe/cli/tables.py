@@ -19,9 +19,10 @@ from fpipe.programs.verifier import Report
 from fpipe.tables import Table as Effects
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.format import Scale, extent, lighter, number, percent, size, sized
-from fpipe.timelines.perfetto import label
-from fpipe.timelines.text import Cell, drawn_rows, lane
-from fpipe.timelines.timeline import CAUSES, Timeline
+from fpipe.timelines.labels import drawn_rows, label
+from fpipe.timelines.spans import CAUSES
+from fpipe.timelines.text import Cell, lane
+from fpipe.timelines.timeline import Timeline
 
 if TYPE_CHECKING:
     from fpipe.timelines.comparison import PathSegment

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fpipe.tensorboard.files.captures import Capture
     from fpipe.tensorboard.files.reader import CaptureId, Listing
 
-_SUFFIXES = (".pftrace", ".json", ".svg", ".png", ".pdf", ".csv")
+_SUFFIXES = (".json", ".svg", ".png", ".pdf", ".csv")
 _MOST_CHARACTERS = 200  # shown of a name
 _MOST_STEPS = 4  # suggested in place of a missing one
 Kind = Literal["measured", "predicted"]
@@ -65,8 +65,8 @@ def timeline(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write it: .pftrace (needs perfetto) or .json for Perfetto and Chrome's trace viewer; .svg, .png or "
-            ".pdf (need matplotlib); .csv, a line for each effect.",
+            help="Write it: .json for Perfetto and Chrome's trace viewer; .svg, .png or .pdf (need matplotlib); .csv, "
+            "a line for each effect.",
         ),
     ] = None,
     as_json: Json = False,

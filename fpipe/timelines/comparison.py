@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from fpipe.effects import Effect, Recv, Send, parts
 from fpipe.tables import Row, Table
 from fpipe.timelines.format import extent
-from fpipe.timelines.text import drawn_rows
-from fpipe.timelines.timeline import CAUSES, Spans, Timeline
+from fpipe.timelines.labels import drawn_rows
+from fpipe.timelines.spans import CAUSES, Spans
+from fpipe.timelines.timeline import Timeline
 
 Pair = tuple[float, float]
 TRANSFER, HOST, ELSEWHERE, UNMATCHED = "transfer", "host", "elsewhere", "unmatched"

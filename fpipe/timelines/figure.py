@@ -6,11 +6,12 @@ The background is white, so that the figure looks the same on light and dark pag
 
 from __future__ import annotations
 
+import io
 import pathlib
 from collections.abc import Iterator
 from itertools import accumulate
 from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from matplotlib import colormaps, rc_context
@@ -21,10 +22,13 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from fpipe.costs import Costs
 from fpipe.effects import Effect, parts
-from fpipe.timelines.format import lighter, number, size, sized
-from fpipe.timelines.text import drawn_rows, start, text
-from fpipe.timelines.timeline import Timeline
+from fpipe.plan import Plan
+from fpipe.tables import Table
+from fpipe.timelines.format import number, size, sized
+from fpipe.timelines.labels import drawn_rows, shade, text
+from fpipe.timelines.spans import Gap, Span
 
 FORMATS = (".svg", ".png", ".pdf")
 IDLE = {  # cause -> grey, hatch
@@ -48,14 +52,42 @@ _MAX_LABELS = 5000
 _EDGE = 0.5  # points: width of the white edge of a box; none for narrow boxes, which it would hide
 
 
-def save(timeline: Timeline, path: pathlib.Path, title: str = "") -> None:
+class Drawable(Protocol):
+    """What a figure reads of a `Timeline`, which itself imports this module for its notebook display."""
+
+    plan: Plan
+    table: Table
+    costs: Costs
+
+    @property
+    def start(self) -> float: ...
+    @property
+    def makespan(self) -> float: ...
+    def compute(self, rank: int, /) -> Iterator[Span]: ...
+    def gaps(self, rank: int, /) -> Iterator[Gap]: ...
+    def memory(self, rank: int, /) -> list[tuple[float, float]]: ...
+    def in_flight(self, rank: int, /) -> list[tuple[float, float]]: ...
+
+
+def save(timeline: Drawable, path: pathlib.Path, title: str = "") -> None:
     """Draw a timeline into a file. The suffix, one of `FORMATS`, is the format. Equal timelines give equal files."""
-    undated = {".png": "Creation Time", ".svg": "Date", ".pdf": "CreationDate"}[path.suffix.lower()]
+    _write(timeline, path, path.suffix.lower(), title)
+
+
+def svg(timeline: Drawable, title: str = "") -> str:
+    """Return a timeline's figure as an SVG element."""
+    file = io.StringIO()
+    _write(timeline, file, ".svg", title)
+    return file.getvalue()[file.getvalue().index("<svg") :]
+
+
+def _write(timeline: Drawable, file: pathlib.Path | io.StringIO, suffix: str, title: str) -> None:
+    undated = {".png": "Creation Time", ".svg": "Date", ".pdf": "CreationDate"}[suffix]
     with rc_context(_STYLE):
-        figure(timeline, title).savefig(path, dpi=160, metadata={undated: None})
+        figure(timeline, title).savefig(file, dpi=160, format=suffix[1:], metadata={undated: None})
 
 
-def figure(timeline: Timeline, title: str = "") -> Figure:
+def figure(timeline: Drawable, title: str = "") -> Figure:
     """Return the figure, for a notebook or for manual changes.
 
     The lanes are each rank's compute, the number of idle ranks by cause, and each rank's memory: in bytes if the
@@ -69,7 +101,7 @@ def figure(timeline: Timeline, title: str = "") -> Figure:
     _idle(idle, timeline)
     _memory(memory, timeline)
     memory.set_xlabel("time")
-    memory.set_xlim(start(timeline), start(timeline) + (timeline.makespan or 1.0))
+    memory.set_xlim(timeline.start, timeline.start + (timeline.makespan or 1.0))
     result.suptitle(title.replace("$", r"\$"), x=0.01, ha="left", fontsize=9)
     marks = list(_legend(timeline))
     across = ceil(len(marks) / ceil(len(marks) * 1.6 / width))  # an entry is up to 1.6 inches wide
@@ -77,7 +109,7 @@ def figure(timeline: Timeline, title: str = "") -> Figure:
     return result
 
 
-def _width(timeline: Timeline) -> float:
+def _width(timeline: Drawable) -> float:
     """Return the width in inches that fits most labels, within the limits of a page."""
     computes = (span for rank in range(timeline.plan.ranks) for span in timeline.compute(rank))
     scales = sorted(_room(s.effect, timeline) / (s.end - s.start) for s in computes if s.end > s.start)
@@ -85,20 +117,22 @@ def _width(timeline: Timeline) -> float:
     return min(18.0, max(8.0, _MARGINS + 1.3 * usual * timeline.makespan))
 
 
-def _room(effect: Effect, timeline: Timeline) -> float:
+def _room(effect: Effect, timeline: Drawable) -> float:
     """Return the largest width in inches of an effect's label."""
     digits = len(str(timeline.plan.microbatches - 1))
     return (len(parts(effect)) * (digits + 0.8) - 0.6) * _DIGIT
 
 
-def _compute(ax: Axes, timeline: Timeline, inches: float) -> None:
+def _compute(ax: Axes, timeline: Drawable, inches: float) -> None:
     """Draw each rank's effects as boxes, with microbatches where they fit, and the gaps between them."""
     plan = timeline.plan
     boxes: dict[str, list[_Box]] = {}
     labels = []
     for rank in range(plan.ranks):
         for span in timeline.compute(rank):
-            boxes.setdefault(_colour(span.effect, rank, timeline), []).append(_box(rank, span.start, span.end))
+            boxes.setdefault(shade(span.effect, rank, plan, timeline.table), []).append(
+                _box(rank, span.start, span.end)
+            )
             if _room(span.effect, timeline) < (span.end - span.start) * inches:
                 label = text(span.effect, rank, plan, timeline.table, letter=False, chunk=False)
                 labels.append(((span.start + span.end) / 2, rank, label))
@@ -132,14 +166,7 @@ def _box(rank: int, begin: float, end: float, half: float = 0.42) -> _Box:
     return [(begin, rank - half), (end, rank - half), (end, rank + half), (begin, rank + half)]
 
 
-def _colour(effect: Effect, rank: int, timeline: Timeline) -> str:
-    """Return the effect's colour, lighter for the rank's later chunks."""
-    stages = timeline.plan.stages_on(rank)
-    chunk = stages.index(getattr(parts(effect)[0], "stage", stages[0]))
-    return lighter(timeline.table.effects[type(effect)].colour, 0.55 * chunk / max(1, len(stages) - 1))
-
-
-def _idle(ax: Axes, timeline: Timeline) -> None:
+def _idle(ax: Axes, timeline: Drawable) -> None:
     """Draw the number of idle ranks over time, with the causes stacked."""
     changes: dict[str, dict[float, int]] = {cause: {} for cause in IDLE}
     for rank in range(timeline.plan.ranks):
@@ -161,19 +188,19 @@ def _idle(ax: Axes, timeline: Timeline) -> None:
     ax.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
 
 
-def _instant(time: float, timeline: Timeline) -> float:
+def _instant(time: float, timeline: Drawable) -> float:
     """Round away the last digits of a time, so that simultaneous events are drawn at the same time."""
     grain = timeline.makespan * 1e-9 or 1.0
     return round(time / grain) * grain
 
 
-def _memory(ax: Axes, timeline: Timeline) -> None:
+def _memory(ax: Axes, timeline: Drawable) -> None:
     """Draw each rank's memory over time, with the peak over all ranks."""
     ranks, measured = timeline.plan.ranks, sized(timeline.costs)
     peaks = []
     for rank in range(ranks):
         steps = timeline.memory(rank) if measured else timeline.in_flight(rank)
-        after = {start(timeline): 0.0} | {_instant(time, timeline): value for time, value in steps}
+        after = {timeline.start: 0.0} | {_instant(time, timeline): value for time, value in steps}
         colour = colormaps["viridis"](0.9 * rank / max(1, ranks - 1))
         ax.step(list(after), list(after.values()), where="post", color=colour, linewidth=1.0, label=f"rank {rank}")
         peaks.append(max((value for _, value in steps), default=0.0))
@@ -191,7 +218,7 @@ def _memory(ax: Axes, timeline: Timeline) -> None:
     ax.legend(handles=shown, loc="upper right", frameon=False, ncols=len(shown), handlelength=1.0, columnspacing=0.8)
 
 
-def _legend(timeline: Timeline) -> Iterator[Patch]:
+def _legend(timeline: Drawable) -> Iterator[Patch]:
     ranks = range(timeline.plan.ranks)
     kinds = {type(span.effect) for rank in ranks for span in timeline.compute(rank)}
     causes = {gap.cause for rank in ranks for gap in timeline.gaps(rank)}

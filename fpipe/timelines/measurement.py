@@ -22,7 +22,8 @@ from fpipe.effects import Backward, BackwardInput, BackwardWeight, Effect, Forwa
 from fpipe.plan import Plan
 from fpipe.programs.program import Programs, plan_of, table_of
 from fpipe.tables import TABLE, Table, fields_of
-from fpipe.timelines.timeline import Spans, Timeline
+from fpipe.timelines.spans import Spans
+from fpipe.timelines.timeline import Timeline
 
 SHORT_WAIT = 50e-6  # seconds that a use takes to get a value that is there
 LAST_SHARE = 0.05  # a wait of at most this share of the transfer is too short to show that the value arrived in it

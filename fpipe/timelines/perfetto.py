@@ -1,4 +1,4 @@
-"""Export a timeline for Perfetto and Chrome's trace viewer, as JSON or as Perfetto's protobuf. No torch.
+"""Export a timeline as Chrome's trace event format, which Perfetto reads too. No torch.
 
 - A rank is a process. Slices of one track never overlap: overlapping transfers are put on several tracks.
 - A receive is two slices: the wait until its value is sent, and the transfer. An arrow connects the send to it.
@@ -14,13 +14,12 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import chain, count, islice
 from math import isfinite
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from fpipe.effects import Effect, Recv, Send, parts
-from fpipe.plan import Plan
-from fpipe.tables import TABLE, Table, fields_of
+from fpipe.effects import Recv, Send, parts
+from fpipe.tables import fields_of
 from fpipe.timelines.format import sized
-from fpipe.timelines.text import text
+from fpipe.timelines.labels import label
 from fpipe.timelines.timeline import Timeline
 
 _TRACKS = {
@@ -29,8 +28,7 @@ _TRACKS = {
     "receive": "receives",
     "host": "host",
 }  # track of the table -> its name in the trace
-_BATCH = 1000  # packets or events in one piece of the output
-_SEQUENCE = 1  # the id of the writer, in every packet
+_BATCH = 1000  # events in one piece of the output
 
 
 class Extras(NamedTuple):
@@ -68,22 +66,12 @@ class _Slice(NamedTuple):
     flow: int = 0
     arrives: bool = False
 
-
-class _Sample(NamedTuple):
-    """A counter's value from a time on."""
-
-    at: int
-    value: float
-
-
-class _Track(NamedTuple):
-    """A lane of slices, or a counter with the unit `counts`."""
-
-    rank: int
-    number: int
-    name: str
-    counts: str
-    content: Iterable[_Slice | _Sample]
+    def event(self) -> dict[str, object]:
+        """Return the slice as a complete event; its times are in microseconds."""
+        begin, duration = self.start / 1000, (self.end - self.start) / 1000
+        event = {"ph": "X", "name": self.name, "cat": self.category, "ts": begin, "dur": duration, "args": self.args}
+        arrow = {"bind_id": f"0x{self.flow:x}", "flow_in" if self.arrives else "flow_out": True}
+        return event | (arrow if self.flow else {})
 
 
 @dataclass(frozen=True)
@@ -117,14 +105,21 @@ class _Trace:
     def ns(self, time: float) -> int:
         return round((time - self.origin) * (1e9 if self.unit == "s" else 1e6))
 
-    def tracks(self) -> Iterator[_Track]:
-        ranks = self.timeline.plan.ranks
-        numbers = count(ranks + 1)  # smaller numbers are those of the ranks' processes
+    def events(self) -> Iterator[dict[str, object]]:
+        """Yield the events of all ranks. Ids start at 1, because 0 means the idle process or thread."""
+        ranks, labels = self.timeline.plan.ranks, ", ".join(self.labels)
         for rank in range(ranks):
-            for name, lane in self._lanes(rank):
-                yield _Track(rank, next(numbers), name, "", lane)
-            for name, unit, samples in self._counters(rank):
-                yield _Track(rank, next(numbers), name, unit, samples)
+            yield _named("process_name", rank, name=f"rank {rank}")
+            yield _named("process_sort_index", rank, sort_index=rank)
+            yield _named("process_labels", rank, labels=labels)
+        tracks = count(ranks + 1)  # smaller numbers are those of the ranks' processes
+        for rank in range(ranks):
+            for (name, lane), track in zip(self._lanes(rank), tracks, strict=False):
+                yield _named("thread_name", rank, name=name) | {"tid": track}
+                yield _named("thread_sort_index", rank, sort_index=track) | {"tid": track}
+                for each in lane:
+                    yield {"pid": rank + 1, "tid": track} | each.event()
+            yield from self._counters(rank)
 
     def _lanes(self, rank: int) -> Iterator[tuple[str, list[_Slice]]]:
         groups: dict[str, list[list[_Slice]]] = {name: [] for name in _TRACKS.values()}
@@ -179,19 +174,21 @@ class _Trace:
             args["waited for"] = "{} on rank {}".format(*self.names[waited])
         return args
 
-    def _counters(self, rank: int) -> Iterator[tuple[str, str, list[_Sample]]]:
-        if flight := self.timeline.in_flight(rank):
-            yield "microbatches in flight", "microbatches", self._samples(flight)
-        if memory := self._memory(rank):
-            yield "memory", "bytes", self._samples(memory)
+    def _counters(self, rank: int) -> Iterator[dict[str, object]]:
+        memory: Sequence[tuple[float, float]] = self.extras.get(rank, _NOTHING).memory
+        if not memory and sized(self.timeline.costs):
+            memory = self.timeline.memory(rank)
+        flight = self.timeline.in_flight(rank)
+        for name, unit, steps in (("microbatches in flight", "microbatches", flight), ("memory", "bytes", memory)):
+            for at, value in steps:
+                if isfinite(at) and isfinite(value):
+                    since = max(0, self.ns(at)) / 1000
+                    yield {"ph": "C", "pid": rank + 1, "name": name, "ts": since, "args": {unit: value}}
 
-    def _memory(self, rank: int) -> Sequence[tuple[float, float]]:
-        if measured := self.extras.get(rank, _NOTHING).memory:
-            return measured
-        return self.timeline.memory(rank) if sized(self.timeline.costs) else []
 
-    def _samples(self, steps: Iterable[tuple[float, float]]) -> list[_Sample]:
-        return [_Sample(max(0, self.ns(at)), value) for at, value in steps if isfinite(at) and isfinite(value)]
+def _named(kind: str, rank: int, **args: object) -> dict[str, object]:
+    """Return a metadata event of a rank's process."""
+    return {"ph": "M", "pid": rank + 1, "name": kind, "args": args}
 
 
 def _sound(text: str) -> str:
@@ -214,19 +211,6 @@ def _without_overlap(group: Iterable[list[_Slice]]) -> list[list[_Slice]]:
     return lanes
 
 
-def label(effect: Effect, rank: int, plan: Plan, table: Table = TABLE) -> str:
-    """Return the name of an effect on a rank.
-
-    >>> from fpipe import Placement
-    >>> from fpipe.effects import Activation
-    >>> label(Send(Activation(0, 3), 1), 0, Plan(Placement.loop(2), 4))
-    'send activation 3'
-    """
-    if any(table.effects[type(part)].work for part in parts(effect)):
-        return text(effect, rank, plan, table, chunk=False)
-    return table.text(effect)
-
-
 def _fields(effect: Any) -> dict[str, object]:
     """Return the effect's kind and its fields; of an overlap, those of both parts."""
     kind, names = type(effect).__name__, fields_of(type(effect))
@@ -241,14 +225,6 @@ def _fields(effect: Any) -> dict[str, object]:
     return {"kind": kind, **{name: n if isinstance(n, int) else str(n) for name, n in numbers.items()}}
 
 
-_Each = TypeVar("_Each")
-
-
-def _batches(stream: Iterator[_Each]) -> Iterator[list[_Each]]:
-    while batch := list(islice(stream, _BATCH)):
-        yield batch
-
-
 def chrome_json(
     timeline: Timeline,
     *,
@@ -256,7 +232,7 @@ def chrome_json(
     unit: str = "",
     extras: Mapping[int, Extras] = _NONE,
 ) -> Iterator[str]:
-    """Yield Chrome's trace event format in pieces; Perfetto reads it too.
+    """Yield the JSON of a timeline in pieces.
 
     Args:
         timeline: the timeline to export.
@@ -267,113 +243,8 @@ def chrome_json(
     trace = _Trace(timeline, schedule, unit, extras)
     header = {"schedule": _sound(schedule), "time": "µs" if unit == "s" else "1000 µs are one unit of time"}
     yield f'{{"displayTimeUnit":"ns","otherData":{json.dumps(header)},"traceEvents":[\n'
-    before = ""
-    for events in _batches(_events(trace)):
-        yield before + json.dumps(events, allow_nan=False, separators=(",", ":"))[1:-1]
+    before, events = "", trace.events()
+    while batch := list(islice(events, _BATCH)):
+        yield before + json.dumps(batch, allow_nan=False, separators=(",", ":"))[1:-1]
         before = ",\n"
     yield "\n]}\n"
-
-
-def _events(trace: _Trace) -> Iterator[dict[str, object]]:
-    for rank in range(trace.timeline.plan.ranks):  # ids start at 1, because 0 means the idle process or thread
-        process = {"ph": "M", "pid": rank + 1}
-        yield {**process, "name": "process_name", "args": {"name": f"rank {rank}"}}
-        yield {**process, "name": "process_sort_index", "args": {"sort_index": rank}}
-        yield {**process, "name": "process_labels", "args": {"labels": ", ".join(trace.labels)}}
-    for track in trace.tracks():
-        on = {"pid": track.rank + 1, "tid": track.number}
-        if not track.counts:
-            yield {**on, "ph": "M", "name": "thread_name", "args": {"name": track.name}}
-            yield {**on, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": track.number}}
-        for each in track.content:
-            if isinstance(each, _Sample):
-                args = {track.counts: each.value}
-                yield {"ph": "C", "pid": track.rank + 1, "name": track.name, "ts": each.at / 1000, "args": args}
-            else:
-                yield {**on, **_complete(each)}
-
-
-def _complete(slice_: _Slice) -> dict[str, object]:
-    took = (slice_.end - slice_.start) / 1000
-    event = {"ph": "X", "name": slice_.name, "cat": slice_.category, "ts": slice_.start / 1000, "dur": took}
-    arrow = {"bind_id": f"0x{slice_.flow:x}", "flow_in" if slice_.arrives else "flow_out": True}
-    return {**event, "args": slice_.args} | (arrow if slice_.flow else {})
-
-
-def pftrace(
-    timeline: Timeline,
-    *,
-    schedule: str = "",
-    unit: str = "",
-    extras: Mapping[int, Extras] = _NONE,
-) -> Iterator[bytes]:
-    """Yield Perfetto's protobuf format in pieces. The arguments are those of `chrome_json`.
-
-    Raises:
-        ImportError: on the first piece, if the package perfetto is not installed.
-    """
-    try:
-        from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
-    except ImportError as error:
-        raise ImportError("a .pftrace needs the package perfetto: pip install 'fpipe[perfetto]'") from error
-    message = proto.Trace()
-    for _ in _fill(message, proto, _Trace(timeline, schedule, unit, extras)):
-        if len(message.packet) >= _BATCH:
-            yield message.SerializeToString()
-            message.Clear()
-    yield message.SerializeToString()  # the concatenation of the pieces is the whole trace
-
-
-def _fill(message: Any, proto: Any, trace: _Trace) -> Iterator[None]:
-    """Add the packets, and yield after every few, so that the caller can write them out."""
-    descriptor_type = proto.TrackDescriptor
-    for rank in range(trace.timeline.plan.ranks):
-        descriptor = _packet(message).track_descriptor
-        descriptor.uuid, descriptor.child_ordering = rank + 1, descriptor_type.EXPLICIT
-        descriptor.process.pid = rank + 1
-        descriptor.process.process_name = f"rank {rank}"
-        descriptor.process.process_labels.extend(trace.labels)
-        descriptor.process.legacy_sort_index = rank
-        yield
-    for track in trace.tracks():
-        descriptor = _packet(message).track_descriptor
-        descriptor.uuid, descriptor.parent_uuid, descriptor.name = track.number, track.rank + 1, track.name
-        descriptor.sibling_order_rank = track.number
-        if track.counts:
-            descriptor.counter.unit_name = track.counts
-        for each in track.content:
-            if isinstance(each, _Sample):
-                event = _event(message, each.at, track.number, proto.TrackEvent.TYPE_COUNTER)
-                event.double_counter_value = each.value
-            else:
-                _begin(_event(message, each.start, track.number, proto.TrackEvent.TYPE_SLICE_BEGIN), each)
-                _event(message, each.end, track.number, proto.TrackEvent.TYPE_SLICE_END)
-            yield
-
-
-def _packet(message: Any) -> Any:
-    packet = message.packet.add()
-    packet.trusted_packet_sequence_id = _SEQUENCE
-    return packet
-
-
-def _event(message: Any, at: int, track: int, kind: int) -> Any:
-    packet = _packet(message)
-    packet.timestamp = at
-    event = packet.track_event
-    event.type, event.track_uuid = kind, track
-    return event
-
-
-def _begin(event: Any, slice_: _Slice) -> None:
-    event.name = slice_.name
-    event.categories.append(slice_.category)
-    if slice_.flow:
-        (event.terminating_flow_ids if slice_.arrives else event.flow_ids).append(slice_.flow)
-    for name, value in slice_.args.items():
-        if isinstance(value, str):
-            event.debug_annotations.add(name=name, string_value=value)
-        elif isinstance(value, float):
-            event.debug_annotations.add(name=name, double_value=value)
-        else:
-            event.debug_annotations.add(name=name, int_value=value)

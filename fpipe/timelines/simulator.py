@@ -21,7 +21,8 @@ from fpipe.programs.interleaving import turns
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs, plan_of, table_of
 from fpipe.tables import TABLE, Table, fields_of, is_uniform
-from fpipe.timelines.timeline import Spans, Timeline
+from fpipe.timelines.spans import Spans
+from fpipe.timelines.timeline import Timeline
 
 
 def simulate(

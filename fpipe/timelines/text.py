@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from math import floor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fpipe.effects import Effect, Name, Recv, Send, parts
+from fpipe.effects import Effect, Name, Recv, Send
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interleaving import interleave
 from fpipe.programs.lowering import lower
-from fpipe.tables import TABLE, Row, Table
+from fpipe.tables import TABLE, Table
+from fpipe.timelines.labels import text
 from fpipe.timelines.timeline import Timeline
-
-
-def drawn_rows(table: Table) -> dict[type, Row]:
-    """Return the rows of the effects that are drawn in a rank's lane, in the order of the table."""
-    return {kind: row for kind, row in table.effects.items() if row.track == "compute"}
 
 
 def draw(schedule: Schedule, plan: Plan, *, effects: Table = TABLE) -> str:
@@ -51,33 +46,6 @@ def draw(schedule: Schedule, plan: Plan, *, effects: Table = TABLE) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def text(
-    effect: Effect, rank: int, plan: Plan, table: Table = TABLE, *, letter: bool = True, chunk: bool = True
-) -> str:
-    """Return a compute effect's letter, microbatch and chunk; for an overlap, those of both parts.
-
-    >>> from fpipe import Placement
-    >>> from fpipe.effects import Backward, Forward, Overlap
-    >>> text(Overlap(Forward(3, 7), Backward(0, 5)), 0, Plan(Placement.v(2), 8))
-    'F7b&B5a'
-    """
-    return "&".join(_part(part, rank, plan, table, letter, chunk) for part in parts(effect))
-
-
-def _part(effect: Any, rank: int, plan: Plan, table: Table, letter: bool, chunk: bool) -> str:
-    stages = plan.stages_on(rank)
-    is_chunk = chunk and len(stages) > 1 and getattr(effect, "stage", None) in stages
-    suffix = _letters(stages.index(effect.stage)) if is_chunk else ""
-    microbatch = str(effect.microbatch) if hasattr(effect, "microbatch") else ""
-    return f"{table.effects[type(effect)].letter if letter else ''}{microbatch}{suffix}"
-
-
-def _letters(number: int) -> str:
-    """Return the letters of a chunk: a to z, then aa, ab, as the columns of a spreadsheet."""
-    before, at = divmod(number, 26)
-    return (_letters(before - 1) if before else "") + chr(ord("a") + at)
-
-
 class Cell(NamedTuple):
     """Consecutive columns of a lane that belong to one effect, or to no effect."""
 
@@ -99,7 +67,7 @@ def lane(timeline: Timeline, rank: int, scale: float, *, letters: bool = True) -
     >>> [cell.label + "." * (cell.columns - len(cell.label)) for cell in lane(timeline, 0, scale=2)]
     ['F0..', 'F1..', '............', 'B0......', 'B1......']
     """
-    first, at = start(timeline), 0
+    first, at = timeline.start, 0
     for span in timeline.compute(rank):
         begin, end = (_column((time - first) * scale) for time in (span.start, span.end))
         if begin > at:
@@ -115,11 +83,6 @@ def lane(timeline: Timeline, rank: int, scale: float, *, letters: bool = True) -
 def _column(at: float) -> int:
     """Round to the nearest column; halves go up, also if rounding of floats left them just below a half."""
     return floor(at + 0.5 + 1e-9 * max(1.0, at))
-
-
-def start(timeline: Timeline) -> float:
-    """Return the time when the first rank begins to compute: 0 in a simulation, a clock time in a measurement."""
-    return min(span.start for rank in range(timeline.plan.ranks) for span in islice(timeline.compute(rank), 1))
 
 
 def _label(effect: Effect, rank: int, timeline: Timeline, columns: int, letters: bool) -> str:

@@ -1,4 +1,4 @@
-"""Spans of effects, predicted or measured, and an account of each rank's time. No torch.
+"""A timeline: the spans of all ranks, predicted or measured, and an account of each rank's time. No torch.
 
 Conventions (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; our own for those that the paper leaves open):
 
@@ -11,84 +11,23 @@ Conventions (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; our own f
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import cached_property
-from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
-from typing import NamedTuple, overload
 
 from fpipe.costs import Costs
 from fpipe.effects import Effect, Recv, parts
 from fpipe.plan import Plan
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import Life, LiveMemory, Lives
-from fpipe.tables import FORWARD, TABLE, WEIGHT, Table
+from fpipe.tables import FORWARD, WEIGHT
+from fpipe.timelines.format import extent, number
+from fpipe.timelines.labels import drawn_rows
+from fpipe.timelines.spans import CAUSES, Gap, Span, Spans
 
 _MAX_DRAWN = 5000  # compute effects in a notebook's drawing
-CAUSES = ("warm-up", "dependency", "transfer", "imbalance", "drain")
-
-
-class Span(NamedTuple):
-    """One effect on one rank: a compute, a send until it is delivered, a receive from its post to its arrival.
-
-    `waited_for` is the index of the span whose end allowed this one to start, or None. A receive waits for the end of
-    its send; a send that queues behind the bytes of another send waits for that send.
-    """
-
-    rank: int
-    track: str
-    effect: Effect
-    start: float
-    end: float
-    waited_for: int | None
-
-
-class Gap(NamedTuple):
-    """An interval in which a rank computes nothing, and its cause."""
-
-    start: float
-    end: float
-    cause: str
-
-
-@dataclass(frozen=True)
-class Spans(Sequence[Span]):
-    """The spans as columns, grouped by rank, and in each group in the order of the program.
-
-    Args:
-        first: the index of each rank's first span, and at the end the number of all spans.
-        effects, starts, ends, waited: the columns; `waited` is -1 for a span that waited for none.
-        table: the table of the effects.
-    """
-
-    first: Sequence[int]
-    effects: Sequence[Effect]
-    starts: array[float]
-    ends: array[float]
-    waited: array[int]
-    table: Table = field(default=TABLE, compare=False, repr=False)
-
-    def of(self, rank: int) -> range:
-        """Return the indices of a rank's spans."""
-        return range(self.first[rank], self.first[rank + 1])
-
-    def __len__(self) -> int:
-        return len(self.effects)
-
-    @overload
-    def __getitem__(self, at: int) -> Span: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Span]: ...
-    def __getitem__(self, at: int | slice) -> Span | Sequence[Span]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        at = range(len(self))[at]
-        effect, waited = self.effects[at], self.waited[at]
-        rank, track = bisect_right(self.first, at) - 1, self.table.effects[type(effect)].track
-        return Span(rank, track, effect, self.starts[at], self.ends[at], waited if waited >= 0 else None)
 
 
 class Timeline:
@@ -109,22 +48,26 @@ class Timeline:
 
     def __init__(self, plan: Plan, spans: Spans, costs: Costs = Costs()) -> None:
         self.plan, self.spans, self.costs, self.table = plan, spans, costs, spans.table
-        computes = {kind for kind, row in self.table.effects.items() if row.track == "compute"}
+        computes = drawn_rows(self.table)
         self._computes = [
             array("q", [at for at in spans.of(rank) if type(spans.effects[at]) in computes])
             for rank in range(plan.ranks)
         ]
+
+    def __repr__(self) -> str:
+        return f"<timeline of {extent(self.plan)}: makespan {number(self.makespan)}>"
 
     def compute(self, rank: int) -> Iterator[Span]:
         """Yield a rank's compute, in order."""
         return (self.spans[at] for at in self._computes[rank])
 
     def _repr_svg_(self) -> str | None:
-        """Return the drawing that a notebook shows; None for a timeline too long to be drawn in a page."""
-        if sum(map(len, self._computes)) > _MAX_DRAWN:
+        """Return the figure that a notebook shows; None for one too large for a page, or without matplotlib."""
+        if sum(map(len, self._computes)) > _MAX_DRAWN or find_spec("matplotlib") is None:
             return None
-        drawing: str = import_module("fpipe.timelines.svg").svg(self)  # by name, because it imports this module
-        return drawing
+        from fpipe.timelines.figure import svg
+
+        return svg(self, extent(self.plan))
 
     @cached_property
     def _bounds(self) -> list[tuple[float, float]]:
@@ -148,7 +91,12 @@ class Timeline:
     @property
     def makespan(self) -> float:
         """The time from the first start to the last end over all ranks."""
-        return max(end for _, end in self._bounds) - min(start for start, _ in self._bounds)
+        return max(end for _, end in self._bounds) - self.start
+
+    @property
+    def start(self) -> float:
+        """The time when the first rank begins to compute: 0 in a simulation, a clock time in a measurement."""
+        return min(start for start, _ in self._bounds)
 
     @property
     def cost(self) -> float:
@@ -168,7 +116,7 @@ class Timeline:
         A wait for a value from another rank is a dependency until the value is sent, and a transfer from then on.
         """
         spans, computes = self.spans, self._computes[rank]
-        first, last = min(start for start, _ in self._bounds), max(end for _, end in self._bounds)
+        first, last = self.start, max(end for _, end in self._bounds)
         start, end = self._bounds[rank]
         if start > first:
             yield Gap(first, start, "warm-up")

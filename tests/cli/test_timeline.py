@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 from typer.testing import CliRunner
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
@@ -24,7 +23,8 @@ from fpipe.tensorboard.files.captures import columns_of
 from fpipe.tensorboard.files.columns import Clock, Header
 from fpipe.tensorboard.files.writer import Writer, write
 from fpipe.timelines.comparison import Difference, path_segments, path_shares
-from fpipe.timelines.timeline import Spans, Timeline
+from fpipe.timelines.spans import Spans
+from fpipe.timelines.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = Plan(Placement.loop(3), 6)
@@ -157,7 +157,7 @@ def test_a_folder_may_have_an_at_in_its_name(tmp_path):
         (
             ["mine", "--out", "a.txt"],
             2,
-            "a.txt ends in no known format: take .pftrace, .json, .svg, .png, .pdf or .csv",
+            "a.txt ends in no known format: take .json, .svg, .png, .pdf or .csv",
         ),
         (["mine", "other", "--out", "a.json"], 2, "one timeline is written: name one run"),
         (["mine", "--out", "nowhere/a.json"], 2, "nowhere/a.json can't be written: No such file"),
@@ -239,7 +239,7 @@ def test_hostile_names_are_shown_as_text(tmp_path):
     assert not {"\x1b", "\a"} & set(found.stdout + found.stderr)
     assert "[bold]a[/bold]" in found.stdout
     assert len(found.stdout) < 5000
-    for suffix in ("json", "pftrace", "csv", "svg"):
+    for suffix in ("json", "csv", "svg"):
         run("timeline", folder, "--out", tmp_path / f"a.{suffix}")
     assert told("timeline", folder)["schedule"] == HOSTILE
 
@@ -305,7 +305,7 @@ def test_how_far_the_prediction_is(tmp_path):
     )
 
 
-@pytest.mark.parametrize("suffix", [".pftrace", ".json", ".svg", ".png", ".pdf", ".csv", ".JSON"])
+@pytest.mark.parametrize("suffix", [".json", ".svg", ".png", ".pdf", ".csv", ".JSON"])
 def test_it_is_written_whole(suffix, runs):
     out = runs / f"a{suffix}"
     found = run("timeline", runs / "mine", "--out", out)
@@ -320,8 +320,6 @@ def test_it_is_written_whole(suffix, runs):
             1e6,
             3e6,
         }
-    elif suffix == ".pftrace":
-        assert len(Trace.FromString(data).packet) > 2 * len(spans)
     elif suffix == ".csv":
         rows = list(csv.DictReader(data.decode().splitlines()))
         assert [row["effect"] for row in rows] == [repr(span.effect) for span in spans]
@@ -336,13 +334,10 @@ def test_it_is_written_whole(suffix, runs):
     assert [path.name for path in runs.iterdir() if path.name.startswith((".", "tmp"))] == []
 
 
-@pytest.mark.parametrize(
-    ("package", "suffix"), [("perfetto.protos.perfetto.trace", "pftrace"), ("fpipe.timelines.figure", "svg")]
-)
-def test_without_what_a_format_needs_it_says_what_to_install(package, suffix, runs, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delattr(package, raising=False)  # where it was imported before
-    out = runs / f"a.{suffix}"
+def test_without_matplotlib_a_figure_says_what_to_install(runs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fpipe.timelines.figure", None)
+    monkeypatch.delattr("fpipe.timelines.figure", raising=False)  # where it was imported before
+    out = runs / "a.svg"
     assert "pip install" in said(run("timeline", runs / "mine", "--out", out, status=2))
     assert not out.exists()
 
@@ -425,7 +420,7 @@ def test_the_verb_imports_no_torch_and_json_no_rich(runs):
         from fpipe.cli import app
         for args in (["{runs}/mine"], ["{runs}/mine", "{runs}/other"]):
             app(["timeline", *args, "--json"], standalone_mode=False)
-        print(*sys.modules.keys() & {{"torch", "matplotlib", "rich", "perfetto"}}, file=sys.stderr)
+        print(*sys.modules.keys() & {{"torch", "matplotlib", "rich"}}, file=sys.stderr)
     """
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)

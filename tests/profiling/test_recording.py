@@ -14,7 +14,7 @@ from fpipe.profiling.recording import Recording
 from fpipe.tables import TABLE
 from fpipe.timelines.measurement import Account
 from fpipe.timelines.simulator import simulate_programs
-from fpipe.timelines.timeline import CAUSES
+from fpipe.timelines.spans import CAUSES
 from tests.support import cases, jobs
 
 PLANS = {

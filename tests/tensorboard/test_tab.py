@@ -15,7 +15,7 @@ from fpipe.tensorboard.files.reader import CaptureId, find
 from fpipe.tensorboard.files.writer import Writer, write
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
-from fpipe.timelines.timeline import CAUSES
+from fpipe.timelines.spans import CAUSES
 from tests import test_own_effects as own_effects
 from tests.support.board import Board
 from tests.support.combinations import ALL

@@ -12,7 +12,8 @@ from fpipe import Costs, Link, Placement, Plan, schedules, simulate
 from fpipe.effects import Forward, Recv, Send
 from fpipe.tables import TABLE
 from fpipe.timelines.comparison import Difference, path_steps
-from fpipe.timelines.timeline import CAUSES, Spans, Timeline
+from fpipe.timelines.spans import CAUSES, Spans
+from fpipe.timelines.timeline import Timeline
 
 PLAN = Plan(Placement.loop(3), 6)
 EQUAL = simulate(schedules.one_f_one_b, PLAN)

@@ -1,10 +1,6 @@
-"""Timelines for trace viewers, parsed back: every effect once, times to the nanosecond, no overlap, arrows in pairs.
-
-Both formats are read into one form, and must say the same.
-"""
+"""Timelines for trace viewers, parsed back: every effect once, times to the nanosecond, no overlap, arrows in pairs."""
 
 import json
-import sys
 from array import array
 from collections import defaultdict
 from itertools import pairwise
@@ -12,15 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
 from fpipe.effects import Gradient, Recv, Send
 from fpipe.tensorboard.files.captures import assemble, columns_of
 from fpipe.tensorboard.files.columns import Header, encode
 from fpipe.tensorboard.server.exports import extras
-from fpipe.timelines.perfetto import Extras, chrome_json, label, pftrace
-from fpipe.timelines.timeline import Spans, Timeline
+from fpipe.timelines.labels import label
+from fpipe.timelines.perfetto import Extras, chrome_json
+from fpipe.timelines.spans import Spans
+from fpipe.timelines.timeline import Timeline
 
 QUEUED = Costs(communication=Link(0.1, 10), activation=7, residuals=3, deferred=1)  # sends wait for one another's bytes
 TIMELINES = {
@@ -87,40 +84,10 @@ def from_json(pieces):
     return Read(slices, dict(counters), labels)
 
 
-def from_pftrace(pieces):
-    trace = Trace.FromString(b"".join(pieces))
-    tracks = {p.track_descriptor.uuid: p.track_descriptor for p in trace.packet if p.HasField("track_descriptor")}
-    rank_of = {
-        uuid: int(t.process.process_name.removeprefix("rank ")) for uuid, t in tracks.items() if t.HasField("process")
-    }
-    slices, counters, begun = [], defaultdict(list), {}
-    for packet in trace.packet:
-        if packet.HasField("track_descriptor"):
-            continue
-        event, track = packet.track_event, tracks[packet.track_event.track_uuid]
-        rank = rank_of[track.parent_uuid]
-        if event.type == TrackEvent.TYPE_COUNTER:
-            counters[rank, track.name].append((packet.timestamp, event.double_counter_value))
-        elif event.type == TrackEvent.TYPE_SLICE_BEGIN:
-            assert track.uuid not in begun
-            begun[track.uuid] = packet
-        else:
-            first = begun.pop(track.uuid)
-            event = first.track_event
-            args = {a.name: getattr(a, a.WhichOneof("value")) for a in event.debug_annotations}
-            where = rank, track.name, track.uuid, event.name, event.categories[0]
-            arrows = tuple(event.flow_ids), tuple(event.terminating_flow_ids)
-            slices.append(Slice(*where, first.timestamp, packet.timestamp, args, *arrows))
-    assert begun == {}
-    labels = {rank: ", ".join(tracks[uuid].process.process_labels) for uuid, rank in rank_of.items()}
-    return Read(slices, dict(counters), labels)
+def written(*args, **options):
+    return from_json(chrome_json(*args, **options))
 
 
-FORMATS = {
-    "json": lambda *a, **k: from_json(chrome_json(*a, **k)),
-    "pftrace": lambda *a, **k: from_pftrace(pftrace(*a, **k)),
-}
-each_format = pytest.mark.parametrize("written", FORMATS.values(), ids=FORMATS)
 each_timeline = pytest.mark.parametrize("made", TIMELINES.values(), ids=TIMELINES)
 
 
@@ -133,9 +100,8 @@ def effects(found):
     return places
 
 
-@each_format
 @each_timeline
-def test_every_effect_is_there_once_and_its_times_are_right(made, written):
+def test_every_effect_is_there_once_and_its_times_are_right(made):
     timeline = made()
     found = effects(written(timeline, unit="s"))
     assert len(found) == len(timeline.spans)
@@ -150,18 +116,13 @@ def test_every_effect_is_there_once_and_its_times_are_right(made, written):
         )
 
 
-@each_timeline
-def test_both_formats_say_the_same(made):
-    timeline = made()
-    first, second = (written(timeline, schedule="mine") for written in FORMATS.values())
-    assert first.slices == second.slices
-    assert first.counters == second.counters
-    assert first.labels == second.labels == dict.fromkeys(range(timeline.plan.ranks), "mine, 1 ms is one unit of time")
+def test_every_rank_is_labelled():
+    labels = written(TIMELINES["1f1b"](), schedule="mine").labels
+    assert labels == dict.fromkeys(range(3), "mine, 1 ms is one unit of time")
 
 
-@each_format
 @each_timeline
-def test_nothing_overlaps_on_a_track(made, written):
+def test_nothing_overlaps_on_a_track(made):
     lanes = defaultdict(list)
     for each in written(made()).slices:
         lanes[each.number].append((each.start, each.end))
@@ -175,7 +136,7 @@ def test_a_receive_that_is_posted_during_anothers_transfer_is_beside_it():
     effects = [Recv(Gradient(0, 1, m), 1) for m in (0, 1)] + [Send(Gradient(0, 1, m), 0) for m in (0, 1)]
     starts, ends = array("d", [0, 4, 2, 5]), array("d", [6, 9, 6, 9])
     timeline = Timeline(plan, Spans([0, 2, 4], effects, starts, ends, array("q", [2, 3, -1, -1])))
-    found = [(each.track, each.category, each.start, each.end) for each in FORMATS["json"](timeline, unit="s").slices]
+    found = [(each.track, each.category, each.start, each.end) for each in written(timeline, unit="s").slices]
     second = 10**9
     assert found == [
         ("receives", "wait", 0, 2 * second),
@@ -193,15 +154,12 @@ def test_lanes_are_as_few_as_it_takes():
         receives = [timeline.spans[at] for at in timeline.spans.of(rank) if isinstance(timeline.spans[at].effect, Recv)]
         starts = [each.start for each in receives]
         most = max(sum(each.start <= at < each.end for each in receives) for at in starts)
-        found = {
-            each.track for each in FORMATS["json"](timeline).slices if each.rank == rank and each.category == "receive"
-        }
+        found = {each.track for each in written(timeline).slices if each.rank == rank and each.category == "receive"}
         assert len(found) == most
 
 
-@each_format
 @each_timeline
-def test_arrows_lead_from_each_send_to_its_receive(made, written):
+def test_arrows_lead_from_each_send_to_its_receive(made):
     timeline = made()
     found = written(timeline)
     leave = {arrow: each for each in found.slices for arrow in each.leaves}
@@ -218,8 +176,7 @@ def test_arrows_lead_from_each_send_to_its_receive(made, written):
         assert received.start >= sent.start
 
 
-@each_format
-def test_a_receive_is_its_wait_and_its_transfer(written):
+def test_a_receive_is_its_wait_and_its_transfer():
     timeline = TIMELINES["1f1b"]()
     found = written(timeline, unit="s").slices
     waits = {(each.rank, each.args["row"]): each for each in found if each.category == "wait"}
@@ -234,8 +191,7 @@ def test_a_receive_is_its_wait_and_its_transfer(written):
         assert wait.number == transfers[rank, row].number
 
 
-@each_format
-def test_counters_are_memory_in_bytes_and_microbatches_in_flight(written):
+def test_counters_are_memory_in_bytes_and_microbatches_in_flight():
     timeline = TIMELINES["zb-v, queued"]()
     found = written(timeline).counters
     for rank in range(3):
@@ -244,8 +200,7 @@ def test_counters_are_memory_in_bytes_and_microbatches_in_flight(written):
     assert {name for _, name in written(TIMELINES["1f1b"]()).counters} == {"microbatches in flight"}
 
 
-@each_format
-def test_a_captures_bytes_memory_and_host_are_shown(written):
+def test_a_captures_bytes_memory_and_host_are_shown():
     timeline = TIMELINES["1f1b"]()
     rows = [at for at in timeline.spans.of(0) if isinstance(timeline.spans.effects[at], Send)]
     sizes = [4096.0 if at in rows else float("nan") for at in timeline.spans.of(0)]
@@ -262,8 +217,7 @@ def test_a_captures_bytes_memory_and_host_are_shown(written):
     assert next(each.start for each in found.slices if each.name == "F0" and each.rank == 0) == 250_000_000
 
 
-@each_format
-def test_hostile_names_are_text(written):
+def test_hostile_names_are_text():
     timeline = TIMELINES["no transfer time"]()
     header = Header("measured", 0, 0, HOSTILE, timeline.plan, host=[(HOSTILE, 0.0, 1.0)])
     found = written(timeline, schedule=HOSTILE, unit="s", extras={0: Extras(host=header.host)})
@@ -273,8 +227,7 @@ def test_hostile_names_are_text(written):
     assert len(found.slices) == len(written(timeline, unit="s").slices) + 1
 
 
-@each_format
-def test_what_waited_for_what_is_said(written):
+def test_what_waited_for_what_is_said():
     found = effects(written(TIMELINES["1f1b"]()))
     assert found[1, 0][0].args["waited for"] == "send activation 0 on rank 0"
     first = next(one for (rank, _), (one,) in found.items() if rank == 1 and one.name == "F0")
@@ -283,15 +236,14 @@ def test_what_waited_for_what_is_said(written):
 
 
 def test_an_overlap_names_both_parts():
-    found = FORMATS["json"](TIMELINES["dualpipe"]()).slices
+    found = written(TIMELINES["dualpipe"]()).slices
     pair = next(each for each in found if "&" in each.name)
     forward, backward = pair.name.split("&")
     assert pair.args["forward microbatch"] == int(forward[1:])
     assert pair.args["backward microbatch"] == int(backward[1:])
 
 
-@each_format
-def test_a_missing_rank_leaves_the_others_and_no_arrows(written):
+def test_a_missing_rank_leaves_the_others_and_no_arrows():
     timeline = TIMELINES["1f1b"]()
     spans = timeline.spans
     blobs = {
@@ -303,18 +255,11 @@ def test_a_missing_rank_leaves_the_others_and_no_arrows(written):
     assert [each for each in found.slices if each.leaves or each.arrives] == []  # all of them led to or from rank 1
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_it_is_written_in_pieces(form):
+def test_it_is_written_in_pieces():
     timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(4), 200))
-    pieces = [len(piece) for piece in {"json": chrome_json, "pftrace": pftrace}[form](timeline)]
+    pieces = [len(piece) for piece in chrome_json(timeline)]
     assert len(pieces) > 5
     assert max(pieces) < sum(pieces) / 3
-    found = FORMATS[form](timeline)
-    assert len(effects(found)) == len(timeline.spans)
-    assert {len(slices) for slices in effects(found).values()} == {1}
-
-
-def test_without_perfetto_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "perfetto.protos.perfetto.trace", None)
-    with pytest.raises(ImportError, match=r"pip install 'fpipe\[perfetto\]'"):
-        next(pftrace(TIMELINES["1f1b"]()))
+    slices = effects(written(timeline))
+    assert len(slices) == len(timeline.spans)
+    assert {len(each) for each in slices.values()} == {1}

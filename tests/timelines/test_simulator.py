@@ -13,7 +13,7 @@ from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, F
 from fpipe.schedules import from_table, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from fpipe.tables import TABLE
 from fpipe.timelines.simulator import simulate_programs
-from fpipe.timelines.timeline import CAUSES
+from fpipe.timelines.spans import CAUSES
 
 
 def close(found, expected):

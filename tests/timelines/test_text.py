@@ -8,7 +8,8 @@ from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.effects import Backward, Forward, Overlap
 from fpipe.tables import TABLE
 from fpipe.timelines.format import lighter
-from fpipe.timelines.text import drawn_rows, lane, text
+from fpipe.timelines.labels import drawn_rows, text
+from fpipe.timelines.text import lane
 
 
 def written(timeline, rank, scale, letters=True):

@@ -21,7 +21,8 @@ from fpipe.effects import Effect
 from fpipe.plan import Plan
 from fpipe.tables import Table
 from fpipe.tensorboard.files.columns import BadColumns, Columns, Header, decode
-from fpipe.timelines.timeline import Spans, Timeline
+from fpipe.timelines.spans import Spans
+from fpipe.timelines.timeline import Timeline
 
 PLUGIN = "fpipe_timeline"
 KINDS = ("measured", "predicted")

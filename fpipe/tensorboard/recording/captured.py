@@ -17,7 +17,8 @@ from fpipe.tensorboard.files.writer import Writer
 from fpipe.tensorboard.recording.memory import SlotMemory
 from fpipe.timelines.measurement import Measurement
 from fpipe.timelines.simulator import simulate_programs
-from fpipe.timelines.timeline import CAUSES, Timeline
+from fpipe.timelines.spans import CAUSES
+from fpipe.timelines.timeline import Timeline
 
 
 @dataclass

@@ -1,0 +1,74 @@
+"""Spans of effects, predicted or measured, and the gaps between them, with the causes of idle time. No torch."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, overload
+
+from fpipe.effects import Effect
+from fpipe.tables import TABLE, Table
+
+CAUSES = ("warm-up", "dependency", "transfer", "imbalance", "drain")
+
+
+class Span(NamedTuple):
+    """One effect on one rank: a compute, a send until it is delivered, a receive from its post to its arrival.
+
+    `waited_for` is the index of the span whose end allowed this one to start, or None. A receive waits for the end of
+    its send; a send that queues behind the bytes of another send waits for that send.
+    """
+
+    rank: int
+    track: str
+    effect: Effect
+    start: float
+    end: float
+    waited_for: int | None
+
+
+class Gap(NamedTuple):
+    """An interval in which a rank computes nothing, and its cause."""
+
+    start: float
+    end: float
+    cause: str
+
+
+@dataclass(frozen=True)
+class Spans(Sequence[Span]):
+    """The spans as columns, grouped by rank, and in each group in the order of the program.
+
+    Args:
+        first: the index of each rank's first span, and at the end the number of all spans.
+        effects, starts, ends, waited: the columns; `waited` is -1 for a span that waited for none.
+        table: the table of the effects.
+    """
+
+    first: Sequence[int]
+    effects: Sequence[Effect]
+    starts: array[float]
+    ends: array[float]
+    waited: array[int]
+    table: Table = field(default=TABLE, compare=False, repr=False)
+
+    def of(self, rank: int) -> range:
+        """Return the indices of a rank's spans."""
+        return range(self.first[rank], self.first[rank + 1])
+
+    def __len__(self) -> int:
+        return len(self.effects)
+
+    @overload
+    def __getitem__(self, at: int) -> Span: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Span]: ...
+    def __getitem__(self, at: int | slice) -> Span | Sequence[Span]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        at = range(len(self))[at]
+        effect, waited = self.effects[at], self.waited[at]
+        rank, track = bisect_right(self.first, at) - 1, self.table.effects[type(effect)].track
+        return Span(rank, track, effect, self.starts[at], self.ends[at], waited if waited >= 0 else None)
