@@ -1,0 +1,94 @@
+"""A handler that is defined here alone: it runs the ranks' effects in a random order that their needs admit.
+
+The bits are the reference's, whatever the order.
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+import fpipe
+from fpipe.handlers.executor import Executor
+from fpipe.handlers.protocol import Results
+from tests.support import cases, jobs
+
+
+class Shuffled:
+    """Run all ranks in this process; each next effect is one of those that can run, drawn at random."""
+
+    peers = devices = None
+
+    def __init__(self, seed):
+        self.random = Random(seed)
+        self.order = []
+
+    def ranks(self, plan):
+        return tuple(range(plan.ranks))
+
+    def compile(self, programs, pieces, observe):
+        mailbox = Mailbox()
+        executors = {rank: Executor(program, pieces, mailbox, observe) for rank, program in programs.items()}
+
+        def run(inputs):
+            results, position = Results(), dict.fromkeys(programs, 0)
+            for rank, executor in executors.items():
+                params = executor.pipeline.params_on(inputs.params, executor.plan, rank)
+                executor.start(replace(inputs, params=params))
+            while ready := [rank for rank, at in position.items() if mailbox.can_run(programs[rank], at)]:
+                rank = self.random.choice(ready)
+                executors[rank].run(position[rank], position[rank] + 1)
+                position[rank] += 1
+                self.order.append(rank)
+            for rank, executor in executors.items():
+                part, stages = executor.finish(), executor.plan.stages_on(rank)
+                results.gradients |= {stage: tree for stage, tree in part.gradients.items() if stage in stages}
+                results.losses |= part.losses
+                results.outputs |= part.outputs
+                results.state |= part.state
+            return results
+
+        return run
+
+
+class Mailbox:
+    """Keeps each sent payload until its receiver takes it."""
+
+    def __init__(self):
+        self.payloads = defaultdict(list)
+        self.sent = set()
+
+    def sender(self, value, source, target):
+        def post(payload):
+            self.payloads[value, target].append(payload)
+            self.sent.add((value, target))
+
+        return post
+
+    def receiver(self, value, source, target, by):
+        return lambda: None, self.payloads[value, target].pop
+
+    def can_run(self, program, at):
+        """Whether the program isn't at its end, and all that its next effect takes from other ranks was sent."""
+        if at == len(program):
+            return False
+        received = {effect.value for effect in program if isinstance(effect, fpipe.effects.Recv)}
+        needs = program.table.needs(program.effects[at], program.plan)
+        return all((name, program.rank) in self.sent for name in needs if name in received)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "ranks"),
+    [("attention", "one_f_one_b", 4), ("tied", "zb_v", 2), ("skip", "interleaved_zb", 2), ("modules", "gpipe", 2)],
+)
+def test_a_random_order_has_the_references_bits(name, schedule, ranks):
+    case, generator, plan = cases.make(name, schedule, ranks, 4)
+    orders = []
+    for seed in range(2):
+        handler = Shuffled(seed)
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler, autodiff="graph", **case.options)
+        results = step(case.params, case.batch, case.target, state=case.state, rng=case.rng)
+        assert jobs.differences(results, cases.reference(case, generator, plan)) == []
+        orders.append(handler.order)
+    assert orders[0] != orders[1]
