@@ -65,7 +65,7 @@ LAYOUT = {
     "fpipe.programs": "tables costs plan effects errors",
     "fpipe.timelines": "programs tables costs plan effects errors",
     "fpipe.schedules": "timelines programs tables costs plan effects errors",
-    "fpipe.stages": "plan effects errors",
+    "fpipe.stages": "costs plan effects errors",
     "fpipe.policies": "",
     "fpipe.autodiff.graph": "policies stages errors",
     "fpipe.autodiff": "autodiff.graph policies stages plan effects errors",

@@ -14,11 +14,12 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from fpipe.costs import format_bytes
 from fpipe.effects import Effect, parts
 from fpipe.programs.verifier import Report
 from fpipe.tables import Table as Effects
 from fpipe.timelines.comparison import Difference
-from fpipe.timelines.format import Scale, extent, lighter, number, percent, size, sized
+from fpipe.timelines.format import Scale, extent, lighter, number, percent, sized
 from fpipe.timelines.labels import drawn_rows, label
 from fpipe.timelines.spans import CAUSES
 from fpipe.timelines.text import Cell, lane
@@ -83,7 +84,7 @@ def account(timeline: Timeline, scale: Scale = _PLAIN, peaks: Sequence[float | N
 
 
 def _size(nbytes: float | None) -> str:
-    return "" if nbytes is None else size(nbytes)
+    return "" if nbytes is None else format_bytes(nbytes)
 
 
 def gantt(timeline: Timeline, console: Console, scale: float | None = None) -> Group:
@@ -255,10 +256,10 @@ def verdict(name: str, report: Report, *notes: str) -> Group:
     memory = report.peak_bytes
     ranks = table(["rank", "effects", "in flight", *(["memory"] if memory else [])])
     for rank, (effects, peak) in enumerate(zip(report.effects, report.peak_in_flight, strict=True)):
-        ranks.add_row(str(rank), str(effects), number(peak), *([size(memory[rank])] if memory else []))
+        ranks.add_row(str(rank), str(effects), number(peak), *([format_bytes(memory[rank])] if memory else []))
     edges = table(["from", "to", "messages", *(["bytes"] if report.bytes else [])])
     for (source, target), count in report.messages.items():
-        sent = [size(report.bytes[source, target])] if report.bytes else []
+        sent = [format_bytes(report.bytes[source, target])] if report.bytes else []
         edges.add_row(str(source), str(target), str(count), *sent)
     counts = f"{sum(report.effects)} effects, {sum(report.messages.values())} messages"
     head = f": {extent(report.plan)}\nright over the {report.transport} transport: {counts}"

@@ -11,8 +11,9 @@ import typer
 from fpipe.cli.app import CommandError, verb
 from fpipe.cli.options import Json, counts
 from fpipe.cli.output import print_json, replacing, show
+from fpipe.costs import format_bytes
 from fpipe.timelines.comparison import Difference, path_segments, path_shares
-from fpipe.timelines.format import number, percent, scale_of, size
+from fpipe.timelines.format import number, percent, scale_of
 
 if TYPE_CHECKING:
     from fpipe.tensorboard.files.captures import Capture
@@ -129,7 +130,7 @@ def _remarks(run: Run, predicted: Run | None) -> Iterator[str]:
     peaks = {rank: header.peak for rank, header in headers.items() if header.peak}
     if peaks:
         most = max(peaks, key=lambda rank: peaks[rank][0])
-        yield f"peak memory: {size(peaks[most][0])} on rank {most} ({plain(peaks[most][1])})"
+        yield f"peak memory: {format_bytes(peaks[most][0])} on rank {most} ({plain(peaks[most][1])})"
     if len(headers) > 1 and (apart := uncertainty(run.capture)):
         yield f"clocks agree within {number(apart * 1e6)} µs"
     if predicted and predicted.capture.unit == run.capture.unit:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fpipe.costs import format_bytes
 from fpipe.stages.pytree import ABSENT, Path, as_path, flatten, get_at, short
 from fpipe.stages.stage import Batch, Output, Read, Stage, StageFunction, StageSpec
 
@@ -46,7 +47,7 @@ def _rows(
         elif spec is not None:
             row |= _sizes(_untied(spec.params, index, tied), stage)
         if spec is not None and spec.state:
-            row["state"] = format_bytes(_tensors(spec.state))
+            row["state"] = _nbytes(_tensors(spec.state))
         if spec is not None and spec.share is not None:
             row["time"] = f"{spec.share:.0%}"
         if spec is not None and spec.begins is not None:
@@ -77,7 +78,7 @@ def _sizes(tree: Any, stage: Stage) -> dict[str, str]:
     if tree is ABSENT:
         return {"parameters": "—", "bytes": "—"}
     whole, frozen = _count(_tensors(tree)), _count(_tensors([_at(tree, as_path(name)) for name in stage.frozen]))
-    row = {"parameters": f"{whole - frozen:,}", "bytes": format_bytes(_tensors(tree))}
+    row = {"parameters": f"{whole - frozen:,}", "bytes": _nbytes(_tensors(tree))}
     return row | {"frozen": f"{frozen:,}"} if frozen else row
 
 
@@ -103,7 +104,7 @@ def _read(read: Read, specs: Sequence[StageSpec | None]) -> str:
         outputs = {} if spec is None else spec.outputs
         value = get_at(outputs, read.path) if read.path and read.path[0] in outputs else None
         part = f" {_name(read.path)}" if read.path else ""
-        return f"stage {read.stage}{part}" + (f" ({format_bytes([value])})" if value is not None else "")
+        return f"stage {read.stage}{part}" + (f" ({_nbytes([value])})" if value is not None else "")
     return f"batch{short(read.path)}" if isinstance(read, Batch) else "target"
 
 
@@ -112,15 +113,8 @@ def _name(path: Sequence[Any]) -> str:
     return path[0] if len(path) == 1 and isinstance(path[0], str) else short(tuple(path))
 
 
-def format_bytes(tensors: Sequence[torch.Tensor]) -> str:
-    """Format the tensors' bytes in the largest binary unit not above their number.
-
-    >>> format_bytes([torch.zeros(3)]), format_bytes([torch.zeros(1000, 1000)])
-    ('12 B', '3.8 MiB')
-    """
-    count = sum(x.numel() * x.element_size() for x in tensors)
-    power = min(max(count.bit_length() - 1, 0) // 10, 4)
-    return f"{count} B" if not power else f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB"
+def _nbytes(tensors: Sequence[torch.Tensor]) -> str:
+    return format_bytes(sum(x.numel() * x.element_size() for x in tensors))
 
 
 def _columns(rows: Sequence[Mapping[str, str]]) -> list[str]:

@@ -10,7 +10,7 @@ import io
 import pathlib
 from collections.abc import Iterator
 from itertools import accumulate
-from math import ceil
+from math import ceil, log2
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,13 +20,13 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-from fpipe.costs import Costs
+from fpipe.costs import Costs, format_bytes
 from fpipe.effects import Effect, parts
 from fpipe.plan import Plan
 from fpipe.tables import Table
-from fpipe.timelines.format import number, size, sized
+from fpipe.timelines.format import number, sized
 from fpipe.timelines.labels import drawn_rows, shade, text
 from fpipe.timelines.spans import Gap, Span
 
@@ -206,13 +206,15 @@ def _memory(ax: Axes, timeline: Drawable) -> None:
         peaks.append(max((value for _, value in steps), default=0.0))
     highest = peaks.index(max(peaks))
     most = number(peaks[highest])
-    amount = size(peaks[highest]) if measured else f"{most} microbatch{'' if most == '1' else 'es'}"
+    amount = format_bytes(peaks[highest]) if measured else f"{most} microbatch{'' if most == '1' else 'es'}"
     ax.text(0.005, 0.98, f"peak {amount}, on rank {highest}", transform=ax.transAxes, va="top")
     ax.set_ylim(0, 1.3 * peaks[highest] or 1.0)
     ax.set_ylabel("memory" if measured else "in flight")
-    whole = not measured and all(peak.is_integer() for peak in peaks)
-    ax.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=whole))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value) if measured else number(value)))
+    if measured:  # marks at powers of two, as the units are
+        ax.yaxis.set_major_locator(MultipleLocator(2.0 ** ceil(log2((peaks[highest] or 1.0) / 4))))
+    else:
+        ax.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=all(peak.is_integer() for peak in peaks)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value) if measured else number(value)))
     lines = ax.get_lines()
     shown = lines if ranks <= 8 else [lines[0], lines[ranks // 2], lines[-1]]
     ax.legend(handles=shown, loc="upper right", frameon=False, ncols=len(shown), handlelength=1.0, columnspacing=0.8)

@@ -1,9 +1,8 @@
-"""Format numbers, times, bytes, plan sizes and colours for people. No torch."""
+"""Format numbers, times, plan sizes and colours for people. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import floor, log10
 from typing import NamedTuple
 
 from fpipe.costs import Costs
@@ -17,16 +16,6 @@ def number(value: float) -> str:
     ('93.4', '98304', '0.0625', '1e-06')
     """
     return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
-def size(value: float) -> str:
-    """Format a byte count in the largest decimal unit not above it.
-
-    >>> size(999), size(1.5e9)
-    ('999 B', '1.5 GB')
-    """
-    power = min(4, max(0, floor(log10(value) / 3))) if value else 0
-    return f"{value / 1000**power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 class Scale(NamedTuple):

@@ -189,7 +189,7 @@ def test_overlap_is_the_time_of_a_pair():
 
 
 def test_simulate_shows_every_rank():
-    shown = run("simulate", "1f1b", "--ranks", "2", "--microbatches", "4", "--residuals", "5e6").stdout
+    shown = run("simulate", "1f1b", "--ranks", "2", "--microbatches", "4", "--residuals", str(5 * 2**20)).stdout
     assert (
         re.sub(" +$", "", shown, flags=re.MULTILINE)
         == """\
@@ -197,8 +197,8 @@ def test_simulate_shows_every_rank():
 makespan 15, cost 15, bubble 20.0%
                   warm  depen-  trans-  imba-             in
 rank  busy  idle    up   dency     fer  lance  drain  flight  memory
-   0    12     3     0       3       0      0      0       2   10 MB
-   1    12     0     1       0       0      0      2       1    5 MB
+   0    12     3     0       3       0      0      0       2  10 MiB
+   1    12     0     1       0       0      0      2       1   5 MiB
 """
     )
 
@@ -222,10 +222,10 @@ The number is the microbatch.
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_tables_are_never_cut(width):
     """However narrow the terminal: a number without its last digits is another number."""
-    times = (*SMALL, "--communication", "0.1", "--residuals", "1e9")
+    times = (*SMALL, "--communication", "0.1", "--residuals", str(2**30))
     shown = run("simulate", "1f1b", *times, COLUMNS=str(width)).stdout
     assert shown == run("simulate", "1f1b", *times, COLUMNS="200").stdout
-    assert re.search(r"^ +0 +24 +10\.6 +0 +9\.9 +0\.7 +0 +0 +4 +4 GB$", shown, re.MULTILINE)
+    assert re.search(r"^ +0 +24 +10\.6 +0 +9\.9 +0\.7 +0 +0 +4 +4 GiB$", shown, re.MULTILINE)
     assert max(map(len, shown.splitlines())) <= 80
     shown, whole = (run("compare", *SMALL, COLUMNS=c).stdout.split("* best")[0] for c in (str(width), "200"))
     assert shown == whole

@@ -57,14 +57,17 @@ def measure(logdir, *steps, costs=MS, ranks=range(3), schedule="1f1b", clock=CLO
         with Writer(logdir, "measured", rank) as file:
             for step in steps:
                 about = Header("measured", step, rank, schedule, PLAN, clock=clock, **header)
-                file.timeline(about, columns_of(timeline, rank, memory=[(0.0, 1e6), (0.001, 3e6 + rank), (0.002, 0.0)]))
+                file.timeline(
+                    about,
+                    columns_of(timeline, rank, memory=[(0.0, 2.0**20), (0.001, 3 * 2.0**20 + rank), (0.002, 0.0)]),
+                )
     return timeline
 
 
 @pytest.fixture
 def runs(tmp_path):
     """A folder of runs: one measured at three steps and predicted, one that is only predicted."""
-    measure(tmp_path / "mine", 0, 50, 100, peak=(2.5e9, "process"))
+    measure(tmp_path / "mine", 0, 50, 100, peak=(2.5 * 2**30, "process"))
     write(tmp_path / "mine", simulate(schedules.one_f_one_b, PLAN, MS), schedule="1f1b", unit="s")
     write(tmp_path / "other", simulate(schedules.gpipe, PLAN), schedule="gpipe")
     return tmp_path
@@ -79,13 +82,13 @@ def test_it_says_what_a_step_took(runs):
     assert f"bubble {100 * timeline.bubble_rate:.1f}%" in text
     assert "times in ms" in text
     assert "clocks agree within 20 µs" in text
-    assert "peak memory: 2.5 GB on rank 0 (process)" in text
+    assert "peak memory: 2.5 GiB on rank 0 (process)" in text
     assert "0.0% less than measured" in text
     row = next(line.split() for line in shown if line.split()[:1] == ["1"])
     causes = timeline.causes[1]
     assert row[1:3] == [f"{1e3 * each:.4g}" for each in (timeline.busy[1], timeline.idle[1])]
     assert row[3] == f"{1e3 * causes['warm-up']:.4g}"
-    assert row[-2:] == ["3", "MB"]
+    assert row[-2:] == ["3", "MiB"]
 
 
 def test_the_critical_path_is_folded(runs):
@@ -113,8 +116,8 @@ def test_the_json_is_the_timelines_own(runs):
     assert (found["kind"], found["step"], found["schedule"], found["unit"]) == ("measured", 100, "1f1b", "s")
     assert (found["makespan"], found["bubble_rate"]) == (timeline.makespan, timeline.bubble_rate)
     assert (found["busy"], found["causes"]) == (timeline.busy, timeline.causes)
-    assert found["peak_memory"] == [3e6, 3e6 + 1, 3e6 + 2]
-    assert found["allocator_peak"] == [2.5e9] * 3
+    assert found["peak_memory"] == [3 * 2**20, 3 * 2**20 + 1, 3 * 2**20 + 2]
+    assert found["allocator_peak"] == [2.5 * 2**30] * 3
     assert found["clock_uncertainty"] == 2e-5
     assert found["predicted_makespan"] == timeline.makespan
     assert found["critical_path"][0] == {"ranks": [0], "effects": {"Forward": 1}, "time": pytest.approx(0.001)}
@@ -317,8 +320,8 @@ def test_it_is_written_whole(suffix, runs):
         rows = {(each["pid"], each["args"]["row"]) for each in events if each["ph"] == "X"}
         assert len(rows) == len(spans)
         assert {each["args"]["bytes"] for each in events if each["ph"] == "C" and each["name"] == "memory"} >= {
-            1e6,
-            3e6,
+            2**20,
+            3 * 2**20,
         }
     elif suffix == ".csv":
         rows = list(csv.DictReader(data.decode().splitlines()))

@@ -429,11 +429,11 @@ def test_buffers_that_change_and_conditions_stay_together(measure):
 def test_describe():
     _, pipeline, *_ = split_cases.split("gpt", 4)
     assert pipeline.describe().splitlines() == [
-        "stage  parameters    bytes    begins  reads",
-        "    0       1,008  7.9 KiB            batch",
-        "    1         872  6.8 KiB  layers.1  stage 0 layers.0.add_1 (1.5 KiB)",
-        "    2         872  6.8 KiB  layers.2  stage 1 layers.1.add_1 (1.5 KiB)",
-        "    3          16    128 B      norm  stage 2 layers.2.add_1 (1.5 KiB)",
+        "stage  parameters      bytes    begins  reads",
+        "    0       1,008  7.922 KiB            batch",
+        "    1         872  6.812 KiB  layers.1  stage 0 layers.0.add_1 (1.5 KiB)",
+        "    2         872  6.812 KiB  layers.2  stage 1 layers.1.add_1 (1.5 KiB)",
+        "    3          16      128 B      norm  stage 2 layers.2.add_1 (1.5 KiB)",
         "tied: wte.weight of stage 3 is wte.weight of stage 0",
     ]
     _, pipeline, params, _ = split_cases.split("unet", 4)

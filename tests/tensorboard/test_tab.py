@@ -102,8 +102,8 @@ def forwards(found, rank):
 
 def amount(text):
     """A number with its unit, in seconds or bytes."""
-    found = re.match(r"([+\u2212±]?)([\d.]+(?:e[+-]?\d+)?) ?(ns|µs|ms|s|kB|MB|GB|B)?", text)
-    units = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    found = re.match(r"([+\u2212±]?)([\d.]+(?:e[+-]?\d+)?) ?(ns|µs|ms|s|KiB|MiB|GiB|B)?", text)
+    units = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     return (-1 if found[1] == "\u2212" else 1) * float(found[2]) * units.get(found[3], 1.0)
 
 

@@ -139,7 +139,7 @@ def test_a_figure_with_every_hatch_is_small(tmp_path):
 
 def test_a_figure_tells_memory_in_bytes_where_sizes_are_given():
     figure = pytest.importorskip("fpipe.timelines.figure")
-    timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(4), 8), Costs(residuals=2e9))
+    timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(4), 8), Costs(residuals=2**31))
     *_, memory = figure.figure(timeline).axes
-    assert memory.texts[0].get_text() == "peak 8 GB, on rank 0"
+    assert memory.texts[0].get_text() == "peak 8 GiB, on rank 0"
     assert memory.get_ylabel() == "memory"

@@ -6,7 +6,7 @@ const TIMES = [
   [1e-6, "µs"],
   [1e-9, "ns"],
 ];
-const SIZES = ["B", "kB", "MB", "GB", "TB"];
+const SIZES = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 /** Four digits, without an exponent if the number is readable without it. */
 export function number(value, digits = 4) {
@@ -34,10 +34,10 @@ export function unitOf(value, unit) {
 /** A difference, with its sign. */
 export const signed = (value, unit) => (value > 0 ? "+" : value < 0 ? "−" : "±") + time(Math.abs(value), unit, 3);
 
-/** Bytes, in the largest decimal unit that is not above them. */
+/** Bytes, in the largest binary unit that is not above them. */
 export function bytes(value) {
-  const power = value >= 1 ? Math.min(SIZES.length - 1, Math.floor(Math.log10(value) / 3)) : 0;
-  return `${number(value / 1000 ** power)} ${SIZES[power]}`;
+  const power = value >= 1 ? Math.min(SIZES.length - 1, Math.floor(Math.log2(value) / 10)) : 0;
+  return `${number(value / 1024 ** power)} ${SIZES[power]}`;
 }
 
 export const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(1)}%` : "–");
