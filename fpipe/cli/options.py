@@ -1,6 +1,5 @@
 """The verbs' options, in groups: plans, models and costs; and their parsers. No torch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from math import inf, nan
@@ -11,7 +10,7 @@ import typer
 from fpipe.costs import Costs, Edge, Link, PerStage
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan
-from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, recut
+from fpipe.schedules.catalogue import CATALOGUE, PLACES, CatalogueEntry, recut
 
 
 def _per_stage(text: str | float) -> PerStage:
@@ -105,12 +104,12 @@ class PlanOptions:
 
     def plan(self, entry: CatalogueEntry | None) -> Plan:
         """Return the plan of a named schedule, or of a schedule without a placement of its own."""
-        if self.placement and self.placement not in _PLACES:
+        if self.placement and self.placement not in PLACES:
             return self.check_consistent(Plan(_listed(self.placement), self._required("microbatches")), self.placement)
         ranks, microbatches = self._required("ranks"), self._required("microbatches")
         if self.placement:
             return self.check_consistent(
-                Plan(_PLACES[self.placement](ranks, self.chunks or 1), microbatches), self.placement
+                Plan(PLACES[self.placement](ranks, self.chunks or 1), microbatches), self.placement
             )
         if entry:
             return entry.plan(ranks, microbatches, self.chunks)
@@ -142,15 +141,8 @@ def _listed(text: str) -> Placement:
     except ScheduleError as error:
         raise typer.BadParameter(str(error), param_hint="--placement") from None
     except ValueError:
-        known = f"give {', '.join(_PLACES)}, or ranks as 0,1,1,0"
+        known = f"give {', '.join(PLACES)}, or ranks as 0,1,1,0"
         raise typer.BadParameter(f"{text!r} is no placement: {known}", param_hint="--placement") from None
-
-
-_PLACES: dict[str, Callable[[int, int], Placement]] = {
-    "loop": Placement.loop,
-    "v": lambda ranks, chunks: Placement.v(ranks),
-    "both-ways": lambda ranks, chunks: Placement.both_ways(ranks),
-}
 
 
 @dataclass(frozen=True)
