@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fpipe.effects import (
@@ -79,7 +79,7 @@ def uniform(function: _Function) -> _Function:
     return function
 
 
-def is_uniform(function: Callable[..., Any]) -> bool:
+def is_uniform(function: Callable[..., Any] | None) -> bool:
     """Whether a column is marked by `uniform`."""
     return getattr(function, "uniform", False)
 
@@ -265,6 +265,7 @@ def _where(effect: Any) -> str:
     return "".join(f"{', ' if i else ' '}{name} {number}" for i, (name, number) in enumerate(fields))
 
 
+@cache
 def fields_of(kind: Any) -> tuple[str, ...]:
     """Return the names of a class's fields, in the order of its arguments."""
     return tuple(kind.__dataclass_fields__)
@@ -363,18 +364,22 @@ def _read(v: Activation | Gradient, costs: Prices, plan: Topology, rank: int) ->
 # Producers and readers of values
 
 
+@uniform
 def _activation_producer(v: Activation, plan: Topology) -> int:
     return plan.rank_of(v.stage, v.microbatch)
 
 
+@uniform
 def _activation_readers(v: Activation, plan: Topology) -> list[int]:
     return [plan.rank_of(consumer, v.microbatch) for consumer in plan.consumers(v.stage)]
 
 
+@uniform
 def _gradient_producer(v: Gradient, plan: Topology) -> int:
     return plan.rank_of(v.consumer, v.microbatch)
 
 
+@uniform
 def _gradient_readers(v: Gradient, plan: Topology) -> list[int]:
     return [plan.rank_of(v.stage, v.microbatch)]
 

@@ -7,12 +7,12 @@ microbatch in them. It is read once for each kind, stage and block of microbatch
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from math import lcm
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from fpipe.effects import Name, Overlap, parts
+from fpipe.effects import Overlap, Recv, Send, parts
 from fpipe.plan import Plan
 from fpipe.tables import TABLE, Row, Table, fields_of, is_uniform
 
@@ -27,7 +27,9 @@ class Ids(NamedTuple):
     frees: list[int]
 
 
-_Column = tuple[list[int], list[int]]  # ids at microbatch 0; ids of names without a microbatch
+_Column = list[
+    tuple[int, int]
+]  # ids at microbatch 0, and the step to the next microbatch: 1, or 0 for names without one
 
 
 class Interning:
@@ -48,64 +50,69 @@ class Interning:
         self.plan, self.table = plan, table
         self.block = plan.microbatches // lcm(*map(len, plan.placement.holders))
         self._first: dict[Family, int] = {}
-        self._families: list[Family] = []
+        self._names: list[Callable[[int], Any]] = []  # by family: microbatch -> name
         self._uniform = {kind for kind, row in table.effects.items() if _is_uniform(kind, row)}
-        self._columns: dict[tuple[type, int, int], tuple[_Column, _Column, _Column]] = {}
+        self._columns: dict[tuple[type, int, int], tuple[_Column, ...]] = {}
 
     def id(self, name: Any) -> int:
         """Return a name's id."""
-        kind: Any = type(name)
-        family, microbatch = _split(kind)(name)
+        family, microbatch = _split(type(name))(name)
         first = self._first.get(family)
         if first is None:
-            first = self._first[family] = len(self._families) * self.plan.microbatches
-            self._families.append(family)
+            first = self._first[family] = len(self._names) * self.plan.microbatches
+            self._names.append(_at_microbatch(name))
         return first + microbatch
 
-    def name(self, id_: int) -> Name:
+    def name(self, id_: int) -> Any:
         """Return the name that has an id."""
         family, microbatch = divmod(id_, self.plan.microbatches)
-        kind, rest = self._families[family]
-        fields = dict(zip(_rest(kind), rest if isinstance(rest, tuple) else (rest,), strict=True))
-        return kind(**fields, **({"microbatch": microbatch} if "microbatch" in fields_of(kind) else {}))  # type: ignore[no-any-return]
-
-    def uniform_key(self, effect: Any) -> tuple[type, int, int] | None:
-        """Return the key of effects that differ only in a microbatch of one block; None for one that is not uniform."""
-        kind = type(effect)
-        return (kind, effect.stage, effect.microbatch // self.block) if kind in self._uniform else None
+        return self._names[family](microbatch)
 
     def ids(self, effect: Any) -> Ids:
         """Return the ids of the names that an effect needs, gives and frees."""
-        key = self.uniform_key(effect)
-        if key is not None:
-            columns = self._columns.get(key)
-            if columns is None:
-                columns = self._columns[key] = self._at_zero(effect)
-            m = effect.microbatch
-            (needs, fixed_needs), (gives, fixed_gives), (frees, fixed_frees) = columns
+        if type(effect) in self._uniform:
+            (needs, gives, frees), m = self._columns_of(effect), effect.microbatch
             return Ids(
-                [n + m for n in needs] + fixed_needs,
-                [n + m for n in gives] + fixed_gives,
-                [n + m for n in frees] + fixed_frees,
+                [first + m * step for first, step in needs],
+                [first + m * step for first, step in gives],
+                [first + m * step for first, step in frees],
             )
+        if type(effect) is Send:
+            return Ids([self.id(effect.value)], [], [])
+        if type(effect) is Recv:
+            return Ids([], [self.id(effect.value)], [])
         if type(effect) is Overlap:
             first, second = map(self.ids, parts(effect))
             return Ids(*(a + b for a, b in zip(first, second, strict=True)))
-        return Ids(*(list(map(self.id, names)) for names in self._names(effect)))
+        return Ids(*(list(map(self.id, names)) for names in self._names_of(effect)))
 
-    def _names(self, effect: Any) -> list[tuple[Any, ...]]:
+    def needs(self, effect: Any) -> list[int]:
+        """Return the first of `ids` alone, which is faster."""
+        if type(effect) in self._uniform:
+            m = effect.microbatch
+            return [first + m * step for first, step in self._columns_of(effect)[0]]
+        return self.ids(effect).needs
+
+    def gives(self, effect: Any) -> list[int]:
+        """Return the second of `ids` alone, which is faster."""
+        if type(effect) in self._uniform:
+            m = effect.microbatch
+            return [first + m * step for first, step in self._columns_of(effect)[1]]
+        return self.ids(effect).gives
+
+    def _names_of(self, effect: Any) -> list[tuple[Any, ...]]:
         row = self.table.effects[type(effect)]
         return [names(effect, self.plan) for names in (row.needs, row.gives, row.frees)]
 
-    def _at_zero(self, effect: Any) -> tuple[_Column, _Column, _Column]:
-        needs, gives, frees = (
-            (
-                [self.id(n) - effect.microbatch for n in names if hasattr(n, "microbatch")],
-                [self.id(n) for n in names if not hasattr(n, "microbatch")],
+    def _columns_of(self, effect: Any) -> tuple[_Column, ...]:
+        key = type(effect), effect.stage, effect.microbatch // self.block
+        if key not in self._columns:
+            m = effect.microbatch
+            self._columns[key] = tuple(
+                [(self.id(n) - m * hasattr(n, "microbatch"), int(hasattr(n, "microbatch"))) for n in names]
+                for names in self._names_of(effect)
             )
-            for names in self._names(effect)
-        )
-        return needs, gives, frees
+        return self._columns[key]
 
 
 def _is_uniform(kind: type, row: Row) -> bool:
@@ -125,3 +132,13 @@ def _split(kind: Any) -> Callable[[Any], tuple[Family, int]]:
     if "microbatch" in fields_of(kind):
         return lambda name: ((kind, family(name)), name.microbatch)
     return lambda name: ((kind, family(name)), 0)
+
+
+def _at_microbatch(name: Any) -> Callable[[int], Any]:
+    """Return a function of a microbatch that returns the same name for that microbatch."""
+    kind = type(name)
+    others = {field: getattr(name, field) for field in _rest(kind)}
+    if not hasattr(name, "microbatch"):
+        return lambda m: name
+    last = fields_of(kind)[-1] == "microbatch"
+    return partial(kind, *others.values()) if last else lambda m: kind(**others, microbatch=m)

@@ -14,15 +14,12 @@ from fpipe.tables import FORWARD, INPUT, Table, fields_of
 
 def check_names(effects: Iterable[Any], rank: int, plan: Plan, table: Table) -> None:
     """Raise ScheduleError for a non-effect, or for a stage, microbatch, rank or value outside the plan."""
-    ranges = {
-        "stage": range(plan.stages),
-        "consumer": range(plan.stages),
-        "microbatch": range(plan.microbatches),
-        "rank": range(plan.ranks),
-    }
+    stages, microbatches, ranks = range(plan.stages), range(plan.microbatches), range(plan.ranks)
+    ranges = {"stage": stages, "consumer": stages, "microbatch": microbatches, "rank": ranks}
     for effect in effects:
         kind = type(effect)
-        if kind not in table.effects:
+        row = table.effects.get(kind)
+        if row is None:
             raise ScheduleError(
                 f"rank {rank} yields {effect!r}, which is no effect of the table: for one of your own, pass "
                 "effects=fpipe.tables.TABLE.extended({its class: Row(...)})"
@@ -32,8 +29,8 @@ def check_names(effects: Iterable[Any], rank: int, plan: Plan, table: Table) -> 
             if not (forward and backward and forward.work == FORWARD and backward.work & INPUT):
                 raise refused(rank, effect, "it overlaps a Forward with a Backward or a BackwardInput")
             check_names(parts(effect), rank, plan, table)
-        elif table.effects[kind].track in ("send", "receive"):
-            if effect.rank == rank or not _in(ranges["rank"], effect.rank):
+        elif row.track in ("send", "receive"):
+            if effect.rank == rank or not _in(ranks, effect.rank):
                 raise refused(rank, effect, f"the peer must be another rank, 0 to {plan.ranks - 1}")
             if not _exists(effect.value, plan, table, ranges):
                 raise refused(rank, effect, "the plan has no such value")
@@ -57,7 +54,10 @@ def _fits(named: Any, ranges: dict[str, range]) -> bool:
     """Whether the stages, microbatches and ranks in an effect or a value, and in values within it, are the plan's."""
     for name in fields_of(type(named)):
         part = getattr(named, name)
-        if not (_fits(part, ranges) if is_dataclass(part) else name not in ranges or _in(ranges[name], part)):
+        if name in ranges:
+            if not _in(ranges[name], part):
+                return False
+        elif is_dataclass(part) and not _fits(part, ranges):
             return False
     return True
 
