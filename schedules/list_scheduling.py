@@ -11,7 +11,7 @@ the ranks against each other; `greedy` chooses by rules, and v_blocks.py by orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import product
@@ -193,16 +193,15 @@ Forward(stage=0, microbatch=1), BackwardInput(stage=0, microbatch=1), BackwardWe
             least, best = cost, choice.state.order
         if least <= busiest * (1 + ROUNDING):
             break  # no order is faster
-    return {rank: _effects(order, plan.stages) for rank, order in enumerate(best)}
+    return {rank: tuple(effects(order, plan.stages)) for rank, order in enumerate(best)}
 
 
-def _effects(order: Sequence[int], stages: int) -> tuple[Effect, ...]:
+def effects(passes: Iterable[int], stages: int) -> Iterator[Effect]:
+    """Yield the effects of passes: the number of equal passes before one is its microbatch."""
     done = [0] * (len(KINDS) * stages)
-    effects = []
-    for at in order:
-        effects.append(KINDS[at // stages](at % stages, done[at]))
+    for at in passes:
+        yield KINDS[at // stages](at % stages, done[at])
         done[at] += 1
-    return tuple(effects)
 
 
 class _Greedy:

@@ -21,14 +21,14 @@ from math import inf
 from typing import NamedTuple
 
 from fpipe.costs import Costs
-from fpipe.effects import BackwardInput, BackwardWeight, Compute, Effect, Forward
+from fpipe.effects import Effect
 from fpipe.plan import Plan
+from fpipe.schedules import list_scheduling
 from fpipe.schedules.list_scheduling import ListScheduler, Work
 from fpipe.schedules.requirements import a_v
 
 # A microbatch passes down the ranks through their chunks a, up through their chunks b, and back; then weight gradients.
 FA, FB, IB, IA, WB, WA = range(6)
-EFFECT: tuple[type[Compute], ...] = (Forward, Forward, BackwardInput, BackwardInput, BackwardWeight, BackwardWeight)
 CHUNK = (0, 1, 1, 0, 1, 0)
 
 Word = Sequence[int]
@@ -37,11 +37,15 @@ Block = list[list[float]]  # when a rank starts each of the first four kinds
 
 
 def effects(word: Word, rank: int, plan: Plan) -> Iterator[Effect]:
-    """Yield the effects of a word."""
-    stages, done = plan.stages_on(rank), [0] * len(EFFECT)
-    for kind in word:
-        yield EFFECT[kind](stages[CHUNK[kind]], done[kind])
-        done[kind] += 1
+    """Return the effects of a word."""
+    numbers = passes(rank, plan)
+    return list_scheduling.effects((numbers[kind] for kind in word), plan.stages)
+
+
+def passes(rank: int, plan: Plan) -> list[int]:
+    """Return the scheduler's numbers of a rank's passes, by kind."""
+    stages = plan.stages_on(rank)
+    return [kind // 2 * plan.stages + stages[chunk] for kind, chunk in enumerate(CHUNK)]
 
 
 class Shape(NamedTuple):
@@ -128,8 +132,7 @@ class _Follower:
 
     def __init__(self, state: ListScheduler, rank: int, word: Word, limit: float, fill: Fill) -> None:
         self.state, self.rank, self.word, self.limit, self.fill = state, rank, deque(word), limit, fill
-        stages, count = state.plan.stages_on(rank), state.plan.stages
-        self.passes = [kind // 2 * count + stages[CHUNK[kind]] for kind in range(6)]
+        self.passes = passes(rank, state.plan)
         self.times = [state.work.times[at] for at in self.passes]
         self.adds_weights = not any(kind > IA for kind in word)
         self.late, self.order = deque[int](), list[int]()

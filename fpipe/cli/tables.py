@@ -301,7 +301,7 @@ def difference(result: Difference, names: tuple[str, str], scale: Scale) -> Grou
 
 
 def _pair(pair: tuple[float, float], scale: Scale) -> Iterator[str]:
-    return map(scale, (*pair, _cleared(pair[0] - pair[1], max(pair))))
+    return (scale(time) for time in (*pair, _cleared(pair[0] - pair[1], max(pair))))
 
 
 def _side_by_side(result: Difference, scale: Scale) -> Table:

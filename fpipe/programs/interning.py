@@ -6,30 +6,22 @@ microbatch in them. It is read once for each kind, stage and block of microbatch
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import chain
 from math import lcm
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from fpipe.effects import Overlap, Recv, Send, parts
+from fpipe.errors import ScheduleError
 from fpipe.plan import Plan
-from fpipe.tables import TABLE, Row, Table, fields_of, is_uniform
+from fpipe.programs.names import fits
+from fpipe.tables import TABLE, Names, Row, Table, fields_of, is_uniform
 
-Family = tuple[type, Any]  # a value's class, and its fields other than the microbatch: one, or a tuple
-
-
-class Ids(NamedTuple):
-    """The ids of the names that an effect needs, gives and frees."""
-
-    needs: list[int]
-    gives: list[int]
-    frees: list[int]
-
-
-_Column = list[
-    tuple[int, int]
-]  # ids at microbatch 0, and the step to the next microbatch: 1, or 0 for names without one
+Ids = tuple[list[int], list[int], list[int]]
+_Column = list[tuple[int, int]]  # ids at microbatch 0, and the step to the next microbatch's: 1, or 0 if it has none
 
 
 class Interning:
@@ -41,7 +33,7 @@ class Interning:
     >>> from fpipe.effects import Forward
     >>> interning = Interning(Plan(Placement.loop(2), 4))
     >>> interning.ids(Forward(0, 3))
-    Ids(needs=[], gives=[3, 7], frees=[])
+    ([], [3, 7], [])
     >>> [interning.name(3), interning.name(7)]
     [Activation(stage=0, microbatch=3), Residuals(stage=0, microbatch=3)]
     """
@@ -49,19 +41,20 @@ class Interning:
     def __init__(self, plan: Plan, table: Table = TABLE) -> None:
         self.plan, self.table = plan, table
         self.block = plan.microbatches // lcm(*map(len, plan.placement.holders))
-        self._first: dict[Family, int] = {}
+        self._first = defaultdict[type, dict[Any, int]](dict)  # by class, and by the fields other than the microbatch
         self._names: list[Callable[[int], Any]] = []  # by family: microbatch -> name
         self._uniform = {kind for kind, row in table.effects.items() if _is_uniform(kind, row)}
         self._columns: dict[tuple[type, int, int], tuple[_Column, ...]] = {}
 
     def id(self, name: Any) -> int:
         """Return a name's id."""
-        family, microbatch = _split(type(name))(name)
-        first = self._first.get(family)
+        kind: Any = type(name)
+        families, others = self._first[kind], _others(kind)(name)
+        first = families.get(others)
         if first is None:
-            first = self._first[family] = len(self._names) * self.plan.microbatches
+            first = families[others] = len(self._names) * self.plan.microbatches
             self._names.append(_at_microbatch(name))
-        return first + microbatch
+        return first + getattr(name, "microbatch", 0)  # type: ignore[no-any-return]
 
     def name(self, id_: int) -> Any:
         """Return the name that has an id."""
@@ -70,49 +63,56 @@ class Interning:
 
     def ids(self, effect: Any) -> Ids:
         """Return the ids of the names that an effect needs, gives and frees."""
-        if type(effect) in self._uniform:
+        kind = type(effect)
+        if kind in self._uniform:
             (needs, gives, frees), m = self._columns_of(effect), effect.microbatch
-            return Ids(
+            return (
                 [first + m * step for first, step in needs],
                 [first + m * step for first, step in gives],
                 [first + m * step for first, step in frees],
             )
-        if type(effect) is Send:
-            return Ids([self.id(effect.value)], [], [])
-        if type(effect) is Recv:
-            return Ids([], [self.id(effect.value)], [])
-        if type(effect) is Overlap:
-            first, second = map(self.ids, parts(effect))
-            return Ids(*(a + b for a, b in zip(first, second, strict=True)))
-        return Ids(*(list(map(self.id, names)) for names in self._names_of(effect)))
+        if kind is Send:
+            return [self.id(effect.value)], [], []
+        if kind is Recv:
+            return [], [self.id(effect.value)], []
+        if kind is Overlap:
+            (needs, gives, frees), second = map(self.ids, parts(effect))
+            return needs + second[0], gives + second[1], frees + second[2]
+        needs, gives, frees = (list(map(self.id, names)) for names in self._names_of(effect))
+        return needs, gives, frees
 
     def needs(self, effect: Any) -> list[int]:
-        """Return the first of `ids` alone, which is faster."""
-        if type(effect) in self._uniform:
-            m = effect.microbatch
-            return [first + m * step for first, step in self._columns_of(effect)[0]]
-        return self.ids(effect).needs
+        """Return the ids of the names that an effect needs, faster than `ids` does."""
+        return self._column(effect, 0)
 
     def gives(self, effect: Any) -> list[int]:
-        """Return the second of `ids` alone, which is faster."""
+        """Return the ids of the names that an effect gives, faster than `ids` does."""
+        return self._column(effect, 1)
+
+    def _column(self, effect: Any, at: int) -> list[int]:
         if type(effect) in self._uniform:
             m = effect.microbatch
-            return [first + m * step for first, step in self._columns_of(effect)[1]]
-        return self.ids(effect).gives
-
-    def _names_of(self, effect: Any) -> list[tuple[Any, ...]]:
-        row = self.table.effects[type(effect)]
-        return [names(effect, self.plan) for names in (row.needs, row.gives, row.frees)]
+            return [first + m * step for first, step in self._columns_of(effect)[at]]
+        return self.ids(effect)[at]
 
     def _columns_of(self, effect: Any) -> tuple[_Column, ...]:
-        key = type(effect), effect.stage, effect.microbatch // self.block
-        if key not in self._columns:
-            m = effect.microbatch
-            self._columns[key] = tuple(
-                [(self.id(n) - m * hasattr(n, "microbatch"), int(hasattr(n, "microbatch"))) for n in names]
+        m = effect.microbatch
+        key = type(effect), effect.stage, m // self.block
+        columns = self._columns.get(key)
+        if columns is None:
+            columns = self._columns[key] = tuple(
+                [(self.id(n) - m * step, step) for n in names for step in [int(hasattr(n, "microbatch"))]]
                 for names in self._names_of(effect)
             )
-        return self._columns[key]
+        return columns
+
+    def _names_of(self, effect: Any) -> tuple[Names, Names, Names]:
+        row, plan = self.table.effects[type(effect)], self.plan
+        columns = row.needs(effect, plan), row.gives(effect, plan), row.frees(effect, plan)
+        for name in chain(*columns):
+            if not fits(name, plan):
+                raise ScheduleError(f"the row of {type(effect).__name__} names {name}, which the plan does not have")
+        return columns
 
 
 def _is_uniform(kind: type, row: Row) -> bool:
@@ -125,18 +125,15 @@ def _rest(kind: Any) -> list[str]:
 
 
 @cache
-def _split(kind: Any) -> Callable[[Any], tuple[Family, int]]:
-    """Return a function that splits a name into its family and its microbatch (0 without one)."""
-    rest = _rest(kind)
-    family = attrgetter(*rest) if rest else lambda name: ()
-    if "microbatch" in fields_of(kind):
-        return lambda name: ((kind, family(name)), name.microbatch)
-    return lambda name: ((kind, family(name)), 0)
+def _others(kind: Any) -> Callable[[Any], Any]:
+    """Return a function of a name that returns its fields other than the microbatch."""
+    others = _rest(kind)
+    return attrgetter(*others) if others else lambda name: ()
 
 
 def _at_microbatch(name: Any) -> Callable[[int], Any]:
     """Return a function of a microbatch that returns the same name for that microbatch."""
-    kind = type(name)
+    kind: Any = type(name)
     others = {field: getattr(name, field) for field in _rest(kind)}
     if not hasattr(name, "microbatch"):
         return lambda m: name

@@ -101,7 +101,9 @@ def _with_receives(rank: int, effects: list[Effect], routes: _Routes, sent: Sent
     for effect in effects:
         for id_ in interning.needs(effect) if type(effect) is not Send else ():
             source, _ = routes.of(id_)
-            channel = sent[source, rank] if source not in (None, rank) else ()
+            if source is None or source == rank:
+                continue
+            channel = sent[source, rank]
             while channel and id_ not in received:
                 value = channel.popleft()
                 received.add(interning.id(value))

@@ -45,7 +45,8 @@ class LiveMemory:
         self._live.add(id_)
         size, shared = self._size(id_)
         self.bytes += size
-        for memory, part in self._shared(id_, shared):
+        for first, part in shared:
+            memory = first + id_ % self.interning.plan.microbatches
             self._users[memory] += 1
             if self._users[memory] > 1:
                 self.bytes -= part
@@ -55,21 +56,18 @@ class LiveMemory:
         self._live.remove(id_)
         size, shared = self._size(id_)
         self.bytes -= size
-        for memory, part in self._shared(id_, shared):
+        for first, part in shared:
+            memory = first + id_ % self.interning.plan.microbatches
             self._users[memory] -= 1
             if self._users[memory]:
                 self.bytes += part
-
-    def _shared(self, id_: int, shared: list[tuple[int, float]]) -> Iterator[tuple[int, float]]:
-        microbatch = id_ % self.interning.plan.microbatches
-        return ((first + microbatch, part) for first, part in shared)
 
     def _size(self, id_: int) -> tuple[float, list[tuple[int, float]]]:
         """Return a value's bytes, and its shared memories with their bytes; cached for all ids with the same result."""
         interning, microbatches = self.interning, self.interning.plan.microbatches
         key = id_ // interning.block if not self.costs.sizes else id_
         if key not in self._sizes:
-            name: Any = interning.name(id_)
+            name = interning.name(id_)
             family, groups = id_ - id_ % microbatches, enumerate(self.costs.shared)
             factor = self.costs.sizes[name.microbatch] if self.costs.sizes and hasattr(name, "microbatch") else 1.0
             shared = [(i * microbatches, s.bytes * factor) for i, s in groups if family in map(interning.id, s.names)]

@@ -299,9 +299,9 @@ def _due(programs: Programs, trained: bool, interning: Interning) -> Due:
 
     def add(value: Any, count: int) -> None:
         first, source = interning.id(value), interning.table.producer(value, plan)
-        assert source is not None
-        for reader in interning.table.readers(value, plan):
-            due.setdefault((source, reader), {})[first // block] = range(first, first + count)
+        for reader in interning.table.readers(value, plan) if source is not None else ():
+            blocks, ids = due.setdefault((source, reader), {}), range(first, first + count)
+            blocks[first // block] = {*blocks[first // block], *ids} if first // block in blocks else ids
 
     for stage in range(plan.stages):
         for m in range(0, plan.microbatches, block):
@@ -311,11 +311,7 @@ def _due(programs: Programs, trained: bool, interning: Interning) -> Due:
         for rank in plan.ranks_of(stage) if trained else ():
             add(WeightGradient(stage, rank), 1)
     for value in _user_values(programs, interning.table):
-        id_, source = interning.id(value), interning.table.producer(value, plan)
-        for reader in interning.table.readers(value, plan):
-            if source is not None:
-                blocks = due.setdefault((source, reader), {})
-                blocks[id_ // block] = {*blocks.get(id_ // block, ()), id_}
+        add(value, 1)
     return due
 
 
