@@ -29,7 +29,7 @@ FORWARD, INPUT, WEIGHT = range(3)
 
 
 class Hop(NamedTuple):
-    """Where a pass's result goes: to another pass, over an edge whose bytes queue, or within the rank.
+    """The way of a pass's result to another pass: over an edge whose bytes queue, or within the rank.
 
     Args:
         wire, latency: time that the bytes take on the edge, and until they arrive.
@@ -146,14 +146,16 @@ class ListScheduler:
         return events
 
     def arrival(self, at: int) -> float:
-        """When the last input of a pass's next microbatch arrives, as far as is known; infinite after the last one."""
+        """Return when the last input of a pass's next microbatch arrives, as far as known; infinite after the last."""
         microbatch = self.done[at]
         return inf if self.missing[at][microbatch] else self.ready[at][microbatch]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How a rank chooses. Of two stages' forwards it takes the later stage's, of two input gradients the earlier's.
+    """The rules by which a rank chooses.
+
+    Of two stages' forwards it takes the later stage's, of two input gradients the earlier's.
 
     Args:
         first: which runs first if a forward and an input gradient can both start; "turn" alternates.

@@ -49,7 +49,7 @@ def passes(rank: int, plan: Plan) -> list[int]:
 
 
 class Shape(NamedTuple):
-    """How many slots a building block waits more than it has to: at each hop of its four ways, and at its three turns.
+    """The slots that a building block waits more than it has to, at each hop of its four ways and at its three turns.
 
     The waits at hops are relative; `block` multiplies them by its stretch.
     """
@@ -106,7 +106,7 @@ def repeat(slots: Block, period: int, microbatches: int) -> Words:
 
 
 class Fill(NamedTuple):
-    """How a rank uses the time in which the next pass of its word can't run.
+    """The use of the time in which the next pass of a rank's word can't run.
 
     Args:
         reorder: run a later pass of the word that can.

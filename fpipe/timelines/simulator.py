@@ -67,12 +67,11 @@ class _Simulation:
         plan = plan_of(programs)
         ranks, stages = range(plan.ranks), range(plan.stages)
         self.programs, self.costs, self.plan, self.table = programs, costs, plan, table_of(programs)
-        work = {
-            kind: row
+        self.times = {  # by stage, of the effects that take as long for every microbatch
+            kind: [row.time(kind(stage, 0), costs) for stage in stages]
             for kind, row in self.table.effects.items()
             if not costs.scale and fields_of(kind) == ("stage", "microbatch") and is_uniform(row.time)
         }
-        self.times = {kind: [row.time(kind(s, 0), costs) for s in stages] for kind, row in work.items()}
         self.free = [0.0 for _ in ranks]
         self.last = [-1 for _ in ranks]  # the span that occupies the rank until it is free
         self.edge = cache(lambda source, target: _Edge(costs.link(source, target)))
