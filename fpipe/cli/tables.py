@@ -94,9 +94,8 @@ def gantt(timeline: Timeline, console: Console, scale: float | None = None) -> G
             console continue in further blocks below.
     """
     ranks = range(timeline.plan.ranks)
-    colours = (
-        console.color_system in ("256", "truecolor") and not console.no_color
-    )  # 16 colours are too few for the kinds
+    # 16 colours are too few for the kinds.
+    colours = console.color_system in ("256", "truecolor") and not console.no_color
     idle = [percent(1 - busy / timeline.makespan) if timeline.makespan else "" for busy in timeline.busy]
     margins = [f"rank {rank:>{len(str(ranks[-1]))}} {idle[rank]:>6}  " for rank in ranks]
     room = max(10, console.width - len(margins[0]))

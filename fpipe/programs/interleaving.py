@@ -66,9 +66,8 @@ class _Scheduler:
         self.interning = Interning(plan_of(programs), table_of(programs))
         self.turns = deque(programs)
         self.at = dict.fromkeys(programs, 0)
-        self.here: dict[int, dict[object, int]] = {
-            rank: {} for rank in programs
-        }  # id -> index of the effect that gave it
+        # By rank: id -> index of the effect that gave it.
+        self.here: dict[int, dict[object, int]] = {rank: {} for rank in programs}
         self.waits_for: dict[int, object] = {}
         self.queues: dict[tuple[int, int, bool], deque[tuple[bool, int, int]]] = defaultdict(deque)
 
