@@ -44,11 +44,11 @@ _CHUNKS = ",".join(map(str, CHUNKS))
 _MAX_COLUMNS = 100_000  # of a drawing with --scale
 
 
-def _simulated(asked: ScheduleOptions) -> tuple[str, Timeline]:
-    with progress(f"lower {asked.name}", 3) as step:
-        job = asked.resolve()
+def _simulated(options: ScheduleOptions) -> tuple[str, Timeline]:
+    with progress(f"lower {options.name}", 3) as step:
+        job = options.resolve()
         timeline = played(job, step)
-    enforce_limit(timeline.peak_in_flight, asked.limit)
+    enforce_limit(timeline.peak_in_flight, options.limit)
     return job.name, timeline
 
 
@@ -77,7 +77,7 @@ def schedules(as_json: Json = False) -> None:
 
 @verb("fpipe verify zb-h1 --ranks 4 --microbatches 8 --transport rendezvous")
 def verify(
-    asked: ScheduleOptions,
+    options: ScheduleOptions,
     transport: Annotated[
         Literal["async", "paired", "rendezvous"], InPlan(help="How messages travel: see fpipe.verify.")
     ] = "async",
@@ -85,14 +85,14 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check a schedule: complete, in order, free of deadlock."""
-    with progress(f"lower {asked.name}", 2) as step:
-        job = asked.resolve()
+    with progress(f"lower {options.name}", 2) as step:
+        job = options.resolve()
         programs = lower(job.schedule, job.plan, transport=transport)
-        step(f"verify {asked.name}")
+        step(f"verify {options.name}")
         report = check(
             programs, transport=transport, ordered=not unordered, costs=job.costs if sized(job.costs) else None
         )
-    enforce_limit(report.peak_in_flight, asked.limit)
+    enforce_limit(report.peak_in_flight, options.limit)
     if as_json:
         edges = [
             {"from": source, "to": target, "messages": count, "bytes": (report.bytes or {}).get((source, target))}
@@ -112,7 +112,7 @@ def verify(
     "fpipe simulate zb-v --ranks 4 --microbatches 8 --logdir runs/zb-v",
 )
 def simulate(
-    asked: ScheduleOptions,
+    options: ScheduleOptions,
     logdir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the timeline there, for TensorBoard's Pipeline tab.")
     ] = None,
@@ -122,7 +122,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Simulate a schedule: time, idle time, memory."""
-    name, timeline = _simulated(asked)
+    name, timeline = _simulated(options)
     unit = "s" if seconds else ""
     if logdir:
         _write(logdir, name, timeline, unit)
@@ -153,7 +153,7 @@ def _write(logdir: Path, name: str, timeline: Timeline, unit: str) -> None:
     "fpipe draw zb-v --ranks 4 --microbatches 8 --out zb-v.svg",
 )
 def draw(
-    asked: ScheduleOptions,
+    options: ScheduleOptions,
     out: Annotated[Path | None, ToFile(help="Draw into this file: .svg, .png or .pdf (needs matplotlib).")] = None,
     scale: Annotated[
         float | None, typer.Option(min=1e-9, metavar="N", help="Columns for a unit of time; long lanes go on below.")
@@ -169,7 +169,7 @@ def draw(
     """
     if out and out.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise typer.BadParameter(f"{out} ends in no known format: take .svg, .png or .pdf", param_hint="--out")
-    name, timeline = _simulated(asked)
+    name, timeline = _simulated(options)
     if scale and scale * timeline.makespan > _MAX_COLUMNS:
         largest = number(floor(1000 * _MAX_COLUMNS / timeline.makespan) / 1000)
         raise typer.BadParameter(
@@ -311,7 +311,7 @@ def search(
 
 @verb("fpipe export zb-v --ranks 4 --microbatches 8 --format torch-csv --out zb-v.csv")
 def export(
-    asked: ScheduleOptions,
+    options: ScheduleOptions,
     form: Annotated[
         Literal["torch-csv", "torch-csv-compute"],
         typer.Option("--format", help="Actions of torch.distributed.pipelining: all, or without communication."),
@@ -322,9 +322,9 @@ def export(
     """Write a schedule for torch.distributed.pipelining."""
     from fpipe.interop.torch_csv import to_csv
 
-    job = asked.resolve()
-    if asked.limit is not None:
-        enforce_limit(check(lower(job.schedule, job.plan), ordered=False).peak_in_flight, asked.limit)
+    job = options.resolve()
+    if options.limit is not None:
+        enforce_limit(check(lower(job.schedule, job.plan), ordered=False).peak_in_flight, options.limit)
     text = to_csv(job.schedule, job.plan, communication=form == "torch-csv")
     if out:
         with replacing(out) as file:
