@@ -397,9 +397,7 @@ def test_a_row_that_names_a_value_outside_the_plan_is_refused():
 
 
 def test_work_without_a_microbatch_is_refused():
-    with pytest.raises(
-        TypeError, match="the row of Load has work, which only an effect with stage and microbatch does"
-    ):
+    with pytest.raises(TypeError, match="the row of Load has work: its effects need a stage and a microbatch"):
         TABLE.extended({Load: Row(work=1)})
 
 
