@@ -414,13 +414,13 @@ def _has_copy(v: WeightGradient, plan: Topology) -> bool:
     return v.rank in plan.ranks_of(v.stage)
 
 
-def _compute(names: Iterable[Any], cost: str, work: int, letter: str, label: str, colour: str) -> Row:
+def _compute(names: tuple[Any, Any, Any], cost: str, work: int, letter: str, label: str, colour: str) -> Row:
     return Row(*names, time=_cost(cost), work=work, letter=letter, label=label, colour=colour)
 
 
 TABLE = Table(
     {
-        Forward: _compute((_inputs, _outputs), "forward", FORWARD, "F", "forward", BLUE),
+        Forward: _compute((_inputs, _outputs, nothing), "forward", FORWARD, "F", "forward", BLUE),
         BackwardInput: _compute(
             (_cotangents, _inputs_and_deferred, _cotangents), "backward_input", INPUT, "I", "input gradient", ORANGE
         ),

@@ -182,7 +182,7 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     per_stage = {name: getattr(costs, name) for name in names}
     spread: dict[str, Any] = {name: _spread(cost, stages, into) for name, cost in per_stage.items() if cost is not None}
     if into != stages:
-        costs = replace(costs, shared=(), reads=())
+        costs = replace(costs, shared=(), reads={})
     return replace(costs, activation=_at_ends(costs.activation, stages, into), **spread)
 
 

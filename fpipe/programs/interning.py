@@ -54,7 +54,7 @@ class Interning:
         if first is None:
             first = families[others] = len(self._names) * self.plan.microbatches
             self._names.append(_at_microbatch(name))
-        return first + getattr(name, "microbatch", 0)  # type: ignore[no-any-return]
+        return first + getattr(name, "microbatch", 0)
 
     def name(self, id_: int) -> Any:
         """Return the name that has an id."""
@@ -76,10 +76,10 @@ class Interning:
         if kind is Recv:
             return [], [self.id(effect.value)], []
         if kind is Overlap:
-            (needs, gives, frees), second = map(self.ids, parts(effect))
-            return needs + second[0], gives + second[1], frees + second[2]
-        needs, gives, frees = (list(map(self.id, names)) for names in self._names_of(effect))
-        return needs, gives, frees
+            one, other = map(self.ids, parts(effect))
+            return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+        names = self._names_of(effect)
+        return list(map(self.id, names[0])), list(map(self.id, names[1])), list(map(self.id, names[2]))
 
     def needs(self, effect: Any) -> list[int]:
         """Return the ids of the names that an effect needs, faster than `ids` does."""

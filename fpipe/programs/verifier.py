@@ -298,7 +298,9 @@ def _due(programs: Programs, trained: bool, interning: Interning) -> Due:
 
     def add(value: Any, count: int) -> None:
         first, source = interning.id(value), interning.table.producer(value, plan)
-        for reader in interning.table.readers(value, plan) if source is not None else ():
+        if source is None:
+            return
+        for reader in interning.table.readers(value, plan):
             blocks, ids = due.setdefault((source, reader), {}), range(first, first + count)
             blocks[first // block] = {*blocks[first // block], *ids} if first // block in blocks else ids
 
