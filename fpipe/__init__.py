@@ -8,61 +8,31 @@ from typing import TYPE_CHECKING
 from fpipe._lazy import attach
 
 if TYPE_CHECKING:
-    from fpipe.costs import Costs, Link
-    from fpipe.errors import ScheduleError, StageError, TransportError
-    from fpipe.norms import clip_by_global_norm, global_norm
-    from fpipe.plan import Edges, Placement, Plan
-    from fpipe.profiling.gathering import gather
-    from fpipe.profiling.live_bytes import LiveBytes, peak_bytes
-    from fpipe.profiling.profiler import profile
-    from fpipe.profiling.recording import Recording
-    from fpipe.programs.lowering import lower
-    from fpipe.programs.program import Program
-    from fpipe.programs.verifier import Report, verify
-    from fpipe.stages.pipeline import Pipeline
-    from fpipe.stages.stage import Batch, Output, Stage
-    from fpipe.step import evaluate, value_and_grad
-    from fpipe.timelines.measurement import Measurement
-    from fpipe.timelines.simulator import simulate
-    from fpipe.timelines.text import draw
-    from fpipe.timelines.timeline import Timeline
-
-__all__ = [
-    "Batch",
-    "Costs",
-    "Edges",
-    "Link",
-    "LiveBytes",
-    "Measurement",
-    "Output",
-    "Pipeline",
-    "Placement",
-    "Plan",
-    "Program",
-    "Recording",
-    "Report",
-    "ScheduleError",
-    "Stage",
-    "StageError",
-    "Timeline",
-    "TransportError",
-    "clip_by_global_norm",
-    "draw",
-    "effects",
-    "evaluate",
-    "gather",
-    "global_norm",
-    "handlers",
-    "interop",
-    "lower",
-    "peak_bytes",
-    "policies",
-    "profile",
-    "schedules",
-    "simulate",
-    "tensorboard",
-    "value_and_grad",
-    "verify",
-]
+    from fpipe import (
+        effects as effects,
+        handlers as handlers,
+        interop as interop,
+        policies as policies,
+        schedules as schedules,
+        tensorboard as tensorboard,
+    )
+    from fpipe.costs import Costs as Costs, Link as Link
+    from fpipe.errors import ScheduleError as ScheduleError, StageError as StageError, TransportError as TransportError
+    from fpipe.norms import clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
+    from fpipe.plan import Edges as Edges, Placement as Placement, Plan as Plan
+    from fpipe.profiling.gathering import gather as gather
+    from fpipe.profiling.live_bytes import LiveBytes as LiveBytes, peak_bytes as peak_bytes
+    from fpipe.profiling.profiler import profile as profile
+    from fpipe.profiling.recording import Recording as Recording
+    from fpipe.programs.lowering import lower as lower
+    from fpipe.programs.program import Program as Program
+    from fpipe.programs.verifier import Report as Report, verify as verify
+    from fpipe.stages.pipeline import Pipeline as Pipeline
+    from fpipe.stages.stage import Batch as Batch, Output as Output, Stage as Stage
+    from fpipe.step import evaluate as evaluate, value_and_grad as value_and_grad
+    from fpipe.timelines.measurement import Measurement as Measurement
+    from fpipe.timelines.simulator import simulate as simulate
+    from fpipe.timelines.text import draw as draw
+    from fpipe.timelines.timeline import Timeline as Timeline
 
 __getattr__, __dir__ = attach(__name__)

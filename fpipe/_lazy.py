@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,34 +14,31 @@ from typing import Any
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__`.
 
-    A name of `__all__` comes from the module that the package's `if TYPE_CHECKING:` block imports it from, so that
-    type checkers and Python agree. A name without such an import is a submodule.
+    Its public names, `__all__`, are those that its `if TYPE_CHECKING:` block re-exports, so that type checkers and
+    Python agree.
 
     Raises:
-        AttributeError: from `__getattr__`, for a name that is not in `__all__`.
+        AttributeError: from `__getattr__`, for a name that is not public.
     """
-    module = sys.modules[package]
 
     def get(name: str) -> Any:
-        if name not in module.__all__:
+        modules = reexports(package)
+        if name == "__all__":
+            return sorted(modules)
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home = homes(package).get(name)
-        value = getattr(import_module(home), name) if home else import_module(f"{package}.{name}")
-        setattr(module, name, value)  # the next lookup does not come here
+        module = modules[name]
+        value = import_module(f"{package}.{name}") if module == package else getattr(import_module(module), name)
+        setattr(sys.modules[package], name, value)  # the next lookup does not come here
         return value
 
-    return get, lambda: sorted(module.__all__)
+    return get, lambda: sorted(reexports(package))
 
 
 @functools.cache
-def homes(package: str) -> dict[str, str]:
-    """Return name -> module for the names that a package's `if TYPE_CHECKING:` block imports."""
+def reexports(package: str) -> dict[str, str]:
+    """Return name -> module for every `from module import name as name` in a package's `__init__.py`."""
     source = sys.modules[package].__file__
     assert source is not None
-    return {a.name: module for module, names in _guarded(ast.parse(Path(source).read_text())) for a in names}
-
-
-def _guarded(tree: ast.Module) -> Iterator[tuple[str, list[ast.alias]]]:
-    for node in tree.body:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            yield from ((n.module, n.names) for n in node.body if isinstance(n, ast.ImportFrom) and n.module)
+    imports = (node for node in ast.walk(ast.parse(Path(source).read_text())) if isinstance(node, ast.ImportFrom))
+    return {a.name: node.module for node in imports for a in node.names if a.asname == a.name and node.module}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from math import floor, inf, isfinite, log2
 from typing import Any, NamedTuple, SupportsFloat
 
@@ -36,6 +35,13 @@ class Link:
         if not isinstance(bandwidth, SupportsFloat) or not float(bandwidth) > 0:
             raise ScheduleError(f"a link's bandwidth must be more than 0, not {bandwidth!r}")
         object.__setattr__(self, "bandwidth", float(bandwidth))
+
+
+class _ByKey(dict[Any, Any]):
+    """A mapping that can be hashed, so that costs can."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
 
 class Shared(NamedTuple):
@@ -86,13 +92,13 @@ class Costs:
     backward_weight: PerStage = 1.0
     backward: PerStage | None = None
     overlap: PerStage | None = None
-    communication: float | Link | Mapping[Edge, float | Link] | tuple[tuple[Edge, Link], ...] = 0.0
+    communication: float | Link | Mapping[Edge, float | Link] = 0.0
     activation: PerStage = 0.0
     residuals: PerStage = 0.0
     deferred: PerStage = 0.0
     shared: Sequence[Shared] = ()
-    reads: Mapping[Edge, float] | tuple[tuple[Edge, float], ...] = ()
-    extra: Mapping[type, PerStage] | tuple[tuple[type, PerStage], ...] = ()
+    reads: Mapping[Edge, float] = _ByKey()
+    extra: Mapping[type, PerStage] = _ByKey()
     scale: Sequence[float] = ()
     sizes: Sequence[float] = ()
 
@@ -104,12 +110,11 @@ class Costs:
             elif field.name == "shared":
                 normal = tuple(Shared(_number("shared", size), tuple(names)) for size, names in value)
             elif field.name == "reads":
-                normal = tuple(sorted((edge, _number("reads", size)) for edge, size in dict(value).items()))
+                normal = _ByKey((edge, _number("reads", size)) for edge, size in sorted(dict(value).items()))
             elif field.name == "extra":
                 if not all(isinstance(kind, type) for kind in dict(value)):
                     raise ScheduleError(f"extra maps classes of effects and values to costs, not {value!r}")
-                costs = [(kind, _per_stage(kind.__name__, cost)) for kind, cost in dict(value).items()]
-                normal = tuple(sorted(costs, key=lambda each: (each[0].__module__, each[0].__qualname__)))
+                normal = _ByKey((kind, _per_stage(kind.__name__, cost)) for kind, cost in dict(value).items())
             elif field.name in ("scale", "sizes"):
                 factors = _per_stage(field.name, value)
                 if not isinstance(factors, tuple):
@@ -141,7 +146,7 @@ class Costs:
 
     def extra_of(self, of: Any, factors: Sequence[float]) -> float:
         """Return the cost in `extra` of an effect's or a value's class, times the factor of its microbatch."""
-        cost = self._extra.get(type(of), 0.0)
+        cost = self.extra.get(type(of), 0.0)
         if isinstance(cost, Sequence):
             cost = cost[of.stage]
         return cost * (factors[of.microbatch] if factors and hasattr(of, "microbatch") else 1.0)
@@ -150,15 +155,15 @@ class Costs:
         """Return the cost of a transfer from one rank to another."""
         if isinstance(self.communication, Link):
             return self.communication
-        if not isinstance(self.communication, tuple):
-            assert not isinstance(self.communication, Mapping)
+        if not isinstance(self.communication, Mapping):
             return Link(self.communication)
-        if (source, target) not in self._links:
+        link = self.communication.get((source, target))
+        if not isinstance(link, Link):
             raise ScheduleError(
                 f"communication has no entry for the edge from rank {source} to rank {target}: it has those for "
-                f"{', '.join(map(str, self._links)) or 'none'}"
+                f"{', '.join(map(str, self.communication)) or 'none'}"
             )
-        return self._links[source, target]
+        return link
 
     def delay(self, source: int, target: int, value: Name, table: Table = TABLE) -> float:
         """Return the time from the send of a value to its arrival, on a free link; 0 if it stays on its rank."""
@@ -173,7 +178,7 @@ class Costs:
 
     def read(self, stage: int, reader: int, microbatch: int = 0) -> float:
         """Return how many bytes of a stage's output another stage reads."""
-        whole = self._reads.get((stage, reader), _at(self.activation, stage))
+        whole = self.reads.get((stage, reader), _at(self.activation, stage))
         return whole * (self.sizes[microbatch] if self.sizes else 1.0)
 
     def check(self, plan: Plan) -> None:
@@ -187,7 +192,7 @@ class Costs:
                     f"{field.name} has {len(cost)} entries, the plan {plan.stages} stages: give one number for all "
                     "stages, or one for each"
                 )
-        for kind, cost in self._extra.items():
+        for kind, cost in self.extra.items():
             if isinstance(cost, tuple) and (len(cost) != plan.stages or "stage" not in fields_of(kind)):
                 raise ScheduleError(
                     f"extra has {len(cost)} entries for {kind.__name__}: give one number, or, where it names a stage, "
@@ -198,19 +203,6 @@ class Costs:
                 raise ScheduleError(
                     f"{name} has {count} entries, the plan {plan.microbatches} microbatches: give one factor for each"
                 )
-
-    @cached_property
-    def _links(self) -> dict[Edge, Link]:
-        assert isinstance(self.communication, tuple)
-        return dict(self.communication)
-
-    @cached_property
-    def _extra(self) -> dict[type, PerStage]:
-        return dict(self.extra)
-
-    @cached_property
-    def _reads(self) -> dict[Edge, float]:
-        return dict(self.reads)
 
 
 def _at(cost: PerStage, stage: int) -> float:
@@ -225,17 +217,17 @@ def _per_stage(name: str, cost: Any) -> PerStage:
     return _number(name, listed)
 
 
-def _links(communication: Any) -> float | Link | tuple[tuple[Edge, Link], ...]:
+def _links(communication: Any) -> float | Link | _ByKey:
     if isinstance(communication, Link):
         return communication
-    if not isinstance(communication, Mapping | tuple):
+    if not isinstance(communication, Mapping):
         return _number("communication", communication)
     links = {}
-    for edge, link in dict(communication).items():
+    for edge, link in communication.items():
         if not (isinstance(edge, tuple) and len(edge) == 2 and all(isinstance(rank, int) for rank in edge)):
             raise ScheduleError(f"communication has an entry for {edge!r}: an edge is (source rank, target rank)")
         links[edge] = link if isinstance(link, Link) else Link(_number("communication", link))
-    return tuple((edge, links[edge]) for edge in sorted(links))
+    return _ByKey(sorted(links.items()))
 
 
 def _number(name: str, value: object) -> float:

@@ -192,6 +192,11 @@ class Plan:
         """The number of ranks."""
         return self.placement.ranks
 
+    @cached_property
+    def limits(self) -> dict[str, int]:
+        """The number of stages, microbatches or ranks, by the name that effects and values have for one of them."""
+        return {"stage": self.stages, "consumer": self.stages, "microbatch": self.microbatches, "rank": self.ranks}
+
     def stages_on(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, lowest first."""
         return self._stages_on[rank]

@@ -79,7 +79,7 @@ def uniform(function: _Function) -> _Function:
     return function
 
 
-def is_uniform(function: Callable[..., Any]) -> bool:
+def is_uniform(function: Callable[..., Any] | None) -> bool:
     """Whether a column is marked by `uniform`."""
     return getattr(function, "uniform", False)
 
@@ -166,6 +166,14 @@ class ValueRow(NamedTuple):
     exists: Callable[[Any, Topology], bool] = _always
 
 
+class _Rows(dict[type, Any]):
+    """The rows by class; a class without a row is an error."""
+
+    def __missing__(self, kind: type) -> Any:
+        name = kind.__name__
+        raise TypeError(f"the table has no row for {name}: extend it, as in TABLE.extended({{{name}: ...}})")
+
+
 @dataclass(frozen=True, repr=False)
 class Table:
     """The two tables: effect class -> `Row`, value class -> `ValueRow`.
@@ -177,6 +185,10 @@ class Table:
     effects: Mapping[type, Row]
     values: Mapping[type, ValueRow]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "effects", _Rows(self.effects))
+        object.__setattr__(self, "values", _Rows(self.values))
+
     def __repr__(self) -> str:
         return "TABLE" if self is TABLE else f"<table of {len(self.effects)} effects and {len(self.values)} values>"
 
@@ -187,11 +199,14 @@ class Table:
         """Return a table with more rows, or with other rows for the same classes.
 
         Raises:
-            TypeError: a class is not a dataclass, or a row is neither a `Row` nor a `ValueRow`.
+            TypeError: a class is not a dataclass, a row is neither a `Row` nor a `ValueRow`, or an effect with `work`
+                names no stage or no microbatch.
         """
         for kind, row in rows.items():
             if not (isinstance(kind, type) and is_dataclass(kind)) or not isinstance(row, Row | ValueRow):
                 raise TypeError(f"the table maps frozen dataclasses to Row or ValueRow, not {kind!r} to {row!r}")
+            if isinstance(row, Row) and row.work and not {"stage", "microbatch"} <= {*fields_of(kind)}:
+                raise TypeError(f"the row of {kind.__name__} has work: its effects need a stage and a microbatch")
             if not COLOUR.fullmatch(row.colour) or (isinstance(row, Row) and row.track not in TRACKS):
                 raise ValueError(
                     f"the row of {kind.__name__} has a colour that is not #rrggbb, {row.colour!r}, or a track that is "
@@ -311,7 +326,7 @@ def _both_gradients(e: Compute, plan: Topology) -> Names:
 
 
 @uniform
-def _input_gradients_and_deferred(e: Compute, plan: Topology) -> Names:
+def _inputs_and_deferred(e: Compute, plan: Topology) -> Names:
     return _input_gradients(e, plan) + _deferred(e, plan)
 
 
@@ -363,18 +378,22 @@ def _read(v: Activation | Gradient, costs: Prices, plan: Topology, rank: int) ->
 # Producers and readers of values
 
 
+@uniform
 def _activation_producer(v: Activation, plan: Topology) -> int:
     return plan.rank_of(v.stage, v.microbatch)
 
 
+@uniform
 def _activation_readers(v: Activation, plan: Topology) -> list[int]:
     return [plan.rank_of(consumer, v.microbatch) for consumer in plan.consumers(v.stage)]
 
 
+@uniform
 def _gradient_producer(v: Gradient, plan: Topology) -> int:
     return plan.rank_of(v.consumer, v.microbatch)
 
 
+@uniform
 def _gradient_readers(v: Gradient, plan: Topology) -> list[int]:
     return [plan.rank_of(v.stage, v.microbatch)]
 
@@ -395,32 +414,21 @@ def _has_copy(v: WeightGradient, plan: Topology) -> bool:
     return v.rank in plan.ranks_of(v.stage)
 
 
+def _compute(names: tuple[Any, Any, Any], cost: str, work: int, letter: str, label: str, colour: str) -> Row:
+    return Row(*names, time=_cost(cost), work=work, letter=letter, label=label, colour=colour)
+
+
 TABLE = Table(
     {
-        Forward: Row(_inputs, _outputs, time=_cost("forward"), work=FORWARD, letter="F", label="forward", colour=BLUE),
-        BackwardInput: Row(
-            *(_cotangents, _input_gradients_and_deferred, _cotangents),
-            time=_cost("backward_input"),
-            work=INPUT,
-            letter="I",
-            label="input gradient",
-            colour=ORANGE,
+        Forward: _compute((_inputs, _outputs, nothing), "forward", FORWARD, "F", "forward", BLUE),
+        BackwardInput: _compute(
+            (_cotangents, _inputs_and_deferred, _cotangents), "backward_input", INPUT, "I", "input gradient", ORANGE
         ),
-        BackwardWeight: Row(
-            *(_deferred, _weight_gradient, _deferred),
-            time=_cost("backward_weight"),
-            work=WEIGHT,
-            letter="W",
-            label="weight gradient",
-            colour=GREEN,
+        BackwardWeight: _compute(
+            (_deferred, _weight_gradient, _deferred), "backward_weight", WEIGHT, "W", "weight gradient", GREEN
         ),
-        Backward: Row(
-            *(_cotangents, _both_gradients, _cotangents),
-            time=_cost("backward"),
-            work=INPUT | WEIGHT,
-            letter="B",
-            label="backward",
-            colour=VERMILION,
+        Backward: _compute(
+            (_cotangents, _both_gradients, _cotangents), "backward", INPUT | WEIGHT, "B", "backward", VERMILION
         ),
         # An overlap needs, gives and frees the names of its two parts.
         Overlap: Row(time=_cost("overlap"), letter="&", label="overlap", colour=PURPLE),
@@ -429,13 +437,7 @@ TABLE = Table(
         Reduce: Row(needs=_sums, time=_free, track="host", letter="R", label="reduce"),
     },
     {
-        Activation: ValueRow(
-            _activation_producer,
-            _activation_readers,
-            _activation_bytes,
-            "activation",
-            BLUE,
-        ),
+        Activation: ValueRow(_activation_producer, _activation_readers, _activation_bytes, "activation", BLUE),
         Gradient: ValueRow(
             _gradient_producer,
             _gradient_readers,
@@ -445,15 +447,9 @@ TABLE = Table(
             backward=True,
             exists=_has_edge,
         ),
+        # A sum lives for the whole step.
         WeightGradient: ValueRow(
-            _sum_producer,
-            _sum_readers,
-            _free,  # it lives for the whole step
-            "weight gradient",
-            GREEN,
-            sums=True,
-            backward=True,
-            exists=_has_copy,
+            *(_sum_producer, _sum_readers, _free), "weight gradient", GREEN, sums=True, backward=True, exists=_has_copy
         ),
         Residuals: ValueRow(bytes=_cost("residuals"), label="residuals"),
         Deferred: ValueRow(bytes=_cost("deferred"), label="deferred", backward=True),

@@ -4,39 +4,19 @@ A schedule is a generator `name(rank, plan)` that yields effects in compute orde
 is made by a factory (`zb_auto`, `v_auto`, `from_table`). `CATALOGUE` has each with its placement, by name.
 """
 
-from fpipe.schedules.catalogue import CATALOGUE
-from fpipe.schedules.controllable_memory import v_auto, v_half, v_min
-from fpipe.schedules.dualpipe import dualpipe, dualpipe_v
-from fpipe.schedules.gpipe import gpipe
-from fpipe.schedules.interleaved import interleaved_1f1b
-from fpipe.schedules.interleaved_zb import interleaved_zb
-from fpipe.schedules.looped_bfs import looped_bfs
-from fpipe.schedules.one_f_one_b import one_f_one_b
-from fpipe.schedules.search import Found, lower_bound, pareto, search
-from fpipe.schedules.table import from_table
-from fpipe.schedules.zb_auto import zb_auto
-from fpipe.schedules.zb_v import zb_v
-from fpipe.schedules.zero_bubble import zb_h1, zb_h2
+from fpipe._lazy import reexports
+from fpipe.schedules.catalogue import CATALOGUE as CATALOGUE
+from fpipe.schedules.controllable_memory import v_auto as v_auto, v_half as v_half, v_min as v_min
+from fpipe.schedules.dualpipe import dualpipe as dualpipe, dualpipe_v as dualpipe_v
+from fpipe.schedules.gpipe import gpipe as gpipe
+from fpipe.schedules.interleaved import interleaved_1f1b as interleaved_1f1b
+from fpipe.schedules.interleaved_zb import interleaved_zb as interleaved_zb
+from fpipe.schedules.looped_bfs import looped_bfs as looped_bfs
+from fpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b
+from fpipe.schedules.search import Found as Found, lower_bound as lower_bound, pareto as pareto, search as search
+from fpipe.schedules.table import from_table as from_table
+from fpipe.schedules.zb_auto import zb_auto as zb_auto
+from fpipe.schedules.zb_v import zb_v as zb_v
+from fpipe.schedules.zero_bubble import zb_h1 as zb_h1, zb_h2 as zb_h2
 
-__all__ = [
-    "CATALOGUE",
-    "Found",
-    "dualpipe",
-    "dualpipe_v",
-    "from_table",
-    "gpipe",
-    "interleaved_1f1b",
-    "interleaved_zb",
-    "looped_bfs",
-    "lower_bound",
-    "one_f_one_b",
-    "pareto",
-    "search",
-    "v_auto",
-    "v_half",
-    "v_min",
-    "zb_auto",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-]
+__all__ = sorted(reexports(__name__))

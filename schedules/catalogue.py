@@ -84,146 +84,90 @@ def _by_costs(schedule: Callable[..., Iterator[Effect]]) -> Make:
     return lambda plan, costs, limit: partial(schedule, costs=costs)
 
 
-def _v(ranks: int, chunks: int) -> Placement:
-    return Placement.v(ranks)
-
-
-def _both_ways(ranks: int, chunks: int) -> Placement:
-    return Placement.both_ways(ranks)
-
-
-_ANY = (Placement.loop, "any", 1, True)
-_CHAIN = (Placement.loop, "chain", 1, False)
-_LOOP = (Placement.loop, "loop", 2, True)
-_V = (_v, "V", 2, False)
-_BOTH_WAYS = (_both_ways, "both ways", 2, False)
-
-CATALOGUE: dict[str, CatalogueEntry] = {
-    entry.name: entry
-    for entry in (
-        CatalogueEntry(
-            "gpipe",
-            _always(gpipe),
-            *_ANY,
-            peak="m",
-            idea="all forwards, then all backwards",
-            source="Huang et al. 2019",
-        ),
-        CatalogueEntry(
-            "1f1b",
-            _always(one_f_one_b),
-            *_CHAIN,
-            peak="p",
-            idea="a forward and a backward in turn",
-            source="Narayanan et al. 2019",
-        ),
-        CatalogueEntry(
-            "interleaved-1f1b",
-            _always(interleaved_1f1b),
-            *_LOOP,
-            peak="p + (p-1)/v",
-            idea="1F1B over several chunks of a rank",
-            source="Narayanan et al. 2021",
-        ),
-        CatalogueEntry(
-            "looped-bfs",
-            _always(looped_bfs),
-            *_LOOP,
-            peak="m",
-            idea="every chunk takes all microbatches at a time",
-            source="Lamy-Poirier 2023",
-        ),
-        CatalogueEntry(
-            "zb-h1",
-            _always(zb_h1),
-            *_CHAIN,
-            peak="p",
-            idea="1F1B, its weight gradients in the bubble",
-            source="Qi et al. 2024, zero bubble",
-        ),
-        CatalogueEntry(
-            "zb-h2",
-            _always(zb_h2),
-            *_CHAIN,
-            peak="2*p - 1",
-            idea="ZB-H1 with more forwards ahead: no bubble",
-            source="Qi et al. 2024, zero bubble",
-        ),
-        CatalogueEntry(
-            "zb-auto",
-            zb_auto,
-            *_ANY,
-            peak="the limit",
-            idea="the best order found for the costs and the limit",
-            source="Qi et al. 2024, zero bubble",
-            limited=True,
-        ),
-        CatalogueEntry(
-            "interleaved-zb",
-            _always(interleaved_zb),
-            *_LOOP,
-            peak="p",
-            idea="interleaved 1F1B, its weight gradients in the bubble",
-            source="after ZB-H1",
-        ),
-        CatalogueEntry(
-            "zb-v",
-            _by_costs(zb_v),
-            *_V,
-            peak="p",
-            idea="no bubble with the memory of 1F1B, over a V",
-            source="Qi et al. 2024, zero bubble",
-        ),
-        CatalogueEntry(
-            "v-half",
-            _by_costs(v_half),
-            *_V,
-            peak="(p + 2) // 2",
-            idea="about half of that memory, over a V",
-            source="Qi et al. 2024, controllable memory",
-        ),
-        CatalogueEntry(
-            "v-min",
-            _by_costs(v_min),
-            *_V,
-            peak="(p + 4) // 3",
-            idea="about a third of that memory, over a V",
-            source="Qi et al. 2024, controllable memory",
-        ),
-        CatalogueEntry(
-            "v-auto",
-            v_auto,
-            *_V,
-            peak="the limit",
-            idea="the best order found for the costs and the limit, over a V",
-            source="Qi et al. 2024, controllable memory",
-            limited=True,
-        ),
-        CatalogueEntry(
-            "dualpipe-v",
-            _always(dualpipe_v),
-            *_V,
-            peak="p + 1/2",
-            idea="DualPipe folded into a V, without copies",
-            source="DualPipe repository 2025",
-        ),
-        CatalogueEntry(
-            "dualpipe",
-            _always(dualpipe),
-            *_BOTH_WAYS,
-            peak="p + 1",
-            idea="microbatches from both ends, through two copies of each stage",
-            source="DeepSeek-V3 2024",
-        ),
-    )
+PLACES: dict[str, PlacementFactory] = {
+    "loop": Placement.loop,
+    "v": lambda ranks, chunks: Placement.v(ranks),
+    "both-ways": lambda ranks, chunks: Placement.both_ways(ranks),
 }
+
+# place, placement, chunks, any_chunks
+_ANY = (PLACES["loop"], "any", 1, True)
+_CHAIN = (PLACES["loop"], "chain", 1, False)
+_LOOP = (PLACES["loop"], "loop", 2, True)
+_V = (PLACES["v"], "V", 2, False)
+_BOTH_WAYS = (PLACES["both-ways"], "both ways", 2, False)
+
+_AUTO = "the best order found for the costs and the limit"
+_ZERO_BUBBLE, _CONTROLLABLE = "Qi et al. 2024, zero bubble", "Qi et al. 2024, controllable memory"
+
+# name, make, placement, peak, idea, source
+_ENTRIES = (
+    CatalogueEntry("gpipe", _always(gpipe), *_ANY, "m", "all forwards, then all backwards", "Huang et al. 2019"),
+    CatalogueEntry(
+        "1f1b", _always(one_f_one_b), *_CHAIN, "p", "a forward and a backward in turn", "Narayanan et al. 2019"
+    ),
+    CatalogueEntry(
+        "interleaved-1f1b",
+        _always(interleaved_1f1b),
+        *_LOOP,
+        "p + (p-1)/v",
+        "1F1B over several chunks of a rank",
+        "Narayanan et al. 2021",
+    ),
+    CatalogueEntry(
+        "looped-bfs",
+        _always(looped_bfs),
+        *_LOOP,
+        "m",
+        "every chunk takes all microbatches at a time",
+        "Lamy-Poirier 2023",
+    ),
+    CatalogueEntry("zb-h1", _always(zb_h1), *_CHAIN, "p", "1F1B, its weight gradients in the bubble", _ZERO_BUBBLE),
+    CatalogueEntry(
+        "zb-h2", _always(zb_h2), *_CHAIN, "2*p - 1", "ZB-H1 with more forwards ahead: no bubble", _ZERO_BUBBLE
+    ),
+    CatalogueEntry("zb-auto", zb_auto, *_ANY, "the limit", _AUTO, _ZERO_BUBBLE, limited=True),
+    CatalogueEntry(
+        "interleaved-zb",
+        _always(interleaved_zb),
+        *_LOOP,
+        "p",
+        "interleaved 1F1B, its weight gradients in the bubble",
+        "after ZB-H1",
+    ),
+    CatalogueEntry("zb-v", _by_costs(zb_v), *_V, "p", "no bubble with the memory of 1F1B, over a V", _ZERO_BUBBLE),
+    CatalogueEntry(
+        "v-half", _by_costs(v_half), *_V, "(p + 2) // 2", "about half of that memory, over a V", _CONTROLLABLE
+    ),
+    CatalogueEntry(
+        "v-min", _by_costs(v_min), *_V, "(p + 4) // 3", "about a third of that memory, over a V", _CONTROLLABLE
+    ),
+    CatalogueEntry("v-auto", v_auto, *_V, "the limit", f"{_AUTO}, over a V", _CONTROLLABLE, limited=True),
+    CatalogueEntry(
+        "dualpipe-v",
+        _always(dualpipe_v),
+        *_V,
+        "p + 1/2",
+        "DualPipe folded into a V, without copies",
+        "DualPipe repository 2025",
+    ),
+    CatalogueEntry(
+        "dualpipe",
+        _always(dualpipe),
+        *_BOTH_WAYS,
+        "p + 1",
+        "microbatches from both ends, through two copies of each stage",
+        "DeepSeek-V3 2024",
+    ),
+)
+CATALOGUE = {entry.name: entry for entry in _ENTRIES}
 
 
 def recut(costs: Costs, stages: int, into: int) -> Costs:
-    """The costs of the same model, when it is cut into another number of equal stages.
+    """Return the costs of the same model, split into another number of equal stages.
 
-    Times and what is kept are spread evenly over a stage; what goes out of a stage is as large as before. What stages
-    share and read of each other is not known of another cut.
+    Times, residuals and deferred values are spread evenly over a stage; the output of a stage stays as large. Memory
+    that stages share, and the parts of outputs that they read, are unknown for another cut.
 
     Args:
         costs: of a cut into `stages`.
@@ -234,16 +178,16 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     >>> recut(Costs(forward=[1, 2, 3, 6]), stages=4, into=2).forward
     (3.0, 9.0)
     """
-    kept = ("forward", "backward_input", "backward_weight", "backward", "overlap", "residuals", "deferred")
-    given = {name: getattr(costs, name) for name in kept}
-    spread: dict[str, Any] = {name: _spread(cost, stages, into) for name, cost in given.items() if cost is not None}
+    names = ("forward", "backward_input", "backward_weight", "backward", "overlap", "residuals", "deferred")
+    per_stage = {name: getattr(costs, name) for name in names}
+    spread: dict[str, Any] = {name: _spread(cost, stages, into) for name, cost in per_stage.items() if cost is not None}
     if into != stages:
-        costs = replace(costs, shared=(), reads=())
+        costs = replace(costs, shared=(), reads={})
     return replace(costs, activation=_at_ends(costs.activation, stages, into), **spread)
 
 
 def shares(timeline: Timeline) -> list[float]:
-    """Each rank's peak in flight, where a stage counts as the part that it is of 1/ranks of the model.
+    """Return each rank's peak in flight, where a stage counts as its part of 1/ranks of the model.
 
     This compares memory between plans: with copies of stages, a rank's two stages are twice its share.
 
@@ -260,10 +204,10 @@ def _spread(cost: PerStage, stages: int, into: int) -> PerStage:
     if isinstance(cost, float | int):
         return cost * stages / into
     ends = sorted({s * into for s in range(stages + 1)} | {s * stages for s in range(into + 1)})
-    found = [0.0] * into
+    costs = [0.0] * into
     for begin, end in pairwise(ends):
-        found[begin // stages] += cost[begin // into] * (end - begin) / into
-    return tuple(found)
+        costs[begin // stages] += cost[begin // into] * (end - begin) / into
+    return tuple(costs)
 
 
 def _at_ends(size: PerStage, stages: int, into: int) -> PerStage:

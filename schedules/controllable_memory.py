@@ -1,7 +1,7 @@
 """V-Min, V-Half, and the best order on the V placement under any memory limit."""
 
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import inf
 
 from fpipe.costs import Costs
@@ -11,7 +11,7 @@ from fpipe.plan import Placement, Plan, Schedule
 from fpipe.schedules.list_scheduling import Work
 from fpipe.schedules.requirements import a_v
 from fpipe.schedules.table import from_table
-from fpipe.schedules.v_blocks import Fill, Shape, Words, best_words, block, effects, even, repeat, squeeze
+from fpipe.schedules.v_blocks import Fill, Order, Shape, Words, best_words, block, effects, ordered, repeat, squeeze
 from fpipe.schedules.zb_v import orders as zb_v_orders
 
 
@@ -34,12 +34,8 @@ def v_half(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Eff
     rank 1  .   F0a .   .   F0b F1a .   I0b F1b W0b F2a I0a I1b W0a F2b W1b I1a I2b W1a W2b I2a W2a
     rank 2  .   .   F0a F0b .   .   F1a F1b I0b I0a W0b F2a W0a F2b I1b I1a W1b W1a I2b I2a W2b W2a
     """
-    a_v("v_half", plan)
-    if costs is None or even(plan, costs):
-        words = half_orders(plan.ranks, plan.microbatches)
-    else:
-        words = _search(plan, costs, half(plan.ranks))
-    yield from effects(words[rank], rank, plan)
+    limit = half(plan.ranks)
+    return ordered("v_half", rank, plan, costs, half_orders, limit, _within(plan.ranks, limit))
 
 
 def v_min(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effect]:
@@ -62,12 +58,8 @@ def v_min(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effe
     rank 1  .   F0a F1a F2a F0b .   .   I0b W0b F1b I0a W0a .   I1b F2b W1b I1a I2b W1a W2b I2a W2a
     rank 2  .   .   F0a F0b F1a F1b .   .   I0b I0a W0b F2a W0a F2b I1b I1a W1b W1a I2b I2a W2b W2a
     """
-    a_v("v_min", plan)
-    if costs is None or even(plan, costs):
-        words = min_orders(plan.ranks, plan.microbatches)
-    else:
-        words = _search(plan, costs, third(plan.ranks))
-    yield from effects(words[rank], rank, plan)
+    limit = third(plan.ranks)
+    return ordered("v_min", rank, plan, costs, min_orders, limit, _within(plan.ranks, limit))
 
 
 def v_auto(plan: Plan, costs: Costs = Costs(), memory_limit: float | None = None) -> Schedule:
@@ -93,7 +85,8 @@ def v_auto(plan: Plan, costs: Costs = Costs(), memory_limit: float | None = None
     limit = inf if memory_limit is None else memory_limit
     if not limit >= 1:
         raise ScheduleError(f"a microbatch that is in flight on both chunks of a rank counts 1: no order holds {limit}")
-    words = _search(plan, costs, int(min(2 * limit, 2 * plan.microbatches)))
+    chunks = int(min(2 * limit, 2 * plan.microbatches))
+    words = best_words(plan, costs, chunks, _within(plan.ranks, chunks))
     return from_table({rank: tuple(effects(word, rank, plan)) for rank, word in enumerate(words)})
 
 
@@ -129,7 +122,7 @@ def _orders(ranks: int, microbatches: int, shape: Shape, limit: int) -> Words:
     return min(results, key=lambda result: result[0])[1]
 
 
-@lru_cache(maxsize=8)
-def _search(plan: Plan, costs: Costs, limit: int) -> Words:
-    named = ((2 * plan.ranks, zb_v_orders), (half(plan.ranks), half_orders), (third(plan.ranks), min_orders))
-    return best_words(plan, costs, limit, [partial(make, plan.ranks) for peak, make in named if peak <= limit])
+def _within(ranks: int, limit: int) -> tuple[Order, ...]:
+    """Return the named orders whose peak is within a limit in chunks."""
+    peaks = ((2 * ranks, zb_v_orders), (half(ranks), half_orders), (third(ranks), min_orders))
+    return tuple(order for peak, order in peaks if peak <= limit)

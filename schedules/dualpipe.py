@@ -97,7 +97,7 @@ def _folded(rank: int, plan: Plan, at: int, ranks: int) -> Iterator[Effect]:
 
 
 def _eight_steps(at: int, ranks: int, microbatches: int) -> Iterator[str]:
-    """The order of both: F, B, I and W as in a drawing, then the chunk; W is the oldest put off, & an overlap."""
+    """Yield the order of both: F, B, I and W as in a drawing, then the chunk; W is the oldest put off, & an overlap."""
     behind = ranks - 1 - at  # ranks between this one and the fold
     main = microbatches - 2 * ranks + at + 1
     apart = int(behind == 0 and main > 0)

@@ -11,7 +11,7 @@ the ranks against each other; `greedy` chooses by rules, and v_blocks.py by orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import product
@@ -29,7 +29,7 @@ FORWARD, INPUT, WEIGHT = range(3)
 
 
 class Hop(NamedTuple):
-    """Where a pass's result goes: to another pass, over an edge whose bytes queue, or within the rank.
+    """The way of a pass's result to another pass: over an edge whose bytes queue, or within the rank.
 
     Args:
         wire, latency: time that the bytes take on the edge, and until they arrive.
@@ -146,14 +146,16 @@ class ListScheduler:
         return events
 
     def arrival(self, at: int) -> float:
-        """When the last input of a pass's next microbatch arrives, as far as is known; infinite after the last one."""
+        """Return when the last input of a pass's next microbatch arrives, as far as known; infinite after the last."""
         microbatch = self.done[at]
         return inf if self.missing[at][microbatch] else self.ready[at][microbatch]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How a rank chooses. Of two stages' forwards it takes the later stage's, of two input gradients the earlier's.
+    """The rules by which a rank chooses.
+
+    Of two stages' forwards it takes the later stage's, of two input gradients the earlier's.
 
     Args:
         first: which runs first if a forward and an input gradient can both start; "turn" alternates.
@@ -193,16 +195,15 @@ Forward(stage=0, microbatch=1), BackwardInput(stage=0, microbatch=1), BackwardWe
             least, best = cost, choice.state.order
         if least <= busiest * (1 + ROUNDING):
             break  # no order is faster
-    return {rank: _effects(order, plan.stages) for rank, order in enumerate(best)}
+    return {rank: tuple(effects(order, plan.stages)) for rank, order in enumerate(best)}
 
 
-def _effects(order: Sequence[int], stages: int) -> tuple[Effect, ...]:
+def effects(passes: Iterable[int], stages: int) -> Iterator[Effect]:
+    """Yield the effects of passes: the number of equal passes before one is its microbatch."""
     done = [0] * (len(KINDS) * stages)
-    effects = []
-    for at in order:
-        effects.append(KINDS[at // stages](at % stages, done[at]))
+    for at in passes:
+        yield KINDS[at // stages](at % stages, done[at])
         done[at] += 1
-    return tuple(effects)
 
 
 class _Greedy:

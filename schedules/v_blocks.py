@@ -15,19 +15,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from math import inf
 from typing import NamedTuple
 
 from fpipe.costs import Costs
-from fpipe.effects import BackwardInput, BackwardWeight, Compute, Effect, Forward
+from fpipe.effects import Effect
 from fpipe.plan import Plan
+from fpipe.schedules import list_scheduling
 from fpipe.schedules.list_scheduling import ListScheduler, Work
+from fpipe.schedules.requirements import a_v
 
 # A microbatch passes down the ranks through their chunks a, up through their chunks b, and back; then weight gradients.
 FA, FB, IB, IA, WB, WA = range(6)
-EFFECT: tuple[type[Compute], ...] = (Forward, Forward, BackwardInput, BackwardInput, BackwardWeight, BackwardWeight)
 CHUNK = (0, 1, 1, 0, 1, 0)
 
 Word = Sequence[int]
@@ -36,20 +37,19 @@ Block = list[list[float]]  # when a rank starts each of the first four kinds
 
 
 def effects(word: Word, rank: int, plan: Plan) -> Iterator[Effect]:
-    """Yield the effects of a word."""
-    stages, done = plan.stages_on(rank), [0] * len(EFFECT)
-    for kind in word:
-        yield EFFECT[kind](stages[CHUNK[kind]], done[kind])
-        done[kind] += 1
+    """Return the effects of a word."""
+    numbers = passes(rank, plan)
+    return list_scheduling.effects((numbers[kind] for kind in word), plan.stages)
 
 
-def even(plan: Plan, costs: Costs) -> bool:
-    """Whether the costs are those that the named orders are made for."""
-    return Work.of(plan, costs).even
+def passes(rank: int, plan: Plan) -> list[int]:
+    """Return the scheduler's numbers of a rank's passes, by kind."""
+    stages = plan.stages_on(rank)
+    return [kind // 2 * plan.stages + stages[chunk] for kind, chunk in enumerate(CHUNK)]
 
 
 class Shape(NamedTuple):
-    """How many slots a building block waits more than it has to: at each hop of its four ways, and at its three turns.
+    """The slots that a building block waits more than it has to, at each hop of its four ways and at its three turns.
 
     The waits at hops are relative; `block` multiplies them by its stretch.
     """
@@ -106,7 +106,7 @@ def repeat(slots: Block, period: int, microbatches: int) -> Words:
 
 
 class Fill(NamedTuple):
-    """How a rank uses the time in which the next pass of its word can't run.
+    """The use of the time in which the next pass of a rank's word can't run.
 
     Args:
         reorder: run a later pass of the word that can.
@@ -127,23 +127,26 @@ class _Follower:
     Args:
         passes: by kind, the scheduler's number of the pass.
         late: weight gradients to run, if the word has none.
+        order: the kinds that it has run.
     """
 
     def __init__(self, state: ListScheduler, rank: int, word: Word, limit: float, fill: Fill) -> None:
         self.state, self.rank, self.word, self.limit, self.fill = state, rank, deque(word), limit, fill
-        stages, count = state.plan.stages_on(rank), state.plan.stages
-        self.passes = [kind // 2 * count + stages[CHUNK[kind]] for kind in range(6)]
+        self.passes = passes(rank, state.plan)
         self.times = [state.work.times[at] for at in self.passes]
         self.adds_weights = not any(kind > IA for kind in word)
-        self.late = deque[int]()
+        self.late, self.order = deque[int](), list[int]()
 
     def choose(self, now: float) -> int | None:
-        """Return the kind of pass to run now, and take it off the word."""
+        """Return the pass to run now, and take it off the word."""
         due = self._arrival(self.word[0]) if self.word else inf
         kind = self._next(now, due)
+        if kind is None:
+            return None
         if kind in (IB, IA) and self.adds_weights:
             self.late.append(kind + 2)
-        return kind
+        self.order.append(kind)
+        return self.passes[kind]
 
     def _next(self, now: float, due: float) -> int | None:
         if due <= now:
@@ -182,17 +185,10 @@ def squeeze(words: Words, work: Work, limit: float, fill: Fill = KEEP) -> tuple[
 
     Words without weight gradients get them where the rank would wait, or needs the room; others are kept.
     """
-    state, order = ListScheduler(work, words[0].count(FA)), [list[int]() for _ in words]
+    state = ListScheduler(work, words[0].count(FA))
     ranks = [_Follower(state, rank, word, limit, fill) for rank, word in enumerate(words)]
-
-    def choose(rank: int, now: float) -> int | None:
-        kind = ranks[rank].choose(now)
-        if kind is None:
-            return None
-        order[rank].append(kind)
-        return ranks[rank].passes[kind]
-
-    return state.run(choose), order
+    cost = state.run(lambda rank, now: ranks[rank].choose(now))
+    return cost, [follower.order for follower in ranks]
 
 
 # About a hundred shapes were tried under limits for p = 4 to 14, at equal and unequal costs. These come nearly as close
@@ -220,6 +216,7 @@ SHAPES = (
 STRETCHES = [quarters / 4 for quarters in range(24, -1, -1)]
 
 Make = Callable[[int], Words]  # microbatches -> words
+Order = Callable[[int, int], Words]  # ranks, microbatches -> words
 
 
 def fitting(ranks: int, limit: int) -> list[Make]:
@@ -235,21 +232,39 @@ def fitting(ranks: int, limit: int) -> list[Make]:
     raise AssertionError("one microbatch at a time fits in two chunks")
 
 
-def best_words(plan: Plan, costs: Costs, limit: int, orders: Sequence[Make]) -> Words:
+def ordered(
+    schedule: str, rank: int, plan: Plan, costs: Costs | None, order: Order, limit: int, orders: tuple[Order, ...]
+) -> Iterator[Effect]:
+    """Yield a rank's effects: in a named order if all passes take the same time, else in the best order for the costs.
+
+    Raises:
+        ScheduleError: the placement is not `Placement.v(ranks)`.
+    """
+    a_v(schedule, plan)
+    if costs is None or Work.of(plan, costs).even:
+        words = order(plan.ranks, plan.microbatches)
+    else:
+        words = best_words(plan, costs, limit, orders)
+    yield from effects(words[rank], rank, plan)
+
+
+@lru_cache(maxsize=8)
+def best_words(plan: Plan, costs: Costs, limit: int, orders: tuple[Order, ...]) -> Words:
     """Return the fastest words with at most `limit` chunks in flight on a rank: of the given orders, or from blocks.
 
     All are tried on as many microbatches as show a warm-up, a steady phase and a cool-down, the best few on all.
     """
     work, few = Work.of(plan, costs), min(plan.microbatches, 2 * plan.ranks + 4)
-    makes: list[Make] = [partial(_without_weights, order) for order in orders]
+    named = [partial(order, plan.ranks) for order in orders]
+    makes: list[Make] = [partial(_without_weights, make) for make in named]
     makes += [make for most in {min(limit, 2 * plan.ranks), limit} for make in fitting(plan.ranks, most)]
     patience = (0.0,) if work.even else (0.0, 1.0)
     ways = [(make, Fill(reorder, part)) for make in makes for reorder in (False, True) for part in patience]
     ways.sort(key=lambda way: squeeze(way[0](few), work, limit, way[1])[0])
-    results = [squeeze(order(plan.microbatches), work, limit) for order in orders]
+    results = [squeeze(make(plan.microbatches), work, limit) for make in named]
     results += [squeeze(make(plan.microbatches), work, limit, fill) for make, fill in ways[:4]]
     return min(results, key=lambda result: result[0])[1]
 
 
-def _without_weights(order: Make, microbatches: int) -> Words:
-    return [[kind for kind in word if kind <= IA] for word in order(microbatches)]
+def _without_weights(make: Make, microbatches: int) -> Words:
+    return [[kind for kind in word if kind <= IA] for word in make(microbatches)]

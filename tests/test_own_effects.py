@@ -355,7 +355,7 @@ def test_a_uniform_row_of_an_effect_with_another_number_is_read_for_each():
     gives = uniform(lambda e, plan: (Part(e.stage, e.microbatch, e.part),))
     table = TABLE.extended({Slice: Row(gives=gives), Part: ValueRow()})
     interning = Interning(PLAN, table)
-    names = [list(map(interning.name, interning.ids(Slice(0, m, part)).gives)) for m in (0, 1) for part in (0, 1)]
+    names = [list(map(interning.name, interning.gives(Slice(0, m, part)))) for m in (0, 1) for part in (0, 1)]
     assert names == [[Part(0, m, part)] for m in (0, 1) for part in (0, 1)]
 
 
@@ -382,6 +382,23 @@ def test_scaled_microbatches_take_their_share_of_time_and_bytes():
         simulate(one_f_one_b, PLAN, Costs(scale=(1, 2)))
     with pytest.raises(ScheduleError, match="scale has one factor for each microbatch, not 2"):
         Costs(scale=2.0)
+
+
+def test_a_value_whose_class_has_no_row_is_refused_by_name():
+    loads = TABLE.extended({Load: Row(gives=lambda e, plan: (Weights(e.stage),))})
+    with pytest.raises(TypeError, match=r"the table has no row for Weights: extend it, as in TABLE\.extended"):
+        verify(with_rank_1(Load(1)), PLAN, effects=loads.extended({Mark: EFFECTS.effects[Mark]}))
+
+
+def test_a_row_that_names_a_value_outside_the_plan_is_refused():
+    beyond = EFFECTS.extended({Load: Row(gives=lambda e, plan: (Weights(e.stage + 1),))})
+    with pytest.raises(ScheduleError, match=r"the row of Load names Weights\(stage=2\), which the plan does not have"):
+        verify(loading, PLAN, effects=beyond)
+
+
+def test_work_without_a_microbatch_is_refused():
+    with pytest.raises(TypeError, match="the row of Load has work: its effects need a stage and a microbatch"):
+        TABLE.extended({Load: Row(work=1)})
 
 
 def test_freeing_a_value_that_is_not_there_is_refused():

@@ -4,11 +4,11 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from types import TracebackType
-from typing import Any, get_type_hints
+from typing import Any
 
 import typer
 
@@ -100,15 +100,9 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
             arguments[name] = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
         function(**arguments)
 
-    flat = [q for p in parameters for q in (_fields(p.annotation) if p.name in groups else [p])]
+    options = {name: inspect.signature(group).parameters.values() for name, group in groups.items()}
+    flat = [q for p in parameters for q in options.get(p.name, [p])]
     flat = [p.replace(kind=p.KEYWORD_ONLY) for p in flat]  # then those without a default may come last
     command.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in flat}
     return command
-
-
-def _fields(group: type) -> Iterator[inspect.Parameter]:
-    """Yield a dataclass's fields as parameters with their annotations."""
-    hints = get_type_hints(group, include_extras=True)
-    for parameter in inspect.signature(group).parameters.values():
-        yield parameter.replace(annotation=hints[parameter.name])

@@ -1,6 +1,5 @@
 """The verbs' options, in groups: plans, models and costs; and their parsers. No torch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from math import inf, nan
@@ -11,7 +10,7 @@ import typer
 from fpipe.costs import Costs, Edge, Link, PerStage
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan
-from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, recut
+from fpipe.schedules.catalogue import CATALOGUE, PLACES, CatalogueEntry, recut
 
 
 def _per_stage(text: str | float) -> PerStage:
@@ -75,26 +74,28 @@ SCHEDULE_HELP = (
 )
 ScheduleArg = Annotated[str, typer.Argument(metavar="SCHEDULE", help=SCHEDULE_HELP, autocompletion=known)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Time = partial(typer.Option, metavar="TIME", parser=_per_stage, rich_help_panel="Costs: one number, or one a stage")
+PerStageOption = partial(typer.Option, parser=_per_stage)
+Time = partial(PerStageOption, metavar="TIME", rich_help_panel="Costs: one number, or one a stage")
 Bytes = partial(
-    typer.Option,
-    show_default=False,
-    metavar="BYTES",
-    parser=_per_stage,
-    rich_help_panel="Sizes: one number, or one a stage",
+    PerStageOption, show_default=False, metavar="BYTES", rich_help_panel="Sizes: one number, or one a stage"
 )
 InPlan = partial(typer.Option, rich_help_panel="Plan")
+Count = partial(InPlan, min=1, metavar="N")
+Chunks = partial(InPlan, metavar="V,V,...", parser=at_least_one)
+ToFile = partial(typer.Option, metavar="FILE")
+Limit = Annotated[
+    float | None,
+    InPlan("--memory-limit", min=0, metavar="K", help="Most microbatches of a whole rank in flight on it."),
+]
 
 
 @dataclass(frozen=True)
 class PlanOptions:
     """The plan of one schedule."""
 
-    ranks: Annotated[int | None, InPlan(min=1, metavar="N", help="How many ranks.")] = None
-    microbatches: Annotated[int | None, InPlan(min=1, metavar="N", help="How many microbatches.")] = None
-    chunks: Annotated[
-        int | None, InPlan(min=1, metavar="N", help="Stages on each rank. By default the schedule's own.")
-    ] = None
+    ranks: Annotated[int | None, Count(help="How many ranks.")] = None
+    microbatches: Annotated[int | None, Count(help="How many microbatches.")] = None
+    chunks: Annotated[int | None, Count(help="Stages on each rank. By default the schedule's own.")] = None
     placement: Annotated[
         str | None,
         InPlan(
@@ -105,16 +106,13 @@ class PlanOptions:
 
     def plan(self, entry: CatalogueEntry | None) -> Plan:
         """Return the plan of a named schedule, or of a schedule without a placement of its own."""
-        if self.placement and self.placement not in _PLACES:
+        if self.placement and self.placement not in PLACES:
             return self.check_consistent(Plan(_listed(self.placement), self._required("microbatches")), self.placement)
         ranks, microbatches = self._required("ranks"), self._required("microbatches")
-        if self.placement:
-            return self.check_consistent(
-                Plan(_PLACES[self.placement](ranks, self.chunks or 1), microbatches), self.placement
-            )
-        if entry:
+        if entry and not self.placement:
             return entry.plan(ranks, microbatches, self.chunks)
-        return Plan(Placement.loop(ranks, self.chunks or 1), microbatches)
+        place = self.placement or "loop"
+        return self.check_consistent(Plan(PLACES[place](ranks, self.chunks or 1), microbatches), place)
 
     def check_consistent(self, plan: Plan, source: str) -> Plan:
         """Return a plan from elsewhere; raise if an option contradicts it."""
@@ -142,30 +140,18 @@ def _listed(text: str) -> Placement:
     except ScheduleError as error:
         raise typer.BadParameter(str(error), param_hint="--placement") from None
     except ValueError:
-        known = f"give {', '.join(_PLACES)}, or ranks as 0,1,1,0"
+        known = f"give {', '.join(PLACES)}, or ranks as 0,1,1,0"
         raise typer.BadParameter(f"{text!r} is no placement: {known}", param_hint="--placement") from None
-
-
-_PLACES: dict[str, Callable[[int, int], Placement]] = {
-    "loop": Placement.loop,
-    "v": lambda ranks, chunks: Placement.v(ranks),
-    "both-ways": lambda ranks, chunks: Placement.both_ways(ranks),
-}
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """A model on a number of ranks, for any schedule."""
 
-    ranks: Annotated[int, InPlan(min=1, metavar="N", help="How many ranks.")]
-    microbatches: Annotated[int, InPlan(min=1, metavar="N", help="How many microbatches.")]
+    ranks: Annotated[int, Count(help="How many ranks.")]
+    microbatches: Annotated[int, Count(help="How many microbatches.")]
     chunks: Annotated[
-        int,
-        InPlan(
-            min=1,
-            metavar="N",
-            help="Costs are those of a stage when a rank has so many; other cuts take their share of them.",
-        ),
+        int, Count(help="Costs are those of a stage when a rank has so many; other cuts take their share of them.")
     ] = 1
 
     @property
@@ -198,7 +184,7 @@ class CostOptions:
 
     @property
     def costs(self) -> Costs:
-        return Costs(**{field.name: getattr(self, field.name) for field in fields(self)})
+        return Costs(**{field.name: getattr(self, field.name) for field in fields(CostOptions)})
 
     def validated(self, plan: Plan) -> Costs:
         """Return the costs; raise if they do not fit the plan."""
@@ -211,9 +197,3 @@ class CostOptions:
     def recut(self, model: ModelOptions, plan: Plan) -> Costs:
         """Return the costs of the same model under a plan with another number of stages."""
         return recut(self.validated(model.plan), model.plan.stages, plan.stages)
-
-
-Limit = Annotated[
-    float | None,
-    InPlan("--memory-limit", min=0, metavar="K", help="Most microbatches of a whole rank in flight on it."),
-]

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -54,6 +54,11 @@ def progress(name: str, steps: int | None = None) -> Iterator[Callable[[str], No
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(name, total=steps)
         yield lambda name: bar.update(task, description=name, advance=1)
+
+
+def attributes(of: object, *names: str) -> dict[str, Any]:
+    """Return attributes by name, for JSON."""
+    return {name: getattr(of, name) for name in names}
 
 
 def print_json(content: object) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import typer
 
 from fpipe.cli.app import OWN
-from fpipe.cli.options import PlanOptions
+from fpipe.cli.options import CostOptions, Limit, PlanOptions, ScheduleArg
 from fpipe.costs import Costs
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
@@ -31,6 +32,18 @@ class Job(NamedTuple):
     schedule: Schedule
     plan: Plan
     costs: Costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions(CostOptions, PlanOptions):
+    """A schedule on its plan, with costs, under a memory limit."""
+
+    name: ScheduleArg
+    limit: Limit = None
+
+    def resolve(self) -> Job:
+        """Return the schedule; raise if the costs do not fit its plan."""
+        return resolve(self.name, self, self.validated, self.limit)
 
 
 def resolve(name: str, asked: PlanOptions, costs: Callable[[Plan], Costs], limit: float | None) -> Job:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import ceil, floor, inf, log10
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from fpipe.cli.options import counts
 from fpipe.costs import format_bytes
 from fpipe.effects import Effect, parts
 from fpipe.programs.verifier import Report
@@ -75,7 +76,7 @@ def account(timeline: Timeline, scale: Scale = _PLAIN, peaks: Sequence[float | N
             result.add_row(str(rank), "missing")
             continue
         times = [timeline.busy[rank], timeline.idle[rank], *causes.values()]
-        row = [*(scale(_without_noise(time, timeline)) for time in times), number(timeline.peak_in_flight[rank])]
+        row = [*(scale(_cleared(time, timeline.makespan)) for time in times), number(timeline.peak_in_flight[rank])]
         result.add_row(str(rank), *row, *([_size(peaks[rank])] if has_memory else []))
     if scale.name:
         result.caption = f"times in {scale.name}"
@@ -95,9 +96,8 @@ def gantt(timeline: Timeline, console: Console, scale: float | None = None) -> G
             console continue in further blocks below.
     """
     ranks = range(timeline.plan.ranks)
-    colours = (
-        console.color_system in ("256", "truecolor") and not console.no_color
-    )  # 16 colours are too few for the kinds
+    # 16 colours are too few for the kinds.
+    colours = console.color_system in ("256", "truecolor") and not console.no_color
     idle = [percent(1 - busy / timeline.makespan) if timeline.makespan else "" for busy in timeline.busy]
     margins = [f"rank {rank:>{len(str(ranks[-1]))}} {idle[rank]:>6}  " for rank in ranks]
     room = max(10, console.width - len(margins[0]))
@@ -211,12 +211,10 @@ def comparison(entrants: Sequence[tuple[str, Timeline, float]], refused: Mapping
     rows = [(line.makespan, line.cost, line.bubble_rate, peak) for _, line, peak in entrants]
     best = [min(column) for column in zip(*rows, strict=True)]
     for (name, timeline, _), figures in zip(entrants, rows, strict=True):
-        formats = (number, number, percent, number)
-        marked = [
-            _marked(format_figure(figure), figure <= least * (1 + 1e-9))
-            for format_figure, figure, least in zip(formats, figures, best, strict=True)
-        ]
-        result.add_row(Text(name), str(_chunks(timeline)), *marked, *(f"{mean:.3g}" for mean in _mean_causes(timeline)))
+        columns = zip((number, number, percent, number), figures, best, strict=True)
+        marked = [_marked(form(figure), figure <= least * (1 + 1e-9)) for form, figure, least in columns]
+        means = (f"{mean:.3g}" for mean in _mean_causes(timeline))
+        result.add_row(Text(name), str(counts(timeline.plan)["chunks"]), *marked, *means)
     note = Text("* best; v stages on a rank; peak in flight; a rank's mean idle time by cause", "dim")
     shown: list[RenderableType] = [result, note] if entrants else []
     reasons = [Text.assemble((name, "bold"), f": {reason}") for name, reason in refused.items()]
@@ -225,16 +223,12 @@ def comparison(entrants: Sequence[tuple[str, Timeline, float]], refused: Mapping
 
 def _mean_causes(timeline: Timeline) -> list[float]:
     totals = (sum(causes[cause] for causes in timeline.causes) for cause in CAUSES)
-    return [_without_noise(total / timeline.plan.ranks, timeline) for total in totals]
+    return [_cleared(total / timeline.plan.ranks, timeline.makespan) for total in totals]
 
 
-def _without_noise(time: float, timeline: Timeline) -> float:
-    """Return the time, or 0 for a rounding error."""
-    return time if abs(time) > 1e-9 * timeline.makespan else 0.0
-
-
-def _chunks(timeline: Timeline) -> int:
-    return max(len(timeline.plan.stages_on(rank)) for rank in range(timeline.plan.ranks))
+def _cleared(time: float, whole: float) -> float:
+    """Return the time, or 0 for a rounding error in the whole."""
+    return time if abs(time) > 1e-9 * whole else 0.0
 
 
 def _marked(figure: str, best: bool) -> Text:
@@ -247,7 +241,7 @@ def discovery(results: Sequence[tuple[str, Timeline, float, float]]) -> Group:
     for name, timeline, peak, bound in results:
         figures = [number(timeline.makespan), number(timeline.cost), percent(timeline.bubble_rate), number(peak)]
         above = percent(timeline.cost / bound - 1) if bound else ""
-        shown.add_row(Text(name), str(_chunks(timeline)), *figures, number(bound), above)
+        shown.add_row(Text(name), str(counts(timeline.plan)["chunks"]), *figures, number(bound), above)
     return Group(shown, Text("bound: no schedule costs less   above: what this one costs more than that", "dim"))
 
 
@@ -261,8 +255,8 @@ def verdict(name: str, report: Report, *notes: str) -> Group:
     for (source, target), count in report.messages.items():
         sent = [format_bytes(report.bytes[source, target])] if report.bytes else []
         edges.add_row(str(source), str(target), str(count), *sent)
-    counts = f"{sum(report.effects)} effects, {sum(report.messages.values())} messages"
-    head = f": {extent(report.plan)}\nright over the {report.transport} transport: {counts}"
+    totals = f"{sum(report.effects)} effects, {sum(report.messages.values())} messages"
+    head = f": {extent(report.plan)}\nright over the {report.transport} transport: {totals}"
     return Group(Text.assemble((name, "bold"), head), *map(Text, notes), Columns([ranks, edges], padding=(0, 4)))
 
 
@@ -281,14 +275,12 @@ def path(segments: Sequence[PathSegment], shares: Mapping[str, float], timeline:
 
 
 def _segment(segment: PathSegment, scale: Scale, effects: Effects) -> str:
-    if len(segment.ranks) > 1 or not segment.effects.keys().isdisjoint(("Send", "Recv")):
+    rows = {kind.__name__: row for kind, row in effects.effects.items() if kind.__name__ in segment.effects}
+    if any(row.track in ("send", "receive") for row in rows.values()):
         return f"transfer {scale.full(segment.time)}"
-    kinds = ", ".join(f"{count} {_letter(kind, effects)}" for kind, count in segment.effects.items())
+    letters = {kind: row.letter if row.track == "compute" else kind.lower() for kind, row in rows.items()}
+    kinds = ", ".join(f"{count} {letters[kind]}" for kind, count in segment.effects.items())
     return f"rank {segment.ranks[0]} ({kinds}) {scale.full(segment.time)}"
-
-
-def _letter(kind: str, effects: Effects) -> str:
-    return next((row.letter for each, row in drawn_rows(effects).items() if each.__name__ == kind), kind.lower())
 
 
 def difference(result: Difference, names: tuple[str, str], scale: Scale) -> Group:
@@ -300,24 +292,17 @@ def difference(result: Difference, names: tuple[str, str], scale: Scale) -> Grou
     totals.add_row("bubble", *map(percent, result.bubble_rate), percent(result.bubble_rate[0] - result.bubble_rate[1]))
     for kind, pair in result.kinds.items():
         totals.add_row(f"{kind}{unit}", *_pair(pair, scale))
-    whole = result.makespan[0] - result.makespan[1]
     breakdown = table(["where the makespans differ", "A - B"], words=["where the makespans differ"])
-    for where, time in result.lies.items():
-        breakdown.add_row(f"{where}{unit}", scale(_cleared(time, result)))
-    breakdown.add_row(f"all{unit}", scale(_cleared(whole, result)), style="bold")
+    for where, time in {**result.lies, "all": result.makespan[0] - result.makespan[1]}.items():
+        style = "bold" if where == "all" else None
+        breakdown.add_row(f"{where}{unit}", scale(_cleared(time, max(result.makespan))), style=style)
     note = "host: between effects of A's critical path; elsewhere: B's makespan beyond that path"
     both = Columns([totals, breakdown], padding=(0, 4))
     return Group(*titles, both, Text(note, "dim"), _side_by_side(result, scale), _largest(result, scale))
 
 
 def _pair(pair: tuple[float, float], scale: Scale) -> Iterator[str]:
-    longer = pair[0] - pair[1]
-    return (scale(time) for time in (*pair, longer if abs(longer) > 1e-9 * max(pair) else 0.0))
-
-
-def _cleared(time: float, result: Difference) -> float:
-    """Return the time, or 0 for a rounding error."""
-    return time if abs(time) > 1e-9 * max(result.makespan) else 0.0
+    return (scale(time) for time in (*pair, _cleared(pair[0] - pair[1], max(pair))))
 
 
 def _side_by_side(result: Difference, scale: Scale) -> Table:
@@ -327,7 +312,7 @@ def _side_by_side(result: Difference, scale: Scale) -> Table:
         lines = result.a, result.b
         pairs = (*(line.busy[rank] for line in lines), *(line.idle[rank] for line in lines))
         causes = (result.a.causes[rank][cause] - result.b.causes[rank][cause] for cause in CAUSES)
-        shown.add_row(str(rank), *(scale(_cleared(time, result)) for time in (*pairs, *causes)))
+        shown.add_row(str(rank), *(scale(_cleared(time, max(result.makespan))) for time in (*pairs, *causes)))
     shown.caption, shown.caption_justify = "causes of idle time: A - B", "left"
     return shown
 
@@ -335,13 +320,12 @@ def _side_by_side(result: Difference, scale: Scale) -> Table:
 def _largest(result: Difference, scale: Scale) -> RenderableType:
     """Return a table of the effects whose durations differ most."""
     shown = table(["rank", "stage", "effect", "took A", "B", "A - B", "began later by"], words=["effect"])
+    longest = max(result.makespan)
     for each in result.effects[:_MAX_EFFECTS]:
-        if not _cleared(each.longer, result):
+        if not _cleared(each.longer, longest):
             break
         name = label(each.effect, each.rank[0], result.a.plan, result.a.table)
-        times = (*each.took, each.longer, each.shift)
-        what: Any = getattr(each.effect, "value", parts(each.effect)[0])
-        shown.add_row(
-            str(each.rank[0]), str(what.stage), Text(name), *(scale(_cleared(time, result)) for time in times)
-        )
+        times = (scale(_cleared(time, longest)) for time in (*each.took, each.longer, each.shift))
+        stage = getattr(getattr(each.effect, "value", parts(each.effect)[0]), "stage", "")
+        shown.add_row(str(each.rank[0]), str(stage), Text(name), *times)
     return shown if shown.row_count else Text("every effect that both have took as long")

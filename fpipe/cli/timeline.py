@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import typer
 
 from fpipe.cli.app import CommandError, verb
-from fpipe.cli.options import Json, counts
-from fpipe.cli.output import print_json, replacing, show
+from fpipe.cli.options import Json, ToFile, counts
+from fpipe.cli.output import attributes, print_json, replacing, show
 from fpipe.costs import format_bytes
 from fpipe.timelines.comparison import Difference, path_segments, path_shares
 from fpipe.timelines.format import number, percent, scale_of
@@ -49,8 +49,7 @@ def timeline(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN...",
-            help="A run's folder, as DIR, DIR@STEP or DIR/predicted; two of them are compared.",
+            metavar="RUN...", help="A run's folder, as DIR, DIR@STEP or DIR/predicted; two of them are compared."
         ),
     ],
     diff: Annotated[
@@ -64,10 +63,9 @@ def timeline(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
+        ToFile(
             help="Write it: .json for Perfetto and Chrome's trace viewer; .svg, .png or .pdf (need matplotlib); .csv, "
-            "a line for each effect.",
+            "a line for each effect."
         ),
     ] = None,
     as_json: Json = False,
@@ -126,18 +124,17 @@ def _show(run: Run, predicted: Run | None) -> None:
 
 def _remarks(run: Run, predicted: Run | None) -> Iterator[str]:
     """Yield the allocators' peak, the uncertainty of the clocks, and the prediction."""
-    line, headers = run.capture.timeline, run.capture.headers
-    peaks = {rank: header.peak for rank, header in headers.items() if header.peak}
-    if peaks:
+    line, capture = run.capture.timeline, run.capture
+    if peaks := _allocator_peaks(capture):
         most = max(peaks, key=lambda rank: peaks[rank][0])
         yield f"peak memory: {format_bytes(peaks[most][0])} on rank {most} ({plain(peaks[most][1])})"
-    if len(headers) > 1 and (apart := uncertainty(run.capture)):
+    if len(capture.headers) > 1 and (apart := uncertainty(capture)):
         yield f"clocks agree within {number(apart * 1e6)} µs"
-    if predicted and predicted.capture.unit == run.capture.unit:
+    if predicted and predicted.capture.unit == capture.unit:
         other = predicted.capture.timeline.makespan
         ratio = other / line.makespan - 1 if line.makespan else 0.0
         how = f"{percent(abs(ratio))} {'more' if ratio > 0 else 'less'} than measured"
-        shown = scale_of(line.makespan, run.capture.unit).full(other)
+        shown = scale_of(line.makespan, capture.unit).full(other)
         yield f"predicted makespan {shown}, {how}: fpipe timeline --diff {shlex.quote(run.name)} says where it lies"
     elif predicted:
         yield "there is a prediction too, but its times have another unit"
@@ -231,19 +228,13 @@ def _prediction(run: Run) -> Run | None:
 def _as_json(run: Run, predicted: Run | None) -> dict[str, object]:
     """Return a run as JSON: times in its unit, memory in bytes."""
     capture, line = run.capture, run.capture.timeline
-    ranks = range(line.plan.ranks)
+    ranks, peaks = range(line.plan.ranks), _allocator_peaks(capture)
     return {
         **_which(run),
         **counts(line.plan),
-        "makespan": line.makespan,
-        "cost": line.cost,
-        "bubble_rate": line.bubble_rate,
-        "busy": line.busy,
-        "idle": line.idle,
-        "causes": line.causes,
-        "peak_in_flight": line.peak_in_flight,
+        **attributes(line, "makespan", "cost", "bubble_rate", "busy", "idle", "causes", "peak_in_flight"),
         "peak_memory": [capture.peak_memory(rank) for rank in ranks],
-        "allocator_peak": [_peak(capture, rank) for rank in ranks],
+        "allocator_peak": [peaks[rank][0] if rank in peaks else None for rank in ranks],
         "clock_uncertainty": uncertainty(capture),
         "critical_path": [segment._asdict() for segment in path_segments(line)],
         "shares": path_shares(line),
@@ -252,20 +243,13 @@ def _as_json(run: Run, predicted: Run | None) -> dict[str, object]:
     }
 
 
+def _allocator_peaks(capture: "Capture") -> "dict[int, tuple[float, str]]":
+    """Return rank -> peak bytes, and whether an allocator or the process counted them."""
+    return {rank: header.peak for rank, header in capture.headers.items() if header.peak}
+
+
 def _which(run: Run) -> dict[str, object]:
-    capture = run.capture
-    return {
-        "run": run.name,
-        "kind": capture.kind,
-        "step": capture.step,
-        "schedule": capture.schedule,
-        "unit": capture.unit,
-    }
-
-
-def _peak(capture: "Capture", rank: int) -> float | None:
-    header = capture.headers.get(rank)
-    return header.peak[0] if header and header.peak else None
+    return {"run": run.name, **attributes(run.capture, "kind", "step", "schedule", "unit")}
 
 
 def uncertainty(capture: "Capture") -> float | None:

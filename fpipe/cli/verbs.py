@@ -13,20 +13,20 @@ import typer
 from fpipe.cli.app import verb
 from fpipe.cli.options import (
     SCHEDULE_HELP,
+    Chunks,
     CostOptions,
     InPlan,
     Json,
     Limit,
     ModelOptions,
     PlanOptions,
-    ScheduleArg,
-    at_least_one,
+    ToFile,
     counts,
     known,
 )
-from fpipe.cli.output import console, print_json, progress, replacing, show
-from fpipe.cli.resolve import enforce_limit, played, read, resolve
-from fpipe.effects import Compute, Effect, Overlap, parts
+from fpipe.cli.output import attributes, console, print_json, progress, replacing, show
+from fpipe.cli.resolve import ScheduleOptions, enforce_limit, played, read, resolve
+from fpipe.effects import Effect, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
 from fpipe.programs.lowering import lower
@@ -35,32 +35,27 @@ from fpipe.programs.verifier import check
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, shares
 from fpipe.schedules.search import CHUNKS, pareto
 from fpipe.schedules.search import search as find
+from fpipe.tables import TABLE
 from fpipe.timelines.format import extent, number, percent, scale_of, sized
+from fpipe.timelines.labels import drawn_rows
 from fpipe.timelines.timeline import Timeline
 
 _CHUNKS = ",".join(map(str, CHUNKS))
 _MAX_COLUMNS = 100_000  # of a drawing with --scale
 
 
-def _simulated(name: str, options: PlanOptions, costs: CostOptions, limit: float | None) -> tuple[str, Timeline]:
-    with progress(f"lower {name}", 3) as step:
-        job = resolve(name, options, costs.validated, limit)
+def _simulated(options: ScheduleOptions) -> tuple[str, Timeline]:
+    with progress(f"lower {options.name}", 3) as step:
+        job = options.resolve()
         timeline = played(job, step)
-    enforce_limit(timeline.peak_in_flight, limit)
+    enforce_limit(timeline.peak_in_flight, options.limit)
     return job.name, timeline
 
 
 def result(name: str, timeline: Timeline) -> dict[str, object]:
     """Return the results of a simulation for `--json`. Other programs read this: keep the keys and their order."""
-    return {
-        "schedule": name,
-        **counts(timeline.plan),
-        "makespan": timeline.makespan,
-        "cost": timeline.cost,
-        "bubble_rate": timeline.bubble_rate,
-        "idle": timeline.idle,
-        "peak_in_flight": timeline.peak_in_flight,
-    }
+    figures = attributes(timeline, "makespan", "cost", "bubble_rate", "idle", "peak_in_flight")
+    return {"schedule": name, **counts(timeline.plan), **figures}
 
 
 @verb("fpipe schedules")
@@ -68,7 +63,7 @@ def schedules(as_json: Json = False) -> None:
     """List the named schedules."""
     if as_json:
         keys = ("placement", "chunks", "any_chunks", "peak", "idea", "source")
-        print_json({name: {key: getattr(entry, key) for key in keys} for name, entry in CATALOGUE.items()})
+        print_json({name: attributes(entry, *keys) for name, entry in CATALOGUE.items()})
         return
     from fpipe.cli.tables import table
 
@@ -82,25 +77,22 @@ def schedules(as_json: Json = False) -> None:
 
 @verb("fpipe verify zb-h1 --ranks 4 --microbatches 8 --transport rendezvous")
 def verify(
-    name: ScheduleArg,
-    options: PlanOptions,
-    costs: CostOptions,
+    options: ScheduleOptions,
     transport: Annotated[
         Literal["async", "paired", "rendezvous"], InPlan(help="How messages travel: see fpipe.verify.")
     ] = "async",
     unordered: Annotated[bool, InPlan("--unordered", help="Admit any order of microbatches on a stage.")] = False,
-    limit: Limit = None,
     as_json: Json = False,
 ) -> None:
     """Check a schedule: complete, in order, free of deadlock."""
-    with progress(f"lower {name}", 2) as step:
-        job = resolve(name, options, costs.validated, limit)
+    with progress(f"lower {options.name}", 2) as step:
+        job = options.resolve()
         programs = lower(job.schedule, job.plan, transport=transport)
-        step(f"verify {name}")
+        step(f"verify {options.name}")
         report = check(
             programs, transport=transport, ordered=not unordered, costs=job.costs if sized(job.costs) else None
         )
-    enforce_limit(report.peak_in_flight, limit)
+    enforce_limit(report.peak_in_flight, options.limit)
     if as_json:
         edges = [
             {"from": source, "to": target, "messages": count, "bytes": (report.bytes or {}).get((source, target))}
@@ -120,10 +112,7 @@ def verify(
     "fpipe simulate zb-v --ranks 4 --microbatches 8 --logdir runs/zb-v",
 )
 def simulate(
-    name: ScheduleArg,
-    options: PlanOptions,
-    costs: CostOptions,
-    limit: Limit = None,
+    options: ScheduleOptions,
     logdir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the timeline there, for TensorBoard's Pipeline tab.")
     ] = None,
@@ -133,7 +122,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Simulate a schedule: time, idle time, memory."""
-    name, timeline = _simulated(name, options, costs, limit)
+    name, timeline = _simulated(options)
     unit = "s" if seconds else ""
     if logdir:
         _write(logdir, name, timeline, unit)
@@ -164,13 +153,8 @@ def _write(logdir: Path, name: str, timeline: Timeline, unit: str) -> None:
     "fpipe draw zb-v --ranks 4 --microbatches 8 --out zb-v.svg",
 )
 def draw(
-    name: ScheduleArg,
-    options: PlanOptions,
-    costs: CostOptions,
-    limit: Limit = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw into this file: .svg, .png or .pdf (needs matplotlib).")
-    ] = None,
+    options: ScheduleOptions,
+    out: Annotated[Path | None, ToFile(help="Draw into this file: .svg, .png or .pdf (needs matplotlib).")] = None,
     scale: Annotated[
         float | None, typer.Option(min=1e-9, metavar="N", help="Columns for a unit of time; long lanes go on below.")
     ] = None,
@@ -185,7 +169,7 @@ def draw(
     """
     if out and out.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise typer.BadParameter(f"{out} ends in no known format: take .svg, .png or .pdf", param_hint="--out")
-    name, timeline = _simulated(name, options, costs, limit)
+    name, timeline = _simulated(options)
     if scale and scale * timeline.makespan > _MAX_COLUMNS:
         largest = number(floor(1000 * _MAX_COLUMNS / timeline.makespan) / 1000)
         raise typer.BadParameter(
@@ -219,9 +203,9 @@ def _computes(timeline: Timeline) -> Iterator[dict[str, object]]:
     for rank in range(timeline.plan.ranks):
         for span in timeline.compute(rank):
             runs = [
-                {"kind": type(part).__name__, "stage": part.stage, "microbatch": part.microbatch}
+                {"kind": type(part).__name__, **attributes(part, "stage", "microbatch")}
                 for part in parts(span.effect)
-                if isinstance(part, Compute)
+                if timeline.table.effects[type(part)].work
             ]
             yield {"rank": rank, "start": span.start, "end": span.end, "effects": runs}
 
@@ -239,9 +223,7 @@ def compare(
             metavar="[SCHEDULE]...", help=f"By default every named one. {SCHEDULE_HELP}", autocompletion=known
         ),
     ] = None,
-    loops: Annotated[
-        Any, InPlan(metavar="V,V,...", parser=at_least_one, help="Chunks to try with schedules that loop.")
-    ] = "2,4",
+    loops: Annotated[Any, Chunks(help="Chunks to try with schedules that loop.")] = "2,4",
     limit: Limit = None,
     as_json: Json = False,
 ) -> None:
@@ -293,13 +275,9 @@ def search(
     model: ModelOptions,
     costs: CostOptions,
     limit: Limit = None,
-    loops: Annotated[
-        Any, InPlan(metavar="V,V,...", parser=at_least_one, help="Chunks to try with schedules that take any.")
-    ] = _CHUNKS,
+    loops: Annotated[Any, Chunks(help="Chunks to try with schedules that take any.")] = _CHUNKS,
     frontier: Annotated[bool, typer.Option("--pareto", help="Show time against peak memory, not the fastest.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what was found as torch's CSV, which every verb reads.")
-    ] = None,
+    out: Annotated[Path | None, ToFile(help="Write what was found as torch's CSV, which every verb reads.")] = None,
     as_json: Json = False,
 ) -> None:
     """Search for the fastest schedule, and a lower bound.
@@ -333,23 +311,20 @@ def search(
 
 @verb("fpipe export zb-v --ranks 4 --microbatches 8 --format torch-csv --out zb-v.csv")
 def export(
-    name: ScheduleArg,
-    options: PlanOptions,
-    costs: CostOptions,
-    limit: Limit = None,
+    options: ScheduleOptions,
     form: Annotated[
         Literal["torch-csv", "torch-csv-compute"],
         typer.Option("--format", help="Actions of torch.distributed.pipelining: all, or without communication."),
     ] = "torch-csv",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write into this file.")] = None,
+    out: Annotated[Path | None, ToFile(help="Write into this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write a schedule for torch.distributed.pipelining."""
     from fpipe.interop.torch_csv import to_csv
 
-    job = resolve(name, options, costs.validated, limit)
-    if limit is not None:
-        enforce_limit(check(lower(job.schedule, job.plan), ordered=False).peak_in_flight, limit)
+    job = options.resolve()
+    if options.limit is not None:
+        enforce_limit(check(lower(job.schedule, job.plan), ordered=False).peak_in_flight, options.limit)
     text = to_csv(job.schedule, job.plan, communication=form == "torch-csv")
     if out:
         with replacing(out) as file:
@@ -426,5 +401,5 @@ def _order_of(entry: CatalogueEntry, plan: Plan) -> list[list[Effect]] | None:
 
 
 def _order(schedule: Schedule, plan: Plan) -> list[list[Effect]]:
-    ranks = range(plan.ranks)
-    return [[effect for effect in schedule(rank, plan) if isinstance(effect, Compute | Overlap)] for rank in ranks]
+    kinds = drawn_rows(TABLE)
+    return [[effect for effect in schedule(rank, plan) if type(effect) in kinds] for rank in range(plan.ranks)]

@@ -5,20 +5,15 @@ from typing import TYPE_CHECKING
 from fpipe._lazy import attach
 
 if TYPE_CHECKING:
-    from fpipe.handlers.distributed.handler import Distributed
-    from fpipe.handlers.local import Local
-    from fpipe.handlers.protocol import Handler, Inputs, Observer, Peers, Results
-    from fpipe.handlers.reference import Reference
-
-__all__ = [
-    "Distributed",
-    "Handler",
-    "Inputs",
-    "Local",
-    "Observer",
-    "Peers",
-    "Reference",
-    "Results",
-]
+    from fpipe.handlers.distributed.handler import Distributed as Distributed
+    from fpipe.handlers.local import Local as Local
+    from fpipe.handlers.protocol import (
+        Handler as Handler,
+        Inputs as Inputs,
+        Observer as Observer,
+        Peers as Peers,
+        Results as Results,
+    )
+    from fpipe.handlers.reference import Reference as Reference
 
 __getattr__, __dir__ = attach(__name__)

@@ -7,7 +7,8 @@ tell when that wait returns at once.
 
 from __future__ import annotations
 
-from fpipe.effects import Name, Recv, Send, Value
+from fpipe.effects import Recv, Send, Value
+from fpipe.programs.interning import Interning
 from fpipe.programs.program import Programs
 
 
@@ -23,13 +24,15 @@ def send_completions(programs: Programs, rank: int) -> dict[Value, int]:
     for peer, program in programs.items():
         if peer == rank:
             continue
-        position: dict[Name, int] = {}  # of each received value in the channel, from 1 on
-        for effect in program:
-            if isinstance(effect, Recv) and effect.rank == rank:
-                position[effect.value] = len(position) + 1
+        interning = Interning(program.plan, program.table)
+        receives = [effect for effect in program if isinstance(effect, Recv) and effect.rank == rank]
+        position = {interning.id(receive.value): at for at, receive in enumerate(receives, start=1)}
         used = 0
         for effect in program:
-            if isinstance(effect, Send) and effect.rank == rank:
-                complete[effect.value] = used
-            used = max([used, *(position.get(name, 0) for name in program.table.needs(effect, program.plan))])
+            if isinstance(effect, Send):
+                if effect.rank == rank:
+                    complete[effect.value] = used
+            elif not isinstance(effect, Recv):
+                for id_ in interning.needs(effect):
+                    used = max(used, position.get(id_, 0))
     return complete

@@ -15,9 +15,8 @@ from fpipe.programs.program import Programs
 
 MAX_WAITS = 6  # of a cycle that the message lists in full
 Node = int | tuple[int, int]  # a rank; or the head of a rank's queue to a peer
-Missing = Mapping[
-    int, Sequence[Name]
-]  # the names that each blocked rank needs; empty for a send that waits for its receive
+# The names that each blocked rank needs; empty for a send that waits for its receive.
+Missing = Mapping[int, Sequence[Name]]
 
 
 class Wait(NamedTuple):

@@ -66,9 +66,8 @@ class _Scheduler:
         self.interning = Interning(plan_of(programs), table_of(programs))
         self.turns = deque(programs)
         self.at = dict.fromkeys(programs, 0)
-        self.here: dict[int, dict[object, int]] = {
-            rank: {} for rank in programs
-        }  # id -> index of the effect that gave it
+        # By rank: id -> index of the effect that gave it.
+        self.here: dict[int, dict[object, int]] = {rank: {} for rank in programs}
         self.waits_for: dict[int, object] = {}
         self.queues: dict[tuple[int, int, bool], deque[tuple[bool, int, int]]] = defaultdict(deque)
 
@@ -142,7 +141,7 @@ class _Scheduler:
 
     def _missing(self, rank: int) -> list[Name]:
         """Return the names that a blocked rank needs and does not have."""
-        needs = self.interning.ids(self.programs[rank].effects[self.at[rank]]).needs
+        needs = self.interning.needs(self.programs[rank].effects[self.at[rank]])
         return [self.interning.name(id_) for id_ in needs if id_ not in self.here[rank]]
 
 

@@ -6,28 +6,22 @@ microbatch in them. It is read once for each kind, stage and block of microbatch
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from math import lcm
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
-from fpipe.effects import Name, Overlap, parts
+from fpipe.effects import Overlap, Recv, Send, parts
+from fpipe.errors import ScheduleError
 from fpipe.plan import Plan
-from fpipe.tables import TABLE, Row, Table, fields_of, is_uniform
+from fpipe.programs.names import fits
+from fpipe.tables import TABLE, Names, Row, Table, fields_of, is_uniform
 
-Family = tuple[type, Any]  # a value's class, and its fields other than the microbatch: one, or a tuple
-
-
-class Ids(NamedTuple):
-    """The ids of the names that an effect needs, gives and frees."""
-
-    needs: list[int]
-    gives: list[int]
-    frees: list[int]
-
-
-_Column = tuple[list[int], list[int]]  # ids at microbatch 0; ids of names without a microbatch
+Ids = tuple[list[int], list[int], list[int]]
+_Column = list[tuple[int, int]]  # ids at microbatch 0, and the step to the next microbatch's: 1, or 0 if it has none
 
 
 class Interning:
@@ -39,7 +33,7 @@ class Interning:
     >>> from fpipe.effects import Forward
     >>> interning = Interning(Plan(Placement.loop(2), 4))
     >>> interning.ids(Forward(0, 3))
-    Ids(needs=[], gives=[3, 7], frees=[])
+    ([], [3, 7], [])
     >>> [interning.name(3), interning.name(7)]
     [Activation(stage=0, microbatch=3), Residuals(stage=0, microbatch=3)]
     """
@@ -47,65 +41,78 @@ class Interning:
     def __init__(self, plan: Plan, table: Table = TABLE) -> None:
         self.plan, self.table = plan, table
         self.block = plan.microbatches // lcm(*map(len, plan.placement.holders))
-        self._first: dict[Family, int] = {}
-        self._families: list[Family] = []
+        self._first = defaultdict[type, dict[Any, int]](dict)  # by class, and by the fields other than the microbatch
+        self._names: list[Callable[[int], Any]] = []  # by family: microbatch -> name
         self._uniform = {kind for kind, row in table.effects.items() if _is_uniform(kind, row)}
-        self._columns: dict[tuple[type, int, int], tuple[_Column, _Column, _Column]] = {}
+        self._columns: dict[tuple[type, int, int], tuple[_Column, ...]] = {}
 
     def id(self, name: Any) -> int:
         """Return a name's id."""
         kind: Any = type(name)
-        family, microbatch = _split(kind)(name)
-        first = self._first.get(family)
+        families, others = self._first[kind], _others(kind)(name)
+        first = families.get(others)
         if first is None:
-            first = self._first[family] = len(self._families) * self.plan.microbatches
-            self._families.append(family)
-        return first + microbatch
+            first = families[others] = len(self._names) * self.plan.microbatches
+            self._names.append(_at_microbatch(name))
+        return first + getattr(name, "microbatch", 0)
 
-    def name(self, id_: int) -> Name:
+    def name(self, id_: int) -> Any:
         """Return the name that has an id."""
         family, microbatch = divmod(id_, self.plan.microbatches)
-        kind, rest = self._families[family]
-        fields = dict(zip(_rest(kind), rest if isinstance(rest, tuple) else (rest,), strict=True))
-        return kind(**fields, **({"microbatch": microbatch} if "microbatch" in fields_of(kind) else {}))  # type: ignore[no-any-return]
-
-    def uniform_key(self, effect: Any) -> tuple[type, int, int] | None:
-        """Return the key of effects that differ only in a microbatch of one block; None for one that is not uniform."""
-        kind = type(effect)
-        return (kind, effect.stage, effect.microbatch // self.block) if kind in self._uniform else None
+        return self._names[family](microbatch)
 
     def ids(self, effect: Any) -> Ids:
         """Return the ids of the names that an effect needs, gives and frees."""
-        key = self.uniform_key(effect)
-        if key is not None:
-            columns = self._columns.get(key)
-            if columns is None:
-                columns = self._columns[key] = self._at_zero(effect)
+        kind = type(effect)
+        if kind in self._uniform:
+            (needs, gives, frees), m = self._columns_of(effect), effect.microbatch
+            return (
+                [first + m * step for first, step in needs],
+                [first + m * step for first, step in gives],
+                [first + m * step for first, step in frees],
+            )
+        if kind is Send:
+            return [self.id(effect.value)], [], []
+        if kind is Recv:
+            return [], [self.id(effect.value)], []
+        if kind is Overlap:
+            one, other = map(self.ids, parts(effect))
+            return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+        names = self._names_of(effect)
+        return list(map(self.id, names[0])), list(map(self.id, names[1])), list(map(self.id, names[2]))
+
+    def needs(self, effect: Any) -> list[int]:
+        """Return the ids of the names that an effect needs, faster than `ids` does."""
+        return self._column(effect, 0)
+
+    def gives(self, effect: Any) -> list[int]:
+        """Return the ids of the names that an effect gives, faster than `ids` does."""
+        return self._column(effect, 1)
+
+    def _column(self, effect: Any, at: int) -> list[int]:
+        if type(effect) in self._uniform:
             m = effect.microbatch
-            (needs, fixed_needs), (gives, fixed_gives), (frees, fixed_frees) = columns
-            return Ids(
-                [n + m for n in needs] + fixed_needs,
-                [n + m for n in gives] + fixed_gives,
-                [n + m for n in frees] + fixed_frees,
-            )
-        if type(effect) is Overlap:
-            first, second = map(self.ids, parts(effect))
-            return Ids(*(a + b for a, b in zip(first, second, strict=True)))
-        return Ids(*(list(map(self.id, names)) for names in self._names(effect)))
+            return [first + m * step for first, step in self._columns_of(effect)[at]]
+        return self.ids(effect)[at]
 
-    def _names(self, effect: Any) -> list[tuple[Any, ...]]:
-        row = self.table.effects[type(effect)]
-        return [names(effect, self.plan) for names in (row.needs, row.gives, row.frees)]
-
-    def _at_zero(self, effect: Any) -> tuple[_Column, _Column, _Column]:
-        needs, gives, frees = (
-            (
-                [self.id(n) - effect.microbatch for n in names if hasattr(n, "microbatch")],
-                [self.id(n) for n in names if not hasattr(n, "microbatch")],
+    def _columns_of(self, effect: Any) -> tuple[_Column, ...]:
+        m = effect.microbatch
+        key = type(effect), effect.stage, m // self.block
+        columns = self._columns.get(key)
+        if columns is None:
+            columns = self._columns[key] = tuple(
+                [(self.id(n) - m * step, step) for n in names for step in [int(hasattr(n, "microbatch"))]]
+                for names in self._names_of(effect)
             )
-            for names in self._names(effect)
-        )
-        return needs, gives, frees
+        return columns
+
+    def _names_of(self, effect: Any) -> tuple[Names, Names, Names]:
+        row, plan = self.table.effects[type(effect)], self.plan
+        columns = row.needs(effect, plan), row.gives(effect, plan), row.frees(effect, plan)
+        for name in chain(*columns):
+            if not fits(name, plan):
+                raise ScheduleError(f"the row of {type(effect).__name__} names {name}, which the plan does not have")
+        return columns
 
 
 def _is_uniform(kind: type, row: Row) -> bool:
@@ -118,10 +125,17 @@ def _rest(kind: Any) -> list[str]:
 
 
 @cache
-def _split(kind: Any) -> Callable[[Any], tuple[Family, int]]:
-    """Return a function that splits a name into its family and its microbatch (0 without one)."""
-    rest = _rest(kind)
-    family = attrgetter(*rest) if rest else lambda name: ()
-    if "microbatch" in fields_of(kind):
-        return lambda name: ((kind, family(name)), name.microbatch)
-    return lambda name: ((kind, family(name)), 0)
+def _others(kind: Any) -> Callable[[Any], Any]:
+    """Return a function of a name that returns its fields other than the microbatch."""
+    others = _rest(kind)
+    return attrgetter(*others) if others else lambda name: ()
+
+
+def _at_microbatch(name: Any) -> Callable[[int], Any]:
+    """Return a function of a microbatch that returns the same name for that microbatch."""
+    kind: Any = type(name)
+    others = {field: getattr(name, field) for field in _rest(kind)}
+    if not hasattr(name, "microbatch"):
+        return lambda m: name
+    last = fields_of(kind)[-1] == "microbatch"
+    return partial(kind, *others.values()) if last else lambda m: kind(**others, microbatch=m)

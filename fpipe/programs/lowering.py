@@ -13,9 +13,8 @@ an invalid schedule the result is best effort.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fpipe.effects import Effect, Forward, Recv, Reduce, Send, Value, WeightGradient, parts
@@ -25,7 +24,7 @@ from fpipe.programs.interning import Interning
 from fpipe.programs.names import check_names
 from fpipe.programs.program import Program, Programs, plan_of, table_of
 from fpipe.programs.transports import Transport
-from fpipe.tables import TABLE, WEIGHT, Table, fields_of
+from fpipe.tables import TABLE, WEIGHT, Table, is_uniform
 
 Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values that are not received yet
 
@@ -75,85 +74,63 @@ def collect(schedule: Schedule, plan: Plan, table: Table = TABLE) -> Programs:
 
 def communicate(programs: Programs) -> Programs:
     """Add each `Send` after its producer, and each `Recv` before its first use, in the order of the sends."""
-    cache = _EdgeCache(plan_of(programs), table_of(programs))
+    routes = _Routes(Interning(plan_of(programs), table_of(programs)))
     sent: Sent = defaultdict(deque)
-    sending = {rank: list(_with_sends(program, cache, sent)) for rank, program in programs.items()}
+    sending = {rank: list(_with_sends(program, routes, sent)) for rank, program in programs.items()}
     return {
-        rank: replace(program, effects=tuple(_with_receives(rank, sending.pop(rank), cache, sent)))
+        rank: replace(program, effects=tuple(_with_receives(rank, sending.pop(rank), routes, sent)))
         for rank, program in programs.items()
     }
 
 
-def _with_sends(program: Program, cache: _EdgeCache, sent: Sent) -> Iterator[Effect]:
+def _with_sends(program: Program, routes: _Routes, sent: Sent) -> Iterator[Effect]:
+    interning, rank = routes.interning, program.rank
     for effect in program:
         yield effect
-        for value, peers in cache.out(effect):
-            for peer in peers:
-                if peer != program.rank:
-                    sent[program.rank, peer].append(value)
-                    yield Send(value, peer)
+        for id_ in interning.gives(effect):
+            source, peers = routes.of(id_)
+            for peer in peers if source == rank else ():
+                value = interning.name(id_)
+                sent[rank, peer].append(value)
+                yield Send(value, peer)
 
 
-def _with_receives(rank: int, effects: list[Effect], cache: _EdgeCache, sent: Sent) -> Iterator[Effect]:
+def _with_receives(rank: int, effects: list[Effect], routes: _Routes, sent: Sent) -> Iterator[Effect]:
+    interning = routes.interning
     received: set[int] = set()
     for effect in effects:
-        for number, source in cache.into(effect):
-            channel = sent[source, rank] if source != rank else ()
-            while channel and number not in received:
+        for id_ in interning.needs(effect) if type(effect) is not Send else ():
+            source, _ = routes.of(id_)
+            if source is None or source == rank:
+                continue
+            channel = sent[source, rank]
+            while channel and id_ not in received:
                 value = channel.popleft()
-                received.add(cache.interning.id(value))
+                received.add(interning.id(value))
                 yield Recv(value, source)
         yield effect
 
 
-class _EdgeCache:
-    """The values that effects send to other ranks, and the values that they need from other ranks.
+class _Routes:
+    """The producer of a value and the ranks that receive it, by its id; None and none for one that is not sent.
 
-    Looked up once for all microbatches of a uniform row.
+    Looked up once for all microbatches of a block if the columns are uniform.
     """
 
-    def __init__(self, plan: Plan, table: Table) -> None:
-        self.plan, self.table, self.interning = plan, table, Interning(plan, table)
-        self._out: dict[Any, list[tuple[Callable[[int], Value], tuple[int, ...]]]] = {}
-        self._into: dict[Any, list[tuple[int, bool, int]]] = {}  # an id, whether the name has a microbatch, a rank
+    def __init__(self, interning: Interning) -> None:
+        self.interning = interning
+        self._blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
 
-    def out(self, effect: Any) -> list[tuple[Value, tuple[int, ...]]]:
-        """Return the values that an effect gives, each with the other ranks that read it."""
-        if (key := self.interning.uniform_key(effect)) is not None:
-            if key not in self._out:
-                self._out[key] = [(_at_microbatch(value), ranks) for value, ranks in self._find_out(effect)]
-            return [(make(effect.microbatch), ranks) for make, ranks in self._out[key]]
-        return [] if type(effect) is Recv else [pair for part in parts(effect) for pair in self._find_out(part)]
-
-    def into(self, effect: Any) -> list[tuple[int, int]]:
-        """Return the ids of the values that an effect needs, each with the rank that computes it."""
-        if (key := self.interning.uniform_key(effect)) is not None:
-            m = effect.microbatch
-            if key not in self._into:
-                self._into[key] = [(id_ - m * moves, moves, source) for id_, moves, source in self._find_into(effect)]
-            return [(id_ + m * moves, source) for id_, moves, source in self._into[key]]
-        if type(effect) is Send:
-            return []
-        return [(id_, source) for part in parts(effect) for id_, _, source in self._find_into(part)]
-
-    def _find_out(self, effect: Effect) -> list[tuple[Value, tuple[int, ...]]]:
-        table, plan = self.table, self.plan
-        return [(v, table.readers(v, plan)) for v in table.gives(effect, plan) if table.travels(v)]
-
-    def _find_into(self, effect: Effect) -> list[tuple[int, bool, int]]:
-        table, plan, id_ = self.table, self.plan, self.interning.id
-        values = [(v, table.producer(v, plan)) for v in table.needs(effect, plan) if table.travels(v)]
-        return [(id_(v), hasattr(v, "microbatch"), source) for v, source in values if source is not None]
-
-
-def _at_microbatch(value: Any) -> Callable[[int], Value]:
-    """Return a function of a microbatch that returns the same value for that microbatch."""
-    kind: Any = type(value)
-    names = fields_of(kind)
-    if "microbatch" not in names:
-        return lambda m: value
-    others = {name: getattr(value, name) for name in names if name != "microbatch"}
-    return partial(kind, *others.values()) if names[-1] == "microbatch" else lambda m: kind(**others, microbatch=m)
+    def of(self, id_: int) -> tuple[int | None, tuple[int, ...]]:
+        block = id_ // self.interning.block
+        if block in self._blocks:
+            return self._blocks[block]
+        value, table, plan = self.interning.name(id_), self.interning.table, self.interning.plan
+        travels, row = table.travels(value), table.values[type(value)]
+        route = (table.producer(value, plan), table.readers(value, plan)) if travels else (None, ())
+        if not travels or (is_uniform(row.producer) and is_uniform(row.readers)):
+            self._blocks[block] = route
+        return route
 
 
 def prefetch(programs: Programs, depth: int | None = None) -> Programs:
@@ -186,7 +163,7 @@ def _prefetched(program: Program, depth: int, interning: Interning) -> Iterator[
                 waiting.add(interning.id(receives[0].value))
                 yield receives.popleft()
             yield effect
-            waiting.difference_update(interning.ids(effect).needs)
+            waiting.difference_update(interning.needs(effect))
 
 
 def rendezvous(programs: Programs) -> Programs:

@@ -36,48 +36,41 @@ class LiveMemory:
         self.costs, self.interning, self.rank, self.bytes = costs, interning, rank, 0.0
         self._live: set[int] = set()
         self._users: Counter[int] = Counter()  # live values of each shared memory of each microbatch
+        self._alike = 1 if costs.sizes else interning.block  # ids that follow one another and have the same size
         self._sizes: dict[int, tuple[float, list[tuple[int, float]]]] = {}
 
     def add(self, id_: int) -> None:
         """Count a value; a value that is live already is not counted again."""
-        if id_ in self._live:
-            return
-        self._live.add(id_)
-        size, shared = self._size(id_)
-        self.bytes += size
-        for memory, part in self._shared(id_, shared):
-            self._users[memory] += 1
-            if self._users[memory] > 1:
-                self.bytes -= part
+        if id_ not in self._live:
+            self._live.add(id_)
+            self._count(id_, 1)
 
     def remove(self, id_: int) -> None:
         """Stop counting a value."""
         self._live.remove(id_)
-        size, shared = self._size(id_)
-        self.bytes -= size
-        for memory, part in self._shared(id_, shared):
-            self._users[memory] -= 1
-            if self._users[memory]:
-                self.bytes += part
+        self._count(id_, -1)
 
-    def _shared(self, id_: int, shared: list[tuple[int, float]]) -> Iterator[tuple[int, float]]:
-        microbatch = id_ % self.interning.plan.microbatches
-        return ((first + microbatch, part) for first, part in shared)
+    def _count(self, id_: int, sign: int) -> None:
+        size, shared = self._sizes.get(id_ // self._alike) or self._size(id_)
+        self.bytes += sign * size
+        for first, part in shared:
+            memory = first + id_ % self.interning.plan.microbatches
+            others = self._users[memory] - (sign < 0)
+            self._users[memory] += sign
+            if others:  # it counts with them
+                self.bytes -= sign * part
 
     def _size(self, id_: int) -> tuple[float, list[tuple[int, float]]]:
         """Return a value's bytes, and its shared memories with their bytes; cached for all ids with the same result."""
-        interning, microbatches = self.interning, self.interning.plan.microbatches
-        key = id_ // interning.block if not self.costs.sizes else id_
-        if key not in self._sizes:
-            name: Any = interning.name(id_)
-            family, groups = id_ - id_ % microbatches, enumerate(self.costs.shared)
-            factor = self.costs.sizes[name.microbatch] if self.costs.sizes and hasattr(name, "microbatch") else 1.0
-            shared = [(i * microbatches, s.bytes * factor) for i, s in groups if family in map(interning.id, s.names)]
-            size = bytes_on(self.rank, name, self.costs, interning)
-            if not is_uniform(interning.table.values[type(name)].bytes):
-                return size, shared
-            self._sizes[key] = size, shared
-        return self._sizes[key]
+        interning, sizes, name = self.interning, self.costs.sizes, self.interning.name(id_)
+        microbatches = interning.plan.microbatches
+        family, groups = id_ - id_ % microbatches, enumerate(self.costs.shared)
+        factor = sizes[name.microbatch] if sizes and hasattr(name, "microbatch") else 1.0
+        shared = [(i * microbatches, s.bytes * factor) for i, s in groups if family in map(interning.id, s.names)]
+        result = bytes_on(self.rank, name, self.costs, interning), shared
+        if is_uniform(interning.table.values[type(name)].bytes):
+            self._sizes[id_ // self._alike] = result
+        return result
 
 
 def bytes_on(rank: int, name: Any, costs: Costs, interning: Interning) -> float:
@@ -157,8 +150,10 @@ def _lifetimes(
     for at, effect in enumerate(program):
         needs, gives, frees = interning.ids(effect)
         used = list(map(names.used, needs))
-        last |= dict.fromkeys(used, 2 * at + 1)
-        last |= dict.fromkeys(map(names.used, frees), 2 * at)
+        for life in used:
+            last[life] = 2 * at + 1
+        for id_ in frees:
+            last[names.used(id_)] = 2 * at
         if isinstance(effect, Send):
             posted[effect.rank] += used
         elif isinstance(effect, Recv):

@@ -14,15 +14,10 @@ from fpipe.tables import FORWARD, INPUT, Table, fields_of
 
 def check_names(effects: Iterable[Any], rank: int, plan: Plan, table: Table) -> None:
     """Raise ScheduleError for a non-effect, or for a stage, microbatch, rank or value outside the plan."""
-    ranges = {
-        "stage": range(plan.stages),
-        "consumer": range(plan.stages),
-        "microbatch": range(plan.microbatches),
-        "rank": range(plan.ranks),
-    }
     for effect in effects:
         kind = type(effect)
-        if kind not in table.effects:
+        row = table.effects.get(kind)
+        if row is None:
             raise ScheduleError(
                 f"rank {rank} yields {effect!r}, which is no effect of the table: for one of your own, pass "
                 "effects=fpipe.tables.TABLE.extended({its class: Row(...)})"
@@ -32,14 +27,17 @@ def check_names(effects: Iterable[Any], rank: int, plan: Plan, table: Table) -> 
             if not (forward and backward and forward.work == FORWARD and backward.work & INPUT):
                 raise refused(rank, effect, "it overlaps a Forward with a Backward or a BackwardInput")
             check_names(parts(effect), rank, plan, table)
-        elif table.effects[kind].track in ("send", "receive"):
-            if effect.rank == rank or not _in(ranges["rank"], effect.rank):
+        elif row.track in ("send", "receive"):
+            if effect.rank == rank or not _in(plan.ranks, effect.rank):
                 raise refused(rank, effect, f"the peer must be another rank, 0 to {plan.ranks - 1}")
-            if not _exists(effect.value, plan, table, ranges):
+            if not _exists(effect.value, plan, table):
                 raise refused(rank, effect, "the plan has no such value")
-        elif not _fits(effect, ranges):
-            fields = [name for name in fields_of(kind) if name in ranges]
-            limits = (f"{name}{'es' if name.endswith('h') else 's'} 0 to {ranges[name][-1]}" for name in fields)
+        elif not fits(effect, plan):
+            limits = (
+                f"{name}{'es' if name.endswith('h') else 's'} 0 to {plan.limits[name] - 1}"
+                for name in fields_of(kind)
+                if name in plan.limits
+            )
             raise refused(rank, effect, f"there are {' and '.join(limits)}")
 
 
@@ -48,20 +46,24 @@ def refused(rank: int, effect: Any, problem: str) -> ScheduleError:
     return ScheduleError(f"rank {rank} yields {effect}, but {problem}")
 
 
-def _exists(value: Any, plan: Plan, table: Table, ranges: dict[str, range]) -> bool:
+def _exists(value: Any, plan: Plan, table: Table) -> bool:
     row = table.values.get(type(value))
-    return row is not None and row.producer is not None and _fits(value, ranges) and row.exists(value, plan)
+    return row is not None and row.producer is not None and fits(value, plan) and row.exists(value, plan)
 
 
-def _fits(named: Any, ranges: dict[str, range]) -> bool:
+def fits(named: Any, plan: Plan) -> bool:
     """Whether the stages, microbatches and ranks in an effect or a value, and in values within it, are the plan's."""
-    for name in fields_of(type(named)):
+    limits = plan.limits
+    for name in named.__dataclass_fields__:
         part = getattr(named, name)
-        if not (_fits(part, ranges) if is_dataclass(part) else name not in ranges or _in(ranges[name], part)):
+        if name in limits:
+            if not _in(limits[name], part):
+                return False
+        elif is_dataclass(part) and not fits(part, plan):
             return False
     return True
 
 
-def _in(numbers: range, number: object) -> bool:
-    """Whether a number is an index in a range. 1.0 equals an index, but is not one."""
-    return (type(number) is int or hasattr(number, "__index__")) and number in numbers
+def _in(limit: int, number: object) -> bool:
+    """Whether a number is an index below a limit. 1.0 equals an index, but is not one."""
+    return (type(number) is int or hasattr(number, "__index__")) and 0 <= number < limit  # type: ignore[operator]

@@ -161,9 +161,8 @@ class _RankRules:
     def __init__(self, program: Program, trained: bool, ordered: bool) -> None:
         self.program, self.plan, self.rank, self.table = program, program.plan, program.rank, program.table
         self.trained, self.ordered = trained, ordered
-        self.microbatches = {
-            stage: self.plan.microbatches_of(stage, self.rank) for stage in self.plan.stages_on(self.rank)
-        }
+        stages = self.plan.stages_on(self.rank)
+        self.microbatches = {stage: self.plan.microbatches_of(stage, self.rank) for stage in stages}
         self.done = {stage: bytearray(self.plan.microbatches) for stage in self.microbatches}
         self.last = {(stage, work): -1 for stage in self.microbatches for work in (FORWARD, WEIGHT)}
         self.left = {stage: len(run) if trained else 0 for stage, run in self.microbatches.items()}
@@ -299,9 +298,11 @@ def _due(programs: Programs, trained: bool, interning: Interning) -> Due:
 
     def add(value: Any, count: int) -> None:
         first, source = interning.id(value), interning.table.producer(value, plan)
-        assert source is not None
+        if source is None:
+            return
         for reader in interning.table.readers(value, plan):
-            due.setdefault((source, reader), {})[first // block] = range(first, first + count)
+            blocks, ids = due.setdefault((source, reader), {}), range(first, first + count)
+            blocks[first // block] = {*blocks[first // block], *ids} if first // block in blocks else ids
 
     for stage in range(plan.stages):
         for m in range(0, plan.microbatches, block):
@@ -311,11 +312,7 @@ def _due(programs: Programs, trained: bool, interning: Interning) -> Due:
         for rank in plan.ranks_of(stage) if trained else ():
             add(WeightGradient(stage, rank), 1)
     for value in _user_values(programs, interning.table):
-        id_, source = interning.id(value), interning.table.producer(value, plan)
-        for reader in interning.table.readers(value, plan):
-            if source is not None:
-                blocks = due.setdefault((source, reader), {})
-                blocks[id_ // block] = {*blocks.get(id_ // block, ()), id_}
+        add(value, 1)
     return due
 
 
@@ -380,12 +377,10 @@ def _misdirected(kind: type[Any], rank: int, peer: int, value: Any, interning: I
 
 
 def _bytes(due: Due, costs: Costs, interning: Interning) -> dict[Edge, float]:
-    def size(id_: int, rank: int) -> float:
-        return bytes_on(rank, interning.name(id_), costs, interning)
-
     def total(block: Collection[int], rank: int) -> float:
-        if costs.sizes or not is_uniform(interning.table.values[type(interning.name(next(iter(block))))].bytes):
-            return sum(size(id_, rank) for id_ in block)
-        return size(next(iter(block)), rank) * len(block)
+        first = interning.name(next(iter(block)))
+        if not costs.sizes and is_uniform(interning.table.values[type(first)].bytes):
+            return bytes_on(rank, first, costs, interning) * len(block)
+        return sum(bytes_on(rank, interning.name(id_), costs, interning) for id_ in block)
 
     return {edge: sum(total(block, edge[1]) for block in due[edge].values()) for edge in sorted(due)}

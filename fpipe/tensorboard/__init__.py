@@ -5,10 +5,6 @@ from typing import TYPE_CHECKING
 from fpipe._lazy import attach
 
 if TYPE_CHECKING:
-    from fpipe.tensorboard.recording.recorder import Recorder
-
-__all__ = [
-    "Recorder",
-]
+    from fpipe.tensorboard.recording.recorder import Recorder as Recorder
 
 __getattr__, __dir__ = attach(__name__)

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
 
-from fpipe.effects import Effect, Recv, Send, parts
+from fpipe.effects import Effect, Recv, parts
 from fpipe.tables import Row, Table
 from fpipe.timelines.format import extent
 from fpipe.timelines.labels import drawn_rows
@@ -217,11 +217,8 @@ def _keys(timeline: Timeline) -> Iterator[tuple[int, int, tuple[object, ...]]]:
     for rank in range(timeline.plan.ranks):
         for at in timeline.spans.of(rank):
             effect = timeline.spans.effects[at]
-            yield (
-                at,
-                rank,
-                (effect,) if any(timeline.table.effects[type(e)].work for e in parts(effect)) else (rank, effect),
-            )
+            works = any(timeline.table.effects[type(each)].work for each in parts(effect))
+            yield at, rank, (effect,) if works else (rank, effect)
 
 
 def _origin(timeline: Timeline) -> float:
@@ -263,7 +260,7 @@ def _totals(timeline: Timeline) -> dict[str, float]:
 def _known(timeline: Timeline) -> set[int]:
     """Return the spans whose ends a measurement knows: all but the transfers that no compute waited for."""
     spans = timeline.spans
-    computes = [at for at, effect in enumerate(spans.effects) if not isinstance(effect, Send | Recv)]
+    computes = [at for at, effect in enumerate(spans.effects) if part(effect, timeline.table) != TRANSFER]
     received = {spans.waited[at] for at in computes}
     received = {at for at in received if at >= 0 and isinstance(spans.effects[at], Recv)}
     return {*computes, *received, *(spans.waited[at] for at in received if spans.waited[at] >= 0)}
@@ -293,11 +290,12 @@ class PathSegment(NamedTuple):
 def path_segments(timeline: Timeline) -> list[PathSegment]:
     """Return the segments of the critical path, in order."""
     spans = [(timeline.spans[step.at], step) for step in path_steps(timeline)]
-    folded = groupby(spans, lambda each: TRANSFER if isinstance(each[0].effect, Send | Recv) else each[0].rank)
     segments = []
-    for where, group in folded:
+    for _, group in groupby(
+        spans, lambda each: None if part(each[0].effect, timeline.table) == TRANSFER else each[0].rank
+    ):
         run = list(group)
-        ranks = tuple(dict.fromkeys(span.rank for span, _ in run)) if where == TRANSFER else (int(where),)
+        ranks = tuple(dict.fromkeys(span.rank for span, _ in run))
         kinds = Counter(type(span.effect).__name__ for span, _ in run)
         segments.append(PathSegment(ranks, dict(kinds), sum(step.gap + step.duration for _, step in run)))
     return segments

@@ -15,10 +15,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fpipe.costs import Costs
-from fpipe.effects import Backward, BackwardInput, BackwardWeight, Effect, Forward, Overlap, Recv, Send, Value
+from fpipe.effects import Backward, BackwardInput, BackwardWeight, Effect, Forward, Overlap, Recv, Send, Value, parts
 from fpipe.plan import Plan
 from fpipe.programs.program import Programs, plan_of, table_of
 from fpipe.tables import TABLE, Table, fields_of
@@ -164,12 +164,16 @@ class Measurement:
 
     def receives(self, rank: int) -> list[Receive]:
         """Return a rank's receives, in the order of their posts."""
+        return list(self._receives(rank).values())
+
+    def _receives(self, rank: int) -> dict[int, Receive]:
+        """Return a rank's receives, by their indices in its program."""
         columns = self.columns[rank]
-        return [
-            Receive(effect, columns.starts[at], self._sent(effect, rank), columns.waits[at], columns.arrivals[at])
+        return {
+            at: Receive(effect, columns.starts[at], self._sent(effect, rank), columns.waits[at], columns.arrivals[at])
             for at, effect in enumerate(self.programs[rank])
             if isinstance(effect, Recv)
-        ]
+        }
 
     def _sent(self, receive: Recv, rank: int) -> float | None:
         sender = self.columns.get(receive.rank)
@@ -191,15 +195,13 @@ class Measurement:
         spans = list(zip(columns.starts, columns.ends, strict=True))
         pieces = [span for effect, span in zip(effects, spans, strict=True) if self._computes(effect)]
         computed, waited = _Intervals(pieces), _Intervals(sorted((r.used, r.arrived) for r in receives))
-        posts = (
-            end - start for effect, (start, end) in zip(effects, spans, strict=True) if isinstance(effect, Send | Recv)
-        )
+        posts = [span for effect, span in zip(effects, spans, strict=True) if isinstance(effect, Send | Recv)]
         hidden = [(r.there, computed.within(r.left, r.arrived)) for r in receives if r.sent is not None]
         known = len(hidden) == len(receives)
         return Account(
             computed.total,
             [start - end - waited.within(end, start) for (_, end), (start, _) in pairwise(pieces)],
-            sum(posts),
+            sum(end - start for start, end in posts),
             waited.total,
             sum(r.exposed for r in receives) if known else None,
             sum(took for there, took in hidden if not there) if known else None,
@@ -255,12 +257,10 @@ class Measurement:
         ran costs 0, so use these costs to `simulate` the same schedule.
         """
         taken = defaultdict[tuple[type, int], list[float]](list)
-        part: Any
         for rank, columns in self.columns.items():
             for effect, start, end in zip(self.programs[rank], columns.starts, columns.ends, strict=True):
                 if self._computes(effect):
-                    part = effect.forward if isinstance(effect, Overlap) else effect
-                    taken[type(effect), getattr(part, "stage", 0)].append(end - start)
+                    taken[type(effect), getattr(parts(effect)[0], "stage", 0)].append(end - start)
 
         def times(kind: type) -> list[float]:
             stages = range(self.plan.stages)
@@ -295,7 +295,7 @@ class Measurement:
         ends = array("d", [end - origin for rank in here for end in self.columns[rank].ends])
         waited = array("q", [-1]) * first[-1]
         for rank in here:
-            for at, receive in zip(self._receiving(rank), self.receives(rank), strict=True):
+            for at, receive in self._receives(rank).items():
                 index, arrived = first[rank] + at, receive.arrived - origin
                 if receive.sent is not None:
                     waited[index] = sent = first[receive.effect.rank] + self._sends[receive.effect.value, rank]
@@ -306,13 +306,9 @@ class Measurement:
         effects = [effect for rank in here for effect in self.programs[rank]]
         return Spans(first, effects, starts, ends, waited, self.table)
 
-    def _receiving(self, rank: int) -> list[int]:
-        return [at for at, effect in enumerate(self.programs[rank]) if isinstance(effect, Recv)]
-
     def _waited(self, rank: int) -> Iterator[tuple[int, int | None]]:
         """Yield the index of each effect but receives, and that of the effect or late receive that it waited for."""
-        receives = zip(self._receiving(rank), self.receives(rank), strict=True)
-        late = {receive.effect.value: (receive.arrived, at) for at, receive in receives if not receive.there}
+        late = {r.effect.value: (r.arrived, at) for at, r in self._receives(rank).items() if not r.there}
         last: int | None = None
         ended = -inf
         for at, effect in enumerate(self.programs[rank]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from math import inf
 from typing import Any
@@ -67,15 +68,14 @@ class _Simulation:
         plan = plan_of(programs)
         ranks, stages = range(plan.ranks), range(plan.stages)
         self.programs, self.costs, self.plan, self.table = programs, costs, plan, table_of(programs)
-        work = {
-            kind: row
+        self.times = {  # by stage, of the effects that take as long for every microbatch
+            kind: [row.time(kind(stage, 0), costs) for stage in stages]
             for kind, row in self.table.effects.items()
             if not costs.scale and fields_of(kind) == ("stage", "microbatch") and is_uniform(row.time)
         }
-        self.times = {kind: [row.time(kind(s, 0), costs) for s in stages] for kind, row in work.items()}
         self.free = [0.0 for _ in ranks]
         self.last = [-1 for _ in ranks]  # the span that occupies the rank until it is free
-        self.edges: dict[tuple[int, int], _Edge] = {}
+        self.edge = cache(lambda source, target: _Edge(costs.link(source, target)))
         self.first = [0, *accumulate(len(programs[rank]) for rank in ranks)]
         size = bytes(8 * self.first[-1])
         self.starts, self.ends, self.waited = array("d", size), array("d", size), array("q", size)
@@ -101,19 +101,16 @@ class _Simulation:
             if ends[first + giver] > start:
                 start, waited = ends[first + giver], first + giver
         times = self.times.get(type(effect))
-        took = times[effect.stage] if times else self._time(effect)
+        took = times[effect.stage] if times else self.costs.time(effect, self.table)
         self.starts[at], self.waited[at] = start, waited
         self.free[rank] = ends[at] = start + took
         self.last[rank] = at
-
-    def _time(self, effect: Any) -> float:
-        return self.costs.time(effect, self.table)
 
     def _bytes(self, value: Any, rank: int) -> float:
         return self.table.values[type(value)].bytes(value, self.costs, self.plan, rank)
 
     def _send(self, at: int, rank: int, effect: Send) -> None:
-        edge = self.edges.get((rank, effect.rank)) or self._edge(rank, effect.rank)
+        edge = self.edge(rank, effect.rank)
         posted = left = self.free[rank]
         waited = self.last[rank]
         if edge.bandwidth < inf:
@@ -128,7 +125,7 @@ class _Simulation:
             edge.sends.append(at)
 
     def _receive(self, at: int, rank: int, effect: Recv) -> None:
-        edge = self.edges.get((effect.rank, rank)) or self._edge(effect.rank, rank)
+        edge = self.edge(effect.rank, rank)
         self.starts[at] = self.free[rank]
         if edge.sends:
             self._arrive(edge.sends.popleft(), at)
@@ -138,6 +135,3 @@ class _Simulation:
     def _arrive(self, sent: int, received: int) -> None:
         self.ends[received] = max(self.starts[received], self.ends[sent])
         self.waited[received] = sent
-
-    def _edge(self, source: int, target: int) -> _Edge:
-        return self.edges.setdefault((source, target), _Edge(self.costs.link(source, target)))

@@ -194,7 +194,7 @@ def test_profile_says_what_is_shared_and_what_is_read(autodiff):
     costs = fpipe.profile(pipeline, params, x, x, microbatches=2, autodiff=autodiff, repeats=1)
     size = 3 * 4 * 4
     assert costs.activation[0] == 2 * size
-    assert costs.reads == (((0, 1), size),)
+    assert costs.reads == {(0, 1): size}
     output = next(names for n, names in costs.shared if n == size and Activation(0, 0) in names)
     assert {Activation(0, 0), Residuals(0, 0), Residuals(1, 0), Deferred(1, 0)} <= {*output}
 

@@ -190,7 +190,7 @@ def test_ranks_that_are_not_recorded_leave_the_others_as_they_are():
     assert part.causes[0]["dependency"] + part.causes[0]["imbalance"] == 27
     sends = [span for span in part.spans if span.track == "send"]
     assert [(span.start, span.end) for span in sends] == [(8, 9)]  # its post
-    assert alone.costs().communication == ()
+    assert alone.costs().communication == {}
 
 
 def test_the_table():
