@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from fpipe import effects as fx
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.errors import ScheduleError, StageError, TransportError
-from fpipe.handlers.calls import NO_FUNCTIONS, Functions
+from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.distributed.channels import Channels
 from fpipe.handlers.distributed.collectives import Collectives, process_group
 from fpipe.handlers.distributed.connections import Connections, PeerLost, first_line
@@ -95,7 +95,9 @@ class Distributed:
             raise
         except RuntimeError as error:
             raise failures.of_peer(connections, PeerLost(None, f"setting up connections ({error})")) from error
-        return _CompiledProgram(self.rank, programs, pieces, connections, failures, observe, self.functions)
+        channels = Channels(connections, Handshake(connections, failures), send_completions(programs, self.rank))
+        calls = Calls(programs[self.rank], pieces, channels, observe, None, self.functions)
+        return _CompiledProgram(Executor(calls), channels, failures)
 
     def _compare(
         self,
@@ -187,22 +189,9 @@ def _device(group: dist.ProcessGroup) -> torch.device:
 class _CompiledProgram:
     """A program, compiled for the rank of this process; called once a step."""
 
-    def __init__(
-        self,
-        rank: int,
-        programs: Mapping[int, Program],
-        pieces: DifferentiablePipeline,
-        connections: Connections,
-        failures: Failures,
-        observe: Observer | None,
-        functions: Functions,
-    ) -> None:
-        program = programs[rank]
-        self.program, self.plan, self.pieces = program, program.plan, pieces
-        self.connections, self.failures = connections, failures
-        self.handshake = Handshake(connections, failures)
-        self.channels = Channels(connections, self.handshake, send_completions(programs, program.rank))
-        self.executor = Executor(program, pieces, self.channels, observe, functions=functions)
+    def __init__(self, executor: Executor, channels: Channels, failures: Failures) -> None:
+        self.executor, self.channels, self.failures = executor, channels, failures
+        self.plan, self.pieces, self.connections = executor.plan, executor.pieces, channels.connections
 
     def __call__(self, inputs: Inputs) -> Results:
         self.failures.check()
@@ -220,11 +209,11 @@ class _CompiledProgram:
             self.failures.of_own(self.connections, error)
             raise
         finally:
-            self.executor.clear()
+            self.executor.calls.clear()
             self.channels.clear()
 
     def _step(self, inputs: Inputs) -> Results:
-        executor = self.executor
+        executor, program = self.executor, self.executor.calls.program
         if inputs.broken is None:
             try:
                 executor.start(inputs)
@@ -233,10 +222,10 @@ class _CompiledProgram:
         self.channels.begin(inputs)
         if inputs.broken is not None:
             self.channels.agree()
-        if inputs.weighed and inputs.rows is None and self.plan.stages - 1 in self.plan.stages_on(self.program.rank):
+        if inputs.weighed and inputs.rows is None and self.plan.stages - 1 in executor.stages:
             self.channels.agree()  # the loss is scaled by rows that only other ranks know
-            executor.set_rows(self.handshake.rows)
-        executor.run(0, len(self.program))
+            executor.set_rows(self.channels.handshake.rows)
+        executor.run(0, len(program))
         self.channels.agree()
         results = executor.finish()
         self._share(results)
