@@ -34,7 +34,7 @@ class Executor:
                 prepared[stage] = self.pieces.stages[stage].prepare(self.pipeline.params_of(inputs.params, stage))
             except StageError as error:
                 raise error.on(self.rank) from error.__cause__
-            except Exception as error:
+            except Exception as error:  # the types of the tree are the user's, and may raise anything
                 raise StageError(f"its params can't be used: {error}", rank=self.rank, stage=stage) from error
         self.calls.running = Step(inputs, prepared, dict(inputs.state))
 
@@ -57,7 +57,7 @@ class Executor:
             if error.rank is not None:
                 raise
             raise error.on(self.rank, getattr(self.calls.computes.get(at), "microbatch", None)) from error.__cause__
-        except Exception as error:
+        except Exception as error:  # a stage is the user's, and may raise anything
             if at not in self.calls.computes:
                 raise  # only compute effects run the user's functions
             raise self._failure(self.calls.computes[at], error) from error

@@ -133,7 +133,7 @@ def sent(
     params: Mapping[int, Any],
     stage: int,
     rank: int,
-    own: Mapping[LeafKey, Tensor | None],
+    totals: Mapping[LeafKey, Tensor | None],
 ) -> Leaves:
     """Return the sums that `rank` needs of a stage here: all if it holds a copy of the stage, else the shared entries.
 
@@ -145,7 +145,7 @@ def sent(
     wanted = list(range(len(names)))
     if rank not in plan.placement.holders[stage]:
         wanted = [i for _, path in shared_uses(pipeline, plan, stage, rank) for i in indices(tree, path)]
-    sums = [own.get(names[i], ABSENT) for i in wanted]
+    sums = [totals.get(names[i], ABSENT) for i in wanted]
     return [torch.full_like(leaves[i], -0.0) if x is None else x for i, x in zip(wanted, sums, strict=True)]
 
 
@@ -166,7 +166,7 @@ def received(
 
 
 def total(
-    pipeline: Pipeline, plan: Plan, params: Mapping[int, Any], held: Collection[int], sums: Sums
+    pipeline: Pipeline, plan: Plan, params: Mapping[int, Any], local: Collection[int], sums: Sums
 ) -> dict[int, Any]:
     """Return the gradient of every entry in a rank's params: zeros where unused, None where it is not trained.
 
@@ -176,7 +176,7 @@ def total(
     gradients = {}
     for stage, tree in params.items():
         leaves, spec = flatten(tree)
-        keys = _keys(pipeline, params, held, stage, paths_of(spec))
+        keys = _keys(pipeline, params, local, stage, paths_of(spec))
         terms = [[stages[user][key] for user, key in uses if key in stages.get(user, {})] for uses in keys]
         gradients[stage] = spec.unflatten(map(_sum, leaves, terms))
     return gradients
@@ -188,7 +188,7 @@ def _sum(leaf: Any, terms: list[Tensor | None]) -> Tensor | None:
 
 
 def _keys(
-    pipeline: Pipeline, params: Mapping[int, Any], held: Collection[int], stage: int, names: Sequence[Path]
+    pipeline: Pipeline, params: Mapping[int, Any], local: Collection[int], stage: int, names: Sequence[Path]
 ) -> list[list[tuple[int, LeafKey]]]:
     """Return, for each leaf of a stage's entry in params, the (stage, key) of every sum that its gradient adds."""
     keys: list[list[tuple[int, LeafKey]]] = [[(stage, name)] for name in names]
@@ -204,7 +204,7 @@ def _keys(
             keys[i] = []
         for user, path in uses:
             of_use: list[LeafKey] = [(entry, path, k) for k in range(len(tied))]
-            if user in held:
+            if user in local:
                 tree = pipeline.params_of(params, user)
                 of_use = [paths(tree)[i] for i in indices(tree, path)]
             for i, key in zip(tied, of_use, strict=True):

@@ -57,7 +57,7 @@ def digest(programs: Programs) -> int:
 
 
 class _Share(NamedTuple):
-    """What a rank sends to the others.
+    """A rank's part of the exchange.
 
     Args:
         plays: whether the process plays the rank of its number, and no other.
@@ -90,12 +90,12 @@ def gathered(
         clock: the one that its times were read from.
     """
 
-    def share(own: Measurement) -> tuple[object, ...]:
-        plays = peers.size == ranks and list(own.columns) == [peers.rank]
-        columns = [column.tobytes() for column in own.columns[peers.rank]] if plays else []
+    def share(local: Measurement) -> tuple[object, ...]:
+        plays = peers.size == ranks and list(local.columns) == [peers.rank]
+        columns = [column.tobytes() for column in local.columns[peers.rank]] if plays else []
         return tuple(_Share(programs, plays, steps, _clock_number(clock), columns))
 
-    own, answers = peers.agree(measure, "gather", share)
+    local, answers = peers.agree(measure, "gather", share)
     shares = [_Share(*answer) for answer in answers]
     _check(shares, ranks)
     differences = _differences([each.clock for each in shares], clock, peers)
@@ -103,7 +103,7 @@ def gathered(
     start = min(each.starts[0] for each in columns.values())
     age = clock() - differences[peers.rank][0] - start
     return Measurement(
-        own.programs,
+        local.programs,
         columns,
         {rank: offset for rank, (offset, _) in enumerate(differences)},
         {rank: width + DRIFT * age * (width > 0) for rank, (_, width) in enumerate(differences)},

@@ -30,17 +30,10 @@ from fpipe.handlers.protocol import Inputs
 
 @dataclass(eq=False, slots=True)
 class RecvRoute:
-    """A value that is received from a rank.
-
-    Args:
-        receipt: how many values sent to that rank are complete when this one has arrived.
-        arriving: the messages and their works, once posted.
-    """
+    """A value that is received from a rank; `arriving` are the messages and their works, once posted."""
 
     value: fx.Value
     source: int
-    receipt: int
-    purpose: str
     arriving: tuple[list[torch.Tensor], list[dist.Work]] | None = None
 
 
@@ -118,9 +111,8 @@ class Channels:
     ) -> tuple[Callable[[], None], Callable[[], Payload]]:
         """Return two functions: one posts the value's receive, the other waits for it where `by` needs it."""
         purpose = f"waiting for {value} from rank {source}, which {by} needs"
-        route = RecvRoute(value, source, self.receipts.get(value, 0), purpose)
+        route, receipt, sent = RecvRoute(value, source), self.receipts.get(value, 0), self.sent[source]
         self.receives.append(route)
-        sent = self.sent[source]
 
         def post() -> None:
             if self.early is not None:
@@ -136,8 +128,8 @@ class Channels:
             messages, works = route.arriving
             self.connections.wait(works, source, purpose)
             route.arriving = None
-            if route.receipt > sent.complete:
-                self._release(source, sent, route.receipt)
+            if receipt > sent.complete:
+                self._release(source, sent, receipt)
             return self.known.received[value].payload(messages)
 
         return post, wait

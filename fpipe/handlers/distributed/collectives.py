@@ -13,6 +13,7 @@ import hashlib
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -27,6 +28,7 @@ from fpipe.handlers.distributed.connections import cause_of
 from fpipe.handlers.distributed.failures import STORE_TIMEOUT, call_with_timeout
 
 T = TypeVar("T")
+HINT = "every rank makes the same calls in the same order"
 
 
 class Connector(Protocol):
@@ -39,6 +41,7 @@ class Connector(Protocol):
         """Return the process group for a purpose; the first call for it connects all ranks."""
 
 
+@dataclass(eq=False)
 class Collectives:
     """Implements `Peers` (fpipe/handlers/protocol.py) over process groups of all ranks.
 
@@ -48,31 +51,23 @@ class Collectives:
         purpose, hint, error: as of `Peers.new_group`.
     """
 
-    def __init__(
-        self,
-        connector: Connector,
-        rank: int,
-        size: int,
-        timeout: float | None,
-        *,
-        purpose: str = "peers",
-        hint: str = "",
-        error: type[Exception] = TransportError,
-    ) -> None:
-        self.connector, self.rank, self.size, self.timeout = connector, rank, size, timeout
-        self.purpose, self.error = purpose, error
-        self.hint = hint or "every rank makes the same calls in the same order"
-        self._groups: dict[str, Collectives] = {}
-        self._calls, self._call = 0, ""
+    connector: Connector
+    rank: int
+    size: int
+    timeout: float | None
+    purpose: str = "peers"
+    hint: str = HINT
+    error: type[Exception] = TransportError
+    _groups: dict[str, Collectives] = field(default_factory=dict, init=False)
+    _calls: int = field(default=0, init=False)
+    _call: str = field(default="", init=False)
 
     def new_group(
         self, purpose: str, *, hint: str = "", timeout: float | None = None, error: type[Exception] = TransportError
     ) -> Collectives:
-        if purpose not in self._groups:
-            timeout = self.timeout if timeout is None else timeout
-            options: dict[str, Any] = {"purpose": purpose, "hint": hint, "error": error}
-            self._groups[purpose] = Collectives(self.connector, self.rank, self.size, timeout, **options)
-        return self._groups[purpose]
+        timeout = self.timeout if timeout is None else timeout
+        group = replace(self, purpose=purpose, hint=hint or HINT, timeout=timeout, error=error)
+        return self._groups.setdefault(purpose, group)
 
     def connect(self, call: str) -> None:
         self._begin(call)
@@ -88,7 +83,7 @@ class Collectives:
         try:
             result = do()
             message = pickle.dumps((call, None, share(result)))
-        except Exception as error:
+        except Exception as error:  # of any kind: the other ranks wait for an answer
             reason = str(error) if isinstance(error, self.error) else f"{type(error).__name__}: {error}"
             self._exchange(pickle.dumps((call, reason, None)))
             raise

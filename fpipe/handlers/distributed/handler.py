@@ -82,7 +82,8 @@ class Distributed:
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         connections, failures = self._setup.ready()
         try:
-            self._compare(programs, pieces, connections, observe)
+            options = pieces.loss, pieces.gather, () if observe is None else observe.agreed
+            self._compare(connections, (options, [(p.plan, p.effects) for _, p in sorted(programs.items())]))
             connections.connect({(rank, e.rank) for rank, p in programs.items() for e in p if isinstance(e, fx.Send)})
         except PeerLost as lost:
             raise failures.of_peer(connections, lost) from None
@@ -94,15 +95,9 @@ class Distributed:
         calls = Calls(programs[self.rank], pieces, channels, observe, None, self.functions)
         return _CompiledProgram(Executor(calls), channels, failures)
 
-    def _compare(
-        self,
-        programs: Mapping[int, Program],
-        pieces: DifferentiablePipeline,
-        connections: Connections,
-        observe: Observer | None,
-    ) -> None:
-        options = pieces.loss, pieces.gather, () if observe is None else observe.agreed
-        number = fingerprint((options, [(p.plan, p.effects) for _, p in sorted(programs.items())]))
+    def _compare(self, connections: Connections, content: object) -> None:
+        """Check that all ranks run the same."""
+        number = fingerprint(content)
         extremes, works = connections.collect([number, -number], dist.ReduceOp.MAX)
         connections.wait(works, None, "comparing programs")
         if extremes.tolist() != [number, -number]:
@@ -186,7 +181,7 @@ class _CompiledProgram:
         except PeerLost as lost:
             self.channels.clear()
             raise self.failures.of_peer(self.connections, lost) from None
-        except BaseException as error:
+        except BaseException as error:  # an interrupt too: the other ranks wait for this one
             self.channels.clear()
             self.failures.of_own(self.connections, error)
             raise

@@ -79,11 +79,7 @@ class Handshake:
             StepRejected: a rank can't run the step.
         """
         self.connections.wait(self.works, None, "beginning a step: a rank has not come to it")
-        first, second, broken, *rows = self.sum.tolist()
-        self._check(broken, *rows)
-        self.name = (first, second)
-
-    def _check(self, broken: int, knowing: int, rows: int, squares: int) -> None:
+        first, second, broken, knowing, rows, squares = self.sum.tolist()
         if self.broken is not None:
             raise StepRejected(self.broken)
         if broken:
@@ -102,6 +98,7 @@ class Handshake:
             )
         if knowing:
             self.rows = rows // knowing
+        self.name = (first, second)
 
 
 def _hashable(flat: Flat) -> tuple[Any, ...]:
