@@ -166,11 +166,11 @@ class Calls:
     def _take(self, value: Any, take: Instruction) -> None:
         """Add the instructions that move a value from its channel into its slot."""
         slots, slot = self.slots, self.slot(value)
-        is_own = type(value) not in TABLE.values
+        is_custom = type(value) not in TABLE.values
 
         def call() -> None:
             payload = take()
-            slots[slot] = payload.tree if is_own else payload
+            slots[slot] = payload.tree if is_custom else payload
 
         if self.observe is None:
             self.calls.append(call)

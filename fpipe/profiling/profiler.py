@@ -64,9 +64,10 @@ def profile(
             ones.
 
     Returns:
-        `Costs` in seconds for `forward`, `backward`, `backward_input` and `backward_weight`, and in bytes for
-        `activation`, `residuals` and `deferred`. Parameters and the batch are not counted. `shared` lists the memory
-        that several of these have in common, `reads` what a stage reads of an output if it does not read all of it.
+        `Costs` in seconds for `forward`, `backward`, `backward_input` and `backward_weight`, as `Local` runs them, with
+        the addition of weight gradients to their sums; in bytes for `activation`, `residuals` and `deferred`.
+        Parameters and the batch are not counted. `shared` lists the memory that several of these have in common,
+        `reads` what a stage reads of an output if it does not read all of it.
         Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`.
 
     Raises:
