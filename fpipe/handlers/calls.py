@@ -269,10 +269,10 @@ class Calls:
         cotangents, store = self._cotangents(stage, m), self._store_gradients(stage, m)
 
         def call() -> None:
-            sums, counts = self.step.sums[stage], self._has_weight(stage, m)
-            weights, inputs = backward(_pop(slots, residuals), cotangents(), sums if counts else None)
-            store(inputs if counts else zeros(inputs))
-            sums.add(weights if counts else [None] * len(weights), weights.fresh)
+            sums, weighted = self.step.sums[stage], self._has_weight(stage, m)
+            weights, inputs = backward(_pop(slots, residuals), cotangents(), sums if weighted else None)
+            store(inputs if weighted else zeros(inputs))
+            sums.add(weights if weighted else [None] * len(weights), weights.fresh)
 
         return call
 
@@ -293,9 +293,9 @@ class Calls:
         backward, deferred = self.pieces.stages[stage].backward_weight, self.slot(fx.Deferred(stage, m))
 
         def call() -> None:
-            sums, counts = self.step.sums[stage], self._has_weight(stage, m)
-            weights = backward(_pop(slots, deferred), sums if counts else None)
-            sums.add(weights if counts else [None] * len(weights), weights.fresh)
+            sums, weighted = self.step.sums[stage], self._has_weight(stage, m)
+            weights = backward(_pop(slots, deferred), sums if weighted else None)
+            sums.add(weights if weighted else [None] * len(weights), weights.fresh)
 
         return call
 
