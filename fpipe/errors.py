@@ -49,7 +49,7 @@ def blaming(stage: int, microbatch: int) -> Iterator[None]:
         yield
     except StageError:
         raise
-    except Exception as error:
+    except Exception as error:  # a stage is the user's, and may raise anything
         message = f"Forward raised {type(error).__name__}: {error}"
         raise StageError(message, stage=stage, microbatch=microbatch) from error
 

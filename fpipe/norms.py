@@ -2,8 +2,7 @@
 
 Each leaf is reduced to a sum of squares in float64, each stage in the order of its own tree, and the sums of the stages
 are added in order of stage on every rank: the bits depend on no schedule, placement or handler. A tied entry counts
-    with
-the stage that owns it, a stage with copies where its first copy is.
+with the stage that owns it, a stage with copies where its first copy is.
 """
 
 from __future__ import annotations
@@ -131,8 +130,8 @@ def _norm(sums: Callable[[], Tensor], handler: Handler) -> Tensor:
     if handler.peers is None:
         return sums().sum().sqrt()
     group = handler.peers.new_group("the norm of the gradients", hint=HINT)
-    own, shares = group.agree(sums, "global_norm", Tensor.tolist)
+    local, shares = group.agree(sums, "global_norm", Tensor.tolist)
     if len(counts := {len(share) for share in shares}) > 1:
         raise TransportError(f"the ranks have plans of {sorted(counts)} stages: every rank makes the same plan")
     total = torch.tensor(shares, dtype=torch.float64).sum(0)  # one rank has a stage's sum, the others have 0
-    return total.to(own.device).sum().sqrt()
+    return total.to(local.device).sum().sqrt()

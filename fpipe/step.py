@@ -178,8 +178,8 @@ def _function(
         result: makes the function's result of the loss or outputs and of all `Results`.
     """
     pieces, observer = spec.pieces(), observing(observe)
-    if observer is not None:
-        observer.on_compile(name, programs, handler)
+    notices = Observer() if observer is None else observer
+    notices.on_compile(name, programs, handler)
     run = _with_random_check(handler.compile(programs, pieces, observer), name)
 
     def step(
@@ -190,13 +190,11 @@ def _function(
         state: Mapping[int, Any] | None = None,
         rng: Rng | None = None,
     ) -> Any:
-        if observer is not None:
-            observer.on_step_begin()
+        notices.on_step_begin()
         inputs = spec.inputs(params, batch, target, state, rng)
         results = run(inputs)
         loss = spec.total(results.losses) if spec.loss else None
-        if observer is not None:
-            observer.on_step_end(Outcome(loss, inputs.rows, results.gradients))
+        notices.on_step_end(Outcome(loss, inputs.rows, results.gradients))
         value = (loss, results.output) if spec.has_aux else results.output if loss is None else loss
         return result(value, results)
 
@@ -294,7 +292,7 @@ class _StepSpec:
             self._check_params(params)
             self._check_state(state or {})
             data, rows = self._split(batch, target)
-        except Exception as error:
+        except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
             return Inputs({}, {}, (), broken=self._stage_error(error))
         return Inputs(params, state or {}, data, rows, self.reduction == "mean" and self.weight is None, rng)
 

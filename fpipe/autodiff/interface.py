@@ -158,13 +158,6 @@ def weighted_loss(loss: Tensor, cotangent: Tensor, scale: Any) -> Tensor:
     return loss.detach() * cotangent if has_weight(scale) else torch.zeros_like(cotangent)
 
 
-def zero_weight_gradients(
-    weights: WeightGradients, inputs: Mapping[int, Leaves]
-) -> tuple[WeightGradients, dict[int, Leaves]]:
-    """Return the last stage's gradients for a microbatch of weight 0: 0 times NaN would be NaN."""
-    return WeightGradients([None] * len(weights)), zeros(inputs)
-
-
 def zeros(inputs: Mapping[int, Leaves]) -> dict[int, Leaves]:
-    """Return zeros in place of input gradients."""
+    """Return zeros in place of the input gradients of a microbatch of weight 0: 0 times NaN would be NaN."""
     return {s: [None if x is None else torch.zeros_like(x) for x in leaves] for s, leaves in inputs.items()}

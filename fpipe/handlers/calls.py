@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+from optree import PyTreeSpec
 
 from fpipe import effects as fx
 from fpipe.autodiff.interface import (
@@ -29,14 +30,13 @@ from fpipe.autodiff.interface import (
     has_weight,
     seed,
     weighted_loss,
-    zero_weight_gradients,
     zeros,
 )
 from fpipe.errors import ScheduleError
 from fpipe.handlers.gradients import LeafKey, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results
 from fpipe.programs.program import Program
-from fpipe.stages.pytree import ABSENT, Flat, check_plain, flatten, indices
+from fpipe.stages.pytree import ABSENT, Flat, Path, check_plain, flatten, indices
 from fpipe.stages.rng import seeded
 from fpipe.stages.stage import Output, Stage
 from fpipe.tables import TABLE
@@ -45,6 +45,7 @@ Instruction = Callable[[], Any]
 Function = Callable[[Any, Any], Instruction | None]
 Functions = Mapping[type, Function]
 NO_FUNCTIONS: Functions = MappingProxyType({})
+UNSEEDED = nullcontext()
 
 
 class Channels(Protocol):
@@ -69,7 +70,6 @@ class Step:
         sums: stage of this rank -> sum of its weight gradients.
         foreign: (stage, rank) -> leaves of that rank's sum, as received.
         seeds: microbatch -> cotangents of the last stage's output.
-        unweighted: microbatches whose loss has weight zero.
     """
 
     inputs: Inputs
@@ -78,7 +78,6 @@ class Step:
     sums: defaultdict[int, Sum] = field(default_factory=lambda: defaultdict(Sum))
     foreign: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     seeds: dict[int, Leaves] = field(default_factory=dict)
-    unweighted: set[int] = field(default_factory=set)
     results: Results = field(default_factory=Results)
 
     def sums_of(self, stage: int) -> dict[LeafKey, Any]:
@@ -111,9 +110,10 @@ class Calls:
         self.pieces, self.pipeline = pieces, pieces.pipeline
         self.channels, self.observe, self.device = channels, observe, device
         self.functions = {**FUNCTIONS, **functions}
-        self.reads = _Reads(self.pipeline.stages)
         self.number: dict[fx.Name, int] = {}
-        self.last_use = {name: at for at, effect in enumerate(program) for name in self.table.needs(effect, self.plan)}
+        uses = [(name, at) for at, effect in enumerate(program) for name in self.table.needs(effect, self.plan)]
+        self.last_use, self.first_use = dict(uses), dict(reversed(uses))
+        self.takes: dict[fx.Name, Instruction] = {}
         self.calls: list[Instruction] = []
         self.starts: list[int] = []
         self.computes: dict[int, fx.Effect] = {}
@@ -148,47 +148,29 @@ class Calls:
     # Compiling
 
     def _compile(self) -> None:
-        first = self._first_uses()
-        posts: dict[fx.Name, Instruction] = {}
-        takes: dict[fx.Name, Instruction] = {}
-        for effect in self.program:
-            if isinstance(effect, fx.Recv):
-                by = first.get(effect.value, effect)
-                posts[effect.value], takes[effect.value] = self.channels.receiver(
-                    effect.value, effect.rank, self.rank, by
-                )
         for at, effect in enumerate(self.program):
             self.starts.append(len(self.calls))
             needs, gives = self.table.needs(effect, self.plan), self.table.gives(effect, self.plan)
             self.touched.append(tuple({self.slot(n): None for n in (*needs, *gives)}))
-            if isinstance(effect, fx.Recv):
-                self._body(effect, [posts[effect.value]])
-                continue
             for name in needs:
-                if name in takes:
-                    self._take(name, takes.pop(name))
-            self._body(effect, self._effect(effect))
+                if name in self.takes:
+                    self._take(name, self.takes.pop(name))
+            self._effect(effect)
             dead = {n for n in needs if self.last_use[n] == at} | {n for n in gives if n not in self.last_use}
             if slots := tuple(self.slot(n) for n in dead | set(self.table.frees(effect, self.plan))):
                 self.calls.append(partial(_drop, self.slots, slots))
         self.starts.append(len(self.calls))
-
-    def _first_uses(self) -> dict[fx.Name, fx.Effect]:
-        effects: dict[fx.Name, fx.Effect] = {}
-        for effect in self.program:
-            for name in self.table.needs(effect, self.plan):
-                effects.setdefault(name, effect)
-        return effects
+        if self.observe is not None:
+            self.observe.on_store(self.rank, self)
 
     def _take(self, value: Any, take: Instruction) -> None:
         """Add the instructions that move a value from its channel into its slot."""
         slots, slot = self.slots, self.slot(value)
-
-        is_own = type(value) not in TABLE.values
+        is_custom = type(value) not in TABLE.values
 
         def call() -> None:
             payload = take()
-            slots[slot] = payload.tree if is_own else payload
+            slots[slot] = payload.tree if is_custom else payload
 
         if self.observe is None:
             self.calls.append(call)
@@ -196,20 +178,18 @@ class Calls:
             wait, arrive = (partial(method, self.rank, value) for method in (self.observe.wait, self.observe.arrive))
             self.calls += [wait, call, arrive]
 
-    def _body(self, effect: fx.Effect, body: list[Instruction]) -> None:
+    def _effect(self, effect: fx.Effect) -> None:
         """Add an effect's instructions, between the calls of the observer."""
         if self.observe is not None:
             self.calls.append(partial(self.observe.begin, self.rank, effect))
-        for part, call in zip(fx.parts(effect) if body else (), body, strict=True):
-            own = self.functions.get(type(part)) is not FUNCTIONS.get(type(part))
-            if own or self.table.effects[type(part)].track == "compute":
-                self.computes[len(self.calls)] = part
-            self.calls.append(call)
+        for part in fx.parts(effect):
+            function = self._function(part)
+            if (call := function(self, part)) is not None:
+                if function is not FUNCTIONS.get(type(part)) or self.table.effects[type(part)].track == "compute":
+                    self.computes[len(self.calls)] = part
+                self.calls.append(call)
         if self.observe is not None:
             self.calls.append(partial(self.observe.end, self.rank, effect))
-
-    def _effect(self, effect: fx.Effect) -> list[Instruction]:
-        return [call for part in fx.parts(effect) if (call := self._function(part)(self, part)) is not None]
 
     def _function(self, effect: fx.Effect) -> Function:
         try:
@@ -231,22 +211,15 @@ class Calls:
         last = stage == self.plan.stages - 1
         is_sent = bool(self.plan.consumers(stage)) or self.pieces.gather
 
-        def run(step: Step) -> Flat:
-            activations, data = {s: slots[i] for s, i in sources}, step.inputs.data[m]
-            outputs, saved, state = forward(step.prepared[stage], step.state.get(stage), activations, data, keep)
+        def call() -> None:
+            step = self.step
+            activations, data, rng = {s: slots[i] for s, i in sources}, step.inputs.data[m], step.inputs.rng
+            with UNSEEDED if rng is None else seeded(rng, stage, m, self.device):
+                outputs, saved, state = forward(step.prepared[stage], step.state.get(stage), activations, data, keep)
             if residuals is not None:
                 slots[residuals] = saved
             if stateful:
                 step.state[stage] = state
-            return outputs
-
-        def call() -> None:
-            step = self.step
-            if step.inputs.rng is None:
-                outputs = run(step)
-            else:
-                with seeded(step.inputs.rng, stage, m, self.device):
-                    outputs = run(step)
             if is_sent:
                 check_plain(outputs, self.rank, stage, m)
             slots[out] = outputs
@@ -261,12 +234,8 @@ class Calls:
         if self.pieces.loss:
             loss, output = outputs.tree
             cotangents[0] = seed(loss, scale := step.inputs.scale(m))
-            step.results.losses[m], step.results.outputs[m] = (
-                weighted_loss(loss, cotangents[0], scale),
-                detached_tree(output),
-            )
-            if not has_weight(scale):
-                step.unweighted.add(m)
+            step.results.losses[m] = weighted_loss(loss, cotangents[0], scale)
+            step.results.outputs[m] = detached_tree(output)
         else:
             step.results.outputs[m] = outputs.tree
         if keep:
@@ -292,7 +261,7 @@ class Calls:
 
     def _has_weight(self, stage: int, m: int) -> bool:
         """Return False for a backward of the last stage whose microbatch has a loss of weight zero."""
-        return stage < self.plan.stages - 1 or m not in self.step.unweighted
+        return stage < self.plan.stages - 1 or has_weight(self.step.inputs.scale(m))
 
     def _backward(self, e: fx.Backward) -> Instruction:
         stage, m, slots = e.stage, e.microbatch, self.slots
@@ -300,13 +269,10 @@ class Calls:
         cotangents, store = self._cotangents(stage, m), self._store_gradients(stage, m)
 
         def call() -> None:
-            sums = self.step.sums[stage]
-            if self._has_weight(stage, m):
-                weights, inputs = backward(_pop(slots, residuals), cotangents(), sums)
-            else:
-                weights, inputs = zero_weight_gradients(*backward(_pop(slots, residuals), cotangents()))
-            store(inputs)
-            sums.add(weights, weights.fresh)
+            sums, weighted = self.step.sums[stage], self._has_weight(stage, m)
+            weights, inputs = backward(_pop(slots, residuals), cotangents(), sums if weighted else None)
+            store(inputs if weighted else zeros(inputs))
+            sums.add(weights if weighted else [None] * len(weights), weights.fresh)
 
         return call
 
@@ -327,12 +293,9 @@ class Calls:
         backward, deferred = self.pieces.stages[stage].backward_weight, self.slot(fx.Deferred(stage, m))
 
         def call() -> None:
-            sums = self.step.sums[stage]
-            if self._has_weight(stage, m):
-                weights = backward(_pop(slots, deferred), sums)
-            else:
-                weights, _ = zero_weight_gradients(backward(_pop(slots, deferred)), {})
-            sums.add(weights, weights.fresh)
+            sums, weighted = self.step.sums[stage], self._has_weight(stage, m)
+            weights = backward(_pop(slots, deferred), sums if weighted else None)
+            sums.add(weights if weighted else [None] * len(weights), weights.fresh)
 
         return call
 
@@ -344,12 +307,19 @@ class Calls:
         slot = self.slot(value)
         if type(value) not in TABLE.values:  # a value of the user's own, which may be any tree
             return lambda: post(flatten(slots[slot]))
-        if isinstance(value, fx.Gradient):
-            return lambda: post(slots[slot])
-        consumers = self.plan.consumers(value.stage)
-        readers = tuple(c for c in consumers if self.plan.rank_of(c, value.microbatch) == target)
-        select = self.reads.select
-        return lambda: post(select(slots[slot], value.stage, readers))
+        if isinstance(value, fx.Activation):
+            consumers, source = self.plan.consumers(value.stage), value.stage
+            readers = [c for c in consumers if self.plan.rank_of(c, value.microbatch) == target]
+            paths = frozenset(path for c in readers for path in paths_read(self.pipeline.stages[c], source))
+            if () not in paths:
+                return lambda: post(_selected(slots[slot], paths))
+        return lambda: post(slots[slot])
+
+    def _recv(self, e: fx.Recv) -> Instruction:
+        by = self.first_use.get(e.value)
+        effect = e if by is None else self.program.effects[by]
+        post, self.takes[e.value] = self.channels.receiver(e.value, e.rank, self.rank, effect)
+        return post
 
     def _shared(self, stage: int, target: int) -> Leaves:
         step = self.step
@@ -376,6 +346,7 @@ FUNCTIONS: Functions = {
     fx.BackwardInput: Calls._backward_input,
     fx.BackwardWeight: Calls._backward_weight,
     fx.Send: Calls._send,
+    fx.Recv: Calls._recv,
     fx.Reduce: Calls._reduce,
 }
 """Effect class -> `function(calls, effect)`, which returns the instruction that runs the effect, or None for no-op.
@@ -395,34 +366,22 @@ def _drop(slots: list[Any], dead: tuple[int, ...]) -> None:
         slots[slot] = None
 
 
-class _Reads:
-    """Find which leaves of an output its consumers read, once per tree structure."""
+def paths_read(stage: Stage, source: int) -> set[Path]:
+    """Return the paths at which a stage reads a source stage's output; `()` for all of it."""
+    return {read.path for read in stage.inputs if isinstance(read, Output) and read.stage == source}
 
-    def __init__(self, stages: tuple[Stage, ...]) -> None:
-        self.stages = stages
-        self.cache: dict[Any, frozenset[int] | None] = {}
 
-    def select(self, value: Flat, stage: int, readers: tuple[int, ...]) -> Flat:
-        """Return the value with `ABSENT` for each leaf that no reader reads."""
-        key = (value.spec, stage, readers)
-        if key not in self.cache:
-            self.cache[key] = self._find(value, stage, readers)
-        leaves_read = self.cache[key]
-        if leaves_read is None:
-            return value
-        return Flat([leaf if i in leaves_read else ABSENT for i, leaf in enumerate(value.leaves)], value.spec)
+def _selected(value: Flat, paths: frozenset[Path]) -> Flat:
+    """Return the value with `ABSENT` for each leaf that is not below one of the paths."""
+    numbers = _numbers(value.spec, paths)
+    return Flat([leaf if i in numbers else ABSENT for i, leaf in enumerate(value.leaves)], value.spec)
 
-    def _find(self, value: Flat, stage: int, readers: tuple[int, ...]) -> frozenset[int] | None:
-        reads = {
-            read.path
-            for reader in readers
-            for read in self.stages[reader].inputs
-            if isinstance(read, Output) and read.stage == stage
-        }
-        if () in reads:
-            return None
-        leaves_read: set[int] = set()
-        for path in reads:
-            with suppress(KeyError, IndexError, AttributeError, TypeError):  # the reader raises an error with the path
-                leaves_read.update(indices(value.tree, path))
-        return frozenset(leaves_read)
+
+@lru_cache(maxsize=1024)
+def _numbers(spec: PyTreeSpec, paths: frozenset[Path]) -> frozenset[int]:
+    """Return the numbers of the leaves below the paths."""
+    tree, numbers = spec.unflatten(range(spec.num_leaves)), set[int]()
+    for path in paths:
+        with suppress(KeyError, IndexError, AttributeError, TypeError):  # the reader raises an error with the path
+            numbers.update(indices(tree, path))
+    return frozenset(numbers)

@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from fpipe import effects as fx
-from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.errors import StageError
-from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Channels, Functions, Step
-from fpipe.handlers.gradients import LeafKey, received, total
-from fpipe.handlers.protocol import Inputs, Observer, Results
-from fpipe.programs.program import Program
+from fpipe.handlers.calls import Calls, Step
+from fpipe.handlers.gradients import received, total
+from fpipe.handlers.protocol import Inputs, Results
 from fpipe.stages.pytree import summary
 from fpipe.stages.stage import Batch
 
@@ -21,21 +17,10 @@ from fpipe.stages.stage import Batch
 class Executor:
     """Run the effects of one rank's program."""
 
-    def __init__(
-        self,
-        program: Program,
-        pieces: DifferentiablePipeline,
-        channels: Channels,
-        observe: Observer | None,
-        device: torch.device | None = None,
-        functions: Functions = NO_FUNCTIONS,
-    ) -> None:
-        self.program, self.plan, self.rank = program, program.plan, program.rank
-        self.pieces, self.pipeline = pieces, pieces.pipeline
+    def __init__(self, calls: Calls) -> None:
+        self.calls, self.plan, self.rank = calls, calls.plan, calls.rank
+        self.pieces, self.pipeline = calls.pieces, calls.pipeline
         self.stages = self.plan.stages_on(self.rank)
-        self.calls = Calls(program, pieces, channels, observe, device, functions)
-        if observe is not None:
-            observe.on_store(self.rank, self.calls)
 
     def start(self, inputs: Inputs) -> None:
         """Set the arguments of the next step, and prepare its params. Runs no effect.
@@ -49,7 +34,7 @@ class Executor:
                 prepared[stage] = self.pieces.stages[stage].prepare(self.pipeline.params_of(inputs.params, stage))
             except StageError as error:
                 raise error.on(self.rank) from error.__cause__
-            except Exception as error:
+            except Exception as error:  # the types of the tree are the user's, and may raise anything
                 raise StageError(f"its params can't be used: {error}", rank=self.rank, stage=stage) from error
         self.calls.running = Step(inputs, prepared, dict(inputs.state))
 
@@ -69,50 +54,38 @@ class Executor:
             for at in range(starts[start], starts[stop]):
                 calls[at]()
         except StageError as error:
-            effect = self.calls.computes.get(at)
             if error.rank is not None:
                 raise
-            raise error.on(self.rank, getattr(effect, "microbatch", None)) from error.__cause__
-        except Exception as error:
-            effect = self.calls.computes.get(at)
-            if effect is None:
+            raise error.on(self.rank, getattr(self.calls.computes.get(at), "microbatch", None)) from error.__cause__
+        except Exception as error:  # a stage is the user's, and may raise anything
+            if at not in self.calls.computes:
                 raise  # only compute effects run the user's functions
-            raise self._failure(effect, error) from error
+            raise self._failure(self.calls.computes[at], error) from error
 
     def finish(self) -> Results:
         """Return the step's results on this rank, and release all its values."""
-        step, results = self.calls.step, self.calls.step.results
-        self.clear()
+        step = self.calls.step
+        results, params = step.results, step.inputs.params
+        self.calls.clear()
         results.state = {stage: step.state[stage] for stage in self.stages if self.pipeline.stages[stage].stateful}
         if step.sums:
-            results.gradients = total(self.pipeline, self.plan, step.inputs.params, self.stages, self._sums(step))
+            sums = {(stage, self.rank): step.sums_of(stage) for stage in step.sums}
+            for (stage, rank), leaves in step.foreign.items():
+                sums[stage, rank] = received(self.pipeline, self.plan, params, stage, self.rank, leaves)
+            results.gradients = total(self.pipeline, self.plan, params, self.stages, sums)
         return results
-
-    def clear(self) -> None:
-        """Release all values of the step."""
-        self.calls.clear()
-
-    def _sums(self, step: Step) -> dict[tuple[int, int], dict[LeafKey, Any]]:
-        sums = {(stage, self.rank): step.sums_of(stage) for stage in step.sums}
-        for (stage, rank), leaves in step.foreign.items():
-            sums[stage, rank] = received(self.pipeline, self.plan, step.inputs.params, stage, self.rank, leaves)
-        return sums
 
     def _failure(self, effect: Any, error: Exception) -> StageError:
         stage: Any = getattr(effect, "stage", None)
         m: Any = getattr(effect, "microbatch", None)
-        calls = self.calls
-        message = f"{type(effect).__name__} raised {type(error).__name__}: {error}"
+        calls, message = self.calls, f"{type(effect).__name__} raised {type(error).__name__}: {error}"
         if isinstance(effect, fx.Forward):
             inputs = {source: calls.slots[calls.slot(fx.Activation(source, m))] for source in self.plan.sources(stage)}
             hints = [f"stage {source} gave it {summary(value.tree)}" for source, value in inputs.items()]
-            if self._lacks_batch(effect):
+            reads_batch = any(isinstance(read, Batch) for read in self.pipeline.stages[stage].inputs)
+            if reads_batch and calls.step.inputs.data[m].batch is None:
                 hints.append("it reads the batch, which is None on this rank")
             if "in-place operation" in str(error):
                 hints.append("a stage may not change its inputs")
             message += f" ({'; '.join(hints)})" if hints else ""
         return StageError(message, rank=self.rank, stage=stage, microbatch=m)
-
-    def _lacks_batch(self, e: fx.Forward) -> bool:
-        reads = self.pipeline.stages[e.stage].inputs
-        return self.calls.step.inputs.data[e.microbatch].batch is None and any(isinstance(r, Batch) for r in reads)

@@ -65,13 +65,20 @@ class Sum:
             self._add_in_place(present, terms)
             return
         self.totals = self.totals or [None] * len(terms)
-        first = [i for i in present if self.totals[i] is None]
-        groups = self._groups([i for i in present if self.totals[i] is not None], terms)
-        for i in first:
-            self.totals[i] = terms[i]
-        self.owned.update(i for i in first if i in fresh)
-        for (in_place, *_), group in groups.items():
-            (self._add_in_place if in_place else self._add_out_of_place)(group, terms)
+        in_place = defaultdict[tuple[Any, Any], list[int]](list)  # one kernel adds all of one dtype and device
+        for i in present:
+            total, term = self.totals[i], terms[i]
+            if total is None:
+                self.totals[i] = term
+                if i in fresh:
+                    self.owned.add(i)
+            elif i in self.owned and (total.dtype, total.device) == (term.dtype, term.device):
+                in_place[total.dtype, total.device].append(i)
+            else:
+                self.totals[i] = total + term
+                self.owned.add(i)
+        for leaves in in_place.values():
+            self._add_in_place(leaves, terms)
         kinds = {(x.dtype, x.device) for x in self.totals} if len(self.owned) == len(self.totals) else ()
         self.steady = next(iter(kinds))[0] if len(kinds) == 1 else None
 
@@ -83,24 +90,9 @@ class Sum:
         self.totals[i].add_(gradient)
         return True
 
-    def _groups(self, leaves: list[int], terms: Leaves) -> dict[tuple[bool, Any, Any], list[int]]:
-        """Group leaves by (in place, dtype, device), because foreach kernels are fast within one dtype and device."""
-        groups = defaultdict[tuple[bool, Any, Any], list[int]](list)
-        for i in leaves:
-            total, term = self.totals[i], terms[i]
-            alike = (total.dtype, total.device) == (term.dtype, term.device)
-            groups[i in self.owned and alike, total.dtype, total.device].append(i)
-        return groups
-
     def _add_in_place(self, leaves: list[int], terms: Leaves) -> None:
         if leaves:
             torch._foreach_add_([self.totals[i] for i in leaves], [terms[i] for i in leaves])
-
-    def _add_out_of_place(self, leaves: list[int], terms: Leaves) -> None:
-        sums = torch._foreach_add([self.totals[i] for i in leaves], [terms[i] for i in leaves])
-        for i, total in zip(leaves, sums, strict=True):
-            self.totals[i] = total
-        self.owned.update(leaves)
 
     def read(self) -> Leaves:
         """Return the totals; no two share memory."""
@@ -141,7 +133,7 @@ def sent(
     params: Mapping[int, Any],
     stage: int,
     rank: int,
-    own: Mapping[LeafKey, Tensor | None],
+    totals: Mapping[LeafKey, Tensor | None],
 ) -> Leaves:
     """Return the sums that `rank` needs of a stage here: all if it holds a copy of the stage, else the shared entries.
 
@@ -153,7 +145,7 @@ def sent(
     wanted = list(range(len(names)))
     if rank not in plan.placement.holders[stage]:
         wanted = [i for _, path in shared_uses(pipeline, plan, stage, rank) for i in indices(tree, path)]
-    sums = [own.get(names[i], ABSENT) for i in wanted]
+    sums = [totals.get(names[i], ABSENT) for i in wanted]
     return [torch.full_like(leaves[i], -0.0) if x is None else x for i, x in zip(wanted, sums, strict=True)]
 
 
@@ -174,7 +166,7 @@ def received(
 
 
 def total(
-    pipeline: Pipeline, plan: Plan, params: Mapping[int, Any], held: Collection[int], sums: Sums
+    pipeline: Pipeline, plan: Plan, params: Mapping[int, Any], local: Collection[int], sums: Sums
 ) -> dict[int, Any]:
     """Return the gradient of every entry in a rank's params: zeros where unused, None where it is not trained.
 
@@ -184,7 +176,7 @@ def total(
     gradients = {}
     for stage, tree in params.items():
         leaves, spec = flatten(tree)
-        keys = _keys(pipeline, params, held, stage, paths_of(spec))
+        keys = _keys(pipeline, params, local, stage, paths_of(spec))
         terms = [[stages[user][key] for user, key in uses if key in stages.get(user, {})] for uses in keys]
         gradients[stage] = spec.unflatten(map(_sum, leaves, terms))
     return gradients
@@ -196,35 +188,28 @@ def _sum(leaf: Any, terms: list[Tensor | None]) -> Tensor | None:
 
 
 def _keys(
-    pipeline: Pipeline, params: Mapping[int, Any], held: Collection[int], stage: int, names: Sequence[Path]
+    pipeline: Pipeline, params: Mapping[int, Any], local: Collection[int], stage: int, names: Sequence[Path]
 ) -> list[list[tuple[int, LeafKey]]]:
     """Return, for each leaf of a stage's entry in params, the (stage, key) of every sum that its gradient adds."""
     keys: list[list[tuple[int, LeafKey]]] = [[(stage, name)] for name in names]
-    for (owner, source), uses in pipeline.entries.items():
+    for entry, uses in pipeline.entries.items():
+        owner, source = entry
         if owner != stage:
             continue
         try:
             tied = indices(params[stage], source)
         except (KeyError, IndexError, AttributeError):
             continue  # this rank's params have only those entries of the owner that its stages use
-        for k, i in enumerate(tied):
-            keys[i] = [(user, _key(pipeline, params, held, (owner, source), user, path, k)) for user, path in uses]
+        for i in tied:
+            keys[i] = []
+        for user, path in uses:
+            of_use: list[LeafKey] = [(entry, path, k) for k in range(len(tied))]
+            if user in local:
+                tree = pipeline.params_of(params, user)
+                of_use = [paths(tree)[i] for i in indices(tree, path)]
+            for i, key in zip(tied, of_use, strict=True):
+                keys[i].append((user, key))
     return keys
-
-
-def _key(
-    pipeline: Pipeline,
-    params: Mapping[int, Any],
-    held: Collection[int],
-    entry: SharedParam,
-    user: int,
-    path: Path,
-    k: int,
-) -> LeafKey:
-    if user not in held:
-        return entry, path, k
-    tree = pipeline.params_of(params, user)
-    return paths(tree)[indices(tree, path)[k]]
 
 
 def _over_copies(plan: Plan, stage: int, sums: Sums) -> dict[LeafKey, Tensor | None]:

@@ -7,7 +7,7 @@ deadlock is found there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from fpipe import effects as fx
 from fpipe.autodiff.interface import DifferentiablePipeline
-from fpipe.handlers.calls import NO_FUNCTIONS, Functions
+from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
 from fpipe.plan import Plan
@@ -58,7 +58,7 @@ class Local:
         mailbox = _Mailbox(self.devices)
         devices: Sequence[torch.device | None] = self.devices or [None] * len(programs)
         executors = {
-            rank: Executor(program, pieces, mailbox, observe, devices[rank], self.functions)
+            rank: Executor(Calls(program, pieces, mailbox, observe, devices[rank], self.functions))
             for rank, program in programs.items()
         }
         order = [partial(executors[turn.rank].run, turn.start, turn.stop) for turn in turns(programs)]
@@ -71,14 +71,14 @@ class Local:
                     executor.start(self._inputs_of(inputs, executor))
                 for turn in order:
                     turn()
-                results = _merge(
-                    [(executor.plan.stages_on(rank), executor.finish()) for rank, executor in executors.items()]
-                )
+                results = Results()
+                for executor in executors.values():
+                    _merge(results, executor.finish(), executor.stages)
                 results.output = pieces.merge(results.outputs)
                 return results
             finally:
                 for executor in executors.values():
-                    executor.clear()
+                    executor.calls.clear()
                 mailbox.clear()
 
         return run
@@ -92,14 +92,12 @@ class Local:
         return replace(inputs, params=params, data=data)
 
 
-def _merge(results_of_ranks: list[tuple[tuple[int, ...], Results]]) -> Results:
-    merged = Results()
-    for stages, results in results_of_ranks:
-        merged.gradients |= {stage: tree for stage, tree in results.gradients.items() if stage in stages}
-        merged.losses |= results.losses
-        merged.outputs |= results.outputs
-        merged.state |= results.state
-    return merged
+def _merge(merged: Results, results: Results, stages: Collection[int]) -> None:
+    """Add the results of a rank that holds some stages; its other gradients are parts of tied parameters."""
+    merged.gradients |= {stage: tree for stage, tree in results.gradients.items() if stage in stages}
+    merged.losses |= results.losses
+    merged.outputs |= results.outputs
+    merged.state |= results.state
 
 
 class _Mailbox:

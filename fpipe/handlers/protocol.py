@@ -204,7 +204,7 @@ class Handler(Protocol):
 
     @property
     def devices(self) -> Sequence[torch.device] | None:
-        """Where the values of each rank that this process plays are; None where the handler moves nothing."""
+        """The device of each rank that this process plays; None where the handler moves nothing."""
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         """Return the ranks that this process plays."""

@@ -1,1 +1,1 @@
-"""What a run took: observers that record it, and stages measured as costs."""
+"""Measure runs: observers that record them, and the costs of stages."""

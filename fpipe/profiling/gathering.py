@@ -7,7 +7,6 @@ takes.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from array import array
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import ScheduleError
-from fpipe.handlers.distributed.collectives import over
+from fpipe.handlers.distributed.collectives import fingerprint, over
 from fpipe.handlers.protocol import Peers
 from fpipe.profiling.recording import Recording
 from fpipe.programs.program import Programs
@@ -54,11 +53,11 @@ def gather(recording: Recording, group: dist.ProcessGroup | DeviceMesh | None = 
 
 def digest(programs: Programs) -> int:
     """Return a number that is the same for equal programs."""
-    return _number(repr([(program.plan, program.effects) for _, program in sorted(programs.items())]))
+    return fingerprint([(program.plan, program.effects) for _, program in sorted(programs.items())])
 
 
 class _Share(NamedTuple):
-    """What a rank sends to the others.
+    """A rank's part of the exchange.
 
     Args:
         plays: whether the process plays the rank of its number, and no other.
@@ -91,12 +90,12 @@ def gathered(
         clock: the one that its times were read from.
     """
 
-    def share(own: Measurement) -> tuple[object, ...]:
-        plays = peers.size == ranks and list(own.columns) == [peers.rank]
-        columns = [column.tobytes() for column in own.columns[peers.rank]] if plays else []
+    def share(local: Measurement) -> tuple[object, ...]:
+        plays = peers.size == ranks and list(local.columns) == [peers.rank]
+        columns = [column.tobytes() for column in local.columns[peers.rank]] if plays else []
         return tuple(_Share(programs, plays, steps, _clock_number(clock), columns))
 
-    own, answers = peers.agree(measure, "gather", share)
+    local, answers = peers.agree(measure, "gather", share)
     shares = [_Share(*answer) for answer in answers]
     _check(shares, ranks)
     differences = _differences([each.clock for each in shares], clock, peers)
@@ -104,7 +103,7 @@ def gathered(
     start = min(each.starts[0] for each in columns.values())
     age = clock() - differences[peers.rank][0] - start
     return Measurement(
-        own.programs,
+        local.programs,
         columns,
         {rank: offset for rank, (offset, _) in enumerate(differences)},
         {rank: width + DRIFT * age * (width > 0) for rank, (_, width) in enumerate(differences)},
@@ -163,18 +162,11 @@ def _shifted(columns: Sequence[bytes], offset: float) -> Columns:
     return Columns(*(array("d", column.tolist()) for column in times))
 
 
-def _number(text: str) -> int:
-    """Return a number for a text; 0 only for an empty one."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little") if text else 0
-
-
 def _clock_number(clock: Callable[[], float]) -> int:
-    return _number(_machine()) if clock is time.perf_counter else 0
-
-
-def _machine() -> str:
-    """Return what all processes that read one monotonic clock share, on Linux; else an empty text."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/time")
+    """Return a number that all processes share that read one monotonic clock; 0 if that is not known."""
+    if clock is not time.perf_counter:
+        return 0
+    try:  # on Linux
+        return fingerprint(Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/time"))
     except OSError:
-        return ""
+        return 0

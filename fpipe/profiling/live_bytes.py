@@ -7,7 +7,7 @@ only the calling thread; gloo's threads allocate nothing but sums of a few numbe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -44,13 +44,9 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
         return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before)
     with _recorded() as events:
         call()
-    sizes, memory = dict[int, int](), _Memory()
-    for address, size in events:
-        if size > 0:
-            sizes[address] = size
-            memory.add(size)
-        else:
-            memory.add(-sizes.pop(address, 0))
+    memory, blocks = _Memory(), _Blocks()
+    for event in events:
+        _count(event, memory, blocks)
     return memory.peak
 
 
@@ -186,50 +182,49 @@ class _Memory:
         self.peak = max(self.peak, self.live)
 
 
+_Blocks = dict[int, tuple[_Memory, int]]
+"""Address -> the memory that an allocation counts for, and its size."""
+
+
+def _count(event: _Event, payer: _Memory | None, blocks: _Blocks) -> None:
+    """Count an allocation for a memory, or a release for the one that its allocation counts for."""
+    address, size = event
+    if size > 0 and payer is not None:
+        blocks[address] = payer, size
+        payer.add(size)
+    elif size < 0 and address in blocks:
+        owner, size = blocks.pop(address)
+        owner.add(-size)
+
+
 def _by_effect(events: list[_Event], marks: list[_Mark]) -> Iterator[EffectMemory]:
-    """Count the events between two marks for the rank that `_payer` names; those before the first mark for none."""
-    memories = {mark.rank: _Memory() for mark in marks}
-    blocks: dict[int, tuple[_Memory, int]] = {}  # address -> the memory that it counts for, and its size
-    intervals = _between_marks(_without_results(events))
-    before = 0
-    for mark, following, interval in zip(marks, [*marks[1:], None], intervals, strict=True):
+    """Count the events after each mark for the rank that `_payer` names; those before the first mark for none."""
+    memories, blocks = {mark.rank: _Memory() for mark in marks}, _Blocks()
+    at_marks, payer, before = zip(marks, [*marks[1:], None], strict=True), None, 0
+    for event in _without_results(events):
+        if event.size:
+            _count(event, payer, blocks)
+            continue
+        mark, following = next(at_marks)
         memory = memories[mark.rank]
         if mark.begins:
             before = memory.peak = memory.live
         else:
             yield EffectMemory(mark.rank, mark.effect, before, memory.peak, memory.live)
         payer = _payer(mark, following, memories)
-        for address, size in interval:
-            if size < 0 and address in blocks:
-                owner, size = blocks.pop(address)
-                owner.add(-size)
-            elif size > 0 and payer is not None:
-                blocks[address] = memories[payer], size
-                memories[payer].add(size)
 
 
-def _payer(mark: _Mark, following: _Mark | None, ranks: Container[int]) -> int | None:
-    """Return the rank that allocations after a mark count for: the running effect's, else the next effect's.
+def _payer(mark: _Mark, following: _Mark | None, memories: Mapping[int, _Memory]) -> _Memory | None:
+    """Return the memory that allocations after a mark count for: of the running effect's rank, else the next effect's.
 
     Sums of gradients count for none. A send's allocations count for its receiver if this process plays that rank.
     """
     rank, effect, begins = mark
     if not begins:
-        return rank if following is None else following.rank
+        return memories[rank if following is None else following.rank]
     if isinstance(effect, Reduce) or isinstance(getattr(effect, "value", None), WeightGradient):
         return None
-    return effect.rank if isinstance(effect, Send) and effect.rank in ranks else rank
-
-
-def _between_marks(events: Iterable[_Event]) -> list[list[_Event]]:
-    """Split the events at the marks; those before the first mark are left out."""
-    intervals: list[list[_Event]] = [[]]
-    for event in events:
-        if event.size:
-            intervals[-1].append(event)
-        else:
-            intervals.append([])
-    return intervals[1:]
+    return memories[effect.rank if isinstance(effect, Send) and effect.rank in memories else rank]
 
 
 def _without_results(events: list[_Event]) -> list[_Event]:

@@ -10,11 +10,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from fpipe.effects import Effect, Value
-from fpipe.handlers.protocol import Handler, Observer, Outcome, ValueStore
-from fpipe.programs.program import Programs
+from fpipe.handlers.protocol import Observer
 
 
 def configure() -> None:
@@ -62,42 +62,19 @@ class Several(Observer):
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = tuple(observers)
+        for name in ("on_compile", "on_store", "on_step_begin", "begin", "wait"):
+            setattr(self, name, partial(_call_each, [getattr(each, name) for each in self.observers]))
+        for name in ("on_step_end", "end", "arrive"):
+            setattr(self, name, partial(_call_each, [getattr(each, name) for each in reversed(self.observers)]))
 
     @property
     def agreed(self) -> tuple[object, ...]:
         return tuple(each for observer in self.observers for each in observer.agreed)
 
-    def on_compile(self, name: str, programs: Programs, handler: Handler) -> None:
-        for observer in self.observers:
-            observer.on_compile(name, programs, handler)
 
-    def on_store(self, rank: int, store: ValueStore) -> None:
-        for observer in self.observers:
-            observer.on_store(rank, store)
-
-    def on_step_begin(self) -> None:
-        for observer in self.observers:
-            observer.on_step_begin()
-
-    def on_step_end(self, outcome: Outcome) -> None:
-        for observer in reversed(self.observers):
-            observer.on_step_end(outcome)
-
-    def begin(self, rank: int, effect: Effect) -> None:
-        for observer in self.observers:
-            observer.begin(rank, effect)
-
-    def end(self, rank: int, effect: Effect) -> None:
-        for observer in reversed(self.observers):
-            observer.end(rank, effect)
-
-    def wait(self, rank: int, value: Value) -> None:
-        for observer in self.observers:
-            observer.wait(rank, value)
-
-    def arrive(self, rank: int, value: Value) -> None:
-        for observer in reversed(self.observers):
-            observer.arrive(rank, value)
+def _call_each(methods: Sequence[Callable[..., None]], *arguments: object) -> None:
+    for method in methods:
+        method(*arguments)
 
 
 def observing(observe: Observer | None) -> Observer | None:

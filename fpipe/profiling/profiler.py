@@ -5,33 +5,37 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import effects as fx
-from fpipe.autodiff.functions import DeferredGraph, SavedGraph
-from fpipe.autodiff.interface import DifferentiableStage, Leaves, seed
+from fpipe.autodiff.functions import SavedGraph
+from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.costs import Costs, Shared
-from fpipe.errors import blaming
+from fpipe.handlers.calls import paths_read
 from fpipe.handlers.distributed.strides import buffer, strides_of
-from fpipe.handlers.gradients import add_leaves
-from fpipe.handlers.protocol import Inputs
+from fpipe.handlers.local import Local
+from fpipe.handlers.protocol import Inputs, Observer, ValueStore
+from fpipe.plan import Placement, Plan
 from fpipe.policies import everything_saveable
-from fpipe.profiling.storages import StorageBytes
+from fpipe.profiling.storages import StorageBytes, leaves_of
+from fpipe.programs.program import Program
 from fpipe.stages.microbatch import Microbatch, split
 from fpipe.stages.pipeline import Pipeline, with_loss
-from fpipe.stages.pytree import Flat, flatten, indices
-from fpipe.stages.rng import seeded
-from fpipe.stages.stage import Output, Stage
+from fpipe.stages.pytree import flatten, indices
 
-T = TypeVar("T")
+PIECES = {
+    "forward": fx.Forward,
+    "backward": fx.Backward,
+    "backward_input": fx.BackwardInput,
+    "backward_weight": fx.BackwardWeight,
+}
 
 
 def profile(
@@ -56,13 +60,14 @@ def profile(
         params, state: of all stages.
         batch, target: split into `microbatches`. The costs are those of one microbatch: the median over all of them.
         rng: (seed, step), by default (0, 0).
-        repeats: the number of measured steps with fused backwards, and of those with split ones, after one unmeasured
-            step of each.
+        repeats: the number of measured steps with fused backwards, and of those with split ones, after unmeasured
+            ones.
 
     Returns:
-        `Costs` in seconds for `forward`, `backward`, `backward_input` and `backward_weight`, and in bytes for
-        `activation`, `residuals` and `deferred`. Parameters and the batch are not counted. `shared` lists the memory
-        that several of these have in common, `reads` what a stage reads of an output if it does not read all of it.
+        `Costs` in seconds for `forward`, `backward`, `backward_input` and `backward_weight`, as `Local` runs them, with
+        the addition of weight gradients to their sums; in bytes for `activation`, `residuals` and `deferred`.
+        Parameters and the batch are not counted. `shared` lists the memory that several of these have in common,
+        `reads` what a stage reads of an output if it does not read all of it.
         Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`.
 
     Raises:
@@ -79,168 +84,137 @@ def profile(
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, not {repeats}")
     pipeline = with_loss(pipeline, has_aux)
-    pieces = Options(autodiff, policy, compile).pieces(pipeline, loss=True)
+    pieces = DifferentiablePipeline(pipeline, Options(autodiff, policy, compile).pieces(pipeline, loss=True))
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
     batches, targets = (split(tree, microbatches, axis)[0] for tree, axis in zip((batch, target), axes, strict=True))
-    data = list(map(Microbatch, batches, targets))
-    profiler = _Profiler(pipeline, pieces, Inputs(params, state or {}, data, rng=rng or (0, 0)))
-    profiler.step(halves=False)
-    profiler.step(halves=True, sizes=True)
-    profiler.seconds.clear()  # of the steps that traced the stages
+    inputs = Inputs(params, state or {}, list(map(Microbatch, batches, targets)), rng=rng or (0, 0))
+    plan = pipeline.plan(Placement.loop(1, chunks=len(pipeline.stages)), microbatches)
+    profiler = _Profiler(pipeline, flatten((dict(params), inputs.state, list(inputs.data))).leaves)
+    fused, halves = (
+        Local().compile({0: Program(plan, 0, tuple(_effects(plan, backward)))}, pieces, profiler)
+        for backward in ([fx.Backward], [fx.BackwardInput, fx.BackwardWeight])
+    )
+    fused(inputs)  # it traces the stages; under the hooks of `sizing` they would be traced too
+    halves(inputs)
+    with profiler.sizing():
+        halves(inputs)
+    profiler.seconds.clear()
     for _ in range(repeats):
-        profiler.step(halves=False)
-        profiler.step(halves=True)
-    return profiler.costs()
+        fused(inputs)
+        halves(inputs)
+    return profiler.costs(plan)
 
 
-class _Profiler:
-    """Run a pipeline's pieces stage by stage, and measure them.
-
-    Args:
-        seconds: of each run, by (piece, stage, microbatch).
-        sizing: whether the memory of the running microbatch is measured.
-    """
-
-    def __init__(self, pipeline: Pipeline, pieces: Sequence[DifferentiableStage], inputs: Inputs) -> None:
-        self.pieces, self.inputs = pieces, inputs
-        self.prepared = [p.prepare(pipeline.params_of(inputs.params, s)) for s, p in enumerate(pieces)]
-        params = [x for p in self.prepared for x in p.leaves]
-        self.on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in params)
-        self.seconds: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-        self.sizes = _Sizes([*params, *flatten((list(inputs.data), dict(inputs.state))).leaves])
-        self.sizing = False
-
-    def step(self, halves: bool, sizes: bool = False) -> None:
-        """Run every microbatch forward and back; with `sizes`, measure the memory of the first, the largest."""
-        state = dict(self.inputs.state)
-        for m in range(len(self.inputs.data)):
-            self.sizing = sizes and m == 0
-            outputs: dict[int, Flat] = {}
-            residuals: list[Any] = []
-            for s in range(len(self.pieces)):
-                outputs[s], kept, state[s] = self._forward(s, m, state.get(s), outputs)
-                residuals.append(kept)
-            self._backward(m, outputs, residuals, halves)
-
-    def _forward(self, s: int, m: int, state: Any, outputs: Mapping[int, Flat]) -> tuple[Flat, Any, Any]:
-        """Return (outputs, residuals, new state)."""
-        piece, data, saved = self.pieces[s], self.inputs.data[m], _SavedTensors()
-        sources = {source: outputs[source] for source in piece.stage.sources}
-        with blaming(s, m), seeded(self.inputs.rng, s, m), saved.hooks() if self.sizing else nullcontext():
-            output, residuals, state = self._timed(
-                "forward", s, m, lambda: piece.forward(self.prepared[s], state, sources, data, keep=True)
-            )
-        if self.sizing:
-            kept = residuals.values if isinstance(residuals, SavedGraph) else saved.tensors
-            self.sizes.add(fx.Activation(s, 0), output.leaves)
-            self.sizes.add(fx.Residuals(s, 0), kept)
-            if not isinstance(residuals, SavedGraph):
-                self.sizes.add(fx.Deferred(s, 0), kept)
-            for source, value in sources.items():
-                self.sizes.add_read(source, s, _read(piece.stage, source, value))
-        return output, residuals, state
-
-    def _backward(self, m: int, outputs: Mapping[int, Flat], kept: list[Any], halves: bool) -> None:
-        gradients: dict[int, list[Leaves]] = defaultdict(list)
-        for s in reversed(range(len(self.pieces))):
-            piece, residuals = self.pieces[s], kept.pop()
-            last = s == len(self.pieces) - 1
-            cotangents = self._seeds(outputs[s]) if last else add_leaves(gradients.pop(s))
-            if halves:
-                inputs, deferred = self._timed(
-                    "backward_input", s, m, partial(piece.backward_input, residuals, cotangents)
-                )
-                if self.sizing:
-                    leaves = deferred.values if isinstance(deferred, DeferredGraph) else cotangents
-                    self.sizes.add(fx.Deferred(s, 0), leaves)
-                    for source, leaves in inputs.items():
-                        self.sizes.add(fx.Gradient(source, s, 0), leaves)
-                self._timed("backward_weight", s, m, partial(piece.backward_weight, deferred))
-            else:
-                _, inputs = self._timed("backward", s, m, partial(piece.backward, residuals, cotangents))
-            for source, leaves in inputs.items():  # from the highest consumer down
-                gradients[source].append(leaves)
-
-    def _seeds(self, output: Flat) -> Leaves:
-        loss, *rest = output.leaves
-        return [seed(loss, None), *[None] * len(rest)]
-
-    def _timed(self, piece: str, s: int, m: int, call: Callable[[], T]) -> T:
-        self._wait()
-        start = time.perf_counter()
-        result = call()
-        self._wait()
-        self.seconds[piece, s, m].append(time.perf_counter() - start)
-        return result
-
-    def _wait(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
-    def costs(self) -> Costs:
-        """Return medians over repeats, and then over microbatches."""
-        stages, count = range(len(self.pieces)), len(self.inputs.data)
-
-        def times(piece: str) -> list[float]:
-            by_microbatch = [[statistics.median(self.seconds[piece, s, m]) for m in range(count)] for s in stages]
-            return [statistics.median(medians) for medians in by_microbatch]
-
-        return Costs(
-            forward=times("forward"),
-            backward_input=times("backward_input"),
-            backward_weight=times("backward_weight"),
-            backward=times("backward"),
-            activation=[self.sizes.activations[fx.Activation(s, 0)] for s in stages],
-            residuals=[self.sizes.bytes(fx.Residuals(s, 0)) for s in stages],
-            deferred=[self.sizes.bytes(fx.Deferred(s, 0)) for s in stages],
-            shared=self.sizes.shared(),
-            reads=self.sizes.reads,
-        )
+def _effects(plan: Plan, backward: Iterable[Any]) -> Iterator[fx.Effect]:
+    """Yield the effects of one rank that runs every microbatch forward and back."""
+    for m in range(plan.microbatches):
+        for s in range(plan.stages):
+            yield fx.Forward(s, m)
+        for s in reversed(range(plan.stages)):
+            for half in backward:
+                yield half(s, m)
 
 
-class _SavedTensors:
-    """The tensors that eager autograd saves for a backward: the residuals of a stage that can't be traced."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-
-    def hooks(self) -> saved_tensors_hooks:
-        """Return hooks for the forward. Do not trace a stage under them: they would be traced too."""
-        return saved_tensors_hooks(self._note, lambda x: x)
-
-    def _note(self, x: Tensor) -> Tensor:
-        self.tensors.append(x.detach())
-        return x.detach()
-
-
-class _Sizes:
-    """The bytes that the names of one microbatch have. All tensors are kept alive, so that no storage is used twice.
+class _Profiler(Observer):
+    """Measures each effect, and in one step the memory of the first microbatch, the largest.
 
     Args:
         excluded: tensors that do not count.
+        seconds: of each run, by (class of effect, stage, microbatch).
         activations, reads: bytes that are sent of a whole output, and of what a stage reads of it if that is less.
+        saved: tensors that eager autograd has saved in the running effect: the residuals of a stage that can't be
+            traced. None except in the step whose memory is measured.
+        alive: all tensors that were added, so that no storage is used twice.
     """
 
-    def __init__(self, excluded: Iterable[Any]) -> None:
-        self.storages, self.kept = StorageBytes[fx.Name](excluded), list[Any]()
+    def __init__(self, pipeline: Pipeline, excluded: list[Any]) -> None:
+        self.stages, self.storages = pipeline.stages, StorageBytes[fx.Name](excluded)
+        self.on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in excluded)
+        self.seconds: dict[tuple[type, int, int], list[float]] = defaultdict(list)
         self.activations: dict[fx.Name, int] = {}
         self.reads: dict[tuple[int, int], float] = {}
+        self.saved: list[Tensor] | None = None
+        self.alive: list[Any] = []
 
-    def add(self, name: fx.Name, leaves: Sequence[Any]) -> None:
-        self.kept += leaves  # a backward empties its list of residuals
+    def on_store(self, rank: int, store: ValueStore) -> None:
+        self.store = store
+
+    def begin(self, rank: int, effect: fx.Effect) -> None:
+        if self.saved is not None:
+            self.saved.clear()
+        self.start = self._now()
+
+    def end(self, rank: int, effect: Any) -> None:
+        self.seconds[type(effect), effect.stage, effect.microbatch].append(self._now() - self.start)
+        if self.saved is not None and effect.microbatch == 0:
+            self._measure(effect, self.saved)
+
+    def _now(self) -> float:
+        """Return the time, on CUDA when the device has done all its work."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @contextmanager
+    def sizing(self) -> Iterator[None]:
+        """Measure the memory of the step that runs in the block."""
+        self.saved = saved = list[Tensor]()
+
+        def save(x: Tensor) -> Tensor:
+            saved.append(x.detach())
+            return x.detach()
+
+        with saved_tensors_hooks(save, lambda x: x):
+            yield
+        self.saved = None
+
+    def _measure(self, effect: fx.Compute, saved: list[Tensor]) -> None:
+        """Add the values that an effect has put into the store."""
+        s, stage = effect.stage, self.stages[effect.stage]
+        if isinstance(effect, fx.Forward):
+            residuals = self._value(fx.Residuals(s, 0))
+            self.activations[fx.Activation(s, 0)] = _sent_bytes(self._add(fx.Activation(s, 0)))
+            self._add(fx.Residuals(s, 0), saved)
+            if not isinstance(residuals, SavedGraph):
+                self._add(fx.Deferred(s, 0), saved)
+            for source in stage.sources:
+                output = self._value(fx.Activation(source, 0))
+                numbers = {i for path in paths_read(stage, source) for i in indices(output.tree, path)}
+                size = _sent_bytes([output.leaves[i] for i in numbers])
+                if size < self.activations[fx.Activation(source, 0)]:
+                    self.reads[source, s] = size
+        elif isinstance(effect, fx.BackwardInput):
+            self._add(fx.Deferred(s, 0))
+            for source in stage.sources:
+                self._add(fx.Gradient(source, s, 0))
+
+    def _value(self, name: fx.Name) -> Any:
+        return self.store.slots[self.store.slot(name)]
+
+    def _add(self, name: fx.Name, saved: Iterable[Any] = ()) -> list[Any]:
+        """Add the tensors of a value, and those that autograd saved for it; return all of them."""
+        leaves = [*leaves_of(self._value(name)), *saved]
+        self.alive += leaves
         self.storages.add(name, leaves)
-        if isinstance(name, fx.Activation):
-            self.activations[name] = _sent_bytes(leaves)
+        return leaves
 
-    def add_read(self, source: int, reader: int, leaves: Iterable[Any]) -> None:
-        size = _sent_bytes(leaves)
-        if size < self.activations[fx.Activation(source, 0)]:
-            self.reads[source, reader] = size
+    def costs(self, plan: Plan) -> Costs:
+        """Return medians over repeats, and then over microbatches."""
+        stages, median = range(plan.stages), statistics.median
+        times: dict[str, Any] = {
+            piece: [median(median(self.seconds[kind, s, m]) for m in range(plan.microbatches)) for s in stages]
+            for piece, kind in PIECES.items()
+        }
+        return Costs(
+            **times,
+            activation=[self.activations[fx.Activation(s, 0)] for s in stages],
+            residuals=[self.storages.bytes(fx.Residuals(s, 0)) for s in stages],
+            deferred=[self.storages.bytes(fx.Deferred(s, 0)) for s in stages],
+            shared=self._shared(),
+            reads=self.reads,
+        )
 
-    def bytes(self, name: fx.Name) -> int:
-        return self.storages.bytes(name)
-
-    def shared(self) -> list[Shared]:
+    def _shared(self) -> list[Shared]:
         """Return the bytes that names share; not those that a stage's residuals and deferred alone share, because they
         are never live together."""
         sizes: dict[tuple[fx.Name, ...], int] = defaultdict(int)
@@ -250,12 +224,6 @@ class _Sizes:
                 sizes[names] += size
         whole = self.activations
         return [Shared(min(size, *(whole.get(n, size) for n in names)), names) for names, size in sizes.items()]
-
-
-def _read(stage: Stage, source: int, value: Flat) -> list[Any]:
-    """Return the leaves of a source's output that a stage reads."""
-    paths = {read.path for read in stage.inputs if isinstance(read, Output) and read.stage == source}
-    return [value.leaves[i] for path in paths for i in indices(value.tree, path)]
 
 
 def _sent_bytes(leaves: Iterable[Any]) -> int:

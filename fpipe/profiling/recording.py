@@ -129,7 +129,7 @@ class Recording(Observer):
 
     @property
     def steps(self) -> int:
-        """How many complete steps have been recorded."""
+        """The number of complete steps that have been recorded."""
         return self._before + _complete(self._lanes)
 
     def measurement(self) -> Measurement:

@@ -6,10 +6,13 @@ no temporaries. `LiveBytes` sees every event of the allocator instead.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
+
+from fpipe.autodiff.eager import DeferredTape
+from fpipe.stages.pytree import Flat
 
 Owner = TypeVar("Owner", bound=Hashable)
 
@@ -75,3 +78,14 @@ def storage_bytes(leaves: Iterable[Any]) -> dict[int, int]:
     """Return the bytes of each storage of the tensors among the leaves, by the storage's address."""
     storages = (leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor))
     return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def leaves_of(value: Any) -> Sequence[Any]:
+    """Return the leaves of a value in a rank's store; not the tensors that eager autograd saves."""
+    if isinstance(value, Flat):
+        return value.leaves
+    if isinstance(value, DeferredTape):
+        return value.cotangents
+    if isinstance(value, list | tuple):
+        return value
+    return getattr(value, "values", ())  # residuals and deferred values of a traced stage

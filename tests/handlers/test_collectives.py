@@ -60,3 +60,19 @@ def test_a_rank_that_does_not_come_is_named_and_one_that_comes_late_is_not(fresh
     first, second, _ = fresh_pool(3).run(late)
     assert "rank 0 could not reach the other ranks at second of trying (nothing came within 4 s; missing: [2])" in first
     assert "missing: [2]" in second
+
+
+def absent(rank):
+    """Rank 1 does not make the handler."""
+    if rank == 1:
+        time.sleep(6)
+        return None
+    with pytest.raises(TransportError) as caught:
+        handlers.Distributed(timeout=2).peers.gather(rank, "first")
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_make_the_handler_is_named(fresh_pool):
+    text, _ = fresh_pool(2).run(absent)
+    assert "at the set-up of a new handler (nothing came within 2 s; missing: [1])" in text
+    assert "value_and_grad and evaluate are called on every rank, in the same order" in text

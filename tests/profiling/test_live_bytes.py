@@ -208,6 +208,15 @@ def test_of_a_view_its_own_elements_travel():
     assert all(n <= 8 * 4 for n, names in costs.shared if Activation(0, 0) in names)
 
 
+def test_a_stage_that_fails_while_it_is_profiled_is_named():
+    def fails(p, x):
+        raise KeyError("h")
+
+    pipeline = Pipeline([lambda p, x: x * p, fails], cases.mse)
+    with pytest.raises(fpipe.StageError, match=r"stage 1, microbatch 0: Forward raised KeyError: 'h'"):
+        fpipe.profile(pipeline, {0: torch.tensor(2.0), 1: {}}, torch.ones(6), torch.ones(6), microbatches=2)
+
+
 @pytest.mark.parametrize("given", [{"shared": [(-1, ())]}, {"reads": {(0, 1): float("nan")}}])
 def test_bytes_that_are_none(given):
     with pytest.raises(fpipe.ScheduleError, match=f"{next(iter(given))} must be a finite number of at least 0"):

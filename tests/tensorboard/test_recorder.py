@@ -291,12 +291,12 @@ def test_two_processes_write_one_capture(pools, tmp_path, schedule):
 
 def skewed(rank, logdir):
     """As `recorded`, where rank 1 seems to be on another machine, whose clock is 100 s ahead."""
-    machine = gathering._machine
-    gathering._machine = lambda: f"{machine()} {rank}"
+    clock_number = gathering._clock_number
+    gathering._clock_number = lambda clock: clock_number(clock) + rank
     try:
         return recorded(rank, logdir, "one_f_one_b", 2, {"steps": [1]})
     finally:
-        gathering._machine = machine
+        gathering._clock_number = clock_number
 
 
 def test_clocks_that_are_not_one_are_compared(pools, tmp_path):

@@ -10,9 +10,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,41 +29,26 @@ from fpipe.handlers.protocol import Inputs
 
 
 @dataclass(eq=False, slots=True)
-class SendRoute:
-    """A value that is sent to a rank; `codec` is None while its signature is unknown."""
-
-    value: fx.Value
-    target: int
-    codec: PayloadCodec | None = None
-
-
-@dataclass(eq=False, slots=True)
 class RecvRoute:
-    """A value that is received from a rank.
-
-    Args:
-        receipt: how many values sent to that rank are complete when this one has arrived.
-        arriving: the messages and their works, once posted.
-    """
+    """A value that is received from a rank; `arriving` are the messages and their works, once posted."""
 
     value: fx.Value
     source: int
-    receipt: int
-    purpose: str
-    codec: PayloadCodec | None = None
     arriving: tuple[list[torch.Tensor], list[dist.Work]] | None = None
 
 
 @dataclass
 class KnownStep:
-    """What the ranks know of a step whose signatures have travelled once.
+    """The signatures that have travelled in steps of one name: in its first step, those of the values so far.
 
     Args:
-        codecs: of each route: first the sends, then the receives.
+        sent: by value and the rank that it is sent to.
+        received: by value.
     """
 
-    codecs: list[PayloadCodec | None]
-    loss_dtype: torch.dtype | None
+    sent: dict[tuple[fx.Value, int], PayloadCodec] = field(default_factory=dict)
+    received: dict[fx.Value, PayloadCodec] = field(default_factory=dict)
+    loss_dtype: torch.dtype | None = None
 
 
 @dataclass
@@ -78,46 +64,44 @@ class Channels:
 
     Args:
         receipts: for each value received, how many of this rank's sends to its sender are then complete.
+        early: receives that came before the end of the handshake, which is when they are posted; None after it.
+        unposted: by rank, receives whose signatures have not come.
     """
 
     def __init__(self, connections: Connections, handshake: Handshake, receipts: Mapping[fx.Value, int]) -> None:
         self.connections, self.handshake, self.receipts = connections, handshake, receipts
-        self.sends: list[SendRoute] = []
         self.receives: list[RecvRoute] = []
-        self.by_value: dict[fx.Value, RecvRoute] = {}
-        self.steps: OrderedDict[tuple[int, int], KnownStep] = OrderedDict()
-        self.loss_dtype: torch.dtype | None = None
-        self.current: KnownStep | None = None
+        self.steps = lru_cache(REMEMBERED)(lambda name: KnownStep())  # every rank forgets the same one
+        self.known = KnownStep()
         self.sent: defaultdict[int, _Sent] = defaultdict(_Sent)
         self.unposted: defaultdict[int, deque[RecvRoute]] = defaultdict(deque)
         self.early: list[RecvRoute] | None = []
         self.signatures: list[tuple[int, InFlight]] = []
-        self.learning = False
-
-    @property
-    def routes(self) -> list[SendRoute | RecvRoute]:
-        return [*self.sends, *self.receives]
 
     # Compiling
 
     def sender(self, value: fx.Value, source: int, target: int) -> Callable[[Any], None]:
         """Return a function that posts the value's payload."""
-        route = SendRoute(value, target)
-        self.sends.append(route)
-        sent = self.sent[target]
+        sent, key = self.sent[target], (value, target)
 
         def send(payload: Payload) -> None:
             if self.early is not None:
                 self.agree()
-            codec = route.codec
-            if codec is None:
-                codec = self._announce(route, payload)
+            codec = self.known.sent.get(key) or self._announce(value, target, payload)
             messages = codec.messages(payload)
             if messages is None:
-                raise self._changed(route, codec, payload)
+                raise self._error(
+                    value,
+                    f"{value} is {signature_of(payload).text()}, where equal inputs gave {codec.signature.text()} "
+                    "before: the structure of a stage's output may depend on its inputs' shapes and plain values, not "
+                    "on their data",
+                )
             for message in messages:
                 if message.device.type != self.connections.device.type:
-                    raise self._misplaced(route, message)
+                    where = self.connections.device
+                    raise self._error(
+                        value, f"{value} is on {message.device}, and this handler moves values on {where}"
+                    )
             sent.in_flight.append((self.connections.send(messages, target), messages))
 
         return send
@@ -127,31 +111,26 @@ class Channels:
     ) -> tuple[Callable[[], None], Callable[[], Payload]]:
         """Return two functions: one posts the value's receive, the other waits for it where `by` needs it."""
         purpose = f"waiting for {value} from rank {source}, which {by} needs"
-        route = RecvRoute(value, source, self.receipts.get(value, 0), purpose)
+        route, receipt, sent = RecvRoute(value, source), self.receipts.get(value, 0), self.sent[source]
         self.receives.append(route)
-        self.by_value[value] = route
-        sent = self.sent[source]
 
         def post() -> None:
             if self.early is not None:
                 self.early.append(route)
-            elif route.codec is None:
-                self.unposted[source].append(route)
             else:
-                self._post(route, route.codec)
+                self._post(route)
 
         def wait() -> Payload:
             if self.early is not None:
                 self.agree()
             while route.arriving is None:
                 self._receive_signature(source, purpose)
-            assert route.codec is not None
             messages, works = route.arriving
             self.connections.wait(works, source, purpose)
             route.arriving = None
-            if route.receipt > sent.complete:
-                self._release(source, sent, route.receipt)
-            return route.codec.payload(messages)
+            if receipt > sent.complete:
+                self._release(source, sent, receipt)
+            return self.known.received[value].payload(messages)
 
         return post, wait
 
@@ -168,36 +147,16 @@ class Channels:
             return
         early, self.early = self.early, None
         self.handshake.wait()
-        name = self.handshake.name
-        if name in self.steps:
-            self.steps.move_to_end(name)
-        known = self.steps.get(name)
-        self.learning = known is None
-        self._set_codecs(known or KnownStep([None] * len(self.routes), None))
+        self.known = self.steps(self.handshake.name)
         for route in early:
-            if route.codec is None:
-                self.unposted[route.source].append(route)
-            else:
-                self._post(route, route.codec)
-
-    def _set_codecs(self, step: KnownStep) -> None:
-        self.loss_dtype = step.loss_dtype
-        if step is not self.current:
-            for route, codec in zip(self.routes, step.codecs, strict=True):
-                route.codec = codec
-        self.current = step
+            self._post(route)
 
     def end(self) -> None:
-        """Finish a step: wait for all sends, and remember its signatures."""
+        """Finish a step: wait for all sends."""
         for peer, (works, _) in self.signatures:
             self.connections.wait(works, peer, f"sending a signature to rank {peer}")
         for peer, sent in self.sent.items():
             self._release(peer, sent, sent.complete + len(sent.in_flight))
-        if self.learning:
-            codecs = [route.codec for route in self.routes]
-            self.steps[self.handshake.name] = self.current = KnownStep(codecs, self.loss_dtype)
-            if len(self.steps) > REMEMBERED:
-                self.steps.popitem(last=False)
 
     def clear(self) -> None:
         """Drop everything that a failed step left: a pending work would keep its connection open."""
@@ -205,7 +164,7 @@ class Channels:
         self._clear()
 
     def _clear(self) -> None:
-        self.early, self.signatures, self.learning = [], [], False
+        self.early, self.signatures = [], []
         self.unposted.clear()
         for route in self.receives:
             route.arriving = None
@@ -213,9 +172,14 @@ class Channels:
             sent.in_flight.clear()
             sent.complete = 0
 
-    def _post(self, route: RecvRoute, codec: PayloadCodec) -> None:
-        messages = codec.buffers()
-        route.arriving = messages, self.connections.receive(messages, route.source)
+    def _post(self, route: RecvRoute) -> None:
+        """Post a receive, or put it off until the value's signature has come."""
+        codec = self.known.received.get(route.value)
+        if codec is None:
+            self.unposted[route.source].append(route)
+        else:
+            messages = codec.buffers()
+            route.arriving = messages, self.connections.receive(messages, route.source)
 
     def _release(self, peer: int, sent: _Sent, count: int) -> None:
         """Release the first `count` values sent to a peer in this step."""
@@ -226,19 +190,16 @@ class Channels:
 
     # While signatures are unknown
 
-    def _announce(self, route: SendRoute, payload: Payload) -> PayloadCodec:
+    def _announce(self, value: fx.Value, target: int, payload: Payload) -> PayloadCodec:
         """Send the value's signature to the receiver."""
-        value, target = route.value, route.target
         signature = self._with_optional(value, signature_of(payload))
         try:
             text = encode(signature)
         except TypeError as error:
-            raise StageError(
-                f"its output can't be sent: {error}", rank=self.connections.rank, stage=getattr(value, "stage", None)
-            ) from error
+            raise self._error(value, f"its output can't be sent: {error}") from error
         self.signatures.append((target, self.connections.send_bytes(text, target)))
-        route.codec = PayloadCodec(signature, self.connections.device)
-        return route.codec
+        codec = self.known.sent[value, target] = PayloadCodec(signature, self.connections.device)
+        return codec
 
     def _receive_signature(self, source: int, purpose: str) -> None:
         """Receive the signature of the next value of a rank, and post the value's receive."""
@@ -249,8 +210,8 @@ class Channels:
             raise StageError(
                 f"a value from rank {source} can't be decoded here: {error}", rank=self.connections.rank
             ) from error
-        route.codec = PayloadCodec(signature, self.connections.device)
-        self._post(route, route.codec)
+        self.known.received[route.value] = PayloadCodec(signature, self.connections.device)
+        self._post(route)
 
     def _with_optional(self, value: fx.Value, signature: Signature) -> Signature:
         """Return a gradient's signature with the gradients that its activation wants but no reader gave this time.
@@ -259,35 +220,18 @@ class Channels:
         """
         if not isinstance(value, fx.Gradient):
             return signature
-        signature = Signature(None, tuple(map(_dense, signature.leaves)))
-        route = self.by_value.get(fx.Activation(value.stage, value.microbatch))
-        if route is None or route.codec is None:
-            return signature
-        optional, leaves = [], list(signature.leaves)
-        for i, spec in enumerate(route.codec.signature.leaves):
+        leaves = list(map(_dense, signature.leaves))
+        activation = self.known.received.get(fx.Activation(value.stage, value.microbatch))
+        optional = []
+        for i, spec in enumerate(() if activation is None else activation.signature.leaves):
             if leaves[i] is None and isinstance(spec, TensorSpec) and spec.requires_grad:
                 optional.append(i)
                 leaves[i] = spec._replace(requires_grad=False, strides=None)
         return Signature(None, tuple(leaves), tuple(optional))
 
-    # Errors
-
-    def _changed(self, route: SendRoute, codec: PayloadCodec, payload: Payload) -> StageError:
-        value = route.value
-        return StageError(
-            f"{value} is {signature_of(payload).text()}, where equal inputs gave {codec.signature.text()} before: the "
-            "structure of a stage's output may depend on its inputs' shapes and plain values, not on their data",
-            rank=self.connections.rank,
-            stage=getattr(value, "stage", None),
-            microbatch=getattr(value, "microbatch", None),
-        )
-
-    def _misplaced(self, route: SendRoute, message: torch.Tensor) -> StageError:
-        return StageError(
-            f"{route.value} is on {message.device}, and this handler moves values on {self.connections.device}",
-            rank=self.connections.rank,
-            stage=getattr(route.value, "stage", None),
-        )
+    def _error(self, value: fx.Value, message: str) -> StageError:
+        places = {field: getattr(value, field, None) for field in ("stage", "microbatch")}
+        return StageError(message, rank=self.connections.rank, **places)
 
 
 def _dense(spec: Any) -> Any:

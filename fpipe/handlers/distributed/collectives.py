@@ -9,9 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,6 +28,7 @@ from fpipe.handlers.distributed.connections import cause_of
 from fpipe.handlers.distributed.failures import STORE_TIMEOUT, call_with_timeout
 
 T = TypeVar("T")
+HINT = "every rank makes the same calls in the same order"
 
 
 class Connector(Protocol):
@@ -37,6 +41,7 @@ class Connector(Protocol):
         """Return the process group for a purpose; the first call for it connects all ranks."""
 
 
+@dataclass(eq=False)
 class Collectives:
     """Implements `Peers` (fpipe/handlers/protocol.py) over process groups of all ranks.
 
@@ -46,31 +51,23 @@ class Collectives:
         purpose, hint, error: as of `Peers.new_group`.
     """
 
-    def __init__(
-        self,
-        connector: Connector,
-        rank: int,
-        size: int,
-        timeout: float | None,
-        *,
-        purpose: str = "peers",
-        hint: str = "",
-        error: type[Exception] = TransportError,
-    ) -> None:
-        self.connector, self.rank, self.size, self.timeout = connector, rank, size, timeout
-        self.purpose, self.error = purpose, error
-        self.hint = hint or "every rank makes the same calls in the same order"
-        self._groups: dict[str, Collectives] = {}
-        self._calls, self._call = 0, ""
+    connector: Connector
+    rank: int
+    size: int
+    timeout: float | None
+    purpose: str = "peers"
+    hint: str = HINT
+    error: type[Exception] = TransportError
+    _groups: dict[str, Collectives] = field(default_factory=dict, init=False)
+    _calls: int = field(default=0, init=False)
+    _call: str = field(default="", init=False)
 
     def new_group(
         self, purpose: str, *, hint: str = "", timeout: float | None = None, error: type[Exception] = TransportError
     ) -> Collectives:
-        if purpose not in self._groups:
-            timeout = self.timeout if timeout is None else timeout
-            options: dict[str, Any] = {"purpose": purpose, "hint": hint, "error": error}
-            self._groups[purpose] = Collectives(self.connector, self.rank, self.size, timeout, **options)
-        return self._groups[purpose]
+        timeout = self.timeout if timeout is None else timeout
+        group = replace(self, purpose=purpose, hint=hint or HINT, timeout=timeout, error=error)
+        return self._groups.setdefault(purpose, group)
 
     def connect(self, call: str) -> None:
         self._begin(call)
@@ -86,7 +83,7 @@ class Collectives:
         try:
             result = do()
             message = pickle.dumps((call, None, share(result)))
-        except Exception as error:
+        except Exception as error:  # of any kind: the other ranks wait for an answer
             reason = str(error) if isinstance(error, self.error) else f"{type(error).__name__}: {error}"
             self._exchange(pickle.dumps((call, reason, None)))
             raise
@@ -117,12 +114,19 @@ class Collectives:
         """Return the messages of all ranks."""
 
         def exchange(group: Any) -> list[bytes]:
-            lengths = [int(length) for length in _allgather(group, torch.tensor([len(message)]))]
+            lengths = [int(length) for length in self._allgather(group, torch.tensor([len(message)]))]
             padded = bytearray(message.ljust(max(lengths), b"\0"))
-            shares = _allgather(group, torch.frombuffer(padded, dtype=torch.uint8))
+            shares = self._allgather(group, torch.frombuffer(padded, dtype=torch.uint8))
             return [share[:length].numpy().tobytes() for share, length in zip(shares, lengths, strict=True)]
 
         return self._use(exchange)
+
+    def _allgather(self, group: Any, tensor: Tensor) -> list[Tensor]:
+        tensor = tensor.to(_device(group))
+        shares = [torch.empty_like(tensor) for _ in range(self.size)]
+        limit = timedelta(seconds=self.timeout or 0)  # 0: the group's own
+        group.allgather([shares], [tensor]).wait(limit)
+        return [share.cpu() for share in shares]
 
     def _use(self, use: Callable[[Any], T]) -> T:
         return self._explained(lambda: use(self.connector.group(self.purpose, self.timeout)))
@@ -152,12 +156,12 @@ class Collectives:
 
 
 class _OneGroup:
-    """A process group of the caller's, with its own time limit."""
+    """A process group of the caller's."""
 
     def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
         self._group, store = group, PrefixStore(f"fpipe/{group.group_name}/{purpose}", _get_default_store())
-        made = store.add(f"made by {group.rank()}", 1)  # on every rank the same, where each makes the same calls
-        self._store = PrefixStore(str(made), store)
+        number = store.add(f"made by {group.rank()}", 1)  # on every rank the same, where each makes the same calls
+        self._store = PrefixStore(str(number), store)
 
     def store(self) -> Store:
         return self._store
@@ -167,17 +171,23 @@ class _OneGroup:
 
 
 def over(
-    group: dist.ProcessGroup | DeviceMesh | None, purpose: str, *, hint: str, error: type[Exception] = TransportError
+    group: dist.ProcessGroup | DeviceMesh | None,
+    purpose: str,
+    *,
+    hint: str,
+    timeout: float | None = None,
+    error: type[Exception] = TransportError,
 ) -> Collectives:
     """Return collectives over a process group that the caller made; its ranks make one call after another on it.
 
     Args:
         group: or one dimension of a DeviceMesh; by default all processes of the job.
         purpose, hint, error: as of `Peers.new_group`.
+        timeout: seconds that one wait may take; by default the group's own.
     """
     ranks = process_group(group)
     connector = _OneGroup(ranks, purpose)
-    return Collectives(connector, ranks.rank(), ranks.size(), None, purpose=purpose, hint=hint, error=error)
+    return Collectives(connector, ranks.rank(), ranks.size(), timeout, purpose=purpose, hint=hint, error=error)
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -196,13 +206,6 @@ def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
     return group
 
 
-def _allgather(group: Any, tensor: Tensor) -> list[Tensor]:
-    tensor = tensor.to(_device(group))
-    shares = [torch.empty_like(tensor) for _ in range(group.size())]
-    group.allgather([shares], [tensor]).wait()
-    return [share.cpu() for share in shares]
-
-
 def _tensor(number: float, group: Any) -> Tensor:
     return torch.tensor(number, dtype=torch.float64, device=_device(group))
 
@@ -210,6 +213,11 @@ def _tensor(number: float, group: Any) -> Tensor:
 def _device(group: Any) -> str:
     """Return where messages are; a handler's own groups are gloo backends, without a name in torch.distributed."""
     return "cuda" if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl" else "cpu"
+
+
+def fingerprint(content: object) -> int:
+    """Return a number of 56 bits for a value, by its repr."""
+    return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=7).digest(), "little")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -19,7 +19,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
-from fpipe.handlers.distributed.wire import Payload, PayloadCodec
+from fpipe.handlers.distributed.wire import PayloadCodec
+from fpipe.stages.pytree import Flat
 
 log = logging.getLogger("fpipe.transport")
 
@@ -100,16 +101,10 @@ class Connections:
         for source, target in sorted(set(edges) - set(self.edges)):
             if self.rank not in (source, target):
                 continue
-            group = self._group(f"{source}-{target}", sorted((source, target)), self.backend)
-            self.edges[source, target] = group
-            ping = torch.ones(1, device=self.device)
-            peer = target if self.rank == source else source
-            work = (
-                group.send([ping], _side(target, source), 0)
-                if self.rank == source
-                else group.recv([ping], _side(source, target), 0)
-            )
-            self.wait([work], peer, f"connecting rank {source} to rank {target}")
+            self.edges[source, target] = self._group(f"{source}-{target}", sorted((source, target)), self.backend)
+            ping, sends = [torch.ones(1, device=self.device)], self.rank == source
+            works = self.send(ping, target) if sends else self.receive(ping, source)
+            self.wait(works, target if sends else source, f"connecting rank {source} to rank {target}")
             log.debug("rank %d connected %d -> %d over %s", self.rank, source, target, self.backend)
 
     # Posts and waits
@@ -117,33 +112,38 @@ class Connections:
     def send(self, messages: list[torch.Tensor], target: int) -> list[dist.Work]:
         """Post messages to a rank. The caller keeps them and their works until the works are complete."""
         group, side = self.edges[self.rank, target], _side(target, self.rank)
-        return self._post(group.send, messages, side, target, "send to")
+        return self._post_each(group.send, messages, side, target, "send to")
 
     def receive(self, messages: list[torch.Tensor], source: int) -> list[dist.Work]:
         """Post receives from a rank."""
         group, side = self.edges[source, self.rank], _side(source, self.rank)
-        return self._post(group.recv, messages, side, source, "receive from")
+        return self._post_each(group.recv, messages, side, source, "receive from")
 
     def send_bytes(self, text: bytes, target: int) -> InFlight:
         """Post bytes to a rank, over the control group."""
-        messages = [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
-        return self._post(self.control.send, messages, target, target, "send to"), messages
+        messages = [torch.tensor([len(text)]), _as_tensor(text)]
+        return self._post_each(self.control.send, messages, target, target, "send to"), messages
 
     def recv_bytes(self, source: int, purpose: str) -> bytes:
         """Wait for bytes that a rank sent by `send_bytes`."""
         size = torch.zeros(1, dtype=torch.int64)
-        self.wait(self._post(self.control.recv, [size], source, source, "receive from"), source, purpose)
+        self.wait(self._post_each(self.control.recv, [size], source, source, "receive from"), source, purpose)
         body = torch.empty(int(size), dtype=torch.uint8)
-        self.wait(self._post(self.control.recv, [body], source, source, "receive from"), source, purpose)
+        self.wait(self._post_each(self.control.recv, [body], source, source, "receive from"), source, purpose)
         return body.numpy().tobytes()
 
-    def _post(
+    def _post_each(
         self, post: Callable[..., dist.Work], messages: list[torch.Tensor], side: int, peer: int, what: str
     ) -> list[dist.Work]:
+        return self._post(peer, f"could not {what} rank {peer}", post, [([each], side, 0) for each in messages])
+
+    def _post(
+        self, peer: int | None, what: str, post: Callable[..., dist.Work], calls: list[tuple[Any, ...]]
+    ) -> list[dist.Work]:
         try:
-            return [post([tensor], side, 0) for tensor in messages]
+            return [post(*arguments) for arguments in calls]
         except RuntimeError as error:
-            raise PeerLost(peer, f"could not {what} rank {peer} ({first_line(error)})") from None
+            raise PeerLost(peer, f"{what} ({first_line(error)})") from None
 
     def wait(self, works: list[dist.Work], peer: int | None, purpose: str) -> None:
         """Wait for works; on CUDA the stream waits. They are popped, so that no traceback keeps them alive."""
@@ -173,40 +173,36 @@ class Connections:
     def collect(self, numbers: list[int], by: Any = dist.ReduceOp.SUM) -> tuple[torch.Tensor, list[dist.Work]]:
         """Post the reduction of whole numbers over all ranks."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        try:
-            return tensor, [self.control.allreduce([tensor], by)]
-        except RuntimeError as error:
-            raise PeerLost(None, f"beginning a step ({first_line(error)})") from None
+        return tensor, self._post(None, "beginning a step", self.control.allreduce, [([tensor], by)])
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str, control: bool = False) -> torch.Tensor:
         """Return the tensor of rank `source`, on every rank; the others pass a tensor to receive into."""
         group = self.shared["control" if control else "results"]
-        try:
-            works = [group.broadcast(tensor, source)]
-        except RuntimeError as error:
-            raise PeerLost(source, f"{purpose} ({first_line(error)})") from None
-        self.wait(works, source, purpose)
+        self.wait(self._post(source, purpose, group.broadcast, [(tensor, source)]), source, purpose)
         return tensor
 
-    def broadcast_payload(self, payload: Payload | None, source: int, purpose: str) -> Payload:
+    def broadcast_payload(self, payload: Flat | None, source: int, purpose: str) -> Flat:
         """Return the payload of rank `source`, on every rank; its signature travels first."""
-        size = torch.zeros(1, dtype=torch.int64)
-        body = torch.empty(0, dtype=torch.uint8)
+        text = b""
         if payload is not None:
+            signature = signature_of(payload)
             try:
-                body = torch.frombuffer(bytearray(encode(signature_of(payload))), dtype=torch.uint8)
+                text = encode(signature)
             except TypeError as error:
                 raise StageError(f"{purpose}: they can't be sent: {error}", rank=self.rank) from error
-            size[0] = len(body)
-        self.broadcast(size, source, purpose, control=True)
-        body = self.broadcast(body if payload is not None else body.resize_(int(size)), source, purpose, control=True)
-        signature = decode(body.numpy().tobytes())
-        codec = PayloadCodec(signature if payload is None else signature_of(payload), self.device)
+        size = self.broadcast(torch.tensor([len(text)]), source, purpose, control=True)
+        body = _as_tensor(text.ljust(int(size), b"\0"))
+        self.broadcast(body, source, purpose, control=True)
+        codec = PayloadCodec(decode(body.numpy().tobytes()) if payload is None else signature, self.device)
         messages = codec.buffers() if payload is None else codec.messages(payload)
         assert messages is not None, "the signature is the payload's own"
         for each in messages:
             self.broadcast(each.reshape(-1).view(torch.uint8), source, purpose)
-        return codec.payload(messages) if payload is None else payload
+        return payload or codec.payload(messages)  # type: ignore[return-value]
+
+
+def _as_tensor(text: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def cause_of(error: Exception, timeout: float | None) -> str:
@@ -244,13 +240,13 @@ def check_queues(rank: int, edges: Collection[tuple[int, int]], connections: str
     fpipe.errors.TransportError: rank 0 has 2 edges, ... gives 1 hardware queue, ...: set it to 32 before start
     >>> check_queues(0, {(0, 1), (1, 0)}, None)
     """
-    mine = sum(rank in edge for edge in edges)
+    count = sum(rank in edge for edge in edges)
     queues = min(int(connections), 32) if connections else 8
-    if mine + 2 > queues:
+    if count + 2 > queues:
         raise TransportError(
-            f"rank {rank} has {mine} edges, which with compute and collectives need {mine + 2} streams, and "
+            f"rank {rank} has {count} edges, which with compute and collectives need {count + 2} streams, and "
             f"CUDA_DEVICE_MAX_CONNECTIONS gives {queues} hardware queue{'s' * (queues != 1)}, in which receives would "
-            f"block compute: set it to 32 before start" + (", or use a placement with fewer edges" * (mine > 30))
+            f"block compute: set it to 32 before start" + (", or use a placement with fewer edges" * (count > 30))
         )
 
 

@@ -1,4 +1,4 @@
-"""How a failure on one rank becomes the error of all ranks: a reason in the job's store, then broken connections."""
+"""Turn a failure on one rank into an error of all ranks: a reason in the job's store, then broken connections."""
 
 from __future__ import annotations
 

@@ -8,10 +8,8 @@ stays usable. A rank that fails later in the step writes its reason into the job
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,21 +20,18 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from fpipe import effects as fx
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.errors import ScheduleError, StageError, TransportError
-from fpipe.handlers.calls import NO_FUNCTIONS, Functions
+from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.distributed.channels import Channels
-from fpipe.handlers.distributed.collectives import Collectives, process_group
-from fpipe.handlers.distributed.connections import Connections, PeerLost, first_line
-from fpipe.handlers.distributed.failures import STORE_TIMEOUT, Failures, FailureWatchdog, call_with_timeout
+from fpipe.handlers.distributed.collectives import Collectives, fingerprint, over, process_group
+from fpipe.handlers.distributed.connections import Connections, PeerLost
+from fpipe.handlers.distributed.failures import Failures, FailureWatchdog
 from fpipe.handlers.distributed.handshake import Handshake, StepRejected
-from fpipe.handlers.distributed.wire import Payload
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.completions import send_completions
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import flatten
-
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Distributed:
@@ -87,7 +82,8 @@ class Distributed:
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         connections, failures = self._setup.ready()
         try:
-            self._compare(programs, pieces, connections, observe)
+            options = pieces.loss, pieces.gather, () if observe is None else observe.agreed
+            self._compare(connections, (options, [(p.plan, p.effects) for _, p in sorted(programs.items())]))
             connections.connect({(rank, e.rank) for rank, p in programs.items() for e in p if isinstance(e, fx.Send)})
         except PeerLost as lost:
             raise failures.of_peer(connections, lost) from None
@@ -95,21 +91,16 @@ class Distributed:
             raise
         except RuntimeError as error:
             raise failures.of_peer(connections, PeerLost(None, f"setting up connections ({error})")) from error
-        return _CompiledProgram(self.rank, programs, pieces, connections, failures, observe, self.functions)
+        channels = Channels(connections, Handshake(connections, failures), send_completions(programs, self.rank))
+        calls = Calls(programs[self.rank], pieces, channels, observe, None, self.functions)
+        return _CompiledProgram(Executor(calls), channels, failures)
 
-    def _compare(
-        self,
-        programs: Mapping[int, Program],
-        pieces: DifferentiablePipeline,
-        connections: Connections,
-        observe: Observer | None,
-    ) -> None:
-        options = pieces.loss, pieces.gather, () if observe is None else observe.agreed
-        text = repr((options, [(p.plan, p.effects) for _, p in sorted(programs.items())]))
-        mine = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
-        extremes, works = connections.collect([mine, -mine], dist.ReduceOp.MAX)
+    def _compare(self, connections: Connections, content: object) -> None:
+        """Check that all ranks run the same."""
+        number = fingerprint(content)
+        extremes, works = connections.collect([number, -number], dist.ReduceOp.MAX)
         connections.wait(works, None, "comparing programs")
-        if extremes.tolist() != [mine, -mine]:
+        if extremes.tolist() != [number, -number]:
             raise ScheduleError(
                 f"rank {self.rank}: the ranks were given different schedules, plans or recorders; every rank must make "
                 "the same"
@@ -121,7 +112,7 @@ class _Setup:
 
     def __init__(self, group: dist.ProcessGroup, timeout: float, device: torch.device) -> None:
         self._process_group, self.timeout, self.device = group, timeout, device
-        self._made: tuple[Connections, Failures] | None = None
+        self._parts: tuple[Connections, Failures] | None = None
 
     def ready(self) -> tuple[Connections, Failures]:
         """Return the connections and the failures so far.
@@ -129,7 +120,7 @@ class _Setup:
         Raises:
             TransportError: a rank did not come, or the handler has failed.
         """
-        connections, failures = self._made = self._made or self._make()
+        connections, failures = self._parts = self._parts or self._make()
         failures.check()
         return connections, failures
 
@@ -159,23 +150,11 @@ class _Setup:
 
 def _own_store(group: dist.ProcessGroup, timeout: float) -> Store:
     """Return the job's store under a prefix that no other handler has; the ranks of the group agree on it."""
-    store = _get_default_store()
-    name = f"fpipe/{group.group_name}"
-    on_gpu = dist.get_backend(group) == "nccl"
-    count = store.add(f"{name}/{dist.get_rank(group)}", 1)
-    try:
-        number = torch.tensor(count, device="cuda" if on_gpu else "cpu")
-        work = dist.all_reduce(number, dist.ReduceOp.MAX, group=group, async_op=True)
-        assert work is not None
-        work.wait(timedelta(seconds=timeout))
-    except RuntimeError as error:
-        ranks = range(group.size())
-        missing = call_with_timeout(STORE_TIMEOUT, lambda: [r for r in ranks if store.add(f"{name}/{r}", 0) < count])
-        raise TransportError(
-            f"not all ranks came to make this handler within {timeout:g} s (missing: {missing or 'not known'}): "
-            f"value_and_grad and evaluate are called on every rank, in the same order ({first_line(error)})"
-        ) from error
-    return PrefixStore(f"{name}/handler {int(number)}", store)
+    name, store = f"fpipe/{group.group_name}", _get_default_store()
+    count = store.add(f"{name}/handlers of {group.rank()}", 1)  # lower on a rank that did not come before
+    hint = "value_and_grad and evaluate are called on every rank, in the same order"
+    number = max(over(group, "a new handler", hint=hint, timeout=timeout).gather(count, "the set-up"))
+    return PrefixStore(f"{name}/handler {number}", store)
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
@@ -187,22 +166,9 @@ def _device(group: dist.ProcessGroup) -> torch.device:
 class _CompiledProgram:
     """A program, compiled for the rank of this process; called once a step."""
 
-    def __init__(
-        self,
-        rank: int,
-        programs: Mapping[int, Program],
-        pieces: DifferentiablePipeline,
-        connections: Connections,
-        failures: Failures,
-        observe: Observer | None,
-        functions: Functions,
-    ) -> None:
-        program = programs[rank]
-        self.program, self.plan, self.pieces = program, program.plan, pieces
-        self.connections, self.failures = connections, failures
-        self.handshake = Handshake(connections, failures)
-        self.channels = Channels(connections, self.handshake, send_completions(programs, program.rank))
-        self.executor = Executor(program, pieces, self.channels, observe, functions=functions)
+    def __init__(self, executor: Executor, channels: Channels, failures: Failures) -> None:
+        self.executor, self.channels, self.failures = executor, channels, failures
+        self.plan, self.pieces, self.connections = executor.plan, executor.pieces, channels.connections
 
     def __call__(self, inputs: Inputs) -> Results:
         self.failures.check()
@@ -215,16 +181,16 @@ class _CompiledProgram:
         except PeerLost as lost:
             self.channels.clear()
             raise self.failures.of_peer(self.connections, lost) from None
-        except BaseException as error:
+        except BaseException as error:  # an interrupt too: the other ranks wait for this one
             self.channels.clear()
             self.failures.of_own(self.connections, error)
             raise
         finally:
-            self.executor.clear()
+            self.executor.calls.clear()
             self.channels.clear()
 
     def _step(self, inputs: Inputs) -> Results:
-        executor = self.executor
+        executor, program = self.executor, self.executor.calls.program
         if inputs.broken is None:
             try:
                 executor.start(inputs)
@@ -233,10 +199,10 @@ class _CompiledProgram:
         self.channels.begin(inputs)
         if inputs.broken is not None:
             self.channels.agree()
-        if inputs.weighed and inputs.rows is None and self.plan.stages - 1 in self.plan.stages_on(self.program.rank):
+        if inputs.weighed and inputs.rows is None and self.plan.stages - 1 in executor.stages:
             self.channels.agree()  # the loss is scaled by rows that only other ranks know
-            executor.set_rows(self.handshake.rows)
-        executor.run(0, len(self.program))
+            executor.set_rows(self.channels.handshake.rows)
+        executor.run(0, len(program))
         self.channels.agree()
         results = executor.finish()
         self._share(results)
@@ -245,38 +211,36 @@ class _CompiledProgram:
 
     def _share(self, results: Results) -> None:
         """Send gathered outputs and the losses to every rank; last, so that no rank returns before another fails."""
-        last = self.plan.stages - 1
+        last, rank = self.plan.stages - 1, self.connections.rank
         blocks = [(home, self.plan.microbatches_of(last, home)) for home in self.plan.placement.holders[last]]
         for home, block in blocks if self.pieces.gather else ():
             for m in block:
-                payload: Payload | None = flatten(results.outputs[m]) if m in results.outputs else None
+                payload = flatten(results.outputs[m]) if home == rank else None
                 payload = self.connections.broadcast_payload(payload, home, f"gathering the outputs of microbatch {m}")
-                results.outputs[m] = payload.tree  # type: ignore[union-attr]
+                results.outputs[m] = payload.tree
         if len(results.outputs) == self.plan.microbatches:
             try:
                 results.output = self.pieces.merge(results.outputs)
             except ValueError as error:
-                raise StageError(
-                    f"the outputs can't be merged: {error}", rank=self.connections.rank, stage=last
-                ) from error
+                raise StageError(f"the outputs can't be merged: {error}", rank=rank, stage=last) from error
         for home, block in blocks if self.pieces.loss else ():
-            mine = torch.stack([results.losses[m] for m in block]) if home == self.connections.rank else None
-            losses = self._share_losses(mine, home, len(block))
+            losses = torch.stack([results.losses[m] for m in block]) if home == rank else None
+            losses = self._share_losses(losses, home, len(block))
             results.losses |= dict(zip(block, losses.unbind(), strict=True))
 
     def _share_losses(self, losses: Tensor | None, home: int, count: int) -> Tensor:
-        purpose = f"waiting for the loss from rank {home}"
-        dtype = self.channels.loss_dtype
-        if dtype is None:
-            code = torch.tensor([FLOATS.index(losses.dtype) if losses is not None else 0])
-            dtype = FLOATS[int(self.connections.broadcast(code, home, purpose, control=True))]
-            self.channels.loss_dtype = dtype
-        if losses is not None and losses.dtype != dtype:
+        purpose, known, device = f"waiting for the loss from rank {home}", self.channels.known, self.connections.device
+        if known.loss_dtype is None:
+            payload = None if losses is None else flatten(losses)
+            losses = self.connections.broadcast_payload(payload, home, purpose).tree
+            known.loss_dtype = losses.dtype
+            return losses
+        if losses is None:
+            losses = torch.empty(count, dtype=known.loss_dtype, device=device)
+        if losses.dtype != known.loss_dtype:
             raise StageError(
-                f"the loss is {losses.dtype}, where equal inputs gave {dtype} before",
+                f"the loss is {losses.dtype}, where equal inputs gave {known.loss_dtype} before",
                 rank=home,
                 stage=self.plan.stages - 1,
             )
-        if losses is None:
-            losses = torch.empty(count, dtype=dtype, device=self.connections.device)
         return self.connections.broadcast(losses, home, purpose)

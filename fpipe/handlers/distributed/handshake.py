@@ -6,7 +6,7 @@ It is one sum of six numbers over all ranks, posted before the first effect and 
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from fpipe.handlers.distributed.wire import alike, look
 from fpipe.handlers.protocol import Inputs
 from fpipe.stages.pytree import PLAIN, Flat, flatten
 
-REMEMBERED = 64  # signatures of steps; every rank drops the same one, the least recently used
+REMEMBERED = 64  # signatures of steps; the least recently used is dropped
 
 
 class StepRejected(Exception):
@@ -42,7 +42,7 @@ class Handshake:
         self.connections, self.failures = connections, failures
         self.works: list[Any] = []
         self.name = (0, 0)
-        self.tokens: OrderedDict[Any, tuple[int, int]] = OrderedDict()
+        self._token_of = lru_cache(REMEMBERED)(lambda key: (secrets.randbits(40), secrets.randbits(40)))
         self.last: tuple[Any, Any, list[Any], tuple[int, int]] | None = None
 
     def begin(self, inputs: Inputs) -> None:
@@ -72,14 +72,6 @@ class Handshake:
         self.last = (flat.spec, ambient, looks, token) if plain else None
         return token
 
-    def _token_of(self, key: Any) -> tuple[int, int]:
-        if key not in self.tokens:
-            self.tokens[key] = (secrets.randbits(40), secrets.randbits(40))
-            if len(self.tokens) > REMEMBERED:
-                self.tokens.popitem(last=False)
-        self.tokens.move_to_end(key)
-        return self.tokens[key]
-
     def wait(self) -> None:
         """Wait for the sum of all ranks.
 
@@ -87,11 +79,7 @@ class Handshake:
             StepRejected: a rank can't run the step.
         """
         self.connections.wait(self.works, None, "beginning a step: a rank has not come to it")
-        first, second, broken, *rows = self.sum.tolist()
-        self._check(broken, *rows)
-        self.name = (first, second)
-
-    def _check(self, broken: int, knowing: int, rows: int, squares: int) -> None:
+        first, second, broken, knowing, rows, squares = self.sum.tolist()
         if self.broken is not None:
             raise StepRejected(self.broken)
         if broken:
@@ -100,16 +88,17 @@ class Handshake:
                 TransportError(f"rank {self.connections.rank} can't run the step, for a peer can't: {reason}")
             )
         if knowing * squares != rows * rows:  # they are equal only if all ranks have the same rows
-            mine = "none" if self.rows is None else self.rows
+            here = "none" if self.rows is None else self.rows
             raise StepRejected(
                 StageError(
-                    f"the ranks were given batches of different sizes, this one {mine} rows, {rows / knowing:g} on "
+                    f"the ranks were given batches of different sizes, this one {here} rows, {rows / knowing:g} on "
                     "average: every rank must be given (its part of) the same batch",
                     rank=self.connections.rank,
                 )
             )
         if knowing:
             self.rows = rows // knowing
+        self.name = (first, second)
 
 
 def _hashable(flat: Flat) -> tuple[Any, ...]:

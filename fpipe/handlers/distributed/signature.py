@@ -34,7 +34,7 @@ class TensorSpec(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What a receiver must know of a payload before it arrives.
+    """The structure of a payload, which a receiver must know before it arrives.
 
     Args:
         spec: the structure; None for a list of gradients.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe.handlers.distributed.signature import Signature, TensorSpec, same, signature_of
-from fpipe.handlers.distributed.strides import Strides, buffer, message, restored, strides_of
+from fpipe.handlers.distributed.strides import buffer, message, restored, strides_of
 from fpipe.stages.pytree import Flat
 
 Payload = Flat | list[Any]
@@ -88,7 +88,7 @@ class PayloadCodec:
         return self._written(_contiguous(leaves))
 
     def _checked_messages(self, leaves: list[Any], spec: Any, looks: list[Any]) -> list[Tensor] | None:
-        """As `messages`, for a payload that does not look like the last one."""
+        """Return the messages of a payload that does not look like the last one; None if it has another signature."""
         filled, presence = leaves, None
         if spec is None and len(leaves) == len(self.signature.leaves):
             filled, presence = self._filled(leaves)
@@ -197,10 +197,6 @@ def _laid_out(leaf: Tensor | None, spec: TensorSpec, device: torch.device) -> Te
         return restored(buffer(shape, strides, spec.dtype, device).zero_(), shape, strides)
     if (leaf.dtype, tuple(leaf.shape)) != (spec.dtype, shape) or strides_of(leaf) == strides:
         return leaf
-    return _strided(leaf, strides)
-
-
-def _strided(leaf: Tensor, strides: Strides | None) -> Tensor:
     if strides is None:
         return leaf.contiguous()
     return torch.empty_strided(leaf.shape, strides, dtype=leaf.dtype, device=leaf.device).copy_(leaf)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 from fpipe.effects import Effect, Recv
 from fpipe.handlers.protocol import ValueStore
-from fpipe.profiling.storages import StorageBytes, storage_bytes
+from fpipe.profiling.storages import StorageBytes, leaves_of, storage_bytes
 from fpipe.programs.program import Program
-from fpipe.stages.pytree import Flat
 
 
 class SlotMemory:
@@ -58,17 +54,8 @@ class SlotMemory:
         for slot in touched:
             if slots[slot] is not None and slot not in self._seen:
                 self._seen.add(slot)
-                leaves = list(_leaves(slots[slot]))
+                leaves = leaves_of(slots[slot])
                 self._bytes.add(slot, leaves)
                 if slot in self._receives:
                     self.sizes[self._receives[slot]] = float(sum(storage_bytes(leaves).values()))
         return float(self._bytes.total)
-
-
-def _leaves(value: Any) -> Iterable[Any]:
-    if isinstance(value, Flat):
-        return value.leaves
-    if isinstance(value, list | tuple):
-        return value
-    values: Iterable[Any] = getattr(value, "values", ())  # residuals and deferred values of a traced stage
-    return values
