@@ -51,10 +51,9 @@ def split(tree: Any, count: int, axes: Any = 0, what: str = "batch") -> tuple[li
     >>> split({"x": torch.arange(5), "flag": True}, 2)[0][1]
     {'x': tensor([3, 4]), 'flag': True}
     """
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    names, leaves, spec = optree.tree_flatten_with_path(tree, none_is_leaf=True, namespace=NAMESPACE)
     rows: int | None = None
     columns: list[Sequence[Any]] = []
-    names = optree.tree_paths(tree, none_is_leaf=True, namespace=NAMESPACE)
     for path, leaf, axis in zip(names, leaves, axes_of(tree, axes, f"in_axes of the {what}"), strict=True):
         if isinstance(leaf, Mapping):
             kind = type(leaf).__name__

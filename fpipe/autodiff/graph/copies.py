@@ -94,7 +94,7 @@ class _Rewriter:
         fakes, options = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with torch._C._DisableAutocast(), at.meta["val"].fake_mode:
             value = target(*fakes, **options)
-        node.meta = {"val": value, "view_of": view_of(node, value, {}), "forward": at.meta["forward"]}
+        node.meta = {"val": value, "view_of": view_of(node, value)}
         annotate([node])
         return node
 
@@ -124,10 +124,8 @@ class _Rewriter:
         whole = args_of(node)[0] if node.target in RESHAPES else node
         if is_known_contiguous(whole) and shape_of(whole) == tuple(shape):
             return whole
-        near = (
-            n for n in [*whole.users, *self.inputs] if n < user and root(n) is root(node) and is_known_contiguous(n)
-        )
-        return next((n for n in near if shape_of(n) == tuple(shape) and _is_all_of_one_memory(n, node)), None)
+        near = (n for n in [*whole.users, *self.inputs] if n < user and _is_all_of_one_memory(n, node))
+        return next((n for n in near if is_known_contiguous(n) and shape_of(n) == tuple(shape)), None)
 
 
 # Rules
@@ -138,10 +136,7 @@ def sum_without_kept_dims(rewriter: _Rewriter, node: fx.Node) -> None:
     end, args = only_user(node), args_of(node)
     if node.target != aten.sum.dim_IntList or end is None or end.target not in RESHAPES or not any(args[2:]):
         return
-    sizes = shape_of(args[0])
-    summed = {d % len(sizes) for d in args[1] or range(len(sizes))}
-    shape = tuple(n for i, n in enumerate(sizes) if i not in summed)
-    if is_static(end) and shape_of(end) == shape:
+    if is_static(end) and shape_of(end) == node.target(meta_tensor(shape_of(args[0])), args[1]).shape:
         rewriter.replace(end, rewriter.insert(node, node.target, *args[:2], **node.kwargs))
 
 
@@ -174,12 +169,13 @@ def stack_of_parts(rewriter: _Rewriter, node: fx.Node) -> None:
     terms, whole, end = _terms(node), node.meta["val"], node
     if len(terms) < 2 or whole.is_complex() or not is_contiguous(whole):  # a sum of complex numbers spreads NaN
         return
-    dim, sizes = args_of(terms[0])[2] % whole.dim(), whole.shape
-    places = sorted((args_of(n)[2] % len(sizes), args_of(n)[3] % sizes[dim], args_of(n)[0]) for n in terms)
-    parts = [part for *_, part in places]
-    if any(shape_of(n) != sizes for n in terms) or [at for *at, _ in places] != [[dim, i] for i in range(sizes[dim])]:
+    dim, sizes = args_of(terms[0])[2] % whole.dim(), shape_of(node)
+    if any(shape_of(n) != sizes or args_of(n)[2] % whole.dim() != dim for n in terms):
         return
-    if not all(is_static(n) and n.meta["val"].dtype == whole.dtype for n in parts):
+    places = sorted((args_of(n)[3] % sizes[dim], args_of(n)[0]) for n in terms)
+    parts = [part for _, part in places]
+    static = all(is_static(n) and n.meta["val"].dtype == whole.dtype for n in parts)
+    if not static or [i for i, _ in places] != list(range(sizes[dim])):
         return
     for sources in list(map(_before_copies, parts)), [(n, _unchanged(n)) for n in parts]:
         memories = memory(n for n, _ in sources)  # all parts live until the stack is made
@@ -236,7 +232,8 @@ def one_view(rewriter: _Rewriter, node: fx.Node) -> None:
         return
     for whole, *moves in (chain_to(node, is_view, shared=True), [source, *views]):
         view = apply(moves, meta_like(whole.meta["val"])) if has_known_strides(whole) else None
-        if view is not None and (view.storage_offset() == 0 or _begins_its_memory(whole)):
+        begins_its_memory = whole.op == "call_function" and whole.meta["view_of"] is None
+        if view is not None and (view.storage_offset() == 0 or begins_its_memory):
             offset = [view.storage_offset()] if view.storage_offset() else []  # by default the source's own
             args = (list(view.shape), list(view.stride()), *offset)
             rewriter.replace(node, rewriter.insert(node, aten.as_strided.default, whole, *args))
@@ -253,10 +250,6 @@ RULES: Sequence[Callable[[_Rewriter, fx.Node], None]] = (
     one_view,
 )
 """In this order, each over all nodes from last to first."""
-
-
-def _begins_its_memory(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta["view_of"] is None
 
 
 def _is_all_of_one_memory(a: fx.Node, b: fx.Node) -> bool:

@@ -190,24 +190,21 @@ class _Functionalizer:
             else:
                 memory.whole = self._scattered(memory, new, before, user)
         memory.pending.clear()
-        at = x.storage_offset() - memory.shift
-        if any(isinstance(n, torch.SymInt) for n in (*x.shape, *x.stride(), at)):
-            raise Untraceable("it writes in place to part of a tensor whose sizes are symbols")
-        args = (memory.whole, list(x.shape), list(x.stride()), at)
-        return self._made(user, aten.as_strided.default, args, _part_of(memory.whole.meta["val"], x, at))
+        part = _part_of(memory.whole.meta["val"], x, x.storage_offset() - memory.shift)
+        return self._insert(user, aten.as_strided.default, (memory.whole,), part, part)
 
     def _scattered(self, memory: _Memory, new: fx.Node, before: Tensor, user: fx.Node) -> fx.Node:
         whole = memory.whole.meta["val"]
-        if before.dtype != whole.dtype or before.is_conj() or before.is_neg():
-            raise Untraceable("it writes in place to memory that it reads as another type")
-        if any(isinstance(n, torch.SymInt) for n in (*before.shape, *before.stride(), before.storage_offset())):
-            raise Untraceable("it writes in place to part of a tensor whose sizes are symbols")
-        where = (list(before.shape), list(before.stride()), before.storage_offset() - memory.shift)
-        return self._made(user, aten.as_strided_scatter.default, (memory.whole, new, *where), _like(whole))
+        part = _part_of(whole, before, before.storage_offset() - memory.shift)
+        return self._insert(user, aten.as_strided_scatter.default, (memory.whole, new), part, _like(whole))
 
-    def _made(self, user: fx.Node, target: Any, args: tuple[Any, ...], value: Tensor) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta = {"val": value, "forward": user.meta.get("forward", False)}
+    def _insert(self, user: fx.Node, target: Any, args: tuple[Any, ...], part: Tensor, value: Tensor) -> fx.Node:
+        """Insert an operation on a part of a memory."""
+        sizes, strides, offset = list(part.shape), list(part.stride()), part.storage_offset()
+        if any(isinstance(n, torch.SymInt) for n in (*sizes, *strides, offset)):
+            raise Untraceable("it writes in place to part of a tensor whose sizes are symbols")
+        node = self.graph.call_function(target, (*args, sizes, strides, offset))
+        node.meta = {"val": value, "forward": user.meta["forward"]}
         return node
 
 

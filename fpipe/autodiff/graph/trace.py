@@ -31,6 +31,7 @@ from fpipe.autodiff.graph.guards import symbolic
 from fpipe.autodiff.graph.nodes import draws, written_arguments
 from fpipe.autodiff.graph.signature import Leaf, Signature, Spec, Static, Untraceable
 from fpipe.stages.pytree import Flat, alias_leaves, flatten
+from fpipe.stages.rng import restored
 from fpipe.stages.stage import Stage
 
 Cotangent = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
@@ -104,7 +105,7 @@ def trace(
     env = ShapeEnv(duck_shape=False) if dynamic else None
     annotator = _Annotator(env)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-    with _preserve_settings(), mode, annotator.naming():
+    with _settings(), mode, annotator.naming():
         specs = [x for x in signature.params.leaves if isinstance(x, Spec)]
         params = [_with_bits(_fake(x), x) for x in specs]
         inputs = [x for x in signature.inputs if isinstance(x, Spec)]
@@ -142,7 +143,7 @@ class _JointFunction:
         sources = [_differentiable(tree.leaves, rest, self._wanted(tree.leaves)) for tree in signature.sources]
         data = _differentiable(signature.data.leaves, rest)
         trees = [tree.spec.unflatten(leaves) for tree, leaves in zip(signature.sources, sources, strict=True)]
-        with self.annotator, torch.set_grad_enabled(signature.keep), _autocast_cache():
+        with self.annotator, torch.set_grad_enabled(signature.keep):
             result, new = self.stage(
                 signature.params.spec.unflatten(params),
                 signature.state.spec.unflatten(state),
@@ -222,33 +223,24 @@ def _with_bits(x: Tensor, spec: Spec) -> Tensor:
 
 
 @contextmanager
-def _autocast_cache() -> Iterator[None]:
-    """Let autocast cast a weight once for all its uses, as it does outside of traces."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-        torch.clear_autocast_cache()
+def _settings() -> Iterator[None]:
+    """Restore the random generators afterwards. Meanwhile run autograd on this thread, and log no errors.
 
-
-@contextmanager
-def _preserve_settings() -> Iterator[None]:
-    """Restore the random generators afterwards. Meanwhile run autograd on this thread, and log no errors."""
+    Autocast casts a weight once for all its uses, as it does outside of traces.
+    """
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         generators.extend(torch.cuda.default_generators)
-    before = [generator.get_state() for generator in generators]
-    level = LOG.level
+    level, caches = LOG.level, torch.is_autocast_cache_enabled()
     LOG.setLevel(logging.CRITICAL)  # the caller reports what a stage raises
+    torch.set_autocast_cache_enabled(True)
     try:
-        with torch.autograd.set_multithreading_enabled(False):
+        with restored(generators), torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
         LOG.setLevel(level)
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
+        torch.set_autocast_cache_enabled(caches)
+        torch.clear_autocast_cache()
 
 
 class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
