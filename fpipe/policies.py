@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 
 class Value(NamedTuple):
@@ -46,37 +47,6 @@ __all__ = [
 
 Policy = Callable[[Value], bool | None]
 
-ATTENTION = {
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_attention_math",
-    "_scaled_dot_product_attention_math_for_mps",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward",
-    "_efficient_attention_forward",
-    "_cudnn_attention_forward",
-}
-DOTS = {
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "addbmm",
-    "mv",
-    "addmv",
-    "dot",
-    "vdot",
-    "_scaled_mm",
-    "_grouped_mm",
-    "_int_mm",
-    "linear",
-    "convolution",
-    "mkldnn_rnn_layer",
-    "_cudnn_rnn",
-    *ATTENTION,
-}
 NORMS = {
     "native_layer_norm",
     "native_group_norm",
@@ -147,6 +117,26 @@ NAMING: ContextVar[Callable[[str], None] | None] = ContextVar("NAMING", default=
 def _name(op: Any) -> str:
     packet = getattr(op, "overloadpacket", op)
     return str(getattr(packet, "__name__", packet)).removesuffix("_")
+
+
+DOTS = {_name(op) for op in flop_registry} | {
+    "addbmm",
+    "mv",
+    "addmv",
+    "dot",
+    "vdot",
+    "_grouped_mm",
+    "_int_mm",
+    "linear",
+    "mkldnn_rnn_layer",
+    "_cudnn_rnn",
+    "_cudnn_attention_forward",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_attention_math_for_mps",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+}
+"""The operations whose floating-point operations torch counts, and those like them that it does not count."""
 
 
 def _is_cheap(op: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -142,11 +143,8 @@ class Functions:
 
     def _by_source(self, gradients: Leaves) -> list[Leaves]:
         """Return the gradients of each source, out of those of all inputs."""
-        by_source, at = [], len(self.signature.state.leaves)
-        for tree in self.signature.sources:
-            by_source.append(gradients[at : at + len(tree.leaves)])
-            at += len(tree.leaves)
-        return by_source
+        rest = iter(gradients[len(self.signature.state.leaves) :])
+        return [list(itertools.islice(rest, len(tree.leaves))) for tree in self.signature.sources]
 
     def _for(self, residuals: SavedGraph, cotangents: Leaves) -> tuple[Backward[Function], Leaves]:
         """Return the backward for these cotangents, traced if their layouts are new, and the cotangents for it."""

@@ -13,6 +13,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from fpipe.autodiff.eager import NO_REENTRANT, Eager, is_reentrant
 from fpipe.autodiff.functions import DeferredGraph, Functions, SavedGraph, TraceConfig
 from fpipe.autodiff.graph.block import Sink
@@ -221,14 +223,18 @@ def signature_of(prepared: Prepared, state: Flat, *rest: Flat, keep: bool) -> Si
     """
     *sources, data = rest
     return Signature(
-        Tree.of(prepared.leaves, prepared.spec),
+        Tree.of(prepared.leaves, prepared.spec, set(prepared.trained)),
         prepared.trained,
         Tree.of(*state),
-        tuple(Tree.of(*value, differentiable=True) for value in sources),
+        tuple(Tree.of(*value, _requiring_grad(value.leaves) if keep else ()) for value in sources),
         Tree.of(*data),
         keep,
         ambient(),
     )
+
+
+def _requiring_grad(leaves: Leaves) -> set[int]:
+    return {i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
 
 
 def _reason(error: Exception) -> str:

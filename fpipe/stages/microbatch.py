@@ -93,9 +93,8 @@ def merge(trees: Sequence[Any], axes: Any = 0) -> Any:
     for m, (_, other) in enumerate(rest, 1):
         if other != spec:
             raise ValueError(f"microbatches 0 and {m} have different structures: {spec} and {other}")
-    names = optree.tree_paths(trees[0], none_is_leaf=True, namespace=NAMESPACE)
     columns = zip(first, *(leaves for leaves, _ in rest), strict=True)
-    joined = zip(columns, axes_of(trees[0], axes, "out_axes"), names, strict=True)
+    joined = zip(columns, axes_of(trees[0], axes, "out_axes"), spec.paths(), strict=True)
     return spec.unflatten([_join(column, axis, name) for column, axis, name in joined])
 
 

@@ -6,7 +6,6 @@ node has `node.meta["view_of"]`: the node that it is a view of, or None. Every p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, fx
@@ -51,16 +50,6 @@ def root(node: fx.Node) -> fx.Node:
     while (of := node.meta.get("view_of")) is not None:
         node = of
     return node
-
-
-def memory(nodes: Iterable[Any]) -> dict[fx.Node, int]:
-    """Return the bytes of each memory that the nodes' values have, by root."""
-    sizes = {}
-    for node in nodes:
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        if isinstance(value, Tensor):
-            sizes[root(node)] = nbytes(value)
-    return sizes
 
 
 def nbytes(x: Tensor) -> int:

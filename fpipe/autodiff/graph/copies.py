@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fpipe.autodiff.graph.aliasing import memory, nbytes, root, view_of
+from fpipe.autodiff.graph.aliasing import nbytes, root, view_of
 from fpipe.autodiff.graph.block import Block
 from fpipe.autodiff.graph.layouts import (
     RESHAPES,
@@ -178,7 +178,7 @@ def stack_of_parts(rewriter: _Rewriter, node: fx.Node) -> None:
     if not static or [i for i, _ in places] != list(range(sizes[dim])):
         return
     for sources in list(map(_before_copies, parts)), [(n, _unchanged(n)) for n in parts]:
-        memories = memory(n for n, _ in sources)  # all parts live until the stack is made
+        memories = {root(n): nbytes(n.meta["val"]) for n, _ in sources}  # all parts live until the stack is made
         if len({tuple(order.shape) for _, order in sources}) == 1 and sum(memories.values()) <= whole.nbytes:
             break
     else:

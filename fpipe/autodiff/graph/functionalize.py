@@ -7,9 +7,9 @@ reads it afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -88,8 +88,8 @@ class _Functionalizer:
         for node in list(self.graph.nodes):
             targets, self.inputs[node] = written(node), node.all_input_nodes
             with self.graph.inserting_before(node):
-                node.args = fx.map_arg(node.args, self._current(node))
-                node.kwargs = fx.map_arg(node.kwargs, self._current(node))
+                node.args = fx.map_arg(node.args, partial(self._current, node))
+                node.kwargs = fx.map_arg(node.kwargs, partial(self._current, node))
             if node.op == "output":
                 break
             if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
@@ -100,7 +100,7 @@ class _Functionalizer:
             else:
                 self._track(node)
         with self.graph.inserting_before(node):
-            return self.joint.map_results(cache(self._current(node)))
+            return self.joint.map_results(partial(self._current, node))
 
     def _track(self, node: fx.Node) -> None:
         """Note a node's memory. If that has been written to, the node is a part of it now."""
@@ -167,20 +167,16 @@ class _Functionalizer:
         now = node.args[0].meta["val"]  # type: ignore[union-attr]
         node.args = (node.args[0], list(value.shape), list(value.stride()), now.storage_offset() + shift)
 
-    def _current(self, user: fx.Node) -> Callable[[fx.Node], fx.Node]:
-        """Return the function from a node to the node with its value as the user sees it, after all writes."""
-
-        def current(node: fx.Node) -> fx.Node:
-            value = self.traced.get(node)
-            if not isinstance(value, Tensor) or storage(value) not in self.memories:
-                return node
-            memory = self.memories[storage(value)]
-            key = geometry(value)
-            if key not in memory.current:
-                memory.current[key] = self._part(memory, value, user)
-            return memory.current[key]
-
-        return current
+    def _current(self, user: fx.Node, node: fx.Node) -> fx.Node:
+        """Return the node with a node's value as the user sees it, after all writes."""
+        value = self.traced.get(node)
+        if not isinstance(value, Tensor) or storage(value) not in self.memories:
+            return node
+        memory = self.memories[storage(value)]
+        key = geometry(value)
+        if key not in memory.current:
+            memory.current[key] = self._part(memory, value, user)
+        return memory.current[key]
 
     def _part(self, memory: _Memory, x: Tensor, user: fx.Node) -> fx.Node:
         """Return a part of a memory, as after all writes."""

@@ -160,24 +160,25 @@ class _Partitioner:
         return node not in self.constant and node.op == "call_function"
 
     def _runs_backward(self, node: fx.Node) -> bool:
-        is_input = node in self.constant or node in self.cotangents
-        return not (is_input or node.meta["forward"] or node.op == "placeholder")
+        return not (node in self.constant or node in self.cotangents or node.meta["forward"])
 
     # The backward, with the values that it recomputes
 
     def _write_backward(self) -> None:
         """Collect the backward's nodes, in order."""
-        ends = [x for x in (*self.joint.weights, *self.joint.gradients) if x is not None]
-        needed = set(ancestors(ends, self._runs_backward))
+        self.stands_for = {node: node for node in (*self.constant, *self.cotangents)}
+        needed = ancestors([*self.joint.weights, *self.joint.gradients], self._runs_backward)
         for node in list(self.joint.graph.nodes):
             if node in needed:
                 with self.joint.graph.inserting_before(node):
                     self._add(node)
 
     def _add(self, node: fx.Node) -> None:
-        if node.target == aten.convolution_backward.default and _is_both(node.args[10]):
-            self.halves[node] = self._in_halves(node)
-            return
+        if node.target == aten.convolution_backward.default:
+            mask: Any = node.args[10]
+            if mask[0] and any(mask[1:]):  # it computes the input's gradient and another
+                self.halves[node] = self._in_halves(node)
+                return
         node.args = fx.map_arg(node.args, lambda n: self._resolve(n, node))
         node.kwargs = fx.map_arg(node.kwargs, lambda n: self._resolve(n, node))
         self._keep_view(node)
@@ -211,8 +212,6 @@ class _Partitioner:
         if node in self.halves:
             assert user is not None
             return self.halves[node][user.args[1] != 0]
-        if node in self.constant or node in self.cotangents:
-            return node
         if node not in self.stands_for:
             for n in self._unsettled(node):
                 self.stands_for[n] = self._recompute(n) if self._is_recomputed(n) else self._save(n)
@@ -221,27 +220,23 @@ class _Partitioner:
     def _unsettled(self, node: fx.Node) -> list[fx.Node]:
         """Return the node, and all values that must be recomputed for it, in the order of the forward."""
 
-        def is_unsettled(n: fx.Node) -> bool:
-            return not (n in self.constant or n in self.cotangents or n in self.stands_for)
-
         def inputs(n: fx.Node) -> Iterable[fx.Node]:
             return n.all_input_nodes if self._is_recomputed(n) else ()
 
-        return sorted(ancestors([node], is_unsettled, inputs), key=self.order.__getitem__)
+        return sorted(ancestors([node], lambda n: n not in self.stands_for, inputs), key=self.order.__getitem__)
 
     def _save(self, node: fx.Node) -> fx.Node:
         self.saved[node] = None
         return node
 
     def _is_recomputed(self, node: fx.Node) -> bool:
-        if self.kept is not None and self.order[node] in self.kept:
-            return False
-        if not _can_recompute(node):
-            if self.kept is not None:
-                raise NotKept(str(node))
-            return False
         if self.kept is not None:
-            return True
+            is_kept = self.order[node] in self.kept
+            if not is_kept and not _can_recompute(node):
+                raise NotKept(str(node))
+            return not is_kept
+        if not _can_recompute(node):
+            return False
         may_keep = self._may_keep(node)
         return root(node) not in self.worth_keeping if may_keep is None else not may_keep
 
@@ -265,9 +260,8 @@ class _Partitioner:
     @cached_property
     def worth_keeping(self) -> set[fx.Node]:
         """The values to save among those that the policy leaves open."""
-        ends = [x for x in (*self.joint.weights, *self.joint.gradients) if x is not None]
-        after = ancestors(ends, self._runs_backward)
-        forward = [n for n in self.joint.graph.nodes if n.op == "placeholder" or n.meta.get("forward")]
+        after = ancestors([*self.joint.weights, *self.joint.gradients], self._runs_backward)
+        forward = [n for n in self.joint.graph.nodes if n.meta["forward"]]
         needed = {n for node in after for n in node.all_input_nodes}
 
         def recomputable(node: fx.Node) -> bool:
@@ -364,8 +358,3 @@ def _value(node: fx.Node) -> Value:
     if not isinstance(value, Tensor):
         return Value(origin.target, names, (), None)
     return Value(origin.target, names, tuple(value.shape), value.dtype)
-
-
-def _is_both(mask: Any) -> bool:
-    """Return whether an output mask asks for the input's gradient and for another."""
-    return bool(mask[0] and any(mask[1:]))

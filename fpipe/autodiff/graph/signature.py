@@ -6,7 +6,7 @@ kernels, and so bits, depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -69,9 +69,9 @@ class Tree(NamedTuple):
     spec: optree.PyTreeSpec
 
     @classmethod
-    def of(cls, leaves: Sequence[Any], spec: optree.PyTreeSpec, differentiable: bool = False) -> Tree:
-        """Return the tree of values. If `differentiable`, one that requires a gradient wants one."""
-        return cls(tuple(leaf(x, differentiable and isinstance(x, Tensor) and x.requires_grad) for x in leaves), spec)
+    def of(cls, leaves: Sequence[Any], spec: optree.PyTreeSpec, wanted: Collection[int] = ()) -> Tree:
+        """Return the tree of values. `wanted` has the numbers of those that require gradients."""
+        return cls(tuple(leaf(x, i in wanted) for i, x in enumerate(leaves)), spec)
 
 
 class Ambient(NamedTuple):

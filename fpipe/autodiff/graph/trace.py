@@ -138,31 +138,20 @@ class _JointFunction:
 
     def __call__(self, fakes: list[Tensor]) -> list[Any]:
         signature, rest = self.signature, iter(fakes)
-        params = _differentiable(signature.params.leaves, rest, set(signature.trained))
-        state = _differentiable(signature.state.leaves, rest)
-        sources = [_differentiable(tree.leaves, rest, self._wanted(tree.leaves)) for tree in signature.sources]
-        data = _differentiable(signature.data.leaves, rest)
-        trees = [tree.spec.unflatten(leaves) for tree, leaves in zip(signature.sources, sources, strict=True)]
+        trees = (signature.params, signature.state, *signature.sources, signature.data)
+        leaves = [[_argument(x, rest) for x in tree.leaves] for tree in trees]
+        params, state, *sources, data = (tree.spec.unflatten(x) for tree, x in zip(trees, leaves, strict=True))
         with self.annotator, torch.set_grad_enabled(signature.keep):
-            result, new = self.stage(
-                signature.params.spec.unflatten(params),
-                signature.state.spec.unflatten(state),
-                self.stage.arguments(
-                    dict(zip(self.stage.sources, trees, strict=True)), signature.data.spec.unflatten(data)
-                ),
-            )
+            arguments = self.stage.arguments(dict(zip(self.stage.sources, sources, strict=True)), data)
+            result, new = self.stage(params, state, arguments)
             self.outputs, self.state = flatten(alias_leaves(result)), flatten(alias_leaves(new))
             self.annotator.start_backward()
-            inputs = [*state, *itertools.chain.from_iterable(sources), *data]
-            self.weights, self.gradients = self._gradients([params[i] for i in signature.trained], inputs)
+            trained = [leaves[0][i] for i in signature.trained]
+            self.weights, self.gradients = self._gradients(trained, list(itertools.chain.from_iterable(leaves[1:])))
         if (env := self.annotator.env) is not None:
             _check_sizes([*self.outputs.leaves, *self.state.leaves], env)
         results = (self.outputs.leaves, self.state.leaves, self.weights, self.gradients)
         return [x for leaves in results for x in leaves if _is_traced(x)]
-
-    def _wanted(self, leaves: Sequence[Leaf]) -> set[int]:
-        """Return the numbers of the leaves that get gradients."""
-        return {i for i, x in enumerate(leaves) if self.signature.keep and isinstance(x, Spec) and x.wanted}
 
     def _gradients(self, params: list[Tensor], inputs: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return the gradients of the trained params and of all inputs; None where there is none."""
@@ -194,14 +183,8 @@ def _is_traced(x: Any) -> bool:
     return isinstance(x, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def _differentiable(
-    leaves: Sequence[Leaf], fakes: Iterator[Tensor], wanted: set[int] | frozenset[int] = frozenset()
-) -> list[Any]:
-    """Return new leaves, of which the wanted ones require gradients."""
-    return [
-        x.value if isinstance(x, Static) else next(fakes).detach().requires_grad_(i in wanted)
-        for i, x in enumerate(leaves)
-    ]
+def _argument(x: Leaf, fakes: Iterator[Tensor]) -> Any:
+    return x.value if isinstance(x, Static) else next(fakes).detach().requires_grad_(x.wanted)
 
 
 def _seed(x: Tensor, layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]) -> Tensor:
