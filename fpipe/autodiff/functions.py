@@ -108,13 +108,13 @@ class Functions:
         """Return `(outputs, state, residuals)` as leaves. Residuals are None if the call is not differentiated."""
         inputs = [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in inputs]
         with running(self.signature):
-            outputs, state, kept = self.run(_v(prepared, self.prepare), inputs)
+            outputs, state, residuals = self.run(_v(prepared, self.prepare), inputs)
         outputs = list(map(_as_output, outputs, self.wanted, self.fresh))
         state = [_as_output(x, False, fresh) for x, fresh in zip(state, self.fresh_state, strict=True)]
         if not self.signature.keep:
             return outputs, state, None
         layouts = tuple(map(_expected, outputs, self.rooted)) if self.config.dynamic else ()
-        return outputs, state, SavedGraph(self, prepared, kept, layouts)
+        return outputs, state, SavedGraph(self, prepared, residuals, layouts)
 
     def backward(
         self, residuals: SavedGraph, cotangents: Leaves, sink: Sink | None
