@@ -47,13 +47,8 @@ __all__ = [
 
 Policy = Callable[[Value], bool | None]
 
-NORMS = {
-    "native_layer_norm",
-    "native_group_norm",
-    "_fused_rms_norm",
-    "_softmax",
-    "_log_softmax",
-}
+NORMS = {"native_layer_norm", "native_group_norm", "_fused_rms_norm", "_softmax", "_log_softmax"}
+COPIES = {"_to_copy", "clone", "copy", "cat", "stack", "constant_pad_nd", "contiguous", "full_like", "zeros_like"}
 
 
 def everything_saveable(value: Value) -> bool:
@@ -73,7 +68,8 @@ def dots_saveable(value: Value) -> bool:
 
 def cheap(value: Value) -> bool | None:
     """Recompute operations that are bound by memory: pointwise operations and normalisations."""
-    return None if _is_cheap(value.op) else True
+    is_pointwise = torch.Tag.pointwise in getattr(value.op, "tags", ())
+    return None if is_pointwise or _name(value.op) in NORMS | COPIES else True
 
 
 def save_only(*names: str) -> Policy:
@@ -137,10 +133,3 @@ DOTS = {_name(op) for op in flop_registry} | {
     "_scaled_dot_product_fused_attention_overrideable",
 }
 """The operations whose floating-point operations torch counts, and those like them that it does not count."""
-
-
-def _is_cheap(op: Any) -> bool:
-    return torch.Tag.pointwise in getattr(op, "tags", ()) or _name(op) in NORMS or _name(op) in COPIES
-
-
-COPIES = {"_to_copy", "clone", "copy", "cat", "stack", "constant_pad_nd", "contiguous", "full_like", "zeros_like"}

@@ -43,7 +43,6 @@ from fpipe.autodiff.graph.layouts import (
     meta_tensor,
     only_user,
     order_after,
-    order_of,
     shape_of,
     source_of,
     stacked,
@@ -162,11 +161,8 @@ def pointwise_without_reshapes(rewriter: _Rewriter, node: fx.Node) -> None:
 
 
 def stack_of_parts(rewriter: _Rewriter, node: fx.Node) -> None:
-    """Replace a sum of tensors that are zero but for one part each by a stack of the parts.
-
-    Parts are stacked as they were before they were copied, and in the order in which the sum is copied afterwards.
-    """
-    terms, whole, end = _terms(node), node.meta["val"], node
+    """Replace a sum of tensors that are zero but for one part each by a stack of the parts, as before their copies."""
+    terms, whole = _terms(node), node.meta["val"]
     if len(terms) < 2 or whole.is_complex() or not is_contiguous(whole):  # a sum of complex numbers spreads NaN
         return
     dim, sizes = args_of(terms[0])[2] % whole.dim(), shape_of(node)
@@ -185,16 +181,23 @@ def stack_of_parts(rewriter: _Rewriter, node: fx.Node) -> None:
         return
     shape = sources[0][1].shape
     to = next(k for k in range(len(shape) + 1) if prod(shape[:k]) == prod(sizes[:dim]))
-    shape.insert(to, len(parts))
+    views = [rewriter.ordered(node, n, order) for n, order in sources]
+    rewriter.replace(node, rewriter.viewed(node, rewriter.insert(node, stacked, views, to), sizes))
+
+
+def stack_in_order(rewriter: _Rewriter, node: fx.Node) -> None:
+    """Stack parts in the order in which the stack is copied afterwards, if each part keeps its own order."""
+    if node.target is not stacked:
+        return
     chain = chain_from(node, is_move)
     copied = next((k for k, n in enumerate(chain) if is_copy(n)), 0)
-    order = order_of(shape, apply(chain[1:copied], meta_tensor(sizes))) if copied else None
-    if order is not None and order.pieces == shape:
-        others = [i for i in order.order if i != to]
-        if others == sorted(others):
-            end, to = chain[copied], order.order.index(to)
-    views = [rewriter.ordered(node, n, order) for n, order in sources]
-    rewriter.replace(end, rewriter.viewed(node, rewriter.insert(node, stacked, views, to), shape_of(end)))
+    order, (views, to) = order_after(node, chain[1:copied]), args_of(node)
+    if not copied or order is None or order.pieces != list(shape_of(node)):
+        return
+    others = [i for i in order.order if i != to]
+    if others == sorted(others):
+        new = rewriter.insert(node, stacked, views, order.order.index(to))
+        rewriter.replace(chain[copied], rewriter.viewed(node, new, shape_of(chain[copied])))
 
 
 def one_copy(rewriter: _Rewriter, node: fx.Node) -> None:
@@ -246,6 +249,7 @@ RULES: Sequence[Callable[[_Rewriter, fx.Node], None]] = (
     sum_without_kept_dims,
     pointwise_without_reshapes,
     stack_of_parts,
+    stack_in_order,
     one_copy,
     one_view,
 )

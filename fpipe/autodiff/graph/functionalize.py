@@ -7,11 +7,11 @@ reads it afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from operator import getitem
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -25,20 +25,10 @@ from fpipe.autodiff.graph.trace import Joint
 aten = torch.ops.aten
 
 
-class Geometry(NamedTuple):
-    """The part of a memory that a tensor covers. Symbols are compared as text."""
-
-    size: str
-    stride: str
-    offset: str
-    dtype: torch.dtype
-    conj: bool
-    neg: bool
-
-
-def geometry(x: Tensor) -> Geometry:
+def geometry(x: Tensor) -> Hashable:
+    """Return the part of a memory that a tensor covers. Symbols are compared as text."""
     sizes = (str(list(x.shape)), str(list(x.stride())), str(x.storage_offset()))
-    return Geometry(*sizes, x.dtype, x.is_conj(), x.is_neg())
+    return *sizes, x.dtype, x.is_conj(), x.is_neg()
 
 
 @dataclass
@@ -54,7 +44,7 @@ class _Memory:
 
     whole: fx.Node
     shift: Any
-    current: dict[Geometry, fx.Node] = field(default_factory=dict)
+    current: dict[Hashable, fx.Node] = field(default_factory=dict)
     pending: list[tuple[fx.Node, Tensor]] = field(default_factory=list)
 
 

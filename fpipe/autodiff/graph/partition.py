@@ -112,7 +112,7 @@ class _Partitioner:
     policy: Policy
     kept: Sequence[int] | None
     order: dict[fx.Node, int]
-    saved: dict[fx.Node, None] = field(default_factory=dict)
+    saved: list[fx.Node] = field(default_factory=list)
     stands_for: dict[fx.Node, fx.Node] = field(default_factory=dict)
     halves: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
     backward: list[fx.Node] = field(default_factory=list)
@@ -214,7 +214,11 @@ class _Partitioner:
             return self.halves[node][user.args[1] != 0]
         if node not in self.stands_for:
             for n in self._unsettled(node):
-                self.stands_for[n] = self._recompute(n) if self._is_recomputed(n) else self._save(n)
+                if self._is_recomputed(n):
+                    self.stands_for[n] = self._recompute(n)
+                else:
+                    self.stands_for[n] = n
+                    self.saved.append(n)
         return self.stands_for[node]
 
     def _unsettled(self, node: fx.Node) -> list[fx.Node]:
@@ -224,10 +228,6 @@ class _Partitioner:
             return n.all_input_nodes if self._is_recomputed(n) else ()
 
         return sorted(ancestors([node], lambda n: n not in self.stands_for, inputs), key=self.order.__getitem__)
-
-    def _save(self, node: fx.Node) -> fx.Node:
-        self.saved[node] = None
-        return node
 
     def _is_recomputed(self, node: fx.Node) -> bool:
         if self.kept is not None:
