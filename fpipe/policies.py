@@ -106,7 +106,7 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
     return named
 
 
-NAMING: ContextVar[Callable[[str], None] | None] = ContextVar("NAMING", default=None)
+NAMING: ContextVar[Callable[[str], object] | None] = ContextVar("NAMING", default=None)
 """Takes the name of the last value of the trace that is running."""
 
 

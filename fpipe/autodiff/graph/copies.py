@@ -70,7 +70,7 @@ class _Rewriter:
         for node in block.body:
             self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
         for node, copy in self.copies.items():
-            base = node.meta.get("view_of")
+            base: Any = node.meta.get("view_of")
             copy.meta = {**node.meta, "view_of": self.copies.get(base, base)}
         results = [x for values in block.outputs for x in values if isinstance(x, fx.Node)]
         self.output = self.graph.output(tuple(self.copies[x] for x in results))

@@ -160,7 +160,7 @@ def apply(moves: Sequence[fx.Node], x: Tensor) -> Tensor | None:
     try:
         for node in moves:
             is_item = node.target is operator.getitem
-            call = args_of(node)[0] if is_item else node
+            call: Any = args_of(node)[0] if is_item else node
             if not is_copy(call):
                 views = call.target(x, *call.args[1:], **call.kwargs)
                 x = views[args_of(node)[1]] if is_item else views

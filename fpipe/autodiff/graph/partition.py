@@ -166,7 +166,7 @@ class _Partitioner:
 
     def _write_backward(self) -> None:
         """Collect the backward's nodes, in order."""
-        self.stands_for = {node: node for node in (*self.constant, *self.cotangents)}
+        self.stands_for |= {node: node for node in (*self.constant, *self.cotangents)}
         needed = ancestors([*self.joint.weights, *self.joint.gradients], self._runs_backward)
         for node in list(self.joint.graph.nodes):
             if node in needed:

@@ -253,7 +253,7 @@ class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def annotate(self, **meta: Any) -> fx.Node:
         """Annotate the latest node, and return it."""
-        node = next(reversed(self.graph.nodes))
+        node: fx.Node = next(reversed(self.graph.nodes))
         node.meta |= meta
         return node
 
