@@ -30,7 +30,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """How to trace a stage, apart from the signature.
+    """The options for tracing a stage, apart from the signature.
 
     Args:
         number: the stage's number, for messages.

@@ -38,7 +38,7 @@ CONTIGUOUS_RESULT = {aten.mm.default, aten.addmm.default, aten.sum.dim_IntList, 
 
 
 class Layout(IntEnum):
-    """What is known of a node's real layout; each includes those before it.
+    """The levels of knowledge about a node's real layout; each includes those before it.
 
     STATIC: it is a strided tensor with elements, whose sizes are numbers. KNOWN: its strides are those of the trace.
     """

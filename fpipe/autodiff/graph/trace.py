@@ -141,6 +141,7 @@ class _JointFunction:
         trees = (signature.params, signature.state, *signature.sources, signature.data)
         leaves = [[_argument(x, rest) for x in tree.leaves] for tree in trees]
         params, state, *sources, data = (tree.spec.unflatten(x) for tree, x in zip(trees, leaves, strict=True))
+        torch.set_autocast_cache_enabled(True)  # as outside of make_fx, which restores the setting
         with self.annotator, torch.set_grad_enabled(signature.keep):
             arguments = self.stage.arguments(dict(zip(self.stage.sources, sources, strict=True)), data)
             result, new = self.stage(params, state, arguments)
@@ -207,23 +208,18 @@ def _with_bits(x: Tensor, spec: Spec) -> Tensor:
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Restore the random generators afterwards. Meanwhile run autograd on this thread, and log no errors.
-
-    Autocast casts a weight once for all its uses, as it does outside of traces.
-    """
+    """Restore the random generators afterwards. Meanwhile run autograd on this thread, and log no errors."""
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         generators.extend(torch.cuda.default_generators)
-    level, caches = LOG.level, torch.is_autocast_cache_enabled()
+    level = LOG.level
     LOG.setLevel(logging.CRITICAL)  # the caller reports what a stage raises
-    torch.set_autocast_cache_enabled(True)
     try:
         with restored(generators), torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
         LOG.setLevel(level)
-        torch.set_autocast_cache_enabled(caches)
-        torch.clear_autocast_cache()
+        torch.clear_autocast_cache()  # of casts of fakes
 
 
 class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
