@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 
 class Value(NamedTuple):
@@ -46,44 +47,8 @@ __all__ = [
 
 Policy = Callable[[Value], bool | None]
 
-ATTENTION = {
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_attention_math",
-    "_scaled_dot_product_attention_math_for_mps",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward",
-    "_efficient_attention_forward",
-    "_cudnn_attention_forward",
-}
-DOTS = {
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "addbmm",
-    "mv",
-    "addmv",
-    "dot",
-    "vdot",
-    "_scaled_mm",
-    "_grouped_mm",
-    "_int_mm",
-    "linear",
-    "convolution",
-    "mkldnn_rnn_layer",
-    "_cudnn_rnn",
-    *ATTENTION,
-}
-NORMS = {
-    "native_layer_norm",
-    "native_group_norm",
-    "_fused_rms_norm",
-    "_softmax",
-    "_log_softmax",
-}
+NORMS = {"native_layer_norm", "native_group_norm", "_fused_rms_norm", "_softmax", "_log_softmax"}
+COPIES = {"_to_copy", "clone", "copy", "cat", "stack", "constant_pad_nd", "contiguous", "full_like", "zeros_like"}
 
 
 def everything_saveable(value: Value) -> bool:
@@ -103,7 +68,8 @@ def dots_saveable(value: Value) -> bool:
 
 def cheap(value: Value) -> bool | None:
     """Recompute operations that are bound by memory: pointwise operations and normalisations."""
-    return None if _is_cheap(value.op) else True
+    is_pointwise = torch.Tag.pointwise in getattr(value.op, "tags", ())
+    return None if is_pointwise or _name(value.op) in NORMS | COPIES else True
 
 
 def save_only(*names: str) -> Policy:
@@ -140,7 +106,7 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
     return named
 
 
-NAMING: ContextVar[Callable[[str], None] | None] = ContextVar("NAMING", default=None)
+NAMING: ContextVar[Callable[[str], object] | None] = ContextVar("NAMING", default=None)
 """Takes the name of the last value of the trace that is running."""
 
 
@@ -149,8 +115,21 @@ def _name(op: Any) -> str:
     return str(getattr(packet, "__name__", packet)).removesuffix("_")
 
 
-def _is_cheap(op: Any) -> bool:
-    return torch.Tag.pointwise in getattr(op, "tags", ()) or _name(op) in NORMS or _name(op) in COPIES
-
-
-COPIES = {"_to_copy", "clone", "copy", "cat", "stack", "constant_pad_nd", "contiguous", "full_like", "zeros_like"}
+DOTS = {_name(op) for op in flop_registry} | {
+    "addbmm",
+    "mv",
+    "addmv",
+    "dot",
+    "vdot",
+    "_grouped_mm",
+    "_int_mm",
+    "linear",
+    "mkldnn_rnn_layer",
+    "_cudnn_rnn",
+    "_cudnn_attention_forward",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_attention_math_for_mps",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+}
+"""The operations whose floating-point operations torch counts, and those like them that it does not count."""

@@ -56,8 +56,8 @@ class Eager:
     def forward(
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, SavedTape | None, Any]:
-        own = {source: [detached(x, keep) for x in value.leaves] for source, value in sources.items()}
-        outputs = {source: sources[source].spec.unflatten(leaves) for source, leaves in own.items()}
+        inputs = {source: [detached(x, keep) for x in value.leaves] for source, value in sources.items()}
+        outputs = {source: sources[source].spec.unflatten(leaves) for source, leaves in inputs.items()}
         with torch.set_grad_enabled(keep):
             tree, new = self.stage(prepared.tree, state, self.stage.arguments(outputs, self.stage.given(data)))
             leaves, spec = flatten(alias_leaves(tree))
@@ -66,8 +66,8 @@ class Eager:
             return output, None, detached_tree(new)
         if Eager not in prepared.computed:
             prepared.computed[Eager] = [get_gradient_edge(prepared.own[i]) for i in prepared.trained]
-        inputs = {source: list(map(_edge, values)) for source, values in own.items()}
-        residuals = SavedTape(list(map(_edge, leaves)), inputs, prepared.computed[Eager])
+        edges = {source: list(map(_edge, values)) for source, values in inputs.items()}
+        residuals = SavedTape(list(map(_edge, leaves)), edges, prepared.computed[Eager])
         return output, residuals, detached_tree(new)
 
     def backward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,21 +16,21 @@ from fpipe.autodiff.graph.codegen import emit
 from fpipe.autodiff.graph.cse import without_duplicates
 from fpipe.autodiff.graph.functionalize import functionalize
 from fpipe.autodiff.graph.guards import Guards, guards
-from fpipe.autodiff.graph.partition import BackwardBlocks, Blocks, NotKept, layout, partition
+from fpipe.autodiff.graph.partition import Backward, Blocks, NotKept, layout, partition
 from fpipe.autodiff.graph.signature import Signature
-from fpipe.autodiff.graph.trace import AS_OUTPUT, Cotangent, Joint, trace
+from fpipe.autodiff.graph.trace import AS_OUTPUT, Cotangent, Cotangents, Joint, trace
 from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients
 from fpipe.errors import StageError
 from fpipe.policies import Policy
 from fpipe.stages.stage import Stage
 
 Prepare = Callable[[Leaves], Leaves]
-Cotangents = tuple[Cotangent, ...]
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """How to trace a stage, apart from the signature.
+    """The options for tracing a stage, apart from the signature.
 
     Args:
         number: the stage's number, for messages.
@@ -48,35 +49,11 @@ class TraceConfig:
         self, signature: Signature, cotangents: Cotangents | None, kept: Sequence[int] | None = None
     ) -> tuple[Joint, Blocks]:
         """Trace and partition the stage for a signature."""
-        joint = functionalize(trace(self.stage, signature, cotangents, self.loss, self.dynamic))
-        for at, node in enumerate(joint.graph.nodes):
-            node.meta["at"] = at
-        joint = without_duplicates(joint)
+        joint = without_duplicates(functionalize(trace(self.stage, signature, cotangents, self.loss, self.dynamic)))
         return joint, partition(joint, self.policy, kept)
 
     def function(self, block: Block, joint: Joint) -> Callable[..., Any]:
         return compiled(block, joint.root, self.dynamic) if self.compile else emit(block, joint.root)
-
-
-@dataclass(eq=False)
-class BackwardFunctions:
-    """The backward for one layout of the cotangents.
-
-    Args:
-        expected: the layouts of the cotangents, by output leaf.
-        prepare: params -> `v`, the values that depend on params alone.
-        fused: v, residuals, cotangents, sink -> weight gradients, input gradients.
-        input: v, residuals, cotangents -> input gradients, deferred.
-        weight: v, deferred, sink -> weight gradients.
-        fresh: numbers of the weight gradients that share memory with no other value.
-    """
-
-    expected: Cotangents
-    prepare: Prepare
-    fused: Callable[[Leaves, Leaves, Leaves, Sink | None], tuple[Leaves, Leaves]]
-    input: Callable[[Leaves, Leaves, Leaves], tuple[Leaves, Leaves]]
-    weight: Callable[[Leaves, Leaves, Sink | None], Leaves]
-    fresh: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -98,7 +75,7 @@ class DeferredGraph:
     """The values from which `backward_weight` computes the weight gradients."""
 
     functions: Functions
-    backward: BackwardFunctions
+    backward: Backward[Function]
     prepared: Prepared
     values: Leaves
 
@@ -124,22 +101,20 @@ class Functions:
         self.fresh, self.fresh_state = blocks.fresh[: len(joint.outputs)], blocks.fresh[len(joint.outputs) :]
         self.output_spec, self.state_spec = joint.output_spec, joint.state_spec
         self.rooted = [wanted and not (config.loss and i) for i, wanted in enumerate(joint.wanted)]
-        self.first = None if blocks.backward is None else self._functions(blocks.backward, joint, self.prepare)
-        self.backwards: dict[Cotangents, BackwardFunctions] = {}
-        if self.first is not None:
-            self.backwards[self.first.expected] = self.first
+        self.first = self._functions(blocks.backward, joint, self.prepare)
+        self.backwards = {self.first.expected: self.first}
 
     def forward(self, prepared: Prepared, inputs: Leaves) -> tuple[Leaves, Leaves, SavedGraph | None]:
         """Return `(outputs, state, residuals)` as leaves. Residuals are None if the call is not differentiated."""
         inputs = [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in inputs]
         with running(self.signature):
-            outputs, state, kept = self.run(_v(prepared, self.prepare), inputs)
+            outputs, state, residuals = self.run(_v(prepared, self.prepare), inputs)
         outputs = list(map(_as_output, outputs, self.wanted, self.fresh))
         state = [_as_output(x, False, fresh) for x, fresh in zip(state, self.fresh_state, strict=True)]
         if not self.signature.keep:
             return outputs, state, None
         layouts = tuple(map(_expected, outputs, self.rooted)) if self.config.dynamic else ()
-        return outputs, state, SavedGraph(self, prepared, kept, layouts)
+        return outputs, state, SavedGraph(self, prepared, residuals, layouts)
 
     def backward(
         self, residuals: SavedGraph, cotangents: Leaves, sink: Sink | None
@@ -168,13 +143,10 @@ class Functions:
 
     def _by_source(self, gradients: Leaves) -> list[Leaves]:
         """Return the gradients of each source, out of those of all inputs."""
-        by_source, at = [], len(self.signature.state.leaves)
-        for tree in self.signature.sources:
-            by_source.append(gradients[at : at + len(tree.leaves)])
-            at += len(tree.leaves)
-        return by_source
+        rest = iter(gradients[len(self.signature.state.leaves) :])
+        return [list(itertools.islice(rest, len(tree.leaves))) for tree in self.signature.sources]
 
-    def _for(self, residuals: SavedGraph, cotangents: Leaves) -> tuple[BackwardFunctions, Leaves]:
+    def _for(self, residuals: SavedGraph, cotangents: Leaves) -> tuple[Backward[Function], Leaves]:
         """Return the backward for these cotangents, traced if their layouts are new, and the cotangents for it."""
         plain = [_plain(c) if root else None for c, root in zip(cotangents, self.rooted, strict=True)]
         layouts = tuple([None if c is None else layout(c) for c in plain])
@@ -191,14 +163,11 @@ class Functions:
             plain = [_laid_out(c, x, d) for c, x, d in zip(plain, wanted, self.devices, strict=True)]
         return backward, plain
 
-    def _another(self, layouts: Cotangents) -> BackwardFunctions:
+    def _another(self, layouts: Cotangents) -> Backward[Function]:
         """Return a backward for other layouts of the cotangents, from the residuals of the forward."""
-        if not any(layouts):
-            return self._nothing(layouts)
         try:
             joint, blocks = self.config.partition(self.signature, layouts, self.kept)
         except NotKept:  # copy the cotangents into the layout of the first backward
-            assert self.first is not None
             return self.first
         if blocks.digest != self.digest:
             raise StageError(
@@ -206,27 +175,15 @@ class Functions:
                 "and run the same operations for the same arguments",
                 stage=self.config.number,
             )
-        assert blocks.backward is not None
         return self._functions(blocks.backward, joint, self.config.function(blocks.backward.prepare, joint))
 
-    def _functions(self, blocks: BackwardBlocks, joint: Joint, prepare: Prepare) -> BackwardFunctions:
+    def _functions(self, blocks: Backward[Block], joint: Joint, prepare: Prepare) -> Backward[Function]:
         fused, by_input, by_weight = (
             self.config.function(block, joint) for block in (blocks.fused, blocks.input, blocks.weight)
         )
         expected = tuple([e and AS_OUTPUT for e in blocks.expected]) if self.config.dynamic else blocks.expected
         fresh = frozenset[int]() if self.config.compile else blocks.fresh  # compiled code may share memory
-        return BackwardFunctions(expected, prepare, fused, by_input, by_weight, fresh)
-
-    def _nothing(self, expected: Cotangents) -> BackwardFunctions:
-        """Return the backward without any cotangent."""
-        weights, gradients = len(self.signature.trained), len(self.signature.inputs)
-        return BackwardFunctions(
-            expected,
-            lambda p: [],
-            lambda v, r, c, sink: ([None] * weights, [None] * gradients),
-            lambda v, r, c: ([None] * gradients, []),
-            lambda v, d, sink: [None] * weights,
-        )
+        return Backward(expected, prepare, fused, by_input, by_weight, fresh)
 
 
 NOTHING = nullcontext()

@@ -1,4 +1,4 @@
-"""How the stages of a pipeline are differentiated."""
+"""The options that decide how the stages of a pipeline are differentiated."""
 
 from __future__ import annotations
 

@@ -13,11 +13,13 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from fpipe.autodiff.eager import NO_REENTRANT, Eager, is_reentrant
 from fpipe.autodiff.functions import DeferredGraph, Functions, SavedGraph, TraceConfig
 from fpipe.autodiff.graph.block import Sink
 from fpipe.autodiff.graph.locations import user_line
-from fpipe.autodiff.graph.signature import Impure, Signature, Tree, Untraceable, ambient, leaf, leaf_key, leaves
+from fpipe.autodiff.graph.signature import Impure, Signature, Tree, Untraceable, ambient, leaf_key
 from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients, prepared
 from fpipe.errors import StageError
 from fpipe.policies import Policy, everything_saveable
@@ -177,16 +179,13 @@ class Traced:
             except StageError:
                 raise
             except Exception as error:
-                self._warn_of_sizes(_reason(error))
+                self._warn_once(f"is traced for each of its sizes, since symbols do not work: {_reason(error)}")
         return Functions(replace(self.config, dynamic=False), signature)
 
-    def _warn_of_sizes(self, reason: str) -> None:
+    def _warn_once(self, text: str) -> None:
         if not self.warned:
             self.warned = True
-            warnings.warn(
-                f"stage {self.name} is traced for each of its sizes, since symbols do not work: {reason}",
-                stacklevel=2,
-            )
+            warnings.warn(f"stage {self.name} {text}", stacklevel=3)
 
     def _key(self, prepared: Prepared, trees: list[Flat], inputs: Leaves, keep: bool) -> Hashable:
         """Return a key for the signature. A number stands for the parts that are constant during a step."""
@@ -205,14 +204,11 @@ class Traced:
             raise StageError(
                 f"it can't be traced: {self.graphs.reason}; autodiff='eager' runs it without tracing", stage=self.name
             ) from self.cause
-        if not self.warned:
-            self.warned = True
-            lost = " and keeps all residuals" if self.config.policy is not everything_saveable else ""
-            warnings.warn(
-                f"stage {self.name} can't be traced and runs by eager autograd, which is slower where its backward is "
-                f"split{lost}: {self.graphs.reason}; autodiff='eager' runs it so without this warning",
-                stacklevel=2,
-            )
+        lost = " and keeps all residuals" if self.config.policy is not everything_saveable else ""
+        self._warn_once(
+            f"can't be traced and runs by eager autograd, which is slower where its backward is split{lost}: "
+            f"{self.graphs.reason}; autodiff='eager' runs it so without this warning"
+        )
         return result
 
 
@@ -227,14 +223,18 @@ def signature_of(prepared: Prepared, state: Flat, *rest: Flat, keep: bool) -> Si
     """
     *sources, data = rest
     return Signature(
-        Tree(tuple(map(leaf, prepared.leaves)), prepared.spec),
+        Tree.of(prepared.leaves, prepared.spec, set(prepared.trained)),
         prepared.trained,
-        Tree(tuple(map(leaf, state.leaves)), state.spec),
-        tuple(Tree(leaves(value.leaves), value.spec) for value in sources),
-        Tree(tuple(map(leaf, data.leaves)), data.spec),
+        Tree.of(*state),
+        tuple(Tree.of(*value, _requiring_grad(value.leaves) if keep else ()) for value in sources),
+        Tree.of(*data),
         keep,
         ambient(),
     )
+
+
+def _requiring_grad(leaves: Leaves) -> set[int]:
+    return {i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
 
 
 def _reason(error: Exception) -> str:

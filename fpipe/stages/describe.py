@@ -37,20 +37,20 @@ def html(stages: Sequence[Stage], entries: Mapping[Any, Sequence[Any]]) -> str:
 def _rows(
     stages: Sequence[Stage], entries: Mapping[Any, Sequence[Any]], params: Mapping[int, Any] | None
 ) -> list[dict[str, str]]:
-    specs = [stage.fn.spec if isinstance(stage.fn, StageFunction) else None for stage in stages]
+    specs = [stage.fn.spec if isinstance(stage.fn, StageFunction) else StageSpec({}, {}, {}) for stage in stages]
     tied = _tied(entries)
     rows = []
     for index, stage in enumerate(stages):
         row, spec = {"stage": str(index)}, specs[index]
         if params is not None:
             row |= _sizes(params.get(index, ABSENT), stage)
-        elif spec is not None:
+        elif isinstance(stage.fn, StageFunction):
             row |= _sizes(_untied(spec.params, index, tied), stage)
-        if spec is not None and spec.state:
+        if spec.state:
             row["state"] = _nbytes(_tensors(spec.state))
-        if spec is not None and spec.share is not None:
+        if spec.share is not None:
             row["time"] = f"{spec.share:.0%}"
-        if spec is not None and spec.begins is not None:
+        if spec.begins is not None:
             row["begins"] = spec.begins
         rows.append(row | {"reads": ", ".join(_read(read, specs) for read in stage.inputs) or "nothing"})
     return rows
@@ -98,10 +98,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [x for x in flatten(tree).leaves if isinstance(x, torch.Tensor)]
 
 
-def _read(read: Read, specs: Sequence[StageSpec | None]) -> str:
+def _read(read: Read, specs: Sequence[StageSpec]) -> str:
     if isinstance(read, Output):
-        spec = specs[read.stage]
-        outputs = {} if spec is None else spec.outputs
+        outputs = specs[read.stage].outputs
         value = get_at(outputs, read.path) if read.path and read.path[0] in outputs else None
         part = f" {_name(read.path)}" if read.path else ""
         return f"stage {read.stage}{part}" + (f" ({_nbytes([value])})" if value is not None else "")

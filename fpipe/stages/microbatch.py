@@ -51,10 +51,9 @@ def split(tree: Any, count: int, axes: Any = 0, what: str = "batch") -> tuple[li
     >>> split({"x": torch.arange(5), "flag": True}, 2)[0][1]
     {'x': tensor([3, 4]), 'flag': True}
     """
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    names, leaves, spec = optree.tree_flatten_with_path(tree, none_is_leaf=True, namespace=NAMESPACE)
     rows: int | None = None
     columns: list[Sequence[Any]] = []
-    names = optree.tree_paths(tree, none_is_leaf=True, namespace=NAMESPACE)
     for path, leaf, axis in zip(names, leaves, axes_of(tree, axes, f"in_axes of the {what}"), strict=True):
         if isinstance(leaf, Mapping):
             kind = type(leaf).__name__
@@ -94,9 +93,8 @@ def merge(trees: Sequence[Any], axes: Any = 0) -> Any:
     for m, (_, other) in enumerate(rest, 1):
         if other != spec:
             raise ValueError(f"microbatches 0 and {m} have different structures: {spec} and {other}")
-    names = optree.tree_paths(trees[0], none_is_leaf=True, namespace=NAMESPACE)
     columns = zip(first, *(leaves for leaves, _ in rest), strict=True)
-    joined = zip(columns, axes_of(trees[0], axes, "out_axes"), names, strict=True)
+    joined = zip(columns, axes_of(trees[0], axes, "out_axes"), spec.paths(), strict=True)
     return spec.unflatten([_join(column, axis, name) for column, axis, name in joined])
 
 

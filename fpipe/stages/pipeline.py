@@ -101,7 +101,7 @@ class Pipeline:
         Raises:
             StageError: the stage's params, or an entry, are missing.
         """
-        tree = _given(params, stage)
+        tree = _tree_of(params, stage)
         for (owner, source), uses in self.entries.items():
             for user, path in uses:
                 if user == stage and owner != stage:
@@ -133,12 +133,12 @@ class Pipeline:
         >>> pipeline.params_on({0: {"wte": 1, "wpe": 2}, 1: {}}, pipeline.plan(Placement.loop(2), 1), rank=1)
         {0: {'wte': 1}, 1: {}}
         """
-        held: dict[int, Any] = {stage: _given(params, stage) for stage in plan.stages_on(rank)}
+        trees: dict[int, Any] = {stage: _tree_of(params, stage) for stage in plan.stages_on(rank)}
         for (owner, path), uses in self.entries.items():
             users = [use for use in uses[1:] if use[0] in plan.stages_on(rank)]
             if owner not in plan.stages_on(rank) and users:
-                held[owner] = set_at(held.get(owner, {}), path, self._shared(params, *users[0], owner, path))
-        return dict(sorted(held.items()))
+                trees[owner] = set_at(trees.get(owner, {}), path, self._shared(params, *users[0], owner, path))
+        return dict(sorted(trees.items()))
 
     def state_on(self, state: Mapping[int, Any], plan: Plan, rank: int) -> dict[int, Any]:
         """Return the state that a rank needs: its stages' trees.
@@ -178,7 +178,7 @@ class Pipeline:
         return twin
 
 
-def _given(params: Mapping[int, Any], stage: int) -> Any:
+def _tree_of(params: Mapping[int, Any], stage: int) -> Any:
     if stage in params:
         return params[stage]
     raise StageError(
@@ -218,7 +218,7 @@ def _entries(
             raise ValueError(
                 f"two ties share {short(longer)} of stage {stage}: tie the whole {short(path)}, or its parts"
             )
-    return {entry: tuple(sorted(found, key=lambda use: use[0])) for entry, found in uses.items()}
+    return {entry: tuple(sorted(users, key=lambda use: use[0])) for entry, users in uses.items()}
 
 
 def with_loss(pipeline: Pipeline, has_aux: bool) -> Pipeline:

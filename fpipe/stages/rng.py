@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -36,11 +36,18 @@ def seeded(
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         index = torch.cuda.current_device() if device is None or device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
-    before = [generator.get_state() for generator in generators]
     value = seed_of(*rng, stage, microbatch)
-    try:
+    with restored(generators):
         for generator in generators:
             generator.manual_seed(value)
+        yield
+
+
+@contextmanager
+def restored(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Restore the states of generators afterwards."""
+    before = [generator.get_state() for generator in generators]
+    try:
         yield
     finally:
         for generator, state in zip(generators, before, strict=True):

@@ -6,7 +6,6 @@ node has `node.meta["view_of"]`: the node that it is a view of, or None. Every p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, fx
@@ -27,22 +26,18 @@ def note_views(graph: fx.Graph) -> None:
     """Set `view_of` of each node."""
     for node in graph.nodes:
         if node.op == "call_function":
-            node.meta["view_of"] = view_of(node, node.meta.get("val"), {})
+            node.meta["view_of"] = view_of(node, node.meta.get("val"))
 
 
-def view_of(node: fx.Node, value: Any, traced: dict[fx.Node, Any]) -> fx.Node | None:
-    """Return the input of a node whose memory the value shares.
-
-    Args:
-        traced: values of inputs, where they differ from `meta["val"]`.
-    """
+def view_of(node: fx.Node, value: Any) -> fx.Node | None:
+    """Return the input of a node whose memory the value shares."""
     memories = {storage(x) for x in _tensors(value)}
     for source in node.all_input_nodes:
-        of = traced.get(source, source.meta.get("val"))
+        of = source.meta.get("val")
         if isinstance(of, Tensor) and storage(of) in memories:
             return source
         if isinstance(of, list | tuple) and any(storage(x) in memories for x in _tensors(of)):
-            return view_of(source, value, traced)  # an item of a tuple: look at the inputs of the tuple's node
+            return view_of(source, value)  # an item of a tuple: look at the inputs of the tuple's node
     return None
 
 
@@ -55,16 +50,6 @@ def root(node: fx.Node) -> fx.Node:
     while (of := node.meta.get("view_of")) is not None:
         node = of
     return node
-
-
-def memory(nodes: Iterable[Any]) -> dict[fx.Node, int]:
-    """Return the bytes of each memory that the nodes' values have, by root."""
-    sizes = {}
-    for node in nodes:
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        if isinstance(value, Tensor):
-            sizes[root(node)] = nbytes(value)
-    return sizes
 
 
 def nbytes(x: Tensor) -> int:

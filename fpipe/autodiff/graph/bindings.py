@@ -31,15 +31,11 @@ def fastest(node: fx.Node) -> Function:
     if target in (aten.view.default, aten._unsafe_view.default):
         return torch.reshape  # real strides may differ from a fake's; then only reshape gives the same values
     if target == aten.sym_size.int:
-        return size
+        return torch.Tensor.size
     namespace, _, name = target._schema.name.partition("::")
     binding = getattr(torch._C._VariableFunctions, name, None) if namespace == "aten" else None
     fits = binding is not None and _is_same(binding, node)
     return cast(Function, binding if fits else target._op)
-
-
-def size(x: Tensor, dim: int) -> int:
-    return x.shape[dim]
 
 
 def _is_same(binding: Function, node: fx.Node) -> bool:

@@ -17,10 +17,10 @@ import linecache
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, fx
@@ -45,20 +45,6 @@ class Emitted(Protocol):
     def __call__(self, *lists: Any) -> Any: ...
 
 
-class Statement(NamedTuple):
-    """The line `target = expression`, and what follows it.
-
-    Args:
-        releases: variables that nothing reads afterwards.
-        offer: the number of the weight gradient that the target is; it is offered to the sink.
-    """
-
-    target: str
-    expression: str
-    releases: Sequence[str] = ()
-    offer: int | None = None
-
-
 def emit(block: Block, module: torch.nn.Module, bindings: bool = True) -> Emitted:
     """Return a block as a function of lists.
 
@@ -68,20 +54,9 @@ def emit(block: Block, module: torch.nn.Module, bindings: bool = True) -> Emitte
     """
     block = with_fewer_copies(block) if bindings else block
     writer = _Writer(replace(block, body=_unpacked_at_once(block.body)), module, bindings)
-    loads, statements = list(writer.loads()), list(writer.statements())
-    returned = ", ".join(writer.text(list(values)) for values in block.outputs)
-    return _defined(block.name, _printed(block, loads, statements, returned), writer.globals)
-
-
-def _printed(block: Block, loads: Iterable[Statement], statements: Iterable[Statement], returned: str) -> str:
-    lines = [f"{target} = {expression}" for target, expression, *_ in loads]
-    lines += [f"{block.empties}.clear()"] if block.empties else []
-    for target, expression, releases, offered in statements:
-        lines.append(f"{target} = {expression}")
-        lines += [f"del {', '.join(releases)}"] if releases else []
-        lines += [f"{target} = offer(sink, {offered}, {target})"] if offered is not None else []
     arguments = [*block.inputs, *([] if block.large is None else ["sink"])]
-    return "\n    ".join([f"def {block.name}({', '.join(arguments)}):", *lines, f"return {returned}"]) + "\n"
+    source = "\n    ".join([f"def {block.name}({', '.join(arguments)}):", *writer.lines()]) + "\n"
+    return _defined(block.name, source, writer.globals)
 
 
 def _defined(name: str, source: str, names: dict[str, Any]) -> Emitted:
@@ -96,7 +71,7 @@ def _defined(name: str, source: str, names: dict[str, Any]) -> Emitted:
 
 @dataclass
 class _Writer:
-    """Turns the nodes of a block into statements, in order.
+    """Turns the nodes of a block into the lines of a function, in order.
 
     Args:
         names: the variable that holds a node's value.
@@ -109,36 +84,45 @@ class _Writer:
     names: dict[fx.Node, str] = field(default_factory=dict)
     globals: dict[str, Any] = field(default_factory=lambda: {"offer": offer, "copied": copied})
 
-    def loads(self) -> Iterator[Statement]:
-        """Yield a statement for each item of the argument lists that is used."""
+    def lines(self) -> Iterator[str]:
+        yield from self._loads()
+        if self.block.empties is not None:
+            yield f"{self.block.empties}.clear()"
+        yield from self._statements()
+        yield f"return {', '.join(self.text(list(values)) for values in self.block.outputs)}"
+
+    def _loads(self) -> Iterator[str]:
+        """Yield a line for each item of the argument lists that is used."""
         used = {n for node in self.block.body for n in node.all_input_nodes} | self.block.results
         for name, values in self.block.inputs.items():
             for i, node in enumerate(values):
                 if node is not None and node in used and node not in self.names:
                     self.names[node] = f"{name}{i}"
-                    yield Statement(f"{name}{i}", f"{name}[{i}]")
+                    yield f"{name}{i} = {name}[{i}]"
 
-    def statements(self) -> Iterator[Statement]:
-        """Yield a statement for each node, after a copy of each value that the node must not overwrite."""
+    def _statements(self) -> Iterator[str]:
+        """Yield the lines of each node: copies of what it must not overwrite, its call, and what follows it."""
         dying, offered = _last_uses(self.block), _offered(self.block)
         for i, node in enumerate(self.block.body):
             overwritten = {n: self.names[n] for n in written(node)}
             for n, name in overwritten.items():
                 if self.last_reads.get(root(n)) != i:
                     self.names[n] = f"n{i}_{name}"
-                    yield Statement(self.names[n], f"copied({name})")
-            expression = self._expression(node, [self.names[n] for n in overwritten])
+                    yield f"{self.names[n]} = copied({name})"
+            yield f"n{i} = {self._expression(node, [self.names[n] for n in overwritten])}"
             self.names |= overwritten
             self.names[node] = f"n{i}"
-            releases = [self.names[n] for n in dying.get(node, ()) if n in self.names]
-            yield Statement(f"n{i}", expression, releases, offered.get(node))
+            if releases := [self.names[n] for n in dying.get(node, ()) if n in self.names]:
+                yield f"del {', '.join(releases)}"
+            if node in offered:
+                yield f"n{i} = offer(sink, {offered[node]}, n{i})"
 
     @cached_property
     def last_reads(self) -> dict[fx.Node, int]:
         """The place of the last node that reads each memory that the block makes and does not return."""
-        made = set(self.block.body) - {root(n) for n in self.block.results}
+        inside = set(self.block.body) - {root(n) for n in self.block.results}
         reads = {root(n): i for i, node in enumerate(self.block.body) for n in node.all_input_nodes}
-        return {n: i for n, i in reads.items() if n in made}
+        return {n: i for n, i in reads.items() if n in inside}
 
     def _expression(self, node: fx.Node, overwritten: Sequence[str]) -> str:
         """Return a node's call. Where it writes and returns other results, a tuple of these and what it wrote to."""

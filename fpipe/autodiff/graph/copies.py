@@ -12,25 +12,24 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from fpipe.autodiff.graph.aliasing import memory, nbytes, root
+from fpipe.autodiff.graph.aliasing import nbytes, root, view_of
 from fpipe.autodiff.graph.block import Block
-from fpipe.autodiff.graph.guards import SYMBOLS
 from fpipe.autodiff.graph.layouts import (
     RESHAPES,
     Order,
     annotate,
     apply,
     args_of,
+    chain_from,
     chain_to,
-    fake_like,
     has_known_strides,
     is_contiguous,
     is_copy,
@@ -40,10 +39,13 @@ from fpipe.autodiff.graph.layouts import (
     is_static,
     is_view,
     merges_dims_of,
+    meta_like,
     meta_tensor,
-    order_of,
+    only_user,
+    order_after,
     shape_of,
     source_of,
+    stacked,
 )
 from fpipe.autodiff.graph.nodes import written
 
@@ -55,67 +57,44 @@ def with_fewer_copies(block: Block) -> Block:
     return block if any(map(written, block.body)) else _Rewriter(block).run()
 
 
-def stacked(parts: list[Tensor], dim: int) -> Tensor:
-    """Return the sum of tensors that are zero but for one part each. Adding 0.0 turns -0.0 into 0.0, as a sum does."""
-    return torch.stack(parts, dim).contiguous().add_(0.0)
-
-
 class _Rewriter:
     """A copy of a block's nodes in a graph of its own, and the operations that rules use to change it."""
 
     def __init__(self, block: Block) -> None:
-        self.original, self.graph = block, fx.Graph()
-        self.copies: dict[fx.Node, fx.Node] = {}
-        inputs = {node: name for name, values in block.inputs.items() for node in values if node is not None}
-        for graph in {node.graph for node in inputs}:
+        self.block, self.graph = block, fx.Graph()
+        inputs = [node for values in block.inputs.values() for node in values if node is not None]
+        for graph in {node.graph for node in (*inputs, *block.body)}:
             annotate(graph.nodes)
-        static_trace = not any(map(_has_symbols, inputs))
-        self.copies |= {node: self.graph.placeholder(node.name) for node in inputs}
-        for node, name in inputs.items():
-            known = has_known_strides(node) or (name == "c" and static_trace and is_static(node))
-            self._copy_meta(node, known=known, contiguous=known and is_contiguous(node.meta["val"]))
+        self.copies = {node: self.graph.placeholder(node.name) for node in inputs}
+        self.inputs = list(self.copies.values())
         for node in block.body:
             self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
-            self._copy_meta(node)
+        for node, copy in self.copies.items():
+            base: Any = node.meta.get("view_of")
+            copy.meta = {**node.meta, "view_of": self.copies.get(base, base)}
         results = [x for values in block.outputs for x in values if isinstance(x, fx.Node)]
         self.output = self.graph.output(tuple(self.copies[x] for x in results))
-        annotate(self.graph.nodes)
-        self.contiguous_inputs: dict[fx.Node, list[fx.Node]] = {}
-        for node in map(self.copies.__getitem__, inputs):
-            if is_known_contiguous(node):
-                self.contiguous_inputs.setdefault(root(node), []).append(node)
-
-    def _copy_meta(self, node: fx.Node, **facts: Any) -> None:
-        base = node.meta.get("view_of")
-        meta = {key: node.meta.get(key) for key in ("val", "forward", "static")}
-        self.copies[node].meta = {**meta, "view_of": base and self.copies.get(base, base), **facts}
 
     def run(self) -> Block:
         for rule in RULES:
             for node in list(reversed(self.graph.nodes)):
                 if not node._erased and node.op == "call_function" and is_static(node):
                     rule(self, node)
-        block, results = self.original, iter(args_of(self.output)[0])
+        block, results = self.block, iter(args_of(self.output)[0])
         inputs = {name: [n and self.copies[n] for n in values] for name, values in block.inputs.items()}
         outputs = [[next(results) if isinstance(x, fx.Node) else x for x in values] for values in block.outputs]
         body = [n for n in self.graph.nodes if n.op not in ("placeholder", "output")]
         return replace(block, inputs=inputs, body=body, outputs=outputs)
 
-    def insert(
-        self,
-        at: fx.Node,
-        target: Any,
-        args: Any,
-        value: Tensor,
-        base: fx.Node | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        known: bool = False,
-    ) -> fx.Node:
-        """Insert a node before `at`; `base` is the node that it is a view of."""
+    def insert(self, at: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a call before `at`."""
         with self.graph.inserting_before(at):
-            node = self.graph.call_function(target, args, dict(kwargs or {}))
-        node.meta = {"val": value, "view_of": base, "forward": at.meta.get("forward", False)}
-        annotate([node], known)
+            node = self.graph.call_function(target, args, kwargs)
+        fakes, options = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with torch._C._DisableAutocast(), at.meta["val"].fake_mode:
+            value = target(*fakes, **options)
+        node.meta = {"val": value, "view_of": view_of(node, value)}
+        annotate([node])
         return node
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
@@ -132,29 +111,20 @@ class _Rewriter:
 
     def viewed(self, at: fx.Node, source: fx.Node, shape: Sequence[int]) -> fx.Node:
         """Return a source in another shape. The strides of a source that is not contiguous must allow a view."""
-        if shape_of(source) == tuple(shape):
-            return source
-        x = source.meta["val"]
-        strides = None if is_contiguous(x) else meta_tensor(x.shape, x.stride()).view(shape).stride()
-        return self.insert(at, aten.view.default, (source, list(shape)), fake_like(x, shape, strides), source)
+        return source if shape_of(source) == tuple(shape) else self.insert(at, aten.view.default, source, list(shape))
 
     def ordered(self, at: fx.Node, source: fx.Node, order: Order) -> fx.Node:
         """Return a source in another order, as a view."""
         pieces = self.viewed(at, source, order.pieces)
-        if not order.permutes:
-            return pieces
-        view = order.view_of(source.meta["val"])
-        value = fake_like(source.meta["val"], view.shape, view.stride())
-        return self.insert(at, aten.permute.default, (pieces, order.order), value, pieces)
+        return self.insert(at, aten.permute.default, pieces, order.order) if order.permutes else pieces
 
     def in_shape(self, node: fx.Node, shape: Sequence[int], user: fx.Node) -> fx.Node | None:
         """Return a contiguous node before the user with the elements of another node in the given shape."""
         whole = args_of(node)[0] if node.target in RESHAPES else node
         if is_known_contiguous(whole) and shape_of(whole) == tuple(shape):
             return whole
-        near = [*whole.users, *self.contiguous_inputs.get(root(node), ())]
-        fit = (n for n in near if n < user and is_known_contiguous(n) and shape_of(n) == tuple(shape))
-        return next((n for n in fit if _is_all_of_one_memory(n, node)), None)
+        near = (n for n in [*whole.users, *self.inputs] if n < user and _is_all_of_one_memory(n, node))
+        return next((n for n in near if is_known_contiguous(n) and shape_of(n) == tuple(shape)), None)
 
 
 # Rules
@@ -162,15 +132,11 @@ class _Rewriter:
 
 def sum_without_kept_dims(rewriter: _Rewriter, node: fx.Node) -> None:
     """Let a sum drop its dims itself, where a reshape drops them afterwards."""
-    end, args = _only_user(node), args_of(node)
+    end, args = only_user(node), args_of(node)
     if node.target != aten.sum.dim_IntList or end is None or end.target not in RESHAPES or not any(args[2:]):
         return
-    sizes = shape_of(args[0])
-    summed = {d % len(sizes) for d in args[1] or range(len(sizes))}
-    shape = tuple(n for i, n in enumerate(sizes) if i not in summed)
-    if is_static(end) and shape_of(end) == shape:
-        value = fake_like(node.meta["val"], shape)
-        rewriter.replace(end, rewriter.insert(node, node.target, args[:2], value, kwargs=node.kwargs))
+    if is_static(end) and shape_of(end) == node.target(meta_tensor(shape_of(args[0])), args[1]).shape:
+        rewriter.replace(end, rewriter.insert(node, node.target, *args[:2], **node.kwargs))
 
 
 def pointwise_without_reshapes(rewriter: _Rewriter, node: fx.Node) -> None:
@@ -180,14 +146,14 @@ def pointwise_without_reshapes(rewriter: _Rewriter, node: fx.Node) -> None:
     contiguous = all(is_known_contiguous(n) and shape_of(n) == shape_of(node) for n in (node, *inputs))
     if len(shapes) != 1 or not contiguous or not is_pointwise(node):
         return
-    value = fake_like(node.meta["val"], shapes.pop())
-    found = {n: rewriter.in_shape(n, value.shape, node) for n in inputs}
+    (shape,) = shapes
+    near = {n: rewriter.in_shape(n, shape, node) for n in inputs}
     saved = len(ends) + sum(n.target in RESHAPES and len(n.users) == 1 for n in inputs)
-    if saved <= sum(n is None for n in found.values()) + (len(node.users) > len(ends)):
+    if saved <= sum(n is None for n in near.values()) + (len(node.users) > len(ends)):
         return
-    reshaped = {n: x or rewriter.viewed(node, n, value.shape) for n, x in found.items()}
+    reshaped = {n: x or rewriter.viewed(node, n, shape) for n, x in near.items()}
     args = fx.map_arg(node.args, reshaped.__getitem__)
-    new = rewriter.insert(node, node.target, args, value, kwargs=node.kwargs)
+    new = rewriter.insert(node, node.target, *args, **node.kwargs)
     for end in ends:
         rewriter.replace(end, new)
     if not node._erased:
@@ -195,112 +161,99 @@ def pointwise_without_reshapes(rewriter: _Rewriter, node: fx.Node) -> None:
 
 
 def stack_of_parts(rewriter: _Rewriter, node: fx.Node) -> None:
-    """Replace a sum of tensors that are zero but for one part each by a stack of the parts.
-
-    Parts are stacked as they were before they were copied, and in the order in which the sum is copied afterwards.
-    """
-    terms, whole, end = _terms(node), node.meta["val"], node
+    """Replace a sum of tensors that are zero but for one part each by a stack of the parts, as before their copies."""
+    terms, whole = _terms(node), node.meta["val"]
     if len(terms) < 2 or whole.is_complex() or not is_contiguous(whole):  # a sum of complex numbers spreads NaN
         return
-    dim = args_of(terms[0])[2] % whole.dim()
-    if any(shape_of(n) != shape_of(node) or args_of(n)[2] % whole.dim() != dim for n in terms):
+    dim, sizes = args_of(terms[0])[2] % whole.dim(), shape_of(node)
+    if any(shape_of(n) != sizes or args_of(n)[2] % whole.dim() != dim for n in terms):
         return
-    places = sorted((args_of(n)[3] % whole.shape[dim], args_of(n)[0]) for n in terms)
+    places = sorted((args_of(n)[3] % sizes[dim], args_of(n)[0]) for n in terms)
     parts = [part for _, part in places]
     static = all(is_static(n) and n.meta["val"].dtype == whole.dtype for n in parts)
-    if not static or [i for i, _ in places] != list(range(whole.shape[dim])):
+    if not static or [i for i, _ in places] != list(range(sizes[dim])):
         return
-    sources = list(map(_before_copies, parts))
-    if len({tuple(order.shape) for _, order in sources}) > 1 or not _fit([n for n, _ in sources], whole):
-        sources = [(n, _unchanged(n)) for n in parts]
-    if not _fit([n for n, _ in sources], whole):
+    for sources in list(map(_before_copies, parts)), [(n, _unchanged(n)) for n in parts]:
+        memories = {root(n): nbytes(n.meta["val"]) for n, _ in sources}  # all parts live until the stack is made
+        if len({tuple(order.shape) for _, order in sources}) == 1 and sum(memories.values()) <= whole.nbytes:
+            break
+    else:
         return
     shape = sources[0][1].shape
-    to = next(k for k in range(len(shape) + 1) if prod(shape[:k]) == prod(whole.shape[:dim]))
-    shape.insert(to, len(parts))
-    chain = _until_copied(node)
-    order = order_of(shape, apply(chain[1:], meta_tensor(whole.shape))) if chain else None
-    if order is not None and order.pieces == shape:
-        others = [i for i in order.order if i != to]
-        if others == sorted(others):
-            end, shape, to = chain[-1], order.shape, order.order.index(to)
+    to = next(k for k in range(len(shape) + 1) if prod(shape[:k]) == prod(sizes[:dim]))
     views = [rewriter.ordered(node, n, order) for n, order in sources]
-    new = rewriter.insert(node, stacked, (views, to), fake_like(whole, shape), known=True)
-    rewriter.replace(end, rewriter.viewed(node, new, shape_of(end)))
+    rewriter.replace(node, rewriter.viewed(node, rewriter.insert(node, stacked, views, to), sizes))
+
+
+def stack_in_order(rewriter: _Rewriter, node: fx.Node) -> None:
+    """Stack parts in the order in which the stack is copied afterwards, if each part keeps its own order."""
+    if node.target is not stacked:
+        return
+    chain = chain_from(node, is_move)
+    copied = next((k for k, n in enumerate(chain) if is_copy(n)), 0)
+    order, (views, to) = order_after(node, chain[1:copied]), args_of(node)
+    if not copied or order is None or order.pieces != list(shape_of(node)):
+        return
+    others = [i for i in order.order if i != to]
+    if others == sorted(others):
+        new = rewriter.insert(node, stacked, views, order.order.index(to))
+        rewriter.replace(chain[copied], rewriter.viewed(node, new, shape_of(chain[copied])))
 
 
 def one_copy(rewriter: _Rewriter, node: fx.Node) -> None:
     """Replace copies of copies, with views between them, by one copy of one view."""
     if not is_copy(node):
         return
-    tail = [node]
-    while (after := _only_user(tail[-1])) is not None and after.target in RESHAPES and is_view(after):
-        tail.append(after)
-    chain, end = chain_to(node, is_move), tail[-1]
+    chain = chain_to(node, is_move)
+    tail = chain_from(node, lambda n: n.target in RESHAPES and is_view(n))
+    shape = shape_of(tail[-1])
     for k, source in enumerate(chain[:-1]):
-        order = order_of(shape_of(source), apply(chain[k + 1 :], meta_tensor(shape_of(source))))
+        order = order_after(source, chain[k + 1 :])
         if order is None:
             continue
         order = order if order.permutes else _unchanged(source, squeeze=False)
-        by_reshape = _reshape_copies(source, order, end)
-        steps = order.steps(source) + 1 + (not by_reshape and tuple(order.shape) != shape_of(end))
+        by_reshape = _reshape_copies(source, order, shape)
+        steps = order.steps(source) + 1 + (not by_reshape and tuple(order.shape) != shape)
         if steps < len(chain) - 1 - k + len(tail) - 1:
             at = next(n for n in chain[k + 1 :] if is_copy(n))
             view = rewriter.ordered(at, source, order)
-            x, options = view.meta["val"], {"memory_format": torch.contiguous_format}
             if by_reshape:
-                args = (view, list(shape_of(end)))
-                new = rewriter.insert(at, torch.reshape, args, fake_like(x, shape_of(end)), known=True)
+                copy = rewriter.insert(at, torch.reshape, view, list(shape))
             else:
-                copy = rewriter.insert(at, aten.clone.default, (view,), fake_like(x, x.shape), kwargs=options)
-                new = rewriter.viewed(at, copy, shape_of(end))
-            rewriter.replace(end, new)
+                copy = rewriter.insert(at, aten.clone.default, view, memory_format=torch.contiguous_format)
+            rewriter.replace(tail[-1], rewriter.viewed(at, copy, shape))
             return
 
 
 def one_view(rewriter: _Rewriter, node: fx.Node) -> None:
     """Replace views of views by one view, if the strides of their source are known; a reshape of a reshape by one."""
-    after = _only_user(node)
+    after = only_user(node)
     if not is_view(node) or (after is not None and is_view(after)):
         return
     source, *views = chain_to(node, is_view)
     if len(views) < 2:
         return
-    value = node.meta["val"]
-    for chain in (chain_to(node, is_view, shared=True), [source, *views]):
-        x, known = chain[0].meta["val"], has_known_strides(chain[0])
-        view = apply(chain[1:], meta_tensor(x.shape, x.stride())) if known else None
-        if view is not None and (view.storage_offset() == 0 or _begins_its_memory(chain[0])):
+    for whole, *moves in (chain_to(node, is_view, shared=True), [source, *views]):
+        view = apply(moves, meta_like(whole.meta["val"])) if has_known_strides(whole) else None
+        begins_its_memory = whole.op == "call_function" and whole.meta["view_of"] is None
+        if view is not None and (view.storage_offset() == 0 or begins_its_memory):
             offset = [view.storage_offset()] if view.storage_offset() else []  # by default the source's own
-            args = (chain[0], list(view.shape), list(view.stride()), *offset)
-            strided = fake_like(x, view.shape, view.stride())
-            rewriter.replace(node, rewriter.insert(node, aten.as_strided.default, args, strided, chain[0], known=True))
+            args = (list(view.shape), list(view.stride()), *offset)
+            rewriter.replace(node, rewriter.insert(node, aten.as_strided.default, whole, *args))
             return
     if node.target in RESHAPES and views[-2].target in RESHAPES and merges_dims_of(node, views[-2]):
-        before = source_of(views[-2])
-        args = (before, list(value.shape))
-        rewriter.replace(node, rewriter.insert(node, aten.view.default, args, value, before))
+        rewriter.replace(node, rewriter.insert(node, aten.view.default, source_of(views[-2]), list(shape_of(node))))
 
 
 RULES: Sequence[Callable[[_Rewriter, fx.Node], None]] = (
     sum_without_kept_dims,
     pointwise_without_reshapes,
     stack_of_parts,
+    stack_in_order,
     one_copy,
     one_view,
 )
 """In this order, each over all nodes from last to first."""
-
-
-def _has_symbols(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, SYMBOLS) or (
-        isinstance(value, Tensor) and any(type(n) is not int for n in (*value.shape, *value.stride()))
-    )
-
-
-def _begins_its_memory(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta["view_of"] is None
 
 
 def _is_all_of_one_memory(a: fx.Node, b: fx.Node) -> bool:
@@ -308,24 +261,9 @@ def _is_all_of_one_memory(a: fx.Node, b: fx.Node) -> bool:
     return root(a) is root(b) and x.dtype == y.dtype and x.nbytes == y.nbytes == nbytes(x) == nbytes(y)
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
-    users = list(node.users)
-    return users[0] if len(users) == 1 and users[0].op != "output" else None
-
-
 def _unchanged(node: fx.Node, squeeze: bool = True) -> Order:
     pieces = [n for n in shape_of(node) if n > 1 or not squeeze]
     return Order(pieces, list(range(len(pieces))))
-
-
-def _until_copied(node: fx.Node) -> list[fx.Node]:
-    """Return a node and the moves after it up to a copy, each the only user of the one before; empty without a copy."""
-    chain = [node]
-    while (after := _only_user(chain[-1])) is not None and is_move(after):
-        chain.append(after)
-        if is_copy(after):
-            return chain
-    return []
 
 
 def _before_copies(node: fx.Node) -> tuple[fx.Node, Order]:
@@ -334,21 +272,19 @@ def _before_copies(node: fx.Node) -> tuple[fx.Node, Order]:
     end = max((k for k, n in enumerate(chain) if is_copy(n)), default=0)  # only reshapes may follow it
     for k, source in enumerate(chain[:end]):
         if all(n.target in RESHAPES for n in chain[end + 1 :]):
-            order = order_of(shape_of(source), apply(chain[k + 1 : end], meta_tensor(shape_of(source))))
+            order = order_after(source, chain[k + 1 : end])
             finer = order and order.split(shape_of(node))
             if finer and finer.steps(source) < len(chain) - k:
                 return source, finer
     return node, _unchanged(node)
 
 
-def _reshape_copies(source: fx.Node, order: Order, end: fx.Node) -> bool:
-    """Return whether a reshape of the ordered source to the end's shape certainly copies."""
-    if not has_known_strides(source):
-        return False
+def _reshape_copies(source: fx.Node, order: Order, shape: Sequence[int]) -> bool:
+    """Return whether a reshape of the ordered source certainly copies."""
     try:
-        order.view_of(source.meta["val"]).view(shape_of(end))
+        order.view_of(meta_like(source.meta["val"])).view(shape)
     except RuntimeError:
-        return True
+        return has_known_strides(source)
     return False
 
 
@@ -366,8 +302,3 @@ def _terms(node: fx.Node) -> list[fx.Node]:
         else:
             return []
     return terms
-
-
-def _fit(parts: Sequence[fx.Node], whole: Tensor) -> bool:
-    """Return whether the parts, which all live until the stack is made, have no more memory than the whole."""
-    return sum(memory(parts).values()) <= whole.nbytes

@@ -36,29 +36,25 @@ def without_duplicates(joint: Joint) -> Joint:
         node.kwargs = fx.map_arg(node.kwargs, lambda n: same.get(n, n))
         if (of := node.meta.get("view_of")) is not None:
             node.meta["view_of"] = same.get(of, of)
-        twin = _twin(node, seen, draws, joint)
+        twin = _twin(node, seen, draws)
         if twin is not None:
             same[node] = twin
             twin.meta["names"] = {*twin.meta.get("names", ()), *node.meta.get("names", ())}
     return joint.map_results(lambda node: same.get(node, node))
 
 
-def _twin(node: fx.Node, seen: dict[Hashable, fx.Node], draws: dict[Any, fx.Node], joint: Joint) -> fx.Node | None:
+def _twin(node: fx.Node, seen: dict[Hashable, fx.Node], draws: dict[Any, fx.Node]) -> fx.Node | None:
     """Return an earlier node with the same value. If there is none, remember this one."""
     if "draw" in node.meta:
         first = draws.setdefault((node.meta["draw"], node.target), node)
         if first is node and not node.meta["forward"]:
             raise Untraceable("its backward draws random numbers that its forward did not draw")
         return None if first is node else first
-    if node in joint.cotangents:
-        seen.setdefault((storage(node.meta["val"]), geometry(node.meta["val"])), node)
-        return None
-    for key in _keys(node):
-        if key in seen:
-            return seen[key]
-    for key in _keys(node):
-        seen[key] = node
-    return None
+    keys = list(_keys(node))
+    twin = next((seen[key] for key in keys if key in seen), None)
+    if twin is None:
+        seen |= dict.fromkeys(keys, node)
+    return twin
 
 
 def _keys(node: fx.Node) -> Iterator[Hashable]:
@@ -66,7 +62,7 @@ def _keys(node: fx.Node) -> Iterator[Hashable]:
     value = node.meta.get("val")
     if isinstance(value, FakeTensor):
         yield (storage(value), geometry(value))
-    if node.op == "call_function" and not is_random(node) and not is_impure(node):
+    if node.op == "call_function" and not is_random(node) and not is_impure(node) and "cotangent" not in node.meta:
         yield node.meta["forward"], expression(node)
     if node.op == "get_attr":
         yield node.target

@@ -7,11 +7,11 @@ reads it afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from operator import getitem
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -25,20 +25,10 @@ from fpipe.autodiff.graph.trace import Joint
 aten = torch.ops.aten
 
 
-class Geometry(NamedTuple):
-    """The part of a memory that a tensor covers. Symbols are compared as text."""
-
-    size: str
-    stride: str
-    offset: str
-    dtype: torch.dtype
-    conj: bool
-    neg: bool
-
-
-def geometry(x: Tensor) -> Geometry:
+def geometry(x: Tensor) -> Hashable:
+    """Return the part of a memory that a tensor covers. Symbols are compared as text."""
     sizes = (str(list(x.shape)), str(list(x.stride())), str(x.storage_offset()))
-    return Geometry(*sizes, x.dtype, x.is_conj(), x.is_neg())
+    return *sizes, x.dtype, x.is_conj(), x.is_neg()
 
 
 @dataclass
@@ -54,7 +44,7 @@ class _Memory:
 
     whole: fx.Node
     shift: Any
-    current: dict[Geometry, fx.Node] = field(default_factory=dict)
+    current: dict[Hashable, fx.Node] = field(default_factory=dict)
     pending: list[tuple[fx.Node, Tensor]] = field(default_factory=list)
 
 
@@ -88,8 +78,8 @@ class _Functionalizer:
         for node in list(self.graph.nodes):
             targets, self.inputs[node] = written(node), node.all_input_nodes
             with self.graph.inserting_before(node):
-                node.args = fx.map_arg(node.args, self._current(node))
-                node.kwargs = fx.map_arg(node.kwargs, self._current(node))
+                node.args = fx.map_arg(node.args, partial(self._current, node))
+                node.kwargs = fx.map_arg(node.kwargs, partial(self._current, node))
             if node.op == "output":
                 break
             if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
@@ -100,7 +90,7 @@ class _Functionalizer:
             else:
                 self._track(node)
         with self.graph.inserting_before(node):
-            return self.joint.map_results(cache(self._current(node)))
+            return self.joint.map_results(partial(self._current, node))
 
     def _track(self, node: fx.Node) -> None:
         """Note a node's memory. If that has been written to, the node is a part of it now."""
@@ -167,20 +157,16 @@ class _Functionalizer:
         now = node.args[0].meta["val"]  # type: ignore[union-attr]
         node.args = (node.args[0], list(value.shape), list(value.stride()), now.storage_offset() + shift)
 
-    def _current(self, user: fx.Node) -> Callable[[fx.Node], fx.Node]:
-        """Return the function from a node to the node with its value as the user sees it, after all writes."""
-
-        def current(node: fx.Node) -> fx.Node:
-            value = self.traced.get(node)
-            if not isinstance(value, Tensor) or storage(value) not in self.memories:
-                return node
-            memory = self.memories[storage(value)]
-            key = geometry(value)
-            if key not in memory.current:
-                memory.current[key] = self._part(memory, value, user)
-            return memory.current[key]
-
-        return current
+    def _current(self, user: fx.Node, node: fx.Node) -> fx.Node:
+        """Return the node with a node's value as the user sees it, after all writes."""
+        value = self.traced.get(node)
+        if not isinstance(value, Tensor) or storage(value) not in self.memories:
+            return node
+        memory = self.memories[storage(value)]
+        key = geometry(value)
+        if key not in memory.current:
+            memory.current[key] = self._part(memory, value, user)
+        return memory.current[key]
 
     def _part(self, memory: _Memory, x: Tensor, user: fx.Node) -> fx.Node:
         """Return a part of a memory, as after all writes."""
@@ -190,24 +176,21 @@ class _Functionalizer:
             else:
                 memory.whole = self._scattered(memory, new, before, user)
         memory.pending.clear()
-        at = x.storage_offset() - memory.shift
-        if any(isinstance(n, torch.SymInt) for n in (*x.shape, *x.stride(), at)):
-            raise Untraceable("it writes in place to part of a tensor whose sizes are symbols")
-        args = (memory.whole, list(x.shape), list(x.stride()), at)
-        return self._made(user, aten.as_strided.default, args, _part_of(memory.whole.meta["val"], x, at))
+        part = _part_of(memory.whole.meta["val"], x, x.storage_offset() - memory.shift)
+        return self._insert(user, aten.as_strided.default, (memory.whole,), part, part)
 
     def _scattered(self, memory: _Memory, new: fx.Node, before: Tensor, user: fx.Node) -> fx.Node:
         whole = memory.whole.meta["val"]
-        if before.dtype != whole.dtype or before.is_conj() or before.is_neg():
-            raise Untraceable("it writes in place to memory that it reads as another type")
-        if any(isinstance(n, torch.SymInt) for n in (*before.shape, *before.stride(), before.storage_offset())):
-            raise Untraceable("it writes in place to part of a tensor whose sizes are symbols")
-        where = (list(before.shape), list(before.stride()), before.storage_offset() - memory.shift)
-        return self._made(user, aten.as_strided_scatter.default, (memory.whole, new, *where), _like(whole))
+        part = _part_of(whole, before, before.storage_offset() - memory.shift)
+        return self._insert(user, aten.as_strided_scatter.default, (memory.whole, new), part, _like(whole))
 
-    def _made(self, user: fx.Node, target: Any, args: tuple[Any, ...], value: Tensor) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta = {"val": value, "forward": user.meta.get("forward", False)}
+    def _insert(self, user: fx.Node, target: Any, args: tuple[Any, ...], part: Tensor, value: Tensor) -> fx.Node:
+        """Insert an operation on a part of a memory."""
+        sizes, strides, offset = list(part.shape), list(part.stride()), part.storage_offset()
+        if any(isinstance(n, torch.SymInt) for n in (*sizes, *strides, offset)):
+            raise Untraceable("it writes in place to part of a tensor whose sizes are symbols")
+        node = self.graph.call_function(target, (*args, sizes, strides, offset))
+        node.meta = {"val": value, "forward": user.meta["forward"]}
         return node
 
 

@@ -33,7 +33,8 @@ class Guards:
         """Return whether the graph is valid for another signature."""
         if without_sizes(signature) != without_sizes(self.signature):
             return False
-        examples = [torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta") for x in _specs(signature)]
+        specs = [x for x in signature.inputs if isinstance(x, Spec)]
+        examples = [torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta") for x in specs]
         return self.code is None or bool(self.env.evaluate_guards_expression(self.code, examples))
 
 
@@ -78,7 +79,3 @@ def hint(value: Any) -> Any:
     if not isinstance(value, SYMBOLS):
         return value
     return value.node.hint if value.node.has_hint() else 1
-
-
-def _specs(signature: Signature) -> list[Spec]:
-    return [x for x in signature.inputs if isinstance(x, Spec)]

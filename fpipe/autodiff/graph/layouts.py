@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -24,31 +25,49 @@ TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
 VIEWS = {*RESHAPES, *TRANSPOSES, *SQUEEZES, aten.select.int, aten.slice.Tensor, aten.expand.default}
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
-CONTIGUOUS_RESULT = {aten.mm.default, aten.addmm.default, aten.sum.dim_IntList}
 NORMS = {aten.native_layer_norm.default, aten.native_layer_norm_backward.default}  # the first result is contiguous
 
 
-def annotate(nodes: Iterable[fx.Node], known: bool = False) -> None:
-    """Set, in order, what the functions below return: `meta["static"]`, `meta["known"]` and `meta["contiguous"]`."""
+def stacked(parts: list[Tensor], dim: int) -> Tensor:
+    """Return the sum of tensors that are zero but for one part each. Adding 0.0 turns -0.0 into 0.0, as a sum does."""
+    return torch.stack(parts, dim).contiguous().add_(0.0)
+
+
+CONTIGUOUS_RESULT = {aten.mm.default, aten.addmm.default, aten.sum.dim_IntList, torch.reshape, stacked}
+"""Operations with a contiguous result, if that is no view. A graph has `torch.reshape` only where it copies."""
+
+
+class Layout(IntEnum):
+    """The levels of knowledge about a node's real layout; each includes those before it.
+
+    STATIC: it is a strided tensor with elements, whose sizes are numbers. KNOWN: its strides are those of the trace.
+    """
+
+    UNKNOWN = 0
+    STATIC = 1
+    KNOWN = 2
+    CONTIGUOUS = 3
+
+
+def annotate(nodes: Iterable[fx.Node]) -> None:
+    """Set `meta["layout"]` of each node, in order."""
     for node in nodes:
-        if "known" not in node.meta:
-            node.meta["static"] = _is_static(node.meta.get("val"))
-            node.meta["known"] = known or (is_static(node) and _has_known_strides(node))
-            node.meta["contiguous"] = has_known_strides(node) and is_contiguous(node.meta["val"])
+        if "layout" not in node.meta:
+            node.meta["layout"] = Layout.STATIC if _is_static(node.meta.get("val")) else Layout.UNKNOWN
+            if is_static(node) and _has_known_strides(node):
+                node.meta["layout"] = Layout.CONTIGUOUS if is_contiguous(node.meta["val"]) else Layout.KNOWN
 
 
 def is_static(node: Any) -> bool:
-    """Return whether a node is a strided tensor with elements, whose sizes are numbers."""
-    return isinstance(node, fx.Node) and bool(node.meta["static"])
+    return isinstance(node, fx.Node) and node.meta["layout"] >= Layout.STATIC
 
 
 def has_known_strides(node: fx.Node) -> bool:
-    """Return whether the real strides are certainly those of the trace."""
-    return bool(node.meta["known"])
+    return bool(node.meta["layout"] >= Layout.KNOWN)
 
 
 def is_known_contiguous(node: fx.Node) -> bool:
-    return bool(node.meta["contiguous"])
+    return bool(node.meta["layout"] == Layout.CONTIGUOUS)
 
 
 def is_copy(node: fx.Node) -> bool:
@@ -84,10 +103,12 @@ def _is_static(x: Any) -> bool:
 def _has_known_strides(node: fx.Node) -> bool:
     if node.op != "call_function":
         return node.op == "placeholder"
+    if node.target is aten.as_strided.default or node.meta.get("cotangent"):
+        return True
     x, inputs = node.meta["val"], node.all_input_nodes
     if is_view(node):
         source = source_of(node)
-        view = apply([node], meta_tensor(shape_of(source), source.meta["val"].stride()))
+        view = apply([node], meta_like(source.meta["val"]))
         return has_known_strides(source) and view is not None and view.stride() == x.stride()
     if node.meta.get("view_of") is not None or not is_contiguous(x):
         return False
@@ -121,22 +142,31 @@ def chain_to(end: fx.Node, inside: Callable[[fx.Node], bool], shared: bool = Fal
     return chain
 
 
+def chain_from(start: fx.Node, inside: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Return a node and the moves after it. Each is the only user of the one before."""
+    chain = [start]
+    while (after := only_user(chain[-1])) is not None and inside(after):
+        chain.append(after)
+    return chain
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].op != "output" else None
+
+
 def apply(moves: Sequence[fx.Node], x: Tensor) -> Tensor | None:
     """Apply views to a meta tensor, and skip copies. Return None if a view is impossible without a copy."""
     try:
         for node in moves:
-            if node.target is operator.getitem:
-                x = _call(args_of(node)[0], x)[args_of(node)[1]]
-            elif not is_copy(node):
-                x = _call(node, x)
+            is_item = node.target is operator.getitem
+            call: Any = args_of(node)[0] if is_item else node
+            if not is_copy(call):
+                views = call.target(x, *call.args[1:], **call.kwargs)
+                x = views[args_of(node)[1]] if is_item else views
     except RuntimeError:
         return None
     return x
-
-
-def _call(node: fx.Node, x: Tensor) -> Any:
-    target: Any = node.target
-    return target(x, *node.args[1:], **node.kwargs)
 
 
 class Order(NamedTuple):
@@ -160,22 +190,13 @@ class Order(NamedTuple):
         return (self.pieces != list(shape_of(source))) + self.permutes
 
     def view_of(self, x: Tensor) -> Tensor:
-        """Return a meta tensor with the layout of a tensor's view in this order."""
-        return meta_tensor(x.shape, x.stride()).view(self.pieces).permute(self.order)
+        """Return the view of a tensor in this order."""
+        return x.view(self.pieces).permute(self.order)
 
     def split(self, shape: Sequence[int]) -> Order | None:
         """Return the same order in smaller pieces, which also make up the dims of another shape."""
         both = order_of(self.shape, meta_tensor(shape))
-        if both is None:
-            return None
-        rest, parts = iter(both.pieces), dict[int, list[int]]()
-        for i in self.order:
-            parts[i] = []
-            while prod(parts[i]) < self.pieces[i]:
-                parts[i].append(next(rest))
-        begins = [sum(len(parts[j]) for j in range(i)) for i in range(len(parts))]
-        order = [begins[i] + k for i in self.order for k in range(len(parts[i]))]
-        return Order([n for i in range(len(parts)) for n in parts[i]], order)
+        return both and order_of(self.pieces, self.view_of(meta_tensor(self.pieces)).view(both.pieces))
 
 
 def order_of(sizes: Sequence[int], view: Tensor | None) -> Order | None:
@@ -195,6 +216,11 @@ def order_of(sizes: Sequence[int], view: Tensor | None) -> Order | None:
     return Order([a // b for a, b in pairwise(edges)], order)
 
 
+def order_after(source: fx.Node, moves: Sequence[fx.Node]) -> Order | None:
+    """Return the order into which moves put a source's elements, as if it were contiguous."""
+    return order_of(shape_of(source), apply(moves, meta_tensor(shape_of(source))))
+
+
 def merges_dims_of(node: fx.Node, other: fx.Node) -> bool:
     """Return whether a node's shape merges dims of another's. Every tensor that has a view in it has one in both."""
     shape = shape_of(node)
@@ -202,22 +228,16 @@ def merges_dims_of(node: fx.Node, other: fx.Node) -> bool:
     return order is not None and order.pieces == list(shape_of(other)) and 1 not in shape
 
 
-def meta_tensor(shape: Iterable[int], strides: Sequence[int] | None = None) -> Tensor:
-    """Return a tensor without memory, contiguous unless strides are given."""
-    sizes = tuple(shape)
-    return torch.empty_strided(sizes, strides or contiguous(sizes), device="meta")
+def meta_tensor(shape: Iterable[int]) -> Tensor:
+    """Return a contiguous tensor without memory."""
+    return torch.empty(tuple(shape), device="meta")
 
 
-def fake_like(x: Tensor, shape: Sequence[int], strides: Sequence[int] | None = None) -> Tensor:
-    """Return a fake of the same dtype and device, contiguous unless strides are given."""
-    with x.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty_strided(tuple(shape), strides or contiguous(shape), dtype=x.dtype, device=x.device)
+def meta_like(x: Tensor) -> Tensor:
+    """Return a tensor with the same layout, without memory."""
+    return torch.empty_strided(x.shape, x.stride(), device="meta")
 
 
 def is_contiguous(x: Tensor) -> bool:
-    return x.stride() == contiguous(x.shape)
-
-
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    """Return whether the strides are those of a new tensor, for dims of one element as well."""
+    return x.stride() == meta_tensor(x.shape).stride()

@@ -57,9 +57,9 @@ def is_random(node: fx.Node) -> bool:
 
 def nodes_in(tree: Any) -> list[fx.Node]:
     """Return the nodes in nested arguments."""
-    found: list[fx.Node] = []
-    fx.map_arg(tree, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(tree, nodes.append)
+    return nodes
 
 
 def ancestors(

@@ -13,22 +13,23 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fpipe.autodiff.graph.aliasing import memory, nbytes, root
+from fpipe.autodiff.graph.aliasing import nbytes, root
 from fpipe.autodiff.graph.block import Block
 from fpipe.autodiff.graph.cse import expression
 from fpipe.autodiff.graph.guards import hint
 from fpipe.autodiff.graph.nodes import ancestors, is_impure, is_random
 from fpipe.autodiff.graph.rematerialise import worth_keeping
-from fpipe.autodiff.graph.trace import Cotangent, Joint
+from fpipe.autodiff.graph.trace import Cotangent, Cotangents, Joint
 from fpipe.errors import StageError
 from fpipe.policies import Policy, Value
 
+Part = TypeVar("Part")
 KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 LARGE = 1 << 15
 """Bytes. A weight gradient of this size or more is accumulated by itself, smaller ones together by one kernel."""
@@ -39,24 +40,24 @@ class NotKept(Exception):
     """A backward needs a value that an earlier forward did not save."""
 
 
-@dataclass(frozen=True)
-class BackwardBlocks:
-    """The backward's blocks for one layout of the cotangents.
+@dataclass(frozen=True, eq=False)
+class Backward(Generic[Part]):
+    """The backward for one layout of the cotangents, in blocks or in functions.
 
     Args:
         expected: the layouts of the cotangents, by output leaf.
         prepare: params -> `v`, the values that depend on params alone.
-        fused: v, residuals, cotangents -> weight gradients, input gradients.
+        fused: v, residuals, cotangents, sink -> weight gradients, input gradients.
         input: v, residuals, cotangents -> input gradients, deferred.
-        weight: v, deferred -> weight gradients.
+        weight: v, deferred, sink -> weight gradients.
         fresh: numbers of the weight gradients that share memory with no other value.
     """
 
-    expected: tuple[Cotangent, ...]
-    prepare: Block
-    fused: Block
-    input: Block
-    weight: Block
+    expected: Cotangents
+    prepare: Part
+    fused: Part
+    input: Part
+    weight: Part
     fresh: frozenset[int]
 
 
@@ -67,7 +68,6 @@ class Blocks:
     Args:
         prepare: params -> `v`, the values that depend on params alone.
         forward: v, inputs -> outputs, state, residuals.
-        backward: None if the call is not differentiated.
         kept: the residuals, by their positions in the trace.
         digest: the forward's operations. Another trace of a pure function has the same.
         fresh: for each output, then each leaf of the state, whether it shares memory with no other value.
@@ -75,7 +75,7 @@ class Blocks:
 
     prepare: Block
     forward: Block
-    backward: BackwardBlocks | None
+    backward: Backward[Block]
     kept: tuple[int, ...]
     digest: tuple[str, ...]
     fresh: tuple[bool, ...]
@@ -91,7 +91,7 @@ def partition(joint: Joint, policy: Policy, kept: Sequence[int] | None = None) -
         NotKept: the backward needs other values.
         StageError: the policy returned something else than True, False or None.
     """
-    return _Partitioner(joint, policy, None if kept is None else set(kept)).partition(kept)
+    return _Partitioner(joint, policy, kept, {node: i for i, node in enumerate(joint.graph.nodes)}).partition()
 
 
 @dataclass
@@ -99,51 +99,43 @@ class _Partitioner:
     """Writes the backward, and then forms the blocks.
 
     Args:
-        available: positions of the values that a forward has saved; None if this is the first partition.
+        kept: positions of the values that a forward has saved; None if this is the first partition.
+        order: each node's position in the joint graph.
         saved: the residuals.
         stands_for: the node that has a node's value in the backward.
         halves: convolutions' backwards, in two operations.
         backward: the backward's nodes, in order.
         seen: the backward's nodes by expression.
-        order: each node's position in the joint graph.
     """
 
     joint: Joint
     policy: Policy
-    available: set[int] | None
-    saved: dict[fx.Node, None] = field(default_factory=dict)
+    kept: Sequence[int] | None
+    order: dict[fx.Node, int]
+    saved: list[fx.Node] = field(default_factory=list)
     stands_for: dict[fx.Node, fx.Node] = field(default_factory=dict)
     halves: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
     backward: list[fx.Node] = field(default_factory=list)
     seen: dict[Hashable, fx.Node] = field(default_factory=dict)
-    order: dict[fx.Node, int] = field(default_factory=dict)
 
-    def partition(self, kept: Sequence[int] | None) -> Blocks:
-        joint = self.joint
-        order = self.order = {node: i for i, node in enumerate(joint.graph.nodes)}
-        differentiated = bool(self.cotangents)
+    def partition(self) -> Blocks:
+        joint, order = self.joint, self.order
         self._write_backward()
         weights, gradients = self._resolved(joint.weights), self._resolved(joint.gradients)
-        if kept is not None:
-            by_position = {node.meta["at"]: node for node in self.saved}
-            residuals: list[fx.Node | None] = [by_position.get(at) for at in kept]
-        else:
-            residuals = list(self.saved)
+        by_position = {order[node]: node for node in self.saved}
+        kept = tuple(by_position if self.kept is None else self.kept)
+        residuals = [by_position.get(at) for at in kept]
         ends = [*joint.outputs, *joint.state, *self.saved]
-        pinned = [n for n in order if n.meta.get("forward") and (is_random(n) or is_impure(n))]
-        body = [n for n in ancestors([*ends, *pinned], self._runs_forward) if n.op == "call_function"]
-        body.sort(key=order.__getitem__)
-        v, prepare = self._prepared(order, [*body, *self.backward], [*ends, *weights, *gradients])
-        outputs = [joint.outputs, joint.state, residuals]
-        forward = Block("forward", {"v": v, "x": joint.inputs}, body, outputs)
-        backward = self._backward(v, prepare, residuals, weights, gradients) if differentiated else None
+        pinned = [n for n in order if n.meta["forward"] and (is_random(n) or is_impure(n))]
+        body = sorted(ancestors([*ends, *pinned], self._runs_forward), key=order.__getitem__)
+        v, prepare = self._prepared([*body, *self.backward], [*ends, *weights, *gradients])
         return Blocks(
             prepare,
-            forward,
-            backward,
-            tuple(n.meta["at"] for n in residuals if n is not None) if kept is None else tuple(kept),
-            tuple(str(n.target) for n in order if n.meta.get("forward") and n.op == "call_function"),
-            self._fresh(),
+            Block("forward", {"v": v, "x": joint.inputs}, body, [joint.outputs, joint.state, residuals]),
+            self._backward(v, prepare, residuals, weights, gradients),
+            kept,
+            tuple(str(n.target) for n in order if n.meta["forward"] and n.op == "call_function"),
+            self._unshared([*joint.outputs, *joint.state], self.saved),
         )
 
     # Phases
@@ -168,24 +160,25 @@ class _Partitioner:
         return node not in self.constant and node.op == "call_function"
 
     def _runs_backward(self, node: fx.Node) -> bool:
-        is_input = node in self.constant or node in self.cotangents
-        return not (is_input or node.meta["forward"] or node.op == "placeholder")
+        return not (node in self.constant or node in self.cotangents or node.meta["forward"])
 
     # The backward, with the values that it recomputes
 
     def _write_backward(self) -> None:
         """Collect the backward's nodes, in order."""
-        ends = [x for x in (*self.joint.weights, *self.joint.gradients) if x is not None]
-        needed = set(ancestors(ends, self._runs_backward))
+        self.stands_for |= {node: node for node in (*self.constant, *self.cotangents)}
+        needed = ancestors([*self.joint.weights, *self.joint.gradients], self._runs_backward)
         for node in list(self.joint.graph.nodes):
             if node in needed:
                 with self.joint.graph.inserting_before(node):
                     self._add(node)
 
     def _add(self, node: fx.Node) -> None:
-        if node.target == aten.convolution_backward.default and _is_both(node.args[10]):
-            self.halves[node] = self._in_halves(node)
-            return
+        if node.target == aten.convolution_backward.default:
+            mask: Any = node.args[10]
+            if mask[0] and any(mask[1:]):  # it computes the input's gradient and another
+                self.halves[node] = self._in_halves(node)
+                return
         node.args = fx.map_arg(node.args, lambda n: self._resolve(n, node))
         node.kwargs = fx.map_arg(node.kwargs, lambda n: self._resolve(n, node))
         self._keep_view(node)
@@ -219,37 +212,31 @@ class _Partitioner:
         if node in self.halves:
             assert user is not None
             return self.halves[node][user.args[1] != 0]
-        if node in self.constant or node in self.cotangents:
-            return node
         if node not in self.stands_for:
             for n in self._unsettled(node):
-                self.stands_for[n] = self._recompute(n) if self._is_recomputed(n) else self._save(n)
+                if self._is_recomputed(n):
+                    self.stands_for[n] = self._recompute(n)
+                else:
+                    self.stands_for[n] = n
+                    self.saved.append(n)
         return self.stands_for[node]
 
     def _unsettled(self, node: fx.Node) -> list[fx.Node]:
         """Return the node, and all values that must be recomputed for it, in the order of the forward."""
 
-        def is_unsettled(n: fx.Node) -> bool:
-            return not (n in self.constant or n in self.cotangents or n in self.stands_for)
-
         def inputs(n: fx.Node) -> Iterable[fx.Node]:
             return n.all_input_nodes if self._is_recomputed(n) else ()
 
-        return sorted(ancestors([node], is_unsettled, inputs), key=self.order.__getitem__)
-
-    def _save(self, node: fx.Node) -> fx.Node:
-        self.saved[node] = None
-        return node
+        return sorted(ancestors([node], lambda n: n not in self.stands_for, inputs), key=self.order.__getitem__)
 
     def _is_recomputed(self, node: fx.Node) -> bool:
-        if self.available is not None and node.meta["at"] in self.available:
-            return False
-        if not _can_recompute(node):
-            if self.available is not None:
+        if self.kept is not None:
+            is_kept = self.order[node] in self.kept
+            if not is_kept and not _can_recompute(node):
                 raise NotKept(str(node))
+            return not is_kept
+        if not _can_recompute(node):
             return False
-        if self.available is not None:
-            return True
         may_keep = self._may_keep(node)
         return root(node) not in self.worth_keeping if may_keep is None else not may_keep
 
@@ -273,9 +260,8 @@ class _Partitioner:
     @cached_property
     def worth_keeping(self) -> set[fx.Node]:
         """The values to save among those that the policy leaves open."""
-        ends = [x for x in (*self.joint.weights, *self.joint.gradients) if x is not None]
-        after = ancestors(ends, self._runs_backward)
-        forward = [n for n in self.joint.graph.nodes if n.op == "placeholder" or n.meta.get("forward")]
+        after = ancestors([*self.joint.weights, *self.joint.gradients], self._runs_backward)
+        forward = [n for n in self.joint.graph.nodes if n.meta["forward"]]
         needed = {n for node in after for n in node.all_input_nodes}
 
         def recomputable(node: fx.Node) -> bool:
@@ -295,15 +281,12 @@ class _Partitioner:
 
     # Blocks
 
-    def _prepared(
-        self, order: dict[fx.Node, int], body: Sequence[fx.Node], ends: Iterable[Any]
-    ) -> tuple[list[fx.Node], Block]:
+    def _prepared(self, body: Sequence[fx.Node], ends: Iterable[Any]) -> tuple[list[fx.Node], Block]:
         """Return `v`, and the block that computes it."""
         used = {n for node in body for n in node.all_input_nodes} | {x for x in ends if isinstance(x, fx.Node)}
-        v = sorted(used & self.constant, key=order.__getitem__)
-        inner = [n for n in ancestors(v, lambda n: n in self.constant) if n.op != "placeholder"]
-        inner.sort(key=order.__getitem__)
-        return v, Block("prepare", {"p": self.joint.params}, inner, [v])
+        v = sorted(used & self.constant, key=self.order.__getitem__)
+        inner = sorted(ancestors(v, lambda n: n in self.constant), key=self.order.__getitem__)
+        return v, Block("prepare", {"p": self.joint.params}, [n for n in inner if n.op != "placeholder"], [v])
 
     def _backward(
         self,
@@ -312,13 +295,13 @@ class _Partitioner:
         residuals: list[fx.Node | None],
         weights: list[Any],
         gradients: list[Any],
-    ) -> BackwardBlocks:
+    ) -> Backward[Block]:
         c = self.joint.cotangents
-        mine = set(self.backward)
-        by_input = set(ancestors(gradients, mine.__contains__))
+        nodes = set(self.backward)
+        by_input = set(ancestors(gradients, nodes.__contains__))
         by_input |= {n for n in self.backward if is_item(n) and n.args[0] in by_input}  # smaller than the tuple
         first = [n for n in self.backward if n in by_input]
-        needed = set(ancestors(weights, mine.__contains__)) - by_input
+        needed = set(ancestors(weights, nodes.__contains__)) - by_input
         rest = [n for n in self.backward if n in needed]
         whole = [n for n in self.backward if n in by_input or n in needed]
         used = dict.fromkeys(
@@ -329,40 +312,31 @@ class _Partitioner:
         deferred = list(used)
         inputs: dict[str, Sequence[fx.Node | None]] = {"v": v, "r": residuals, "c": c}
         large = frozenset(i for i, x in enumerate(weights) if x is not None and hint(x.meta["val"].nbytes) >= LARGE)
-        return BackwardBlocks(
+        return Backward(
             tuple(None if n is None else layout(n.meta["val"]) for n in c),
             prepare,
             Block("backward", inputs, whole, [weights, gradients], "r", large),
             Block("backward_input", inputs, first, [gradients, deferred], "r"),
             Block("backward_weight", {"v": v, "d": deferred}, rest, [weights], "d", large),
-            self._alone(weights, [*residuals, *c, *gradients]),
+            frozenset(i for i, alone in enumerate(self._unshared(weights, [*residuals, *c, *gradients])) if alone),
         )
 
-    def _alone(self, weights: list[Any], others: Iterable[Any]) -> frozenset[int]:
-        """Return the numbers of the weight gradients that fill a memory which no other value has."""
-        others_memory = memory([*self.constant, *self.joint.inputs, *others])
-        roots = Counter(root(x) for x in weights if x is not None)
-        return frozenset(
-            i
-            for i, x in enumerate(weights)
-            if x is not None
-            and roots[root(x)] == 1
-            and root(x) not in others_memory
-            and hint(x.meta["val"].numel()) * x.meta["val"].itemsize == nbytes(x.meta["val"])
-        )
-
-    def _fresh(self) -> tuple[bool, ...]:
-        ends = [*self.joint.outputs, *self.joint.state]
-        kept = {*map(root, self.saved), *self.constant}
-        roots = Counter(root(x) for x in ends if isinstance(x, fx.Node))
+    def _unshared(self, values: Sequence[Any], others: Iterable[Any]) -> tuple[bool, ...]:
+        """Return, for each value, whether it fills a memory that no other value has."""
+        roots = Counter(root(x) for x in values if isinstance(x, fx.Node))
+        shared = {root(x) for x in (*self.constant, *self.joint.inputs, *others) if isinstance(x, fx.Node)}
         return tuple(
-            isinstance(x, fx.Node) and x.op == "call_function" and roots[root(x)] == 1 and root(x) not in kept
-            for x in ends
+            isinstance(x, fx.Node) and roots[root(x)] == 1 and root(x) not in shared and _fills(x) for x in values
         )
 
 
 def _can_recompute(node: fx.Node) -> bool:
     return node.op != "placeholder" and not is_random(_origin(node)) and not is_impure(_origin(node))
+
+
+def _fills(node: fx.Node) -> bool:
+    x = node.meta["val"]
+    return isinstance(x, Tensor) and hint(x.numel()) * x.itemsize == nbytes(x)
 
 
 def layout(x: Tensor) -> Cotangent:
@@ -384,8 +358,3 @@ def _value(node: fx.Node) -> Value:
     if not isinstance(value, Tensor):
         return Value(origin.target, names, (), None)
     return Value(origin.target, names, tuple(value.shape), value.dtype)
-
-
-def _is_both(mask: Any) -> bool:
-    """Return whether an output mask asks for the input's gradient and for another."""
-    return bool(mask[0] and any(mask[1:]))

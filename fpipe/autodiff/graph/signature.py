@@ -6,7 +6,7 @@ kernels, and so bits, depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -68,6 +68,11 @@ class Tree(NamedTuple):
     leaves: tuple[Leaf, ...]
     spec: optree.PyTreeSpec
 
+    @classmethod
+    def of(cls, leaves: Sequence[Any], spec: optree.PyTreeSpec, wanted: Collection[int] = ()) -> Tree:
+        """Return the tree of values. `wanted` has the numbers of those that require gradients."""
+        return cls(tuple(leaf(x, i in wanted) for i, x in enumerate(leaves)), spec)
+
 
 class Ambient(NamedTuple):
     """The settings of torch that decide which operations a stage runs."""
@@ -124,11 +129,6 @@ def leaf_key(x: Any) -> Hashable:
     if type(x) in TENSORS and x.layout is torch.strided:
         return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_conj(), x.is_neg()
     return leaf(x)
-
-
-def leaves(values: Sequence[Any]) -> tuple[Leaf, ...]:
-    """Return leaves of a signature. `requires_grad` of a value is whether it wants a gradient."""
-    return tuple([leaf(x, isinstance(x, Tensor) and x.requires_grad) for x in values])
 
 
 def ambient() -> Ambient:

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -30,11 +30,13 @@ from fpipe import policies
 from fpipe.autodiff.graph.guards import symbolic
 from fpipe.autodiff.graph.nodes import draws, written_arguments
 from fpipe.autodiff.graph.signature import Leaf, Signature, Spec, Static, Untraceable
-from fpipe.stages.pytree import alias_leaves, flatten
+from fpipe.stages.pytree import Flat, alias_leaves, flatten
+from fpipe.stages.rng import restored
 from fpipe.stages.stage import Stage
 
 Cotangent = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
 """Shape, strides and dtype of an output leaf's cotangent; None where the leaf has none."""
+Cotangents = tuple[Cotangent, ...]
 AS_OUTPUT: Cotangent = ((-1,), (-1,), torch.float32)
 """Stands for a cotangent with the layout of its output."""
 LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -51,7 +53,6 @@ class Joint:
         outputs, state: leaves of the stage's outputs and of its new state.
         weights, gradients: gradients of the trained params, and of all inputs of the signature.
         wanted: by output leaf, whether it requires a gradient.
-        data: the inputs that belong to the microbatch.
         fakes: the tensors among the inputs, as traced.
     """
 
@@ -67,7 +68,6 @@ class Joint:
     state_spec: optree.PyTreeSpec
     weights: list[fx.Node | None]
     gradients: list[fx.Node | None]
-    data: list[fx.Node | None]
     fakes: list[Tensor]
 
     def map_results(self, function: Callable[[fx.Node], fx.Node]) -> Joint:
@@ -105,7 +105,7 @@ def trace(
     env = ShapeEnv(duck_shape=False) if dynamic else None
     annotator = _Annotator(env)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-    with _preserve_settings(), mode, annotator.naming():
+    with _settings(), mode, annotator.naming():
         specs = [x for x in signature.params.leaves if isinstance(x, Spec)]
         params = [_with_bits(_fake(x), x) for x in specs]
         inputs = [x for x in signature.inputs if isinstance(x, Spec)]
@@ -116,33 +116,13 @@ def trace(
     return _assemble(module, function, read)
 
 
-@dataclass(frozen=True)
-class OutputIndex:
-    """The place of a leaf in the graph's output."""
-
-    at: int
-
-
-class _Structure(NamedTuple):
-    """The leaves of a traced call, with an `OutputIndex` for each tensor and symbol."""
-
-    outputs: list[Any]
-    state: list[Any]
-    weights: list[Any]
-    gradients: list[Any]
-    output_spec: optree.PyTreeSpec
-    state_spec: optree.PyTreeSpec
-    wanted: list[bool]
-
-
 @dataclass
 class _JointFunction:
     """A stage with its gradients, as the function of fake tensors that is traced.
 
     Args:
-        structure: set by the call: the structure of what it returned.
-        cotangent_names: set by the call: by output leaf, the name of the node that stands for its cotangent.
-        forward: set by the call: the names of the forward's nodes.
+        seeds: set by the call: by output leaf, the node that stands for its cotangent.
+        outputs, state, weights, gradients: set by the call. The function returns the tensors and symbols among them.
     """
 
     stage: Stage
@@ -150,57 +130,39 @@ class _JointFunction:
     cotangents: Sequence[Cotangent] | None
     loss: bool
     annotator: _Annotator
-    structure: _Structure = field(init=False)
-    cotangent_names: dict[int, str] = field(default_factory=dict)
-    forward: frozenset[str] = frozenset()
+    seeds: dict[int, fx.Node] = field(default_factory=dict)
+    outputs: Flat = field(init=False)
+    state: Flat = field(init=False)
+    weights: list[Any] = field(init=False)
+    gradients: list[Any] = field(init=False)
 
     def __call__(self, fakes: list[Tensor]) -> list[Any]:
         signature, rest = self.signature, iter(fakes)
-        params = _differentiable(signature.params.leaves, rest, set(signature.trained))
-        state = _differentiable(signature.state.leaves, rest)
-        sources = [_differentiable(tree.leaves, rest, self._wanted(tree.leaves)) for tree in signature.sources]
-        data = _differentiable(signature.data.leaves, rest)
-        trees = [tree.spec.unflatten(leaves) for tree, leaves in zip(signature.sources, sources, strict=True)]
-        with self.annotator, torch.set_grad_enabled(signature.keep), _autocast_cache():
-            result, new = self.stage(
-                signature.params.spec.unflatten(params),
-                signature.state.spec.unflatten(state),
-                self.stage.arguments(
-                    dict(zip(self.stage.sources, trees, strict=True)), signature.data.spec.unflatten(data)
-                ),
-            )
-            outputs, new = flatten(alias_leaves(result)), flatten(alias_leaves(new))
-            self.forward = frozenset(node.name for node in self.annotator.graph.nodes)
+        trees = (signature.params, signature.state, *signature.sources, signature.data)
+        leaves = [[_argument(x, rest) for x in tree.leaves] for tree in trees]
+        params, state, *sources, data = (tree.spec.unflatten(x) for tree, x in zip(trees, leaves, strict=True))
+        torch.set_autocast_cache_enabled(True)  # as outside of make_fx, which restores the setting
+        with self.annotator, torch.set_grad_enabled(signature.keep):
+            arguments = self.stage.arguments(dict(zip(self.stage.sources, sources, strict=True)), data)
+            result, new = self.stage(params, state, arguments)
+            self.outputs, self.state = flatten(alias_leaves(result)), flatten(alias_leaves(new))
             self.annotator.start_backward()
-            inputs = [*state, *itertools.chain.from_iterable(sources), *data]
-            weights, gradients = self._gradients(outputs.leaves, [params[i] for i in signature.trained], inputs)
+            trained = [leaves[0][i] for i in signature.trained]
+            self.weights, self.gradients = self._gradients(trained, list(itertools.chain.from_iterable(leaves[1:])))
         if (env := self.annotator.env) is not None:
-            _check_sizes([*outputs.leaves, *new.leaves], env)
-        values: list[Any] = []
-        self.structure = _Structure(
-            outputs=_indices(outputs.leaves, values),
-            state=_indices(new.leaves, values),
-            weights=_indices(weights, values),
-            gradients=_indices(gradients, values),
-            output_spec=outputs.spec,
-            state_spec=new.spec,
-            wanted=[signature.keep and isinstance(x, Tensor) and x.requires_grad for x in outputs.leaves],
-        )
-        return values
+            _check_sizes([*self.outputs.leaves, *self.state.leaves], env)
+        results = (self.outputs.leaves, self.state.leaves, self.weights, self.gradients)
+        return [x for leaves in results for x in leaves if _is_traced(x)]
 
-    def _wanted(self, leaves: Sequence[Leaf]) -> set[int]:
-        """Return the numbers of the leaves that get gradients."""
-        return {i for i, x in enumerate(leaves) if self.signature.keep and isinstance(x, Spec) and x.wanted}
-
-    def _gradients(self, outputs: list[Any], params: list[Tensor], inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _gradients(self, params: list[Tensor], inputs: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return the gradients of the trained params and of all inputs; None where there is none."""
         roots, seeds = [], []
-        for i, x in enumerate(outputs if self.signature.keep else ()):
+        for i, x in enumerate(self.outputs.leaves if self.signature.keep else ()):
             layout = self.cotangents[i] if self.cotangents is not None else AS_OUTPUT
             if not isinstance(x, Tensor) or not x.requires_grad or (self.loss and i) or layout is None:
                 continue
             seeds.append(_seed(x, layout))
-            self.cotangent_names[i] = next(reversed(self.annotator.graph.nodes)).name
+            self.seeds[i] = self.annotator.annotate(cotangent=self.annotator.env is None)
             roots.append(x)
         wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         if not roots or not (params or wanted):
@@ -208,13 +170,6 @@ class _JointFunction:
         grads = iter(torch.autograd.grad(roots, [*params, *wanted], seeds, allow_unused=True))
         weights = [next(grads) for _ in params]
         return weights, [next(grads) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs]
-
-
-def _indices(leaves: list[Any], values: list[Any]) -> list[Any]:
-    """Append leaves to the values of a graph's output. Return the leaves with an index for each traced one."""
-    start = len(values)
-    values += [x if _is_traced(x) else None for x in leaves]
-    return [OutputIndex(start + k) if _is_traced(x) else x for k, x in enumerate(leaves)]
 
 
 def _check_sizes(leaves: list[Any], env: ShapeEnv) -> None:
@@ -229,14 +184,8 @@ def _is_traced(x: Any) -> bool:
     return isinstance(x, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def _differentiable(
-    leaves: Sequence[Leaf], fakes: Iterator[Tensor], wanted: set[int] | frozenset[int] = frozenset()
-) -> list[Any]:
-    """Return new leaves, of which the wanted ones require gradients."""
-    return [
-        x.value if isinstance(x, Static) else next(fakes).detach().requires_grad_(i in wanted)
-        for i, x in enumerate(leaves)
-    ]
+def _argument(x: Leaf, fakes: Iterator[Tensor]) -> Any:
+    return x.value if isinstance(x, Static) else next(fakes).detach().requires_grad_(x.wanted)
 
 
 def _seed(x: Tensor, layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]) -> Tensor:
@@ -258,33 +207,19 @@ def _with_bits(x: Tensor, spec: Spec) -> Tensor:
 
 
 @contextmanager
-def _autocast_cache() -> Iterator[None]:
-    """Let autocast cast a weight once for all its uses, as it does outside of traces."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-        torch.clear_autocast_cache()
-
-
-@contextmanager
-def _preserve_settings() -> Iterator[None]:
+def _settings() -> Iterator[None]:
     """Restore the random generators afterwards. Meanwhile run autograd on this thread, and log no errors."""
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         generators.extend(torch.cuda.default_generators)
-    before = [generator.get_state() for generator in generators]
     level = LOG.level
     LOG.setLevel(logging.CRITICAL)  # the caller reports what a stage raises
     try:
-        with torch.autograd.set_multithreading_enabled(False):
+        with restored(generators), torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
         LOG.setLevel(level)
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
+        torch.clear_autocast_cache()  # of casts of fakes
 
 
 class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -295,7 +230,6 @@ class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, env: ShapeEnv | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.env = env
-        self.annotations: dict[str, dict[str, Any]] = {}
         self.seeds: dict[torch.Generator, int] = {}
         self.backward = False
 
@@ -307,14 +241,17 @@ class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        token = policies.NAMING.set(lambda name: self._annotate(names={name}))
+        token = policies.NAMING.set(lambda name: self.annotate(names={name}))
         try:
             yield
         finally:
             policies.NAMING.reset(token)
 
-    def _annotate(self, **annotations: Any) -> None:
-        self.annotations.setdefault(next(reversed(self.graph.nodes)).name, {}).update(annotations)
+    def annotate(self, **meta: Any) -> fx.Node:
+        """Annotate the latest node, and return it."""
+        node: fx.Node = next(reversed(self.graph.nodes))
+        node.meta |= meta
+        return node
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -331,7 +268,7 @@ class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seed = generator.initial_seed()
         if not self.backward and self.seeds.setdefault(generator, seed) != seed:
             raise Untraceable(RESEEDS)
-        self._annotate(draw=(generator.device, seed))
+        self.annotate(draw=(generator.device, seed))
         self.seeds[generator] = _next(seed)
         generator.manual_seed(self.seeds[generator])
 
@@ -340,6 +277,8 @@ class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(generator.initial_seed() != seed for generator, seed in self.seeds.items()):
             raise Untraceable(RESEEDS)
         self.backward = True
+        for node in self.graph.nodes:
+            node.meta["forward"] = True
 
 
 RESEEDS = "it seeds or restores the global generator, which a graph would not do"
@@ -361,34 +300,27 @@ def _generator(out: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
 
 
 def _assemble(module: fx.GraphModule, function: _JointFunction, fakes: list[Tensor]) -> Joint:
-    signature, structure = function.signature, function.structure
-    nodes = list(module.graph.nodes)
+    signature, nodes = function.signature, list(module.graph.nodes)
     for node in nodes:
-        node.meta["forward"] = node.name in function.forward
-        node.meta |= function.annotator.annotations.get(node.name, {})
-    by_name = {node.name: node for node in nodes}
+        node.meta.setdefault("forward", False)
     placeholders = iter(node for node in nodes if node.op == "placeholder")
-    params = [next(placeholders) if isinstance(x, Spec) else None for x in signature.params.leaves]
-    inputs = [next(placeholders) if isinstance(x, Spec) else None for x in signature.inputs]
-    values = nodes[-1].args[0]
+    results = iter(nodes[-1].args[0])
 
     def resolved(leaves: list[Any]) -> list[Any]:
-        return [values[x.at] if isinstance(x, OutputIndex) else x for x in leaves]
+        return [next(results) if _is_traced(x) else x for x in leaves]
 
-    names = [function.cotangent_names.get(i) for i in range(len(structure.outputs))]
     return Joint(
         graph=module.graph,
         root=module,
-        params=params,
-        inputs=inputs,
-        cotangents=[None if name is None else by_name[name] for name in names],
-        outputs=resolved(structure.outputs),
-        output_spec=structure.output_spec,
-        wanted=structure.wanted,
-        state=resolved(structure.state),
-        state_spec=structure.state_spec,
-        weights=resolved(structure.weights),
-        gradients=resolved(structure.gradients),
-        data=inputs[len(inputs) - len(signature.data.leaves) :],
+        params=[next(placeholders) if isinstance(x, Spec) else None for x in signature.params.leaves],
+        inputs=[next(placeholders) if isinstance(x, Spec) else None for x in signature.inputs],
+        cotangents=[function.seeds.get(i) for i in range(len(function.outputs.leaves))],
+        outputs=resolved(function.outputs.leaves),
+        output_spec=function.outputs.spec,
+        wanted=[signature.keep and isinstance(x, Tensor) and x.requires_grad for x in function.outputs.leaves],
+        state=resolved(function.state.leaves),
+        state_spec=function.state.spec,
+        weights=resolved(function.weights),
+        gradients=resolved(function.gradients),
         fakes=fakes,
     )
