@@ -201,7 +201,7 @@ def rebinding_attributes(module: nn.Module) -> Callable[..., Any]:
 
     torch.export replaces tensors only where they are registered.
     """
-    places = {id(x): (part, name) for part in module.modules() for name, x in _own(part)}
+    places = {id(x): (part, name) for part in module.modules() for name, x in own_tensors(part)}
     forward = module.forward
 
     @functools.wraps(forward)
@@ -224,7 +224,8 @@ def rebinding_attributes(module: nn.Module) -> Callable[..., Any]:
     return run
 
 
-def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return a module's parameters and buffers, without those of its submodules, by name."""
     return [(name, x) for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
 
 

@@ -537,15 +537,16 @@ def test_materialise_makes_attention():
     assert all(x.isfinite().all() for tree in params.values() for x in tree.values())
 
 
-def test_materialise_tells_what_nothing_sets_of_any_type():
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16])
+def test_materialise_tells_what_nothing_sets_of_any_type(dtype):
     class Masking(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(4, 4)
-            self.register_buffer("mask", torch.ones(4, dtype=torch.bool), persistent=False)
+            self.register_buffer("mask", torch.ones(4, dtype=dtype), persistent=False)
 
         def forward(self, x):
-            return self.layer(x).where(self.mask, 0.0)
+            return self.layer(x).where(self.mask.bool(), 0.0)
 
     def init(part):
         if hasattr(part, "mask"):
