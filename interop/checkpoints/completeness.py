@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
-from fpipe.interop.checkpoints.names import Name, some, stage_name
+from fpipe.interop.checkpoints.names import Name, name_of, some
 from fpipe.interop.checkpoints.storage import CheckpointError
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import StageFunction
@@ -63,21 +61,10 @@ def check_complete(sections: Collection[str], missing: Iterable[Missing], holder
 
 def nonpersistent(pipeline: Pipeline) -> list[Name]:
     """Return the names of modules' buffers that no state_dict has."""
-    fns = {stage: each.fn for stage, each in enumerate(pipeline.stages) if isinstance(each.fn, StageFunction)}
-    modules = {fn.skeleton for fn in fns.values() if fn.skeleton is not None}
-    unlisted = {module: _unlisted(module) for module in modules}
-    return [
-        stage_name(section, stage, name, pipeline)
-        for stage, fn in fns.items()
-        if fn.skeleton is not None
-        for section in ("params", "state")
-        for name in getattr(fn.spec, section)
-        if name in unlisted[fn.skeleton]
-    ]
-
-
-def _unlisted(module: nn.Module) -> set[str]:
-    listed = module.state_dict(keep_vars=True)
-    tensors = {*map(id, listed.values())}
-    buffers = module.named_buffers(remove_duplicate=False)
-    return {name for name, buffer in buffers if name not in listed and id(buffer) not in tensors}
+    names: list[Name] = []
+    for stage, each in enumerate(pipeline.stages):
+        if isinstance(each.fn, StageFunction):
+            listed = {*each.fn.aliases.values()}
+            for section, tree in (("params", each.fn.spec.params), ("state", each.fn.spec.state)):
+                names += [name_of(section, (stage, name), pipeline) for name in tree if name not in listed]
+    return names

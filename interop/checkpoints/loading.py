@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe.interop.checkpoints.names import Entry, Name, dense, dotted, entries, some
+from fpipe.interop.checkpoints.names import Entry, Name, dense, dotted, entries, nested, some
 from fpipe.interop.checkpoints.storage import CheckpointError, CheckpointReader
 from fpipe.stages.pipeline import Pipeline
 
@@ -136,14 +136,8 @@ class LoadPlan:
     def _value(self, entry: Entry) -> Any:
         if not entry.is_empty:
             return self._leaf(entry.name)
-        tree: dict[str, Any] = {}
-        for name in self.reader.below.get(entry.name, []) if entry.is_stored else []:
-            *outer, key = name[len(entry.name) :]
-            node = tree
-            for part in outer:
-                node = node.setdefault(part, {})
-            node[key] = self._leaf(name)
-        return tree
+        below = self.reader.below.get(entry.name, []) if entry.is_stored else []
+        return nested({name[len(entry.name) :]: self._leaf(name) for name in below})
 
     def _leaf(self, name: Name) -> Any:
         return self.tensors[name] if name in self.tensors else self.reader.plain[name]

@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fpipe.interop.checkpoints.names import Name, dotted
+from fpipe.interop.checkpoints.names import Name, dotted, nested
 
 FORMAT = {"format": "fpipe checkpoint", "version": 2}
 MANIFEST, METADATA = "fpipe.json", ".metadata"
@@ -55,14 +56,8 @@ def begun(folder: Path, step: int | None) -> Path:
 
 def written(folder: Path, rank: int, tensors: Mapping[Name, Tensor]) -> bytes:
     """Write a rank's tensors; return the pickled metadata, which says where they are."""
-    nested: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        node = nested
-        for part in name[:-1]:
-            node = node.setdefault(part, {})
-        node[name[-1]] = tensor
     writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
-    planner.set_up_planner(nested, writer.storage_meta(), True)
+    planner.set_up_planner(nested(tensors), writer.storage_meta(), True)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     plan = writer.prepare_global_plan(plans * (rank + 1))[-1]  # a file is named after the index of its plan
@@ -233,21 +228,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 KNOWN = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
+    *((dcp.__name__, name) for name, kind in vars(dcp).items() if getattr(kind, "__module__", "") == dcp.__name__),
 }
+"""The classes that describe tensors: those that `torch.distributed.checkpoint.metadata` defines, and two more."""
 
 
 def unpickled(content: bytes) -> Any:

@@ -11,14 +11,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fpipe.errors import StageError
-from fpipe.interop.modules.functions import Tree, canonical, named_tensors
+from fpipe.interop.modules.functions import Tree, aliases_of, canonical, named_tensors
 from fpipe.interop.modules.skeletons import to_meta, validated
 from fpipe.interop.modules.state_dicts import specs_on
 from fpipe.interop.splitting.balance import CutCandidate, bytes_of, chosen, estimate, places
 from fpipe.interop.splitting.balance import measure as measure_stages
 from fpipe.interop.splitting.example import ExampleCall, batch_of, device_of, stand_in
 from fpipe.interop.splitting.export import export
-from fpipe.interop.splitting.partition import Begin, End, Flow, Mark, Point
+from fpipe.interop.splitting.partition import Flow, Mark, Point
 from fpipe.interop.splitting.stage_graph import GraphFunction, SplitSpec, stage_function
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Stage
@@ -27,7 +27,7 @@ from fpipe.stages.stage import Stage
 def split(
     module: nn.Module,
     *,
-    at: Sequence[str | Point] | None = None,
+    at: Sequence[Point] | None = None,
     stages: int | None = None,
     policy: Literal["equal", "balanced"] = "equal",
     measure: bool = False,
@@ -84,16 +84,16 @@ def split(
         raise TypeError(f"forward can't be called with what example= and kwargs= are: {error}") from None
     module = validated(module, exported=True)
     values = {name: x.detach() for name, x in named_tensors(module)}
-    names, lasting = canonical(module), set(module.state_dict(keep_vars=True))
+    names, aliases = canonical(module), aliases_of(module)
     split_spec = SplitSpec(
         skeleton=to_meta(module),
         call=ExampleCall(*map(stand_in, call)),
         dynamic_shapes=dynamic_shapes,
         device=device_of(call, list(values.values())),
         points=(),
-        names={name: entry for name, entry in names.items() if name in lasting},
+        names=aliases,
         nonpersistent_buffers={
-            n: x for n, x in values.items() if n == names[n] and n not in lasting and x.device.type != "meta"
+            n: x for n, x in values.items() if n == names[n] and n not in aliases and x.device.type != "meta"
         },
         homes={},
         state=frozenset(),
@@ -103,7 +103,7 @@ def split(
     flow = Flow(exported)
     times = None
     if at is not None:
-        points: list[Point] = [Begin(point) if isinstance(point, str) else point for point in at]
+        points = [*at]
     elif stages is not None:
         found = _places(split_spec, flow)
         times = _measured(split_spec, flow, found, values, batch_of(call, module)) if measure else estimate(flow)
@@ -120,12 +120,12 @@ def split(
     return pipeline, _placed(pipeline, values)
 
 
-def split_points(pipeline: Pipeline) -> list[str | Point]:
+def split_points(pipeline: Pipeline) -> list[Point]:
     """Return where the stages of a split module begin, for `split(at=...)`."""
     fn = pipeline.stages[0].fn
     if not isinstance(fn, GraphFunction):
         raise TypeError("split_points takes a pipeline of interop.split")
-    return [point.name if isinstance(point, Begin) else point for point in fn.split_spec.points]
+    return [*fn.split_spec.points]
 
 
 def _check_choice(at: Any, stages: int | None, policy: str) -> None:
@@ -133,7 +133,7 @@ def _check_choice(at: Any, stages: int | None, policy: str) -> None:
         raise ValueError("at= names the places to cut at, stages= lets them be chosen: give one of the two")
     if isinstance(at, str):
         raise ValueError(f"at= is a list of split points: at=[{at!r}]")
-    if wrong := [point for point in at or () if not isinstance(point, str | Begin | End | Mark)]:
+    if wrong := [point for point in at or () if not isinstance(point, Point)]:
         raise TypeError(f"at= has names of submodules and End(name), and no {wrong[0]!r}")
     if policy not in ("equal", "balanced"):
         raise ValueError(f"policy is 'equal' or 'balanced', not {policy!r}")
@@ -222,7 +222,7 @@ def assembled(
         fn = stage_function(exported, parts, stage, split_spec, held)
         low, high = [0, *starts][stage], [*starts, len(flow.nodes)][stage]
         share = None if times is None else sum(times[low:high]) / sum(times)
-        begins = str(split_spec.points[stage - 1]).strip("'") if stage else None
+        begins = str(split_spec.points[stage - 1]) if stage else None
         fn = replace(fn, spec=fn.spec._replace(begins=begins, share=share))
         made.append(Stage(fn, fn.reads, bool(part.state), tuple(name for name in fn.spec.params if name in frozen)))
     ties = {(s, name): (split_spec.homes[name], name) for name, users in uses.items() for s in users}
