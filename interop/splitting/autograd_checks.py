@@ -56,9 +56,21 @@ SWITCH = torch.ops.fpipe.set_grad_enabled.default
 fx.node.has_side_effect(SWITCH)
 
 
-_GRAD_FN: Any = torch._C.TensorBase.__dict__["grad_fn"].__get__
-_SET_DATA: Any = torch._C.TensorBase.__dict__["data"].__set__
-_SET_REQUIRES_GRAD: Any = torch._C.TensorBase.__dict__["requires_grad"].__set__
+_ATTRIBUTES: Any = torch._C.TensorBase.__dict__
+_HOOK = "registers a hook on a tensor's gradient", OPERATION
+_DETACH = "detaches a tensor in place", "write .detach()"
+_FREEZE = "changes whether a tensor requires gradients", "write .detach(), or freeze it before the split"
+_REFUSED: dict[Any, tuple[str, str]] = {
+    Tensor.register_hook: _HOOK,
+    Tensor.register_post_accumulate_grad_hook: _HOOK,
+    Tensor.detach_: _DETACH,
+    torch.detach_: _DETACH,
+    _ATTRIBUTES["data"].__set__: ("assigns .data of a tensor", "copy into it under torch.no_grad()"),
+    _ATTRIBUTES["requires_grad"].__set__: _FREEZE,
+    # a new object at each access, which export cannot follow
+    _ATTRIBUTES["grad_fn"].__get__: ("asks for a tensor's grad_fn", OPERATION),
+}
+"""Uses of autograd that export would lose, each with the way out."""
 
 
 class _Watched(TorchFunctionMode):
@@ -70,20 +82,12 @@ class _Watched(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             SWITCH(args[0])
             return _enable(args[0])
-        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
-            _refuse("registers a hook on a tensor's gradient", OPERATION)
-        if func in (Tensor.detach_, torch.detach_):
-            _refuse("detaches a tensor in place", "write .detach()")
-        if func == _SET_DATA:
-            _refuse("assigns .data of a tensor", "copy into it under torch.no_grad()")
-        if func == _SET_REQUIRES_GRAD or (
-            func is Tensor.requires_grad_ and False in (*args[1:], *(kwargs or {}).values())
-        ):
-            _refuse("changes whether a tensor requires gradients", "write .detach(), or freeze it before the split")
+        if func in _REFUSED:
+            _refuse(*_REFUSED[func])
+        if func is Tensor.requires_grad_ and False in (*args[1:], *(kwargs or {}).values()):
+            _refuse(*_FREEZE)
         if isinstance(func, torch._ops.HigherOrderOperator) and any(map(_switches, args)):
             _refuse(f"switches gradients off inside {func}", "switch them off around it")
-        if func == _GRAD_FN:  # a new object at each access, which export cannot follow
-            _refuse("asks for a tensor's grad_fn", OPERATION)
         return func(*args, **(kwargs or {}))
 
 

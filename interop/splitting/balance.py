@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fpipe.autodiff.graph.guards import hint
 from fpipe.autodiff.graph.nodes import nodes_in
-from fpipe.interop.splitting.partition import Begin, End, Flow, Point, frames, is_size
+from fpipe.interop.splitting.partition import End, Flow, Point, frames, is_size
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import flatten
@@ -77,7 +77,7 @@ def places(flow: Flow, trained: Callable[[str], bool]) -> list[CutCandidate]:
 
 def _point(flow: Flow, i: int, entered: list[tuple[str, int]], left: list[tuple[str, int]]) -> Point | None:
     """Return a name for the position of an operation, if one exists."""
-    points: list[Point] = [Begin(f"{name}@{call}" if call else name) for name, call in entered[:1]]
+    points: list[Point] = [f"{name}@{call}" if call else name for name, call in entered[:1]]
     points += [End(name) for name, _ in left[:1]]
     return next((p for p in points if flow.work[bisect_left(flow.work, flow.start(p)) :][:1] == [i]), None)
 

@@ -6,12 +6,11 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fpipe.stages.pytree import NAMESPACE, Path, describe, short
+from fpipe.stages.pytree import Path, describe, short
 
 
 class ExampleCall(NamedTuple):
@@ -33,22 +32,8 @@ def device_of(*trees: Sequence[Any]) -> torch.device:
 
 
 def leaves(inputs: tuple[tuple[Any, ...], dict[str, Any]], module: nn.Module) -> dict[fx.Node, Path]:
-    """Return the path of each tensor in the batch, as `split` describes it."""
-    args, kwargs = inputs
-
-    def tensors(tree: Any) -> list[tuple[fx.Node, Path]]:
-        found, _ = pytree.tree_flatten_with_path(tree)
-        return [(x, tuple(map(_key, path))) for path, x in found if isinstance(_value(x), Tensor)]
-
-    named = {name: tensors(tree) for name, tree in kwargs.items()}
-    positional = [found for found in map(tensors, args) if found]
-    if any(named.values()):
-        bound = inspect.signature(module.forward).bind_partial(*args).arguments
-        named |= {name: tensors(tree) for name, tree in bound.items()}
-        return {node: (name, *path) for name, found in named.items() for node, path in found}
-    if len(positional) == 1:
-        return dict(positional[0])
-    return {node: (i, *path) for i, found in enumerate(positional) for node, path in found}
+    """Return the path in the batch of each placeholder of a tensor. `inputs` are the placeholders as arguments."""
+    return {node: path for path, node in placed(batch_of(ExampleCall(*inputs), module)).items() if _is_tensor(node)}
 
 
 def batch_of(call: ExampleCall, module: nn.Module) -> Any:
@@ -61,8 +46,7 @@ def batch_of(call: ExampleCall, module: nn.Module) -> Any:
 
 def placed(batch: Any) -> dict[Path, Any]:
     """Return the leaves of a batch, by path."""
-    leaves, spec = optree.tree_flatten(batch, none_is_leaf=True, namespace=NAMESPACE)
-    return dict(zip(map(tuple, spec.paths()), leaves, strict=True))
+    return {tuple(map(_key, path)): leaf for path, leaf in pytree.tree_leaves_with_path(batch)}
 
 
 def known(call: ExampleCall, module: nn.Module) -> dict[Path, Any]:
@@ -110,11 +94,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _has_tensors(tree: Any) -> bool:
-    return any(isinstance(x, Tensor) for x in pytree.tree_leaves(tree))
+    return any(map(_is_tensor, pytree.tree_leaves(tree)))
 
 
-def _value(x: Any) -> Any:
-    return x.meta.get("val") if isinstance(x, fx.Node) else None
+def _is_tensor(x: Any) -> bool:
+    """Whether it is a tensor, or the placeholder of one."""
+    return isinstance(x.meta.get("val") if isinstance(x, fx.Node) else x, Tensor)
 
 
 def _key(entry: Any) -> Any:

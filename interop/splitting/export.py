@@ -21,6 +21,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -79,22 +80,15 @@ class Exported:
     device: torch.device
 
 
-@torch.library.custom_op("fpipe::pipe_split", mutates_args=())
-def _mark() -> None: ...
-
-
-@_mark.register_fake
-def _() -> None: ...
-
-
-MARK = torch.ops.fpipe.pipe_split.default
-fx.node.has_side_effect(MARK)
-
-
 def pipe_split() -> None:
-    """Mark a place in a module's forward where `split` begins a new stage. Has no other effect."""
+    """Mark a place in a module's forward where `split` begins a new stage. Has no other effect.
+
+    It is `torch.distributed.pipelining.pipe_split`, which may stand there as well, without its import.
+    """
     if torch.compiler.is_exporting():
-        MARK()
+        from torch.distributed import pipelining  # takes a second to import
+
+        pipelining.pipe_split()
 
 
 def export(module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: torch.device) -> Exported:
@@ -200,14 +194,10 @@ def _counts(value: Any) -> bool:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Suppress the graph that torch prints when it fails. The error has the information."""
-    said, logger = io.StringIO(), logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    was, logger.disabled = logger.disabled, True
-    try:
-        with redirect_stderr(said):
-            yield
-        sys.stderr.write(said.getvalue())
-    finally:
-        logger.disabled = was
+    printed, logger = io.StringIO(), logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    with redirect_stderr(printed), patch.object(logger, "disabled", True):
+        yield
+    sys.stderr.write(printed.getvalue())
 
 
 def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

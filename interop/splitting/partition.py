@@ -26,37 +26,13 @@ from torch import fx
 
 from fpipe.autodiff.graph.guards import SYMBOLS
 from fpipe.autodiff.graph.nodes import ancestors, is_random, nodes_in
-from fpipe.interop.splitting.export import MARK, Exported
+from fpipe.interop.splitting.export import Exported
 from fpipe.interop.splitting.size_guards import as_expression, conditions, symbols
 
 aten = torch.ops.aten
-MARKS = (str(MARK), "pippy._pipe_split.default")  # the other is torch.distributed.pipelining's own
-PRODUCTS = {
-    getattr(aten, name)
-    for name in (
-        "linear",
-        "matmul",
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "einsum",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "convolution",
-    )
-}
-
-
-@dataclass(frozen=True)
-class Begin:
-    """Before a submodule runs: `"layers.4"` for short; `"layers.4@1"` before it runs a second time."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return repr(self.name)
+MARK = "pippy._pipe_split.default"
+"""The operation of `pipe_split`."""
+PRODUCTS = {"linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "convolution"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +41,7 @@ class End:
 
     name: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"End({self.name!r})"
 
 
@@ -75,11 +51,12 @@ class Mark:
 
     number: int
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"pipe_split() {self.number}"
 
 
-Point = Begin | End | Mark
+Point = str | End | Mark
+"""A string is the name of a submodule: before it runs. `"layers.4@1"` is before it runs a second time."""
 
 
 @dataclass
@@ -130,7 +107,7 @@ class Flow:
         for node in self.nodes:
             weighty = not weights.isdisjoint(node.all_input_nodes)
             plain = not (isinstance(node.target, torch._ops.HigherOrderOperator) or is_random(node))
-            plain = plain and not (weighty and getattr(node.target, "overloadpacket", None) in PRODUCTS)
+            plain = plain and not (weighty and getattr(node.target, "__name__", "").partition(".")[0] in PRODUCTS)
             if node.op == "get_attr" or is_size(node) or (plain and found.issuperset(node.all_input_nodes)):
                 found.add(node)
                 weights.update([node] if weighty else [])
@@ -157,8 +134,8 @@ class Flow:
         found = [self.start(point) for point in points]
         for (first, low), (second, high) in itertools.pairwise(zip(points, found, strict=True)):
             if high < low:
-                raise ValueError(f"{second} comes before {first} when the module runs: name the points in that order")
-        names = ["the beginning", *map(str, points), "the end"]
+                raise ValueError(f"{second!r} comes before {first!r} when the module runs: name them in that order")
+        names = ["the beginning", *map(repr, points), "the end"]
         for stage, (low, high) in enumerate(itertools.pairwise([0, *found, len(self.nodes)])):
             if not any(low <= i < high for i in self.work):
                 between = f"{names[stage]} and {names[stage + 1]}"
@@ -166,6 +143,11 @@ class Flow:
         return found
 
     def start(self, point: Point) -> int:
+        """Return the position where a point is.
+
+        Raises:
+            ValueError: the point does not exist.
+        """
         if isinstance(point, Mark):
             if point.number > len(self.marks):
                 raise ValueError(
@@ -173,20 +155,22 @@ class Flow:
                     f"{point.number}"
                 )
             return self.marks[point.number - 1]
-        name, at, call = point.name, "", ""
-        if name not in self.exported.modules:
-            name, at, call = name.rpartition("@") if "@" in name else (name, "", "")
-        calls = self.calls.get(name)
-        if calls is None and name in self.exported.modules:
-            raise ValueError(f"there is no split point {point}: {name!r} doesn't run in forward, or does nothing there")
-        if calls is None:
+        name, at, call = point if isinstance(point, str) else point.name, "", ""
+        if name not in self.exported.modules and "@" in name:
+            name, at, call = name.rpartition("@")
+        calls, problem = self.calls.get(name, {}), ""
+        if not calls and name in self.exported.modules:
+            problem = f"{name!r} doesn't run in forward, or does nothing there"
+        elif not calls:
             near = difflib.get_close_matches(name, self.calls, n=3, cutoff=0.5)
             meant = f": did you mean {' or '.join(map(repr, near))}?" if near else f"; there are {_some(self.calls)}"
-            raise ValueError(f"there is no split point {point}: there is no such submodule{meant}")
-        if at and not (call.isdigit() and int(call) in calls):
-            raise ValueError(f"there is no split point {point}: {name!r} runs {len(calls)} times, counted from 0")
+            problem = f"there is no such submodule{meant}"
+        elif at and not (call.isdigit() and int(call) in calls):
+            problem = f"{name!r} runs {len(calls)} times, counted from 0"
+        if problem:
+            raise ValueError(f"there is no split point {point!r}: {problem}")
         chosen = [calls[int(call)]] if at else list(calls.values())
-        return min(low for low, _ in chosen) if isinstance(point, Begin) else max(high for _, high in chosen) + 1
+        return min(low for low, _ in chosen) if isinstance(point, str) else max(high for _, high in chosen) + 1
 
     @cached_property
     def marks(self) -> list[int]:
@@ -194,7 +178,7 @@ class Flow:
         before, found = -1, []
         for node in self.exported.graph.nodes:
             before = self.place.get(node, before)
-            if str(node.target) in MARKS:
+            if str(node.target) == MARK:
                 found.append(before + 1)
         return found
 
@@ -256,7 +240,7 @@ def is_size(node: fx.Node) -> bool:
 def _only_checks(node: fx.Node) -> bool:
     """Return whether a node only checks or marks something."""
     target = node.target
-    return str(target) in MARKS or (isinstance(target, torch._ops.OpOverload) and not target._schema.returns)
+    return str(target) == MARK or (isinstance(target, torch._ops.OpOverload) and not target._schema.returns)
 
 
 def _some(names: Iterable[str]) -> str:
