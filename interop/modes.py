@@ -61,7 +61,7 @@ def _exported_again(pipeline: Pipeline, evaluating: bool) -> Pipeline:
     split_spec = next(stage.fn.split_spec for stage in pipeline.stages if isinstance(stage.fn, GraphFunction))
     module = _in_mode(split_spec.skeleton, evaluating, _trains(split_spec.skeleton))
     exported = export(module, split_spec.call, split_spec.dynamic_shapes, split_spec.device)
-    if new := sorted(exported.changed.keys() - split_spec.state):
+    if new := sorted({exported.tensors[node] for node in exported.changed} - split_spec.state):
         raise ValueError(
             f"in this mode forward changes the buffers {', '.join(new)}, which are params of the pipeline given: split "
             "the module in training mode, and take eval_mode of that"

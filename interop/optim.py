@@ -105,8 +105,6 @@ def _members(
     own: Mapping[int, Tensor], paths: Sequence[Path], groups: Sequence[Group]
 ) -> list[tuple[Mapping[str, Any], list[int]]]:
     """Return the parameters of each group, by number; those without a group come last."""
-    if not groups:
-        return [({}, list(own))]
     members = [(options, list[int]()) for _, options in groups] + [({}, [])]
     for i, parameter in own.items():
         first = next((k for k, (predicate, _) in enumerate(groups) if predicate(paths[i], parameter)), -1)

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.interop.modules.functions import Tree
-from fpipe.interop.modules.state_dicts import from_state_dict
+from fpipe.interop.modules.state_dicts import from_state_dict, names_in_module
 from fpipe.interop.splitting.split import split as split_module
 from fpipe.stages.pipeline import Pipeline
-from fpipe.stages.stage import StageFunction
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 IGNORED = -100
@@ -100,13 +99,9 @@ class _Front(NamedTuple):
     more: str = ""
     less: str = ""
 
-    def there(self, name: str) -> str | None:
-        """Return the files' name for a name of the model; None if the files have none, as for a head."""
-        return self.more + name.removeprefix(self.less) if name.startswith(self.less) else None
-
-    def here(self, name: str) -> str | None:
-        """Return the model's name for a name of the files."""
-        return self.less + name.removeprefix(self.more) if name.startswith(self.more) else None
+    def renamed(self, there: Iterable[str]) -> dict[str, str]:
+        """Return the files' names by the model's."""
+        return {self.less + name.removeprefix(self.more): name for name in there if name.startswith(self.more)}
 
     def __str__(self) -> str:
         return f"with {self.more!r} in front" if self.more else f"without {self.less!r}" if self.less else "as they are"
@@ -129,20 +124,19 @@ class _Pretrained(Mapping[str, Tensor]):
         self.folder, self.dtype, self.stack = folder, dtype, stack
         self.files: dict[str, Any] = {}
         self.homes = self._read_index()
-        functions = [stage.fn for stage in pipeline.stages if isinstance(stage.fn, StageFunction)]
-        names = {name: None for fn in functions for name in fn.aliases}
-        front, self.names = self._named(names)
-        if left := self._left(front, {*names, *(name for fn in functions for name in fn.nonpersistent_buffers)}):
+        aliases, nonpersistent = names_in_module(pipeline)
+        front, self.names = self._named(aliases)
+        if left := self._left(front, {*aliases, *nonpersistent}):
             warnings.warn(
                 f"{folder} has tensors that the model has no place for: {', '.join(left[:3])}"
                 f"{f' and {len(left) - 3} more' if len(left) > 3 else ''}; is it a larger model's?",
                 stacklevel=3,
             )
 
-    def _named(self, names: Iterable[str]) -> tuple[_Front, dict[str, str]]:
+    def _named(self, names: Collection[str]) -> tuple[_Front, dict[str, str]]:
         """Return the front that matches all names that any front matches, and the files' names by the model's."""
         found = {
-            front: {name: there for name in names if (there := front.there(name)) in self.homes}
+            front: {name: there for name, there in front.renamed(self.homes).items() if name in names}
             for front in _fronts(names, self.homes)
         }
         found = {front: some for front, some in found.items() if some} or {_Front(): {}}
@@ -160,9 +154,9 @@ class _Pretrained(Mapping[str, Tensor]):
         def part(name: str) -> str:
             return front.less + name.removeprefix(front.less).partition(".")[0]
 
-        parts = {part(name) for name in known if front.there(name) is not None}
-        ours = {there: front.here(there) for there in self.homes}
-        return sorted(there for there, name in ours.items() if name and name not in known and part(name) in parts)
+        parts = {part(name) for name in known if name.startswith(front.less)}
+        ours = front.renamed(self.homes)
+        return sorted(there for name, there in ours.items() if name not in known and part(name) in parts)
 
     def _read_index(self) -> dict[str, str]:
         if (self.folder / INDEX).is_file():

@@ -72,15 +72,15 @@ def sections_of(pipeline: Pipeline, /, **sections: Any) -> dict[str, Any]:
     return sections
 
 
-def entries(sections: Mapping[str, Any], pipeline: Pipeline) -> dict[str, tuple[list[Entry], optree.PyTreeSpec]]:
-    """Return the entries of each section, and the structure that puts them together.
+def entries(sections: Mapping[str, Any], pipeline: Pipeline) -> tuple[list[Entry], optree.PyTreeSpec]:
+    """Return the entries of a training state, and the structure that puts them together.
 
     Raises:
         ValueError: two entries have one name.
     """
     parameters = {path: (name_of("params", path, pipeline), leaf) for path, leaf in _parameters(sections, pipeline)}
 
-    def entry(section: str, path: Path, leaf: Any) -> Entry:
+    def entry(section: str, *path: Any, leaf: Any) -> Entry:
         if section not in BY_STAGE:
             return Entry((section, *map(str, path)), leaf)
         if not path:
@@ -89,15 +89,13 @@ def entries(sections: Mapping[str, Any], pipeline: Pipeline) -> dict[str, tuple[
         is_modules = section != "optimizer" or parameter is not None
         return Entry(name_of(section, path, pipeline, is_modules), leaf, path[0], parameter)
 
-    result = {}
-    for section, tree in sections.items():
-        paths, leaves, spec = _flat(tree)
-        result[section] = [entry(section, path, leaf) for path, leaf in zip(paths, leaves, strict=True)], spec
-    counts = Counter(dotted(each.name) for section, _ in result.values() for each in section if each.is_stored)
+    paths, leaves, spec = _flat(sections)
+    result = [entry(*path, leaf=leaf) for path, leaf in zip(paths, leaves, strict=True)] if sections else []
+    counts = Counter(dotted(each.name) for each in result if each.is_stored)
     for name, count in counts.items():
         if count > 1:
             raise ValueError(f"{count} entries are called {name}: give each its own name")
-    return result
+    return result, spec
 
 
 def name_of(section: str, path: Path, pipeline: Pipeline, is_modules: bool = True) -> Name:

@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import shutil
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -72,10 +72,12 @@ def sealed(folder: Path, parts: Sequence[bytes], plain: Plain, nonpersistent: Se
     Raises:
         CheckpointError: a file that another rank wrote is not visible here.
     """
-    whole = Metadata({}, {}, {})
-    for part in parts:
-        for into, entries in zip(_columns(whole), _columns(unpickled(part)), strict=True):
-            into.update(entries)
+    ranks = [unpickled(part) for part in parts]
+
+    def joined(column: str) -> dict[Any, Any]:
+        return dict(ChainMap(*(getattr(rank, column) for rank in ranks)))
+
+    whole = Metadata(joined("state_dict_metadata"), joined("planner_data"), joined("storage_data"))
     _write(folder / METADATA, pickle.dumps(whole))
     files = {METADATA, *(info.relative_path for info in whole.storage_data.values())}
     missing = sorted(name for name in files if not (folder / name).exists())
@@ -94,10 +96,6 @@ def sealed(folder: Path, parts: Sequence[bytes], plain: Plain, nonpersistent: Se
     for old in checkpoints(final.parent)[: -keep if keep else 0]:
         shutil.rmtree(old.rename(old.with_name(UNFINISHED + old.name)))
     return final
-
-
-def _columns(metadata: Metadata) -> tuple[dict[Any, Any], ...]:
-    return metadata.state_dict_metadata, metadata.planner_data, metadata.storage_data
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -184,9 +182,9 @@ class CheckpointReader:
         return metadata
 
     @cached_property
-    def sections(self) -> set[str]:
-        """The names at the top."""
-        return {name[0] for name in (*self.tensors, *self.plain)}
+    def names(self) -> set[Name]:
+        """The names of all entries."""
+        return {*self.tensors, *self.plain}
 
     @cached_property
     def below(self) -> dict[Name, list[Name]]:
@@ -219,20 +217,19 @@ class CheckpointReader:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        kind = getattr(torch, name, None)
-        if module == "torch" and (name == "Size" or isinstance(kind, torch.dtype)):
-            return kind
         if (module, name) in KNOWN:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds a {module}.{name}, which describes no tensor")
 
 
 KNOWN = {
+    ("torch", "Size"),
+    *(("torch", name) for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     *((dcp.__name__, name) for name, kind in vars(dcp).items() if getattr(kind, "__module__", "") == dcp.__name__),
 }
-"""The classes that describe tensors: those that `torch.distributed.checkpoint.metadata` defines, and two more."""
+"""Sizes, dtypes, and classes that describe tensors: all of `torch.distributed.checkpoint.metadata`, and two more."""
 
 
 def unpickled(content: bytes) -> Any:

@@ -36,9 +36,9 @@ class ModuleFunction:
     def __call__(self, params: Tree, *inputs: Any) -> Any:
         if not self.stateful:
             return call(self.skeleton, params, inputs)[0]
-        state, *inputs = inputs
+        state, *rest = inputs
         tensors = {**params, **{name: buffer.clone() for name, buffer in state.items()}}
-        outputs, module = call(self.skeleton, tensors, inputs)
+        outputs, module = call(self.skeleton, tensors, rest)
         return outputs, {name: module.get_buffer(name) for name in state}  # changed in place, or assigned anew
 
     @property
@@ -98,14 +98,11 @@ def from_modules(
     params: dict[int, Tree] = {}
     stages = []
     for index, module in enumerate(modules):
-        params[index] = {}
-        for name, parameter in module.named_parameters():
-            owner = home.setdefault(id(parameter), (index, name))
-            if owner == (index, name):
-                params[index][name] = parameter.detach()
-            else:
-                ties[index, name] = owner
-        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        own = dict(module.named_parameters())
+        owners = {(index, name): home.setdefault(id(parameter), (index, name)) for name, parameter in own.items()}
+        ties |= {entry: owner for entry, owner in owners.items() if owner != entry}
+        params[index] = {name: parameter.detach() for name, parameter in own.items() if (index, name) not in ties}
+        frozen = [name for name, parameter in own.items() if not parameter.requires_grad]
         stateful = any(True for _ in module.buffers())
         function = ModuleFunction(to_meta(module, index), stateful, at is not None)
         stages.append(Stage(function, (reads or {}).get(index), stateful, tuple(frozen)))

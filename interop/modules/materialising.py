@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.interop.modules.functions import Tree, canonical
-from fpipe.interop.modules.skeletons import own_tensors, shallow_clone
+from fpipe.interop.modules.skeletons import own_tensors, registered, shallow_clone
 from fpipe.interop.modules.state_dicts import specs_on
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import StageFunction
@@ -102,10 +102,14 @@ def _seed(seed: int, front: str, prefix: str) -> int:
 def _unset(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor that shows whether it is set later."""
     blank = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    blank.untyped_storage().fill_(UNSET)
-    return nn.Parameter(blank, x.requires_grad) if isinstance(x, nn.Parameter) else blank
+    _memory(blank).fill_(UNSET)
+    return registered(blank, x)
 
 
 def _is_unset(x: Tensor) -> bool:
-    memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
-    return x.numel() > 0 and {*map(int, memory.aminmax())} == {UNSET}
+    return x.numel() > 0 and {*map(int, _memory(x).aminmax())} == {UNSET}
+
+
+def _memory(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor's memory."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())

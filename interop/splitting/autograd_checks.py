@@ -2,19 +2,31 @@
 
 `torch.export` keeps operations only. Blocks without gradients become operations of the graph. Custom gradients are
 refused, with the line of the model.
+
+No mode of torch reports a custom `torch.autograd.Function`, and the graph does not show it: export decomposes its
+forward into plain operations. The model itself may hold its `apply` (`self.act = F.apply`), a reference that patching
+the attribute would miss. So a function is patched that `apply` looks up at each call.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, fx
+from torch._functorch import utils as functorch
+from torch._functorch.autograd_function import custom_function_call
+from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -23,7 +35,6 @@ from fpipe.autodiff.graph.aliasing import storage
 from fpipe.autodiff.graph.locations import LIBRARIES, user_line
 from fpipe.autodiff.graph.nodes import written
 from fpipe.errors import StageError
-from fpipe.interop.splitting.autograd_patches import intercepting
 
 aten = torch.ops.aten
 MANUAL = (
@@ -48,13 +59,11 @@ def line_of(node: fx.Node) -> str:
 def _set_grad_enabled(enabled: bool) -> None: ...
 
 
-@_set_grad_enabled.register_fake
-def _(enabled: bool) -> None: ...
-
-
+_set_grad_enabled.register_fake(lambda enabled: None)
 SWITCH = torch.ops.fpipe.set_grad_enabled.default
 fx.node.has_side_effect(SWITCH)
-
+LOCK = threading.RLock()
+"""Patches are process-wide: one export at a time."""
 
 _ATTRIBUTES: Any = torch._C.TensorBase.__dict__
 _HOOK = "registers a hook on a tensor's gradient", OPERATION
@@ -86,6 +95,8 @@ class _Watched(TorchFunctionMode):
             _refuse(*_REFUSED[func])
         if func is Tensor.requires_grad_ and False in (*args[1:], *(kwargs or {}).values()):
             _refuse(*_FREEZE)
+        if func is custom_function_call:  # under vmap, where `apply` of a function calls this
+            _check_function(args[0])
         if isinstance(func, torch._ops.HigherOrderOperator) and any(map(_switches, args)):
             _refuse(f"switches gradients off inside {func}", "switch them off around it")
         return func(*args, **(kwargs or {}))
@@ -93,9 +104,7 @@ class _Watched(TorchFunctionMode):
 
 def _switches(branch: Any) -> bool:
     """Return whether gradients are switched inside a branch of a control flow operation."""
-    if not isinstance(branch, fx.GraphModule):
-        return False
-    parts = (part for part in branch.modules() if isinstance(part, fx.GraphModule))
+    parts = graphs(branch) if isinstance(branch, fx.GraphModule) else []
     return any(part.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled) for part in parts)
 
 
@@ -112,7 +121,7 @@ def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
         was = torch.is_grad_enabled()
         _enable(True)
         try:
-            with _Watched(), intercepting(_refuse_function, _refuse_hooks):
+            with _Watched(), _intercepting():
                 return forward(*args, **kwargs)
         finally:
             _enable(was)
@@ -126,13 +135,40 @@ def _enable(enabled: bool) -> None:
         torch._C._set_grad_enabled(enabled)
 
 
-def _refuse_function(function: Any) -> NoReturn:
-    what = f"applies {function.__name__}, a torch.autograd.Function with a backward of its own"
-    _refuse(what, "take use_reentrant=False" if function.__name__ == "CheckpointFunction" else OPERATION)
+@contextmanager
+def _intercepting() -> Iterator[None]:
+    """Refuse custom autograd functions and custom saved-tensor hooks.
+
+    `torch.inference_mode` becomes `torch.no_grad`, whose tensors autograd may read later.
+    """
+    enter, unwrap = saved_tensors_hooks.__enter__, functorch.unwrap_dead_wrappers
+
+    def enter_hooks(hooks: Any) -> Any:
+        if not (hooks.pack_hook.__module__ or "").startswith("torch."):  # checkpointing has such hooks
+            _refuse("packs saved tensors by hooks of its own", "leave it to fpipe what is kept for the backward")
+        return enter(hooks)
+
+    def enter_inference(mode: Any) -> None:
+        mode._inference_mode_context = torch.set_grad_enabled(not mode.mode)
+
+    def unwrap_arguments(args: Any) -> Any:
+        _check_function(sys._getframe(1).f_locals["cls"])  # the caller is `apply`
+        return unwrap(args)
+
+    with (
+        LOCK,
+        patch.object(saved_tensors_hooks, "__enter__", enter_hooks),
+        patch.object(torch.inference_mode, "__enter__", enter_inference),
+        patch.object(functorch, "unwrap_dead_wrappers", unwrap_arguments),
+    ):
+        yield
 
 
-def _refuse_hooks() -> NoReturn:
-    _refuse("packs saved tensors by hooks of its own", "leave it to fpipe what is kept for the backward")
+def _check_function(function: Any) -> None:
+    is_checkpoint = function is torch.utils.checkpoint.CheckpointFunction
+    if is_checkpoint or not function.__module__.startswith("torch."):  # those of custom operations are torch's
+        what = f"applies {function.__name__}, a torch.autograd.Function with a backward of its own"
+        _refuse(what, "take use_reentrant=False" if is_checkpoint else OPERATION)
 
 
 # When it has been traced
@@ -144,13 +180,12 @@ def stop_gradients(program: ExportedProgram) -> None:
     Raises:
         StageError: a write in place has gradients that the operations alone do not show.
     """
-    (whole, *_) = graphs(program)
-    _Blocks().walk(whole)
+    _Blocks().walk(program.graph_module)
 
 
-def graphs(program: ExportedProgram) -> list[fx.GraphModule]:
-    """Return the program's graph, and those of blocks such as `with torch.autocast(...)`."""
-    return [part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+def graphs(whole: fx.GraphModule) -> list[fx.GraphModule]:
+    """Return a graph, and those of blocks in it such as `with torch.autocast(...)`."""
+    return [part for part in whole.modules() if isinstance(part, fx.GraphModule)]
 
 
 @dataclass
@@ -245,11 +280,5 @@ class _Blocks:
 def _memory(node: fx.Node) -> set[int]:
     """Return the memories of a node's tensors whose dtype can have gradients."""
     tensors = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
-    return {_address(x) for x in tensors if x.is_floating_point() or x.is_complex()}
-
-
-def _address(x: Tensor) -> int:
-    try:
-        return storage(x)
-    except NotImplementedError:  # a tensor without storage, as under vmap
-        return id(x)
+    carrying = [x for x in tensors if x.is_floating_point() or x.is_complex()]
+    return {storage(x) if torch._C._has_storage(x) else id(x) for x in carrying}  # under vmap there is none

@@ -23,7 +23,6 @@ from fpipe.autodiff.graph.nodes import nodes_in
 from fpipe.interop.splitting.partition import End, Flow, Point, frames, is_size
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline
-from fpipe.stages.pytree import flatten
 
 INTENSITY = 32
 """Arithmetic operations in the time of moving one byte: about 10 on CPUs, about 100 on GPUs."""
@@ -66,11 +65,8 @@ def places(flow: Flow, trained: Callable[[str], bool]) -> list[CutCandidate]:
         entered = [frame for frame in now if frame not in before and trained(frame[0])]
         within = len([frame for frame in now if frame in before])
         before = now
-        if (
-            i > flow.work[0]
-            and not any(low < i <= high for low, high in whole)
-            and (point := _point(flow, i, entered, left))
-        ):
+        is_free = i > flow.work[0] and not any(low < i <= high for low, high in whole)
+        if is_free and (point := _point(flow, i, entered, left)):
             found.append(CutCandidate(flow.start(point), point, within, crossing[i]))
     return found
 
@@ -87,7 +83,7 @@ def _whole(flow: Flow) -> list[tuple[int, int]]:
     found = []
     for node, name in flow.exported.tensors.items():
         if name in flow.state:
-            uses = [flow.place[n] for n in (*node.users, flow.exported.changed.get(name)) if n in flow.place]
+            uses = [flow.place[n] for n in (*node.users, flow.exported.changed.get(node, node)) if n in flow.place]
             found.append((min(uses, default=0), max(uses, default=0)))
     return found
 
@@ -115,27 +111,20 @@ def estimate(flow: Flow) -> list[float]:
     """Return each operation's cost: the bytes that it moves, or its arithmetic in bytes, whichever is larger."""
     costs = [0.0] * len(flow.nodes)
     counter = FlopCounterMode(display=False)
-    exported = flow.exported
     with torch.no_grad(), FakeTensorMode(), counter:
-        values: dict[fx.Node, Any] = {}
-        for node in exported.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = _sized(node.meta["val"])
-            elif node in flow.place:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
-                before = counter.get_total_flops()
-                values[node] = _run(node, args, kwargs)
-                flops = counter.get_total_flops() - before
-                costs[flow.place[node]] = max(flops / INTENSITY, _moved((args, kwargs), values[node]))
+        for i, node in enumerate(flow.nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: pytree.tree_map(_sized, n.meta.get("val")))
+            before = counter.get_total_flops()
+            result = _run(node, args, kwargs)
+            flops = counter.get_total_flops() - before
+            costs[i] = max(flops / INTENSITY, _moved((args, kwargs), result))
     return costs
 
 
 def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Return a node's result for fakes. For a condition, return fakes like the traced result."""
-    if node.op == "get_attr":
-        return None
-    if is_size(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
-        return pytree.tree_map(_sized, node.meta["val"])
+    if node.op == "get_attr" or is_size(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return pytree.tree_map(_sized, node.meta.get("val"))
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
@@ -187,21 +176,24 @@ def chosen(weights: Sequence[float], found: Sequence[CutCandidate], stages: int)
 
 def _cut(bounds: np.ndarray, penalties: np.ndarray, stages: int) -> list[int]:
     """Return the indices of the inner bounds."""
-    count = len(bounds)
-    sizes = np.where(np.arange(count)[:, None] < np.arange(count)[None], bounds[None] - bounds[:, None], np.inf)
-    largest = sizes[0]
+    order = np.arange(len(bounds))
+    sizes = np.where(order[:, None] < order[None], bounds[None] - bounds[:, None], np.inf)
+    largest, _ = _cheapest(sizes, stages, np.maximum)
+    _, inner = _cheapest(np.where(sizes <= largest * SLACK, penalties[:, None], np.inf), stages, np.add)
+    return inner
+
+
+def _cheapest(costs: np.ndarray, stages: int, joined: Callable[..., Any]) -> tuple[float, list[int]]:
+    """Return the least cost of a path of so many edges from the first bound to the last, and the bounds between."""
+    cost, steps = costs[0], []
     for _ in range(stages - 1):
-        largest = np.maximum(largest[:, None], sizes).min(axis=0)
-    allowed = np.where(sizes <= largest[-1] * SLACK, penalties[:, None], np.inf)
-    cost, steps = allowed[0], []
-    for _ in range(stages - 1):
-        paths = cost[:, None] + allowed
+        paths = joined(cost[:, None], costs)
         steps.append(paths.argmin(axis=0))
         cost = paths.min(axis=0)
-    found = [count - 1]
+    path = [len(costs) - 1]
     for step in reversed(steps):
-        found.append(int(step[found[-1]]))
-    return found[:0:-1]
+        path.append(int(step[path[-1]]))
+    return cost[-1], path[:0:-1]
 
 
 def measure(pipeline: Pipeline, params: Mapping[int, Any], state: Mapping[int, Any], batch: Any) -> list[float]:
@@ -210,14 +202,14 @@ def measure(pipeline: Pipeline, params: Mapping[int, Any], state: Mapping[int, A
     for _ in range(REPEATS):
         outputs: dict[int, Any] = {}
         for index, stage in enumerate(pipeline.stages):
-            own, given = _leaves(
-                (pipeline.params_of(params, index), stage.arguments(outputs, stage.given(Microbatch(batch, None))))
-            )
+            arguments = stage.arguments(outputs, stage.given(Microbatch(batch, None)))
+            own, inputs = pytree.tree_map_only(Tensor, _leaf, (pipeline.params_of(params, index), arguments))
+            starts = [x for x in tensors_in((own, inputs)) if x.requires_grad]
             begun = time.perf_counter()
-            result, _ = stage(own[0], state.get(index), own[1])
+            result, _ = stage(own, state.get(index), inputs)
             ends = [x for x in tensors_in(result) if x.requires_grad]
-            if ends and given:
-                torch.autograd.grad(ends, given, [torch.ones_like(x) for x in ends], allow_unused=True)
+            if ends and starts:
+                torch.autograd.grad(ends, starts, [torch.ones_like(x) for x in ends], allow_unused=True)
             if ends and ends[0].is_cuda:
                 torch.cuda.synchronize(ends[0].device)
             least[index] = min(least[index], time.perf_counter() - begun)
@@ -225,8 +217,5 @@ def measure(pipeline: Pipeline, params: Mapping[int, Any], state: Mapping[int, A
     return least
 
 
-def _leaves(tree: Any) -> tuple[Any, list[Tensor]]:
-    """Return the tree with new tensors that require gradients, and these tensors."""
-    leaves, spec = flatten(tree)
-    own = [x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in leaves]
-    return spec.unflatten(own), [x for x in own if isinstance(x, Tensor) and x.requires_grad]
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point())

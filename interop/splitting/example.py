@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fpipe.interop.splitting.size_guards import Sizes
 from fpipe.stages.pytree import Path, describe, short
 
 
@@ -59,31 +60,27 @@ def known(call: ExampleCall, module: nn.Module) -> dict[Path, Any]:
     return found
 
 
-def accept(batch: Any, example: Mapping[Path, Any], unread: Mapping[Path, Sequence[int | str]]) -> None:
+def accept(batch: Any, example: Mapping[Path, Any], unread: Sizes) -> None:
     """Check that stages ignore no part of a batch.
 
     Args:
-        unread: the sizes of tensors that no stage reads. Forward may have read these sizes.
+        unread: of tensors that no stage reads. Forward may have read their sizes.
 
     Raises:
         ValueError: the batch has a leaf that the example lacked, or another constant or size.
     """
-    for path, x in placed(batch).items():
+    leaves = {path: x for path, x in placed(batch).items() if x is not None}
+    for path, x in leaves.items():
         was = example.get(path)
-        if x is None or (isinstance(was, Tensor) and path not in unread):
+        if isinstance(was, Tensor) and isinstance(x, Tensor):
             continue
         where = f"the batch{short(path)} is {describe(x)}"
         if was is None:
             way = "the batch is forward's one argument that has tensors" if () in example else "put it into the example"
             raise ValueError(f"{where}, and the module was split with nothing there: {way}")
-        if isinstance(x, Tensor) != isinstance(was, Tensor) or (not isinstance(x, Tensor) and not _same(x, was)):
+        if isinstance(x, Tensor) or isinstance(was, Tensor) or not _same(x, was):
             raise ValueError(f"{where}, and the module was split for {describe(was)}: split it once more for another")
-        for axis, size in enumerate(unread.get(path, ())):
-            if axis and isinstance(size, int) and x.shape[axis : axis + 1] != (size,):
-                raise ValueError(
-                    f"{where}, and the module was split for {size} along axis {axis}: take an example of another size, "
-                    "or leave the axis free by dynamic_shapes="
-                )
+    unread.check({path: x for path, x in leaves.items() if path in unread.axes})
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -18,7 +18,7 @@ from fpipe.interop.splitting.balance import CutCandidate, bytes_of, chosen, esti
 from fpipe.interop.splitting.balance import measure as measure_stages
 from fpipe.interop.splitting.example import ExampleCall, batch_of, device_of, stand_in
 from fpipe.interop.splitting.export import export
-from fpipe.interop.splitting.partition import Flow, Mark, Point
+from fpipe.interop.splitting.partition import PIPE_SPLIT, Flow, Point
 from fpipe.interop.splitting.stage_graph import GraphFunction, SplitSpec, stage_function
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Stage
@@ -90,13 +90,10 @@ def split(
         call=ExampleCall(*map(stand_in, call)),
         dynamic_shapes=dynamic_shapes,
         device=device_of(call, list(values.values())),
-        points=(),
         names=aliases,
         nonpersistent_buffers={
             n: x for n, x in values.items() if n == names[n] and n not in aliases and x.device.type != "meta"
         },
-        homes={},
-        state=frozenset(),
     )
     exported = export(split_spec.skeleton, split_spec.call, split_spec.dynamic_shapes, split_spec.device)
     _refuse_captured(exported.constants.values(), values)
@@ -110,7 +107,7 @@ def split(
         shares = _plus(times, _sizes(flow)) if policy == "equal" else times
         points = chosen(shares, found, stages)
     else:
-        points = [Mark(number) for number in range(1, len(flow.marks) + 1)]
+        points = [f"{PIPE_SPLIT}@{number}" for number in range(len(flow.marks))]
         if not points:
             raise ValueError(
                 "nothing says where to cut: name submodules in at=, give a number of stages=, or call "
@@ -145,7 +142,7 @@ def _refuse_captured(constants: Iterable[Tensor], values: Mapping[str, Tensor]) 
     """Raise StageError if forward reads a tensor of the module from elsewhere, as from a closure."""
     names = {x.untyped_storage()._cdata: name for name, x in values.items() if x.device.type != "meta"}
     for constant in constants:
-        if constant.device.type != "meta" and (name := names.get(constant.untyped_storage()._cdata)):
+        if name := names.get(constant.untyped_storage()._cdata):
             raise StageError(
                 f"forward reads {name} of the module itself, not of the one it is called on, as a lambda, a patched "
                 "method or a hook does that closes over the module: it would stay as it is now. Write a method, which "
@@ -206,8 +203,8 @@ def assembled(
     exported = flow.exported
     uses: dict[str, list[int]] = {}
     for stage, part in enumerate(parts):
-        for name in (*(exported.tensors[node] for node in part.entries), *part.state):
-            uses.setdefault(name, []).append(stage)
+        for node in (*part.entries, *part.state):
+            uses.setdefault(exported.tensors[node], []).append(stage)
     split_spec = replace(split_spec, homes=split_spec.homes or _homes(split_spec, uses), state=frozenset(flow.state))
     for name, users in uses.items():
         if users[0] < split_spec.homes[name]:
@@ -215,7 +212,6 @@ def assembled(
                 f"in this mode stage {users[0]} uses {name}, which lives with stage {split_spec.homes[name]}: split "
                 "the module again in this mode, for params of its own"
             )
-    frozen = {name for name, x in named_tensors(split_spec.skeleton) if not x.requires_grad}
     made = []
     for stage, part in enumerate(parts):
         held = [name for name, home in split_spec.homes.items() if home == stage and name not in split_spec.state]
@@ -224,9 +220,10 @@ def assembled(
         share = None if times is None else sum(times[low:high]) / sum(times)
         begins = str(split_spec.points[stage - 1]) if stage else None
         fn = replace(fn, spec=fn.spec._replace(begins=begins, share=share))
-        made.append(Stage(fn, fn.reads, bool(part.state), tuple(name for name in fn.spec.params if name in frozen)))
-    ties = {(s, name): (split_spec.homes[name], name) for name, users in uses.items() for s in users}
-    ties = {(s, name): home for (s, name), home in ties.items() if home[0] != s}
+        frozen = tuple(name for name, x in fn.spec.params.items() if not x.requires_grad)
+        made.append(Stage(fn, fn.reads, bool(part.state), frozen))
+    homes = split_spec.homes
+    ties = {(s, name): (homes[name], name) for name, users in uses.items() for s in users if s != homes[name]}
     return Pipeline(made, loss, ties=ties), split_spec
 
 
