@@ -89,11 +89,11 @@ def _check(traced: Sequence[Sizes | None], inputs: Sequence[Any]) -> None:
 def _sharing(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules with one parameter for each name."""
     first: Tree = {}
-    found = []
+    shared = []
     for module in modules:
-        own = {name: first.setdefault(name, parameter) for name, parameter in module.named_parameters()}
-        found.append(bind_tensors(module, {**own, **dict(module.named_buffers())}))
-    return found
+        parameters = {name: first.setdefault(name, parameter) for name, parameter in module.named_parameters()}
+        shared.append(bind_tensors(module, {**parameters, **dict(module.named_buffers())}))
+    return shared
 
 
 def _reads(graph: fx.Graph) -> dict[int, list[Read]]:
@@ -115,9 +115,9 @@ def _reads(graph: fx.Graph) -> dict[int, list[Read]]:
 
 def _check_output(returned: Any, known: dict[Any, Any], last: int) -> None:
     """Raise ValueError unless forward returns the last stage's output."""
-    found = [known.get(x) for x in returned] if isinstance(returned, tuple | list) else [known.get(returned)]
-    if found not in ([Output(last)], [Output(last, i) for i in range(len(found))]):
-        others = sorted({f"stage {x.stage}" if isinstance(x, Output) else "the batch" for x in found if x is not None})
+    reads = [known.get(x) for x in returned] if isinstance(returned, tuple | list) else [known.get(returned)]
+    if reads not in ([Output(last)], [Output(last, i) for i in range(len(reads))]):
+        others = sorted({f"stage {x.stage}" if isinstance(x, Output) else "the batch" for x in reads if x is not None})
         raise ValueError(
             f"forward returns what comes from {', '.join(others)}, where a Pipe's output is the last stage's: take "
             "interop.split of the module, which keeps all that it returns"

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +38,13 @@ def split(model: nn.Module, *, example: Mapping[str, Tensor], **options: Any) ->
         StageError: the model cannot be exported.
         ValueError: a split point does not exist.
     """
-    given = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    uncached = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     loss = options.pop("loss", _own_loss if "labels" in example else None)
-    return split_module(model, kwargs={**example, **given}, loss=loss, **options)
+    return split_module(model, kwargs={**example, **uncached}, loss=loss, **options)
 
 
 def _own_loss(output: Mapping[str, Any], target: Any) -> Tensor:
-    loss: Tensor = output["loss"]
-    return loss
+    return cast(Tensor, output["loss"])
 
 
 def tokens(labels: Tensor | None, shifted: bool = True) -> Tensor:
@@ -135,18 +134,18 @@ class _Pretrained(Mapping[str, Tensor]):
 
     def _named(self, names: Collection[str]) -> tuple[_Front, dict[str, str]]:
         """Return the front that matches all names that any front matches, and the files' names by the model's."""
-        found = {
+        matches = {
             front: {name: there for name, there in front.renamed(self.homes).items() if name in names}
             for front in _fronts(names, self.homes)
         }
-        found = {front: some for front, some in found.items() if some} or {_Front(): {}}
-        fitting = [front for front, some in found.items() if all(some.keys() >= x.keys() for x in found.values())]
+        matches = {front: some for front, some in matches.items() if some} or {_Front(): {}}
+        fitting = [front for front, some in matches.items() if all(some.keys() >= x.keys() for x in matches.values())]
         if len(fitting) != 1:
             raise ValueError(
-                f"{self.folder} fits the model in several ways, its names {', or '.join(map(str, fitting or found))}: "
-                "split the model that was saved, or give interop.from_state_dict the tensors under the model's names"
+                f"{self.folder} fits the model in several ways, its names {', or '.join(map(str, fitting or matches))}"
+                ": split the model that was saved, or give interop.from_state_dict the tensors under the model's names"
             )
-        return fitting[0], found[fitting[0]]
+        return fitting[0], matches[fitting[0]]
 
     def _left(self, front: _Front, known: Collection[str]) -> list[str]:
         """Return the files' names that the model lacks, except for other heads."""
@@ -160,8 +159,7 @@ class _Pretrained(Mapping[str, Tensor]):
 
     def _read_index(self) -> dict[str, str]:
         if (self.folder / INDEX).is_file():
-            found: dict[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
-            return found
+            return dict(json.loads((self.folder / INDEX).read_text())["weight_map"])
         if (self.folder / WHOLE).is_file():
             return dict.fromkeys(self._open(WHOLE).keys(), WHOLE)
         raise FileNotFoundError(
@@ -179,8 +177,8 @@ class _Pretrained(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         there = self.names[name]
-        found: Tensor = self._open(self.homes[there]).get_tensor(there)
-        return found.to(self.dtype) if self.dtype and found.is_floating_point() else found
+        tensor: Tensor = self._open(self.homes[there]).get_tensor(there)
+        return tensor.to(self.dtype) if self.dtype and tensor.is_floating_point() else tensor
 
     def __contains__(self, name: object) -> bool:
         return name in self.names  # without reading it

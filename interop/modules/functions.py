@@ -98,11 +98,11 @@ def from_modules(
     params: dict[int, Tree] = {}
     stages = []
     for index, module in enumerate(modules):
-        own = dict(module.named_parameters())
-        owners = {(index, name): home.setdefault(id(parameter), (index, name)) for name, parameter in own.items()}
+        named = dict(module.named_parameters())
+        owners = {(index, name): home.setdefault(id(parameter), (index, name)) for name, parameter in named.items()}
         ties |= {entry: owner for entry, owner in owners.items() if owner != entry}
-        params[index] = {name: parameter.detach() for name, parameter in own.items() if (index, name) not in ties}
-        frozen = [name for name, parameter in own.items() if not parameter.requires_grad]
+        params[index] = {name: parameter.detach() for name, parameter in named.items() if (index, name) not in ties}
+        frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
         stateful = any(True for _ in module.buffers())
         function = ModuleFunction(to_meta(module, index), stateful, at is not None)
         stages.append(Stage(function, (reads or {}).get(index), stateful, tuple(frozen)))
@@ -179,9 +179,9 @@ def into_modules(
     with torch.no_grad():
         for index, module in enumerate(map(uncompiled, modules)):
             for trees, tensors in ((params, module.named_parameters()), (state or {}, module.named_buffers())):
-                own = dict(tensors)
+                by_name = dict(tensors)
                 for name, value in trees.get(index, {}).items():
-                    own[name].copy_(value)
+                    by_name[name].copy_(value)
 
 
 def spec_of(pipeline: Pipeline, stage: int) -> StageSpec:

@@ -51,11 +51,11 @@ def materialise(
         fn = pipeline.stages[stage].fn
         assert isinstance(fn, StageFunction)
         front = "" if fn.qualified else f"stages.{stage}."
-        made = _made(fn.skeleton, {*spec.params, *spec.state}, torch.device(device), init, (seed, front))
-        unset += [f"{front}{name}" for name, x in made.items() if name not in fn.nonpersistent_buffers and _is_unset(x)]
-        made |= {name: x.to(device) for name, x in fn.nonpersistent_buffers.items() if name in made}
-        params[stage] = {name: made[name] for name in spec.params}
-        state |= {stage: {name: made[name] for name in spec.state}} if spec.state else {}
+        new = _entries(fn.skeleton, {*spec.params, *spec.state}, torch.device(device), init, (seed, front))
+        unset += [f"{front}{name}" for name, x in new.items() if name not in fn.nonpersistent_buffers and _is_unset(x)]
+        new |= {name: x.to(device) for name, x in fn.nonpersistent_buffers.items() if name in new}
+        params[stage] = {name: new[name] for name in spec.params}
+        state |= {stage: {name: new[name] for name in spec.state}} if spec.state else {}
     if unset:
         raise ValueError(
             f"nothing sets {', '.join(unset[:5])}{' and more' if len(unset) > 5 else ''}: give their submodules a "
@@ -64,17 +64,17 @@ def materialise(
     return params, state
 
 
-def _made(
+def _entries(
     skeleton: nn.Module, wanted: set[str], device: torch.device, init: Init | None, seed: tuple[int, str]
 ) -> Tree:
     """Return the tensors of these names, initialised."""
-    first, made = canonical(skeleton), Tree()
+    first, entries = canonical(skeleton), Tree()
     for prefix, module in skeleton.named_modules():
         names = {name: first[f"{prefix}.{name}" if prefix else name] for name, _ in own_tensors(module)}
-        if new := {name: entry for name, entry in names.items() if entry in wanted - made.keys()}:
-            tensors = _initialised(module, device, init or _reset, _seed(*seed, prefix))
-            made |= {entry: tensors[name] for name, entry in new.items()}
-    return made
+        if new := {name: entry for name, entry in names.items() if entry in wanted - entries.keys()}:
+            values = _initialised(module, device, init or _reset, _seed(*seed, prefix))
+            entries |= {entry: values[name] for name, entry in new.items()}
+    return entries
 
 
 def _initialised(module: nn.Module, device: torch.device, init: Init, seed: int) -> Tree:

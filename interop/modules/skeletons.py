@@ -90,9 +90,9 @@ def to_meta(module: nn.Module, stage: int | None = None) -> nn.Module:
     """
     tensors = [*module.parameters(), *module.buffers()]
     memo: dict[int, Any] = {id(x): registered(x.detach().to("meta"), x) for x in tensors}
-    own = {_memory(x) for x in tensors} - {None}
+    memories = {_memory(x) for x in tensors} - {None}
     for x in flatten([value for *_, value in attributes(module)]).leaves:
-        if isinstance(x, Tensor) and id(x) not in memo and (x.grad_fn is not None or _memory(x) in own):
+        if isinstance(x, Tensor) and id(x) not in memo and (x.grad_fn is not None or _memory(x) in memories):
             memo[id(x)] = x.detach().to("meta")
     try:
         return copy.deepcopy(module, memo)
@@ -146,22 +146,22 @@ def bind_tensors(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Modul
     for what, names in (("Missing", named.keys() - tensors.keys()), ("Unexpected", tensors.keys() - named.keys())):
         if names:
             raise RuntimeError(f"{what} key(s) for {type(skeleton).__name__}: {', '.join(map(repr, sorted(names)))}")
-    given = {id(tensor): tensors[name] for name, tensor in named.items()}
-    twins = {id(module): shallow_clone(module, given) for module in skeleton.modules()}
-    own = {**given, **twins}
+    new = {id(tensor): tensors[name] for name, tensor in named.items()}
+    twins = {id(module): shallow_clone(module, new) for module in skeleton.modules()}
+    replacements = {**new, **twins}
     for twin in twins.values():
-        held = {name: value for name, value in twin.__dict__.items() if name not in REGISTERED}
-        twin.__dict__.update({name: _replaced(value, own) for name, value in held.items()})
+        plain = {name: value for name, value in twin.__dict__.items() if name not in REGISTERED}
+        twin.__dict__.update({name: _replaced(value, replacements) for name, value in plain.items()})
         twin._modules = {name: child and twins[id(child)] for name, child in twin._modules.items()}
     return twins[id(skeleton)]
 
 
-def shallow_clone(module: nn.Module, given: Mapping[int, Tensor]) -> nn.Module:
+def shallow_clone(module: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
     """Return a copy of a module, without its submodules, that has these tensors and shares everything else."""
     twin: nn.Module = object.__new__(module.__class__)  # each GraphModule has its own class
     twin.__dict__.update({k: list(v) if type(v) is list else v for k, v in module.__dict__.items()})
     for kind in ("_parameters", "_buffers"):
-        twin.__dict__[kind] = {name: given.get(id(x), x) for name, x in module.__dict__[kind].items()}
+        twin.__dict__[kind] = {name: tensors.get(id(x), x) for name, x in module.__dict__[kind].items()}
     return twin
 
 

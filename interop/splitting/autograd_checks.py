@@ -204,14 +204,14 @@ class _Blocks:
     parameters: set[int] = field(default_factory=set)
     stopped: set[fx.Node] = field(default_factory=set)
 
-    def walk(self, part: fx.GraphModule, given: Sequence[fx.Node] | None = None) -> None:
+    def walk(self, part: fx.GraphModule, outer: Sequence[fx.Node] | None = None) -> None:
         """Walk the whole graph, or a block whose placeholders stand for these nodes."""
         placeholders = part.graph.find_nodes(op="placeholder")
-        for node in placeholders if given is None else ():
+        for node in placeholders if outer is None else ():
             if getattr(node.meta.get("val"), "requires_grad", False):
                 self.parameters |= _memory(node)
         self.carrying |= self.parameters
-        self.stopped.update(own for own, node in zip(placeholders, given or (), strict=False) if node in self.stopped)
+        self.stopped.update(x for x, node in zip(placeholders, outer or (), strict=False) if node in self.stopped)
         for node in list(part.graph.nodes):
             if node.target is SWITCH:
                 self.enabled = node.args[0]
@@ -226,9 +226,9 @@ class _Blocks:
 
     def _autocast(self, node: fx.Node, part: fx.GraphModule) -> None:
         at = next(i for i, x in enumerate(node.args) if isinstance(x, fx.Node))
-        block, *given = node.args[at:]
+        block, *outer = node.args[at:]
         inside = getattr(part, str(block.target))  # type: ignore[union-attr]
-        self.walk(inside, given)  # type: ignore[arg-type]
+        self.walk(inside, outer)  # type: ignore[arg-type]
         (result,) = inside.graph.find_nodes(op="output")
         for user in node.users:
             if user.target is operator.getitem and result.args[0][user.args[1]] in self.stopped:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
@@ -50,15 +50,16 @@ class CutCandidate:
     crossing: int
 
 
-def places(flow: Flow, trained: Callable[[str], bool]) -> list[CutCandidate]:
-    """Return the places where a submodule with parameters begins or ends, with operations on both sides.
+def places(flow: Flow, module: nn.Module) -> list[CutCandidate]:
+    """Return the places where a submodule with parameters begins or ends, with operations on both sides."""
+    holding = {name.rpartition(".")[0] for name, _ in module.named_parameters(remove_duplicate=False)}
 
-    Args:
-        trained: whether the submodule of a name has parameters.
-    """
+    def trained(name: str) -> bool:
+        return any(part == name or part.startswith(f"{name}.") for part in holding)
+
     before: list[tuple[str, int]] = []
     crossing, whole = _crossing(flow), _whole(flow)
-    found = []
+    candidates = []
     for i in flow.work:
         now = frames(flow.nodes[i])
         left = [frame for frame in before if frame not in now and trained(frame[0])]
@@ -67,8 +68,8 @@ def places(flow: Flow, trained: Callable[[str], bool]) -> list[CutCandidate]:
         before = now
         is_free = i > flow.work[0] and not any(low < i <= high for low, high in whole)
         if is_free and (point := _point(flow, i, entered, left)):
-            found.append(CutCandidate(flow.start(point), point, within, crossing[i]))
-    return found
+            candidates.append(CutCandidate(flow.start(point), point, within, crossing[i]))
+    return candidates
 
 
 def _point(flow: Flow, i: int, entered: list[tuple[str, int]], left: list[tuple[str, int]]) -> Point | None:
@@ -80,12 +81,12 @@ def _point(flow: Flow, i: int, entered: list[tuple[str, int]], left: list[tuple[
 
 def _whole(flow: Flow) -> list[tuple[int, int]]:
     """Return the first and last position that uses each buffer that changes. One stage must have them all."""
-    found = []
+    spans = []
     for node, name in flow.exported.tensors.items():
         if name in flow.state:
             uses = [flow.place[n] for n in (*node.users, flow.exported.changed.get(node, node)) if n in flow.place]
-            found.append((min(uses, default=0), max(uses, default=0)))
-    return found
+            spans.append((min(uses, default=0), max(uses, default=0)))
+    return spans
 
 
 def _crossing(flow: Flow) -> list[int]:
@@ -148,7 +149,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def chosen(weights: Sequence[float], found: Sequence[CutCandidate], stages: int) -> list[Point]:
+def chosen(weights: Sequence[float], candidates: Sequence[CutCandidate], stages: int) -> list[Point]:
     """Return the split points that make the largest stage smallest; among equals, those that send least.
 
     Args:
@@ -158,20 +159,20 @@ def chosen(weights: Sequence[float], found: Sequence[CutCandidate], stages: int)
         ValueError: there are too few candidates.
     """
     total = np.concatenate([[0.0], np.cumsum(weights)])
-    if stages - 1 > len(found):
+    if stages - 1 > len(candidates):
         raise ValueError(
-            f"there are {len(found)} places to cut at, where submodules with parameters begin or end: too few for "
+            f"there are {len(candidates)} places to cut at, where submodules with parameters begin or end: too few for "
             f"{stages} stages"
         )
     near = total[-1] / (2 * stages)
-    at = np.array([total[place.start] for place in found])
-    least = [min(p.crossing for p, x in zip(found, at, strict=True) if abs(x - here) <= near) for here in at]
-    kept = [place for place, low in zip(found, least, strict=True) if place.crossing <= WIDER * low]
-    kept = kept if len(kept) >= stages - 1 else list(found)
-    bounds = np.array([0.0, *(total[place.start] for place in kept), total[-1]])
-    typical = statistics.median(place.crossing for place in kept) or 1 if kept else 1
-    penalties = np.array([0.0, *(p.crossing / typical + p.depth / 4 for p in kept), 0.0])
-    return [kept[i - 1].point for i in _cut(bounds, penalties, stages)]
+    at = np.array([total[place.start] for place in candidates])
+    least = [min(p.crossing for p, x in zip(candidates, at, strict=True) if abs(x - here) <= near) for here in at]
+    cheap = [place for place, low in zip(candidates, least, strict=True) if place.crossing <= WIDER * low]
+    cheap = cheap if len(cheap) >= stages - 1 else list(candidates)
+    bounds = np.array([0.0, *(total[place.start] for place in cheap), total[-1]])
+    typical = statistics.median(place.crossing for place in cheap) or 1 if cheap else 1
+    penalties = np.array([0.0, *(p.crossing / typical + p.depth / 4 for p in cheap), 0.0])
+    return [cheap[i - 1].point for i in _cut(bounds, penalties, stages)]
 
 
 def _cut(bounds: np.ndarray, penalties: np.ndarray, stages: int) -> list[int]:

@@ -28,8 +28,8 @@ def stand_in(tree: Any) -> Any:
 
 def device_of(*trees: Sequence[Any]) -> torch.device:
     """Return the device of the first tensor that is not on the meta device; by default the CPU."""
-    found = [x.device for x in pytree.tree_leaves(trees) if isinstance(x, Tensor) and x.device.type != "meta"]
-    return found[0] if found else torch.device("cpu")
+    devices = [x.device for x in pytree.tree_leaves(trees) if isinstance(x, Tensor) and x.device.type != "meta"]
+    return devices[0] if devices else torch.device("cpu")
 
 
 def leaves(inputs: tuple[tuple[Any, ...], dict[str, Any]], module: nn.Module) -> dict[fx.Node, Path]:
@@ -52,12 +52,12 @@ def placed(batch: Any) -> dict[Path, Any]:
 
 def known(call: ExampleCall, module: nn.Module) -> dict[Path, Any]:
     """Return the leaves of the example's batch, and the defaults of forward's other arguments, by path."""
-    found = placed(batch_of(call, module))
+    leaves = placed(batch_of(call, module))
     if _has_tensors(call.kwargs):
         for name, parameter in inspect.signature(module.forward).parameters.items():
             if type(parameter.default) in (bool, int, float, str):
-                found.setdefault((name,), parameter.default)
-    return found
+                leaves.setdefault((name,), parameter.default)
+    return leaves
 
 
 def accept(batch: Any, example: Mapping[Path, Any], unread: Sizes) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy
@@ -117,19 +117,17 @@ def _program(module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: 
     fake, args, kwargs = _fakes(module, call, mode, device)
     fake.forward = _named(watched(_noticing(rebinding_attributes(fake), fake)), kwargs)
     if dynamic_shapes is None:
-        given = inspect.signature(fake.forward).bind(*args, **kwargs).arguments
-        dynamic_shapes = pytree.tree_map(lambda x: {0: Dim.AUTO} if isinstance(x, Tensor) and x.ndim else None, given)
+        example = inspect.signature(fake.forward).bind(*args, **kwargs).arguments
+        dynamic_shapes = pytree.tree_map(lambda x: {0: Dim.AUTO} if isinstance(x, Tensor) and x.ndim else None, example)
     with _quietly():
-        program: ExportedProgram = torch.export.export(
-            fake, args, kwargs, dynamic_shapes=dynamic_shapes or None, strict=False
-        )
+        program = torch.export.export(fake, args, kwargs, dynamic_shapes=dynamic_shapes or None, strict=False)
     _check_constants(program)
     stop_gradients(program)
     for block in graphs(program.graph_module)[1:]:
         block.forward = fx.Interpreter(block).run  # an interpreter keeps the nodes' submodules
     _merge_aliases(program, canonical(module))
     program.graph_module.recompile()
-    return program.run_decompositions({aten.copy.default: _copied})
+    return cast(ExportedProgram, program.run_decompositions({aten.copy.default: _copied}))
 
 
 def _named(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:

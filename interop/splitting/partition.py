@@ -84,8 +84,8 @@ class Flow:
 
     def __init__(self, exported: Exported, state: Mapping[str, int] | None = None) -> None:
         self.exported = exported
-        self.given = state or {}
-        self.state = {exported.tensors[node] for node in exported.changed} | self.given.keys()
+        self.state_homes = state or {}
+        self.state = {exported.tensors[node] for node in exported.changed} | self.state_homes.keys()
         self.nodes = [node for node in exported.root.graph.nodes if _computes(node)]
         self.place = {node: i for i, node in enumerate(self.nodes)}
 
@@ -121,16 +121,16 @@ class Flow:
         Raises:
             ValueError: a point does not exist, is out of order, or leaves a stage empty.
         """
-        found = [self.start(point) for point in points]
-        for (first, low), (second, high) in itertools.pairwise(zip(points, found, strict=True)):
+        positions = [self.start(point) for point in points]
+        for (first, low), (second, high) in itertools.pairwise(zip(points, positions, strict=True)):
             if high < low:
                 raise ValueError(f"{second!r} comes before {first!r} when the module runs: name them in that order")
         names = ["the beginning", *map(repr, points), "the end"]
-        for stage, (low, high) in enumerate(itertools.pairwise([0, *found, len(self.nodes)])):
+        for stage, (low, high) in enumerate(itertools.pairwise([0, *positions, len(self.nodes)])):
             if not any(low <= i < high for i in self.work):
                 between = f"{names[stage]} and {names[stage + 1]}"
                 raise ValueError(f"stage {stage} would be empty: no parameter is used between {between}")
-        return found
+        return positions
 
     def start(self, point: Point) -> int:
         """Return the position where a point is.
@@ -158,12 +158,12 @@ class Flow:
     @cached_property
     def marks(self) -> list[int]:
         """The positions of `pipe_split()` in forward."""
-        before, found = -1, []
+        before, positions = -1, []
         for node in self.exported.root.graph.nodes:
             before = self.place.get(node, before)
             if str(node.target) == MARK:
-                found.append(before + 1)
-        return found
+                positions.append(before + 1)
+        return positions
 
     @cached_property
     def calls(self) -> dict[str, dict[int, tuple[int, int]]]:
@@ -218,12 +218,12 @@ class Flow:
 
 def frames(node: fx.Node) -> list[tuple[str, int]]:
     """Return the submodules around a node, outermost first, and the number of the run of each."""
-    found = []
+    runs = []
     for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items():
-        call = str(key).rpartition("@")[2]
+        _, at, call = str(key).rpartition("@")
         if name and not name.startswith("_empty_nn_module_stack"):
-            found.append((name, int(call) if "@" in str(key) and call.isdigit() else 0))
-    return found
+            runs.append((name, int(call) if at and call.isdigit() else 0))
+    return runs
 
 
 def is_size(node: fx.Node) -> bool:
@@ -237,8 +237,8 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _some(names: Iterable[str]) -> str:
-    found = list(names)
-    return ", ".join(map(repr, found[:8])) + (" and more" if len(found) > 8 else "")
+    listed = list(names)
+    return ", ".join(map(repr, listed[:8])) + (" and more" if len(listed) > 8 else "")
 
 
 def _place_state(flow: Flow, parts: Sequence[StagePart], home: Mapping[fx.Node, int]) -> None:
@@ -247,7 +247,7 @@ def _place_state(flow: Flow, parts: Sequence[StagePart], home: Mapping[fx.Node, 
         if name not in flow.state:
             continue
         touched = (*node.users, flow.exported.changed.get(node, node))
-        stages = {home[n] for n in touched if n in home} or {flow.given.get(name, 0)}
+        stages = {home[n] for n in touched if n in home} or {flow.state_homes.get(name, 0)}
         if len(stages) > 1:
             raise ValueError(
                 f"stages {sorted(stages)} all use the buffer {name}, which forward changes: a buffer that changes "

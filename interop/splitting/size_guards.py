@@ -117,11 +117,11 @@ def conditions(nodes: Sequence[fx.Node], ranges: Mapping[Any, Any]) -> tuple[str
     free = {symbol for n in sizes for symbol in n.node.expr.free_symbols}
     asked = [environment.replace(guard.expr) for guard in environment.guards]
     asked = [e for e in asked if e.free_symbols and e.free_symbols <= free and not (e.is_Relational and _of_one(e))]
-    found = [str(doprint(e)) for e in asked]
+    texts = [str(doprint(e)) for e in asked]
     bounds = [(symbol, ranges[symbol]) for symbol in sorted(free, key=str) if symbol in ranges]
-    found += [f"{symbol} >= {bound.lower}" for symbol, bound in bounds if bound.lower > 2]
-    found += [f"{symbol} <= {bound.upper}" for symbol, bound in bounds if bound.upper.is_Integer]
-    return tuple(dict.fromkeys(found))
+    texts += [f"{symbol} >= {bound.lower}" for symbol, bound in bounds if bound.lower > 2]
+    texts += [f"{symbol} <= {bound.upper}" for symbol, bound in bounds if bound.upper.is_Integer]
+    return tuple(dict.fromkeys(texts))
 
 
 def _of_one(asked: Any) -> bool:

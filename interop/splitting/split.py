@@ -50,7 +50,7 @@ def split(
 
     Args:
         at: where stages begin: before the submodule of a name, `"layers.4"` (`"layers.4@1"`: before its second run),
-            or after it, `End("layers.3")`.
+            or after it, `End("layers.3")`; or where forward calls `pipe_split()`, `"pipe_split()@0"`.
         stages: the number of stages, without `at`. With neither, stages begin where forward calls `pipe_split()`.
         policy: with `stages`, what to make equal: "balanced", time; "equal", time and parameters, with equal weight.
         measure: measure forward and backward for the example here, rather than estimate them from arithmetic and bytes
@@ -102,10 +102,10 @@ def split(
     if at is not None:
         points = [*at]
     elif stages is not None:
-        found = _places(split_spec, flow)
-        times = _measured(split_spec, flow, found, values, batch_of(call, module)) if measure else estimate(flow)
+        candidates = places(flow, split_spec.skeleton)
+        times = _measured(split_spec, flow, candidates, values, batch_of(call, module)) if measure else estimate(flow)
         shares = _plus(times, _sizes(flow)) if policy == "equal" else times
-        points = chosen(shares, found, stages)
+        points = chosen(shares, candidates, stages)
     else:
         points = [f"{PIPE_SPLIT}@{number}" for number in range(len(flow.marks))]
         if not points:
@@ -156,21 +156,16 @@ def _placed(pipeline: Pipeline, values: Mapping[str, Tensor], of: str = "params"
     return {stage: {name: values[name] for name in getattr(spec, of)} for stage, spec in specs.items()}
 
 
-def _places(split_spec: SplitSpec, flow: Flow) -> list[CutCandidate]:
-    holding = {name.rpartition(".")[0] for name, _ in split_spec.skeleton.named_parameters(remove_duplicate=False)}
-    return places(flow, lambda name: any(own == name or own.startswith(f"{name}.") for own in holding))
-
-
 def _measured(
-    split_spec: SplitSpec, flow: Flow, found: Sequence[CutCandidate], values: Mapping[str, Tensor], batch: Any
+    split_spec: SplitSpec, flow: Flow, candidates: Sequence[CutCandidate], values: Mapping[str, Tensor], batch: Any
 ) -> list[float]:
     """Return the seconds between each two candidates, at the position of the first operation."""
     if any(x.device.type == "meta" for x in values.values()):
         raise ValueError("measure=True runs the module, whose tensors are on the meta device: leave it to an estimate")
-    fine, _ = assembled(replace(split_spec, points=tuple(place.point for place in found)), flow, None)
+    fine, _ = assembled(replace(split_spec, points=tuple(place.point for place in candidates)), flow, None)
     seconds = measure_stages(fine, _placed(fine, values), _placed(fine, values, "state"), batch)
     times = [0.0] * len(flow.nodes)
-    for start, taken in zip([0, *(place.start for place in found)], seconds, strict=True):
+    for start, taken in zip([0, *(place.start for place in candidates)], seconds, strict=True):
         times[start] = taken
     return times
 
@@ -212,19 +207,19 @@ def assembled(
                 f"in this mode stage {users[0]} uses {name}, which lives with stage {split_spec.homes[name]}: split "
                 "the module again in this mode, for params of its own"
             )
-    made = []
+    stages = []
     for stage, part in enumerate(parts):
-        held = [name for name, home in split_spec.homes.items() if home == stage and name not in split_spec.state]
-        fn = stage_function(exported, parts, stage, split_spec, held)
+        owned = [name for name, home in split_spec.homes.items() if home == stage and name not in split_spec.state]
+        fn = stage_function(exported, parts, stage, split_spec, owned)
         low, high = [0, *starts][stage], [*starts, len(flow.nodes)][stage]
         share = None if times is None else sum(times[low:high]) / sum(times)
         begins = str(split_spec.points[stage - 1]) if stage else None
         fn = replace(fn, spec=fn.spec._replace(begins=begins, share=share))
         frozen = tuple(name for name, x in fn.spec.params.items() if not x.requires_grad)
-        made.append(Stage(fn, fn.reads, bool(part.state), frozen))
+        stages.append(Stage(fn, fn.reads, bool(part.state), frozen))
     homes = split_spec.homes
     ties = {(s, name): (homes[name], name) for name, users in uses.items() for s in users if s != homes[name]}
-    return Pipeline(made, loss, ties=ties), split_spec
+    return Pipeline(stages, loss, ties=ties), split_spec
 
 
 def _homes(split_spec: SplitSpec, uses: Mapping[str, Sequence[int]]) -> dict[str, int]:

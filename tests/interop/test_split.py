@@ -202,6 +202,9 @@ def test_marks_inside_forward(mark):
 
     module, x = Marked(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(4, 4)
     pipeline, params = interop.split(module, example=x)
+    assert interop.split_points(pipeline) == ["pipe_split()@0"]
+    with pytest.raises(ValueError, match=r"no split point 'pipe_split\(\)@1': .* runs 1 times, counted from 0"):
+        interop.split(module, at=["pipe_split()@1"], example=x)
     assert [list(params[s]) for s in range(2)] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
     assert torch.equal(pipeline(params, x), module(x))
     assert torch.equal(interop.eval_mode(pipeline)(params, x), module(x))
