@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from fpipe.errors import StageError
 from fpipe.stages.pytree import flatten
@@ -91,7 +92,7 @@ def to_meta(module: nn.Module, stage: int | None = None) -> nn.Module:
     tensors = [*module.parameters(), *module.buffers()]
     memo: dict[int, Any] = {id(x): registered(x.detach().to("meta"), x) for x in tensors}
     memories = {_memory(x) for x in tensors} - {None}
-    for x in flatten([value for *_, value in attributes(module)]).leaves:
+    for x in pytree.tree_leaves([value for *_, value in attributes(module)]):
         if isinstance(x, Tensor) and id(x) not in memo and (x.grad_fn is not None or _memory(x) in memories):
             memo[id(x)] = x.detach().to("meta")
     try:

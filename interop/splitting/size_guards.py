@@ -43,9 +43,8 @@ class Sizes:
         Raises:
             ValueError: the function is not valid for their sizes.
         """
-        known: dict[str, int] = {}
-        where: dict[str, str] = {}
-        derived: list[tuple[Path, int, str]] = []
+        known, where = dict[str, int](), dict[str, str]()
+        derived = list[tuple[Path, int, str]]()
         for path, x in leaves.items():
             axes = self.axes[path]
             if not isinstance(x, Tensor) or x.ndim != len(axes):
@@ -80,7 +79,7 @@ def _text(path: Path, x: Any) -> str:
 
 def _said(expression: str, where: Mapping[str, str]) -> str:
     plain = re.sub(r"torch\.sym_float\((\w+)\)", r"\1", re.sub(r"(\d\.\d+?)0+\b", r"\1", expression))
-    return SYMBOL.sub(lambda found: where.get(found[0], found[0]), plain)
+    return SYMBOL.sub(lambda match: where.get(match[0], match[0]), plain)
 
 
 @cache
