@@ -32,18 +32,18 @@ def eval_mode(pipeline: Pipeline, mode: bool = True) -> Pipeline:
     if any(isinstance(stage.fn, GraphFunction) for stage in pipeline.stages):
         return _exported_again(pipeline, mode)
     functions = {i: stage.fn for i, stage in enumerate(pipeline.stages) if isinstance(stage.fn, ModuleFunction)}
-    made = {i: fn.skeleton if fn.original_mode is None else fn.original_mode for i, fn in functions.items()}
-    for i, module in made.items():
+    originals = {i: fn.skeleton if fn.original_mode is None else fn.original_mode for i, fn in functions.items()}
+    for i, module in originals.items():
         if any(isinstance(part, fx.GraphModule) for part in module.modules()):
             raise ValueError(
                 f"stage {i} is a graph that was traced in one mode for good: trace the module once more in the "
                 "other, or take interop.split"
             )
-    trained = any(map(_trains, made.values()))
+    trained = any(map(_trains, originals.values()))
     stages = list(pipeline.stages)
     for i, fn in functions.items():
-        module = _in_mode(made[i], mode, trained)
-        function = replace(fn, skeleton=module, original_mode=None if module is made[i] else made[i])
+        module = _in_mode(originals[i], mode, trained)
+        function = replace(fn, skeleton=module, original_mode=None if module is originals[i] else originals[i])
         stages[i] = replace(stages[i], fn=function)
     return pipeline.replace(stages, pipeline.loss)
 
@@ -61,7 +61,7 @@ def _exported_again(pipeline: Pipeline, evaluating: bool) -> Pipeline:
     split_spec = next(stage.fn.split_spec for stage in pipeline.stages if isinstance(stage.fn, GraphFunction))
     module = _in_mode(split_spec.skeleton, evaluating, _trains(split_spec.skeleton))
     exported = export(module, split_spec.call, split_spec.dynamic_shapes, split_spec.device)
-    if new := sorted(exported.changed.keys() - split_spec.state):
+    if new := sorted({exported.tensors[node] for node in exported.changed} - split_spec.state):
         raise ValueError(
             f"in this mode forward changes the buffers {', '.join(new)}, which are params of the pipeline given: split "
             "the module in training mode, and take eval_mode of that"

@@ -82,18 +82,18 @@ def optimizer(
         if not trained:
             return params, state
         _check_gradients(gradients, leaves, paths_of(spec))
-        own = {i: leaves[i].detach() if donate else leaves[i].detach().clone() for i in trained}
-        members = _members(own, paths_of(spec), groups)
-        given = [{**_plain(changed), "params": [own[i] for i in here]} for changed, here in members]
-        stepper = kind(given, **{**options, **changes})
+        parameters = {i: leaves[i].detach() if donate else leaves[i].detach().clone() for i in trained}
+        members = _members(parameters, paths_of(spec), groups)
+        options_of_groups = [{**_plain(changed), "params": [parameters[i] for i in here]} for changed, here in members]
+        stepper = kind(options_of_groups, **{**options, **changes})
         for group, (changed, here) in zip(stepper.param_groups, members, strict=True):
             group |= {name: of(group[name]) for name, of in changed.items() if callable(of)}
             for i in here:
-                own[i].grad = gradients[i]
+                parameters[i].grad = gradients[i]
                 if states[i]:
-                    stepper.state[own[i]] = _placed(states[i], own[i], group, donate)
+                    stepper.state[parameters[i]] = _placed(states[i], parameters[i], group, donate)
         stepper.step()
-        for i, parameter in own.items():
+        for i, parameter in parameters.items():
             parameter.grad = None
             leaves[i], states[i] = parameter, stepper.state[parameter]
         return spec.unflatten(leaves), spec.unflatten(states)
@@ -105,8 +105,6 @@ def _members(
     own: Mapping[int, Tensor], paths: Sequence[Path], groups: Sequence[Group]
 ) -> list[tuple[Mapping[str, Any], list[int]]]:
     """Return the parameters of each group, by number; those without a group come last."""
-    if not groups:
-        return [({}, list(own))]
     members = [(options, list[int]()) for _, options in groups] + [({}, [])]
     for i, parameter in own.items():
         first = next((k for k, (predicate, _) in enumerate(groups) if predicate(paths[i], parameter)), -1)

@@ -156,14 +156,14 @@ def _read(rank: int, column: int, text: str) -> _Cell:
     overlap = _OVERLAP.fullmatch(text)
     actions = []
     for part in overlap.groups() if overlap else (text,):
-        found = _ACTION.fullmatch(part.strip())
-        if not found:
+        match = _ACTION.fullmatch(part.strip())
+        if not match:
             raise ScheduleError(
                 f"{_Cell(rank, column, text)}, is no action. Stage, action, microbatch make one, as in 1F3: F, B, I, "
                 "W, SEND_F, RECV_F, SEND_B, RECV_B; or stage and action, as in 1UNSHARD: UNSHARD, RESHARD, "
                 "REDUCE_GRAD; or two that overlap, as in (1F3;0B2)OVERLAP_F_B"
             )
-        stage, kind, microbatch, whole = found.groups()
+        stage, kind, microbatch, whole = match.groups()
         actions.append(_Action(int(stage), whole or kind, None if whole else int(microbatch)))
     return _Cell(rank, column, text, tuple(actions))
 
@@ -235,10 +235,10 @@ def _peer(stage: int, other: int, cell: _Cell, plan: Plan) -> int:
 
 
 def _refuse_plan(plan: Plan) -> None:
-    for stage, held in enumerate(plan.placement.holders):
-        if len(held) > 1:
+    for stage, ranks in enumerate(plan.placement.holders):
+        if len(ranks) > 1:
             raise ScheduleError(
-                f"stage {stage} has copies on ranks {held}, and torch.distributed.pipelining knows one rank for each: "
+                f"stage {stage} has copies on ranks {ranks}, and torch.distributed.pipelining knows one rank for each: "
                 "take a placement without copies, such as Placement.v with dualpipe_v"
             )
         if plan.sources(stage) != ((stage - 1,) if stage else ()):
@@ -274,14 +274,14 @@ def _gather(row: Sequence[Effect], most: int) -> Iterator[Item]:
         now = {part.stage: None for part in parts(effect) if isinstance(part, Compute)}
         soon = tuple({**now, **dict.fromkeys(soon)})[: max(most, len(now))] if most else ()
         ahead.append(soon)
-    held: tuple[int, ...] = ()
+    gathered: tuple[int, ...] = ()
     for effect, soon in zip(row, reversed(ahead), strict=True):
         if isinstance(effect, Compute | Overlap):
-            yield from (f"{stage}RESHARD" for stage in sorted(held) if stage not in soon)
-            yield from (f"{stage}UNSHARD" for stage in soon if stage not in held)
-            held = soon
+            yield from (f"{stage}RESHARD" for stage in sorted(gathered) if stage not in soon)
+            yield from (f"{stage}UNSHARD" for stage in soon if stage not in gathered)
+            gathered = soon
         yield effect
-    yield from (f"{stage}RESHARD" for stage in sorted(held))
+    yield from (f"{stage}RESHARD" for stage in sorted(gathered))
 
 
 def _cell(item: Item) -> str:

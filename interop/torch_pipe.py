@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe
 
-from fpipe.interop.modules.functions import ModuleFunction, StatefulModuleFunction, Tree, from_modules
+from fpipe.interop.modules.functions import ModuleFunction, Tree, from_modules
 from fpipe.interop.modules.skeletons import bind_tensors
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import describe
@@ -27,17 +27,8 @@ class TracedFunction(ModuleFunction):
     sizes: tuple[Sizes | None, ...] = ()
 
     def __call__(self, params: Tree, *inputs: Any) -> Any:
-        _check(self.sizes, inputs)
+        _check(self.sizes, inputs[1:] if self.stateful else inputs)
         return super().__call__(params, *inputs)
-
-
-@dataclass(frozen=True)
-class StatefulTracedFunction(StatefulModuleFunction):
-    sizes: tuple[Sizes | None, ...] = ()
-
-    def __call__(self, params: Tree, state: Tree, *inputs: Any) -> tuple[Any, Tree]:
-        _check(self.sizes, inputs)
-        return super().__call__(params, state, *inputs)
 
 
 def from_pipe(pipe: Pipe, *, loss: Callable[..., Any] | None = None) -> tuple[Pipeline, dict[int, Tree]]:
@@ -74,8 +65,7 @@ def _traced(stage: Stage, module: nn.Module) -> Stage:
     """Return the stage with a check of the sizes that its graph was traced for."""
     assert isinstance(stage.fn, ModuleFunction)
     sizes = tuple(_sizes(node) for node in module.graph.nodes if node.op == "placeholder")  # type: ignore[union-attr]
-    kind = StatefulTracedFunction if stage.stateful else TracedFunction
-    return replace(stage, fn=kind(stage.fn.skeleton, stage.fn.qualified, stage.fn.original_mode, sizes))
+    return replace(stage, fn=TracedFunction(**vars(stage.fn), sizes=sizes))
 
 
 def _sizes(node: fx.Node) -> Sizes | None:
@@ -99,11 +89,11 @@ def _check(traced: Sequence[Sizes | None], inputs: Sequence[Any]) -> None:
 def _sharing(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules with one parameter for each name."""
     first: Tree = {}
-    found = []
+    shared = []
     for module in modules:
-        own = {name: first.setdefault(name, parameter) for name, parameter in module.named_parameters()}
-        found.append(bind_tensors(module, {**own, **dict(module.named_buffers())}))
-    return found
+        parameters = {name: first.setdefault(name, parameter) for name, parameter in module.named_parameters()}
+        shared.append(bind_tensors(module, {**parameters, **dict(module.named_buffers())}))
+    return shared
 
 
 def _reads(graph: fx.Graph) -> dict[int, list[Read]]:
@@ -125,9 +115,9 @@ def _reads(graph: fx.Graph) -> dict[int, list[Read]]:
 
 def _check_output(returned: Any, known: dict[Any, Any], last: int) -> None:
     """Raise ValueError unless forward returns the last stage's output."""
-    found = [known.get(x) for x in returned] if isinstance(returned, tuple | list) else [known.get(returned)]
-    if found not in ([Output(last)], [Output(last, i) for i in range(len(found))]):
-        others = sorted({f"stage {x.stage}" if isinstance(x, Output) else "the batch" for x in found if x is not None})
+    reads = [known.get(x) for x in returned] if isinstance(returned, tuple | list) else [known.get(returned)]
+    if reads not in ([Output(last)], [Output(last, i) for i in range(len(reads))]):
+        others = sorted({f"stage {x.stage}" if isinstance(x, Output) else "the batch" for x in reads if x is not None})
         raise ValueError(
             f"forward returns what comes from {', '.join(others)}, where a Pipe's output is the last stage's: take "
             "interop.split of the module, which keeps all that it returns"

@@ -9,16 +9,15 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from fpipe.interop.modules.functions import Tree
-from fpipe.interop.modules.state_dicts import from_state_dict
+from fpipe.interop.modules.state_dicts import from_state_dict, names_in_module
 from fpipe.interop.splitting.split import split as split_module
 from fpipe.stages.pipeline import Pipeline
-from fpipe.stages.stage import StageFunction
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 IGNORED = -100
@@ -39,14 +38,13 @@ def split(model: nn.Module, *, example: Mapping[str, Tensor], **options: Any) ->
         StageError: the model cannot be exported.
         ValueError: a split point does not exist.
     """
-    given = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    uncached = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     loss = options.pop("loss", _own_loss if "labels" in example else None)
-    return split_module(model, kwargs={**example, **given}, loss=loss, **options)
+    return split_module(model, kwargs={**example, **uncached}, loss=loss, **options)
 
 
 def _own_loss(output: Mapping[str, Any], target: Any) -> Tensor:
-    loss: Tensor = output["loss"]
-    return loss
+    return cast(Tensor, output["loss"])
 
 
 def tokens(labels: Tensor | None, shifted: bool = True) -> Tensor:
@@ -100,13 +98,9 @@ class _Front(NamedTuple):
     more: str = ""
     less: str = ""
 
-    def there(self, name: str) -> str | None:
-        """Return the files' name for a name of the model; None if the files have none, as for a head."""
-        return self.more + name.removeprefix(self.less) if name.startswith(self.less) else None
-
-    def here(self, name: str) -> str | None:
-        """Return the model's name for a name of the files."""
-        return self.less + name.removeprefix(self.more) if name.startswith(self.more) else None
+    def renamed(self, there: Iterable[str]) -> dict[str, str]:
+        """Return the files' names by the model's."""
+        return {self.less + name.removeprefix(self.more): name for name in there if name.startswith(self.more)}
 
     def __str__(self) -> str:
         return f"with {self.more!r} in front" if self.more else f"without {self.less!r}" if self.less else "as they are"
@@ -129,30 +123,29 @@ class _Pretrained(Mapping[str, Tensor]):
         self.folder, self.dtype, self.stack = folder, dtype, stack
         self.files: dict[str, Any] = {}
         self.homes = self._read_index()
-        functions = [stage.fn for stage in pipeline.stages if isinstance(stage.fn, StageFunction)]
-        names = {name: None for fn in functions for name in fn.aliases}
-        front, self.names = self._named(names)
-        if left := self._left(front, {*names, *(name for fn in functions for name in fn.nonpersistent_buffers)}):
+        aliases, nonpersistent = names_in_module(pipeline)
+        front, self.names = self._named(aliases)
+        if left := self._left(front, {*aliases, *nonpersistent}):
             warnings.warn(
                 f"{folder} has tensors that the model has no place for: {', '.join(left[:3])}"
                 f"{f' and {len(left) - 3} more' if len(left) > 3 else ''}; is it a larger model's?",
                 stacklevel=3,
             )
 
-    def _named(self, names: Iterable[str]) -> tuple[_Front, dict[str, str]]:
+    def _named(self, names: Collection[str]) -> tuple[_Front, dict[str, str]]:
         """Return the front that matches all names that any front matches, and the files' names by the model's."""
-        found = {
-            front: {name: there for name in names if (there := front.there(name)) in self.homes}
+        matches = {
+            front: {name: there for name, there in front.renamed(self.homes).items() if name in names}
             for front in _fronts(names, self.homes)
         }
-        found = {front: some for front, some in found.items() if some} or {_Front(): {}}
-        fitting = [front for front, some in found.items() if all(some.keys() >= x.keys() for x in found.values())]
+        matches = {front: some for front, some in matches.items() if some} or {_Front(): {}}
+        fitting = [front for front, some in matches.items() if all(some.keys() >= x.keys() for x in matches.values())]
         if len(fitting) != 1:
             raise ValueError(
-                f"{self.folder} fits the model in several ways, its names {', or '.join(map(str, fitting or found))}: "
-                "split the model that was saved, or give interop.from_state_dict the tensors under the model's names"
+                f"{self.folder} fits the model in several ways, its names {', or '.join(map(str, fitting or matches))}"
+                ": split the model that was saved, or give interop.from_state_dict the tensors under the model's names"
             )
-        return fitting[0], found[fitting[0]]
+        return fitting[0], matches[fitting[0]]
 
     def _left(self, front: _Front, known: Collection[str]) -> list[str]:
         """Return the files' names that the model lacks, except for other heads."""
@@ -160,14 +153,13 @@ class _Pretrained(Mapping[str, Tensor]):
         def part(name: str) -> str:
             return front.less + name.removeprefix(front.less).partition(".")[0]
 
-        parts = {part(name) for name in known if front.there(name) is not None}
-        ours = {there: front.here(there) for there in self.homes}
-        return sorted(there for there, name in ours.items() if name and name not in known and part(name) in parts)
+        parts = {part(name) for name in known if name.startswith(front.less)}
+        ours = front.renamed(self.homes)
+        return sorted(there for name, there in ours.items() if name not in known and part(name) in parts)
 
     def _read_index(self) -> dict[str, str]:
         if (self.folder / INDEX).is_file():
-            found: dict[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
-            return found
+            return dict(json.loads((self.folder / INDEX).read_text())["weight_map"])
         if (self.folder / WHOLE).is_file():
             return dict.fromkeys(self._open(WHOLE).keys(), WHOLE)
         raise FileNotFoundError(
@@ -185,8 +177,8 @@ class _Pretrained(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         there = self.names[name]
-        found: Tensor = self._open(self.homes[there]).get_tensor(there)
-        return found.to(self.dtype) if self.dtype and found.is_floating_point() else found
+        tensor: Tensor = self._open(self.homes[there]).get_tensor(there)
+        return tensor.to(self.dtype) if self.dtype and tensor.is_floating_point() else tensor
 
     def __contains__(self, name: object) -> bool:
         return name in self.names  # without reading it

@@ -168,7 +168,7 @@ class Checkpoints:
 
         plan, requests = self._agree(planned, "load", lambda plan: tuple(plan.request))
         plan.check(requests)
-        self._agree(plan.read, "load")
+        self._agree(lambda: plan.reader.read(plan.tensors), "load")
         return plan.tree()
 
     def _begin(self, call: str) -> None:
@@ -194,10 +194,10 @@ class Checkpoints:
     def _share(self, **sections: Any) -> _Share:
         """Return the part of a training state that this process saves."""
         sections = sections_of(self.pipeline, **sections)
-        saved_here = [stage for stage, ranks in enumerate(self.plan.placement.holders) if ranks[0] in self._ranks]
+        saved_here = {s: ranks[0] for s, ranks in enumerate(self.plan.placement.holders) if ranks[0] in self._ranks}
         missing = missing_entries(sections, self.pipeline, saved_here)
         share = _Share({}, {}, {}, [*sections], missing)
-        for entry in chain.from_iterable(found for found, _ in entries(sections, self.pipeline).values()):
+        for entry in entries(sections, self.pipeline)[0]:
             if not entry.is_stored:
                 continue
             leaf = entry.leaf if entry.is_empty else _storable(entry.name, entry.leaf)
@@ -210,7 +210,7 @@ class Checkpoints:
     def _save(self, make: Callable[[], _Share]) -> Path:
         share, answers = self._agree(make, "save", lambda share: (share.sections, share.missing))
         sections, missing = map(chain.from_iterable, zip(*answers, strict=True))
-        check_complete({*sections}, missing, self.plan.placement.holders)
+        check_complete({*sections}, missing)
         unfinished = self.folder / self._on_first(lambda: begun(self.folder, share.step).name, "save")
         rank = self._ranks[0]
         _, parts = self._agree(lambda: (written(unfinished, rank, share.tensors), share.plain, share.common), "save")

@@ -2,59 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from itertools import product
 from typing import Any
 
-from torch import nn
-
-from fpipe.interop.checkpoints.names import Name, some, stage_name
+from fpipe.interop.checkpoints.names import Name, name_of, some
 from fpipe.interop.checkpoints.storage import CheckpointError
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import StageFunction
 
-Missing = tuple[str, int, list[str]]
-"""`params` or `state`, a stage, and the names that are missing; no names where nothing of the stage is there."""
+Missing = tuple[str, str]
+"""`params` or `state`, and a text that says what it lacks."""
 
 
-def missing_entries(sections: Mapping[str, Any], pipeline: Pipeline, stages: Collection[int]) -> list[Missing]:
-    """Return what the sections lack of the params and state of some stages.
+def missing_entries(sections: Mapping[str, Any], pipeline: Pipeline, ranks: Mapping[int, int]) -> list[Missing]:
+    """Return what the sections lack of the params and state of stages. `ranks` maps these stages to their ranks.
 
     Functions of modules declare what they hold; plain ones have a tree in params, and one in state if they are
     stateful.
     """
     tied = {use for uses in pipeline.entries.values() for use in uses[1:]}
     missing: list[Missing] = []
-    for section in ("params", "state"):
-        tree = sections.get(section, {})
-        for stage in stages:
-            each = pipeline.stages[stage]
-            if isinstance(each.fn, StageFunction):
-                own, declared = tree.get(stage, {}), getattr(each.fn.spec, section)
-                names = [name for name in sorted(declared) if name not in own and (stage, (name,)) not in tied]
-                missing += [(section, stage, names)] if names else []
-            elif stage not in tree and (section == "params" or each.stateful):
-                missing.append((section, stage, []))
+    for section, stage in product(("params", "state"), ranks):
+        tree, each, lack = sections.get(section, {}), pipeline.stages[stage], ""
+        if isinstance(each.fn, StageFunction):
+            declared = {name for name in getattr(each.fn.spec, section) if (stage, (name,)) not in tied}
+            if names := sorted(declared - tree.get(stage, {}).keys()):
+                lack = f"lacks {some(names)}"
+        elif stage not in tree and (section == "params" or each.stateful):
+            lack = "has nothing"
+        if lack:
+            missing.append((section, f"rank {ranks[stage]} holds stage {stage}, of which {section} {lack}"))
     return missing
 
 
-def check_complete(sections: Collection[str], missing: Iterable[Missing], holders: Sequence[Sequence[int]]) -> None:
+def check_complete(sections: Collection[str], missing: Iterable[Missing]) -> None:
     """Raise if a section that is saved lacks something of a stage.
 
     Args:
         sections: their names, on all ranks.
         missing: on all ranks.
-        holders: the ranks that hold each stage.
 
     Raises:
         CheckpointError: says which ranks hold it.
     """
-    texts = [
-        f"rank {holders[stage][0]} holds stage {stage}, of which {section} "
-        + (f"lacks {some(names)}" if names else "has nothing")
-        for section, stage, names in missing
-        if section in sections
-    ]
-    if texts:
+    if texts := [text for section, text in missing if section in sections]:
         raise CheckpointError(
             f"{some(texts, '; ')}: pipeline.params_on(params, plan, rank) and pipeline.state_on(state, plan, rank) "
             "return what a rank needs"
@@ -63,21 +55,10 @@ def check_complete(sections: Collection[str], missing: Iterable[Missing], holder
 
 def nonpersistent(pipeline: Pipeline) -> list[Name]:
     """Return the names of modules' buffers that no state_dict has."""
-    fns = {stage: each.fn for stage, each in enumerate(pipeline.stages) if isinstance(each.fn, StageFunction)}
-    modules = {fn.skeleton for fn in fns.values() if fn.skeleton is not None}
-    unlisted = {module: _unlisted(module) for module in modules}
-    return [
-        stage_name(section, stage, name, pipeline)
-        for stage, fn in fns.items()
-        if fn.skeleton is not None
-        for section in ("params", "state")
-        for name in getattr(fn.spec, section)
-        if name in unlisted[fn.skeleton]
-    ]
-
-
-def _unlisted(module: nn.Module) -> set[str]:
-    listed = module.state_dict(keep_vars=True)
-    tensors = {*map(id, listed.values())}
-    buffers = module.named_buffers(remove_duplicate=False)
-    return {name for name, buffer in buffers if name not in listed and id(buffer) not in tensors}
+    names: list[Name] = []
+    for stage, each in enumerate(pipeline.stages):
+        if isinstance(each.fn, StageFunction):
+            listed = {*each.fn.aliases.values()}
+            for section, tree in (("params", each.fn.spec.params), ("state", each.fn.spec.state)):
+                names += [name_of(section, (stage, name), pipeline) for name in tree if name not in listed]
+    return names

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from fpipe.interop.checkpoints.names import Entry, Name, dense, dotted, entries, some
+from fpipe.interop.checkpoints.names import Entry, Name, dense, dotted, entries, nested, some
 from fpipe.interop.checkpoints.storage import CheckpointError, CheckpointReader
 from fpipe.stages.pipeline import Pipeline
 
 
 class LoadRequest(NamedTuple):
-    """What a rank asks a checkpoint for.
+    """A rank's request to a checkpoint.
 
     Args:
         sections: the names at the top.
@@ -42,10 +42,10 @@ class LoadPlan:
         self, reader: CheckpointReader, like: Mapping[str, Any], pipeline: Pipeline, device: torch.device
     ) -> None:
         self.reader, self.device = reader, device
-        self.entries = entries(like, pipeline)
+        self.entries, self.spec = entries(like, pipeline)
         self.tensors: dict[Name, Tensor] = {}
         self.request = LoadRequest([*like], [], [], {})
-        for entry in chain.from_iterable(found for found, _ in self.entries.values()):
+        for entry in self.entries:
             if entry.is_stored:
                 self._fill(entry) if entry.is_empty else self._ask(entry)
 
@@ -53,7 +53,7 @@ class LoadPlan:
         (name, leaf), request = entry[:2], self.request
         request.names.append(name)
         stored = self.reader.tensors.get(name)
-        if stored is None and name not in self.reader.plain:
+        if name not in self.reader.names:
             request.missing.append(name)
         elif stored is not None and leaf is None:  # training began without it
             self.tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype, device=self.device)
@@ -105,8 +105,7 @@ class LoadPlan:
         columns = zip(*requests, strict=True)
         sections, names, missing = ({*chain.from_iterable(next(columns))} for _ in range(3))
         misshapen = {name: text for each in next(columns) for name, text in each.items()}
-        there = {*self.reader.tensors, *self.reader.plain}
-        unexpected = sorted(name for name in there - names if name[0] in sections)
+        unexpected = sorted(name for name in self.reader.names - names if name[0] in sections)
         problems = {
             "it lacks": self._missing_texts(missing, unexpected, sections),
             "nobody asks for": [*map(dotted, unexpected)],
@@ -115,35 +114,25 @@ class LoadPlan:
         if texts := [f"{problem} {some(items)}" for problem, items in problems.items() if items]:
             raise CheckpointError(
                 f"{self.reader.path} is of another model or has another state: {'; '.join(texts)}"
-                f"{_other_mode(missing, there)}"
+                f"{_other_mode(missing, self.reader.names)}"
             )
 
     def _missing_texts(self, missing: set[Name], unexpected: list[Name], asked: set[str]) -> list[str]:
         """Describe missing names, or sections that are missing as a whole, each with the most similar name there."""
-        stored = self.reader.sections
+        stored = {name[0] for name in self.reader.names}
         names = {name if name[0] in stored else name[:1] for name in missing}
         unasked = [(section,) for section in sorted(stored - asked)]
         return [_nearest(n, unexpected, 0.8) if n[0] in stored else _nearest(n, unasked, 0.5) for n in sorted(names)]
 
-    def read(self) -> None:
-        """Read the tensors."""
-        self.reader.read(self.tensors)
-
     def tree(self) -> dict[str, Any]:
-        """Return the training state, after `read`."""
-        return {section: spec.unflatten(map(self._value, found)) for section, (found, spec) in self.entries.items()}
+        """Return the training state, once its tensors are read."""
+        return cast(dict[str, Any], self.spec.unflatten(map(self._value, self.entries))) if self.entries else {}
 
     def _value(self, entry: Entry) -> Any:
         if not entry.is_empty:
             return self._leaf(entry.name)
-        tree: dict[str, Any] = {}
-        for name in self.reader.below.get(entry.name, []) if entry.is_stored else []:
-            *outer, key = name[len(entry.name) :]
-            node = tree
-            for part in outer:
-                node = node.setdefault(part, {})
-            node[key] = self._leaf(name)
-        return tree
+        below = self.reader.below.get(entry.name, []) if entry.is_stored else []
+        return nested({name[len(entry.name) :]: self._leaf(name) for name in below})
 
     def _leaf(self, name: Name) -> Any:
         return self.tensors[name] if name in self.tensors else self.reader.plain[name]

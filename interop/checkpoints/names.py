@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     Args:
         leaf: a tensor, a plain value, None, or an empty dict.
         stage: the stage that holds it; None where all ranks have it.
-        parameter: name and tensor of the parameter that an optimizer keeps it for, if it is known.
+        parameter: name and tensor of the parameter that an optimizer keeps it for, if there is one.
     """
 
     name: Name
@@ -72,57 +72,48 @@ def sections_of(pipeline: Pipeline, /, **sections: Any) -> dict[str, Any]:
     return sections
 
 
-def entries(sections: Mapping[str, Any], pipeline: Pipeline) -> dict[str, tuple[list[Entry], optree.PyTreeSpec]]:
-    """Return the entries of each section, and the structure that puts them together.
+def entries(sections: Mapping[str, Any], pipeline: Pipeline) -> tuple[list[Entry], optree.PyTreeSpec]:
+    """Return the entries of a training state, and the structure that puts them together.
 
     Raises:
         ValueError: two entries have one name.
     """
-    parameters = {path: (_name("params", path, pipeline, {}), leaf) for path, leaf in _parameters(sections, pipeline)}
-    names: dict[int, set[Any]] = {
-        s: set() for s, each in enumerate(pipeline.stages) if isinstance(each.fn, StageFunction)
-    }
-    for stage, *path in parameters:
-        names.setdefault(stage, set()).update(path)
+    parameters = {path: (name_of("params", path, pipeline), leaf) for path, leaf in _parameters(sections, pipeline)}
 
-    def entry(section: str, path: Path, leaf: Any) -> Entry:
+    def entry(section: str, *path: Any, leaf: Any) -> Entry:
         if section not in BY_STAGE:
             return Entry((section, *map(str, path)), leaf)
         if not path:
             return Entry((section,), leaf, stage=0)  # a section without stages
-        return Entry(_name(section, path, pipeline, names), leaf, path[0], _parameter(path, parameters))
+        parameter = _parameter(path, parameters) if section == "optimizer" else None
+        is_modules = section != "optimizer" or parameter is not None
+        return Entry(name_of(section, path, pipeline, is_modules), leaf, path[0], parameter)
 
-    result = {}
-    for section, tree in sections.items():
-        paths, leaves, spec = _flat(tree)
-        result[section] = [entry(section, path, leaf) for path, leaf in zip(paths, leaves, strict=True)], spec
-    counts = Counter(dotted(each.name) for section, _ in result.values() for each in section if each.is_stored)
+    paths, leaves, spec = _flat(sections)
+    result = [entry(*path, leaf=leaf) for path, leaf in zip(paths, leaves, strict=True)] if sections else []
+    counts = Counter(dotted(each.name) for each in result if each.is_stored)
     for name, count in counts.items():
         if count > 1:
             raise ValueError(f"{count} entries are called {name}: give each its own name")
-    return result
+    return result, spec
 
 
-def stage_name(section: str, stage: int, name: str, pipeline: Pipeline) -> Name:
-    """Return the name of a parameter or buffer of a module's stage."""
-    return _name(section, (stage, name), pipeline, {})
+def name_of(section: str, path: Path, pipeline: Pipeline, is_modules: bool = True) -> Name:
+    """Return the name of the entry at a path, which begins with the stage.
 
-
-def _name(section: str, path: Path, pipeline: Pipeline, names: Mapping[int, set[Any]]) -> Name:
+    Args:
+        is_modules: the entry is a parameter or buffer, or belongs to one.
+    """
     stage, *rest = path
-    texts = map(str, rest)
-    if getattr(pipeline.stages[stage].fn, "qualified", False):  # also of a plain function that says no more
-        own = names.get(stage)
-        if section != "optimizer" or own is None or any(part in own for part in rest):
-            return (section, *texts)
-    return (section, "stages", str(stage), *texts)
+    qualified = is_modules and getattr(pipeline.stages[stage].fn, "qualified", False)  # a plain function may say so too
+    return (section, *(() if qualified else ("stages", str(stage))), *map(str, rest))
 
 
 def _parameter(path: Path, parameters: Mapping[Path, tuple[Name, Tensor]]) -> tuple[Name, Tensor] | None:
-    """Return the parameter whose own path ends a path in a stage's tree."""
+    """Return the parameter whose own path is a part of a path in a stage's tree, as near to its end as possible."""
     stage, *rest = path
-    ends = (parameters.get((stage, *rest[start:])) for start in range(len(rest) + 1))
-    return next((each for each in ends if each is not None), None)
+    parts = ((stage, *rest[start:end]) for end in range(len(rest), -1, -1) for start in range(end + 1))
+    return next((parameters[part] for part in parts if part in parameters), None)
 
 
 def _parameters(sections: Mapping[str, Any], pipeline: Pipeline) -> Iterator[tuple[Path, Tensor]]:
@@ -136,6 +127,17 @@ def _parameters(sections: Mapping[str, Any], pipeline: Pipeline) -> Iterator[tup
 def dotted(name: Name) -> str:
     """Return a name as a checkpoint's key."""
     return ".".join(name)
+
+
+def nested(values: Mapping[Name, Any]) -> dict[str, Any]:
+    """Return values as a tree of dicts."""
+    tree: dict[str, Any] = {}
+    for (*outer, key), value in values.items():
+        node = tree
+        for part in outer:
+            node = node.setdefault(part, {})
+        node[key] = value
+    return tree
 
 
 def some(texts: Sequence[str], between: str = ", ") -> str:

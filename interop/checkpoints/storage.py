@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import shutil
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fpipe.interop.checkpoints.names import Name, dotted
+from fpipe.interop.checkpoints.names import Name, dotted, nested
 
 FORMAT = {"format": "fpipe checkpoint", "version": 2}
 MANIFEST, METADATA = "fpipe.json", ".metadata"
@@ -55,14 +56,8 @@ def begun(folder: Path, step: int | None) -> Path:
 
 def written(folder: Path, rank: int, tensors: Mapping[Name, Tensor]) -> bytes:
     """Write a rank's tensors; return the pickled metadata, which says where they are."""
-    nested: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        node = nested
-        for part in name[:-1]:
-            node = node.setdefault(part, {})
-        node[name[-1]] = tensor
     writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
-    planner.set_up_planner(nested, writer.storage_meta(), True)
+    planner.set_up_planner(nested(tensors), writer.storage_meta(), True)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     plan = writer.prepare_global_plan(plans * (rank + 1))[-1]  # a file is named after the index of its plan
@@ -77,10 +72,12 @@ def sealed(folder: Path, parts: Sequence[bytes], plain: Plain, nonpersistent: Se
     Raises:
         CheckpointError: a file that another rank wrote is not visible here.
     """
-    whole = Metadata({}, {}, {})
-    for part in parts:
-        for into, entries in zip(_columns(whole), _columns(unpickled(part)), strict=True):
-            into.update(entries)
+    ranks = [unpickled(part) for part in parts]
+
+    def joined(column: str) -> dict[Any, Any]:
+        return dict(ChainMap(*(getattr(rank, column) for rank in ranks)))
+
+    whole = Metadata(joined("state_dict_metadata"), joined("planner_data"), joined("storage_data"))
     _write(folder / METADATA, pickle.dumps(whole))
     files = {METADATA, *(info.relative_path for info in whole.storage_data.values())}
     missing = sorted(name for name in files if not (folder / name).exists())
@@ -99,10 +96,6 @@ def sealed(folder: Path, parts: Sequence[bytes], plain: Plain, nonpersistent: Se
     for old in checkpoints(final.parent)[: -keep if keep else 0]:
         shutil.rmtree(old.rename(old.with_name(UNFINISHED + old.name)))
     return final
-
-
-def _columns(metadata: Metadata) -> tuple[dict[Any, Any], ...]:
-    return metadata.state_dict_metadata, metadata.planner_data, metadata.storage_data
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -189,9 +182,9 @@ class CheckpointReader:
         return metadata
 
     @cached_property
-    def sections(self) -> set[str]:
-        """The names at the top."""
-        return {name[0] for name in (*self.tensors, *self.plain)}
+    def names(self) -> set[Name]:
+        """The names of all entries."""
+        return {*self.tensors, *self.plain}
 
     @cached_property
     def below(self) -> dict[Name, list[Name]]:
@@ -224,30 +217,19 @@ class CheckpointReader:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        kind = getattr(torch, name, None)
-        if module == "torch" and (name == "Size" or isinstance(kind, torch.dtype)):
-            return kind
         if (module, name) in KNOWN:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds a {module}.{name}, which describes no tensor")
 
 
 KNOWN = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+    ("torch", "Size"),
+    *(("torch", name) for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
+    *((dcp.__name__, name) for name, kind in vars(dcp).items() if getattr(kind, "__module__", "") == dcp.__name__),
 }
+"""Sizes, dtypes, and classes that describe tensors: all of `torch.distributed.checkpoint.metadata`, and two more."""
 
 
 def unpickled(content: bytes) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fpipe.interop.modules.skeletons import call, to_meta, uncompiled, validated
+from fpipe.interop.modules.skeletons import call, own_tensors, to_meta, uncompiled, validated
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Read, Stage, StageFunction, StageSpec
 
@@ -19,20 +19,27 @@ Tree = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class ModuleFunction:
-    """A module's forward as a pure function of its parameters.
+    """A module's forward as a pure function of its parameters; if it has buffers, of its parameters and state.
 
     Args:
         skeleton: the module, on the meta device, in the mode that the function runs in.
+        stateful: the module has buffers.
         qualified: names are those of the whole module that this one is a part of.
         original_mode: the skeleton in the mode of the original module, if that is another one.
     """
 
     skeleton: nn.Module
+    stateful: bool
     qualified: bool = False
     original_mode: nn.Module | None = None
 
     def __call__(self, params: Tree, *inputs: Any) -> Any:
-        return call(self.skeleton, params, inputs)[0]
+        if not self.stateful:
+            return call(self.skeleton, params, inputs)[0]
+        state, *rest = inputs
+        tensors = {**params, **{name: buffer.clone() for name, buffer in state.items()}}
+        outputs, module = call(self.skeleton, tensors, rest)
+        return outputs, {name: module.get_buffer(name) for name in state}  # changed in place, or assigned anew
 
     @property
     def spec(self) -> StageSpec:
@@ -41,8 +48,7 @@ class ModuleFunction:
     @property
     def aliases(self) -> dict[str, str]:
         """The entry for each name in the module's state_dict."""
-        first: dict[int, str] = {}
-        return {name: first.setdefault(id(x), name) for name, x in self.skeleton.state_dict(keep_vars=True).items()}
+        return aliases_of(self.skeleton)
 
     @property
     def nonpersistent_buffers(self) -> Tree:
@@ -51,16 +57,6 @@ class ModuleFunction:
 
     def accepts(self, batch: Any) -> None:
         """Accept every batch."""
-
-
-@dataclass(frozen=True)
-class StatefulModuleFunction(ModuleFunction):
-    """A module's forward as a pure function of its parameters and buffers."""
-
-    def __call__(self, params: Tree, state: Tree, *inputs: Any) -> tuple[Any, Tree]:
-        tensors = {**params, **{name: buffer.clone() for name, buffer in state.items()}}
-        outputs, module = call(self.skeleton, tensors, inputs)
-        return outputs, {name: module.get_buffer(name) for name in state}  # changed in place, or assigned anew
 
 
 def from_modules(
@@ -102,16 +98,13 @@ def from_modules(
     params: dict[int, Tree] = {}
     stages = []
     for index, module in enumerate(modules):
-        params[index] = {}
-        for name, parameter in module.named_parameters():
-            owner = home.setdefault(id(parameter), (index, name))
-            if owner == (index, name):
-                params[index][name] = parameter.detach()
-            else:
-                ties[index, name] = owner
-        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        named = dict(module.named_parameters())
+        owners = {(index, name): home.setdefault(id(parameter), (index, name)) for name, parameter in named.items()}
+        ties |= {entry: owner for entry, owner in owners.items() if owner != entry}
+        params[index] = {name: parameter.detach() for name, parameter in named.items() if (index, name) not in ties}
+        frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
         stateful = any(True for _ in module.buffers())
-        function = (StatefulModuleFunction if stateful else ModuleFunction)(to_meta(module, index), at is not None)
+        function = ModuleFunction(to_meta(module, index), stateful, at is not None)
         stages.append(Stage(function, (reads or {}).get(index), stateful, tuple(frozen)))
     return Pipeline(stages, loss, ties=ties), params
 
@@ -185,12 +178,10 @@ def into_modules(
     """
     with torch.no_grad():
         for index, module in enumerate(map(uncompiled, modules)):
-            own = dict(module.named_parameters())
-            for name, value in params.get(index, {}).items():
-                own[name].copy_(value)
-            module_buffers = dict(module.named_buffers())
-            for name, value in (state or {}).get(index, {}).items():
-                module_buffers[name].copy_(value)
+            for trees, tensors in ((params, module.named_parameters()), (state or {}, module.named_buffers())):
+                by_name = dict(tensors)
+                for name, value in trees.get(index, {}).items():
+                    by_name[name].copy_(value)
 
 
 def spec_of(pipeline: Pipeline, stage: int) -> StageSpec:
@@ -208,12 +199,17 @@ def spec_of(pipeline: Pipeline, stage: int) -> StageSpec:
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers under all their names, in the order of `state_dict`."""
     for prefix, part in module.named_modules(remove_duplicate=False):
-        for name, x in (*part._parameters.items(), *part._buffers.items()):
-            if x is not None:
-                yield f"{prefix}.{name}" if prefix else name, x
+        for name, x in own_tensors(part):
+            yield f"{prefix}.{name}" if prefix else name, x
 
 
 def canonical(module: nn.Module) -> dict[str, str]:
     """Return the first name of each tensor, by each of its names."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(x), name) for name, x in named_tensors(module)}
+
+
+def aliases_of(module: nn.Module) -> dict[str, str]:
+    """Return the first name of each tensor, by each of its names in the state_dict."""
+    listed = module.state_dict(keep_vars=True)
+    return {name: first for name, first in canonical(module).items() if name in listed}

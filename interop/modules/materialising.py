@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.interop.modules.functions import Tree, canonical
-from fpipe.interop.modules.skeletons import shallow_clone
+from fpipe.interop.modules.skeletons import own_tensors, registered, shallow_clone
 from fpipe.interop.modules.state_dicts import specs_on
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import StageFunction
 
 Init = Callable[[nn.Module], object]
+
+UNSET = 0x7D
+"""The byte that fills memory before it is initialised: floats are then huge or NaN, and no bool has it."""
 
 
 def materialise(
@@ -48,11 +51,11 @@ def materialise(
         fn = pipeline.stages[stage].fn
         assert isinstance(fn, StageFunction)
         front = "" if fn.qualified else f"stages.{stage}."
-        made, blank = _made(fn.skeleton, {*spec.params, *spec.state}, torch.device(device), init, (seed, front))
-        made |= {name: x.to(device) for name, x in fn.nonpersistent_buffers.items() if name in made}
-        unset += [f"{front}{name}" for name in made if name in blank and name not in fn.nonpersistent_buffers]
-        params[stage] = {name: made[name] for name in spec.params}
-        state |= {stage: {name: made[name] for name in spec.state}} if spec.state else {}
+        new = _entries(fn.skeleton, {*spec.params, *spec.state}, torch.device(device), init, (seed, front))
+        unset += [f"{front}{name}" for name, x in new.items() if name not in fn.nonpersistent_buffers and _is_unset(x)]
+        new |= {name: x.to(device) for name, x in fn.nonpersistent_buffers.items() if name in new}
+        params[stage] = {name: new[name] for name in spec.params}
+        state |= {stage: {name: new[name] for name in spec.state}} if spec.state else {}
     if unset:
         raise ValueError(
             f"nothing sets {', '.join(unset[:5])}{' and more' if len(unset) > 5 else ''}: give their submodules a "
@@ -61,39 +64,26 @@ def materialise(
     return params, state
 
 
-def _made(
+def _entries(
     skeleton: nn.Module, wanted: set[str], device: torch.device, init: Init | None, seed: tuple[int, str]
-) -> tuple[Tree, set[str]]:
-    """Return the tensors of these names, initialised, and the names of those that no submodule has set."""
-    first, found, blank = canonical(skeleton), Tree(), set[str]()
+) -> Tree:
+    """Return the tensors of these names, initialised."""
+    first, entries = canonical(skeleton), Tree()
     for prefix, module in skeleton.named_modules():
-        own = {**module._parameters, **module._buffers}
-        names = {name: first[f"{prefix}.{name}" if prefix else name] for name, x in own.items() if x is not None}
-        if not wanted.intersection(names.values()) - found.keys():
-            continue
-        made = _initialised(module, device, init or _reset, _seed(*seed, prefix), fill=False)
-        unset = {name for name, x in made.items() if _is_unset(x)}
-        if not all(map(_has_unset_value, made.values())):
-            again = _initialised(module, device, init or _reset, _seed(*seed, prefix), fill=True)
-            unset |= {
-                name
-                for name, x in made.items()
-                if not _has_unset_value(x) and not x.any() and bool((again[name] == 1).all())
-            }
-        new = {name: entry for name, entry in names.items() if entry in wanted and entry not in found}
-        found |= {entry: made[name] for name, entry in new.items()}
-        blank |= {entry for name, entry in new.items() if name in unset}
-    return found, blank
+        names = {name: first[f"{prefix}.{name}" if prefix else name] for name, _ in own_tensors(module)}
+        if new := {name: entry for name, entry in names.items() if entry in wanted - entries.keys()}:
+            values = _initialised(module, device, init or _reset, _seed(*seed, prefix))
+            entries |= {entry: values[name] for name, entry in new.items()}
+    return entries
 
 
-def _initialised(module: nn.Module, device: torch.device, init: Init, seed: int, fill: bool) -> Tree:
+def _initialised(module: nn.Module, device: torch.device, init: Init, seed: int) -> Tree:
     """Return a module's own tensors, initialised."""
-    own = {name: x for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None}
-    twin = shallow_clone(module, {id(x): _unset(x, device, fill) for x in own.values()})
+    twin = shallow_clone(module, {id(x): _unset(x, device) for _, x in own_tensors(module)})
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         init(twin)
-    return {name: getattr(twin, name).detach() for name in own}
+    return {name: getattr(twin, name).detach() for name, _ in own_tensors(module)}
 
 
 def _reset(module: nn.Module) -> None:
@@ -109,23 +99,17 @@ def _seed(seed: int, front: str, prefix: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _unset(x: Tensor, device: torch.device, fill: bool) -> Tensor:
-    """Return a tensor with values that show whether it is set later. `fill` is used for types without such a value."""
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    if _has_unset_value(x):
-        made.fill_(torch.nan if x.is_floating_point() or x.is_complex() else torch.iinfo(x.dtype).min)
-    else:
-        made.fill_(fill)
-    return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
+def _unset(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor that shows whether it is set later."""
+    blank = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    _memory(blank).fill_(UNSET)
+    return registered(blank, x)
 
 
 def _is_unset(x: Tensor) -> bool:
-    if not _has_unset_value(x) or not x.numel():
-        return False
-    blank = x.isnan() if x.is_floating_point() or x.is_complex() else x == torch.iinfo(x.dtype).min
-    return bool(blank.all())
+    return x.numel() > 0 and {*map(int, _memory(x).aminmax())} == {UNSET}
 
 
-def _has_unset_value(x: Tensor) -> bool:
-    """Return whether a type has a value that no module would set. Bool and unsigned integers have none."""
-    return x.dtype not in (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+def _memory(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor's memory."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())

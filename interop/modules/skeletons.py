@@ -12,13 +12,14 @@ import copy
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from fpipe.errors import StageError
 from fpipe.stages.pytree import flatten
@@ -88,14 +89,11 @@ def to_meta(module: nn.Module, stage: int | None = None) -> nn.Module:
     Raises:
         StageError: an attribute cannot be copied.
     """
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    own = {_memory(x) for x in (*module.parameters(), *module.buffers())} - {None}
-    for x in _in_attributes(module):
-        if id(x) not in memo and (x.grad_fn is not None or _memory(x) in own):
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {id(x): registered(x.detach().to("meta"), x) for x in tensors}
+    memories = {_memory(x) for x in tensors} - {None}
+    for x in pytree.tree_leaves([value for *_, value in attributes(module)]):
+        if isinstance(x, Tensor) and id(x) not in memo and (x.grad_fn is not None or _memory(x) in memories):
             memo[id(x)] = x.detach().to("meta")
     try:
         return copy.deepcopy(module, memo)
@@ -113,34 +111,26 @@ def _memory(x: Tensor) -> int | None:
     return x.untyped_storage()._cdata if plain and x.numel() else None
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def registered(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor as another one is registered: as a parameter, or as it is."""
+    return nn.Parameter(tensor, like.requires_grad) if isinstance(like, nn.Parameter) else tensor
+
+
+def attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Yield the attributes of all submodules that are not registered: submodule's name, submodule, name and value."""
     for prefix, part in module.named_modules():
         for name, value in part.__dict__.items():
             if name not in REGISTERED:
-                yield f"{prefix}.{name}" if prefix else name, value
-
-
-def _in_attributes(module: nn.Module) -> Iterator[Tensor]:
-    """Yield tensors in attributes, also inside lists, tuples and dicts."""
-    for _, value in _attributes(module):
-        yield from _tensors(value)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for x in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(x)
+                yield prefix, part, name, value
 
 
 def _uncopied(module: nn.Module, memo: Mapping[int, Any]) -> str:
     """Return the attribute that cannot be copied, or the module's type."""
-    for where, value in _attributes(module):
+    for prefix, _, name, value in attributes(module):
         try:
             copy.deepcopy(value, dict(memo))
         except Exception:
-            return where
+            return f"{prefix}.{name}" if prefix else name
     return f"a {type(module).__name__}"
 
 
@@ -157,23 +147,22 @@ def bind_tensors(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Modul
     for what, names in (("Missing", named.keys() - tensors.keys()), ("Unexpected", tensors.keys() - named.keys())):
         if names:
             raise RuntimeError(f"{what} key(s) for {type(skeleton).__name__}: {', '.join(map(repr, sorted(names)))}")
-    given = {id(tensor): tensors[name] for name, tensor in named.items()}
-    twins = {id(module): shallow_clone(module, given) for module in skeleton.modules()}
-    own = {**given, **twins}
+    new = {id(tensor): tensors[name] for name, tensor in named.items()}
+    twins = {id(module): shallow_clone(module, new) for module in skeleton.modules()}
+    replacements = {**new, **twins}
     for twin in twins.values():
-        held = {name: value for name, value in twin.__dict__.items() if name not in REGISTERED}
-        twin.__dict__.update({name: _replaced(value, own) for name, value in held.items()})
+        plain = {name: value for name, value in twin.__dict__.items() if name not in REGISTERED}
+        twin.__dict__.update({name: _replaced(value, replacements) for name, value in plain.items()})
         twin._modules = {name: child and twins[id(child)] for name, child in twin._modules.items()}
     return twins[id(skeleton)]
 
 
-def shallow_clone(module: nn.Module, given: Mapping[int, Tensor]) -> nn.Module:
+def shallow_clone(module: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
     """Return a copy of a module, without its submodules, that has these tensors and shares everything else."""
     twin: nn.Module = object.__new__(module.__class__)  # each GraphModule has its own class
     twin.__dict__.update({k: list(v) if type(v) is list else v for k, v in module.__dict__.items()})
     for kind in ("_parameters", "_buffers"):
-        held = module.__dict__[kind]
-        twin.__dict__[kind] = {name: x if x is None else given.get(id(x), x) for name, x in held.items()}
+        twin.__dict__[kind] = {name: tensors.get(id(x), x) for name, x in module.__dict__[kind].items()}
     return twin
 
 
@@ -183,17 +172,12 @@ def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
         return new.get(id(value), value)
     if isinstance(value, MethodType) and id(value.__self__) in new:
         return MethodType(value.__func__, new[id(value.__self__)])
-    if type(value) is dict:
-        found = [_replaced(x, new) for x in value.values()]
-        return dict(zip(value, found, strict=True)) if _others(found, value.values()) else value
-    if type(value) in (list, tuple):
-        found = [_replaced(x, new) for x in value]
-        return type(value)(found) if _others(found, value) else value
+    if type(value) in (dict, list, tuple):
+        before = list(value.values()) if type(value) is dict else value
+        after = [_replaced(x, new) for x in before]
+        if any(a is not b for a, b in zip(after, before, strict=True)):
+            return dict(zip(value, after, strict=True)) if type(value) is dict else type(value)(after)
     return value
-
-
-def _others(found: Iterable[Any], before: Iterable[Any]) -> bool:
-    return any(a is not b for a, b in zip(found, before, strict=True))
 
 
 def rebinding_attributes(module: nn.Module) -> Callable[..., Any]:
@@ -201,30 +185,28 @@ def rebinding_attributes(module: nn.Module) -> Callable[..., Any]:
 
     torch.export replaces tensors only where they are registered.
     """
-    places = {id(x): (part, name) for part in module.modules() for name, x in _own(part)}
+    places = {id(x): (part, name) for part in module.modules() for name, x in own_tensors(part)}
     forward = module.forward
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         now = {key: getattr(part, name) for key, (part, name) in places.items()}
-        attributes = [
-            (part.__dict__, name) for part in module.modules() for name in part.__dict__.keys() - {*REGISTERED}
-        ]
-        held = [(into, name, into[name]) for into, name in attributes]
-        changed = [(into, name, x, new) for into, name, x in held if (new := _replaced(x, now)) is not x]
-        for into, name, _, new in changed:
-            into[name] = new
+        new = [(part.__dict__, name, value, _replaced(value, now)) for _, part, name, value in attributes(module)]
+        changed = [each for each in new if each[2] is not each[3]]
+        for values, name, _, after in changed:
+            values[name] = after
         try:
             return forward(*args, **kwargs)
         finally:
-            for into, name, before, new in changed:
-                if into.get(name) is new:
-                    into[name] = before
+            for values, name, before, after in changed:
+                if values.get(name) is after:
+                    values[name] = before
 
     return run
 
 
-def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return a module's parameters and buffers, without those of its submodules, by name."""
     return [(name, x) for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
 
 

@@ -29,7 +29,7 @@ def from_state_dict(
         ValueError: names are missing or unknown, or shapes differ.
         TypeError: the pipeline's names are not those of one module.
     """
-    aliases, nonpersistent = _names(pipeline)
+    aliases, nonpersistent = names_in_module(pipeline)
     specs = specs_on(pipeline, stages)
     if extra := [name for name in state_dict if name.endswith("_extra_state")]:
         raise ValueError(f"stages carry no extra state of modules, as {extra[0]} is: leave it out of the state_dict")
@@ -63,7 +63,7 @@ def to_state_dict(
 
     It has every name of each tensor, as `module.state_dict()`.
     """
-    aliases, _ = _names(pipeline)
+    aliases, _ = names_in_module(pipeline)
     entries = {name: x for trees in (params, state or {}) for tree in trees.values() for name, x in tree.items()}
     return {alias: entries[entry] for alias, entry in aliases.items() if entry in entries}
 
@@ -81,7 +81,7 @@ def specs_on(pipeline: Pipeline, stages: Iterable[int] | None = None) -> dict[in
     return dict(sorted(specs.items()))
 
 
-def _names(pipeline: Pipeline) -> tuple[dict[str, str], dict[str, Tensor]]:
+def names_in_module(pipeline: Pipeline) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the entry for each name of the module, and the buffers that are not in its state_dict."""
     aliases: dict[str, str] = {}
     nonpersistent: dict[str, Tensor] = {}

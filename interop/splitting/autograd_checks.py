@@ -2,19 +2,31 @@
 
 `torch.export` keeps operations only. Blocks without gradients become operations of the graph. Custom gradients are
 refused, with the line of the model.
+
+No mode of torch reports a custom `torch.autograd.Function`, and the graph does not show it: export decomposes its
+forward into plain operations. The model itself may hold its `apply` (`self.act = F.apply`), a reference that patching
+the attribute would miss. So a function is patched that `apply` looks up at each call.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, fx
+from torch._functorch import utils as functorch
+from torch._functorch.autograd_function import custom_function_call
+from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -23,7 +35,6 @@ from fpipe.autodiff.graph.aliasing import storage
 from fpipe.autodiff.graph.locations import LIBRARIES, user_line
 from fpipe.autodiff.graph.nodes import written
 from fpipe.errors import StageError
-from fpipe.interop.splitting.autograd_patches import intercepting
 
 aten = torch.ops.aten
 MANUAL = (
@@ -48,17 +59,27 @@ def line_of(node: fx.Node) -> str:
 def _set_grad_enabled(enabled: bool) -> None: ...
 
 
-@_set_grad_enabled.register_fake
-def _(enabled: bool) -> None: ...
-
-
+_set_grad_enabled.register_fake(lambda enabled: None)
 SWITCH = torch.ops.fpipe.set_grad_enabled.default
 fx.node.has_side_effect(SWITCH)
+LOCK = threading.RLock()
+"""Patches are process-wide: one export at a time."""
 
-
-_GRAD_FN: Any = torch._C.TensorBase.__dict__["grad_fn"].__get__
-_SET_DATA: Any = torch._C.TensorBase.__dict__["data"].__set__
-_SET_REQUIRES_GRAD: Any = torch._C.TensorBase.__dict__["requires_grad"].__set__
+_ATTRIBUTES: Any = torch._C.TensorBase.__dict__
+_HOOK = "registers a hook on a tensor's gradient", OPERATION
+_DETACH = "detaches a tensor in place", "write .detach()"
+_FREEZE = "changes whether a tensor requires gradients", "write .detach(), or freeze it before the split"
+_REFUSED: dict[Any, tuple[str, str]] = {
+    Tensor.register_hook: _HOOK,
+    Tensor.register_post_accumulate_grad_hook: _HOOK,
+    Tensor.detach_: _DETACH,
+    torch.detach_: _DETACH,
+    _ATTRIBUTES["data"].__set__: ("assigns .data of a tensor", "copy into it under torch.no_grad()"),
+    _ATTRIBUTES["requires_grad"].__set__: _FREEZE,
+    # a new object at each access, which export cannot follow
+    _ATTRIBUTES["grad_fn"].__get__: ("asks for a tensor's grad_fn", OPERATION),
+}
+"""Uses of autograd that export would lose, each with the way out."""
 
 
 class _Watched(TorchFunctionMode):
@@ -70,28 +91,20 @@ class _Watched(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             SWITCH(args[0])
             return _enable(args[0])
-        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
-            _refuse("registers a hook on a tensor's gradient", OPERATION)
-        if func in (Tensor.detach_, torch.detach_):
-            _refuse("detaches a tensor in place", "write .detach()")
-        if func == _SET_DATA:
-            _refuse("assigns .data of a tensor", "copy into it under torch.no_grad()")
-        if func == _SET_REQUIRES_GRAD or (
-            func is Tensor.requires_grad_ and False in (*args[1:], *(kwargs or {}).values())
-        ):
-            _refuse("changes whether a tensor requires gradients", "write .detach(), or freeze it before the split")
+        if func in _REFUSED:
+            _refuse(*_REFUSED[func])
+        if func is Tensor.requires_grad_ and False in (*args[1:], *(kwargs or {}).values()):
+            _refuse(*_FREEZE)
+        if func is custom_function_call:  # under vmap, where `apply` of a function calls this
+            _check_function(args[0])
         if isinstance(func, torch._ops.HigherOrderOperator) and any(map(_switches, args)):
             _refuse(f"switches gradients off inside {func}", "switch them off around it")
-        if func == _GRAD_FN:  # a new object at each access, which export cannot follow
-            _refuse("asks for a tensor's grad_fn", OPERATION)
         return func(*args, **(kwargs or {}))
 
 
 def _switches(branch: Any) -> bool:
     """Return whether gradients are switched inside a branch of a control flow operation."""
-    if not isinstance(branch, fx.GraphModule):
-        return False
-    parts = (part for part in branch.modules() if isinstance(part, fx.GraphModule))
+    parts = graphs(branch) if isinstance(branch, fx.GraphModule) else []
     return any(part.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled) for part in parts)
 
 
@@ -108,7 +121,7 @@ def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
         was = torch.is_grad_enabled()
         _enable(True)
         try:
-            with _Watched(), intercepting(_refuse_function, _refuse_hooks):
+            with _Watched(), _intercepting():
                 return forward(*args, **kwargs)
         finally:
             _enable(was)
@@ -122,13 +135,40 @@ def _enable(enabled: bool) -> None:
         torch._C._set_grad_enabled(enabled)
 
 
-def _refuse_function(function: Any) -> NoReturn:
-    what = f"applies {function.__name__}, a torch.autograd.Function with a backward of its own"
-    _refuse(what, "take use_reentrant=False" if function.__name__ == "CheckpointFunction" else OPERATION)
+@contextmanager
+def _intercepting() -> Iterator[None]:
+    """Refuse custom autograd functions and custom saved-tensor hooks.
+
+    `torch.inference_mode` becomes `torch.no_grad`, whose tensors autograd may read later.
+    """
+    enter, unwrap = saved_tensors_hooks.__enter__, functorch.unwrap_dead_wrappers
+
+    def enter_hooks(hooks: Any) -> Any:
+        if not (hooks.pack_hook.__module__ or "").startswith("torch."):  # checkpointing has such hooks
+            _refuse("packs saved tensors by hooks of its own", "leave it to fpipe what is kept for the backward")
+        return enter(hooks)
+
+    def enter_inference(mode: Any) -> None:
+        mode._inference_mode_context = torch.set_grad_enabled(not mode.mode)
+
+    def unwrap_arguments(args: Any) -> Any:
+        _check_function(sys._getframe(1).f_locals["cls"])  # the caller is `apply`
+        return unwrap(args)
+
+    with (
+        LOCK,
+        patch.object(saved_tensors_hooks, "__enter__", enter_hooks),
+        patch.object(torch.inference_mode, "__enter__", enter_inference),
+        patch.object(functorch, "unwrap_dead_wrappers", unwrap_arguments),
+    ):
+        yield
 
 
-def _refuse_hooks() -> NoReturn:
-    _refuse("packs saved tensors by hooks of its own", "leave it to fpipe what is kept for the backward")
+def _check_function(function: Any) -> None:
+    is_checkpoint = function is torch.utils.checkpoint.CheckpointFunction
+    if is_checkpoint or not function.__module__.startswith("torch."):  # those of custom operations are torch's
+        what = f"applies {function.__name__}, a torch.autograd.Function with a backward of its own"
+        _refuse(what, "take use_reentrant=False" if is_checkpoint else OPERATION)
 
 
 # When it has been traced
@@ -140,13 +180,12 @@ def stop_gradients(program: ExportedProgram) -> None:
     Raises:
         StageError: a write in place has gradients that the operations alone do not show.
     """
-    (whole, *_) = graphs(program)
-    _Blocks().walk(whole)
+    _Blocks().walk(program.graph_module)
 
 
-def graphs(program: ExportedProgram) -> list[fx.GraphModule]:
-    """Return the program's graph, and those of blocks such as `with torch.autocast(...)`."""
-    return [part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+def graphs(whole: fx.GraphModule) -> list[fx.GraphModule]:
+    """Return a graph, and those of blocks in it such as `with torch.autocast(...)`."""
+    return [part for part in whole.modules() if isinstance(part, fx.GraphModule)]
 
 
 @dataclass
@@ -165,14 +204,14 @@ class _Blocks:
     parameters: set[int] = field(default_factory=set)
     stopped: set[fx.Node] = field(default_factory=set)
 
-    def walk(self, part: fx.GraphModule, given: Sequence[fx.Node] | None = None) -> None:
+    def walk(self, part: fx.GraphModule, outer: Sequence[fx.Node] | None = None) -> None:
         """Walk the whole graph, or a block whose placeholders stand for these nodes."""
         placeholders = part.graph.find_nodes(op="placeholder")
-        for node in placeholders if given is None else ():
+        for node in placeholders if outer is None else ():
             if getattr(node.meta.get("val"), "requires_grad", False):
                 self.parameters |= _memory(node)
         self.carrying |= self.parameters
-        self.stopped.update(own for own, node in zip(placeholders, given or (), strict=False) if node in self.stopped)
+        self.stopped.update(x for x, node in zip(placeholders, outer or (), strict=False) if node in self.stopped)
         for node in list(part.graph.nodes):
             if node.target is SWITCH:
                 self.enabled = node.args[0]
@@ -187,9 +226,9 @@ class _Blocks:
 
     def _autocast(self, node: fx.Node, part: fx.GraphModule) -> None:
         at = next(i for i, x in enumerate(node.args) if isinstance(x, fx.Node))
-        block, *given = node.args[at:]
+        block, *outer = node.args[at:]
         inside = getattr(part, str(block.target))  # type: ignore[union-attr]
-        self.walk(inside, given)  # type: ignore[arg-type]
+        self.walk(inside, outer)  # type: ignore[arg-type]
         (result,) = inside.graph.find_nodes(op="output")
         for user in node.users:
             if user.target is operator.getitem and result.args[0][user.args[1]] in self.stopped:
@@ -241,11 +280,5 @@ class _Blocks:
 def _memory(node: fx.Node) -> set[int]:
     """Return the memories of a node's tensors whose dtype can have gradients."""
     tensors = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
-    return {_address(x) for x in tensors if x.is_floating_point() or x.is_complex()}
-
-
-def _address(x: Tensor) -> int:
-    try:
-        return storage(x)
-    except NotImplementedError:  # a tensor without storage, as under vmap
-        return id(x)
+    carrying = [x for x in tensors if x.is_floating_point() or x.is_complex()]
+    return {storage(x) if torch._C._has_storage(x) else id(x) for x in carrying}  # under vmap there is none

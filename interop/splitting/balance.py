@@ -13,17 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from fpipe.autodiff.graph.guards import hint
 from fpipe.autodiff.graph.nodes import nodes_in
-from fpipe.interop.splitting.partition import Begin, End, Flow, Point, frames, is_size
+from fpipe.interop.splitting.partition import End, Flow, Point, frames, is_size
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline
-from fpipe.stages.pytree import flatten
 
 INTENSITY = 32
 """Arithmetic operations in the time of moving one byte: about 10 on CPUs, about 100 on GPUs."""
@@ -51,45 +50,43 @@ class CutCandidate:
     crossing: int
 
 
-def places(flow: Flow, trained: Callable[[str], bool]) -> list[CutCandidate]:
-    """Return the places where a submodule with parameters begins or ends, with operations on both sides.
+def places(flow: Flow, module: nn.Module) -> list[CutCandidate]:
+    """Return the places where a submodule with parameters begins or ends, with operations on both sides."""
+    holding = {name.rpartition(".")[0] for name, _ in module.named_parameters(remove_duplicate=False)}
 
-    Args:
-        trained: whether the submodule of a name has parameters.
-    """
+    def trained(name: str) -> bool:
+        return any(part == name or part.startswith(f"{name}.") for part in holding)
+
     before: list[tuple[str, int]] = []
     crossing, whole = _crossing(flow), _whole(flow)
-    found = []
+    candidates = []
     for i in flow.work:
         now = frames(flow.nodes[i])
         left = [frame for frame in before if frame not in now and trained(frame[0])]
         entered = [frame for frame in now if frame not in before and trained(frame[0])]
         within = len([frame for frame in now if frame in before])
         before = now
-        if (
-            i > flow.work[0]
-            and not any(low < i <= high for low, high in whole)
-            and (point := _point(flow, i, entered, left))
-        ):
-            found.append(CutCandidate(flow.start(point), point, within, crossing[i]))
-    return found
+        is_free = i > flow.work[0] and not any(low < i <= high for low, high in whole)
+        if is_free and (point := _point(flow, i, entered, left)):
+            candidates.append(CutCandidate(flow.start(point), point, within, crossing[i]))
+    return candidates
 
 
 def _point(flow: Flow, i: int, entered: list[tuple[str, int]], left: list[tuple[str, int]]) -> Point | None:
     """Return a name for the position of an operation, if one exists."""
-    points: list[Point] = [Begin(f"{name}@{call}" if call else name) for name, call in entered[:1]]
+    points: list[Point] = [f"{name}@{call}" if call else name for name, call in entered[:1]]
     points += [End(name) for name, _ in left[:1]]
     return next((p for p in points if flow.work[bisect_left(flow.work, flow.start(p)) :][:1] == [i]), None)
 
 
 def _whole(flow: Flow) -> list[tuple[int, int]]:
     """Return the first and last position that uses each buffer that changes. One stage must have them all."""
-    found = []
+    spans = []
     for node, name in flow.exported.tensors.items():
         if name in flow.state:
-            uses = [flow.place[n] for n in (*node.users, flow.exported.changed.get(name)) if n in flow.place]
-            found.append((min(uses, default=0), max(uses, default=0)))
-    return found
+            uses = [flow.place[n] for n in (*node.users, flow.exported.changed.get(node, node)) if n in flow.place]
+            spans.append((min(uses, default=0), max(uses, default=0)))
+    return spans
 
 
 def _crossing(flow: Flow) -> list[int]:
@@ -115,27 +112,20 @@ def estimate(flow: Flow) -> list[float]:
     """Return each operation's cost: the bytes that it moves, or its arithmetic in bytes, whichever is larger."""
     costs = [0.0] * len(flow.nodes)
     counter = FlopCounterMode(display=False)
-    exported = flow.exported
     with torch.no_grad(), FakeTensorMode(), counter:
-        values: dict[fx.Node, Any] = {}
-        for node in exported.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = _sized(node.meta["val"])
-            elif node in flow.place:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
-                before = counter.get_total_flops()
-                values[node] = _run(node, args, kwargs)
-                flops = counter.get_total_flops() - before
-                costs[flow.place[node]] = max(flops / INTENSITY, _moved((args, kwargs), values[node]))
+        for i, node in enumerate(flow.nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: pytree.tree_map(_sized, n.meta.get("val")))
+            before = counter.get_total_flops()
+            result = _run(node, args, kwargs)
+            flops = counter.get_total_flops() - before
+            costs[i] = max(flops / INTENSITY, _moved((args, kwargs), result))
     return costs
 
 
 def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Return a node's result for fakes. For a condition, return fakes like the traced result."""
-    if node.op == "get_attr":
-        return None
-    if is_size(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
-        return pytree.tree_map(_sized, node.meta["val"])
+    if node.op == "get_attr" or is_size(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return pytree.tree_map(_sized, node.meta.get("val"))
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
@@ -159,7 +149,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def chosen(weights: Sequence[float], found: Sequence[CutCandidate], stages: int) -> list[Point]:
+def chosen(weights: Sequence[float], candidates: Sequence[CutCandidate], stages: int) -> list[Point]:
     """Return the split points that make the largest stage smallest; among equals, those that send least.
 
     Args:
@@ -169,39 +159,42 @@ def chosen(weights: Sequence[float], found: Sequence[CutCandidate], stages: int)
         ValueError: there are too few candidates.
     """
     total = np.concatenate([[0.0], np.cumsum(weights)])
-    if stages - 1 > len(found):
+    if stages - 1 > len(candidates):
         raise ValueError(
-            f"there are {len(found)} places to cut at, where submodules with parameters begin or end: too few for "
+            f"there are {len(candidates)} places to cut at, where submodules with parameters begin or end: too few for "
             f"{stages} stages"
         )
     near = total[-1] / (2 * stages)
-    at = np.array([total[place.start] for place in found])
-    least = [min(p.crossing for p, x in zip(found, at, strict=True) if abs(x - here) <= near) for here in at]
-    kept = [place for place, low in zip(found, least, strict=True) if place.crossing <= WIDER * low]
-    kept = kept if len(kept) >= stages - 1 else list(found)
-    bounds = np.array([0.0, *(total[place.start] for place in kept), total[-1]])
-    typical = statistics.median(place.crossing for place in kept) or 1 if kept else 1
-    penalties = np.array([0.0, *(p.crossing / typical + p.depth / 4 for p in kept), 0.0])
-    return [kept[i - 1].point for i in _cut(bounds, penalties, stages)]
+    at = np.array([total[place.start] for place in candidates])
+    least = [min(p.crossing for p, x in zip(candidates, at, strict=True) if abs(x - here) <= near) for here in at]
+    cheap = [place for place, low in zip(candidates, least, strict=True) if place.crossing <= WIDER * low]
+    cheap = cheap if len(cheap) >= stages - 1 else list(candidates)
+    bounds = np.array([0.0, *(total[place.start] for place in cheap), total[-1]])
+    typical = statistics.median(place.crossing for place in cheap) or 1 if cheap else 1
+    penalties = np.array([0.0, *(p.crossing / typical + p.depth / 4 for p in cheap), 0.0])
+    return [cheap[i - 1].point for i in _cut(bounds, penalties, stages)]
 
 
 def _cut(bounds: np.ndarray, penalties: np.ndarray, stages: int) -> list[int]:
     """Return the indices of the inner bounds."""
-    count = len(bounds)
-    sizes = np.where(np.arange(count)[:, None] < np.arange(count)[None], bounds[None] - bounds[:, None], np.inf)
-    largest = sizes[0]
+    order = np.arange(len(bounds))
+    sizes = np.where(order[:, None] < order[None], bounds[None] - bounds[:, None], np.inf)
+    largest, _ = _cheapest(sizes, stages, np.maximum)
+    _, inner = _cheapest(np.where(sizes <= largest * SLACK, penalties[:, None], np.inf), stages, np.add)
+    return inner
+
+
+def _cheapest(costs: np.ndarray, stages: int, joined: Callable[..., Any]) -> tuple[float, list[int]]:
+    """Return the least cost of a path of so many edges from the first bound to the last, and the bounds between."""
+    cost, steps = costs[0], []
     for _ in range(stages - 1):
-        largest = np.maximum(largest[:, None], sizes).min(axis=0)
-    allowed = np.where(sizes <= largest[-1] * SLACK, penalties[:, None], np.inf)
-    cost, steps = allowed[0], []
-    for _ in range(stages - 1):
-        paths = cost[:, None] + allowed
+        paths = joined(cost[:, None], costs)
         steps.append(paths.argmin(axis=0))
         cost = paths.min(axis=0)
-    found = [count - 1]
+    path = [len(costs) - 1]
     for step in reversed(steps):
-        found.append(int(step[found[-1]]))
-    return found[:0:-1]
+        path.append(int(step[path[-1]]))
+    return cost[-1], path[:0:-1]
 
 
 def measure(pipeline: Pipeline, params: Mapping[int, Any], state: Mapping[int, Any], batch: Any) -> list[float]:
@@ -210,14 +203,14 @@ def measure(pipeline: Pipeline, params: Mapping[int, Any], state: Mapping[int, A
     for _ in range(REPEATS):
         outputs: dict[int, Any] = {}
         for index, stage in enumerate(pipeline.stages):
-            own, given = _leaves(
-                (pipeline.params_of(params, index), stage.arguments(outputs, stage.given(Microbatch(batch, None))))
-            )
+            arguments = stage.arguments(outputs, stage.given(Microbatch(batch, None)))
+            own, inputs = pytree.tree_map_only(Tensor, _leaf, (pipeline.params_of(params, index), arguments))
+            starts = [x for x in tensors_in((own, inputs)) if x.requires_grad]
             begun = time.perf_counter()
-            result, _ = stage(own[0], state.get(index), own[1])
+            result, _ = stage(own, state.get(index), inputs)
             ends = [x for x in tensors_in(result) if x.requires_grad]
-            if ends and given:
-                torch.autograd.grad(ends, given, [torch.ones_like(x) for x in ends], allow_unused=True)
+            if ends and starts:
+                torch.autograd.grad(ends, starts, [torch.ones_like(x) for x in ends], allow_unused=True)
             if ends and ends[0].is_cuda:
                 torch.cuda.synchronize(ends[0].device)
             least[index] = min(least[index], time.perf_counter() - begun)
@@ -225,8 +218,5 @@ def measure(pipeline: Pipeline, params: Mapping[int, Any], state: Mapping[int, A
     return least
 
 
-def _leaves(tree: Any) -> tuple[Any, list[Tensor]]:
-    """Return the tree with new tensors that require gradients, and these tensors."""
-    leaves, spec = flatten(tree)
-    own = [x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in leaves]
-    return spec.unflatten(own), [x for x in own if isinstance(x, Tensor) and x.requires_grad]
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point())

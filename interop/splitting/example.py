@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fpipe.stages.pytree import NAMESPACE, Path, describe, short
+from fpipe.interop.splitting.size_guards import Sizes
+from fpipe.stages.pytree import Path, describe, short
 
 
 class ExampleCall(NamedTuple):
@@ -28,27 +28,13 @@ def stand_in(tree: Any) -> Any:
 
 def device_of(*trees: Sequence[Any]) -> torch.device:
     """Return the device of the first tensor that is not on the meta device; by default the CPU."""
-    found = [x.device for x in pytree.tree_leaves(trees) if isinstance(x, Tensor) and x.device.type != "meta"]
-    return found[0] if found else torch.device("cpu")
+    devices = [x.device for x in pytree.tree_leaves(trees) if isinstance(x, Tensor) and x.device.type != "meta"]
+    return devices[0] if devices else torch.device("cpu")
 
 
 def leaves(inputs: tuple[tuple[Any, ...], dict[str, Any]], module: nn.Module) -> dict[fx.Node, Path]:
-    """Return the path of each tensor in the batch, as `split` describes it."""
-    args, kwargs = inputs
-
-    def tensors(tree: Any) -> list[tuple[fx.Node, Path]]:
-        found, _ = pytree.tree_flatten_with_path(tree)
-        return [(x, tuple(map(_key, path))) for path, x in found if isinstance(_value(x), Tensor)]
-
-    named = {name: tensors(tree) for name, tree in kwargs.items()}
-    positional = [found for found in map(tensors, args) if found]
-    if any(named.values()):
-        bound = inspect.signature(module.forward).bind_partial(*args).arguments
-        named |= {name: tensors(tree) for name, tree in bound.items()}
-        return {node: (name, *path) for name, found in named.items() for node, path in found}
-    if len(positional) == 1:
-        return dict(positional[0])
-    return {node: (i, *path) for i, found in enumerate(positional) for node, path in found}
+    """Return the path in the batch of each placeholder of a tensor. `inputs` are the placeholders as arguments."""
+    return {node: path for path, node in placed(batch_of(ExampleCall(*inputs), module)).items() if _is_tensor(node)}
 
 
 def batch_of(call: ExampleCall, module: nn.Module) -> Any:
@@ -61,45 +47,40 @@ def batch_of(call: ExampleCall, module: nn.Module) -> Any:
 
 def placed(batch: Any) -> dict[Path, Any]:
     """Return the leaves of a batch, by path."""
-    leaves, spec = optree.tree_flatten(batch, none_is_leaf=True, namespace=NAMESPACE)
-    return dict(zip(map(tuple, spec.paths()), leaves, strict=True))
+    return {tuple(map(_key, path)): leaf for path, leaf in pytree.tree_leaves_with_path(batch)}
 
 
 def known(call: ExampleCall, module: nn.Module) -> dict[Path, Any]:
     """Return the leaves of the example's batch, and the defaults of forward's other arguments, by path."""
-    found = placed(batch_of(call, module))
+    leaves = placed(batch_of(call, module))
     if _has_tensors(call.kwargs):
         for name, parameter in inspect.signature(module.forward).parameters.items():
             if type(parameter.default) in (bool, int, float, str):
-                found.setdefault((name,), parameter.default)
-    return found
+                leaves.setdefault((name,), parameter.default)
+    return leaves
 
 
-def accept(batch: Any, example: Mapping[Path, Any], unread: Mapping[Path, Sequence[int | str]]) -> None:
+def accept(batch: Any, example: Mapping[Path, Any], unread: Sizes) -> None:
     """Check that stages ignore no part of a batch.
 
     Args:
-        unread: the sizes of tensors that no stage reads. Forward may have read these sizes.
+        unread: of tensors that no stage reads. Forward may have read their sizes.
 
     Raises:
         ValueError: the batch has a leaf that the example lacked, or another constant or size.
     """
-    for path, x in placed(batch).items():
+    leaves = {path: x for path, x in placed(batch).items() if x is not None}
+    for path, x in leaves.items():
         was = example.get(path)
-        if x is None or (isinstance(was, Tensor) and path not in unread):
+        if isinstance(was, Tensor) and isinstance(x, Tensor):
             continue
         where = f"the batch{short(path)} is {describe(x)}"
         if was is None:
             way = "the batch is forward's one argument that has tensors" if () in example else "put it into the example"
             raise ValueError(f"{where}, and the module was split with nothing there: {way}")
-        if isinstance(x, Tensor) != isinstance(was, Tensor) or (not isinstance(x, Tensor) and not _same(x, was)):
+        if isinstance(x, Tensor) or isinstance(was, Tensor) or not _same(x, was):
             raise ValueError(f"{where}, and the module was split for {describe(was)}: split it once more for another")
-        for axis, size in enumerate(unread.get(path, ())):
-            if axis and isinstance(size, int) and x.shape[axis : axis + 1] != (size,):
-                raise ValueError(
-                    f"{where}, and the module was split for {size} along axis {axis}: take an example of another size, "
-                    "or leave the axis free by dynamic_shapes="
-                )
+    unread.check({path: x for path, x in leaves.items() if path in unread.axes})
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -110,11 +91,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _has_tensors(tree: Any) -> bool:
-    return any(isinstance(x, Tensor) for x in pytree.tree_leaves(tree))
+    return any(map(_is_tensor, pytree.tree_leaves(tree)))
 
 
-def _value(x: Any) -> Any:
-    return x.meta.get("val") if isinstance(x, fx.Node) else None
+def _is_tensor(x: Any) -> bool:
+    """Whether it is a tensor, or the placeholder of one."""
+    return isinstance(x.meta.get("val") if isinstance(x, fx.Node) else x, Tensor)
 
 
 def _key(entry: Any) -> Any:

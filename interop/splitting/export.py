@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -32,10 +33,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fpipe.autodiff.graph.locations import user_line
-from fpipe.autodiff.graph.nodes import written
 from fpipe.errors import StageError
 from fpipe.interop.modules.functions import canonical
-from fpipe.interop.modules.skeletons import REGISTERED, rebinding_attributes
+from fpipe.interop.modules.skeletons import attributes, rebinding_attributes, registered
 from fpipe.interop.splitting.autograd_checks import (
     MANUAL,
     graphs,
@@ -55,46 +55,39 @@ class Exported:
 
     Args:
         modules: the names of all submodules.
-        graph, root: the operations, and the module that holds what `get_attr` nodes name.
+        root: the graph of operations; it has the attributes of `get_attr` nodes, and the constants under the names of
+            their placeholders.
         tensors: placeholder -> name, of parameters and buffers.
         parameters: those of the names that are parameters.
         constants: placeholder -> tensor, for tensors that forward creates or closes over.
         leaves: placeholder -> path in the batch.
-        changed: buffer -> its new value.
+        changed: placeholder of a buffer -> its new value.
         output: the module's output, with nodes for tensors, of plain dicts, lists and tuples.
         ranges: the range of each symbol.
         device: the device of the fakes.
     """
 
     modules: frozenset[str]
-    graph: fx.Graph
     root: fx.GraphModule
     tensors: dict[fx.Node, str]
     parameters: frozenset[str]
     constants: dict[fx.Node, Tensor]
     leaves: dict[fx.Node, Path]
-    changed: dict[str, fx.Node]
+    changed: dict[fx.Node, fx.Node]
     output: Any
     ranges: Mapping[Any, Any]
     device: torch.device
 
 
-@torch.library.custom_op("fpipe::pipe_split", mutates_args=())
-def _mark() -> None: ...
-
-
-@_mark.register_fake
-def _() -> None: ...
-
-
-MARK = torch.ops.fpipe.pipe_split.default
-fx.node.has_side_effect(MARK)
-
-
 def pipe_split() -> None:
-    """Mark a place in a module's forward where `split` begins a new stage. Has no other effect."""
+    """Mark a place in a module's forward where `split` begins a new stage. Has no other effect.
+
+    It is `torch.distributed.pipelining.pipe_split`, which may stand there as well, without its import.
+    """
     if torch.compiler.is_exporting():
-        MARK()
+        from torch.distributed import pipelining  # takes a second to import
+
+        pipelining.pipe_split()  # type: ignore[no-untyped-call]
 
 
 def export(module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: torch.device) -> Exported:
@@ -109,38 +102,32 @@ def export(module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: to
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)  # torch's own
         try:
-            program, lines = _program(module, call, dynamic_shapes, device)
+            program = _program(module, call, dynamic_shapes, device)
         except StageError:
             raise
         except Exception as error:
             if dynamic_shapes is not None or _needs_values(error):
                 raise StageError(_why(error, module)) from error
             return export(module, call, {}, device)  # some modules have one size alone
-    return _read(program, lines, module, device)
+    return _read(program, module, device)
 
 
-def _program(
-    module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: torch.device
-) -> tuple[ExportedProgram, dict[str, str]]:
-    """Return the module's program, and the lines of the model that write in place, by input."""
+def _program(module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: torch.device) -> ExportedProgram:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake, args, kwargs = _fakes(module, call, mode, device)
     fake.forward = _named(watched(_noticing(rebinding_attributes(fake), fake)), kwargs)
     if dynamic_shapes is None:
-        given = inspect.signature(fake.forward).bind(*args, **kwargs).arguments
-        dynamic_shapes = pytree.tree_map(lambda x: {0: Dim.AUTO} if isinstance(x, Tensor) and x.ndim else None, given)
+        example = inspect.signature(fake.forward).bind(*args, **kwargs).arguments
+        dynamic_shapes = pytree.tree_map(lambda x: {0: Dim.AUTO} if isinstance(x, Tensor) and x.ndim else None, example)
     with _quietly():
         program = torch.export.export(fake, args, kwargs, dynamic_shapes=dynamic_shapes or None, strict=False)
     _check_constants(program)
-    names = canonical(module)
-    lines = _writes(program, names)
     stop_gradients(program)
-    for part in graphs(program):
-        if part is not program.graph_module:
-            part.forward = fx.Interpreter(part).run  # an interpreter keeps the nodes' submodules
-    _merge_aliases(program, names)
+    for block in graphs(program.graph_module)[1:]:
+        block.forward = fx.Interpreter(block).run  # an interpreter keeps the nodes' submodules
+    _merge_aliases(program, canonical(module))
     program.graph_module.recompile()
-    return program.run_decompositions({aten.copy.default: _copied}), lines
+    return cast(ExportedProgram, program.run_decompositions({aten.copy.default: _copied}))
 
 
 def _named(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -159,15 +146,15 @@ def _noticing(forward: Callable[..., Any], module: nn.Module) -> Callable[..., A
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        drawn, held = _generators(), _numbers(module)
+        generators, numbers = _generators(), _numbers(module)
         output = forward(*args, **kwargs)
-        if drawn != _generators():
+        if generators != _generators():
             raise StageError(
                 "forward draws from the random numbers of Python or NumPy, and the stages would draw the same for "
                 f"good: draw from torch's. {MANUAL}"
             )
         for (name, attribute), now in _numbers(module).items():
-            if (was := held.get((name, attribute), now)) != now:
+            if (was := numbers.get((name, attribute), now)) != now:
                 warnings.warn(
                     f"forward changes {name or 'the module'}.{attribute} from {was} to {now}, which the stages don't "
                     "do again: make it a buffer if it is to change",
@@ -187,27 +174,21 @@ def _generators() -> tuple[Any, ...]:
 
 def _numbers(module: nn.Module) -> dict[tuple[str, str], Any]:
     """Return the attributes that may be counters: numbers, and lists and dicts of numbers."""
-    found = ((name, k, v) for name, part in module.named_modules() for k, v in part.__dict__.items())
-    return {(name, k): copy.copy(v) for name, k, v in found if k not in REGISTERED and _counts(v)}
+    return {(part, name): copy.copy(value) for part, _, name, value in attributes(module) if _counts(value)}
 
 
 def _counts(value: Any) -> bool:
-    if type(value) in (list, dict):
-        return all(type(x) in NUMBERS for x in (value.values() if type(value) is dict else value))
-    return type(value) in NUMBERS
+    numbers = value.values() if type(value) is dict else value if type(value) is list else [value]
+    return all(type(x) in NUMBERS for x in numbers)
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Suppress the graph that torch prints when it fails. The error has the information."""
-    said, logger = io.StringIO(), logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    was, logger.disabled = logger.disabled, True
-    try:
-        with redirect_stderr(said):
-            yield
-        sys.stderr.write(said.getvalue())
-    finally:
-        logger.disabled = was
+    printed, logger = io.StringIO(), logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    with redirect_stderr(printed), patch.object(logger, "disabled", True):
+        yield
+    sys.stderr.write(printed.getvalue())
 
 
 def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -218,15 +199,12 @@ def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tenso
 def _fakes(
     module: nn.Module, call: ExampleCall, mode: FakeTensorMode, device: torch.device
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    def fake(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-        return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
+    def fake(x: Tensor) -> Tensor:
+        return registered(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device), x)
 
     with mode:
         memo = {id(x): fake(x) for x in (*module.parameters(), *module.buffers())}
-        args, kwargs = pytree.tree_map(fake, (call.args, dict(call.kwargs)))
+        args, kwargs = pytree.tree_map_only(Tensor, fake, (call.args, dict(call.kwargs)))
     return copy.deepcopy(module, memo), args, kwargs
 
 
@@ -234,7 +212,10 @@ def _fakes(
 
 
 def _check_constants(program: ExportedProgram) -> None:
-    """Raise StageError for a constant without a value: it comes from `.data`, and the graph lacks its source."""
+    """Raise StageError for a constant without a value: it comes from `.data`, and the graph lacks its source.
+
+    Decomposition may crash on such a program.
+    """
     for spec, node in _inputs(program):
         if spec.kind == InputKind.CONSTANT_TENSOR and isinstance(program.constants.get(spec.target), FakeTensor):
             raise StageError(
@@ -242,19 +223,6 @@ def _check_constants(program: ExportedProgram) -> None:
                 f"{line_of(next(iter(node.users), node))}, which export can't follow: write .detach(), change buffers "
                 "in place under torch.no_grad(), and take parameters from where they are registered"
             )
-
-
-def _writes(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the lines of the model that write to inputs, by the target of the input."""
-    targets = {node.name: names.get(spec.target, node.name) for spec, node in _inputs(program)}
-    lines = dict[str, str]()
-    for node in (node for part in graphs(program) for node in part.graph.nodes):
-        for target in written(node):
-            while target.op != "placeholder" and target.all_input_nodes:  # a view of an input
-                target = target.all_input_nodes[0]
-            if target.name in targets:
-                lines.setdefault(targets[target.name], line_of(node))
-    return lines
 
 
 def _merge_aliases(program: ExportedProgram, names: Mapping[str, str]) -> None:
@@ -274,44 +242,42 @@ def _inputs(program: ExportedProgram) -> list[tuple[Any, fx.Node]]:
 # The exported graph
 
 
-def _read(program: ExportedProgram, lines: Mapping[str, str], module: nn.Module, device: torch.device) -> Exported:
+def _read(program: ExportedProgram, module: nn.Module, device: torch.device) -> Exported:
     names = canonical(module)
     _settle_assigned(program)
-    graph, (result,) = program.graph, program.graph.find_nodes(op="output")
-    tensors, constants, given = dict[fx.Node, str](), dict[fx.Node, Tensor](), list[fx.Node]()
+    (result,) = program.graph.find_nodes(op="output")
+    tensors, constants, inputs = dict[fx.Node, str](), dict[fx.Node, Tensor](), list[fx.Node]()
     for spec, node in _inputs(program):
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             tensors[node] = names[spec.target]
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             constants[node] = program.constants[spec.target]
+            setattr(program.graph_module, node.name, constants[node])
         elif spec.kind == InputKind.USER_INPUT:
-            given.append(node)
+            inputs.append(node)
         else:
             raise StageError(f"forward closes over a {spec.kind.name.lower()} ({spec.target}). {MANUAL}")
-    changed, outputs = dict[str, fx.Node](), []
+    placeholders = {name: node for node, name in tensors.items()}
+    changed, outputs = dict[fx.Node, fx.Node](), []
     for spec, value in zip(program.graph_signature.output_specs, result.args[0], strict=True):
         if spec.kind == OutputKind.BUFFER_MUTATION:
-            changed[names[spec.target]] = value
+            changed[placeholders[names[spec.target]]] = value
         elif spec.kind == OutputKind.USER_OUTPUT:
             outputs.append(value)
         else:
-            raise StageError(_impure(spec, names, lines))
-    for node in (node for part in graphs(program) for node in part.graph.nodes):
-        _portable(node)
-    output = _plain(pytree.tree_unflatten(outputs, program.call_spec.out_spec), "the module's output")
-    found = leaves(pytree.tree_unflatten(given, program.call_spec.in_spec), module)
-    parameters = frozenset(names[name] for name, _ in module.named_parameters())
-    modules = frozenset(name for name, _ in module.named_modules(remove_duplicate=False))
+            raise StageError(_impure(spec, names, line_of(value)))
+    for node in (node for part in graphs(program.graph_module) for node in part.graph.nodes):
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # another device's kernels may return strides that do not allow the view
     return Exported(
-        modules=modules,
-        graph=graph,
+        modules=frozenset(name for name, _ in module.named_modules(remove_duplicate=False)),
         root=program.graph_module,
         tensors=tensors,
-        parameters=parameters,
+        parameters=frozenset(names[name] for name, _ in module.named_parameters()),
         constants=constants,
-        leaves=found,
+        leaves=leaves(pytree.tree_unflatten(inputs, program.call_spec.in_spec), module),
         changed=changed,
-        output=output,
+        output=_plain(pytree.tree_unflatten(outputs, program.call_spec.out_spec), "the module's output"),
         ranges=program.range_constraints,
         device=device,
     )
@@ -331,8 +297,7 @@ def _settle_assigned(program: ExportedProgram) -> None:
             value = source
 
 
-def _impure(spec: Any, names: Mapping[str, str], lines: Mapping[str, str]) -> str:
-    line = lines.get(spec.target, "")
+def _impure(spec: Any, names: Mapping[str, str], line: str) -> str:
     if spec.kind == OutputKind.USER_INPUT_MUTATION:
         return f"forward writes in place to its argument {spec.target}{line}: write to a clone of it"
     others = sorted(name for name, first in names.items() if first == names.get(spec.target) and name != spec.target)
@@ -341,12 +306,6 @@ def _impure(spec: Any, names: Mapping[str, str], lines: Mapping[str, str]) -> st
         f"forward changes the parameter {spec.target}{tied} in place{line}: every stage and microbatch must "
         "see the same parameters. Change it between steps, in the tree of params, or make it a buffer"
     )
-
-
-def _portable(node: fx.Node) -> None:
-    """Turn a view into a reshape: another device's kernels may return strides that do not allow the view."""
-    if node.target in (aten.view.default, aten._unsafe_view.default):
-        node.target = aten.reshape.default
 
 
 def _plain(tree: Any, where: str) -> Any:

@@ -26,37 +26,13 @@ from torch import fx
 
 from fpipe.autodiff.graph.guards import SYMBOLS
 from fpipe.autodiff.graph.nodes import ancestors, is_random, nodes_in
-from fpipe.interop.splitting.export import MARK, Exported
+from fpipe.interop.splitting.export import Exported
 from fpipe.interop.splitting.size_guards import as_expression, conditions, symbols
 
 aten = torch.ops.aten
-MARKS = (str(MARK), "pippy._pipe_split.default")  # the other is torch.distributed.pipelining's own
-PRODUCTS = {
-    getattr(aten, name)
-    for name in (
-        "linear",
-        "matmul",
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "einsum",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "convolution",
-    )
-}
-
-
-@dataclass(frozen=True)
-class Begin:
-    """Before a submodule runs: `"layers.4"` for short; `"layers.4@1"` before it runs a second time."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return repr(self.name)
+MARK, PIPE_SPLIT = "pippy._pipe_split.default", "pipe_split()"
+"""The operation of `pipe_split`, and the name of its runs among the split points."""
+PRODUCTS = {"linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "convolution"}
 
 
 @dataclass(frozen=True)
@@ -65,21 +41,15 @@ class End:
 
     name: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"End({self.name!r})"
 
 
-@dataclass(frozen=True)
-class Mark:
-    """At the n-th `pipe_split()` of forward."""
+Point = str | End
+"""A string is the name of a submodule: before it runs. `"layers.4@1"` is before it runs a second time.
 
-    number: int
-
-    def __str__(self) -> str:
-        return f"pipe_split() {self.number}"
-
-
-Point = Begin | End | Mark
+`"pipe_split()@0"` is where forward first calls `pipe_split`.
+"""
 
 
 @dataclass
@@ -89,7 +59,7 @@ class StagePart:
     Args:
         nodes: its operations, in order.
         entries: placeholders of parameters, and of buffers that forward does not change.
-        state: buffers that forward changes.
+        state: placeholders of buffers that forward changes, in the order of their names.
         values: values of other stages that it reads.
         leaves: leaves of the batch that it reads.
         outputs: values that others read, by name; for the last stage, the module's output.
@@ -98,7 +68,7 @@ class StagePart:
 
     nodes: list[fx.Node]
     entries: list[fx.Node] = field(default_factory=list)
-    state: list[str] = field(default_factory=list)
+    state: list[fx.Node] = field(default_factory=list)
     values: list[fx.Node] = field(default_factory=list)
     leaves: list[fx.Node] = field(default_factory=list)
     outputs: Any = field(default_factory=dict)
@@ -114,9 +84,9 @@ class Flow:
 
     def __init__(self, exported: Exported, state: Mapping[str, int] | None = None) -> None:
         self.exported = exported
-        self.given = state or {}
-        self.state = {*exported.changed, *self.given}
-        self.nodes = [n for n in exported.graph.nodes if n.op in ("call_function", "get_attr") and not _only_checks(n)]
+        self.state_homes = state or {}
+        self.state = {exported.tensors[node] for node in exported.changed} | self.state_homes.keys()
+        self.nodes = [node for node in exported.root.graph.nodes if _computes(node)]
         self.place = {node: i for i, node in enumerate(self.nodes)}
 
     @cached_property
@@ -125,21 +95,18 @@ class Flow:
 
         A product with a buffer of two or more axes is not recomputed: that buffer is a weight, as of a quantised layer.
         """
-        found = {n for n in self.exported.graph.nodes if n.op == "placeholder" and not self._is_given_by_module(n)}
-        weights = {n for n in found.intersection(self.exported.tensors) if n.meta["val"].ndim > 1}
+        exported, changing = self.exported, self.exported.parameters | self.state
+        fixed = {node for node, name in exported.tensors.items() if name not in changing}
+        redone = {*fixed, *(n for n in exported.root.graph.find_nodes(op="placeholder") if n not in exported.tensors)}
+        weights = {n for n in fixed if n.meta["val"].ndim > 1}
         for node in self.nodes:
             weighty = not weights.isdisjoint(node.all_input_nodes)
             plain = not (isinstance(node.target, torch._ops.HigherOrderOperator) or is_random(node))
-            plain = plain and not (weighty and getattr(node.target, "overloadpacket", None) in PRODUCTS)
-            if node.op == "get_attr" or is_size(node) or (plain and found.issuperset(node.all_input_nodes)):
-                found.add(node)
+            plain = plain and not (weighty and getattr(node.target, "__name__", "").partition(".")[0] in PRODUCTS)
+            if node.op == "get_attr" or is_size(node) or (plain and redone.issuperset(node.all_input_nodes)):
+                redone.add(node)
                 weights.update([node] if weighty else [])
-        return found
-
-    def _is_given_by_module(self, node: fx.Node) -> bool:
-        """Return whether a placeholder is a parameter, or a buffer that changes."""
-        name = self.exported.tensors.get(node)
-        return name is not None and (name in self.exported.parameters or name in self.state)
+        return redone
 
     @cached_property
     def work(self) -> list[int]:
@@ -154,76 +121,75 @@ class Flow:
         Raises:
             ValueError: a point does not exist, is out of order, or leaves a stage empty.
         """
-        found = [self.start(point) for point in points]
-        for (first, low), (second, high) in itertools.pairwise(zip(points, found, strict=True)):
+        positions = [self.start(point) for point in points]
+        for (first, low), (second, high) in itertools.pairwise(zip(points, positions, strict=True)):
             if high < low:
-                raise ValueError(f"{second} comes before {first} when the module runs: name the points in that order")
-        names = ["the beginning", *map(str, points), "the end"]
-        for stage, (low, high) in enumerate(itertools.pairwise([0, *found, len(self.nodes)])):
+                raise ValueError(f"{second!r} comes before {first!r} when the module runs: name them in that order")
+        names = ["the beginning", *map(repr, points), "the end"]
+        for stage, (low, high) in enumerate(itertools.pairwise([0, *positions, len(self.nodes)])):
             if not any(low <= i < high for i in self.work):
                 between = f"{names[stage]} and {names[stage + 1]}"
                 raise ValueError(f"stage {stage} would be empty: no parameter is used between {between}")
-        return found
+        return positions
 
     def start(self, point: Point) -> int:
-        if isinstance(point, Mark):
-            if point.number > len(self.marks):
-                raise ValueError(
-                    f"forward comes by {len(self.marks)} pipe_split() in this mode, and is to be cut at number "
-                    f"{point.number}"
-                )
-            return self.marks[point.number - 1]
-        name, at, call = point.name, "", ""
-        if name not in self.exported.modules:
-            name, at, call = name.rpartition("@") if "@" in name else (name, "", "")
-        calls = self.calls.get(name)
-        if calls is None and name in self.exported.modules:
-            raise ValueError(f"there is no split point {point}: {name!r} doesn't run in forward, or does nothing there")
-        if calls is None:
+        """Return the position where a point is.
+
+        Raises:
+            ValueError: the point does not exist.
+        """
+        name, at, call = point if isinstance(point, str) else point.name, "", ""
+        if name not in self.exported.modules and "@" in name:
+            name, at, call = name.rpartition("@")
+        calls, problem = self.calls.get(name, {}), ""
+        if not calls and name in {*self.exported.modules, PIPE_SPLIT}:
+            problem = f"{name!r} doesn't run in forward, or does nothing there"
+        elif not calls:
             near = difflib.get_close_matches(name, self.calls, n=3, cutoff=0.5)
             meant = f": did you mean {' or '.join(map(repr, near))}?" if near else f"; there are {_some(self.calls)}"
-            raise ValueError(f"there is no split point {point}: there is no such submodule{meant}")
-        if at and not (call.isdigit() and int(call) in calls):
-            raise ValueError(f"there is no split point {point}: {name!r} runs {len(calls)} times, counted from 0")
+            problem = f"there is no such submodule{meant}"
+        elif at and not (call.isdigit() and int(call) in calls):
+            problem = f"{name!r} runs {len(calls)} times, counted from 0"
+        if problem:
+            raise ValueError(f"there is no split point {point!r}: {problem}")
         chosen = [calls[int(call)]] if at else list(calls.values())
-        return min(low for low, _ in chosen) if isinstance(point, Begin) else max(high for _, high in chosen) + 1
+        return min(low for low, _ in chosen) if isinstance(point, str) else max(high for _, high in chosen) + 1
 
     @cached_property
     def marks(self) -> list[int]:
         """The positions of `pipe_split()` in forward."""
-        before, found = -1, []
-        for node in self.exported.graph.nodes:
+        before, positions = -1, []
+        for node in self.exported.root.graph.nodes:
             before = self.place.get(node, before)
-            if str(node.target) in MARKS:
-                found.append(before + 1)
-        return found
+            if str(node.target) == MARK:
+                positions.append(before + 1)
+        return positions
 
     @cached_property
     def calls(self) -> dict[str, dict[int, tuple[int, int]]]:
         """The first and last position of each run of each submodule. A list of modules runs with its items."""
-        found: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+        runs: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+        runs |= {PIPE_SPLIT: {i: (at, at) for i, at in enumerate(self.marks)}} if self.marks else {}
         for i, node in enumerate(self.nodes):
             for name, call in frames(node):
-                parts = name.split(".")
-                for own in range(1, len(parts) + 1):
-                    within = ".".join(parts[:own])
+                for within in itertools.accumulate(name.split("."), "{}.{}".format):
                     number = call if within == name else 0
-                    low, _ = found[within].get(number, (i, i))
-                    found[within][number] = (low, i)
-        return dict(found)
+                    low, _ = runs[within].get(number, (i, i))
+                    runs[within][number] = (low, i)
+        return dict(runs)
 
     @cached_property
     def names(self) -> dict[fx.Node, str]:
         """The names of values: submodule, operation, and a number if there are several."""
-        found: dict[fx.Node, str] = {}
+        names: dict[fx.Node, str] = {}
         counts = Counter[str]()
         for node in self.nodes:
             name = re.sub(r"_\d+$", "", node.name).strip("_")
             for within, call in frames(node)[-1:]:
                 name = f"{within}@{call}.{name}" if call else f"{within}.{name}"
-            found[node] = f"{name}_{counts[name]}" if counts[name] else name
+            names[node] = f"{name}_{counts[name]}" if counts[name] else name
             counts[name] += 1
-        return found
+        return names
 
     # Partition
 
@@ -233,120 +199,110 @@ class Flow:
         Raises:
             ValueError: two stages touch a buffer that forward changes.
         """
-        parts = [StagePart([]) for _ in range(len(starts) + 1)]
+        home: dict[fx.Node, int] = {}
         for i in self.work:
-            parts[bisect_right(starts, i)].nodes.append(self.nodes[i])
-        return _Cutter(self, parts).cut()
+            node = self.nodes[i]
+            is_item = node.target is operator.getitem
+            home[node] = home[node.all_input_nodes[0]] if is_item else bisect_right(starts, i)
+        parts = [StagePart([node for node in home if home[node] == stage]) for stage in range(len(starts) + 1)]
+        parts[-1].outputs = self.exported.output
+        _place_state(self, parts, home)
+        for part in parts:
+            _close(self, part)
+        _witness(self.exported, parts)
+        for part in parts[:-1]:
+            read = {node: None for other in parts for node in other.values}
+            part.outputs = {self.names[node]: node for node in part.nodes if node in read and node in home}
+        return parts
 
 
 def frames(node: fx.Node) -> list[tuple[str, int]]:
     """Return the submodules around a node, outermost first, and the number of the run of each."""
-    found = []
+    runs = []
     for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items():
-        call = str(key).rpartition("@")[2]
+        _, at, call = str(key).rpartition("@")
         if name and not name.startswith("_empty_nn_module_stack"):
-            found.append((name, int(call) if "@" in str(key) and call.isdigit() else 0))
-    return found
+            runs.append((name, int(call) if at and call.isdigit() else 0))
+    return runs
 
 
 def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), SYMBOLS)
 
 
-def _only_checks(node: fx.Node) -> bool:
-    """Return whether a node only checks or marks something."""
-    target = node.target
-    return str(target) in MARKS or (isinstance(target, torch._ops.OpOverload) and not target._schema.returns)
+def _computes(node: fx.Node) -> bool:
+    """Return whether a node computes a value, rather than checks or marks something."""
+    is_check = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns
+    return node.op in ("call_function", "get_attr") and not is_check
 
 
 def _some(names: Iterable[str]) -> str:
-    found = list(names)
-    return ", ".join(map(repr, found[:8])) + (" and more" if len(found) > 8 else "")
+    listed = list(names)
+    return ", ".join(map(repr, listed[:8])) + (" and more" if len(listed) > 8 else "")
 
 
-@dataclass
-class _Cutter:
-    flow: Flow
-    parts: list[StagePart]
-    home: dict[fx.Node, int] = field(default_factory=dict)
+def _place_state(flow: Flow, parts: Sequence[StagePart], home: Mapping[fx.Node, int]) -> None:
+    """Assign each buffer that changes to the stage that uses it."""
+    for node, name in sorted(flow.exported.tensors.items(), key=lambda item: item[1]):
+        if name not in flow.state:
+            continue
+        touched = (*node.users, flow.exported.changed.get(node, node))
+        stages = {home[n] for n in touched if n in home} or {flow.state_homes.get(name, 0)}
+        if len(stages) > 1:
+            raise ValueError(
+                f"stages {sorted(stages)} all use the buffer {name}, which forward changes: a buffer that changes "
+                "belongs to one stage, so cut where all its uses lie on one side"
+            )
+        parts[stages.pop()].state.append(node)
 
-    def cut(self) -> list[StagePart]:
-        for stage, part in enumerate(self.parts):
-            for node in part.nodes:
-                self.home[node] = self.home[node.all_input_nodes[0]] if node.target is operator.getitem else stage
-        for stage, part in enumerate(self.parts):
-            part.nodes = [node for node, home in self.home.items() if home == stage]
-        self._place_state()
-        for part in self.parts:
-            self._close(part)
-        self._witness()
-        for part in self.parts[:-1]:
-            read = {node: None for other in self.parts for node in other.values}
-            part.outputs = {self.flow.names[node]: node for node in part.nodes if node in read and node in self.home}
-        self.parts[-1].outputs = self.flow.exported.output
-        return self.parts
 
-    def _place_state(self) -> None:
-        """Assign each buffer that changes to the stage that uses it."""
-        exported = self.flow.exported
-        holders = {name: node for node, name in exported.tensors.items()}
-        for name in sorted(self.flow.state):
-            touched = [*holders[name].users, *([exported.changed[name]] if name in exported.changed else [])]
-            stages = {self.home[node] for node in touched if node in self.home} or {self.flow.given.get(name, 0)}
-            if len(stages) > 1:
-                raise ValueError(
-                    f"stages {sorted(stages)} all use the buffer {name}, which forward changes: a buffer that changes "
-                    "belongs to one stage, so cut where all its uses lie on one side"
-                )
-            self.parts[stages.pop()].state.append(name)
+def _close(flow: Flow, part: StagePart) -> None:
+    """Set what a stage reads, and add the nodes that it recomputes.
 
-    def _close(self, part: StagePart) -> None:
-        """Set what a stage reads, and add the nodes that it recomputes.
+    Reading a size may need another tensor, and that tensor more nodes: repeat until nothing is missing.
+    """
+    exported, place, redone = flow.exported, flow.place, flow.redone
+    own, needed = set(part.nodes), set[fx.Node]()
+    ends = [n for node in part.nodes for n in node.all_input_nodes] + nodes_in(part.outputs)
+    ends += [exported.changed[node] for node in part.state if node in exported.changed]
 
-        Reading a size may need another tensor, and that tensor more nodes: repeat until nothing is missing.
-        """
-        exported, place, redone = self.flow.exported, self.flow.place, self.flow.redone
-        own, needed = set(part.nodes), set[fx.Node]()
-        ends = [n for node in part.nodes for n in node.all_input_nodes]
-        ends += [exported.changed[name] for name in part.state if name in exported.changed]
-        ends += nodes_in(exported.output) if part is self.parts[-1] else []
+    def inputs(node: fx.Node) -> Sequence[fx.Node]:
+        return node.all_input_nodes if node in redone and node.target is not aten.sym_size.int else ()
 
-        def inputs(node: fx.Node) -> Sequence[fx.Node]:
-            return node.all_input_nodes if node in redone and node.target is not aten.sym_size.int else ()
+    while ends:
+        needed |= ancestors(ends, lambda node: node not in own, inputs).keys()
+        part.values = sorted((n for n in needed if n in place and n not in redone), key=place.__getitem__)
+        part.leaves = [n for n in exported.leaves if n in needed]
+        ends = _read_sizes(flow, part, own | needed)
+    part.entries = [n for n, name in exported.tensors.items() if n in needed and name not in flow.state]
+    part.nodes = sorted([*own, *(n for n in needed if n in place and n in redone)], key=place.__getitem__)
 
-        while ends:
-            needed |= ancestors(ends, lambda node: node not in own, inputs).keys()
-            part.values = sorted((n for n in needed if n in place and n not in redone), key=place.__getitem__)
-            part.leaves = [n for n in exported.leaves if n in needed]
-            ends = self._read_sizes(part, own | needed)
-        part.entries = [n for n, name in exported.tensors.items() if n in needed and name not in self.flow.state]
-        part.nodes = sorted([*own, *(n for n in needed if n in place and n in redone)], key=place.__getitem__)
 
-    def _witness(self) -> None:
-        """Let the first stage read leaves whose sizes are in a condition that no other stage can check."""
-        first, leaves = self.parts[0], list(self.flow.exported.leaves)
-        for condition in conditions(leaves, self.flow.exported.ranges):
-            needed = symbols(condition)
-            if not any(needed <= _symbols(part.leaves) for part in self.parts):
-                for leaf in leaves:
-                    if _symbols([leaf]) & needed - _symbols(first.leaves):
-                        first.leaves.append(leaf)
-
-    def _read_sizes(self, part: StagePart, available: set[fx.Node]) -> list[fx.Node]:
-        """Set the tensor that each size is read from. Return a missing tensor, or an empty list."""
-        for node in available:
-            if node.target is not aten.sym_size.int or node in part.sizes:
-                continue
-            (tensor,) = node.all_input_nodes
-            if tensor in available:
-                part.sizes[node] = tensor, node.args[1]
-                continue
-            for other in (*part.leaves, *part.values, *self.flow.exported.leaves):
-                if (at := _axis(other, node.meta["val"])) is not None:
-                    part.sizes[node] = other, at
-                    return [other]
+def _read_sizes(flow: Flow, part: StagePart, available: set[fx.Node]) -> list[fx.Node]:
+    """Set the tensor that each size is read from. Return a missing tensor, or an empty list."""
+    for node in flow.nodes:  # in their order, which is the same on every rank
+        if node not in available or node.target is not aten.sym_size.int or node in part.sizes:
+            continue
+        (tensor,) = node.all_input_nodes
+        others = (*part.leaves, *part.values, *flow.exported.leaves)
+        axes = [(other, at) for other in others if (at := _axis(other, node.meta["val"])) is not None]
+        if tensor not in available and not axes:
             return [tensor]
-        return []
+        part.sizes[node] = (tensor, node.args[1]) if tensor in available else axes[0]
+        if part.sizes[node][0] not in available:
+            return [part.sizes[node][0]]
+    return []
+
+
+def _witness(exported: Exported, parts: Sequence[StagePart]) -> None:
+    """Let the first stage read leaves whose sizes are in a condition that no other stage can check."""
+    first = parts[0]
+    for condition in conditions(list(exported.leaves), exported.ranges):
+        needed = symbols(condition)
+        if not any(needed <= _symbols(part.leaves) for part in parts):
+            for leaf in exported.leaves:
+                if _symbols([leaf]) & needed - _symbols(first.leaves):
+                    first.leaves.append(leaf)
 
 
 def _symbols(leaves: Iterable[fx.Node]) -> set[str]:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._sympy.printers import PythonPrinter
 
-from fpipe.stages.pytree import describe, short
-from fpipe.stages.stage import Batch, Read
+from fpipe.stages.pytree import Path, describe, short
 
 SYMBOL = re.compile(r"\b[a-z]\d+\b")
 _KNOWN = {"math": math, "torch": torch}
@@ -27,64 +26,60 @@ _KNOWN = {"math": math, "torch": torch}
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a stage's inputs.
+    """The sizes of leaves of the batch.
 
     Args:
-        axes: for each input, the size of each axis: a number, or an expression of symbols; None for other stages'
-            values.
+        axes: for each leaf, by its path, the size of each axis: a number, an expression of symbols, or None for any.
         conditions: expressions of these symbols that were true for the example, where forward branched, and the bounds
             of `dynamic_shapes`.
     """
 
-    axes: tuple[tuple[int | str, ...] | None, ...]
+    axes: Mapping[Path, tuple[int | str | None, ...]]
     conditions: tuple[str, ...] = ()
 
-    def check(self, reads: Sequence[Read], inputs: Sequence[Any]) -> None:
-        """Check the inputs of a call.
+    def check(self, leaves: Mapping[Path, Any]) -> None:
+        """Check the leaves of a call.
 
         Raises:
             ValueError: the function is not valid for their sizes.
         """
-        known: dict[str, int] = {}
-        where: dict[str, str] = {}
-        given = [(r, axes, x) for r, axes, x in zip(reads, self.axes, inputs, strict=True) if axes is not None]
-        for read, axes, x in given:
-            name = _name(read)
+        known, where = dict[str, int](), dict[str, str]()
+        derived = list[tuple[Path, int, str]]()
+        for path, x in leaves.items():
+            axes = self.axes[path]
             if not isinstance(x, Tensor) or x.ndim != len(axes):
-                raise ValueError(
-                    f"{name} is {describe(x)}, where the module was split for a tensor of {len(axes)} axes"
-                )
+                raise ValueError(f"{_text(path, x)}, where the module was split for a tensor of {len(axes)} axes")
             for axis, (n, size) in enumerate(zip(x.shape, axes, strict=True)):
                 if isinstance(size, int) and n != size:
                     raise ValueError(
-                        f"{name} is {describe(x)}, and the module was split for {size} along axis {axis}: take an "
-                        "example of another size (one of size 1 stays 1), or leave the axis free by dynamic_shapes="
+                        f"{_text(path, x)}, and the module was split for {size} along axis {axis}: take an example of "
+                        "another size (one of size 1 stays 1), or leave the axis free by dynamic_shapes="
                     )
-                if isinstance(size, str) and size.isidentifier():
-                    known.setdefault(size, n)
-                    where.setdefault(size, f"axis {axis} of {name}")
-        for read, axes, x in given:
-            for axis, (n, size) in enumerate(zip(x.shape, axes, strict=True)):
-                if isinstance(size, str) and known.keys() >= symbols(size) and n != _value(size, known):
-                    said = f"{_said(size, where)}, which is {_value(size, known)}"
-                    raise ValueError(f"{_name(read)} is {describe(x)}, and axis {axis} has to be {said}")
+                if isinstance(size, str):
+                    derived.append((path, axis, size))
+                    if size.isidentifier() and size not in known:
+                        known[size], where[size] = n, f"axis {axis} of the batch{short(path)}"
+        for path, axis, size in derived:
+            if known.keys() >= symbols(size) and leaves[path].shape[axis] != (n := _value(size, known)):
+                raise ValueError(
+                    f"{_text(path, leaves[path])}, and axis {axis} has to be {_said(size, where)}, which is {n}"
+                )
         for condition in self.conditions:
             if known.keys() >= symbols(condition) and not _value(condition, known):
-                found = ", ".join(f"{where[symbol]} is {known[symbol]}" for symbol in sorted(symbols(condition)))
+                values = ", ".join(f"{where[symbol]} is {known[symbol]}" for symbol in sorted(symbols(condition)))
                 raise ValueError(
-                    f"{found}, and the module was split where {_said(condition, where)}: forward does something else "
+                    f"{values}, and the module was split where {_said(condition, where)}: forward does something else "
                     "at other sizes, or dynamic_shapes= excludes them. Split it with an example of such a size"
                 )
 
 
-def _name(read: Read) -> str:
-    assert isinstance(read, Batch)
-    return f"the batch{short(read.path)}"
+def _text(path: Path, x: Any) -> str:
+    return f"the batch{short(path)} is {describe(x)}"
 
 
 def _said(expression: str, where: Mapping[str, str]) -> str:
     plain = re.sub(r"torch\.sym_float\((\w+)\)", r"\1", re.sub(r"(\d\.\d+?)0+\b", r"\1", expression))
-    return SYMBOL.sub(lambda found: where.get(found[0], found[0]), plain)
+    return SYMBOL.sub(lambda match: where.get(match[0], match[0]), plain)
 
 
 @cache
@@ -121,12 +116,11 @@ def conditions(nodes: Sequence[fx.Node], ranges: Mapping[Any, Any]) -> tuple[str
     free = {symbol for n in sizes for symbol in n.node.expr.free_symbols}
     asked = [environment.replace(guard.expr) for guard in environment.guards]
     asked = [e for e in asked if e.free_symbols and e.free_symbols <= free and not (e.is_Relational and _of_one(e))]
-    found = [str(doprint(e)) for e in asked]
-    for symbol in sorted(free, key=str):
-        if bounds := ranges.get(symbol):
-            found += [f"{symbol} >= {bounds.lower}"] if bounds.lower > 2 else []
-            found += [f"{symbol} <= {bounds.upper}"] if bounds.upper.is_Integer else []
-    return tuple(dict.fromkeys(found))
+    texts = [str(doprint(e)) for e in asked]
+    bounds = [(symbol, ranges[symbol]) for symbol in sorted(free, key=str) if symbol in ranges]
+    texts += [f"{symbol} >= {bound.lower}" for symbol, bound in bounds if bound.lower > 2]
+    texts += [f"{symbol} <= {bound.upper}" for symbol, bound in bounds if bound.upper.is_Integer]
+    return tuple(dict.fromkeys(texts))
 
 
 def _of_one(asked: Any) -> bool:

@@ -11,14 +11,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fpipe.errors import StageError
-from fpipe.interop.modules.functions import Tree, canonical, named_tensors
+from fpipe.interop.modules.functions import Tree, aliases_of, canonical, named_tensors
 from fpipe.interop.modules.skeletons import to_meta, validated
 from fpipe.interop.modules.state_dicts import specs_on
 from fpipe.interop.splitting.balance import CutCandidate, bytes_of, chosen, estimate, places
 from fpipe.interop.splitting.balance import measure as measure_stages
 from fpipe.interop.splitting.example import ExampleCall, batch_of, device_of, stand_in
 from fpipe.interop.splitting.export import export
-from fpipe.interop.splitting.partition import Begin, End, Flow, Mark, Point
+from fpipe.interop.splitting.partition import PIPE_SPLIT, Flow, Point
 from fpipe.interop.splitting.stage_graph import GraphFunction, SplitSpec, stage_function
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Stage
@@ -27,7 +27,7 @@ from fpipe.stages.stage import Stage
 def split(
     module: nn.Module,
     *,
-    at: Sequence[str | Point] | None = None,
+    at: Sequence[Point] | None = None,
     stages: int | None = None,
     policy: Literal["equal", "balanced"] = "equal",
     measure: bool = False,
@@ -50,7 +50,7 @@ def split(
 
     Args:
         at: where stages begin: before the submodule of a name, `"layers.4"` (`"layers.4@1"`: before its second run),
-            or after it, `End("layers.3")`.
+            or after it, `End("layers.3")`; or where forward calls `pipe_split()`, `"pipe_split()@0"`.
         stages: the number of stages, without `at`. With neither, stages begin where forward calls `pipe_split()`.
         policy: with `stages`, what to make equal: "balanced", time; "equal", time and parameters, with equal weight.
         measure: measure forward and backward for the example here, rather than estimate them from arithmetic and bytes
@@ -84,33 +84,30 @@ def split(
         raise TypeError(f"forward can't be called with what example= and kwargs= are: {error}") from None
     module = validated(module, exported=True)
     values = {name: x.detach() for name, x in named_tensors(module)}
-    names, lasting = canonical(module), set(module.state_dict(keep_vars=True))
+    names, aliases = canonical(module), aliases_of(module)
     split_spec = SplitSpec(
         skeleton=to_meta(module),
         call=ExampleCall(*map(stand_in, call)),
         dynamic_shapes=dynamic_shapes,
         device=device_of(call, list(values.values())),
-        points=(),
-        names={name: entry for name, entry in names.items() if name in lasting},
+        names=aliases,
         nonpersistent_buffers={
-            n: x for n, x in values.items() if n == names[n] and n not in lasting and x.device.type != "meta"
+            n: x for n, x in values.items() if n == names[n] and n not in aliases and x.device.type != "meta"
         },
-        homes={},
-        state=frozenset(),
     )
     exported = export(split_spec.skeleton, split_spec.call, split_spec.dynamic_shapes, split_spec.device)
     _refuse_captured(exported.constants.values(), values)
     flow = Flow(exported)
     times = None
     if at is not None:
-        points: list[Point] = [Begin(point) if isinstance(point, str) else point for point in at]
+        points = [*at]
     elif stages is not None:
-        found = _places(split_spec, flow)
-        times = _measured(split_spec, flow, found, values, batch_of(call, module)) if measure else estimate(flow)
+        candidates = places(flow, split_spec.skeleton)
+        times = _measured(split_spec, flow, candidates, values, batch_of(call, module)) if measure else estimate(flow)
         shares = _plus(times, _sizes(flow)) if policy == "equal" else times
-        points = chosen(shares, found, stages)
+        points = chosen(shares, candidates, stages)
     else:
-        points = [Mark(number) for number in range(1, len(flow.marks) + 1)]
+        points = [f"{PIPE_SPLIT}@{number}" for number in range(len(flow.marks))]
         if not points:
             raise ValueError(
                 "nothing says where to cut: name submodules in at=, give a number of stages=, or call "
@@ -120,12 +117,12 @@ def split(
     return pipeline, _placed(pipeline, values)
 
 
-def split_points(pipeline: Pipeline) -> list[str | Point]:
+def split_points(pipeline: Pipeline) -> list[Point]:
     """Return where the stages of a split module begin, for `split(at=...)`."""
     fn = pipeline.stages[0].fn
     if not isinstance(fn, GraphFunction):
         raise TypeError("split_points takes a pipeline of interop.split")
-    return [point.name if isinstance(point, Begin) else point for point in fn.split_spec.points]
+    return [*fn.split_spec.points]
 
 
 def _check_choice(at: Any, stages: int | None, policy: str) -> None:
@@ -133,7 +130,7 @@ def _check_choice(at: Any, stages: int | None, policy: str) -> None:
         raise ValueError("at= names the places to cut at, stages= lets them be chosen: give one of the two")
     if isinstance(at, str):
         raise ValueError(f"at= is a list of split points: at=[{at!r}]")
-    if wrong := [point for point in at or () if not isinstance(point, str | Begin | End | Mark)]:
+    if wrong := [point for point in at or () if not isinstance(point, Point)]:
         raise TypeError(f"at= has names of submodules and End(name), and no {wrong[0]!r}")
     if policy not in ("equal", "balanced"):
         raise ValueError(f"policy is 'equal' or 'balanced', not {policy!r}")
@@ -145,7 +142,7 @@ def _refuse_captured(constants: Iterable[Tensor], values: Mapping[str, Tensor]) 
     """Raise StageError if forward reads a tensor of the module from elsewhere, as from a closure."""
     names = {x.untyped_storage()._cdata: name for name, x in values.items() if x.device.type != "meta"}
     for constant in constants:
-        if constant.device.type != "meta" and (name := names.get(constant.untyped_storage()._cdata)):
+        if name := names.get(constant.untyped_storage()._cdata):
             raise StageError(
                 f"forward reads {name} of the module itself, not of the one it is called on, as a lambda, a patched "
                 "method or a hook does that closes over the module: it would stay as it is now. Write a method, which "
@@ -159,21 +156,16 @@ def _placed(pipeline: Pipeline, values: Mapping[str, Tensor], of: str = "params"
     return {stage: {name: values[name] for name in getattr(spec, of)} for stage, spec in specs.items()}
 
 
-def _places(split_spec: SplitSpec, flow: Flow) -> list[CutCandidate]:
-    holding = {name.rpartition(".")[0] for name, _ in split_spec.skeleton.named_parameters(remove_duplicate=False)}
-    return places(flow, lambda name: any(own == name or own.startswith(f"{name}.") for own in holding))
-
-
 def _measured(
-    split_spec: SplitSpec, flow: Flow, found: Sequence[CutCandidate], values: Mapping[str, Tensor], batch: Any
+    split_spec: SplitSpec, flow: Flow, candidates: Sequence[CutCandidate], values: Mapping[str, Tensor], batch: Any
 ) -> list[float]:
     """Return the seconds between each two candidates, at the position of the first operation."""
     if any(x.device.type == "meta" for x in values.values()):
         raise ValueError("measure=True runs the module, whose tensors are on the meta device: leave it to an estimate")
-    fine, _ = assembled(replace(split_spec, points=tuple(place.point for place in found)), flow, None)
+    fine, _ = assembled(replace(split_spec, points=tuple(place.point for place in candidates)), flow, None)
     seconds = measure_stages(fine, _placed(fine, values), _placed(fine, values, "state"), batch)
     times = [0.0] * len(flow.nodes)
-    for start, taken in zip([0, *(place.start for place in found)], seconds, strict=True):
+    for start, taken in zip([0, *(place.start for place in candidates)], seconds, strict=True):
         times[start] = taken
     return times
 
@@ -206,8 +198,8 @@ def assembled(
     exported = flow.exported
     uses: dict[str, list[int]] = {}
     for stage, part in enumerate(parts):
-        for name in (*(exported.tensors[node] for node in part.entries), *part.state):
-            uses.setdefault(name, []).append(stage)
+        for node in (*part.entries, *part.state):
+            uses.setdefault(exported.tensors[node], []).append(stage)
     split_spec = replace(split_spec, homes=split_spec.homes or _homes(split_spec, uses), state=frozenset(flow.state))
     for name, users in uses.items():
         if users[0] < split_spec.homes[name]:
@@ -215,19 +207,19 @@ def assembled(
                 f"in this mode stage {users[0]} uses {name}, which lives with stage {split_spec.homes[name]}: split "
                 "the module again in this mode, for params of its own"
             )
-    frozen = {name for name, x in named_tensors(split_spec.skeleton) if not x.requires_grad}
-    made = []
+    stages = []
     for stage, part in enumerate(parts):
-        held = [name for name, home in split_spec.homes.items() if home == stage and name not in split_spec.state]
-        fn = stage_function(exported, parts, stage, split_spec, held)
+        owned = [name for name, home in split_spec.homes.items() if home == stage and name not in split_spec.state]
+        fn = stage_function(exported, parts, stage, split_spec, owned)
         low, high = [0, *starts][stage], [*starts, len(flow.nodes)][stage]
         share = None if times is None else sum(times[low:high]) / sum(times)
-        begins = str(split_spec.points[stage - 1]).strip("'") if stage else None
+        begins = str(split_spec.points[stage - 1]) if stage else None
         fn = replace(fn, spec=fn.spec._replace(begins=begins, share=share))
-        made.append(Stage(fn, fn.reads, bool(part.state), tuple(name for name in fn.spec.params if name in frozen)))
-    ties = {(s, name): (split_spec.homes[name], name) for name, users in uses.items() for s in users}
-    ties = {(s, name): home for (s, name), home in ties.items() if home[0] != s}
-    return Pipeline(made, loss, ties=ties), split_spec
+        frozen = tuple(name for name, x in fn.spec.params.items() if not x.requires_grad)
+        stages.append(Stage(fn, fn.reads, bool(part.state), frozen))
+    homes = split_spec.homes
+    ties = {(s, name): (homes[name], name) for name, users in uses.items() for s in users if s != homes[name]}
+    return Pipeline(stages, loss, ties=ties), split_spec
 
 
 def _homes(split_spec: SplitSpec, uses: Mapping[str, Sequence[int]]) -> dict[str, int]:

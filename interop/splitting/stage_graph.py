@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -26,14 +26,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class SplitSpec:
-    """How a module was split, for all its stages.
+    """A module, and its cuts into stages; the same for all stages.
 
     Args:
         skeleton: the module, on the meta device.
         call: the arguments of forward, on the meta device.
-        points: where the stages after the first begin.
         names: the entry for each name in the module's state_dict.
         nonpersistent_buffers: values of the buffers that are not in the state_dict.
+        points: where the stages after the first begin.
         homes: the stage that owns each entry.
         state: the entries that forward changes.
     """
@@ -42,11 +42,11 @@ class SplitSpec:
     call: ExampleCall
     dynamic_shapes: Any
     device: torch.device
-    points: tuple[Point, ...]
     names: Mapping[str, str]
     nonpersistent_buffers: Mapping[str, Tensor]
-    homes: Mapping[str, int]
-    state: frozenset[str]
+    points: tuple[Point, ...] = ()
+    homes: Mapping[str, int] = field(default_factory=dict)
+    state: frozenset[str] = frozenset()
 
     @cached_property
     def example(self) -> dict[Path, Any]:
@@ -63,7 +63,7 @@ class GraphFunction:
         entries: names of the params that it reads: parameters, and buffers that forward does not change.
         state: names of the buffers that forward changes.
         sizes: the sizes for which it is valid.
-        unread: the sizes of the tensors of the batch that no stage reads, by path.
+        unread: the sizes of the tensors of the batch that no stage reads.
     """
 
     qualified: ClassVar[bool] = True
@@ -73,7 +73,7 @@ class GraphFunction:
     state: tuple[str, ...]
     reads: tuple[Read, ...]
     sizes: Sizes
-    unread: Mapping[Path, tuple[int | str, ...]]
+    unread: Sizes
     spec: StageSpec
     split_spec: SplitSpec
 
@@ -97,13 +97,11 @@ class GraphFunction:
         accept(batch, self.split_spec.example, self.unread)
 
     def __call__(self, params: Mapping[str, Tensor], *inputs: Any) -> Any:
-        state: Mapping[str, Tensor] = {}
-        if self.state:
-            state, *inputs = inputs  # type: ignore[assignment]
+        state, inputs = (inputs[0], inputs[1:]) if self.state else ({}, inputs)
         for what, names, tree in (("params", self.entries, params), ("state", self.state, state)):
             if missing := [name for name in names if name not in tree]:
                 raise ValueError(f"{what} lacks {', '.join(missing)}: interop.from_state_dict gives them by stage")
-        self.sizes.check(self.reads, inputs)
+        self.sizes.check({read.path: x for read, x in zip(self.reads, inputs, strict=True) if isinstance(read, Batch)})
         tensors = [*(params[name] for name in self.entries), *(state[name] for name in self.state), *inputs]
         device = next((x.device for x in tensors if isinstance(x, Tensor)), self.split_spec.device)
         return self.graph(*tensors, device)
@@ -118,53 +116,43 @@ def stage_function(
         owned: the entries of the module that the stage owns, used or not.
     """
     part = parts[stage]
-    entries = tuple(exported.tensors[node] for node in part.entries)
+    entries, state = (tuple(exported.tensors[node] for node in nodes) for nodes in (part.entries, part.state))
+    axes = {exported.leaves[node]: _axes(node) for node in part.leaves}
     return GraphFunction(
         graph=_graph(exported, part),
         entries=entries,
-        state=tuple(sorted(part.state)),
+        state=state,
         reads=_reads(exported, parts, part),
-        sizes=Sizes((*(None for _ in part.values), *map(_axes, part.leaves)), conditions(part.leaves, exported.ranges)),
+        sizes=Sizes(axes, conditions(part.leaves, exported.ranges)),
         unread=_unread(exported, parts),
-        spec=_spec({*entries, *owned}, part, split_spec, stage == len(parts) - 1),
+        spec=_spec({*entries, *owned}, state, {} if stage == len(parts) - 1 else part.outputs, split_spec),
         split_spec=split_spec,
     )
 
 
 def _graph(exported: Exported, part: StagePart) -> fx.GraphModule:
     """Return a stage's operations as a function of entries, state, inputs and the device, in this order."""
-    graph, root = fx.Graph(), nn.Module()
-    state = _state_nodes(exported, part)
+    graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
-    for node in (*part.entries, *state.values(), *part.values, *part.leaves):
+    for node in (*part.entries, *part.state, *part.values, *part.leaves):
         copies[node] = graph.placeholder(node.name)
     device = graph.placeholder("device")
     used = {n for node in part.nodes for n in node.all_input_nodes} | {*nodes_in(part.outputs)}
     for node in used.intersection(exported.constants):
-        setattr(root, node.name, exported.constants[node])
         copies[node] = graph.call_method("to", (graph.get_attr(node.name), device))
 
     def copied(x: Any) -> Any:
         return copies[x] if isinstance(x, fx.Node) else device if _same(x, exported.device) else x
 
     for node in part.nodes:
-        if node.op == "get_attr":
-            setattr(root, str(node.target), getattr(exported.root, str(node.target)))
-            copies[node] = graph.get_attr(str(node.target))
-        else:
-            args, kwargs = map_aggregate((part.sizes.get(node, node.args), node.kwargs), copied)
-            copies[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        args, kwargs = map_aggregate((part.sizes.get(node, node.args), node.kwargs), copied)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs)
     result = fx.map_arg(part.outputs, copies.__getitem__)
-    if state:
-        new = {name: copies[exported.changed.get(name, node)] for name, node in state.items()}
+    if part.state:
+        new = {exported.tensors[node]: copies[exported.changed.get(node, node)] for node in part.state}
         result = result, {name: graph.call_function(aten.detach.default, (x,)) for name, x in new.items()}
     graph.output(result)
-    return fx.GraphModule(root, graph)
-
-
-def _state_nodes(exported: Exported, part: StagePart) -> dict[str, fx.Node]:
-    nodes = {name: node for node, name in exported.tensors.items()}
-    return {name: nodes[name] for name in sorted(part.state)}
+    return fx.GraphModule(exported.root, graph)
 
 
 def _reads(exported: Exported, parts: Sequence[StagePart], part: StagePart) -> tuple[Read, ...]:
@@ -172,17 +160,19 @@ def _reads(exported: Exported, parts: Sequence[StagePart], part: StagePart) -> t
     return *(sources[node] for node in part.values), *(Batch(*exported.leaves[node]) for node in part.leaves)
 
 
-def _unread(exported: Exported, parts: Sequence[StagePart]) -> dict[Path, tuple[int | str, ...]]:
+def _unread(exported: Exported, parts: Sequence[StagePart]) -> Sizes:
+    """Return the fixed sizes of leaves that no stage reads. Axis 0 is free: it has the rows of all microbatches."""
     read = {node for part in parts for node in part.leaves}
-    return {path: _axes(node) for node, path in exported.leaves.items() if node not in read}
+    axes = {path: _axes(node) for node, path in exported.leaves.items() if node not in read}
+    return Sizes({p: tuple(n if i and isinstance(n, int) else None for i, n in enumerate(a)) for p, a in axes.items()})
 
 
-def _spec(entries: set[str], part: StagePart, split_spec: SplitSpec, is_last: bool) -> StageSpec:
+def _spec(entries: set[str], state: Sequence[str], outputs: Mapping[str, fx.Node], split_spec: SplitSpec) -> StageSpec:
     tensors = dict(named_tensors(split_spec.skeleton))
     return StageSpec(
         {name: x for name, x in tensors.items() if name in entries},
-        {name: tensors[name] for name in sorted(part.state)},
-        {} if is_last else {name: _blank(node) for name, node in part.outputs.items()},
+        {name: tensors[name] for name in state},
+        {name: _blank(node) for name, node in outputs.items()},
     )
 
 

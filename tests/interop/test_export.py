@@ -392,6 +392,22 @@ def packed(m, x):
         return m.a(x).sin()
 
 
+class Mapped(Straight):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+
+def mapped(m, x):
+    return torch.vmap(Mapped.apply)(m.a(x))
+
+
 @pytest.mark.parametrize(
     ("forward", "says"),
     [
@@ -403,6 +419,7 @@ def packed(m, x):
         (through_detached, r"writes in place .* into a tensor that was detached from them.*test_export"),
         (into_a_view_made_without, r"A view was created in no_grad mode .*rows \+="),
         (bound, r"applies Straight, .* which export would lose \(in .*apply\(m\.a\(x\)\)"),
+        (mapped, r"applies Mapped, .* which export would lose \(in .*vmap"),
         (of_the_node, r"asks for a tensor's grad_fn, which export would lose \(in .*register_prehook"),
         (packed, "packs saved tensors by hooks of its own"),
         (detached_in_place, r"detaches a tensor in place, .*: write \.detach\(\)"),

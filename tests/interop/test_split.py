@@ -202,6 +202,9 @@ def test_marks_inside_forward(mark):
 
     module, x = Marked(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(4, 4)
     pipeline, params = interop.split(module, example=x)
+    assert interop.split_points(pipeline) == ["pipe_split()@0"]
+    with pytest.raises(ValueError, match=r"no split point 'pipe_split\(\)@1': .* runs 1 times, counted from 0"):
+        interop.split(module, at=["pipe_split()@1"], example=x)
     assert [list(params[s]) for s in range(2)] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
     assert torch.equal(pipeline(params, x), module(x))
     assert torch.equal(interop.eval_mode(pipeline)(params, x), module(x))
@@ -537,15 +540,16 @@ def test_materialise_makes_attention():
     assert all(x.isfinite().all() for tree in params.values() for x in tree.values())
 
 
-def test_materialise_tells_what_nothing_sets_of_any_type():
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16])
+def test_materialise_tells_what_nothing_sets_of_any_type(dtype):
     class Masking(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(4, 4)
-            self.register_buffer("mask", torch.ones(4, dtype=torch.bool), persistent=False)
+            self.register_buffer("mask", torch.ones(4, dtype=dtype), persistent=False)
 
         def forward(self, x):
-            return self.layer(x).where(self.mask, 0.0)
+            return self.layer(x).where(self.mask.bool(), 0.0)
 
     def init(part):
         if hasattr(part, "mask"):
