@@ -5,7 +5,6 @@ import re
 import struct
 
 import pytest
-from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.effects import BackwardInput, BackwardWeight, Forward, Recv, Send
@@ -467,7 +466,6 @@ def test_exports_are_files(tab, logdir, tmp_path):
     found = capture(logdir)
     for button, check in (
         ("export-json", lambda data: boxes(data) >= len(found.timeline.spans)),
-        ("export-pftrace", lambda data: slices(data) >= len(found.timeline.spans)),
         ("export-png", lambda data: data[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">I", data[16:20])[0] >= 1000),
     ):
         with tab.page.expect_download() as download:
@@ -481,12 +479,6 @@ def test_exports_are_files(tab, logdir, tmp_path):
 def boxes(data):
     """How many slices are in a trace of Chrome's."""
     return sum(event["ph"] == "X" for event in json.loads(data)["traceEvents"])
-
-
-def slices(data):
-    """How many slices begin in a trace of Perfetto's."""
-    trace = Trace.FromString(data)
-    return sum(packet.track_event.type == TrackEvent.TYPE_SLICE_BEGIN for packet in trace.packet)
 
 
 def test_it_is_dark_where_the_host_is(tab):

@@ -6,7 +6,6 @@ import csv
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from fpipe.effects import parts
 from fpipe.tensorboard.files.captures import Capture
 from fpipe.tensorboard.files.columns import Columns, Header
 from fpipe.timelines.format import extent, percent, scale_of
-from fpipe.timelines.perfetto import Extras, chrome_json, pftrace
+from fpipe.timelines.perfetto import Extras, chrome_json
 
 TYPES = {  # format (the file's suffix) -> media type
-    "pftrace": "application/octet-stream",
     "json": "application/json",
     "svg": "image/svg+xml",
     "png": "image/png",
@@ -39,7 +37,7 @@ def exported(capture: Capture, form: str) -> bytes:
         form: one of `TYPES`.
 
     Raises:
-        MissingPackage: figures need matplotlib, Perfetto's own format needs perfetto.
+        MissingPackage: a figure needs matplotlib.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"timeline.{form}"
@@ -62,15 +60,11 @@ def save(capture: Capture, file: Path, title: str) -> None:
     if form == "json":
         with file.open("w") as stream:
             stream.writelines(chrome_json(capture.timeline, **options))
-    elif form == "pftrace":
-        with file.open("wb") as stream, _needing("perfetto"):
-            stream.writelines(pftrace(capture.timeline, **options))
     elif form == "csv":
         with file.open("w", newline="") as stream:
             csv.writer(stream).writerows(_rows(capture))
     else:
-        with _needing("figures"):
-            _draw(capture, file, title)
+        _draw(capture, file, title)
 
 
 def extras(columns: Columns, header: Header) -> Extras:
@@ -79,18 +73,11 @@ def extras(columns: Columns, header: Header) -> Extras:
     return Extras(columns.bytes.tolist(), columns.used.tolist(), list(memory), header.host)
 
 
-@contextmanager
-def _needing(extra: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        package = {"figures": "matplotlib"}.get(extra, extra)
-        raise MissingPackage(f"this needs {package}: pip install 'fpipe[{extra}]'") from error
-
-
 def _draw(capture: Capture, file: Path, title: str) -> None:
-    from fpipe.timelines import figure
-
+    try:
+        from fpipe.timelines import figure
+    except ImportError as error:
+        raise MissingPackage("this needs matplotlib: pip install 'fpipe[figures]'") from error
     timeline = capture.timeline
     makespan = scale_of(timeline.makespan, capture.unit).full(timeline.makespan)
     figures = f"makespan {makespan}, bubble {percent(timeline.bubble_rate)} of the cost"

@@ -114,8 +114,7 @@ function toolbar() {
       { class: "joined" },
       button("fit", "Fit", "all of the step (0 or f)"),
       button("export-png", "PNG", "the timeline as it is shown, as an image"),
-      button("export-pftrace", "Perfetto", "a trace to open at ui.perfetto.dev: nothing is sent there from here"),
-      button("export-json", "JSON", "a trace for chrome://tracing, and ui.perfetto.dev too"),
+      button("export-json", "Perfetto", "a trace to open at ui.perfetto.dev or chrome://tracing: nothing is sent there"),
       button("help", "?", "keys and search (?)", { "aria-label": "Help" }),
     ),
   );
