@@ -28,7 +28,13 @@ from fpipe.programs.memory import Life, LiveMemory, Lives
 from fpipe.tables import FORWARD, TABLE, WEIGHT, Table
 
 _MAX_DRAWN = 5000  # compute effects in a notebook's drawing
-CAUSES = ("warm-up", "dependency", "transfer", "imbalance", "drain")
+CAUSES = {  # cause of idle time -> when a rank is idle by it
+    "warm-up": "before the rank's first effect",
+    "dependency": "what it needed was not computed yet",
+    "transfer": "what it needed was under way",
+    "imbalance": "other ranks have more to do",
+    "drain": "after the rank's last effect",
+}
 
 
 class Span(NamedTuple):

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from typing import Any
 
 from fpipe.tensorboard.files.captures import Capture
-from fpipe.timelines.timeline import Timeline
+from fpipe.timelines.timeline import CAUSES, Timeline
 
 MAX_GAPS = 50_000  # of all ranks together; more are not listed
 
@@ -25,6 +25,7 @@ def summary(capture: Capture) -> dict[str, Any]:
         "makespan": timeline.makespan if compared else timeline.cost,
         "cost": timeline.cost,
         "bubble_rate": timeline.bubble_rate,
+        "causes": CAUSES,
         "critical": [_row(timeline, at) for at in timeline.critical_spans],
         "ranks": [_rank(capture, rank) for rank in capture.headers],
         "gaps": _gaps(capture),
