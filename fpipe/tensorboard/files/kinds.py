@@ -150,8 +150,11 @@ def described(kind: Kind, table: Table) -> dict[str, Any]:
 
 
 def _part(kind: type, fields: Mapping[str, str], table: Table) -> dict[str, Any]:
-    row = table.effects[kind]
-    return {"letter": row.letter, "label": row.label} | {n: fields[n] for n in ("stage", "microbatch") if n in fields}
+    """Describe an effect, or one of the two of an overlap; `part_of` has the letters of those that do more."""
+    row, rows = table.effects[kind], table.effects.values()
+    whole = [each.letter for each in rows if row.work and row.work != each.work and row.work & each.work == row.work]
+    columns = {name: fields[name] for name in ("stage", "microbatch") if name in fields}
+    return {"letter": row.letter, "label": row.label, "part_of": whole, **columns}
 
 
 def read(descriptions: Sequence[Mapping[str, Any]]) -> tuple[list[Kind], Table]:
