@@ -111,7 +111,7 @@ def edited(change):
         (edited(lambda said: said["kinds"].__setitem__(0, "Teleport")), "not a rank's spans"),
         (edited(lambda said: said["kinds"][0].update(type="__init__")), "whose name is none"),
         (edited(lambda said: said["kinds"][0].update(colour="red;}")), "a colour that is not #rrggbb"),
-        (edited(lambda said: said["kinds"][0].update(track="<b>")), "on a track '<b>'"),
+        (edited(lambda said: said["kinds"][0].update(track="<b>")), "a track that is none of compute"),
         (edited(lambda said: said["kinds"][0].update(letter="x" * 65)), "at most 64 characters"),
         (edited(lambda said: said["kinds"][0]["fields"].update(stage="start")), "a number in no column"),
         (edited(lambda said: said["columns"]["start"].__setitem__(2, 10**6)), "not a rank's spans"),
