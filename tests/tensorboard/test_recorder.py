@@ -357,7 +357,7 @@ def test_the_log_of_effects_on_one_rank_is_nobody_elses_matter(pools, tmp_path):
 def failing_norm(rank, logdir):
     """Rank 1 has gradients of which no norm can be taken."""
     if rank == 1:
-        recorder_of._squares = lambda gradients, job: 1 / 0
+        recorder_of.squares = lambda gradients, plan, ranks: 1 / 0
     return recorded(rank, logdir, "one_f_one_b", 4, {"every": 1, "gradient_norm": True})[0]
 
 

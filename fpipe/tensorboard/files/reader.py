@@ -125,20 +125,18 @@ def _unread(error: OSError) -> str:
 
 def _records(file: Path, notices: list[str]) -> dict[int, Sequence[Record]]:
     """Return step -> its records in a file. If a step was captured twice, the later capture."""
-    records: dict[int, list[Record]] = {}
+    records: dict[int, Sequence[Record]] = {}
     try:
         for record, event in _events(file):
             for value in event.summary.value:
                 if step_part := parse_tag(value.tag):
                     step, part = step_part
-                    if part == 0:
-                        records[step] = []
-                    records.setdefault(step, []).append(record)
+                    records[step] = [*(records.get(step, []) if part else []), record]
     except _Broken as error:
         notices.append(f"{file} {error}: what stands before is read")
     except OSError as error:
         notices.append(_unread(error))
-    return dict(records)
+    return records
 
 
 class _Broken(Exception):
