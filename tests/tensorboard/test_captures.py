@@ -34,7 +34,7 @@ def test_a_timeline_comes_back_as_it_was(name):
     found = assemble(blobs(timeline))
     assert found.notices == ()
     assert (found.kind, found.step, found.schedule, found.unit) == ("predicted", 7, "mine", "")
-    assert found.plan == plan
+    assert found.timeline.plan == plan
     assert list(found.timeline.spans) == list(timeline.spans)
     assert found.timeline.causes == timeline.causes
     assert found.timeline.critical_path == timeline.critical_path

@@ -89,10 +89,6 @@ class Capture:
         return self.headers[min(self.headers)]
 
     @property
-    def plan(self) -> Plan:
-        return self.timeline.plan
-
-    @property
     def kind(self) -> str:
         return self.header.kind
 
@@ -214,7 +210,7 @@ def columns_of(
     """
     spans = timeline.spans
     rows = spans.of(rank)
-    at, held = np.array(list(memory), float).reshape(-1, 2).T
+    changed, live = np.array(list(memory), float).reshape(-1, 2).T
     waited = np.frombuffer(spans.waited, np.int64)[rows.start : rows.stop]
     first = np.asarray(spans.first)
     source = np.searchsorted(first, waited, side="right") - 1
@@ -227,6 +223,6 @@ def columns_of(
         (np.where(valid, source, -1).astype(np.int32), row.astype(np.int32)),
         np.asarray(used, float),
         np.asarray(sizes, float),
-        (at, held),
+        (changed, live),
         timeline.table,
     )

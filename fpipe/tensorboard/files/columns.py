@@ -37,7 +37,7 @@ class BadColumns(ValueError):
 
 
 class Clock(NamedTuple):
-    """How far a rank's clock is ahead of rank 0's, and the uncertainty of that; seconds."""
+    """The seconds by which a rank's clock is ahead of rank 0's, and the uncertainty of that."""
 
     offset: float
     uncertainty: float

@@ -50,14 +50,11 @@ class Writer:
     def timeline(self, header: Header, columns: Columns) -> None:
         """Write one captured step under its own tag, and flush."""
         blob = encode(header, columns)
+        data = SummaryMetadata.PluginData(plugin_name=PLUGIN, content=outline(header))
+        metadata = SummaryMetadata(plugin_data=data, data_class=DATA_CLASS_TENSOR)
         for part, at in enumerate(range(0, len(blob), PART_BYTES)):
-            text = TensorProto(
-                dtype=DT_STRING, string_val=[blob[at : at + PART_BYTES]], tensor_shape=TensorShapeProto()
-            )
-            metadata = SummaryMetadata(
-                plugin_data=SummaryMetadata.PluginData(plugin_name=PLUGIN, content=outline(header)),
-                data_class=DATA_CLASS_TENSOR,
-            )
+            piece = blob[at : at + PART_BYTES]
+            text = TensorProto(dtype=DT_STRING, string_val=[piece], tensor_shape=TensorShapeProto())
             value = Summary.Value(tag=tag(header.step, part), tensor=text, metadata=metadata)
             self._add(value, header.step, header.wall)
         self.flush()

@@ -108,9 +108,9 @@ class StepCapture:
 
     def _host(self, rank: int) -> list[tuple[str, float, float]]:
         """Return the host's spans before a rank's first effect and after its last."""
-        own, origin = self.measurement.columns[rank], self.measurement.origin
+        columns, origin = self.measurement.columns[rank], self.measurement.origin
         begin, end = (when - self.measurement.offsets.get(rank, 0.0) for when in self.called)
-        spans = ("before the first effect", begin, own.starts[0]), ("after the last effect", max(own.ends), end)
+        spans = ("before the first effect", begin, columns.starts[0]), ("after the last effect", max(columns.ends), end)
         return [(text, start - origin, stop - origin) for text, start, stop in spans if stop > start]
 
     def _memory(self, timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
@@ -118,7 +118,7 @@ class StepCapture:
         if rank not in self.memory:
             return
         spans, memory = timeline.spans, self.memory[rank]
-        for at, (during, after) in zip(spans.of(rank), zip(memory.during, memory.after, strict=True), strict=True):
+        for at, during, after in zip(spans.of(rank), memory.during, memory.after, strict=True):
             if spans.table.effects[type(spans.effects[at])].track == "compute":
                 yield spans.starts[at], during
                 yield spans.ends[at], after

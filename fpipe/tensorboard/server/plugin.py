@@ -45,10 +45,9 @@ class Query:
         Raises:
             BadRequest: the parameter is missing.
         """
-        text = self.request.args.get(name)
-        if text is None:
+        if name not in self.request.args:
             raise BadRequest(f"the query lacks {name}=")
-        return str(text)
+        return str(self.request.args[name])
 
     def number(self, name: str) -> int:
         """Return a parameter that is a whole number.
