@@ -182,6 +182,7 @@ def test_hovering_where_a_rank_idles_says_why(tab, logdir):
         gap = max(found.timeline.gaps(rank), key=lambda gap: gap.end - gap.start)
         text = tab.hover_idle(rank, forwards(found, rank)[0], (gap.start + gap.end) / 2)
         assert text.startswith(f"idle: {gap.cause}")
+        assert f"{gap.cause}: {CAUSES[gap.cause]}" in text
         for name, value in (("start", gap.start), ("end", gap.end), ("duration", gap.end - gap.start)):
             assert amount(re.search(rf"{name}\s+(\S+ \S+)", text)[1]) == close(value), text
 
