@@ -11,7 +11,13 @@ from typing import NamedTuple, overload
 from fpipe.effects import Effect
 from fpipe.tables import TABLE, Table
 
-CAUSES = ("warm-up", "dependency", "transfer", "imbalance", "drain")
+CAUSES = {  # cause of idle time -> when a rank is idle by it
+    "warm-up": "before the rank's first effect",
+    "dependency": "what it needed was not computed yet",
+    "transfer": "what it needed was under way",
+    "imbalance": "other ranks have more to do",
+    "drain": "after the rank's last effect",
+}
 
 
 class Span(NamedTuple):

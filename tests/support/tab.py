@@ -129,13 +129,12 @@ class Tab:
         """Forget what the console said of what a test did on purpose."""
         self.said[:] = [said for said in self.said if text not in said]
 
-    def table(self, name, tab):
-        """A table's rows, as texts."""
-        self.frame.click(f"#tab-{tab}")
-        self.until(f"() => document.querySelectorAll('#{name} tbody tr').length > 0")
-        rows = self.js(
-            f"[...document.querySelectorAll('#{name} tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
-        )
+    def table(self, panel, at=0):
+        """The rows of a panel's table, as texts."""
+        self.frame.click(f"#tab-{panel}")
+        table = f"document.querySelectorAll('#panel-{panel} table')[{at}]"
+        self.until(f"() => {table}?.tBodies[0].rows.length > 0")
+        rows = self.js(f"[...{table}.tBodies[0].rows].map(row => [...row.cells].map(cell => cell.innerText))")
         return [[re.sub(r"\s+", " ", cell).strip() for cell in row] for row in rows]
 
     def box(self, rank, row):
@@ -224,15 +223,26 @@ class Tab:
 
 
 @contextmanager
-def opened(chromium, board, script=""):
-    """The tab on a page of its own, where a script runs before any other; at last, that the console said nothing."""
+def opened(chromium, board, script="", modules=None):
+    """The tab on a page of its own; at last, that the console said nothing.
+
+    Args:
+        script: runs before any other.
+        modules: name -> text, of modules that the page gets instead of the server's.
+    """
     page = chromium.new_page(viewport={"width": 1400, "height": 900})
     try:
         page.add_init_script(script)
+        for name, text in (modules or {}).items():
+            page.route(f"**/{name}", _answer(text))
         yield (tab := Tab(page, board))
         assert not tab.said, tab.said
     finally:
         page.close()
+
+
+def _answer(text):
+    return lambda route: route.fulfill(body=text, content_type="text/javascript")
 
 
 def large(logdir, count, ranks=16):

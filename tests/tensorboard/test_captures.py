@@ -27,6 +27,12 @@ def blobs(timeline, **said):
     }
 
 
+def header_of(blob):
+    """The header of a rank's bytes, as JSON."""
+    raw = gzip.decompress(blob)
+    return json.loads(raw[8 : 8 + int.from_bytes(raw[4:8], "little")])
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_a_timeline_comes_back_as_it_was(name):
     schedule, plan = PLANS[name]
@@ -34,7 +40,7 @@ def test_a_timeline_comes_back_as_it_was(name):
     found = assemble(blobs(timeline))
     assert found.notices == ()
     assert (found.kind, found.step, found.schedule, found.unit) == ("predicted", 7, "mine", "")
-    assert found.plan == plan
+    assert found.timeline.plan == plan
     assert list(found.timeline.spans) == list(timeline.spans)
     assert found.timeline.causes == timeline.causes
     assert found.timeline.critical_path == timeline.critical_path
@@ -73,8 +79,7 @@ def test_what_only_some_know_comes_back_too():
 def test_numbers_are_as_narrow_as_they_can_be():
     plan = Plan(Placement.loop(1, chunks=300), 70_000)
     timeline = Columns([Forward(299, 69_999)], np.zeros(1), np.ones(1), (np.array([-1], np.int32),) * 2)
-    raw = gzip.decompress(encode(Header("predicted", 0, 0, "", plan), timeline))
-    found = json.loads(raw[8 : 8 + int.from_bytes(raw[4:8], "little")])["columns"]
+    found = header_of(encode(Header("predicted", 0, 0, "", plan), timeline))["columns"]
     assert [found[name][0] for name in ("kind", "stage", "microbatch", "other", "start")] == [
         "u1",
         "u2",
@@ -83,6 +88,14 @@ def test_numbers_are_as_narrow_as_they_can_be():
         "f8",
     ]
     assert all(at % 8 == 0 for _, at, _ in found.values())
+
+
+def test_an_effect_that_is_a_part_of_another_says_so():
+    timeline = simulate(schedules.zb_v, Plan(Placement.v(2), 4))
+    kinds = header_of(blobs(timeline)[0])["kinds"]
+    parts = {kind["type"]: kind["parts"] for kind in kinds if "parts" in kind}
+    whole = {name: part["part_of"] for name, (part,) in parts.items()}
+    assert whole == {"Forward": [], "BackwardInput": ["B"], "BackwardWeight": ["B"]}
 
 
 GOOD = blobs(simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 4), COSTS))
@@ -111,7 +124,7 @@ def edited(change):
         (edited(lambda said: said["kinds"].__setitem__(0, "Teleport")), "not a rank's spans"),
         (edited(lambda said: said["kinds"][0].update(type="__init__")), "whose name is none"),
         (edited(lambda said: said["kinds"][0].update(colour="red;}")), "a colour that is not #rrggbb"),
-        (edited(lambda said: said["kinds"][0].update(track="<b>")), "on a track '<b>'"),
+        (edited(lambda said: said["kinds"][0].update(track="<b>")), "a track that is none of compute"),
         (edited(lambda said: said["kinds"][0].update(letter="x" * 65)), "at most 64 characters"),
         (edited(lambda said: said["kinds"][0]["fields"].update(stage="start")), "a number in no column"),
         (edited(lambda said: said["columns"]["start"].__setitem__(2, 10**6)), "not a rank's spans"),
@@ -233,6 +246,7 @@ def test_a_summary_is_the_timelines_own_account():
         timeline.bubble_rate,
     )
     assert [row["causes"] for row in said["ranks"]] == timeline.causes
+    assert [list(row["causes"]) for row in said["ranks"]] == [list(said["causes"])] * 3
     assert [sum(row["kinds"].values()) for row in said["ranks"]] == pytest.approx(timeline.busy)
     spans, first = timeline.spans, timeline.spans.first
     assert [spans[first[rank] + row] for rank, row in said["critical"]] == timeline.critical_path

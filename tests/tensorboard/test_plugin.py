@@ -203,9 +203,7 @@ def test_steps_that_come_later_are_seen(board):
     assert [c["step"] for c in index["captures"] if c["experiment"] == "late"] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("form", "kind"), [("json", "application/json"), ("pftrace", "application/octet-stream"), ("csv", "text/csv")]
-)
+@pytest.mark.parametrize(("form", "kind"), [("json", "application/json"), ("csv", "text/csv")])
 def test_a_capture_is_exported(board, form, kind):
     status, found, body = board[0].get("export", run="many/measured", step=0, format=form)
     assert (status, found) == (200, kind)

@@ -78,7 +78,7 @@ def test_a_capture_is_the_step_that_ran(tmp_path, schedule):
     for kind in ("measured", "predicted"):
         found = find(tmp_path).read(CaptureId("", kind, 1))
         assert found.notices == (TURNS if kind == "measured" else ())
-        assert found.plan == plan
+        assert found.timeline.plan == plan
         for rank in range(2):
             assert tuple(found.columns[rank].effects) == programs[rank].effects
         assert found.timeline.makespan > 0
@@ -266,7 +266,7 @@ def test_two_processes_write_one_capture(pools, tmp_path, schedule):
         assert listing.steps("", kind) == [1, 2]
         capture = listing.read(CaptureId("", kind, 2))
         assert capture.notices == ()
-        assert capture.plan == plan
+        assert capture.timeline.plan == plan
         assert sorted(capture.headers) == [0, 1]
         assert {header.clock for header in capture.headers.values()} == {(0.0, 0.0)}  # they share the machine's
         for rank in range(2):
@@ -357,7 +357,7 @@ def test_the_log_of_effects_on_one_rank_is_nobody_elses_matter(pools, tmp_path):
 def failing_norm(rank, logdir):
     """Rank 1 has gradients of which no norm can be taken."""
     if rank == 1:
-        recorder_of._squares = lambda gradients, job: 1 / 0
+        recorder_of.squares = lambda gradients, plan, ranks: 1 / 0
     return recorded(rank, logdir, "one_f_one_b", 4, {"every": 1, "gradient_norm": True})[0]
 
 

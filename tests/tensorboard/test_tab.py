@@ -3,9 +3,9 @@
 import json
 import re
 import struct
+from importlib.resources import files
 
 import pytest
-from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.effects import BackwardInput, BackwardWeight, Forward, Recv, Send
@@ -117,7 +117,7 @@ def close(value):
 
 def test_the_runs_ranks_and_effects(tab, logdir):
     found = capture(logdir)
-    rows = tab.table("effects", "effects")
+    rows = tab.table("effects")
     shown = [(int(rank), kind) for _, rank, kind, *_ in rows if kind != "host"]
     assert len(shown) == len(found.timeline.spans)
     for rank in range(2):
@@ -133,9 +133,7 @@ def test_the_runs_ranks_and_effects(tab, logdir):
 
 def test_an_effect_that_the_server_never_imported_is_shown(tab):
     tab.show("own/predicted")
-    rows = {
-        (int(rank), kind, stage, microbatch) for _, rank, kind, stage, microbatch, *_ in tab.table("effects", "effects")
-    }
+    rows = {(int(rank), kind, stage, microbatch) for _, rank, kind, stage, microbatch, *_ in tab.table("effects")}
     assert rows >= {(1, "load", "1", ""), (0, "mark", "0", ""), (1, "mark", "1", ""), (1, "forward", "1", "0")}
     assert re.search(r"L\s+load", tab.text("#legend"))
     effects = own_effects.predicted().spans.effects
@@ -184,13 +182,14 @@ def test_hovering_where_a_rank_idles_says_why(tab, logdir):
         gap = max(found.timeline.gaps(rank), key=lambda gap: gap.end - gap.start)
         text = tab.hover_idle(rank, forwards(found, rank)[0], (gap.start + gap.end) / 2)
         assert text.startswith(f"idle: {gap.cause}")
+        assert f"{gap.cause}: {CAUSES[gap.cause]}" in text
         for name, value in (("start", gap.start), ("end", gap.end), ("duration", gap.end - gap.start)):
             assert amount(re.search(rf"{name}\s+(\S+ \S+)", text)[1]) == close(value), text
 
 
 def test_bubbles_are_pythons(tab, logdir):
     said = summary(capture(logdir))
-    rows, scale = tab.table("bubbles", "bubbles"), 1e3 if said["makespan"] >= 1e-3 else 1e6
+    rows, scale = tab.table("bubbles"), 1e3 if said["makespan"] >= 1e-3 else 1e6
     assert len(rows) == 2
     for shown, row in zip(rows, said["ranks"], strict=True):
         rank, busy, idle, share, _, *causes, in_flight, memory = shown
@@ -208,7 +207,7 @@ def test_the_critical_path_is_pythons(tab, logdir):
     path = summary(capture(logdir))["critical"]
     tab.frame.click("#tab-critical")
     assert tab.js("window.fpipe.app.capture.summary.critical") == [list(place) for place in path]
-    items = tab.js("[...document.querySelectorAll('#critical li')].map(i => i.innerText)")
+    items = tab.js("[...document.querySelectorAll('#panel-critical li')].map(i => i.innerText)")
     assert items[0].strip().startswith(f"rank {path[0][0]}")
     took = sum(amount(re.search(r"\s([\d.]+(e-\d+)? (ns|µs|ms|s))\s*$", item)[1]) for item in items)
     assert 0.5 * summary(capture(logdir))["makespan"] < took <= summary(capture(logdir))["makespan"] * 1.001
@@ -223,15 +222,13 @@ def test_the_critical_path_is_pythons(tab, logdir):
 def test_measured_stands_beside_predicted(tab, logdir):
     measured, predicted = (capture(logdir, kind=kind).timeline for kind in ("measured", "predicted"))
     difference = Difference(measured, predicted)
-    rows, scale = tab.table("ranks-diff", "diff"), 1e3 if max(difference.makespan) >= 1e-3 else 1e6
+    rows, scale = tab.table("diff"), 1e3 if max(difference.makespan) >= 1e-3 else 1e6
     for rank, row in enumerate(rows):
         pairs = measured.busy[rank], predicted.busy[rank]
         assert [float(cell) for cell in row[1:3]] == [close(scale * taken) for taken in pairs]
     said = tab.js("window.fpipe.app.answer")
     assert said == json.loads(json.dumps(difference.as_json()))
-    effects = tab.js(
-        "[...document.querySelectorAll('#effects-diff tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
-    )
+    effects = tab.table("diff", 1)
     assert amount(effects[0][1]) == close(said["effects"][0]["took"][0])
     assert amount(effects[0][2]) == close(said["effects"][0]["took"][1])
 
@@ -253,13 +250,12 @@ def test_another_run_begins_anew(tab, logdir):
         tab.press(key)
     tab.js("window.fpipe.app.sheet.measure(0, 1)")
     tab.js("window.fpipe.app.sheet.measured()")
-    assert "rank 1" in tab.text("#range")
+    assert "rank 1" in tab.text("#panel-range")
     tab.show("other/predicted")
     assert tab.js("window.fpipe.app.sheet.view.fitted")
-    assert "measures a range" in tab.js("document.querySelector('#range').textContent")
+    assert "measures a range" in tab.text("#panel-range")
     assert "predicted" in tab.text("#details")  # the same effect, of the run that is shown
-    for table in ("ranks-diff", "effects-diff", "lies"):
-        assert tab.js(f"document.querySelector('#{table}').textContent") == ""
+    assert not tab.frame.is_visible("#tab-diff")
     assert tab.js("window.fpipe.app.sheet.select({ rank: 9, row: 0 }), window.fpipe.app.sheet.selected") is None
 
 
@@ -455,7 +451,7 @@ def test_a_range_is_measured(tab, logdir):
     tab.page.mouse.move(x + 300, y + 5, steps=4)
     tab.page.mouse.up()
     tab.page.keyboard.up("Shift")
-    rows = tab.table("range", "range")
+    rows = tab.table("range")
     span = tab.js("[window.fpipe.app.sheet.range.from, window.fpipe.app.sheet.range.to]")
     for rank, row in enumerate(rows):
         busy = sum(max(0.0, min(s.end, span[1]) - max(s.start, span[0])) for s in timeline.compute(rank))
@@ -467,7 +463,6 @@ def test_exports_are_files(tab, logdir, tmp_path):
     found = capture(logdir)
     for button, check in (
         ("export-json", lambda data: boxes(data) >= len(found.timeline.spans)),
-        ("export-pftrace", lambda data: slices(data) >= len(found.timeline.spans)),
         ("export-png", lambda data: data[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">I", data[16:20])[0] >= 1000),
     ):
         with tab.page.expect_download() as download:
@@ -481,12 +476,6 @@ def test_exports_are_files(tab, logdir, tmp_path):
 def boxes(data):
     """How many slices are in a trace of Chrome's."""
     return sum(event["ph"] == "X" for event in json.loads(data)["traceEvents"])
-
-
-def slices(data):
-    """How many slices begin in a trace of Perfetto's."""
-    trace = Trace.FromString(data)
-    return sum(packet.track_event.type == TrackEvent.TYPE_SLICE_BEGIN for packet in trace.packet)
 
 
 def test_it_is_dark_where_the_host_is(tab):
@@ -535,7 +524,7 @@ def test_a_missing_rank_and_a_clock_that_was_not_compared_are_told(tab):
     assert "rank 1 of 3 missing" in notices
     assert "the clocks of rank 2 were not compared" in notices
     assert tab.js("window.fpipe.app.sheet.layout.groups.map(group => group.number)") == [0, 1, 2]
-    rows = tab.table("bubbles", "bubbles")
+    rows = tab.table("bubbles")
     assert [row[0] for row in rows] == ["rank 0", "rank 2"]
     assert "not compared" in rows[1]
     assert rows[1].count("\u2013") >= 1 + len(CAUSES)  # the share of the makespan, and the causes
@@ -545,7 +534,7 @@ def test_sixty_four_ranks_are_scrolled(tab, logdir):
     tab.show("wide/predicted")
     assert tab.js("window.fpipe.app.sheet.layout.groups.length") == 64
     assert tab.js("document.querySelector('#scroll').scrollHeight > document.querySelector('#scroll').clientHeight")
-    assert len(tab.table("bubbles", "bubbles")) == 64
+    assert len(tab.table("bubbles")) == 64
     tab.js("document.querySelector('#scroll').scrollTo(0, 1e6)")
     text = tab.hover(63, forwards(capture(logdir, "wide", "predicted", 0), 63)[-1])
     assert re.search(r"rank\s+63\b", text)
@@ -602,6 +591,35 @@ def grow(logdir, board, step):
     """One more step, once the server has seen it."""
     captured(logdir / "grows", [step])
     board.until(lambda captures: any((c["run"], c["step"]) == ("grows/measured", step) for c in captures))
+
+
+TOY = """
+import { element } from "./dom.js";
+
+export const toy = {
+  id: "toy",
+  title: "Toy",
+  reads: ["capture", "range"],
+  opens: "range",
+  content: ({ capture, range }) => [element("p", {}, `${capture.label}, ${range ? range.to : "no range"}`)],
+};
+"""
+
+
+def test_a_panel_is_one_module_and_a_name_in_the_list(chromium, board):
+    static = files("fpipe.tensorboard.server").joinpath("static")
+    texts = {file.name: file.read_text() for file in static.iterdir()}
+    assert [name for name, text in texts.items() if '"./panel_' in text] == ["panels.js"]
+    listed = 'import { toy } from "./panel_toy.js";' + texts["panels.js"].replace("PANELS = [", "PANELS = [toy, ")
+    with opened(chromium, board, modules={"panel_toy.js": TOY, "panels.js": listed}) as tab:
+        tab.show("other/predicted")
+        assert tab.text("#tab-toy") == "Toy"
+        assert tab.text("#panel-toy") == "other/predicted, step 0, no range"
+        tab.frame.click("#tab-effects")
+        assert not tab.frame.is_visible("#panel-toy")
+        tab.js("window.fpipe.app.sheet.measure(0, 1)")
+        tab.js("window.fpipe.app.sheet.measured()")
+        assert tab.text("#panel-toy") == "other/predicted, step 0, 1"
 
 
 def test_without_data_the_tab_says_how_to_record(chromium, tmp_path):

@@ -128,7 +128,7 @@ def test_every_unit_of_time_is_accounted_for(case):
     timeline = simulate(schedule, plan, costs)
     for rank in range(plan.ranks):
         causes, busy = timeline.causes[rank], timeline.busy[rank]
-        assert tuple(causes) == CAUSES
+        assert list(causes) == list(CAUSES)
         assert all(value >= 0 for value in causes.values())
         assert close(sum(causes.values()), timeline.makespan - busy)
         assert close(timeline.idle[rank], sum(causes[c] for c in ("dependency", "transfer", "imbalance")))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -15,7 +16,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from fpipe.effects import Effect
 from fpipe.plan import Plan
@@ -89,10 +90,6 @@ class Capture:
         return self.headers[min(self.headers)]
 
     @property
-    def plan(self) -> Plan:
-        return self.timeline.plan
-
-    @property
     def kind(self) -> str:
         return self.header.kind
 
@@ -107,6 +104,11 @@ class Capture:
     @property
     def unit(self) -> str:
         return self.header.unit
+
+    def place(self, at: int) -> tuple[int, int]:
+        """Return the rank of a span, and its row among that rank's."""
+        rank = bisect_right(self.timeline.spans.first, at) - 1
+        return rank, at - self.timeline.spans.first[rank]
 
     def peak_memory(self, rank: int) -> float | None:
         """Return a rank's peak memory in bytes; None if it was not measured and the costs have no sizes."""
@@ -174,16 +176,14 @@ def _ranks(numbers: Sequence[str]) -> str:
 
 def _spans(ranks: int, columns: Mapping[int, Columns]) -> Spans:
     first = [0, *accumulate(len(columns[rank]) if rank in columns else 0 for rank in range(ranks))]
-    present = [columns[rank] for rank in range(ranks) if rank in columns]
+    present = [columns[rank] for rank in sorted(columns)]
     effects: list[Effect] = list(chain.from_iterable(each.effects for each in present))
-    waited = [_global_rows(each.waited, np.asarray(first)) for each in present]
+    starts = np.concatenate([each.starts for each in present], dtype=np.float64)
+    ends = np.concatenate([each.ends for each in present], dtype=np.float64)
+    waited = np.concatenate([_global_rows(each.waited, np.asarray(first)) for each in present])
+    times = array("d", starts.tobytes()), array("d", ends.tobytes())
     return Spans(
-        first,
-        effects,
-        array("d", np.concatenate([each.starts for each in present]).astype("d").tobytes()),
-        array("d", np.concatenate([each.ends for each in present]).astype("d").tobytes()),
-        array("q", np.concatenate(waited).astype("q").tobytes()),
-        reduce(Table.joined, (each.table for each in present)),
+        first, effects, *times, array("q", waited.tobytes()), reduce(Table.joined, (each.table for each in present))
     )
 
 
@@ -200,8 +200,8 @@ def columns_of(
     timeline: Timeline,
     rank: int,
     *,
-    used: NDArray[np.float64] | None = None,
-    sizes: NDArray[np.float64] | None = None,
+    used: ArrayLike = (),
+    sizes: ArrayLike = (),
     memory: Iterable[tuple[float, float]] = (),
 ) -> Columns:
     """Return a rank's columns of a timeline.
@@ -209,8 +209,9 @@ def columns_of(
     Args:
         used, sizes, memory: `Columns.used`, `bytes` and `memory`, if known.
     """
-    spans, changes = timeline.spans, list(memory)
+    spans = timeline.spans
     rows = spans.of(rank)
+    changed, live = np.array(list(memory), float).reshape(-1, 2).T
     waited = np.frombuffer(spans.waited, np.int64)[rows.start : rows.stop]
     first = np.asarray(spans.first)
     source = np.searchsorted(first, waited, side="right") - 1
@@ -221,8 +222,8 @@ def columns_of(
         np.frombuffer(spans.starts, np.float64)[rows.start : rows.stop],
         np.frombuffer(spans.ends, np.float64)[rows.start : rows.stop],
         (np.where(valid, source, -1).astype(np.int32), row.astype(np.int32)),
-        np.empty(0) if used is None else used,
-        np.empty(0) if sizes is None else sizes,
-        (np.array([at for at, _ in changes], float), np.array([size for _, size in changes], float)),
+        np.asarray(used, float),
+        np.asarray(sizes, float),
+        (changed, live),
         timeline.table,
     )

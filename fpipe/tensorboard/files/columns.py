@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
 from fpipe.plan import Edges, Placement, Plan
-from fpipe.tables import TABLE, Table
+from fpipe.tables import TABLE, Table, fields_of
 from fpipe.tensorboard.files.kinds import COLUMNS, LIMITS, Kind, described, read, rows_of
 
 MAGIC = b"FPT1"
@@ -29,6 +29,7 @@ MAX_UNPACKED_BYTES = 1 << 29  # of one rank's step
 MAX_TIME = 1e12  # in any unit; as milliseconds, still below 2**63 nanoseconds
 MAX_BYTES = 1 << 60  # of memory or a message
 _TYPES = ("u1", "u2", "u4", "i4", "f8")
+_STORED = ("start", "end", "from_rank", "from_row", "used", "bytes", "memory_at", "memory")  # `Columns`, after effects
 
 
 class BadColumns(ValueError):
@@ -36,7 +37,7 @@ class BadColumns(ValueError):
 
 
 class Clock(NamedTuple):
-    """How far a rank's clock is ahead of rank 0's, and the uncertainty of that; seconds."""
+    """The seconds by which a rank's clock is ahead of rank 0's, and the uncertainty of that."""
 
     offset: float
     uncertainty: float
@@ -118,18 +119,8 @@ def encode(header: Header, columns: Columns) -> bytes:
     rows = np.array(numbers, np.int64).reshape(len(numbers), len(COLUMNS))
     arrays: dict[str, NDArray[Any]] = {"kind": np.array(codes, np.uint8)}
     arrays |= {name: _narrow(rows[:, at]) for at, name in enumerate(COLUMNS)}
-    arrays |= {
-        "start": columns.starts,
-        "end": columns.ends,
-        "from_rank": columns.waited[0],
-        "from_row": columns.waited[1],
-    }
-    arrays |= {
-        "used": columns.used,
-        "bytes": columns.bytes,
-        "memory_at": columns.memory[0],
-        "memory": columns.memory[1],
-    }
+    stored = columns.starts, columns.ends, *columns.waited, columns.used, columns.bytes, *columns.memory
+    arrays |= zip(_STORED, stored, strict=True)
     return _packed(header, arrays, [described(kind, columns.table) for kind in kinds])
 
 
@@ -146,7 +137,7 @@ def _packed(header: Header, arrays: Mapping[str, NDArray[Any]], kinds: Sequence[
         parts.append(data.ljust(-(-len(data) // 8) * 8, b"\0"))
         at += len(parts[-1])
     plan = header.plan
-    content = {field.name: getattr(header, field.name) for field in fields(header)} | {
+    content = vars(header) | {
         "plan": {
             "holders": plan.placement.holders,
             "microbatches": plan.microbatches,
@@ -202,57 +193,41 @@ def _decoded(raw: bytes) -> tuple[Header, Columns]:
             raise BadColumns(f"a column of {kind!r}")
         arrays[name] = np.frombuffer(raw, np.dtype(kind).newbyteorder("<"), length, begin + at)
     kinds, table = read(content["kinds"])
-    _check(header, kinds, arrays)
-    return header, Columns(
-        list(_effects(kinds, arrays)),
-        *(arrays["start"], arrays["end"], (arrays["from_rank"], arrays["from_row"])),
-        *(arrays["used"], arrays["bytes"], (arrays["memory_at"], arrays["memory"])),
-        table,
-    )
+    for problem, is_wrong in _problems(header, kinds, arrays):
+        if is_wrong:
+            raise BadColumns(problem)
+    start, end, from_rank, from_row, used, sizes, at, memory = (arrays[name] for name in _STORED)
+    effects = list(_effects(kinds, arrays))
+    return header, Columns(effects, start, end, (from_rank, from_row), used, sizes, (at, memory), table)
 
 
 def _header(content: Mapping[str, Any]) -> Header:
     plan, clock, peak = content["plan"], content["clock"], content["peak"]
+    simple = {field.name: _SIMPLE[field.type] for field in fields(Header) if field.type in _SIMPLE}
     return Header(
-        kind=str(content["kind"]),
-        step=int(content["step"]),
-        rank=int(content["rank"]),
-        schedule=str(content["schedule"]),
         plan=Plan(
             Placement([tuple(ranks) for ranks in plan["holders"]]),
             plan["microbatches"],
             Edges(plan["reads"]),
             tuple(map(tuple, plan["ties"])),
         ),
-        unit=str(content["unit"]),
         clock=None if clock is None else Clock(float(clock["offset"]), float(clock["uncertainty"])),
-        wall=float(content["wall"]),
         peak=None if peak is None else (float(peak[0]), str(peak[1])),
         host=tuple((str(what), float(start), float(end)) for what, start, end in content["host"]),
-        device=str(content["device"]),
-        turns=bool(content["turns"]),
-        job=str(content["job"]),
+        **{name: convert(content[name]) for name, convert in simple.items()},
     )
 
 
-def _check(header: Header, kinds: Sequence[Kind], columns: Mapping[str, NDArray[Any]]) -> None:
-    """Raise BadColumns for columns that no rank can have written; readers rely on these checks."""
-    for problem, wrong in _problems(header, kinds, columns):
-        if wrong:
-            raise BadColumns(problem)
+_SIMPLE: Mapping[Any, Callable[[Any], Any]] = {"str": str, "int": int, "float": float, "bool": bool}  # by annotation
 
 
 def _problems(
     header: Header, kinds: Sequence[Kind], columns: Mapping[str, NDArray[Any]]
 ) -> Iterator[tuple[str, bool | np.bool_]]:
-    """Yield each problem that a file can have, and whether this one has it."""
-    required, optional = ("kind", *COLUMNS, "start", "end", "from_rank", "from_row"), ("used", "bytes")
-    count, plan = len(columns["kind"]), header.plan
-    lengths = {len(columns[name]) for name in required} | {
-        len(columns[name]) for name in optional if len(columns[name])
-    }
-    yield "columns of different lengths", lengths != {count}
-    yield "columns of different lengths", len(columns["memory_at"]) != len(columns["memory"])
+    """Yield each problem that a file can have, and whether this one has it; readers rely on these checks."""
+    plan, optional = header.plan, [name for name in ("used", "bytes") if len(columns[name])]
+    lengths = {len(columns[name]) for name in ("kind", *COLUMNS, *_STORED[:4], *optional)}
+    yield "columns of different lengths", len(lengths) > 1 or len(columns["memory_at"]) != len(columns["memory"])
     yield f"rank {header.rank} of a plan of {plan.ranks}", not 0 <= header.rank < plan.ranks
     yield f"step {header.step} is out of range", not 0 <= header.step < 10**18
     yield "a date that is out of range", not 0 <= header.wall < MAX_TIME
@@ -274,7 +249,7 @@ def _problems(
             if limit := LIMITS.get(name):
                 numbers = columns[column][rows]
                 yield f"a {name} that the plan doesn't have", (numbers >= getattr(plan, limit)).any()
-                if name == "stage" and kind.cls in TABLE.effects and "value" not in kind.nested:
+                if name == "stage" and kind.cls in TABLE.effects and "value" not in fields_of(kind.cls):
                     yield f"rank {header.rank} runs a stage that is not on it", not is_here[numbers].all()
 
 

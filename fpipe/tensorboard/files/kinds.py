@@ -13,7 +13,7 @@ from operator import attrgetter, index
 from typing import Any, NamedTuple
 
 from fpipe.errors import ScheduleError
-from fpipe.tables import COLOUR, TABLE, TRACKS, Row, Table, ValueRow, fields_of
+from fpipe.tables import TABLE, Row, Table, ValueRow, fields_of
 
 COLUMNS = ("stage", "microbatch", "other", "second", "peer")
 """The columns of an effect's numbers. `peer` is the rank of a send or receive; further numbers use the free columns."""
@@ -24,32 +24,38 @@ LIMITS = {"stage": "stages", "consumer": "stages", "microbatch": "microbatches",
 _MAX_CHARACTERS = 64  # of a name, a label or a letter
 
 
-class Number(NamedTuple):
-    """A number of an effect: its field and its column."""
+class Field(NamedTuple):
+    """A field of an effect: a number, or a value or an effect whose numbers replace it.
 
-    field: str
-    column: str
+    Args:
+        cls: the class of the value or the effect; None for a number.
+        columns: number -> its column; for a number its own name.
+    """
+
+    name: str
+    cls: Any
+    columns: Mapping[str, str]
 
 
 class Kind(NamedTuple):
-    """The format of one kind of effect: its class, the classes of nested values and effects, and its numbers.
-
-    Args:
-        cls: the effect's class.
-        nested: field -> class, for each field that is a value or an effect; its numbers replace the field.
-        numbers: in the order of the fields.
-    """
+    """The format of one kind of effect: its class, and its fields in order."""
 
     cls: Any
-    nested: Mapping[str, type]
-    numbers: tuple[Number, ...]
+    fields: tuple[Field, ...]
+
+    @property
+    def nested(self) -> list[Field]:
+        """The fields that are values or effects."""
+        return [field for field in self.fields if field.cls]
+
+    @property
+    def numbers(self) -> list[tuple[str, str]]:
+        """The name and the column of each number, in order."""
+        return [number for field in self.fields for number in field.columns.items()]
 
     def getter(self) -> Callable[[Any], tuple[int, ...]]:
         """Return a function from an effect to its numbers, in the order of `numbers`."""
-        paths = []
-        for name in fields_of(self.cls):
-            nested = self.nested.get(name)
-            paths += [f"{name}.{field}" for field in fields_of(nested)] if nested else [name]
+        paths = [f"{field.name}.{name}" if field.cls else name for field in self.fields for name in field.columns]
         if not paths:
             return lambda effect: ()
         get: Callable[[Any], Any] = attrgetter(*paths)
@@ -57,17 +63,12 @@ class Kind(NamedTuple):
 
     def maker(self) -> Callable[[Sequence[int]], Any]:
         """Return a function from a row of `COLUMNS` to the effect with these numbers."""
-        at = [COLUMNS.index(number.column) for number in self.numbers]
+        arguments = [(field.cls, [COLUMNS.index(column) for column in field.columns.values()]) for field in self.fields]
         if not self.nested:
-            return lambda row: self.cls(*[row[i] for i in at])
-        arguments: list[tuple[Any, list[int]]] = []
-        for name in fields_of(self.cls):
-            nested = self.nested.get(name)
-            count = len(fields_of(nested)) if nested else 1
-            arguments.append((nested, at[:count]))
-            at = at[count:]
+            places = [place for _, (place,) in arguments]
+            return lambda row: self.cls(*[row[place] for place in places])
         return lambda row: self.cls(
-            *[cls(*[row[i] for i in places]) if cls else row[places[0]] for cls, places in arguments]
+            *[cls(*[row[place] for place in places]) if cls else row[places[0]] for cls, places in arguments]
         )
 
 
@@ -87,7 +88,7 @@ def rows_of(effects: Sequence[Any]) -> tuple[list[Kind], list[int], list[tuple[i
         key = (cls, *[type(getattr(effect, name)) for name in nested[cls]])
         if key not in kinds:
             kind = kind_of(cls, dict(zip(nested[cls], key[1:], strict=True)))
-            kinds[key] = len(kinds), kind, kind.getter(), [COLUMNS.index(number.column) for number in kind.numbers]
+            kinds[key] = len(kinds), kind, kind.getter(), [COLUMNS.index(column) for _, column in kind.numbers]
         code, _, get, at = kinds[key]
         row = [0] * len(COLUMNS)
         for place, number in zip(at, get(effect), strict=True):
@@ -105,53 +106,53 @@ def kind_of(cls: Any, nested: Mapping[str, type]) -> Kind:
     Raises:
         ScheduleError: the class has more numbers than a file has columns.
     """
-    fields = [field for name in fields_of(cls) for field in (fields_of(nested[name]) if name in nested else (name,))]
-    posts = {"value", "rank"} <= set(fields_of(cls))
-    taken = {*fields} & {"stage", "microbatch"} | ({"peer"} if posts else set())
+    groups = {name: fields_of(nested[name]) if name in nested else (name,) for name in fields_of(cls)}
+    numbers = [number for group in groups.values() for number in group]
+    posts = {"value", "rank"} <= groups.keys()
+    taken = {*numbers} & {"stage", "microbatch"} | ({"peer"} if posts else set())
     free = [column for column in ("other", "second", "peer", "microbatch", "stage") if column not in taken]
-    numbers: list[Number] = []
-    for at, field in enumerate(fields):
-        if posts and field == "rank" and at == len(fields) - 1:
-            column = "peer"
-        elif field in ("stage", "microbatch") and field not in {number.column for number in numbers}:
-            column = field
+    columns: list[str] = []
+    for at, number in enumerate(numbers):
+        if posts and number == "rank" and at == len(numbers) - 1:
+            columns.append("peer")
+        elif number in ("stage", "microbatch") and number not in columns:
+            columns.append(number)
         elif free:
-            column = free.pop(0)
+            columns.append(free.pop(0))
         else:
             raise ScheduleError(
-                f"{cls.__name__} has {len(fields)} numbers, and a file holds {len(COLUMNS)} of an effect"
+                f"{cls.__name__} has {len(numbers)} numbers, and a file holds {len(COLUMNS)} of an effect"
             )
-        numbers.append(Number(field, column))
-    return Kind(cls, nested, tuple(numbers))
+    rest = iter(columns)
+    return Kind(
+        cls, tuple(Field(n, nested.get(n), {each: next(rest) for each in group}) for n, group in groups.items())
+    )
 
 
 def described(kind: Kind, table: Table) -> dict[str, Any]:
     """Return the description of a kind for the header: its fields and how it is drawn."""
-    row = table.effects[kind.cls]
-    numbers = iter(kind.numbers)
-    fields: dict[str, Any] = {}
-    for name in fields_of(kind.cls):
-        nested = kind.nested.get(name)
-        if nested is None:
-            fields[name] = next(numbers).column
-        else:
-            fields[name] = {"type": nested.__name__, "fields": {f: next(numbers).column for f in fields_of(nested)}}
-    names = [kind.cls.__name__, *(nested.__name__ for nested in kind.nested.values())]
-    description: dict[str, Any] = {"name": " ".join(names), "type": names[0], "fields": fields, "track": row.track}
+    row, nested = table.effects[kind.cls], kind.nested
+    types = [kind.cls.__name__, *(field.cls.__name__ for field in nested)]
+    fields = {
+        name: {"type": cls.__name__, "fields": columns} if cls else columns[name] for name, cls, columns in kind.fields
+    }
+    description: dict[str, Any] = {"name": " ".join(types), "type": types[0], "fields": fields, "track": row.track}
     description |= {"letter": row.letter, "label": row.label, "colour": row.colour}
-    values = [table.values[nested] for nested in kind.nested.values() if nested in table.values]
+    values = [table.values[field.cls] for field in nested if field.cls in table.values]
     if values:
         description["value"] = {"label": values[0].label, "colour": values[0].colour}
     elif row.track == "compute":
-        description["parts"] = [
-            _part(nested, fields[name]["fields"], table) for name, nested in kind.nested.items()
-        ] or [_part(kind.cls, fields, table)]
+        parts = [(field.cls, field.columns) for field in nested] or [(kind.cls, dict(kind.numbers))]
+        description["parts"] = [_part(cls, columns, table) for cls, columns in parts]
     return description
 
 
 def _part(kind: type, fields: Mapping[str, str], table: Table) -> dict[str, Any]:
-    row = table.effects[kind]
-    return {"letter": row.letter, "label": row.label} | {n: fields[n] for n in ("stage", "microbatch") if n in fields}
+    """Describe an effect, or one of the two of an overlap; `part_of` has the letters of those that do more."""
+    row, rows = table.effects[kind], table.effects.values()
+    whole = [each.letter for each in rows if row.work and row.work != each.work and row.work & each.work == row.work]
+    columns = {name: fields[name] for name in ("stage", "microbatch") if name in fields}
+    return {"letter": row.letter, "label": row.label, "part_of": whole, **columns}
 
 
 def read(descriptions: Sequence[Mapping[str, Any]]) -> tuple[list[Kind], Table]:
@@ -162,42 +163,29 @@ def read(descriptions: Sequence[Mapping[str, Any]]) -> tuple[list[Kind], Table]:
     """
     kinds, rows = [], dict[type, Row | ValueRow]()
     for each in descriptions:
-        nested = {name: field for name, field in each["fields"].items() if not isinstance(field, str)}
-        classes = {name: _class(field["type"], tuple(field["fields"])) for name, field in nested.items()}
-        kind = _class(each["type"], tuple(each["fields"]))
-        numbers = [
-            Number(*pair)
-            for name, field in each["fields"].items()
-            for pair in (field["fields"].items() if name in nested else [(name, field)])
-        ]
-        if any(number.column not in COLUMNS for number in numbers):
+        cls = _class(each["type"], tuple(each["fields"]))
+        kind = Kind(cls, tuple(_field(name, field) for name, field in each["fields"].items()))
+        if any(column not in COLUMNS for _, column in kind.numbers):
             raise ValueError(f"an effect {each['name']!r} with a number in no column")
-        kinds.append(Kind(kind, classes, tuple(numbers)))
-        rows[kind] = _row(TABLE.effects.get(kind, Row()), each)
+        kinds.append(kind)
+        rows[cls] = TABLE.effects.get(cls, Row())._replace(**_texts(each, "track", "letter", "label", "colour"))
         if "value" in each:
-            value = next(iter(classes.values()))
-            label, colour = _text(each["value"]["label"]), _colour(each["value"]["colour"])
-            rows[value] = TABLE.values.get(value, ValueRow())._replace(label=label, colour=colour)
+            value = kind.nested[0].cls
+            rows[value] = TABLE.values.get(value, ValueRow())._replace(**_texts(each["value"], "label", "colour"))
     return kinds, TABLE.extended(rows)
 
 
-def _row(row: Row, description: Mapping[str, Any]) -> Row:
-    if description["track"] not in TRACKS:
-        raise ValueError(f"an effect on a track {description['track']!r}")
-    letter, label, colour = _text(description["letter"]), _text(description["label"]), _colour(description["colour"])
-    return row._replace(track=description["track"], letter=letter, label=label, colour=colour)
+def _field(name: str, description: Any) -> Field:
+    if isinstance(description, str):
+        return Field(name, None, {name: description})
+    return Field(name, _class(description["type"], tuple(description["fields"])), description["fields"])
 
 
-def _text(text: object) -> str:
-    if not isinstance(text, str) or len(text) > _MAX_CHARACTERS:
+def _texts(description: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    texts = {name: description[name] for name in names}
+    if any(not isinstance(text, str) or len(text) > _MAX_CHARACTERS for text in texts.values()):
         raise ValueError(f"a name of an effect that is not of at most {_MAX_CHARACTERS} characters")
-    return text
-
-
-def _colour(text: object) -> str:
-    if not isinstance(text, str) or not COLOUR.fullmatch(text):
-        raise ValueError("a colour that is not #rrggbb")
-    return text
+    return texts
 
 
 def _class(name: str, fields: tuple[str, ...]) -> Any:

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,28 +126,24 @@ def _unread(error: OSError) -> str:
 
 def _records(file: Path, notices: list[str]) -> dict[int, Sequence[Record]]:
     """Return step -> its records in a file. If a step was captured twice, the later capture."""
-    records: dict[int, list[Record]] = {}
+    records: dict[int, Sequence[Record]] = {}
     try:
-        for record, event in _events(file):
-            for value in event.summary.value:
-                if step_part := parse_tag(value.tag):
-                    step, part = step_part
-                    if part == 0:
-                        records[step] = []
-                    records.setdefault(step, []).append(record)
+        for record, data in _contents(file):
+            for step, part, _ in _parts(data, record):
+                records[step] = [*(records.get(step, []) if part else []), record]
     except _Broken as error:
         notices.append(f"{file} {error}: what stands before is read")
     except OSError as error:
         notices.append(_unread(error))
-    return dict(records)
+    return records
 
 
 class _Broken(Exception):
     """The file is truncated or is not an event file."""
 
 
-def _events(file: Path) -> Iterator[tuple[Record, Event]]:
-    """Yield the records of a file and their positions.
+def _contents(file: Path) -> Iterator[tuple[Record, bytes]]:
+    """Yield the records of a file and their bytes.
 
     Raises:
         _Broken: after the last complete record, if more bytes follow.
@@ -158,27 +155,30 @@ def _events(file: Path) -> Iterator[tuple[Record, Event]]:
             if at + _HEADER + length + _FOOTER > size:
                 raise _Broken(f"is cut short or broken at byte {at}")
             record = Record(file, at + _HEADER, length)
-            yield record, _event(stream.read(length), record)
+            yield record, stream.read(length)
             stream.seek(_FOOTER, os.SEEK_CUR)
             at += _HEADER + length + _FOOTER
 
 
-def _event(data: bytes, record: Record) -> Event:
+def _parts(data: bytes, record: Record) -> Iterator[tuple[int, int, Sequence[bytes]]]:
+    """Yield the step, the number and the content of each part of a capture in a record's bytes."""
     try:
-        return Event.FromString(data)
+        event = Event.FromString(data)
     except DecodeError:
         raise _Broken(f"is broken at byte {record.at}") from None
+    for value in event.summary.value:
+        if step_part := parse_tag(value.tag):
+            yield *step_part, value.tensor.string_val
 
 
 def _blob(records: Sequence[Record]) -> bytes:
     """Return the concatenated contents of the records; b"" if one can't be read any more."""
-    pieces = []
+    pieces: list[bytes] = []
     for record in records:
         try:
             with record.file.open("rb") as stream:
                 stream.seek(record.at)
-                values = _event(stream.read(record.length), record).summary.value
+                pieces += chain.from_iterable(part for *_, part in _parts(stream.read(record.length), record))
         except (OSError, _Broken):
             return b""
-        pieces += [piece for value in values if parse_tag(value.tag) for piece in value.tensor.string_val]
     return b"".join(pieces)

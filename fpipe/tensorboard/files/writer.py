@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from math import nan
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
-from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, DATA_CLASS_TENSOR, Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -51,14 +50,11 @@ class Writer:
     def timeline(self, header: Header, columns: Columns) -> None:
         """Write one captured step under its own tag, and flush."""
         blob = encode(header, columns)
+        data = SummaryMetadata.PluginData(plugin_name=PLUGIN, content=outline(header))
+        metadata = SummaryMetadata(plugin_data=data, data_class=DATA_CLASS_TENSOR)
         for part, at in enumerate(range(0, len(blob), PART_BYTES)):
-            text = TensorProto(
-                dtype=DT_STRING, string_val=[blob[at : at + PART_BYTES]], tensor_shape=TensorShapeProto()
-            )
-            metadata = SummaryMetadata(
-                plugin_data=SummaryMetadata.PluginData(plugin_name=PLUGIN, content=outline(header)),
-                data_class=DATA_CLASS_TENSOR,
-            )
+            piece = blob[at : at + PART_BYTES]
+            text = TensorProto(dtype=DT_STRING, string_val=[piece], tensor_shape=TensorShapeProto())
             value = Summary.Value(tag=tag(header.step, part), tensor=text, metadata=metadata)
             self._add(value, header.step, header.wall)
         self.flush()
@@ -109,21 +105,17 @@ def write(logdir: Path | str, timeline: Timeline, *, schedule: str, step: int = 
     Raises:
         OSError: the folder can't be created or written.
     """
-    has_sizes, job = sized(timeline.costs), f"{secrets.randbits(62):x}"
+    job = f"{secrets.randbits(62):x}"
     for rank in range(timeline.plan.ranks):
         header = Header("predicted", step, rank, schedule, timeline.plan, unit, wall=time.time(), job=job)
+        sizes, memory = (_sizes(timeline, rank), timeline.memory(rank)) if sized(timeline.costs) else ((), ())
         with Writer(logdir, "predicted", rank) as writer:
-            memory = timeline.memory(rank) if has_sizes else ()
-            writer.timeline(header, columns_of(timeline, rank, sizes=_sizes(timeline, rank), memory=memory))
+            writer.timeline(header, columns_of(timeline, rank, sizes=sizes, memory=memory))
 
 
-def _sizes(timeline: Timeline, rank: int) -> NDArray[np.float64] | None:
-    """Return the bytes of each send and receive of a rank, NaN for other effects; None if the costs have no sizes."""
-    if not sized(timeline.costs):
-        return None
+def _sizes(timeline: Timeline, rank: int) -> Sequence[float]:
+    """Return the bytes of each send and receive of a rank, NaN for other effects."""
     interning = Interning(timeline.plan, timeline.table)
     effects = (timeline.spans.effects[at] for at in timeline.spans.of(rank))
     values = (effect.value if isinstance(effect, Send | Recv) else None for effect in effects)
-    return np.array(
-        [nan if value is None else bytes_on(rank, value, timeline.costs, interning) for value in values], float
-    )
+    return [nan if value is None else bytes_on(rank, value, timeline.costs, interning) for value in values]

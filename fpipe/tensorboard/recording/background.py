@@ -44,5 +44,5 @@ class Background:
     def _settle(self) -> None:
         try:
             self._running.popleft().result()
-        except Exception as error:
+        except Exception as error:  # of any kind: training goes on
             self.fail(error)

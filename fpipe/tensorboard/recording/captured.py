@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
-from fpipe.programs.program import Programs
 from fpipe.tensorboard.files.captures import columns_of
-from fpipe.tensorboard.files.columns import Clock, Header
+from fpipe.tensorboard.files.columns import Clock, Columns, Header
 from fpipe.tensorboard.files.writer import Writer
 from fpipe.tensorboard.recording.memory import SlotMemory
 from fpipe.timelines.measurement import Measurement
@@ -27,14 +26,13 @@ class Files:
 
     Args:
         name: the schedule's.
-        job: a name of the job that all its ranks share.
         devices: descriptions by rank.
         turns: whether the ranks take turns in one process, so that each idles while the others compute.
+        job: a name of the job that all its ranks share.
     """
 
     logdir: Path
     name: str
-    programs: Programs
     devices: Mapping[int, str]
     turns: bool
     job: str = ""
@@ -74,12 +72,18 @@ class StepCapture:
     def write(self, files: Files) -> None:
         """Write this process's part."""
         timeline = self.measurement.timeline(partial=self.alone)
-        for rank in files.devices:
-            header = self._header(files, rank)
+        for rank, device in files.devices.items():
             used = np.array(self.measurement.columns[rank].waits) - self.measurement.origin
+            header = replace(
+                self._header("measured", rank, files),
+                clock=None if self.alone else self._clock(rank),
+                peak=self.peaks[rank],
+                host=self._host(rank),
+                device=device,
+                turns=files.turns,
+            )
             writer = files.writer("measured", rank)
-            memory = self._memory(timeline, rank)
-            writer.timeline(header, columns_of(timeline, rank, used=used, sizes=self._sizes(rank), memory=memory))
+            writer.timeline(header, self._columns(timeline, rank, used))
             self._curves(writer, timeline, rank, files.turns)
         if not self.alone:
             self._predict(files)
@@ -88,47 +92,34 @@ class StepCapture:
         predicted = simulate_programs(self.measurement.programs, self.measurement.costs())
         for rank in files.devices:
             writer = files.writer("predicted", rank)
-            header = Header("predicted", self.step, rank, files.name, predicted.plan, wall=self.wall, job=files.job)
-            memory = self._memory(predicted, rank)
-            writer.timeline(header, columns_of(predicted, rank, sizes=self._sizes(rank), memory=memory))
+            writer.timeline(self._header("predicted", rank, files), self._columns(predicted, rank))
             if rank == 0:
                 self._bubble(writer, predicted)
                 writer.flush()
 
-    def _header(self, files: Files, rank: int) -> Header:
-        measurement = self.measurement
-        offset, uncertainty = (by_rank.get(rank, 0.0) for by_rank in (measurement.offsets, measurement.uncertainty))
-        return Header(
-            kind="measured",
-            step=self.step,
-            rank=rank,
-            schedule=files.name,
-            plan=measurement.plan,
-            clock=None if self.alone else Clock(offset, uncertainty),
-            wall=self.wall,
-            peak=self.peaks[rank],
-            host=self._host(rank),
-            device=files.devices[rank],
-            turns=files.turns,
-            job=files.job,
-        )
+    def _header(self, kind: str, rank: int, files: Files) -> Header:
+        return Header(kind, self.step, rank, files.name, self.measurement.plan, wall=self.wall, job=files.job)
+
+    def _columns(self, timeline: Timeline, rank: int, used: ArrayLike = ()) -> Columns:
+        sizes = self.memory[rank].sizes if rank in self.memory else ()
+        return columns_of(timeline, rank, used=used, sizes=sizes, memory=self._memory(timeline, rank))
+
+    def _clock(self, rank: int) -> Clock:
+        return Clock(self.measurement.offsets.get(rank, 0.0), self.measurement.uncertainty.get(rank, 0.0))
 
     def _host(self, rank: int) -> list[tuple[str, float, float]]:
         """Return the host's spans before a rank's first effect and after its last."""
-        own, origin = self.measurement.columns[rank], self.measurement.origin
+        columns, origin = self.measurement.columns[rank], self.measurement.origin
         begin, end = (when - self.measurement.offsets.get(rank, 0.0) for when in self.called)
-        spans = ("before the first effect", begin, own.starts[0]), ("after the last effect", max(own.ends), end)
+        spans = ("before the first effect", begin, columns.starts[0]), ("after the last effect", max(columns.ends), end)
         return [(text, start - origin, stop - origin) for text, start, stop in spans if stop > start]
-
-    def _sizes(self, rank: int) -> NDArray[np.float64] | None:
-        return np.array(self.memory[rank].sizes) if rank in self.memory else None
 
     def _memory(self, timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
         """Iterate over the bytes of a rank over time: at the start and at the end of each compute effect."""
         if rank not in self.memory:
             return
         spans, memory = timeline.spans, self.memory[rank]
-        for at, (during, after) in zip(spans.of(rank), zip(memory.during, memory.after, strict=True), strict=True):
+        for at, during, after in zip(spans.of(rank), memory.during, memory.after, strict=True):
             if spans.table.effects[type(spans.effects[at])].track == "compute":
                 yield spans.starts[at], during
                 yield spans.ends[at], after

@@ -34,7 +34,6 @@ class Marks:
         self._events = [_event() for _ in range(2 * self._count)]
         self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._base = self._next = 0
-        self._compared: list[tuple[float, Any, float]] = []
 
     def begin(self, on: bool) -> None:
         """Begin a step, with marks or without; it reuses the numbers of a step that was not kept."""
@@ -60,9 +59,9 @@ class Marks:
             event.record(self._aside)
             event.synchronize()
             compared.append((before, event, time.perf_counter()))
-        kept = Kept(self._events, self._base, self._next, compared)
+        marks = Kept(self._events, self._base, self._next, compared)
         self._base = self._next = self._count - self._base
-        return kept
+        return marks
 
 
 class Kept:
@@ -79,7 +78,7 @@ class Kept:
             for before, event, after in self._compared
         ]
         origin, width = min(origins, key=lambda pair: pair[1])
-        times = {rank: Columns(*(self._resolved(column, origin) for column in own)) for rank, own in columns.items()}
+        times = {rank: Columns(*(self._resolved(marks, origin) for marks in lane)) for rank, lane in columns.items()}
         return times, width
 
     def _resolved(self, marks: Iterable[float], origin: float) -> array[float]:

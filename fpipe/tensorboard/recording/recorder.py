@@ -15,11 +15,12 @@ import secrets
 import sys
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -187,7 +188,7 @@ class Recorder(Observer):
                     self._capture(outcome, now)
                 if now - self._flushed > FLUSH_INTERVAL:
                     self._flush()
-            except Exception as error:
+            except Exception as error:  # of any kind: training goes on
                 self._work.fail(error)
         self.step += 1
         self._last = now
@@ -197,7 +198,7 @@ class Recorder(Observer):
         try:
             self._finish()
             self._flush()
-        except Exception as error:
+        except Exception as error:  # of any kind: training goes on
             self._work.fail(error)
         self._work.wait()
 
@@ -258,15 +259,18 @@ class Recorder(Observer):
     # Captured steps
 
     def _capture(self, outcome: Outcome, now: float) -> None:
-        job, marks, squares = self._own, None, None
+        job, marks, total = self._own, None, None
         try:
-            own: Measurement | ValueError = job.recording.measurement()
+            measurement: Measurement | ValueError = job.recording.measurement()
             marks = job.marks.keep() if job.marks is not None else None
-            squares = _squares(outcome.gradients, job) if self.gradient_norm else None
+            total = Later(squares(outcome.gradients, job.plan, job.ranks).sum()) if self.gradient_norm else None
         except Exception as error:  # the other ranks wait for this one's share: send them the error
-            own = ValueError(f"{type(error).__name__}: {error}")
+            measurement = ValueError(f"{type(error).__name__}: {error}")
             warnings.warn(f"step {self.step} could not be recorded: {error}", stacklevel=5)
-        self._pending = _Pending(self.step, own, marks, (job.start, now), time.time(), job.peaks(), job.memory, squares)
+        capture = partial(
+            StepCapture, self.step, called=(job.start, now), wall=time.time(), peaks=job.peaks(), memory=job.memory
+        )
+        self._pending = _Pending(self.step, measurement, marks, total, capture)
         if job.marks is None:
             self._finish()
 
@@ -275,23 +279,22 @@ class Recorder(Observer):
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        job, own, width = self._own, pending.own, 0.0
-        if pending.marks is not None and isinstance(own, Measurement):
-            columns, width = pending.marks.seconds(own.columns)
-            own = replace(own, columns=columns)
+        job, measurement, width = self._own, pending.measurement, 0.0
+        if pending.marks is not None and isinstance(measurement, Measurement):
+            columns, width = pending.marks.seconds(measurement.columns)
+            measurement = replace(measurement, columns=columns)
         squares = pending.squares.item() if pending.squares is not None else None
         if job.handler.peers is not None and not job.alone:
-            own, squares = self._gather(pending.step, own, width, squares, job.handler.peers)
-        if isinstance(own, ValueError):
+            measurement, squares = self._gather(pending.step, measurement, width, squares, job.handler.peers)
+        if isinstance(measurement, ValueError):
             return
         norm = None if squares is None or job.alone else squares**0.5
-        about = pending.step, own, pending.called, pending.wall, pending.peaks, pending.memory
-        captured = StepCapture(*about, alone=job.alone, norm=norm)
+        captured = pending.capture(measurement=measurement, alone=job.alone, norm=norm)
         self._flush()
         self._work.do(lambda: captured.write(job.files))
 
     def _gather(
-        self, step: int, own: Measurement | ValueError, width: float, squares: float | None, peers: Peers
+        self, step: int, measurement: Measurement | ValueError, width: float, squares: float | None, peers: Peers
     ) -> tuple[Measurement | ValueError, float | None]:
         """Return all ranks' times on rank 0's clock, and their sum of squares; on a failure this process's own times.
 
@@ -300,54 +303,43 @@ class Recorder(Observer):
         """
         job = self._own
 
-        def measured() -> Measurement:
-            if isinstance(own, ValueError):
-                raise own
-            return own
+        def share() -> Measurement:
+            if isinstance(measurement, ValueError):
+                raise measurement
+            return measurement
 
         try:
             timeout = GATHER_TIMEOUT if peers.timeout is None else min(GATHER_TIMEOUT, peers.timeout / 2)
             group = peers.new_group("the recorder", timeout=timeout, error=ValueError)
             shares = group.gather((secrets.randbits(62), squares), "capture")
             job.files.job = job.files.job or f"{shares[0][0]:x}"
-            measurement = gathered(measured, len(job.programs), job.digest, step + 1, time.perf_counter, group)
-        except ScheduleError as error:
-            return self._record_alone(step, own, error)
+            whole = gathered(share, len(job.programs), job.digest, step + 1, time.perf_counter, group)
+        except (ScheduleError, RuntimeError) as error:
+            job.alone = True
+            warnings.warn(f"from step {step} on this rank is recorded alone: {error}", stacklevel=5)
+            return measurement, None
         except ValueError as error:
             return error, None  # a rank has not captured the step, which is an error on all ranks
-        except RuntimeError as error:
-            return self._record_alone(step, own, error)
         if squares is not None:
             squares = sum(each for _, each in shares if each is not None)
-        uncertainty = {rank: error + width for rank, error in measurement.uncertainty.items()}
-        return replace(measurement, uncertainty=uncertainty), squares
-
-    def _record_alone(
-        self, step: int, own: Measurement | ValueError, error: Exception
-    ) -> tuple[Measurement | ValueError, None]:
-        self._own.alone = True
-        warnings.warn(f"from step {step} on this rank is recorded alone: {error}", stacklevel=6)
-        return own, None
+        uncertainty = {rank: error + width for rank, error in whole.uncertainty.items()}
+        return replace(whole, uncertainty=uncertainty), squares
 
 
-@dataclass
-class _Pending:
+class _Pending(NamedTuple):
     """A captured step of this process's ranks, whose times may still be marks of a device.
 
     Args:
-        own: the measurement of these ranks, or the reason why there is none.
-        called: when the step was called and when it returned, on this host's clock.
+        measurement: the measurement of these ranks, or the reason why there is none.
         squares: the sum of squares of this process's part of the gradient.
+        capture: makes the capture, when all ranks' measurement is known.
     """
 
     step: int
-    own: Measurement | ValueError
+    measurement: Measurement | ValueError
     marks: Kept | None
-    called: tuple[float, float]
-    wall: float
-    peaks: Mapping[int, tuple[float, str]]
-    memory: Mapping[int, SlotMemory]
     squares: Later | None
+    capture: Callable[..., StepCapture]
 
 
 class _Job:
@@ -359,7 +351,8 @@ class _Job:
         self.programs, self.handler = programs, handler
         self.plan, self.digest = programs[0].plan, digest(programs)
         self.ranks = handler.ranks(self.plan)
-        self.devices = _devices(handler, device or torch.device("cpu"), self.ranks)
+        devices = handler.devices or [device or torch.device("cpu")] * len(self.ranks)
+        self.devices = {rank: _indexed(at) for rank, at in zip(self.ranks, devices, strict=True)}
         distinct = set(self.devices.values())
         self.marks: Marks | None = None
         if len(distinct) == 1 and (only := next(iter(distinct))).type == "cuda":
@@ -369,7 +362,7 @@ class _Job:
         self.memory: dict[int, SlotMemory] = {}
         launched = "" if self.marks else ", times of launching"
         texts = {rank: f"{at}{launched if at.type == 'cuda' else ''}" for rank, at in self.devices.items()}
-        self.files = Files(logdir, name, programs, texts, turns=len(self.ranks) > 1 and len(distinct) == 1)
+        self.files = Files(logdir, name, texts, turns=len(self.ranks) > 1 and len(distinct) == 1)
         if len(self.ranks) == self.plan.ranks:
             self.files.job = f"{secrets.randbits(62):x}"
         self.start = 0.0
@@ -391,13 +384,10 @@ class _Job:
         }
 
 
-def _devices(handler: Handler, device: torch.device, ranks: Sequence[int]) -> dict[int, torch.device]:
-    """Return by rank the device that it computes on, CUDA devices with their index."""
-    devices = handler.devices or [device] * len(ranks)
-    return {
-        rank: torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" and at.index is None else at
-        for rank, at in zip(ranks, devices, strict=True)
-    }
+def _indexed(device: torch.device) -> torch.device:
+    """Return a device, with its index if it is CUDA's."""
+    has_index = device.type != "cuda" or device.index is not None
+    return device if has_index else torch.device("cuda", torch.cuda.current_device())
 
 
 def _is_first(job: _Job | None) -> bool:
@@ -405,8 +395,3 @@ def _is_first(job: _Job | None) -> bool:
     if job is not None:
         return 0 in job.ranks
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _squares(gradients: Mapping[int, Any], job: _Job) -> Later:
-    """Return the sum of squares of the gradients; those of a stage with copies count on its first rank alone."""
-    return Later(squares(gradients, job.plan, job.ranks).sum())

@@ -100,26 +100,12 @@ _MAX_CHARACTERS = 60
 
 def _rows(capture: Capture) -> Iterator[Sequence[object]]:
     """Yield a header, then a row for each effect. Times are in the capture's unit; `waited_*` name the cause."""
-    yield (
-        *("rank", "row", "track", "kind", "stage", "microbatch", "effect", "start", "end"),
-        *("waited_rank", "waited_row", "bytes"),
-    )
-    first = capture.timeline.spans.first
+    yield from csv.reader(["rank,row,track,kind,stage,microbatch,effect,start,end,waited_rank,waited_row,bytes"])
     for at, span in enumerate(capture.timeline.spans):
-        row = at - first[span.rank]
-        what: Any = getattr(span.effect, "value", parts(span.effect)[0])
-        waited: tuple[object, object] = ("", "")
-        if span.waited_for is not None:
-            cause = capture.timeline.spans[span.waited_for]
-            waited = cause.rank, span.waited_for - first[cause.rank]
-        sizes = capture.columns[span.rank].bytes
-        nbytes = sizes[row] if row < len(sizes) and isfinite(sizes[row]) else ""
-        kind, stage, microbatch = (
-            type(span.effect).__name__,
-            getattr(what, "stage", ""),
-            getattr(what, "microbatch", ""),
-        )
-        yield (
-            *(span.rank, row, span.track, kind, stage, microbatch, repr(span.effect), span.start, span.end),
-            *(*waited, nbytes),
-        )
+        rank, row = capture.place(at)
+        subject: Any = getattr(span.effect, "value", parts(span.effect)[0])
+        names = type(span.effect).__name__, getattr(subject, "stage", ""), getattr(subject, "microbatch", "")
+        waited = ("", "") if span.waited_for is None else capture.place(span.waited_for)
+        sizes = capture.columns[rank].bytes
+        size = sizes[row] if row < len(sizes) and isfinite(sizes[row]) else ""
+        yield rank, row, span.track, *names, repr(span.effect), span.start, span.end, *waited, size

@@ -24,12 +24,8 @@ def listing(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             others += name is None
             continue
         for tag, step in steps.items():
-            summary = _outline(tags[tag].plugin_content)
-            entry = entries.setdefault(
-                (name.run, step),
-                {"run": name.run, "experiment": name.experiment, "kind": name.kind, "step": step, "ranks": []}
-                | summary,
-            )
+            place = {"run": name.run, "experiment": name.experiment, "kind": name.kind, "step": step, "ranks": []}
+            entry = entries.setdefault((name.run, step), place | _outline(tags[tag].plugin_content))
             entry["ranks"].append(name.rank)
             entry["wall"] = max(entry.get("wall", 0.0), tags[tag].max_wall_time)
     captures = [entry | {"ranks": sorted(entry["ranks"])} for _, entry in sorted(entries.items())]

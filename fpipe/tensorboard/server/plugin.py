@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -44,10 +45,9 @@ class Query:
         Raises:
             BadRequest: the parameter is missing.
         """
-        text = self.request.args.get(name)
-        if text is None:
+        if name not in self.request.args:
             raise BadRequest(f"the query lacks {name}=")
-        return str(text)
+        return str(self.request.args[name])
 
     def number(self, name: str) -> int:
         """Return a parameter that is a whole number.
@@ -63,23 +63,6 @@ class Query:
     def answer(self, content: Any, kind: str = "application/json", **more: Any) -> Response:
         response: Response = http_util.Respond(self.request, content, kind, **more)
         return response
-
-
-def _route(view: View) -> View:
-    """Wrap a view: answer its errors as plain text with the status code."""
-
-    @wraps(view)
-    def answering(plugin: PipelinePlugin, query: Query) -> Response:
-        try:
-            return view(plugin, query)
-        except HTTPException as error:
-            return query.answer(error.description, "text/plain", code=error.code)
-        except NotFoundError:
-            return query.answer("there is no such experiment", "text/plain", code=404)
-        except BadColumns as error:
-            return query.answer(f"the capture can't be read: {error}", "text/plain", code=422)
-
-    return answering
 
 
 class PipelinePlugin(TBPlugin):  # type: ignore[misc]
@@ -113,11 +96,19 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         return {path: self._app(view) for path, view in [*views.items(), *_static()]}
 
     def _app(self, view: View) -> Callable[..., Any]:
-        answering = _route(view)
+        """Return a view's application, which answers its errors as plain text with the status code."""
 
         @Request.application
         def app(request: Request) -> Response:
-            return answering(self, Query(request))
+            query = Query(request)
+            try:
+                return view(self, query)
+            except HTTPException as error:
+                return query.answer(error.description, "text/plain", code=error.code)
+            except NotFoundError:
+                return query.answer("there is no such experiment", "text/plain", code=404)
+            except BadColumns as error:
+                return query.answer(f"the capture can't be read: {error}", "text/plain", code=422)
 
         return app
 
@@ -137,8 +128,8 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
     def _compare(self, query: Query) -> Response:
         from fpipe.timelines.comparison import Difference
 
-        one = self._capture(query, query.text("run"), query.number("step"))
-        other = self._capture(query, query.text("other"), query.number("other_step"))
+        one = self._cached(query, query.text("run"), query.number("step")).capture
+        other = self._cached(query, query.text("other"), query.number("other_step")).capture
         if one.unit != other.unit:
             raise UnprocessableEntity("one has times in seconds, and the other without a unit: they can't be compared")
         return query.answer(Difference(one.timeline, other.timeline).as_json())
@@ -149,7 +140,7 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         form = query.text("format")
         if form not in TYPES:
             raise BadRequest(f"format= is one of {', '.join(TYPES)}")
-        capture = self._capture(query, query.text("run"), query.number("step"))
+        capture = self._cached(query, query.text("run"), query.number("step")).capture
         try:
             content = exported(capture, form)
         except MissingPackage as error:
@@ -205,9 +196,6 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
             raise NotFound("the capture is no longer there")
         return blobs
 
-    def _capture(self, query: Query, run: str, step: int) -> Capture:
-        return self._cached(query, run, step).capture
-
     def _cached(self, query: Query, run: str, step: int) -> _Cached:
         """Return the cached capture; a new one if a rank has written since."""
         written = tuple((rank, wall) for rank, (_, _, wall) in sorted(self._tags(query, run, step, None).items()))
@@ -220,27 +208,19 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         return cached
 
 
+@dataclass(frozen=True, eq=False)
 class _Cached:
     """A capture and its summary, computed at first use: with many ranks this takes seconds."""
 
-    def __init__(self, blobs: Callable[[], dict[int, bytes]]) -> None:
-        self._blobs, self._lock = blobs, threading.RLock()
-        self._capture: Capture | None = None
-        self._summary: dict[str, Any] | None = None
+    blobs: Callable[[], dict[int, bytes]]
 
-    @property
+    @cached_property
     def capture(self) -> Capture:
-        with self._lock:
-            if self._capture is None:
-                self._capture = assemble(self._blobs())
-            return self._capture
+        return assemble(self.blobs())
 
-    @property
+    @cached_property
     def summary(self) -> dict[str, Any]:
-        with self._lock:
-            if self._summary is None:
-                self._summary = summary(self.capture)
-            return self._summary
+        return summary(self.capture)
 
 
 def _bytes(tensor: Any) -> bytes:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import Any
 
 from fpipe.tensorboard.files.captures import Capture
-from fpipe.timelines.timeline import Timeline
+from fpipe.timelines.timeline import CAUSES
 
 MAX_GAPS = 50_000  # of all ranks together; more are not listed
 
@@ -25,16 +24,12 @@ def summary(capture: Capture) -> dict[str, Any]:
         "makespan": timeline.makespan if compared else timeline.cost,
         "cost": timeline.cost,
         "bubble_rate": timeline.bubble_rate,
-        "critical": [_row(timeline, at) for at in timeline.critical_spans],
+        "causes": CAUSES,
+        "critical": [capture.place(at) for at in timeline.critical_spans],
         "ranks": [_rank(capture, rank) for rank in capture.headers],
         "gaps": _gaps(capture),
         "notices": list(capture.notices),
     }
-
-
-def _row(timeline: Timeline, at: int) -> tuple[int, int]:
-    rank = bisect_right(timeline.spans.first, at) - 1
-    return rank, at - timeline.spans.first[rank]
 
 
 def _rank(capture: Capture, rank: int) -> dict[str, Any]:

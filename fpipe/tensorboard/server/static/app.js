@@ -1,5 +1,6 @@
 /** The page: the shown capture, the capture compared with it, and the panels. */
 
+import { details } from "./details.js";
 import { element, settled, shortened } from "./dom.js";
 import { Exports } from "./exports.js";
 import { Figures } from "./figures.js";
@@ -11,10 +12,10 @@ import { legend } from "./legend.js";
 import { Library, stored } from "./library.js";
 import { AXIS } from "./measures.js";
 import { Notices } from "./notices.js";
-import { nothing, open, options, splitter, tabs } from "./panes.js";
-import * as panels from "./panels.js";
+import { nothing, options, splitter } from "./panes.js";
 import { Sheet } from "./sheet.js";
 import { TOGGLES } from "./shell.js";
+import { Tabs } from "./tabs.js";
 
 const POLL = 5000; // milliseconds
 const TRIES = 5; // polls that retry to fetch the ranks that failed
@@ -26,9 +27,10 @@ export class App {
     this.choice = { run: null, step: null, other: "auto", follow: true, ...stored.read().choice };
     this.notices = new Notices(shell);
     this.ready = new Promise((done) => (this._ready = done));
-    this.tables = settled(() => requestIdleCallbackOr(() => this._effects()), 350);
+    this.sight = null;
+    this.rest = settled(() => requestIdleCallbackOr(() => this._rested()), 350);
     this.keep = settled(() => this._store(), 300);
-    this.announce = settled(() => this.say(`in sight: ${this._sight()}`), 400);
+    this.announce = settled(() => this._announce(), 400);
     this.sheet = new Sheet(shell, {
       changed: () => this._changed(),
       viewed: () => this._viewed(),
@@ -36,7 +38,11 @@ export class App {
       ranged: (range) => this._ranged(range),
       say: (text) => this.say(text),
     });
-    this.figures = new Figures(shell, this.sheet, this.notices);
+    this.figures = new Figures(shell, this.sheet, this.notices, () => {
+      this.legend();
+      this.tabs.update();
+    });
+    this.tabs = new Tabs(shell, () => this.state);
     this.finder = new Finder(shell, this.sheet, (text) => this.say(text));
   }
 
@@ -46,7 +52,6 @@ export class App {
     this.sheet.colouring = this.shell.colour.value = colour;
     this.shell.follow.checked = this.choice.follow;
     this._wire();
-    this._ranged(null);
     onTheme((dark) => {
       document.documentElement.classList.toggle("dark", dark);
       this.sheet.recolour(dark);
@@ -86,13 +91,8 @@ export class App {
     on("colour", "change", () => this._recolour());
     on("fit", "click", () => sheet.fit());
     on("help", "click", () => shell["help-dialog"].showModal());
-    new Exports(
-      shell,
-      sheet,
-      (text) => this.say(text),
-      (reason) => this.notices.failed("export", reason),
-    );
-    tabs(shell);
+    const failed = (reason) => this.notices.failed("export", reason);
+    new Exports(shell, sheet, (text) => this.say(text), failed);
     splitter(shell, () => sheet.arrange());
     listen(this);
   }
@@ -181,7 +181,6 @@ export class App {
     const otherEntry = beside?.unit === entry.unit ? beside : null;
     this.loading?.abort();
     const { signal } = (this.loading = new AbortController());
-    figures.answer = null;
     notices.clear();
     if (beside && !otherEntry) notices.failed(`${beside.run}, step ${beside.step}`, apart(entry, beside));
     shell.progress.hidden = false;
@@ -213,7 +212,7 @@ export class App {
     this.legend();
     this.finder.search();
     this._selected(sheet.selected);
-    this.tables();
+    this.rest();
     this._store();
     this.say(`${main.label}: ${main.ranks.size} rank${main.ranks.size === 1 ? "" : "s"}, ${main.size} effects`);
     this._ready();
@@ -226,86 +225,75 @@ export class App {
     this.figures.headline();
   }
 
-  /** The shown captures have changed: clears the panels. */
+  /** The shown captures have changed. */
   _changed() {
+    this.sight = null;
     this.figures.clear();
     this._selected(null);
-    this._ranged(null);
   }
 
   _selectors(entry, other) {
     const { shell, library, choice } = this;
-    options(
-      shell.run,
-      library.runs.map((run) => [run, run]),
-      entry.run,
-    );
-    options(
-      shell.step,
-      library.steps(entry.run).map(({ step }) => [String(step), String(step)]),
-      String(entry.step),
-    );
+    const runs = library.runs.map((run) => [run, run]);
     const steps = library.steps(entry.run);
+    const numbers = steps.map(({ step }) => [String(step), String(step)]);
+    options(shell.run, runs, entry.run);
+    options(shell.step, numbers, String(entry.step));
     shell["step-prev"].disabled = steps[0].step === entry.step;
     shell["step-next"].disabled = steps.at(-1).step === entry.step;
-    const others = library.entries
-      .filter((one) => one.run !== entry.run || one.step !== entry.step)
-      .map((one) => [JSON.stringify({ run: one.run, step: one.step }), `${shortened(one.run, 36)}, step ${one.step}`]);
-    options(
-      shell.other,
-      [["null", "nothing"], ...others],
-      JSON.stringify(other && { run: other.run, step: other.step }),
-    );
+    const key = (one) => JSON.stringify(one && { run: one.run, step: one.step });
+    const others = library.entries.filter((one) => key(one) !== key(entry));
+    const texts = others.map((one) => [key(one), `${shortened(one.run, 36)}, step ${one.step}`]);
+    options(shell.other, [["null", "nothing"], ...texts], key(other));
     shell.follow.checked = choice.follow;
   }
 
   // Panels
 
   _selected(spot) {
-    const { details } = this.shell;
-    const { sheet } = this;
+    const place = this.shell.details;
     if (!spot) {
-      details.replaceChildren(element("p", { class: "faint" }, "Click an effect, or move to one with , and ."));
+      place.replaceChildren(element("p", { class: "faint" }, "Click an effect, or move to one with , and ."));
       return;
     }
-    const known = panels.details(details, sheet, spot);
-    this.say(known.map(([name, text]) => `${name} ${text}`.trim()).join(", "));
+    const pairs = details(place, this.sheet, spot);
+    this.say(pairs.map(([name, text]) => `${name} ${text}`.trim()).join(", "));
+  }
+
+  /** @returns {import("./panels.js").State} */
+  get state() {
+    const { sheet, figures, capture, sight } = this;
+    return {
+      ...{ capture, other: sheet.other, range: sheet.range, sight },
+      ...{ ranks: capture?.ranks.size, summary: capture?.summary, answer: figures.answer, names: figures.names },
+      select: (spot) => sheet.select(spot, { reveal: true }),
+    };
   }
 
   _ranged(range) {
-    const { shell, capture } = this;
-    if (!range)
-      return shell.range.replaceChildren(element("caption", {}, "Shift+drag on the timeline measures a range"));
-    panels.within(shell.range, capture, range);
-    open(shell, "range");
-    this.say(`range of ${time(range.to - range.from, capture.unit)}`);
+    this.tabs.update();
+    if (range) this.say(`range of ${time(range.to - range.from, this.capture.unit)}`);
   }
 
-  _sight() {
+  _announce() {
     const { view } = this.sheet;
-    return `${time(view.from, this.capture?.unit)} to ${time(view.to, this.capture?.unit)}`;
+    this.say(`in sight: ${time(view.from, this.capture?.unit)} to ${time(view.to, this.capture?.unit)}`);
   }
 
   _viewed() {
     if (!this.capture) return;
-    this.tables();
+    this.rest();
     this.keep();
   }
 
-  _effects() {
-    const { sheet, capture, shell } = this;
-    if (!capture) return;
-    const top = shell.scroll.scrollTop;
-    const seen = sheet.layout.groups.filter(
-      (group) => group.y + group.height > top && group.y < top + sheet.height - AXIS,
-    );
-    panels.effects(
-      shell.effects,
-      capture,
-      sheet.view,
-      seen.map((group) => group.number),
-      (spot) => sheet.select(spot, { reveal: true }),
-    );
+  /** The view has come to rest. */
+  _rested() {
+    const { sheet } = this;
+    const top = this.shell.scroll.scrollTop;
+    const bottom = top + sheet.height - AXIS;
+    const seen = sheet.layout.groups.filter((group) => group.y + group.height > top && group.y < bottom);
+    this.sight = { from: sheet.view.from, to: sheet.view.to, ranks: seen.map((group) => group.number) };
+    this.tabs.update();
   }
 
   _recolour() {

@@ -1,15 +1,10 @@
-/** The details of an effect or a gap, as pairs of a name and a text. */
+/** The details of an effect or a gap, as pairs of a name and a text; and those of the selection. */
 
+import { card, element, items, link } from "./dom.js";
 import { bytes, change, number, percent, signed, time } from "./format.js";
 import { full, short, value } from "./names.js";
 
-const CAUSES = {
-  "warm-up": "warm-up: before the rank's first effect",
-  dependency: "dependency: what it needed was not computed yet",
-  transfer: "transfer: what it needed was under way",
-  imbalance: "imbalance: others have more to do",
-  drain: "drain: after the rank's last effect",
-};
+const LINKS = 60; // shown links of a chain
 
 /** The title of an effect. */
 export function title(rank, row) {
@@ -67,11 +62,8 @@ function receiving(capture, rank, row) {
   else found.push(["waiting", took(left - start)], ["transfer", transfer(capture, rank, row)]);
   const used = rank.used.length ? rank.used[row] : NaN;
   if (!Number.isNaN(used)) {
-    const wait = end - used;
-    found.push([
-      "first use",
-      `${time(used, capture.unit, 6)}, ${wait > 0 ? `which waited ${took(wait)} for it` : "when it was there"}`,
-    ]);
+    const wait = end > used ? `which waited ${took(end - used)} for it` : "when it was there";
+    found.push(["first use", `${time(used, capture.unit, 6)}, ${wait}`]);
   }
   return found;
 }
@@ -103,13 +95,11 @@ function difference(capture, spot, { capture: other, spot: twin }) {
   const its = own.end[twin.row] - own.start[twin.row];
   if (capture.unit !== other.unit) return [[other.entry.kind, `took ${number(its)}, in another unit`]];
   const shift = rank.start[spot.row] - own.start[twin.row];
+  const starts = `${time(Math.abs(shift), capture.unit, 3)} ${shift > 0 ? "later" : "earlier"}`;
   return [
-    [`${other.entry.kind}`, `took ${time(its, other.unit)}, from ${time(own.start[twin.row], other.unit, 6)} on`],
+    [other.entry.kind, `took ${time(its, other.unit)}, from ${time(own.start[twin.row], other.unit, 6)} on`],
     ["difference", `${signed(took - its, capture.unit)} ${took === its ? "" : change(took, its)}`.trim()],
-    [
-      "starts",
-      shift === 0 ? "at the same time" : `${time(Math.abs(shift), capture.unit, 3)} ${shift > 0 ? "later" : "earlier"}`,
-    ],
+    ["starts", shift === 0 ? "at the same time" : starts],
   ];
 }
 
@@ -117,13 +107,30 @@ function difference(capture, spot, { capture: other, spot: twin }) {
 export function gapFacts(capture, number, gap) {
   const account = capture.account(number);
   const took = gap.end - gap.start;
-  const found = [
+  const pairs = [
     ["rank", String(number)],
-    ["cause", gap.cause ? (CAUSES[gap.cause] ?? gap.cause) : "not told apart yet"],
+    ["cause", gap.cause ? `${gap.cause}: ${capture.summary.causes[gap.cause]}` : "not told apart yet"],
     ["start", time(gap.start, capture.unit, 6)],
     ["end", time(gap.end, capture.unit, 6)],
     ["duration", time(took, capture.unit)],
   ];
-  if (account?.idle > 0) found.push(["of the rank's idle time", percent(took / account.idle)]);
-  return found;
+  if (account?.idle > 0) pairs.push(["of the rank's idle time", percent(took / account.idle)]);
+  return pairs;
+}
+
+/** Shows the selected effect's details and its chain of waits; returns the details as pairs. */
+export function details(place, sheet, spot) {
+  const capture = sheet.of(spot);
+  const heading = title(capture.ranks.get(spot.rank), spot.row);
+  const known = facts(capture, spot, sheet.twin(spot));
+  place.replaceChildren(...card(heading, known, capture.entry.kind), ...chain(capture, sheet, spot));
+  return [[heading, ""], ...known];
+}
+
+function chain(capture, sheet, spot) {
+  const select = (wait) => sheet.select({ ...wait, other: spot.other }, { reveal: true });
+  const waits = items(sheet.chain.slice(1), LINKS, (wait) => [
+    link(full(capture.ranks.get(wait.rank), wait.row), () => select(wait)),
+  ]);
+  return waits.length ? [element("h4", {}, "It waited for, in turn"), element("ol", {}, ...waits)] : [];
 }

@@ -35,14 +35,11 @@ export function shortened(text, most = 48) {
 }
 
 /**
- * Fills a table.
- *
- * @param {HTMLTableElement} table
  * @param {string} caption
  * @param {(string | {text: string, title?: string})[]} head
  * @param {(Node | string | number)[][]} rows the first cell of each is its header
  */
-export function fill(table, caption, head, rows) {
+export function table(caption, head = [], rows = []) {
   const titles = head.map((cell) => {
     const { text, title = null } = typeof cell === "string" ? { text: cell } : cell;
     return element("th", { scope: "col", title }, text);
@@ -50,11 +47,30 @@ export function fill(table, caption, head, rows) {
   const lines = rows.map(([first, ...cells]) =>
     element("tr", {}, element("th", { scope: "row" }, first), ...cells.map((cell) => element("td", {}, cell))),
   );
-  table.replaceChildren(
+  return element(
+    "table",
+    {},
     element("caption", {}, caption),
     element("thead", {}, element("tr", {}, ...titles)),
     element("tbody", {}, ...lines),
   );
+}
+
+/** A button in a text. */
+export const link = (text, press) => element("button", { type: "button", class: "link", on: { click: press } }, text);
+
+/** The items of a list with at most `most` of some things, and the number of the rest. */
+export function items(things, most, content) {
+  const shown = things.slice(0, most).map((thing) => element("li", {}, ...content(thing)));
+  if (things.length > most) shown.push(element("li", { class: "faint" }, `and ${things.length - most} more`));
+  return shown;
+}
+
+/** A title over pairs of a name and a text. */
+export function card(heading, pairs, note = "") {
+  const lines = pairs.flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]);
+  const head = element("h3", {}, heading, note ? element("span", { class: "faint" }, ` ${note}`) : null);
+  return [head, element("dl", {}, ...lines)];
 }
 
 /** Follows a pointer from press to release or cancel. */

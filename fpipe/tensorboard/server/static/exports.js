@@ -1,16 +1,15 @@
-/** Exports: the timeline as an image, and traces for other viewers. */
+/** Exports: the timeline as an image, and a trace for other viewers. */
 
 import { download } from "./dom.js";
 import * as routes from "./routes.js";
 
-const FORMATS = ["pftrace", "json"];
 const NAME = 60; // characters of the run's name in a file name
 
 export class Exports {
   constructor(shell, sheet, say, failed) {
     [this.sheet, this.say, this.failed] = [sheet, say, failed];
     shell["export-png"].addEventListener("click", () => this._image());
-    for (const format of FORMATS) shell[`export-${format}`].addEventListener("click", () => this._trace(format));
+    shell["export-json"].addEventListener("click", () => this._trace());
   }
 
   async _image() {
@@ -22,11 +21,11 @@ export class Exports {
     this.say("the image is saved");
   }
 
-  async _trace(format) {
+  async _trace() {
     if (!this.sheet.main) return;
-    this.say(`making the ${format} file`);
+    this.say("making the file");
     try {
-      download(await routes.exported(this.sheet.main.entry, format), this._name(format));
+      download(await routes.exported(this.sheet.main.entry, "json"), this._name("json"));
       this.failed(null);
       this.say("the file is saved: open it at ui.perfetto.dev");
     } catch (error) {

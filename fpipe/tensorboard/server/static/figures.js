@@ -1,45 +1,39 @@
-/** The server's figures: summary of a capture, and comparison with another. */
+/** The server's figures: summary of a capture, comparison with another, and the line above the timeline. */
 
-import { element, shortened } from "./dom.js";
-import { open } from "./panes.js";
-import * as panels from "./panels.js";
+import { element, named, shortened } from "./dom.js";
+import { change, percent, time } from "./format.js";
 import * as routes from "./routes.js";
 
+const NOTHING = 1e-9; // share of the makespan that counts as rounding error
+
 export class Figures {
-  /** @param {import("./notices.js").Notices} notices */
-  constructor(shell, sheet, notices) {
-    [this.shell, this.sheet, this.notices] = [shell, sheet, notices];
+  /**
+   * @param {import("./notices.js").Notices} notices
+   * @param {() => void} changed called after each change
+   */
+  constructor(shell, sheet, notices, changed) {
+    [this.shell, this.sheet, this.notices, this.changed] = [shell, sheet, notices, changed];
     this.answer = null; // of the comparison
   }
 
-  /** Empties the tables of the previous captures. */
+  /** Forgets the previous captures' comparison. */
   clear() {
-    const { shell } = this;
     this.answer = null;
-    for (const id of ["critical", "ranks-diff", "effects-diff", "lies", "effects"]) shell[id].replaceChildren();
-    shell.bubbles.replaceChildren(element("caption", {}, "adding up …"));
-    this.headline();
+    this._tell();
   }
 
-  /** Fetches and shows the figures; this may take longer than the drawing. */
+  /** Fetches the figures; this may take longer than the drawing. */
   async show(main, other, signal) {
-    const { shell, sheet } = this;
-    shell["tab-diff"].hidden = !other;
-    if (!other && !shell["panel-diff"].hidden) open(shell, "bubbles");
     await this._sum(main, "summary", signal);
     if (signal.aborted) return;
-    if (main.summary) {
-      sheet.summed();
-      panels.bubbles(shell.bubbles, main);
-      panels.critical(shell.critical, main, (spot) => sheet.select(spot, { reveal: true }));
-    } else shell.bubbles.replaceChildren(element("caption", {}, "there is no summary"));
+    this.sheet.summed();
     this.notices.tell("summary", main.summary?.notices);
-    this.headline();
+    this._tell();
     if (!other) return;
     await this._compare(main, other, signal);
     if (signal.aborted) return;
     await this._sum(other, `summary of ${other.label}`, signal);
-    if (!signal.aborted) sheet.redraw();
+    if (!signal.aborted) this.sheet.redraw();
   }
 
   async _sum(capture, what, signal) {
@@ -47,12 +41,13 @@ export class Figures {
     try {
       capture.summary = await routes.summary(capture.entry, signal);
     } catch (error) {
-      if (!signal.aborted) this.notices.failed(what, error.message);
+      if (signal.aborted) return;
+      capture.summary = null;
+      this.notices.failed(what, error.message);
     }
   }
 
   async _compare(main, other, signal) {
-    const { shell, sheet } = this;
     let answer = null;
     try {
       answer = await routes.compare(main.entry, other.entry, signal);
@@ -61,24 +56,50 @@ export class Figures {
     }
     if (signal.aborted || !answer) return;
     this.answer = answer;
-    const names = this._names();
-    panels.ranksDiff(shell["ranks-diff"], answer, names, main.unit);
-    panels.effectsDiff(shell["effects-diff"], answer, names, main, (spot) => sheet.select(spot, { reveal: true }));
-    panels.lies(shell.lies, answer, names, main.unit);
     this.notices.tell("comparison", answer.notices);
-    this.headline();
+    this._tell();
   }
 
-  headline() {
-    const { main, other } = this.sheet;
-    if (main) panels.headline(this.shell.headline, main, this.answer, other ? this._names() : []);
+  _tell() {
+    this.headline();
+    this.changed();
   }
 
   /** The names of two runs shown side by side. */
-  _names() {
-    const [main, other] = [this.sheet.main.entry, this.sheet.other.entry];
+  get names() {
+    const [main, other] = [this.sheet.main?.entry, this.sheet.other?.entry];
+    if (!other) return [];
     if (main.kind !== other.kind) return [main.kind, other.kind];
     if (main.run !== other.run) return [shortened(main.run, 20), shortened(other.run, 20)];
     return [`step ${main.step}`, `step ${other.step}`];
   }
+
+  /** Shows the figures of the whole capture, or of two. */
+  headline() {
+    const { answer, names, sheet } = this;
+    if (!sheet.main) return;
+    const { entry, summary, unit } = sheet.main;
+    const counts = [
+      [entry.expected || entry.ranks.length, "rank", "s"],
+      [entry.stages, "stage", "s"],
+      [entry.microbatches, "microbatch", "es"],
+    ].filter(([count]) => count);
+    const extent = counts.map(([count, what, ending]) => `${count} ${what}${count === 1 ? "" : ending}`).join(", ");
+    const parts = [entry.schedule ? named(entry.schedule, 40) : null, extent];
+    if (summary) {
+      parts.push(figure("makespan", time(summary.makespan, unit)), figure("bubble", percent(summary.bubble_rate)));
+      if (Math.abs(summary.cost - summary.makespan) > NOTHING * summary.makespan)
+        parts.push(figure("cost", time(summary.cost, unit)));
+    }
+    if (answer) {
+      const [a, b] = answer.makespan;
+      parts.push(figure(`${names[1]} makespan`, `${time(b, unit)} (${names[0]} is ${change(a, b) || "0%"})`));
+      parts.push(figure(`${names[1]} bubble`, percent(answer.bubble_rate[1])));
+    }
+    this.shell.headline.replaceChildren(
+      ...parts.filter(Boolean).map((part) => element("span", { class: "part" }, part)),
+    );
+  }
 }
+
+const figure = (name, text) => element("span", { class: "figure" }, `${name} `, element("b", {}, text));

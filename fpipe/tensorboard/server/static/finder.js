@@ -9,10 +9,8 @@ export class Finder {
   constructor(shell, sheet, say) {
     [this.shell, this.sheet, this.say] = [shell, sheet, say];
     this.searched = "";
-    shell.search.addEventListener(
-      "input",
-      settled(() => this.search(), PAUSE),
-    );
+    const search = settled(() => this.search(), PAUSE);
+    shell.search.addEventListener("input", search);
   }
 
   /** Searches the shown captures for the field's query. */
@@ -24,7 +22,7 @@ export class Finder {
     if (!sheet.main) return;
     let query = null;
     try {
-      query = parseQuery(search.value);
+      query = parseQuery(search.value, sheet.main.kinds);
       count.title = "";
     } catch (error) {
       search.setAttribute("aria-invalid", "true");
@@ -40,7 +38,7 @@ export class Finder {
     const { "search-count": count } = this.shell;
     const { matches, selected, main } = this.sheet;
     const own = matches && selected && !selected.other && matches.has(main.ranks.get(selected.rank), selected.row);
-    const place = own ? `${matches.place(main, selected)} of ` : "";
+    const place = own ? `${matches.place(selected)} of ` : "";
     count.textContent = matches ? `${place}${matches.count}` : count.title; // the query's error
     if (matches) this.say(matches.count ? `${place}${matches.count} found` : "nothing found");
   }
@@ -50,7 +48,7 @@ export class Finder {
     const { shell, sheet } = this;
     if (this.searched !== shell.search.value) this.search();
     const from = sheet.selected?.other ? null : sheet.selected;
-    const spot = sheet.matches?.next(sheet.main, from, by);
+    const spot = sheet.matches?.next(from, by);
     if (!spot) return;
     sheet.select(spot, { reveal: true });
     const told = shell.live.textContent;

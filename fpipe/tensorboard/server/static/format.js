@@ -31,6 +31,12 @@ export function unitOf(value, unit) {
   return TIMES.find(([factor]) => Math.abs(value) >= factor * 0.9999) ?? (value === 0 ? TIMES[1] : TIMES.at(-1));
 }
 
+/** The unit of a column of times: [factor, text for the header]. */
+export function scaled(values, unit) {
+  const [factor, name] = unitOf(Math.max(...values.map(Math.abs), 0), unit);
+  return [factor, name ? `, in ${name}` : ""];
+}
+
 /** A difference, with its sign. */
 export const signed = (value, unit) => (value > 0 ? "+" : value < 0 ? "−" : "±") + time(Math.abs(value), unit, 3);
 

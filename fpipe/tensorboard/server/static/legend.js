@@ -1,16 +1,16 @@
 /** The legend of the colours. */
 
 import { element } from "./dom.js";
-import { CAUSES, colours, HUES, UNTOLD, WAITING } from "./palette.js";
+import { causeHue, colours, HUES, UNTOLD, WAITING } from "./palette.js";
 
 /** Fills the legend with the capture's kinds, and sets the colours in the page's style. */
 export function legend(place, capture, colouring, theme) {
   const hues = colours(theme);
   const { style } = document.documentElement;
   hues.forEach((colour, at) => style.setProperty(`--hue-${at}`, colour));
-  for (const cause of CAUSES) style.setProperty(`--${cause}`, theme.causes[cause]);
+  theme.causes.forEach((colour, at) => style.setProperty(`--cause-${at}`, colour));
   const ranks = [...(capture?.ranks.values() ?? [])];
-  const computes = ranks.flatMap((rank) => rank.kinds.filter((kind) => kind.track === "compute"));
+  const computes = (capture?.kinds ?? []).filter((kind) => kind.track === "compute");
   const kinds = [...new Map(computes.map((kind) => [`${kind.letter} ${kind.name}`, kind])).values()].sort((a, b) => a.hue - b.hue);
   const meaning =
     colouring === "kind"
@@ -19,9 +19,9 @@ export function legend(place, capture, colouring, theme) {
           faint(colouring),
           ...hues.slice(0, HUES).map((colour, at) => key(colour, at + 1 < HUES ? `${at}, ${at + HUES}` : "…")),
         ];
-  const causes = CAUSES.map((cause) => key(theme.causes[cause], cause));
   const untold = ranks.some((rank) => rank.tracks.receive.rows.some((row) => Number.isNaN(rank.left[row])));
   const receives = [key(hues[WAITING], "waiting"), ...(untold ? [key(hues[UNTOLD], "receive, not told apart")] : [])];
+  const causes = Object.keys(capture?.summary?.causes ?? {}).map((name, at) => key(theme.causes[causeHue(at)], name));
   place.replaceChildren(...meaning, ...receives, faint("idle:"), ...causes);
 }
 

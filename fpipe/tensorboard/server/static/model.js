@@ -20,6 +20,14 @@ class Lane {
     }
   }
 
+  /** The rows of the intervals that overlap a range. */
+  *within({ from, to }) {
+    const until = before(this.starts, to) + 1;
+    for (let at = Math.max(0, before(this.starts, from)); at < until; at += 1) {
+      if (this.ends[at] >= from) yield this.rows[at];
+    }
+  }
+
   /** The index of the interval at a moment, or at most `near` away; -1 if there is none. */
   at(when, near) {
     const place = before(this.starts, when);
@@ -203,7 +211,7 @@ export class Capture {
     this.entry = entry;
     /** @type {Map<number, Rank>} */
     this.ranks = new Map();
-    this.summary = null;
+    this.summary = undefined; // null if it can't be had
     this.lost = new Map(); // rank that failed to load -> the reason
     this.tries = 0;
   }
@@ -218,6 +226,11 @@ export class Capture {
 
   get last() {
     return Math.max(0, ...Array.from(this.ranks.values(), (rank) => rank.last));
+  }
+
+  /** The kinds of all ranks. */
+  get kinds() {
+    return Array.from(this.ranks.values(), (rank) => rank.kinds).flat();
   }
 
   get size() {

@@ -9,8 +9,8 @@ import { HOST, hueOf } from "./palette.js";
  * @property {string} letter
  * @property {string} track
  * @property {number} hue its class of colour
- * @property {{letter: string, label: string, stage?: string, microbatch?: string}[]} parts of a compute: itself, or the
- *   two of an overlap, with the columns that have their numbers
+ * @property {{letter: string, label: string, letters: string[], stage?: string, microbatch?: string}[]} parts of a
+ *   compute: itself, or the two of an overlap, with all letters that find it, and the columns that have its numbers
  * @property {string} [value] name of the value that it carries
  * @property {Record<string, string>} columns its own numbers, or its value's: field -> column
  */
@@ -19,7 +19,8 @@ import { HOST, hueOf } from "./palette.js";
 export const HOST_KIND = { key: "Host", name: "host", letter: "H", track: "host", hue: HOST, parts: [], columns: {} };
 
 /** @returns {Kind} a kind of a header */
-export function kindOf({ name, label, letter, track, colour, parts = [], value, fields }) {
+export function kindOf({ name, label, letter, track, colour, parts: described = [], value, fields }) {
+  const parts = described.map((part) => ({ ...part, letters: [letter, part.letter, ...(part.part_of ?? [])] }));
   const [{ stage, microbatch } = {}, second] = parts;
   const carried = Object.values(fields).find((field) => typeof field === "object")?.fields;
   const columns = second ? { stage, microbatch } : carried ?? fields;

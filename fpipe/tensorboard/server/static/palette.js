@@ -10,7 +10,6 @@ export const HOST = 8;
 export const UNTOLD = 9; // a receive whose send time is unknown
 const FIXED = 10;
 const more = []; // colours of further kinds, in order of first use
-export const CAUSES = ["warm-up", "dependency", "transfer", "imbalance", "drain"];
 
 /** The meaning of the colours, by colouring. */
 export const COLOURINGS = { kind: "Kind", microbatch: "Microbatch", stage: "Stage" };
@@ -19,6 +18,9 @@ export const COLOURINGS = { kind: "Kind", microbatch: "Microbatch", stage: "Stag
 export function colours({ waiting, untold }) {
   return [...OKABE_ITO, waiting, NEUTRAL, untold, ...more];
 }
+
+/** The class of a cause of idle time, from its place in the summary's causes. */
+export const causeHue = (at) => at % LIGHT.causes.length;
 
 /** The number of classes. */
 export const classes = () => FIXED + more.length;
@@ -50,7 +52,7 @@ const LIGHT = {
   waiting: "#cdcdcd",
   untold: "#a7bdb9",
   overview: "#90a4ae",
-  causes: { "warm-up": "#cfd8dc", dependency: "#ffcdd2", transfer: "#ffe082", imbalance: "#e1bee7", drain: "#b0bec5" },
+  causes: ["#cfd8dc", "#ffcdd2", "#ffe082", "#e1bee7", "#b0bec5"],
 };
 const DARK = {
   page: "#303030",
@@ -70,7 +72,7 @@ const DARK = {
   waiting: "#6a6a6a",
   untold: "#4f6b68",
   overview: "#78909c",
-  causes: { "warm-up": "#546e7a", dependency: "#6d3b40", transfer: "#6d5a1e", imbalance: "#5d4066", drain: "#455a64" },
+  causes: ["#546e7a", "#6d3b40", "#6d5a1e", "#5d4066", "#455a64"],
 };
 
 export const theme = (dark) => (dark ? DARK : LIGHT);

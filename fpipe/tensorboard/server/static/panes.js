@@ -1,4 +1,4 @@
-/** The page around the timeline: select lists, tabs, the splitter. */
+/** The page around the timeline: select lists, the splitter, the page without captures. */
 
 import { element, held, shortened } from "./dom.js";
 
@@ -6,15 +6,11 @@ import { element, held, shortened } from "./dom.js";
 export function options(select, pairs, chosen) {
   const key = JSON.stringify(pairs);
   if (select.dataset.key !== key) {
-    select.replaceChildren(
-      ...pairs.map(([value, text]) =>
-        element(
-          "option",
-          { value, title: text.length > 48 ? text.slice(0, 2000) : null, dir: "auto" },
-          shortened(text),
-        ),
-      ),
-    );
+    const option = ([value, text]) => {
+      const title = text.length > 48 ? text.slice(0, 2000) : null;
+      return element("option", { value, title, dir: "auto" }, shortened(text));
+    };
+    select.replaceChildren(...pairs.map(option));
     select.dataset.key = key;
   }
   select.value = chosen;
@@ -35,36 +31,8 @@ export function nothing(unreachable) {
     element("pre", {}, RECORD),
     element("p", {}, "or simulate a schedule:"),
     element("pre", {}, "fpipe simulate zb-v --ranks 4 --microbatches 12 --logdir logs/mine"),
-    element(
-      "p",
-      { class: "faint" },
-      "Then start TensorBoard on that folder. This page looks again every five seconds.",
-    ),
+    element("p", { class: "faint" }, "Then start TensorBoard on that folder: this page looks every five seconds."),
   ];
-}
-
-/** Opens a tab. */
-export function open(shell, id) {
-  for (const tab of shell.tabs.children) {
-    const on = tab.id === `tab-${id}`;
-    tab.setAttribute("aria-selected", String(on));
-    tab.tabIndex = on ? 0 : -1;
-    shell[tab.getAttribute("aria-controls")].hidden = !on;
-  }
-}
-
-/** Opens tabs by pointer and by arrow keys. */
-export function tabs(shell) {
-  const name = (tab) => tab.id.slice("tab-".length);
-  for (const tab of shell.tabs.children) tab.addEventListener("click", () => open(shell, name(tab)));
-  shell.tabs.addEventListener("keydown", (event) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!by) return;
-    const shown = Array.from(shell.tabs.children).filter((tab) => !tab.hidden);
-    const next = shown[(shown.indexOf(document.activeElement) + by + shown.length) % shown.length];
-    open(shell, name(next));
-    next.focus();
-  });
 }
 
 /** The splitter between timeline and tables, moved by pointer or keys. */

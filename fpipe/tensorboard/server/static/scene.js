@@ -9,7 +9,7 @@ import { boxOf } from "./layout.js";
 import { before, Levels } from "./levels.js";
 import { AXIS, FONT, TICK } from "./measures.js";
 import { mark, short } from "./names.js";
-import { CAUSES, colours, rgb } from "./palette.js";
+import { causeHue, colours, rgb } from "./palette.js";
 
 const EDGED = 4; // pixels: width from which a box has an edge
 const ARROWS = 100; // at most; more are not readable
@@ -79,8 +79,7 @@ export class Scene {
   /** Paints the rows of all visible lanes, then stretches each to its height. */
   _lanes({ view, ratio, theme, colouring, matches, causes }, groups, shift) {
     const columns = Math.ceil(view.width * ratio);
-    const own = packed(colours(theme));
-    const idle = packed(CAUSES.map((cause) => theme.causes[cause]));
+    const [own, idle] = [colours(theme), theme.causes].map(packed);
     const rows = [];
     for (const track of groups.flatMap((group) => group.tracks)) {
       if (track.kind === "memory") continue;
@@ -121,7 +120,8 @@ export class Scene {
     const gaps = capture.gaps(rank.number);
     if (!gaps) return null;
     if (!this.gaps.has(gaps)) {
-      const classes = Uint8Array.from(gaps.cause, (cause) => Math.max(0, CAUSES.indexOf(cause)));
+      const names = Object.keys(capture.summary.causes);
+      const classes = Uint8Array.from(gaps.cause, (cause) => causeHue(names.indexOf(cause)));
       this.gaps.set(gaps, new Levels(Float64Array.from(gaps.start), Float64Array.from(gaps.end), classes));
     }
     return this.gaps.get(gaps);
@@ -214,28 +214,17 @@ export class Scene {
 
   _arrows(state, groups, shift) {
     const { view, layout, theme, main, matches } = state;
-    const found = [];
+    const spots = [];
     for (const { number } of groups) {
-      const rank = main.ranks.get(number);
-      for (const row of rank ? within(rank, view) : []) {
-        if (found.push({ rank: number, row }) > ARROWS) return;
+      for (const lane of main.ranks.get(number)?.tracks.receive.lanes ?? []) {
+        for (const row of lane.within(view)) if (spots.push({ rank: number, row }) > ARROWS) return;
       }
     }
     this.context.strokeStyle = this.context.fillStyle = theme.arrow;
     this.context.lineWidth = 1;
     this.context.globalAlpha = matches ? DIMMED : 1;
-    for (const spot of found) arrow(this.context, view, layout.groups, main, main.cause(spot), spot, shift);
+    for (const spot of spots) arrow(this.context, view, layout.groups, main, main.cause(spot), spot, shift);
     this.context.globalAlpha = 1;
-  }
-}
-
-/** The receives of a rank that overlap the visible range. */
-function* within(rank, view) {
-  for (const lane of rank.tracks.receive.lanes) {
-    const until = before(lane.starts, view.to) + 1;
-    for (let place = Math.max(0, before(lane.starts, view.from)); place < until; place += 1) {
-      if (lane.ends[place] >= view.from) yield lane.rows[place];
-    }
   }
 }
 

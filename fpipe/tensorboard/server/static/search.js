@@ -3,7 +3,6 @@
  * effects; a value is a comma-separated list of alternatives and ranges.
  */
 
-import { before } from "./levels.js";
 import { short, value } from "./names.js";
 
 const FIELDS = new Map([
@@ -22,18 +21,23 @@ const UNITS = new Map([
   ["ns", 1e-9],
   ["", 1],
 ]);
-const HALVES = "IW"; // of a backward
 
 class BadQuery extends Error {}
 
 /**
- * @typedef {{letter: string, stage: number, microbatch: number}} Part an effect, or one of the two of an overlap
+ * @typedef {{letters: string[], stage: number, microbatch: number}} Part an effect, or one of the two of an overlap
  * @typedef {(rank: object, row: number, part: Part) => boolean} Term
  */
 
-/** @returns {((rank: object, row: number) => boolean) | null} null for an empty query */
-export function parseQuery(text) {
-  const terms = text.trim().split(/\s+/u).filter(Boolean).map(term);
+/**
+ * @param {string} text
+ * @param {object[]} known the capture's kinds
+ * @returns {((rank: object, row: number) => boolean) | null} null for an empty query
+ */
+export function parseQuery(text, known) {
+  const letters = known.flatMap((kind) => kind.parts).map((part) => part.letter.toLowerCase());
+  const words = text.trim().split(/\s+/u).filter(Boolean);
+  const terms = words.map((word) => term(word, letters));
   return terms.length
     ? (rank, row) => parts(rank, row).some((part) => terms.every((holds) => holds(rank, row, part)))
     : null;
@@ -42,14 +46,18 @@ export function parseQuery(text) {
 /** @returns {Part[]} */
 function parts(rank, row) {
   const kind = rank.kindOf(row);
-  const of = (letter, { stage, microbatch }) => ({ letter, stage: rank[stage]?.[row], microbatch: rank[microbatch]?.[row] });
-  return kind.parts.length ? kind.parts.map((part) => of(part.letter, part)) : [of(kind.letter, kind.columns)];
+  const of = (letters, { stage, microbatch }) => ({
+    letters,
+    stage: rank[stage]?.[row],
+    microbatch: rank[microbatch]?.[row],
+  });
+  return kind.parts.length ? kind.parts.map((part) => of(part.letters, part)) : [of([kind.letter], kind.columns)];
 }
 
 /** @returns {Term} */
-function term(text) {
+function term(text, letters) {
   const [, name, sign, wanted] = /^([a-z]+)(>=|<=|=|>|<)(.*)$/iu.exec(text) ?? [];
-  if (!name) return /[=<>]/u.test(text) ? unknown(text) : free(text.toLowerCase());
+  if (!name) return /[=<>]/u.test(text) ? unknown(text) : free(text.toLowerCase(), letters);
   const field = name.toLowerCase();
   if (field === "dur" || field === "duration") return duration(sign, wanted);
   const kind = field === "kind" || field === "k";
@@ -59,7 +67,8 @@ function term(text) {
   if (kind) return kinds(wanted, text);
   const holds = ranges(wanted, text);
   if (column === "rank") return (rank) => holds(rank.number);
-  return (rank, row, part) => (column === "peer" ? Boolean(rank.kindOf(row).value) && holds(rank.peer[row]) : holds(part[column]));
+  if (column === "peer") return (rank, row) => Boolean(rank.kindOf(row).value) && holds(rank.peer[row]);
+  return (rank, row, part) => holds(part[column]);
 }
 
 function unknown(text) {
@@ -84,12 +93,7 @@ function kinds(text, whole) {
 }
 
 function lettered(wanted) {
-  return (rank, row, { letter }) => {
-    const kind = rank.kindOf(row);
-    if (wanted === "R" && kind.track === "host") return false;
-    const letters = [letter, kind.letter].map((each) => each.toUpperCase());
-    return letters.includes(wanted) || (wanted === "B" && HALVES.includes(letter));
-  };
+  return (rank, row, { letters }) => letters.some((letter) => letter.toUpperCase() === wanted);
 }
 
 function called(wanted) {
@@ -115,8 +119,8 @@ function duration(sign, text) {
 }
 
 /** "F3" finds that effect on every stage; a longer text finds every name that contains it. */
-function free(text) {
-  const exact = /^[fiwb]\d+[a-z]*$/u.test(text);
+function free(text, letters) {
+  const exact = letters.some((letter) => text.startsWith(letter) && /^\d+[a-z]*$/u.test(text.slice(letter.length)));
   return (rank, row) => {
     const name = short(rank, row).toLowerCase();
     if (!exact) return name.includes(text) || value(rank, row).toLowerCase().includes(text);
@@ -124,81 +128,64 @@ function free(text) {
   };
 }
 
-/** The matches of a query, by rank. */
+/** The matches of a query, in order of start, rank and row. */
 export class Matches {
   constructor(capture, query) {
-    this.rows = new Map();
-    this.count = 0;
-    this.starts = new Map();
-    this._sets = new Map();
+    this.capture = capture;
+    this._rows = new Map(); // rank -> its rows
     this._levels = new Map();
     for (const rank of capture.ranks.values()) {
-      const rows = [];
-      for (let row = 0; row < rank.kind.length; row += 1) if (query(rank, row)) rows.push(row);
-      rows.sort((a, b) => rank.start[a] - rank.start[b] || a - b);
-      this.rows.set(rank.number, rows);
-      this.starts.set(
-        rank.number,
-        Float64Array.from(rows, (row) => rank.start[row]),
-      );
-      this._sets.set(rank.number, new Set(rows));
-      this.count += rows.length;
+      const rows = new Set();
+      for (let row = 0; row < rank.kind.length; row += 1) if (query(rank, row)) rows.add(row);
+      this._rows.set(rank.number, rows);
     }
+    this.count = Array.from(this._rows.values(), (rows) => rows.size).reduce((a, b) => a + b, 0);
   }
 
   has(rank, row) {
-    return this._sets.get(rank.number)?.has(row) ?? false;
+    return this._rows.get(rank.number)?.has(row) ?? false;
   }
 
   /** The levels of a track's matches. */
   levels(rank, kind, colouring) {
     const key = `${rank.number} ${kind} ${colouring} ${rank.linked}`;
     if (!this._levels.has(key)) {
-      this._levels.set(key, rank.tracks[kind].only(this._sets.get(rank.number) ?? new Set(), colouring));
+      this._levels.set(key, rank.tracks[kind].only(this._rows.get(rank.number) ?? new Set(), colouring));
     }
     return this._levels.get(key);
   }
 
-  /** The match after, or before, a spot, ordered by start and then by rank; wraps around at the end. */
-  next(capture, spot, by) {
-    if (!this.count) return null;
-    const when = spot ? capture.ranks.get(spot.rank).start[spot.row] : by > 0 ? -Infinity : Infinity;
-    let best = null;
-    for (const [number, rows] of this.rows) {
-      const starts = this.starts.get(number);
-      let at = by > 0 ? before(starts, when) + 1 : before(starts, when);
-      if (spot) at = this._beside(rows, starts, at, spot, number, when, by);
-      if (at < 0 || at >= rows.length) continue;
-      const found = { rank: number, row: rows[at], start: starts[at] };
-      if (!best || by * (found.start - best.start || found.rank - best.rank) < 0) best = found;
-    }
-    if (!best) return spot ? this.next(capture, null, by) : null;
-    return { rank: best.rank, row: best.row };
+  get _order() {
+    const spots = ([rank, rows]) => Array.from(rows, (row) => ({ rank, row }));
+    return (this._sorted ??= Array.from(this._rows, spots).flat().sort((a, b) => this._compare(a, b)));
   }
 
-  /** Orders equal starts by rank; on the spot's own rank, by row. */
-  _beside(rows, starts, at, spot, number, when, by) {
-    let low = at;
-    while (low > 0 && starts[low - 1] === when) low -= 1;
-    const same = [];
-    for (let place = low; place < starts.length && starts[place] === when; place += 1) same.push(place);
-    const later = same.filter((place) => number > spot.rank || (number === spot.rank && rows[place] > spot.row));
-    if (by > 0) return later.length ? later[0] : same.length ? same.at(-1) + 1 : at;
-    const sooner = same.filter((place) => number < spot.rank || (number === spot.rank && rows[place] < spot.row));
-    return sooner.length ? sooner.at(-1) : low - (same.length ? 1 : 0);
+  _compare(one, other) {
+    const [a, b] = [one, other].map(({ rank, row }) => this.capture.ranks.get(rank).start[row]);
+    return a - b || one.rank - other.rank || one.row - other.row;
+  }
+
+  /** The number of matches before a spot, or up to and including it. */
+  _before(spot, included = false) {
+    let [low, high] = [0, this.count];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      const by = this._compare(this._order[middle], spot);
+      if (by < 0 || (included && by === 0)) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  /** The match after, or before, a spot; wraps around at the end. */
+  next(spot, by) {
+    if (!this.count) return null;
+    if (!spot) return this._order.at(by > 0 ? 0 : -1);
+    return this._order.at(by > 0 ? this._before(spot, true) % this.count : this._before(spot) - 1);
   }
 
   /** The number of matches up to and including a spot. */
-  place(capture, spot) {
-    const when = capture.ranks.get(spot.rank).start[spot.row];
-    let count = 0;
-    for (const [number, rows] of this.rows) {
-      const starts = this.starts.get(number);
-      let at = before(starts, when);
-      while (at >= 0 && starts[at] === when && (number > spot.rank || (number === spot.rank && rows[at] > spot.row)))
-        at -= 1;
-      count += at + 1;
-    }
-    return count;
+  place(spot) {
+    return this._before(spot, true);
   }
 }

@@ -13,13 +13,6 @@ export const TOGGLES = [
   ["arrows", "arrows", "from each send to its receive, once few enough are in sight", "", true],
   ["path", "critical path", "the chain of waits that ends last (c)", "c", false],
 ];
-const TABS = [
-  ["bubbles", "Bubbles"],
-  ["critical", "Critical path"],
-  ["diff", "Difference"],
-  ["range", "Range"],
-  ["effects", "Effects in view"],
-];
 const KEYS = [
   ["w s, + −, Ctrl+wheel", "zoom in and out"],
   ["a d, ← →, Shift+wheel, drag", "move in time"],
@@ -37,12 +30,12 @@ const KEYS = [
   ["Esc", "let go of the range, the selection, the search"],
 ];
 const SYNTAX = "mb=5 kind=B, mb=3-7, stage=0,3, rank=1, kind=F,I, kind=send, peer=2, dur>1ms, F3, gradient";
-const HALVES = "kind=B finds the halves of a backward too, I and W; an overlap is found by either of its effects.";
+const HALVES = "kind=B finds the halves of a backward too; an overlap is found by either of its effects.";
 
 const READING = [
-  `Letters: F forward, B backward, I and W its halves, for inputs and for weights, & two that overlap. The number
-   is the microbatch, a letter after it tells which of the rank’s stages. Where boxes are narrower than a pixel, the
-   pixel is as opaque as the rank was busy.`,
+  `The legend has the letters of effects; & stands between two that overlap. The number is the microbatch, a letter
+   after it tells which of the rank’s stages. Where boxes are narrower than a pixel, the pixel is as opaque as the rank
+   was busy.`,
   `A trace for Perfetto is a file: open it at ui.perfetto.dev by “Open trace file”. The page itself contacts nothing
    but this TensorBoard.`,
 ];
@@ -114,8 +107,7 @@ function toolbar() {
       { class: "joined" },
       button("fit", "Fit", "all of the step (0 or f)"),
       button("export-png", "PNG", "the timeline as it is shown, as an image"),
-      button("export-pftrace", "Perfetto", "a trace to open at ui.perfetto.dev: nothing is sent there from here"),
-      button("export-json", "JSON", "a trace for chrome://tracing, and ui.perfetto.dev too"),
+      button("export-json", "Perfetto", "a trace to open at ui.perfetto.dev: nothing is sent there from here"),
       button("help", "?", "keys and search (?)", { "aria-label": "Help" }),
     ),
   );
@@ -176,47 +168,13 @@ function timeline() {
 }
 
 function below() {
-  const tabs = TABS.map(([id, text], at) =>
-    button(`tab-${id}`, text, null, {
-      role: "tab",
-      "aria-controls": `panel-${id}`,
-      "aria-selected": String(at === 0),
-      tabindex: at ? -1 : 0,
-    }),
-  );
-  const panel = (id, ...children) =>
-    element(
-      "div",
-      { id: `panel-${id}`, role: "tabpanel", "aria-labelledby": `tab-${id}`, tabindex: 0, hidden: id !== "bubbles" },
-      ...children,
-    );
-  const splitter = {
-    id: "splitter",
-    role: "separator",
-    tabindex: 0,
-    "aria-orientation": "horizontal",
-    "aria-label": "Height of the tables",
-  };
+  const label = { "aria-orientation": "horizontal", "aria-label": "Height of the tables" };
   return element(
     "div",
     { id: "below" },
-    element("div", splitter),
+    element("div", { id: "splitter", role: "separator", tabindex: 0, ...label }),
     element("section", { id: "details", "aria-label": "Selection", tabindex: 0 }),
-    element(
-      "section",
-      { id: "tables" },
-      element("div", { role: "tablist", id: "tabs", "aria-label": "Tables" }, ...tabs),
-      panel("bubbles", element("table", { id: "bubbles" })),
-      panel("critical", element("ol", { id: "critical" })),
-      panel(
-        "diff",
-        element("p", { id: "lies" }),
-        element("table", { id: "ranks-diff" }),
-        element("table", { id: "effects-diff" }),
-      ),
-      panel("range", element("table", { id: "range" })),
-      panel("effects", element("table", { id: "effects" })),
-    ),
+    element("section", { id: "tables" }, element("div", { role: "tablist", id: "tabs", "aria-label": "Tables" })),
   );
 }
 

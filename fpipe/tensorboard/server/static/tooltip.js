@@ -1,7 +1,7 @@
 /** The tooltip of the item under the pointer. */
 
 import { facts, gapFacts, title } from "./details.js";
-import { element, shortened } from "./dom.js";
+import { card, shortened } from "./dom.js";
 import { bytes, time } from "./format.js";
 import { before } from "./levels.js";
 
@@ -38,11 +38,4 @@ export function about(rank) {
   if (!clock) known.push(["clock", "not compared: drawn from its own first start"]);
   else if (clock.uncertainty) known.push(["clock", `within ${time(clock.uncertainty, "s", 2)} of rank 0's`]);
   return card(`rank ${rank.number}`, known);
-}
-
-/** A title over pairs of a name and a text. */
-export function card(heading, pairs, note = "") {
-  const lines = pairs.flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]);
-  const head = element("h3", {}, heading, note ? element("span", { class: "faint" }, ` ${note}`) : null);
-  return [head, element("dl", {}, ...lines)];
 }

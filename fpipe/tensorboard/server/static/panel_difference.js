@@ -1,0 +1,59 @@
+/** Two captures side by side: the parts of the difference of their makespans, their ranks, and their effects. */
+
+import { element, link, table } from "./dom.js";
+import { change, number, scaled, signed, time } from "./format.js";
+import { full } from "./names.js";
+
+export const difference = {
+  id: "diff",
+  title: "Difference",
+  reads: ["answer", "ranks"],
+  absent: ({ other }) => !other,
+  content: (state) => (state.answer ? [parts(state), ranks(state), effects(state)] : []),
+};
+
+/** The parts of the difference of two makespans; they add up to it. */
+function parts({ answer, names, capture: { unit } }) {
+  const others = Object.entries(answer.lies ?? {}).filter(([, by]) => by !== 0);
+  const [a, b] = answer.makespan;
+  const text = `${names[0]} less ${names[1]}: ${signed(a - b, unit)} (${change(a, b) || "0%"})`;
+  const list = others.map(([what, by]) => `${what} ${signed(by, unit)}`).join(", ");
+  return element("p", {}, list ? `${text}, of which ${list}` : text);
+}
+
+function ranks({ answer, names, capture }) {
+  const [factor, name] = scaled(answer.makespan, capture.unit);
+  const both = ([a, b]) => [number(a / factor), number(b / factor), a === b ? "0" : signedIn(a - b, factor)];
+  const of = (what) => names.map((one) => `${what}, ${one}`);
+  const head = ["", ...of("busy"), "difference", ...of("idle"), "difference", "largest change of a cause"];
+  const rows = answer.ranks.map((row) => [
+    `rank ${row.rank}`,
+    ...both(row.busy),
+    ...both(row.idle),
+    cause(row.causes, factor),
+  ]);
+  return table(`Ranks: ${names.join(" and ")}${name}`, head, rows);
+}
+
+const signedIn = (value, factor) => `${value > 0 ? "+" : "−"}${number(Math.abs(value) / factor, 3)}`;
+
+function cause(causes, factor) {
+  const changes = Object.entries(causes).map(([name, [a, b]]) => [name, a - b]);
+  const [name, by] = changes.reduce((most, one) => (Math.abs(one[1]) > Math.abs(most[1]) ? one : most), ["", 0]);
+  return by ? `${name} ${signedIn(by, factor)}` : "none";
+}
+
+/** The effects whose durations differ most; a row's name selects it. */
+function effects({ answer, names, capture, select }) {
+  const { unit } = capture;
+  const rows = answer.effects.flatMap((row) => {
+    const rank = capture.ranks.get(row.rank);
+    if (!rank || row.row < 0 || row.row >= rank.recorded) return [];
+    const [took, its] = row.took;
+    const name = link(full(rank, row.row), () => select({ rank: row.rank, row: row.row }));
+    const [by, shift] = [took - its, row.start[0] - row.start[1]];
+    return [[name, time(took, unit), time(its, unit), signed(by, unit), change(took, its), signed(shift, unit)]];
+  });
+  const head = ["effect", ...names.map((one) => `took, ${one}`), "difference", "", "starts"];
+  return table("Effects that differ most", head, rows);
+}
