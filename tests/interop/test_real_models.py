@@ -26,7 +26,7 @@ def schedules_of(case, handler):
 @cache
 def expected(name, stages):
     case, pipeline, params, state = split_cases.split(name, stages)
-    return split_cases.run(split_cases.step(pipeline, handlers.Reference()), case, params, state)
+    return split_cases.run(split_cases.step(pipeline, handlers.Reference(), autodiff="eager"), case, params, state)
 
 
 @EACH
@@ -90,7 +90,7 @@ def trained(name):
     return case.module.state_dict()
 
 
-@pytest.mark.parametrize("name", sample(split_cases.CASES, ("unet", "t5")))
+@pytest.mark.parametrize("name", sample(split_cases.CASES, ("unet",)))
 def test_in_float32(name):
     case, pipeline, params, state = split_cases.split(name, 4, torch.float32)
     found = split_cases.run(split_cases.step(pipeline, handlers.Local()), case, params, state)
