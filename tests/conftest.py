@@ -21,9 +21,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """What was imported stays: tests that collect garbage don't look through it."""
+    """What was imported stays: garbage is not looked for in it, and not at every few objects of a trace."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import gc
 
 import torch
 from torch import nn
+from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, T5ForConditionalGeneration  # noqa: F401
 
 import fpipe
 from fpipe import Placement, handlers, interop, schedules
@@ -20,4 +21,5 @@ def warm_up() -> None:
 if not torch.cuda.device_count():  # else autograd starts threads, and a process that has some can't be forked
     warm_up()
 gc.collect()
-gc.freeze()  # what was imported stays as it is: children share its memory, and don't look through it for garbage
+gc.freeze()  # children share the memory of what was imported, and don't look for garbage in it
+gc.set_threshold(50_000, 10, 10)
