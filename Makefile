@@ -4,10 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Processes that run tests; each also starts pools of two to four ranks. What has a time limit runs alone afterwards.
+# Processes that run tests, a file at a time: in the order of their names, since many short files stand at the end of it.
+# Each also starts pools of two to four ranks. What has a time limit runs alone afterwards.
 WORKERS ?= 2
-TESTS := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile -m "not timing"
-TIMING := $(BIN)/pytest tests -m timing
+TESTS := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not timing"
+TIMING := $(BIN)/pytest -m timing `grep -rl --include='test_*.py' mark.timing tests`
+unexport PYTHONDONTWRITEBYTECODE  # else each of the processes compiles all that it imports
 
 .PHONY: demo test test-all check docs bench clean
 

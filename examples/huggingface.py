@@ -32,19 +32,19 @@ from fpipe.interop.transformers import IGNORED, split, tokens
 VOCABULARY, LENGTH, MASK, PADDING = 96, 16, 1, 0
 
 
-def model(name: str) -> nn.Module:
-    """Make a small model: four layers of width 64."""
+def model(name: str, layers: int) -> nn.Module:
+    """Make a small model, of width 64."""
     ends: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 3}
-    small: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    small: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
     if name == "gpt2":
-        config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4, **ends)
+        config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=layers, n_head=4, **ends)
         return GPT2LMHeadModel(config)
     if name == "llama":
         return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, intermediate_size=128, **small, **ends))
     if name == "bert":
         return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, intermediate_size=128, **small))
     if name == "t5":
-        sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 4, "num_heads": 4}
+        sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": layers, "num_heads": 4}
         return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, decoder_start_token_id=PADDING, **sizes))
     raise typer.BadParameter(f"there is no {name!r}: take gpt2, llama, bert or t5")
 
@@ -70,6 +70,7 @@ def batch(name: str, count: int, seed: int) -> dict[str, Tensor]:
 def main(
     name: Annotated[str, typer.Option("--model", help="gpt2 | llama | bert | t5")] = "gpt2",
     ranks: Annotated[int, typer.Option(help="Ranks of the pipeline; under torchrun, its processes.")] = 2,
+    layers: Annotated[int, typer.Option(help="Layers of the model; of T5's encoder and of its decoder.")] = 4,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 40,
 ) -> None:
     """Train a Hugging Face model in pipeline stages."""
@@ -81,7 +82,7 @@ def main(
     torch.manual_seed(0)
     count, microbatches = 16, 4
     example = batch(name, count // microbatches, seed=0)
-    pipeline, params = split(model(name), example=example, stages=ranks, policy="balanced")
+    pipeline, params = split(model(name, layers), example=example, stages=ranks, policy="balanced")
     plan = pipeline.plan(Placement.loop(ranks), microbatches)
     mine = handler.ranks(plan)
     if 0 in mine:

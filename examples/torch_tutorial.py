@@ -33,7 +33,7 @@ class Config:
     microbatches: int = 4
 
 
-SMALL = Config(width=32, layers=4, heads=4, vocabulary=100, length=12)
+SMALL = Config(width=32, layers=2, heads=4, vocabulary=100, length=12)
 
 
 class Transformer(nn.Module):

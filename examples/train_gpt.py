@@ -220,6 +220,9 @@ def main(
             fail(str(error))
         if layers < plan.stages:
             fail(f"--layers {layers} are too few for {plan.stages} stages: take as many at least")
+        train, validation = (source.to(device) for source in read(text))
+        if len(validation) <= context:
+            fail(f"{len(validation)} bytes are left for validation: too few for a context of {context}")
         recorder = stack.enter_context(Recorder(folder(logdir), every, tokens=context))
         torch.manual_seed(seed)
         model = GPT(layers, width, context, dropout).to(device)
@@ -237,9 +240,6 @@ def main(
         saved = checkpoints and interop.Checkpoints(checkpoints, pipeline, plan, handler=handler, keep=2)
         kept = begin(saved, kept) if saved else kept
         params, optimizer, begun = kept["params"], kept["optimizer"], kept["step"]
-        train, validation = (source.to(device) for source in read(text))
-        if len(validation) <= context:
-            fail(f"{len(validation)} bytes are left for validation: too few for a context of {context}")
 
         def bits_per_byte() -> float:
             losses = [evaluate(params, *windows(validation, batch, context, i)).item() for i in range(8)]

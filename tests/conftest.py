@@ -1,15 +1,16 @@
+"""No torch here: the process that hands tests to workers needs none."""
+
+import gc
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import hypothesis
 import pytest
-import torch
 
 from tests.support.combinations import examples
 from tests.support.pool import Pool
 
-torch.set_num_threads(1)
 hypothesis.settings.register_profile("shared machine", deadline=None, max_examples=examples(100))
 hypothesis.settings.load_profile("shared machine")
 
@@ -17,6 +18,13 @@ hypothesis.settings.load_profile("shared machine")
 def pytest_configure(config):
     """A test that means graphs is not to run by eager autograd unnoticed."""
     config.addinivalue_line("filterwarnings", "error:stage .* can't be traced:UserWarning")
+
+
+def pytest_collection_finish():
+    """What was imported stays: garbage is not looked for in it, and not at every few objects of a trace."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 @pytest.fixture(scope="session")

@@ -27,8 +27,9 @@ def modules(folder):
     return found
 
 
-CORE = {name: tree for name, tree in modules("fpipe").items() if not name.startswith("fpipe.cli")}
-MODULES = {**modules("fpipe"), **modules("schedules"), **modules("interop")}
+FPIPE = modules("fpipe")
+CORE = {name: tree for name, tree in FPIPE.items() if not name.startswith("fpipe.cli")}
+MODULES = {**FPIPE, **modules("schedules"), **modules("interop")}
 
 
 def for_type_checkers(node):

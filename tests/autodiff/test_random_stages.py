@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fpipe import Stage, policies
 from fpipe.autodiff.traced import Traced
-from tests.support.combinations import ALL
+from tests.support.combinations import examples
 from tests.support.oracle import differences, oracle, run, seeded, seeds_of
 from tests.support.policies import POLICIES
 from tests.support.stage_zoo import Example, randn, wants
@@ -125,7 +125,7 @@ def stage(steps, results):
     return Stage(fn, reads=(0, 1), frozen=("frozen",))
 
 
-@settings(max_examples=250 if ALL else 60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(250), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     steps=program,
     results=st.lists(st.integers(0, 40), max_size=3),

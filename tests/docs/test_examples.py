@@ -105,9 +105,9 @@ def test_digits_are_read():
 @pytest.mark.parametrize("model", sample(["gpt2", "llama", "bert", "t5"], ["bert"]))
 def test_huggingface(capsys, model):
     if model == "bert":
-        out = run("huggingface", "--model", model, "--steps", "11", processes=2)
+        out = run("huggingface", "--model", model, "--layers", "2", "--steps", "11", processes=2)
     else:
-        out = called(capsys, "huggingface", name=model, steps=11)
+        out = called(capsys, "huggingface", name=model, layers=2, steps=11)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
     assert losses[-1] < losses[0]
 

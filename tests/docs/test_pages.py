@@ -6,15 +6,14 @@ Each page is one session in an empty folder, from top to bottom:
 - A `python` block whose first line is `# NAME.py` is not run, but saved as a file, which a `sh` block may run.
 - A `diff` block changes the last `python` block; the result is a block like any other.
 - The commands of a `sh` block run in the folder, except those of `UNTESTED`; `make` needs a target in the Makefile.
+  `torchrun` and `fpipe` are processes forked from one that has imported torch.
 - A `text` block directly below any of these is what it prints. Below `<!-- numbers vary -->`, numbers are not compared.
 """
 
 import contextlib
 import io
-import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -24,7 +23,9 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.forked import ROOT, script
+
+BIN = Path(sys.executable).parent
 BLOCK = re.compile(r"(<!-- numbers vary -->\s*)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PAGES = [page for page in FILES if BLOCK.search(page.read_text())]
@@ -83,12 +84,16 @@ class Session:
             assert f"\n{arguments[0]}: " in (ROOT / "Makefile").read_text(), command
         if program in (*UNTESTED, "make"):
             return ""
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        options = {"cwd": self.folder, "env": environment, "capture_output": True, "text": True, "timeout": 120}
-        completed = subprocess.run(command, shell=True, **options)
-        assert completed.returncode == 0, f"{command}\n{completed.stdout}{completed.stderr}"
-        return completed.stdout
+        if program == "torchrun":
+            *flags, processes, name = arguments
+            assert flags == ["--standalone", "--nproc-per-node"], command
+            return script(self.folder / name, processes=int(processes), cwd=self.folder)
+        assert program == "fpipe", command
+        into = self.folder / arguments[arguments.index(">") + 1] if ">" in arguments else None
+        output = script(BIN / "fpipe", *(arguments[:-2] if into else arguments), cwd=self.folder)
+        if into:
+            into.write_text(output)
+        return "" if into else output
 
 
 def commands(text: str) -> list[str]:

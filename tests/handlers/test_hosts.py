@@ -16,18 +16,18 @@ FAST, SLOW = {"milliseconds": 0, "megabits": 100_000}, {"milliseconds": 5, "mega
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
-    yield from made(tmp_path_factory.mktemp("hosts"))
+def hosts():
+    yield from made()
 
 
 @pytest.fixture
-def fresh_hosts(tmp_path):
-    yield from made(tmp_path)
+def fresh_hosts():
+    yield from made()
 
 
-def made(folder):
+def made():
     try:
-        hosts = Hosts(folder)
+        hosts = Hosts()
     except Unavailable as error:
         pytest.skip(f"two hosts need network namespaces: {error}")
     yield hosts

@@ -15,6 +15,7 @@ from fpipe import StageError
 from fpipe.handlers.distributed import signature
 from fpipe.handlers.distributed.signature import Signature, TensorSpec, decode, encode, find_type, signature_of
 from fpipe.stages.pytree import ABSENT, NAMESPACE, check_plain, flatten
+from tests.support.combinations import examples
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -193,7 +194,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(trees, st.data())
 def test_every_signature_survives_the_wire(tree, data):
     spec = flatten(tree).spec

@@ -499,7 +499,7 @@ def test_rank_0_says_which_one_is_the_last_and_ranks_at_different_calls_are_told
 def come_alone(rank, folder):
     """What rank 0 is told when rank 1 does not come: over connections that there are, and over new ones."""
     pipeline, params = blocks([0, 2])
-    plan, handler, said = pipeline.plan(Placement.loop(2), 1), handlers.Distributed(timeout=3), []
+    plan, handler, said = pipeline.plan(Placement.loop(2), 1), handlers.Distributed(timeout=2), []
     known, new = (interop.Checkpoints(f"{folder}/{i}", pipeline, plan, handler=handler) for i in range(2))
     known.save(params={rank: params[rank]})
     for saved in () if rank else (known, new):
@@ -515,7 +515,7 @@ def test_a_rank_that_does_not_come_is_named(fresh_pool, tmp_path):
     for i, text in enumerate(said):
         assert text == (
             f"rank 0 could not reach the other ranks at latest of the checkpoints in {tmp_path}/{i} (nothing came "
-            "within 3 s; missing: [1]): every rank calls latest, save and load, in the same order and with the same "
+            "within 2 s; missing: [1]): every rank calls latest, save and load, in the same order and with the same "
             "folder"
         )
     assert len(said) == 2
@@ -770,7 +770,7 @@ def test_what_is_donated_meanwhile_is_saved_as_it_was(tmp_path, monkeypatch):
     written, order = checkpoint.written, []
 
     def slowly(*args):
-        time.sleep(0.3)
+        time.sleep(0.1)
         order.append("written")
         return written(*args)
 

@@ -13,7 +13,8 @@ from tests.support.combinations import combined, sample
 from tests.support.jobs import differences, same
 from tests.support.sharing import sharing
 
-EACH = pytest.mark.parametrize(("name", "stages"), [(name, n) for name in split_cases.CASES for n in (2, 4)])
+EVERY = [(name, n) for name in split_cases.CASES for n in (2, 4)]
+EACH = pytest.mark.parametrize(("name", "stages"), sample(EVERY, [(name, n) for name, n in EVERY if n == 4]))
 
 
 (MEETINGS,) = combined(case=split_cases.CASES, schedule=split_cases.SCHEDULES, handler=("local", "gloo")).args[1:]
@@ -26,10 +27,10 @@ def schedules_of(case, handler):
 @cache
 def expected(name, stages):
     case, pipeline, params, state = split_cases.split(name, stages)
-    return split_cases.run(split_cases.step(pipeline, handlers.Reference()), case, params, state)
+    return split_cases.run(split_cases.step(pipeline, handlers.Reference(), autodiff="eager"), case, params, state)
 
 
-@EACH
+@pytest.mark.parametrize(("name", "stages"), EVERY)
 def test_loss_and_gradients_are_the_unsplit_modules(name, stages):
     case, pipeline, *_ = split_cases.split(name, stages)
     assert len(pipeline.stages) == stages
@@ -90,7 +91,7 @@ def trained(name):
     return case.module.state_dict()
 
 
-@pytest.mark.parametrize("name", sample(split_cases.CASES, ("unet", "t5")))
+@pytest.mark.parametrize("name", sample(split_cases.CASES, ("unet",)))
 def test_in_float32(name):
     case, pipeline, params, state = split_cases.split(name, 4, torch.float32)
     found = split_cases.run(split_cases.step(pipeline, handlers.Local()), case, params, state)

@@ -28,6 +28,7 @@ from fpipe.interop.torch_csv import from_csv, to_csv
 from fpipe.schedules import from_table, gpipe, interleaved_1f1b
 from fpipe.schedules.catalogue import CATALOGUE
 from tests.support import torch_jobs
+from tests.support.combinations import examples
 from tests.support.torch_jobs import as_text, loaded, stand_ins
 
 TRANSPORTS = ("async", "paired", "rendezvous")
@@ -272,7 +273,7 @@ def ready_at(s, m, plan, done):
         yield BackwardWeight(s, m)
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=examples(60))
 @hypothesis.given(random_tables())
 def test_any_order_goes_to_torch_and_back(case):
     """torch's own lowering of the order gives our text; every transport runs it; nothing is lost on the way back."""

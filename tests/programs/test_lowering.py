@@ -13,6 +13,7 @@ from fpipe.programs.interning import Interning
 from fpipe.programs.lowering import collect, communicate, forward_only, prefetch, reduce
 from fpipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
 from fpipe.tables import TABLE
+from tests.support.combinations import examples
 from tests.support.programs import (
     B0,
     B1,
@@ -273,7 +274,7 @@ def test_receives_posted_ahead_stay_within_the_depth_except_where_the_channels_o
             assert ahead <= max(depth + 1, least)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.integers(1, 5), st.integers(1, 8), st.integers(0, 4), st.sampled_from([gpipe, one_f_one_b, interleaved_1f1b]))
 def test_along_a_chain_receives_posted_ahead_stay_within_the_depth(ranks, microbatches, depth, schedule):
     programs = lower(schedule, Plan(Placement.loop(ranks), microbatches), depth=depth)

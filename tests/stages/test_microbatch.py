@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe.stages.microbatch import axes_of, merge, size, split
+from tests.support.combinations import examples
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -204,14 +205,14 @@ def splits(draw):
     return tree, count, axes, rows
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(splits())
 def test_merging_undoes_splitting(example):
     tree, count, axes, _ = example
     assert same(merge(split(tree, count, axes)[0], axes), tree)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(splits())
 def test_each_microbatch_has_its_own_rows(example):
     tree, count, axes, rows = example

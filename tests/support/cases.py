@@ -333,7 +333,8 @@ def own(case, plan, rank):
 
 
 def reference(case, schedule, plan):
-    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handlers.Reference(), **case.options)
+    options = {"handler": handlers.Reference(), "autodiff": "eager", **case.options}
+    step = fpipe.value_and_grad(case.pipeline, schedule, plan, **options)
     return step(case.params, case.batch, case.target, state=case.state, rng=case.rng)
 
 

@@ -1,21 +1,18 @@
-"""Two hosts: network namespaces with a link between them, and a job of torchrun with one rank in each."""
+"""Two hosts: network namespaces with a link between them, and a job with one rank in each."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from multiprocessing.connection import Client, Connection
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from tests.support.pool import Outcome, Pool, serve
+from tests.support.pool import Pool
 
 ROOT = Path(__file__).parents[2]
 NAMES = re.compile(r"^fpipe-(\d+)-\d+-\w+", re.MULTILINE)  # the process that made the namespace
@@ -124,82 +121,29 @@ def remove_stale() -> None:
             remove(found[0])
 
 
-class Agent(subprocess.Popen[bytes]):
-    """A host's torchrun."""
-
-    join = subprocess.Popen.wait
-    exitcode = property(lambda self: self.returncode)
-
-
 class Hosts(Pool):
-    """A pool of two processes, one on each host, started there by `torchrun --nnodes 2`."""
+    """A pool of two processes, one on each host, with the environment that `torchrun --nnodes 2` sets."""
 
-    def __init__(self, folder: Path) -> None:
-        self.network, self.size, self.folder = Network(), 2, folder
-        self.pipes, self.processes = [], []
-        path = str(folder / "jobs")
+    def __init__(self) -> None:
+        self.network = Network()
         try:
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(path)
-                listener.listen()
-                listener.settimeout(90)
-                self.processes = [self._start(rank, path) for rank in range(2)]  # type: ignore[misc]
-                found = dict(self._meet(listener) for _ in range(2))
-            self.pipes = [found[rank] for rank in range(2)]
-        except BaseException as error:
-            error.add_note(f"The job on two hosts did not start.\n{self.output()}")
+            self._start([partial(enter, host) for host in self.network.hosts], "10.0.0.1")
+        except BaseException:
             self.close()
             raise
-
-    def _start(self, rank: int, path: str) -> Agent:
-        job = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
-        job += ["--master-addr", "10.0.0.1", "--master-port", "29500", "-m", "tests.support.hosts", path]
-        with (self.folder / f"host{rank}.log").open("wb") as log:
-            return Agent(
-                ["ip", "netns", "exec", self.network.hosts[rank], sys.executable, "-m", "torch.distributed.run", *job],
-                cwd=ROOT,
-                env=os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def _meet(self, listener: socket.socket) -> tuple[int, Any]:
-        accepted, _ = listener.accept()
-        accepted.settimeout(None)
-        pipe = Connection(accepted.detach())
-        return pipe.recv(), pipe
-
-    def _outcome(self, rank: int, until: float, job: Callable[..., Any]) -> Outcome:
-        try:
-            outcome = super()._outcome(rank, until, job)
-        except TimeoutError as error:
-            error.add_note(self.output())
-            raise
-        return outcome if outcome.exitcode is None else replace(outcome, text=self.output())
-
-    def output(self) -> str:
-        """What the hosts have printed."""
-        return "\n".join(f"{log.stem}:\n{log.read_text()}" for log in sorted(self.folder.glob("host*.log")))
 
     def end(self, rank: int) -> None:
         """One host goes down, with all its processes."""
         kill(self.network.hosts[rank])
 
     def close(self) -> None:
+        super().close()
         self.network.close()
-        for pipe in self.pipes:
-            pipe.close()
-        for process in self.processes:
-            process.join(10)
 
 
-def meet(rank: int) -> Connection:
-    """The pipe to the test that this rank belongs to."""
-    pipe = Client(sys.argv[1], "AF_UNIX")
-    pipe.send(rank)
-    return pipe
-
-
-if __name__ == "__main__":
-    serve(meet)
+def enter(host: str) -> None:
+    """Move this process, which has no threads, to a host."""
+    with Path("/run/netns", host).open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"can't enter {host}")
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"

@@ -120,7 +120,8 @@ def sequences_change(rank, ranks, schedule, dynamic):
     told, tell = [], Connections.send_bytes
     case, generator, plan = cases.make("attention", schedule, ranks, 2, rows=4)
     options = {"autodiff": "graph", "dynamic": dynamic}
-    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler(), **options)
+    own = sharing(handler(), "sequences", plan.stages, dynamic)
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **options)
     params, *_ = cases.own(case, plan, rank)
     found, counts = [], []
     Connections.send_bytes = lambda links, text, target: told.append(text) or tell(links, text, target)
@@ -359,10 +360,10 @@ def train_gpt(rank, names, ranks, microbatches, pipelines, data, expected):
     return found
 
 
-def gpt_steps(handler, name, plan, pipeline, params, data):
+def gpt_steps(handler, name, plan, pipeline, params, data, autodiff="graph"):
     """(losses, last gradients, params) of a step with each batch."""
     schedule, adamw = schedules.CATALOGUE[name].schedule(plan), interop.optimizer(torch.optim.AdamW, lr=0.1)
-    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph")
+    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff=autodiff)
     state, losses = adamw.init(params), []
     for i, (batch, target) in enumerate(data):
         loss, grads = step(params, batch, target, rng=(0, i))

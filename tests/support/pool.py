@@ -28,11 +28,15 @@ class Pool:
     """`run(job, *args)` calls `job(rank, *args)` in every process; jobs are functions of importable modules."""
 
     def __init__(self, size: int) -> None:
-        port = free_port()
-        self.size, self.pipes, self.processes = size, [], []
-        for rank in range(size):
+        self._start([_stay] * size, "127.0.0.1")
+
+    def _start(self, places: list[Callable[[], None]], address: str) -> None:
+        """Each process goes to its place first; rank 0 is reached at the address."""
+        port, self.size = free_port(), len(places)
+        self.pipes, self.processes = [], []
+        for rank, place in enumerate(places):
             ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process = CONTEXT.Process(target=_serve, args=(rank, self.size, address, port, place, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -71,21 +75,20 @@ class Pool:
             process.join()
 
 
-def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
-    serve(lambda rank: pipe)
+def _stay() -> None:
+    """Run where the process was started."""
 
 
-def serve(meet: Callable[[int], Any]) -> None:
-    """Run what comes through the pipe that this rank finds, until it is closed."""
+def _serve(rank: int, size: int, address: str, port: int, place: Callable[[], None], pipe: Any) -> None:
+    """Run what comes through the pipe, until it is closed."""
+    place()
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     import torch
     import torch.distributed as dist
 
     warnings.filterwarnings("error", "stage .* can't be traced", UserWarning)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    pipe = meet(rank)
     while True:
         try:
             job, args = pipe.recv()

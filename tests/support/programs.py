@@ -25,6 +25,7 @@ from fpipe.effects import (
 )
 from fpipe.programs.lowering import wavefront
 from fpipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
+from tests.support.combinations import examples
 
 
 def reads(effect, plan):
@@ -235,4 +236,4 @@ def works(draw):
 
 
 def over_random_plans(test):
-    return settings(max_examples=200)(given(works())(test))
+    return settings(max_examples=examples(200))(given(works())(test))

@@ -172,9 +172,9 @@ def planned(pipeline, name, microbatches=2):
     return pipeline.plan(SCHEDULES[name][1](count), microbatches)
 
 
-def step(pipeline, handler, name="gpipe", microbatches=2, **options):
+def step(pipeline, handler, name="gpipe", microbatches=2, autodiff="graph", **options):
     plan = planned(pipeline, name, microbatches)
-    return fpipe.value_and_grad(pipeline, SCHEDULES[name][0], plan, handler=handler, autodiff="graph", **options)
+    return fpipe.value_and_grad(pipeline, SCHEDULES[name][0], plan, handler=handler, autodiff=autodiff, **options)
 
 
 def run(function, case, params, state):
