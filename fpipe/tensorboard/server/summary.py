@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fpipe.tensorboard.files.captures import Capture
-from fpipe.timelines.timeline import CAUSES
+from fpipe.timelines.spans import CAUSES
 
 MAX_GAPS = 50_000  # of all ranks together; more are not listed
 
