@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import floor, inf, isfinite, log2
+from math import inf, isfinite
 from typing import Any, NamedTuple, SupportsFloat
 
 from fpipe.effects import Name, parts
@@ -234,14 +234,3 @@ def _number(name: str, value: object) -> float:
     if not isinstance(value, SupportsFloat) or not (isfinite(value) and float(value) >= 0):
         raise ScheduleError(f"{name} must be a finite number of at least 0, not {value!r}")
     return float(value)
-
-
-def format_bytes(count: float) -> str:
-    """Format a byte count in the largest binary unit not above it, with four digits.
-
-    >>> format_bytes(999), format_bytes(1.5 * 2**30)
-    ('999 B', '1.5 GiB')
-    """
-    power = min(4, max(0, floor(log2(count) / 10))) if count > 0 else 0
-    value = count / 1024**power
-    return f"{f'{value:.0f}' if value >= 1000 else f'{value:.4g}'} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -62,10 +62,11 @@ LAYOUT = {
     "fpipe.plan": "effects errors",
     "fpipe.tables": "effects",
     "fpipe.costs": "tables plan effects errors",
-    "fpipe.programs": "tables costs plan effects errors",
-    "fpipe.timelines": "programs tables costs plan effects errors",
+    "fpipe._format": "costs plan",
+    "fpipe.programs": "_format tables costs plan effects errors",
+    "fpipe.timelines": "_format programs tables costs plan effects errors",
     "fpipe.schedules": "timelines programs tables costs plan effects errors",
-    "fpipe.stages": "costs plan effects errors",
+    "fpipe.stages": "_format plan effects errors",
     "fpipe.policies": "",
     "fpipe.autodiff.graph": "policies stages errors",
     "fpipe.autodiff": "autodiff.graph policies stages plan effects errors",
@@ -86,16 +87,17 @@ LAYOUT = {
     "fpipe.interop.transformers": "interop.splitting interop.modules stages errors",
     "fpipe.cli": (
         "schedules interop.torch_csv tensorboard.files tensorboard.server "
-        "timelines programs tables costs plan effects errors"
+        "timelines programs _format tables costs plan effects errors"
     ),
     "fpipe.__main__": "cli",
-    "fpipe.tensorboard.files": "timelines programs tables plan effects errors",
-    "fpipe.tensorboard.server": "tensorboard.files timelines tables effects",
+    "fpipe.tensorboard.files": "_format timelines programs tables plan effects errors",
+    "fpipe.tensorboard.server": "tensorboard.files _format timelines tables effects",
     "fpipe.tensorboard.recording": (
         "tensorboard.files profiling norms handlers stages timelines programs plan effects errors"
     ),
 }
 TORCH_FREE = [
+    "_format",
     "effects",
     "errors",
     "plan",

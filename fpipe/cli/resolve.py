@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import typer
 
+from fpipe._format import number
 from fpipe.cli.app import OWN
 from fpipe.cli.options import CostOptions, Limit, PlanOptions, ScheduleArg
 from fpipe.costs import Costs
@@ -20,7 +21,6 @@ from fpipe.plan import Plan, Schedule
 from fpipe.programs.lowering import lower
 from fpipe.programs.verifier import check
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry
-from fpipe.timelines.format import number
 from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
 

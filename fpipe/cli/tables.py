@@ -14,13 +14,12 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from fpipe._format import Scale, extent, format_bytes, lighter, number, percent, sized
 from fpipe.cli.options import counts
-from fpipe.costs import format_bytes
 from fpipe.effects import Effect, parts
 from fpipe.programs.verifier import Report
 from fpipe.tables import Table as Effects
 from fpipe.timelines.comparison import Difference
-from fpipe.timelines.format import Scale, extent, lighter, number, percent, sized
 from fpipe.timelines.labels import drawn_rows, label
 from fpipe.timelines.spans import CAUSES
 from fpipe.timelines.text import Cell, lane

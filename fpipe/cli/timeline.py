@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
+from fpipe._format import format_bytes, number, percent, scale_of
 from fpipe.cli.app import CommandError, verb
 from fpipe.cli.options import Json, ToFile, counts
 from fpipe.cli.output import attributes, print_json, replacing, show
-from fpipe.costs import format_bytes
 from fpipe.timelines.comparison import Difference, path_segments, path_shares
-from fpipe.timelines.format import number, percent, scale_of
 
 if TYPE_CHECKING:
     from fpipe.tensorboard.files.captures import Capture

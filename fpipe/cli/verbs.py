@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from fpipe._format import extent, number, percent, scale_of, sized
 from fpipe.cli.app import verb
 from fpipe.cli.options import (
     SCHEDULE_HELP,
@@ -36,7 +37,6 @@ from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, shares
 from fpipe.schedules.search import CHUNKS, pareto
 from fpipe.schedules.search import search as find
 from fpipe.tables import TABLE
-from fpipe.timelines.format import extent, number, percent, scale_of, sized
 from fpipe.timelines.labels import drawn_rows
 from fpipe.timelines.timeline import Timeline
 

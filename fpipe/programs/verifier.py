@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fpipe._format import aligned, format_bytes
 from fpipe.costs import Costs
 from fpipe.effects import Activation, Gradient, Overlap, Recv, Reduce, Send, Value, WeightGradient, parts
 from fpipe.errors import ScheduleError
@@ -73,19 +74,14 @@ class Report:
     def __str__(self) -> str:
         ranks = [("rank", "effects", "in flight", *(["bytes"] if self.peak_bytes else []))]
         for rank, (effects, peak) in enumerate(zip(self.effects, self.peak_in_flight, strict=True)):
-            peak_bytes = [f"{self.peak_bytes[rank]:.4g}"] if self.peak_bytes else []
+            peak_bytes = [format_bytes(self.peak_bytes[rank])] if self.peak_bytes else []
             ranks.append((str(rank), str(effects), f"{peak:g}", *peak_bytes))
         edges = [("edge", "messages", *(["bytes"] if self.bytes else []))]
         for edge, count in self.messages.items():
-            sent = [f"{self.bytes[edge]:.4g}"] if self.bytes else []
+            sent = [format_bytes(self.bytes[edge])] if self.bytes else []
             edges.append((f"{edge[0]} to {edge[1]}", str(count), *sent))
         head = f"right under {self.transport}: {sum(self.effects)} effects, {sum(self.messages.values())} messages"
-        return "\n".join([head, *_table(ranks), *(_table(edges) if self.messages else [])])
-
-
-def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join([head, *aligned(ranks), *(aligned(edges) if self.messages else [])])
 
 
 def verify(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fpipe.costs import format_bytes
+from fpipe._format import aligned, format_bytes
 from fpipe.stages.pytree import ABSENT, Path, as_path, flatten, get_at, short
 from fpipe.stages.stage import Batch, Output, Read, Stage, StageFunction, StageSpec
 
@@ -20,7 +20,10 @@ def description(
 
     If `params` has no entry for a stage, as for stages of other ranks, its numbers are "—".
     """
-    return "\n".join([*_table(_rows(stages, entries, params)), *_ties(entries)])
+    rows = _rows(stages, entries, params)
+    columns = _columns(rows)
+    cells = [columns, *([row.get(name, "") for name in columns] for row in rows)]
+    return "\n".join([*aligned(cells, ragged=True), *_ties(entries)])
 
 
 def html(stages: Sequence[Stage], entries: Mapping[Any, Sequence[Any]]) -> str:
@@ -120,14 +123,3 @@ def _columns(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the columns that some row has."""
     names = ("stage", "parameters", "frozen", "bytes", "state", "time", "begins", "reads")
     return [name for name in names if any(name in row for row in rows)]
-
-
-def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Align all columns but the last to the right."""
-    *columns, last = _columns(rows)
-    widths = [max(len(name), *(len(row.get(name, "")) for row in rows)) for name in columns]
-    head = {name: name for name in (*columns, last)}
-    return [
-        "  ".join([*(row.get(n, "").rjust(w) for n, w in zip(columns, widths, strict=True)), row[last]])
-        for row in (head, *rows)
-    ]

@@ -9,9 +9,9 @@ from functools import cached_property
 from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
 
+from fpipe._format import extent
 from fpipe.effects import Effect, Recv, parts
 from fpipe.tables import Row, Table
-from fpipe.timelines.format import extent
 from fpipe.timelines.labels import drawn_rows
 from fpipe.timelines.spans import CAUSES, Spans
 from fpipe.timelines.timeline import Timeline

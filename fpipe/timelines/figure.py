@@ -22,11 +22,11 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-from fpipe.costs import Costs, format_bytes
+from fpipe._format import format_bytes, number, sized
+from fpipe.costs import Costs
 from fpipe.effects import Effect, parts
 from fpipe.plan import Plan
 from fpipe.tables import Table
-from fpipe.timelines.format import number, sized
 from fpipe.timelines.labels import drawn_rows, shade, text
 from fpipe.timelines.spans import Gap, Span
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fpipe._format import lighter
 from fpipe.effects import Effect, parts
 from fpipe.plan import Plan
 from fpipe.tables import TABLE, Row, Table
-from fpipe.timelines.format import lighter
 
 
 def drawn_rows(table: Table) -> dict[type, Row]:

@@ -17,6 +17,7 @@ from math import inf
 from statistics import median
 from typing import NamedTuple
 
+from fpipe._format import aligned
 from fpipe.costs import Costs
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Effect, Forward, Overlap, Recv, Send, Value, parts
 from fpipe.plan import Plan
@@ -213,15 +214,13 @@ class Measurement:
     def __str__(self) -> str:
         head = ("rank", "compute", "between", "each", "posting", "waiting", "exposed", "hidden", "there")
         rows = [head, *((str(rank), *self.account(rank)._cells()) for rank in self.columns)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
         clocks = f"; clocks within {_ms(max(self.uncertainty.values()))}" if any(self.uncertainty.values()) else ""
         legend = (
             f"milliseconds{clocks}; between two pieces, in all and the median; posting sends and receives;\nwaiting "
             "for values, exposed of it with the value under way; hidden: transfers under compute, what is known and at "
             "most;\nthere: values that came before their first use, of all received"
         )
-        return "\n".join([*table, legend])
+        return "\n".join([*aligned(rows), legend])
 
     def timeline(self, costs: Costs = Costs(), *, partial: bool = False) -> Timeline:
         """Return the timeline of all ranks, in seconds from the first start.

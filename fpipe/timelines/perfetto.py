@@ -16,9 +16,9 @@ from itertools import chain, count, islice
 from math import isfinite
 from typing import Any, NamedTuple
 
+from fpipe._format import sized
 from fpipe.effects import Recv, Send, parts
 from fpipe.tables import fields_of
-from fpipe.timelines.format import sized
 from fpipe.timelines.labels import label
 from fpipe.timelines.timeline import Timeline
 

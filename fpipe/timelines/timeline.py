@@ -17,13 +17,13 @@ from functools import cached_property
 from importlib.util import find_spec
 from itertools import pairwise
 
+from fpipe._format import extent, number
 from fpipe.costs import Costs
 from fpipe.effects import Effect, Recv, parts
 from fpipe.plan import Plan
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import Life, LiveMemory, Lives
 from fpipe.tables import FORWARD, WEIGHT
-from fpipe.timelines.format import extent, number
 from fpipe.timelines.labels import drawn_rows
 from fpipe.timelines.spans import CAUSES, Gap, Span, Spans
 

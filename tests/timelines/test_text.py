@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
+from fpipe._format import lighter
 from fpipe.effects import Backward, Forward, Overlap
 from fpipe.tables import TABLE
-from fpipe.timelines.format import lighter
 from fpipe.timelines.labels import drawn_rows, text
 from fpipe.timelines.text import lane
 

@@ -18,12 +18,12 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 from tensorboard.plugins.scalar.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from fpipe._format import sized
 from fpipe.effects import Recv, Send
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import bytes_on
 from fpipe.tensorboard.files.captures import KINDS, PLUGIN, columns_of, tag
 from fpipe.tensorboard.files.columns import Columns, Header, encode
-from fpipe.timelines.format import sized
 from fpipe.timelines.timeline import Timeline
 
 PART_BYTES = 32 << 20  # of one tensor; TensorBoard's server answers 500 for much larger ones

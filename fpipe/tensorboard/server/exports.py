@@ -10,10 +10,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from fpipe._format import extent, percent, scale_of
 from fpipe.effects import parts
 from fpipe.tensorboard.files.captures import Capture
 from fpipe.tensorboard.files.columns import Columns, Header
-from fpipe.timelines.format import extent, percent, scale_of
 from fpipe.timelines.perfetto import Extras, chrome_json
 
 TYPES = {  # format (the file's suffix) -> media type

@@ -1,8 +1,9 @@
-"""Format numbers, times, plan sizes and colours for people. No torch."""
+"""Format numbers, times, bytes, tables, plan sizes and colours for people. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import floor, log2
 from typing import NamedTuple
 
 from fpipe.costs import Costs
@@ -16,6 +17,33 @@ def number(value: float) -> str:
     ('93.4', '98304', '0.0625', '1e-06')
     """
     return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def format_bytes(count: float) -> str:
+    """Format a byte count in the largest binary unit not above it, with four digits.
+
+    >>> format_bytes(999), format_bytes(1.5 * 2**30)
+    ('999 B', '1.5 GiB')
+    """
+    power = min(4, max(0, floor(log2(count) / 10))) if count > 0 else 0
+    value = count / 1024**power
+    return f"{f'{value:.0f}' if value >= 1000 else f'{value:.4g}'} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, ragged: bool = False) -> list[str]:
+    """Return the lines of a table whose columns are aligned to the right.
+
+    Args:
+        ragged: the last column is prose, aligned to the left.
+
+    >>> print(*aligned([("rank", "effects"), ("0", "17")]), sep="\\n")
+    rank  effects
+       0       17
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if ragged:
+        widths[-1] = 0
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 class Scale(NamedTuple):
