@@ -42,7 +42,7 @@ def exported_once(monkeypatch):
 # Names
 
 
-@pytest.mark.parametrize("name", sample(split_cases.CASES, ("unet", "gpt", "t5")))
+@pytest.mark.parametrize("name", sample(split_cases.CASES, ("unet", "gpt")))
 def test_the_state_dict_goes_in_and_out(name):
     case, pipeline, params, state = split_cases.split(name, 4)
     whole = case.module.state_dict()
