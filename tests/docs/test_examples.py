@@ -27,7 +27,10 @@ def called(capsys, name, /, **options):
 
 def test_train_gpt_in_two_processes_and_on_from_there_in_one(tmp_path, capsys):
     """The same losses as in one process that never stopped, and as on another number of ranks."""
+    text = tmp_path / "text"
+    text.write_text("to be or not to be, that is the question. " * 200)
     options = {"layers": 2, "width": 32, "context": 16, "batch": 8, "microbatches": 4, "steps": 6, "dropout": 0.2}
+    options["text"] = text
     places = {"logdir": tmp_path / "runs", "checkpoints": tmp_path / "saved"}
     given = [f"--{name}={value}" for name, value in {**options, **places, "schedule": "1f1b", "until": 3}.items()]
 

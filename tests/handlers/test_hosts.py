@@ -11,7 +11,7 @@ from tests.support import cases, host_jobs, jobs
 from tests.support.hosts import Hosts, Unavailable
 
 LIMIT = 20.0  # seconds after an accident in which every rank must have ended
-PATIENCE = 4.0  # seconds that a wait may take there
+PATIENCE = 2.0  # seconds that a wait may take there
 FAST, SLOW = {"milliseconds": 0, "megabits": 100_000}, {"milliseconds": 5, "megabits": 400}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle, product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,10 +15,7 @@ from fpipe.effects import Activation, Deferred, Forward, Residuals
 from fpipe.profiling.live_bytes import peak_bytes
 from tests.support import cases, jobs, live_jobs
 from tests.support.catalogue import ORDERS
-from tests.support.combinations import combined
-
-each_kind = pytest.mark.parametrize("kind", live_jobs.KINDS)
-
+from tests.support.combinations import combined, sample
 
 # Of a call
 
@@ -141,8 +140,9 @@ def test_one_process_that_hands_values_on_to_itself_holds_what_is_predicted(name
     check(*live_jobs.compared(0, kind, schedule, place(1), 4, handlers.Local(), policy))
 
 
-@each_kind
-@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize(
+    ("name", "kind"), sample([*product(ORDERS, live_jobs.KINDS)], [*zip(ORDERS, cycle(live_jobs.KINDS), strict=False)])
+)
 def test_each_rank_holds_what_is_predicted(pools, name, kind):
     for found in pools(2).run(live_jobs.held, kind, name, 2, 6):
         check(*found)
