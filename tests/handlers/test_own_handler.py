@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 import fpipe
+from fpipe.handlers.calls import Calls
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Results
 from tests.support import cases, jobs
@@ -29,7 +30,7 @@ class Shuffled:
 
     def compile(self, programs, pieces, observe):
         mailbox = Mailbox()
-        executors = {rank: Executor(program, pieces, mailbox, observe) for rank, program in programs.items()}
+        executors = {rank: Executor(Calls(program, pieces, mailbox, observe)) for rank, program in programs.items()}
 
         def run(inputs):
             results, position = Results(), dict.fromkeys(programs, 0)

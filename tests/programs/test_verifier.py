@@ -835,11 +835,11 @@ def test_a_report_reads_as_a_table():
     assert str(report).splitlines() == [
         "right under async: 84 effects, 24 messages",
         "rank  effects  in flight  bytes",
-        "   0       42        2.5    570",
-        "   1       42        1.5    370",
+        "   0       42        2.5  570 B",
+        "   1       42        1.5  370 B",
         "  edge  messages  bytes",
-        "0 to 1        12    120",
-        "1 to 0        12    120",
+        "0 to 1        12  120 B",
+        "1 to 0        12  120 B",
     ]
     assert str(verify(gpipe, ONE)).splitlines() == [
         "right under async: 5 effects, 0 messages",
