@@ -103,7 +103,7 @@ class Calls:
         pieces: DifferentiablePipeline,
         channels: Channels,
         observe: Observer | None,
-        device: torch.device | None,
+        device: torch.device | None = None,
         functions: Functions = NO_FUNCTIONS,
     ) -> None:
         self.program, self.plan, self.rank, self.table = program, program.plan, program.rank, program.table
