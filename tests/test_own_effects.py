@@ -355,7 +355,7 @@ def test_a_uniform_row_of_an_effect_with_another_number_is_read_for_each():
     gives = uniform(lambda e, plan: (Part(e.stage, e.microbatch, e.part),))
     table = TABLE.extended({Slice: Row(gives=gives), Part: ValueRow()})
     interning = Interning(PLAN, table)
-    names = [list(map(interning.name, interning.gives(Slice(0, m, part)))) for m in (0, 1) for part in (0, 1)]
+    names = [list(map(interning.name, interning.ids(Slice(0, m, part))[1])) for m in (0, 1) for part in (0, 1)]
     assert names == [[Part(0, m, part)] for m in (0, 1) for part in (0, 1)]
 
 

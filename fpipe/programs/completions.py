@@ -33,6 +33,6 @@ def send_completions(programs: Programs, rank: int) -> dict[Value, int]:
                 if effect.rank == rank:
                     complete[effect.value] = used
             elif not isinstance(effect, Recv):
-                for id_ in interning.needs(effect):
+                for id_ in interning.ids(effect)[0]:
                     used = max(used, position.get(id_, 0))
     return complete

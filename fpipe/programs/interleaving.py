@@ -141,7 +141,7 @@ class _Scheduler:
 
     def _missing(self, rank: int) -> list[Name]:
         """Return the names that a blocked rank needs and does not have."""
-        needs = self.interning.needs(self.programs[rank].effects[self.at[rank]])
+        needs = self.interning.ids(self.programs[rank].effects[self.at[rank]])[0]
         return [self.interning.name(id_) for id_ in needs if id_ not in self.here[rank]]
 
 

@@ -7,9 +7,9 @@ microbatch in them. It is read once for each kind, stage and block of microbatch
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from functools import cache, partial
-from itertools import chain
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain, repeat
 from math import lcm
 from operator import attrgetter
 from typing import Any
@@ -20,8 +20,8 @@ from fpipe.plan import Plan
 from fpipe.programs.names import fits
 from fpipe.tables import TABLE, Names, Row, Table, fields_of, is_uniform
 
-Ids = tuple[list[int], list[int], list[int]]
-_Column = list[tuple[int, int]]  # ids at microbatch 0, and the step to the next microbatch's: 1, or 0 if it has none
+Ids = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+_CHUNK = 64  # microbatches whose ids are made at once
 
 
 class Interning:
@@ -33,7 +33,7 @@ class Interning:
     >>> from fpipe.effects import Forward
     >>> interning = Interning(Plan(Placement.loop(2), 4))
     >>> interning.ids(Forward(0, 3))
-    ([], [3, 7], [])
+    ((), (3, 7), ())
     >>> [interning.name(3), interning.name(7)]
     [Activation(stage=0, microbatch=3), Residuals(stage=0, microbatch=3)]
     """
@@ -41,20 +41,23 @@ class Interning:
     def __init__(self, plan: Plan, table: Table = TABLE) -> None:
         self.plan, self.table = plan, table
         self.block = plan.microbatches // lcm(*map(len, plan.placement.holders))
-        self._first = defaultdict[type, dict[Any, int]](dict)  # by class, and by the fields other than the microbatch
+        self._families: dict[type, tuple[Callable[[Any], Any], dict[Any, int], bool]] = {}
         self._names: list[Callable[[int], Any]] = []  # by family: microbatch -> name
-        self._uniform = {kind for kind, row in table.effects.items() if _is_uniform(kind, row)}
-        self._columns: dict[tuple[type, int, int], tuple[_Column, ...]] = {}
+        uniform = (kind for kind, row in table.effects.items() if _is_uniform(kind, row))
+        # Uniform kind -> stage -> microbatch -> ids, of the chunk of microbatches that was asked for last.
+        self._chunks: dict[type, dict[int, dict[int, Ids]]] = {kind: defaultdict(dict) for kind in uniform}
 
     def id(self, name: Any) -> int:
         """Return a name's id."""
-        kind: Any = type(name)
-        families, others = self._first[kind], _others(kind)(name)
-        first = families.get(others)
+        kind = type(name)
+        if kind not in self._families:
+            self._families[kind] = _others(kind), {}, hasattr(name, "microbatch")
+        others, firsts, moves = self._families[kind]
+        first = firsts.get(others(name))
         if first is None:
-            first = families[others] = len(self._names) * self.plan.microbatches
+            first = firsts[others(name)] = len(self._names) * self.plan.microbatches
             self._names.append(_at_microbatch(name))
-        return first + getattr(name, "microbatch", 0)
+        return first + name.microbatch if moves else first
 
     def name(self, id_: int) -> Any:
         """Return the name that has an id."""
@@ -64,47 +67,33 @@ class Interning:
     def ids(self, effect: Any) -> Ids:
         """Return the ids of the names that an effect needs, gives and frees."""
         kind = type(effect)
-        if kind in self._uniform:
-            (needs, gives, frees), m = self._columns_of(effect), effect.microbatch
-            return (
-                [first + m * step for first, step in needs],
-                [first + m * step for first, step in gives],
-                [first + m * step for first, step in frees],
-            )
+        chunks = self._chunks.get(kind)
+        if chunks is not None:
+            ids = chunks[effect.stage].get(effect.microbatch)
+            return self._chunk(chunks, effect) if ids is None else ids
         if kind is Send:
-            return [self.id(effect.value)], [], []
+            return (self.id(effect.value),), (), ()
         if kind is Recv:
-            return [], [self.id(effect.value)], []
+            return (), (self.id(effect.value),), ()
         if kind is Overlap:
             one, other = map(self.ids, parts(effect))
             return one[0] + other[0], one[1] + other[1], one[2] + other[2]
-        names = self._names_of(effect)
-        return list(map(self.id, names[0])), list(map(self.id, names[1])), list(map(self.id, names[2]))
+        needs, gives, frees = self._names_of(effect)
+        return tuple(map(self.id, needs)), tuple(map(self.id, gives)), tuple(map(self.id, frees))
 
-    def needs(self, effect: Any) -> list[int]:
-        """Return the ids of the names that an effect needs, faster than `ids` does."""
-        return self._column(effect, 0)
-
-    def gives(self, effect: Any) -> list[int]:
-        """Return the ids of the names that an effect gives, faster than `ids` does."""
-        return self._column(effect, 1)
-
-    def _column(self, effect: Any, at: int) -> list[int]:
-        if type(effect) in self._uniform:
-            m = effect.microbatch
-            return [first + m * step for first, step in self._columns_of(effect)[at]]
-        return self.ids(effect)[at]
-
-    def _columns_of(self, effect: Any) -> tuple[_Column, ...]:
+    def _chunk(self, chunks: dict[int, dict[int, Ids]], effect: Any) -> Ids:
+        """Make the ids of the chunk of microbatches from the effect's on, as far as its block goes."""
         m = effect.microbatch
-        key = type(effect), effect.stage, m // self.block
-        columns = self._columns.get(key)
-        if columns is None:
-            columns = self._columns[key] = tuple(
-                [(self.id(n) - m * step, step) for n in names for step in [int(hasattr(n, "microbatch"))]]
-                for names in self._names_of(effect)
-            )
-        return columns
+        count = min(_CHUNK, self.block - m % self.block)
+        columns = ([self._consecutive(name, count) for name in names] for names in self._names_of(effect))
+        rows = [zip(*column, strict=True) if column else repeat((), count) for column in columns]
+        chunks[effect.stage] = dict(zip(range(m, m + count), zip(*rows, strict=True), strict=True))
+        return chunks[effect.stage][m]
+
+    def _consecutive(self, name: Any, count: int) -> Iterable[int]:
+        """Return the ids of a name for consecutive microbatches, from its own on."""
+        id_ = self.id(name)
+        return range(id_, id_ + count) if hasattr(name, "microbatch") else repeat(id_, count)
 
     def _names_of(self, effect: Any) -> tuple[Names, Names, Names]:
         row, plan = self.table.effects[type(effect)], self.plan
@@ -124,7 +113,6 @@ def _rest(kind: Any) -> list[str]:
     return [field for field in fields_of(kind) if field != "microbatch"]
 
 
-@cache
 def _others(kind: Any) -> Callable[[Any], Any]:
     """Return a function of a name that returns its fields other than the microbatch."""
     others = _rest(kind)

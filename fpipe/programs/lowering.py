@@ -87,7 +87,7 @@ def _with_sends(program: Program, routes: _Routes, sent: Sent) -> Iterator[Effec
     interning, rank = routes.interning, program.rank
     for effect in program:
         yield effect
-        for id_ in interning.gives(effect):
+        for id_ in interning.ids(effect)[1]:
             source, peers = routes.of(id_)
             for peer in peers if source == rank else ():
                 value = interning.name(id_)
@@ -99,7 +99,7 @@ def _with_receives(rank: int, effects: list[Effect], routes: _Routes, sent: Sent
     interning = routes.interning
     received: set[int] = set()
     for effect in effects:
-        for id_ in interning.needs(effect) if type(effect) is not Send else ():
+        for id_ in interning.ids(effect)[0] if type(effect) is not Send else ():
             source, _ = routes.of(id_)
             if source is None or source == rank:
                 continue
@@ -163,7 +163,7 @@ def _prefetched(program: Program, depth: int, interning: Interning) -> Iterator[
                 waiting.add(interning.id(receives[0].value))
                 yield receives.popleft()
             yield effect
-            waiting.difference_update(interning.needs(effect))
+            waiting.difference_update(interning.ids(effect)[0])
 
 
 def rendezvous(programs: Programs) -> Programs:

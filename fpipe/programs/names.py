@@ -55,15 +55,18 @@ def fits(named: Any, plan: Plan) -> bool:
     """Whether the stages, microbatches and ranks in an effect or a value, and in values within it, are the plan's."""
     limits = plan.limits
     for name in named.__dataclass_fields__:
-        part = getattr(named, name)
-        if name in limits:
-            if not _in(limits[name], part):
+        part, limit = getattr(named, name), limits.get(name)
+        if limit is None:
+            if is_dataclass(part) and not fits(part, plan):
                 return False
-        elif is_dataclass(part) and not fits(part, plan):
+        elif type(part) is int:
+            if not 0 <= part < limit:
+                return False
+        elif not _in(limit, part):
             return False
     return True
 
 
 def _in(limit: int, number: object) -> bool:
     """Whether a number is an index below a limit. 1.0 equals an index, but is not one."""
-    return (type(number) is int or hasattr(number, "__index__")) and 0 <= number < limit  # type: ignore[operator]
+    return hasattr(number, "__index__") and 0 <= number < limit  # type: ignore[operator]
