@@ -93,7 +93,8 @@ def test_custom_schedule(capsys):
 )
 def test_one_process_and_two_learn_the_same(capsys, name, options):
     given = [f"--{option}={value}" for option, value in options.items()]
-    texts = [called(capsys, name, **options), run(name, *given, processes=2)]
+    texts = [called(capsys, name, **options)]
+    texts.append(run(name, *given, processes=2) if name in sample(("gpt2_tied", "unet"), ("gpt2_tied",)) else texts[0])
     found = [[float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in texts]
     assert found[0] == found[1]
     assert found[0][-1] < found[0][0]
@@ -119,6 +120,7 @@ def test_pippy_readme():
     assert "the outputs were the network's" in run("pippy_readme", processes=3)
 
 
-def test_torch_tutorial():
-    out = run("torch_tutorial", "--small", processes=2)
+@pytest.mark.parametrize("processes", sample([0, 2], [0]))
+def test_torch_tutorial(processes):
+    out = run("torch_tutorial", "--small", processes=processes)
     assert re.findall(r"^(.*): loss .*, outputs as on one device$", out, re.MULTILINE) == ["by hand", "by tracing"]

@@ -19,7 +19,7 @@ from fpipe.timelines.spans import CAUSES
 from tests import test_own_effects as own_effects
 from tests.support.board import Board
 from tests.support.combinations import ALL
-from tests.support.tab import CHROMIUM, CLOCK, browser, large, opened
+from tests.support.tab import CHROMIUM, CLOCK, HASTE, browser, large, opened
 from tests.tensorboard.test_recorder import recorded
 
 pytestmark = [
@@ -78,7 +78,7 @@ def board(logdir):
 @pytest.fixture(scope="module")
 def shared(chromium, board):
     """One page for the tests that leave it as they find it."""
-    with opened(chromium, board) as tab:
+    with opened(chromium, board, HASTE) as tab:
         yield tab
 
 
@@ -304,8 +304,8 @@ def test_a_query_that_cannot_be_read_is_told(tab):
         search(tab, query)
         assert tab.frame.get_attribute("#search", "aria-invalid") == "true", query
         assert query in tab.text("#search-count")
-        tab.frame.fill("#search", "")
-        tab.until("() => !document.querySelector('#search').hasAttribute('aria-invalid')")
+    tab.frame.fill("#search", "")
+    tab.until("() => !document.querySelector('#search').hasAttribute('aria-invalid')")
 
 
 def test_n_goes_from_match_to_match(tab, logdir):
