@@ -17,7 +17,7 @@ from tests.support.sharing import sharing
 
 EVERY = [(name, n) for name in split_cases.CASES for n in (2, 4)]
 BOTH = [("unet", 2), ("gpt", 2), *((name, 4) for name in split_cases.CASES)]
-QUICK = [(name, 4) for name in ("unet", "gpt", "gpt2", "t5")]
+QUICK = [("unet", 4), ("gpt", 4)]  # skips and buffers, ties: each meets every schedule
 EACH = pytest.mark.parametrize(("name", "stages"), sample(EVERY, QUICK))
 
 
