@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 # Processes that run tests, a file at a time: in the order of their names, since many short files stand at the end of it.
-# Each also starts pools of two to four ranks. What has a time limit runs alone afterwards.
+# Each also starts pools of two to four ranks. What a busy machine may break runs alone afterwards.
 WORKERS ?= 2
 TESTS := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not timing"
 TIMING := $(BIN)/pytest -m timing `grep -rl --include='test_*.py' mark.timing tests`

@@ -1,6 +1,7 @@
 """No torch here: the process that hands tests to workers needs none."""
 
 import gc
+import logging
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -21,7 +22,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """What was imported stays: garbage is not looked for in it, and not at every few objects of a trace."""
+    """What was imported stays: garbage is not looked for in it, and not at every few objects of a trace.
+
+    Torch writes down its traces when anybody listens to them, and pytest listens to each logger that doesn't propagate.
+    """
+    logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)

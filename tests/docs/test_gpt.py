@@ -48,7 +48,8 @@ def test_local(name, m, ranks):
 
 @pytest.mark.parametrize(("ranks", "m"), sample([(2, 12), (2, 4), (4, 4)], [(2, 4), (4, 4)]))
 def test_gloo(pools, m, ranks):
-    """In one job, so that what is trained is sent once."""
-    plans = {entry.plan(ranks, m) for entry in CATALOGUE.values()}
+    """In one job, so that what is trained is sent once. By default every other schedule, on two ranks or on four."""
+    names = sample(CATALOGUE, [*CATALOGUE][0 if ranks == 2 else 2 :: 4])
+    plans = {CATALOGUE[name].plan(ranks, m) for name in names}
     given = (pipelines(), data(m), {plan: expected(plan) for plan in plans})
-    assert pools(ranks).run(jobs.train_gpt, list(CATALOGUE), ranks, m, *given, limit=300) == [[]] * ranks
+    assert pools(ranks).run(jobs.train_gpt, names, ranks, m, *given, limit=300) == [[]] * ranks

@@ -67,17 +67,20 @@ def test_a_rank_that_does_not_come_is_named_and_one_that_comes_late_is_not(fresh
     assert "missing: [2]" in second
 
 
-def absent(rank):
-    """Rank 1 does not make the handler."""
+def absent(rank, folder):
+    """Rank 1 does not make the handler, and stays until rank 0 has given up."""
+    given_up = Path(folder, "given up")
+    while rank == 1 and not given_up.exists():
+        time.sleep(0.02)
     if rank == 1:
-        time.sleep(6)
         return None
     with pytest.raises(TransportError) as caught:
         handlers.Distributed(timeout=2).peers.gather(rank, "first")
+    given_up.touch()
     return str(caught.value)
 
 
-def test_a_rank_that_does_not_make_the_handler_is_named(fresh_pool):
-    text, _ = fresh_pool(2).run(absent)
+def test_a_rank_that_does_not_make_the_handler_is_named(fresh_pool, tmp_path):
+    text, _ = fresh_pool(2).run(absent, str(tmp_path))
     assert "at the set-up of a new handler (nothing came within 2 s; missing: [1])" in text
     assert "value_and_grad and evaluate are called on every rank, in the same order" in text

@@ -12,6 +12,7 @@ import fpipe
 from fpipe import Pipeline, Placement, handlers, schedules
 from fpipe.handlers.gradients import Sum, add, copied
 from tests.support import cases, jobs
+from tests.support.combinations import combined
 
 LOCAL = [handlers.Reference(), handlers.Local()]
 both = pytest.mark.parametrize("handler", LOCAL, ids=["reference", "local"])
@@ -214,15 +215,11 @@ def test_gradients_share_no_memory_with_each_other_nor_with_the_params(handler, 
     assert jobs.differences((params, batch, grads), expected) == []
 
 
-@both
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [
-        (name, schedule)
-        for name in cases.CASES
-        for schedule in ("gpipe", "gpipe_both_ways", "split")
-        if not (name == "modules" and schedule in cases.BOTH_WAYS)  # a state has no copies
-    ],
+@combined(
+    handler=LOCAL,
+    name=cases.CASES,
+    schedule=("gpipe", "gpipe_both_ways", "split"),
+    where=lambda name, schedule, **_: not (name == "modules" and schedule in cases.BOTH_WAYS),  # a state has no copies
 )
 def test_results_share_no_memory(handler, name, schedule):
     case, generator, plan = cases.make(name, schedule, 2, 2)

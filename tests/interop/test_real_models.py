@@ -4,17 +4,20 @@ import copy
 from dataclasses import replace
 from functools import cache
 
+import optree
 import pytest
 import torch
 
-from fpipe import handlers
+from fpipe import Batch, Output, handlers, interop
+from fpipe.interop.splitting import split as splitting
 from tests.support import split_cases, split_jobs
 from tests.support.combinations import combined, sample
 from tests.support.jobs import differences, same
 from tests.support.sharing import sharing
 
 EVERY = [(name, n) for name in split_cases.CASES for n in (2, 4)]
-QUICK = [(name, 4) for name in ("unet", "gpt", "gpt2", "t5")]
+BOTH = [("unet", 2), ("gpt", 2), *((name, 4) for name in split_cases.CASES)]
+QUICK = [("unet", 4), ("gpt", 4)]  # skips and buffers, ties: each meets every schedule
 EACH = pytest.mark.parametrize(("name", "stages"), sample(EVERY, QUICK))
 
 
@@ -31,7 +34,7 @@ def expected(name, stages):
     return split_cases.run(split_cases.step(pipeline, handlers.Reference(), autodiff="eager"), case, params, state)
 
 
-@pytest.mark.parametrize(("name", "stages"), EVERY)
+@pytest.mark.parametrize(("name", "stages"), sample(EVERY, BOTH))
 def test_loss_and_gradients_are_the_unsplit_modules(name, stages):
     case, pipeline, *_ = split_cases.split(name, stages)
     assert len(pipeline.stages) == stages
@@ -97,3 +100,60 @@ def test_in_float32(name):
     case, pipeline, params, state = split_cases.split(name, 4, torch.float32)
     found = split_cases.run(split_cases.step(pipeline, handlers.Local()), case, params, state)
     split_cases.check(found, case, pipeline, tolerance={"rtol": 1e-4, "atol": 1e-6})
+
+
+# As they are split
+
+
+@pytest.mark.parametrize("name", sample(split_cases.CASES, ("unet", "gpt", "llama")))
+def test_the_state_dict_goes_in_and_out(name):
+    case, pipeline, params, state = split_cases.split(name, 4)
+    whole = case.module.state_dict()
+    found = interop.to_state_dict(pipeline, params, state)
+    assert list(found) == list(whole)
+    assert differences(found, dict(whole)) == []
+    assert differences(interop.from_state_dict(pipeline, whole), (params, state)) == []
+    case.module.load_state_dict(found)
+
+
+def test_t5s_encoder_reaches_every_decoder_stage():
+    _, pipeline, *_ = split_cases.split("t5", 4)
+    reads = [
+        {r for r in stage.inputs if isinstance(r, Output) and r.path[0].startswith("encoder")}
+        for stage in pipeline.stages
+    ]
+    assert len(reads[2]) == 1
+    assert reads[3] == reads[2]
+
+
+def test_masks_and_positions_are_recomputed_not_sent():
+    _, pipeline, params, _ = split_cases.split("llama", 4)
+    reads = [stage.inputs for stage in pipeline.stages]
+    assert all(Batch("attention_mask") in reads[s] for s in (1, 2))
+    assert [len([r for r in each if isinstance(r, Output)]) for each in reads] == [0, 1, 1, 1]
+    assert reads[0] == (Batch("input_ids"),)
+    assert Batch("labels") in reads[3]
+    assert "model.rotary_emb.inv_freq" in pipeline.stages[2].frozen
+    assert "model.rotary_emb.inv_freq" in params[1]
+
+
+@pytest.mark.parametrize("name", sample(split_cases.CASES, ("unet", "llama")))
+def test_stages_run_where_their_tensors_are(name):
+    """What forward makes by itself, on the device of the example, goes where the params and the batch are."""
+    case, pipeline, params, state = split_cases.split(name, 4)
+    params, state, batch = optree.tree_map(lambda x: x.to("meta"), (params, state, case.batch))
+    output = pipeline(params, batch, **({"state": state} if state else {}))
+    found = {x.device.type for x in optree.tree_leaves(output) if isinstance(x, torch.Tensor)}
+    assert found == {"meta"}
+
+
+def test_a_hugging_face_model_is_made_by_its_own_rules(monkeypatch):
+    case, *_ = split_cases.split("llama", 4)
+    with torch.device("meta"):
+        module = split_cases.CASES["llama"]().module
+    exported = split_cases.exported("llama")
+    monkeypatch.setattr(splitting, "export", lambda *_: exported)
+    pipeline, _ = interop.split(module, at=case.cuts[4], kwargs=case.given[1], loss=case.loss)
+    params, _ = interop.materialise(pipeline, init=module._init_weights)
+    assert torch.equal(params[1]["model.rotary_emb.inv_freq"], case.module.model.rotary_emb.inv_freq.float())
+    assert params[1]["model.layers.0.self_attn.q_proj.weight"].std() < 0.03  # 0.02, not a Linear's own 0.35

@@ -111,7 +111,7 @@ def moved_on(order, at):
     return (*rest[: at + 3], order[at], *rest[at + 3 :])
 
 
-STEP = 1 if ALL else 8
+STEP = 1 if ALL else 16
 """Of so many effects of a rank one has a fault."""
 
 

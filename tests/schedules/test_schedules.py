@@ -9,6 +9,7 @@ from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Over
 from fpipe.programs.interleaving import interleave
 from fpipe.programs.lowering import wavefront
 from fpipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
+from tests.support.combinations import sample
 
 
 def zero_bubble_by_hand(rank, plan):
@@ -177,7 +178,7 @@ def replay(plan, orders):
     return sum(at.values())
 
 
-MICROBATCHES = range(1, 13)
+MICROBATCHES = sample(range(1, 13), (1, 2, 3, 5, 8, 12))
 
 
 @pytest.mark.parametrize("ranks", range(1, 7))

@@ -12,7 +12,7 @@ from fpipe.schedules.interleaved_zb import interleaved_zb
 from fpipe.schedules.looped_bfs import looped_bfs
 from fpipe.schedules.one_f_one_b import one_f_one_b
 from fpipe.schedules.zb_v import zb_v
-from tests.support.combinations import combined
+from tests.support.combinations import combined, sample
 from tests.support.torch_jobs import stand_ins
 
 
@@ -50,7 +50,8 @@ def test_1f1b_but_for_torchs_last_rank(ranks, extra):
 def test_interleaved(name, ranks, chunks):
     """For every number of microbatches that torch takes: one that its number of rounds divides."""
     schedule = interleaved_1f1b if name == "ScheduleInterleaved1F1B" else interleaved_zb
-    for microbatches in (m for m in range(1, 3 * ranks + 2) if m % max(1, m // ranks) == 0):
+    divided = [m for m in range(1, 3 * ranks + 2) if m % max(1, m // ranks) == 0]
+    for microbatches in sample(divided, {1, ranks, 2 * ranks - 1, 2 * ranks, 3 * ranks}):
         plan = Plan(Placement.loop(ranks, chunks), microbatches)
         assert ours(schedule, plan) == theirs(name, ranks, chunks, microbatches), microbatches
 

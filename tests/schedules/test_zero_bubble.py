@@ -72,7 +72,14 @@ def test_ranks_in_any_order():
 
 
 # Binary fractions, so that sums are exact and equality is equality.
-TIMES = list(product((1, 2, 3), (0.5, 1, 2, 3), (0, 0.5, 1, 1.5, 2, 3, 5), (0, 0.25, 0.5, 1)))
+TIMES = list(
+    product(
+        sample((1, 2, 3), (1, 3)),
+        (0.5, 1, 2, 3),
+        sample((0, 0.5, 1, 1.5, 2, 3, 5), (0, 0.5, 2, 3, 5)),
+        sample((0, 0.25, 0.5, 1), (0, 0.25, 1)),
+    )
+)
 SHAPES = [(1, 2), (2, 4), (2, 7), (3, 6), (3, 9), (5, 11)]
 
 

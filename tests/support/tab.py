@@ -25,6 +25,10 @@ Object.defineProperty(window, "fpipe", {
     },
 });
 """  # from when the page's frame is there until all is drawn
+HASTE = """
+const { setInterval } = window;
+window.setInterval = (call, wait, ...given) => setInterval(call, wait === 5000 ? 500 : wait, ...given);
+"""  # the page asks the server for news ten times as often
 SETTLED = """([run, step]) => {
     const { capture, answer, sheet } = window.fpipe.app;
     if (!capture?.summary || !document.querySelector("#progress").hidden) return false;
@@ -125,6 +129,18 @@ class Tab:
             self.js("() => void setTimeout(() => location.reload())")
         self.find()
 
+    @contextmanager
+    def answered(self, texts):
+        """The frame loaded anew within, with texts instead of what the server has under some names."""
+        for name, text in texts.items():
+            self.page.route(f"**/{name}", _answer(text))
+        self.again()
+        try:
+            yield
+        finally:
+            self.page.unroute_all()
+            self.again()
+
     def forgive(self, text):
         """Forget what the console said of what a test did on purpose."""
         self.said[:] = [said for said in self.said if text not in said]
@@ -223,18 +239,11 @@ class Tab:
 
 
 @contextmanager
-def opened(chromium, board, script="", modules=None):
-    """The tab on a page of its own; at last, that the console said nothing.
-
-    Args:
-        script: runs before any other.
-        modules: name -> text, of modules that the page gets instead of the server's.
-    """
+def opened(chromium, board, script=""):
+    """The tab on a page of its own, where a script runs before any other; at last, that the console said nothing."""
     page = chromium.new_page(viewport={"width": 1400, "height": 900})
     try:
         page.add_init_script(script)
-        for name, text in (modules or {}).items():
-            page.route(f"**/{name}", _answer(text))
         yield (tab := Tab(page, board))
         assert not tab.said, tab.said
     finally:

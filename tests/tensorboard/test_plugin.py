@@ -62,6 +62,8 @@ def board(request, tmp_path_factory):
         folder = logdir / (f"up{number}" if name == ".." else name)
         record(folder, [number])
     forge(logdir / "forged")
+    with Writer(logdir / "scalars", "measured", 0) as writer:
+        writer.scalar("step/loss", 1.0, 0)
     with Writer(logdir / "lonely", "measured", 1) as writer:
         writer.timeline(*measured(TIMELINES[0], 3, 1))
     record(logdir / "cut", [1, 2])
@@ -94,6 +96,12 @@ def test_no_capture_is_dropped(board):
         "microbatches": 4,
         "wall": 0,
     }
+
+
+def test_a_run_without_captures_is_not_listed(board):
+    index = board[0].json("index")
+    assert not any(c["experiment"] == "scalars" for c in index["captures"])
+    assert not any("scalars" in notice for notice in index["notices"])
 
 
 def test_ranks_come_as_they_were_written(board):

@@ -19,7 +19,7 @@ from fpipe.timelines.spans import CAUSES
 from tests import test_own_effects as own_effects
 from tests.support.board import Board
 from tests.support.combinations import ALL
-from tests.support.tab import CHROMIUM, CLOCK, browser, large, opened
+from tests.support.tab import CHROMIUM, CLOCK, HASTE, browser, large, opened
 from tests.tensorboard.test_recorder import recorded
 
 pytestmark = [
@@ -78,7 +78,7 @@ def board(logdir):
 @pytest.fixture(scope="module")
 def shared(chromium, board):
     """One page for the tests that leave it as they find it."""
-    with opened(chromium, board) as tab:
+    with opened(chromium, board, HASTE) as tab:
         yield tab
 
 
@@ -304,8 +304,8 @@ def test_a_query_that_cannot_be_read_is_told(tab):
         search(tab, query)
         assert tab.frame.get_attribute("#search", "aria-invalid") == "true", query
         assert query in tab.text("#search-count")
-        tab.frame.fill("#search", "")
-        tab.until("() => !document.querySelector('#search').hasAttribute('aria-invalid')")
+    tab.frame.fill("#search", "")
+    tab.until("() => !document.querySelector('#search').hasAttribute('aria-invalid')")
 
 
 def test_n_goes_from_match_to_match(tab, logdir):
@@ -603,12 +603,12 @@ export const toy = {
 """
 
 
-def test_a_panel_is_one_module_and_a_name_in_the_list(chromium, board):
+def test_a_panel_is_one_module_and_a_name_in_the_list(tab):
     static = files("fpipe.tensorboard.server").joinpath("static")
     texts = {file.name: file.read_text() for file in static.iterdir()}
     assert [name for name, text in texts.items() if '"./panel_' in text] == ["panels.js"]
     listed = 'import { toy } from "./panel_toy.js";' + texts["panels.js"].replace("PANELS = [", "PANELS = [toy, ")
-    with opened(chromium, board, modules={"panel_toy.js": TOY, "panels.js": listed}) as tab:
+    with tab.answered({"panel_toy.js": TOY, "panels.js": listed}):
         tab.show("other/predicted")
         assert tab.text("#tab-toy") == "Toy"
         assert tab.text("#panel-toy") == "other/predicted, step 0, no range"
@@ -619,10 +619,8 @@ def test_a_panel_is_one_module_and_a_name_in_the_list(chromium, board):
         assert tab.text("#panel-toy") == "other/predicted, step 0, 1"
 
 
-def test_without_data_the_tab_says_how_to_record(chromium, tmp_path):
-    with Writer(tmp_path, "measured", 0) as writer:
-        writer.scalar("step/loss", 1.0, 0)
-    with Board(tmp_path) as board, opened(chromium, board) as tab:
+def test_without_data_the_tab_says_how_to_record(tab):
+    with tab.answered({"index": json.dumps({"captures": [], "notices": []})}):
         assert "Recorder" in tab.text("#empty")
 
 
