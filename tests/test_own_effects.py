@@ -29,6 +29,7 @@ from fpipe import (
     verify,
 )
 from fpipe.effects import Forward, Recv, Reduce, Send
+from fpipe.handlers import Observer
 from fpipe.profiling.recording import Recording
 from fpipe.programs.interning import Interning
 from fpipe.programs.lowering import forward_only
@@ -37,6 +38,7 @@ from fpipe.tables import TABLE, Row, ValueRow, uniform
 from fpipe.tensorboard.files.captures import assemble, columns_of
 from fpipe.tensorboard.files.columns import Header, encode
 from fpipe.tensorboard.files.writer import write
+from fpipe.tensorboard.recording.memory import SlotMemory
 from fpipe.timelines.perfetto import chrome_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -322,6 +324,41 @@ def test_a_tree_without_microbatch_travels_as_it_is(pools):
     for values in ([*SHOWN, *SHOWN], pools(2).run(shown)[1]):
         assert [list(value) for value in values] == [["n"], ["n"]]
         assert all(torch.equal(value["n"], torch.arange(3.0)) for value in values)
+
+
+class Measured(Observer):
+    """Measures the store of one rank."""
+
+    def __init__(self, program):
+        self.program = program
+
+    def on_store(self, rank, store):
+        if rank == self.program.rank:
+            self.store = store
+
+    def on_step_begin(self):
+        self.memory = SlotMemory(self.program, self.store)
+
+    def begin(self, rank, effect):
+        if rank == self.program.rank:
+            self.memory.begin(effect)
+
+    def end(self, rank, effect):
+        if rank == self.program.rank:
+            self.memory.end(effect)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "effects", "functions", "effect", "size"),
+    [(loading, EFFECTS, FUNCTIONS, Load(1), 8), (counting, TRAVELLING, TRAVELLING_FUNCTIONS, Count(0), 12)],
+    ids=["a tensor", "a dict"],
+)
+def test_the_bytes_of_its_value_are_measured(schedule, effects, functions, effect, size):
+    plan = pipeline().plan(PLAN.placement, 3)
+    observer = Measured(lower(schedule, plan, effects=effects)[effect.stage])
+    options = {"handler": handlers.Local(functions=functions), "effects": effects, "observe": observer}
+    value_and_grad(pipeline(), schedule, plan, **options)(PARAMS, BATCH, BATCH * 0)
+    assert observer.memory.during[observer.program.effects.index(effect)] == size
 
 
 @dataclass(frozen=True, slots=True)

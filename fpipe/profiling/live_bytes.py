@@ -212,6 +212,7 @@ def _by_effect(events: list[_Event], marks: list[_Mark]) -> Iterator[EffectMemor
         else:
             yield EffectMemory(mark.rank, mark.effect, before, memory.peak, memory.live)
         payer = _payer(mark, following, memories)
+    assert next(at_marks, None) is None, "torch's profiler has lost a mark"
 
 
 def _payer(mark: _Mark, following: _Mark | None, memories: Mapping[int, _Memory]) -> _Memory | None:

@@ -12,7 +12,9 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from fpipe.autodiff.eager import DeferredTape
-from fpipe.stages.pytree import Flat
+from fpipe.autodiff.functions import DeferredGraph, SavedGraph
+from fpipe.autodiff.interface import WeightGradients
+from fpipe.stages.pytree import Flat, flatten
 
 Owner = TypeVar("Owner", bound=Hashable)
 
@@ -81,11 +83,15 @@ def storage_bytes(leaves: Iterable[Any]) -> dict[int, int]:
 
 
 def leaves_of(value: Any) -> Sequence[Any]:
-    """Return the leaves of a value in a rank's store; not the tensors that eager autograd saves."""
+    """Return the leaves of a value in a rank's store; not the tensors that eager autograd saves.
+
+    >>> leaves_of({"a": 1, "b": [2, 3]})
+    [1, 2, 3]
+    """
     if isinstance(value, Flat):
         return value.leaves
+    if isinstance(value, SavedGraph | DeferredGraph):
+        return value.values
     if isinstance(value, DeferredTape):
         return value.cotangents
-    if isinstance(value, list | tuple):
-        return value
-    return getattr(value, "values", ())  # residuals and deferred values of a traced stage
+    return value if isinstance(value, WeightGradients) else flatten(value).leaves

@@ -198,7 +198,7 @@ class Connections:
         assert messages is not None, "the signature is the payload's own"
         for each in messages:
             self.broadcast(each.reshape(-1).view(torch.uint8), source, purpose)
-        return payload or codec.payload(messages)  # type: ignore[return-value]
+        return codec.payload(messages) if payload is None else payload  # type: ignore[return-value]
 
 
 def _as_tensor(text: bytes) -> torch.Tensor:
