@@ -44,7 +44,8 @@ class Interning:
         self._families: dict[type, tuple[Callable[[Any], Any], dict[Any, int], bool]] = {}
         self._names: list[Callable[[int], Any]] = []  # by family: microbatch -> name
         uniform = (kind for kind, row in table.effects.items() if _is_uniform(kind, row))
-        # Uniform kind -> stage -> microbatch -> ids, of the chunk of microbatches that was asked for last.
+        # Uniform kind -> stage -> microbatch -> ids, of the two chunks of microbatches that were asked for last: copies
+        # of a stage take turns.
         self._chunks: dict[type, dict[int, dict[int, Ids]]] = {kind: defaultdict(dict) for kind in uniform}
 
     def id(self, name: Any) -> int:
@@ -82,18 +83,22 @@ class Interning:
         return tuple(map(self.id, needs)), tuple(map(self.id, gives)), tuple(map(self.id, frees))
 
     def _chunk(self, chunks: dict[int, dict[int, Ids]], effect: Any) -> Ids:
-        """Make the ids of the chunk of microbatches from the effect's on, as far as its block goes."""
-        m = effect.microbatch
-        count = min(_CHUNK, self.block - m % self.block)
-        columns = ([self._consecutive(name, count) for name in names] for names in self._names_of(effect))
+        """Make the ids of the chunk of microbatches, within a block, that has the effect's."""
+        at = effect.microbatch % self.block % _CHUNK
+        first = effect.microbatch - at
+        count = min(_CHUNK, self.block - first % self.block)
+        columns = ([self._consecutive(name, at, count) for name in names] for names in self._names_of(effect))
         rows = [zip(*column, strict=True) if column else repeat((), count) for column in columns]
-        chunks[effect.stage] = dict(zip(range(m, m + count), zip(*rows, strict=True), strict=True))
-        return chunks[effect.stage][m]
+        ids = chunks[effect.stage]
+        if len(ids) > _CHUNK:
+            ids.clear()
+        ids.update(zip(range(first, first + count), zip(*rows, strict=True), strict=True))
+        return ids[effect.microbatch]
 
-    def _consecutive(self, name: Any, count: int) -> Iterable[int]:
-        """Return the ids of a name for consecutive microbatches, from its own on."""
+    def _consecutive(self, name: Any, at: int, count: int) -> Iterable[int]:
+        """Return the ids of a name for consecutive microbatches, among which its own is number `at`."""
         id_ = self.id(name)
-        return range(id_, id_ + count) if hasattr(name, "microbatch") else repeat(id_, count)
+        return range(id_ - at, id_ - at + count) if hasattr(name, "microbatch") else repeat(id_, count)
 
     def _names_of(self, effect: Any) -> tuple[Names, Names, Names]:
         row, plan = self.table.effects[type(effect)], self.plan

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import product
 from typing import Any
 
+from torch import nn
+
 from fpipe.interop.checkpoints.names import Name, name_of, some
 from fpipe.interop.checkpoints.storage import CheckpointError
 from fpipe.stages.pipeline import Pipeline
@@ -60,5 +62,6 @@ def nonpersistent(pipeline: Pipeline) -> list[Name]:
         if isinstance(each.fn, StageFunction):
             listed = {*each.fn.aliases.values()}
             for section, tree in (("params", each.fn.spec.params), ("state", each.fn.spec.state)):
-                names += [name_of(section, (stage, name), pipeline) for name in tree if name not in listed]
+                hidden = [n for n, x in tree.items() if n not in listed and not isinstance(x, nn.Parameter)]
+                names += [name_of(section, (stage, name), pipeline) for name in hidden]
     return names

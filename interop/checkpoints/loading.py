@@ -126,7 +126,8 @@ class LoadPlan:
 
     def tree(self) -> dict[str, Any]:
         """Return the training state, once its tensors are read."""
-        return cast(dict[str, Any], self.spec.unflatten(map(self._value, self.entries))) if self.entries else {}
+        tree: Any = self.spec.unflatten(map(self._value, self.entries)) if self.request.sections else {}
+        return cast(dict[str, Any], tree)
 
     def _value(self, entry: Entry) -> Any:
         if not entry.is_empty:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from fpipe.stages.stage import StageFunction
 
 Init = Callable[[nn.Module], object]
 
-UNSET = 0x7D
-"""The byte that fills memory before it is initialised: floats are then huge or NaN, and no bool has it."""
+FIRST, SECOND = 0xFF, 0x7D
+"""The bytes that fill memory before it is initialised: floats of the first are NaN, and remain NaN in arithmetic."""
 
 
 def materialise(
@@ -51,8 +52,11 @@ def materialise(
         fn = pipeline.stages[stage].fn
         assert isinstance(fn, StageFunction)
         front = "" if fn.qualified else f"stages.{stage}."
-        new = _entries(fn.skeleton, {*spec.params, *spec.state}, torch.device(device), init, (seed, front))
-        unset += [f"{front}{name}" for name, x in new.items() if name not in fn.nonpersistent_buffers and _is_unset(x)]
+        make = partial(_entries, fn.skeleton, device=torch.device(device), init=init, seed=(seed, front))
+        new = make({*spec.params, *spec.state}, fill=FIRST)
+        blank = {name for name, x in new.items() if name not in fn.nonpersistent_buffers and _is_blank(x)}
+        again = make(blank, fill=SECOND)
+        unset += [f"{front}{name}" for name, x in again.items() if not torch.equal(_memory(x), _memory(new[name]))]
         new |= {name: x.to(device) for name, x in fn.nonpersistent_buffers.items() if name in new}
         params[stage] = {name: new[name] for name in spec.params}
         state |= {stage: {name: new[name] for name in spec.state}} if spec.state else {}
@@ -65,21 +69,21 @@ def materialise(
 
 
 def _entries(
-    skeleton: nn.Module, wanted: set[str], device: torch.device, init: Init | None, seed: tuple[int, str]
+    skeleton: nn.Module, wanted: set[str], device: torch.device, init: Init | None, seed: tuple[int, str], fill: int
 ) -> Tree:
     """Return the tensors of these names, initialised."""
     first, entries = canonical(skeleton), Tree()
     for prefix, module in skeleton.named_modules():
         names = {name: first[f"{prefix}.{name}" if prefix else name] for name, _ in own_tensors(module)}
         if new := {name: entry for name, entry in names.items() if entry in wanted - entries.keys()}:
-            values = _initialised(module, device, init or _reset, _seed(*seed, prefix))
+            values = _initialised(module, device, init or _reset, _seed(*seed, prefix), fill)
             entries |= {entry: values[name] for name, entry in new.items()}
     return entries
 
 
-def _initialised(module: nn.Module, device: torch.device, init: Init, seed: int) -> Tree:
+def _initialised(module: nn.Module, device: torch.device, init: Init, seed: int, fill: int) -> Tree:
     """Return a module's own tensors, initialised."""
-    twin = shallow_clone(module, {id(x): _unset(x, device) for _, x in own_tensors(module)})
+    twin = shallow_clone(module, {id(x): _filled(x, device, fill) for _, x in own_tensors(module)})
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         init(twin)
@@ -99,15 +103,16 @@ def _seed(seed: int, front: str, prefix: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _unset(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor that shows whether it is set later."""
-    blank = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    _memory(blank).fill_(UNSET)
-    return registered(blank, x)
+def _filled(x: Tensor, device: torch.device, fill: int) -> Tensor:
+    """Return a tensor like this one, with memory of one byte."""
+    tensor = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    _memory(tensor).fill_(fill)
+    return registered(tensor, x)
 
 
-def _is_unset(x: Tensor) -> bool:
-    return x.numel() > 0 and {*map(int, _memory(x).aminmax())} == {UNSET}
+def _is_blank(x: Tensor) -> bool:
+    """Whether a tensor may be as its memory was: all bits are set, or all numbers are NaN."""
+    return x.numel() > 0 and bool((_memory(x) == FIRST).all() or (x != x).all())
 
 
 def _memory(x: Tensor) -> Tensor:

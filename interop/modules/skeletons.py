@@ -92,8 +92,8 @@ def to_meta(module: nn.Module, stage: int | None = None) -> nn.Module:
     tensors = [*module.parameters(), *module.buffers()]
     memo: dict[int, Any] = {id(x): registered(x.detach().to("meta"), x) for x in tensors}
     memories = {_memory(x) for x in tensors} - {None}
-    for x in pytree.tree_leaves([value for *_, value in attributes(module)]):
-        if isinstance(x, Tensor) and id(x) not in memo and (x.grad_fn is not None or _memory(x) in memories):
+    for x in _tensors([value for *_, value in attributes(module)]):
+        if id(x) not in memo and (x.grad_fn is not None or _memory(x) in memories):
             memo[id(x)] = x.detach().to("meta")
     try:
         return copy.deepcopy(module, memo)
@@ -109,6 +109,15 @@ def to_meta(module: nn.Module, stage: int | None = None) -> nn.Module:
 def _memory(x: Tensor) -> int | None:
     plain = x.layout is torch.strided and x.device.type != "meta"
     return x.untyped_storage()._cdata if plain and x.numel() else None
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a tree, also within subclasses of list, tuple and dict that torch does not register."""
+    for x in pytree.tree_leaves(tree):
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple | dict):
+            yield from _tensors(list(x.values() if isinstance(x, dict) else x))
 
 
 def registered(tensor: Tensor, like: Tensor) -> Tensor:

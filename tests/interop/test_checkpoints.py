@@ -681,6 +681,26 @@ def test_an_optimizer_that_keeps_nothing_is_loaded_as_it_was_saved(tmp_path):
         assert (found["optimizer"], found["metrics"]) == (init(like), {})
 
 
+def test_empty_lists_are_loaded_as_they_are(tmp_path):
+    saved, _ = small(tmp_path)
+    saved.save(metrics=[], lists={"a": [], "b": ()})
+    assert saved.load(metrics=[], lists={"a": [], "b": ()}) == {"metrics": [], "lists": {"a": [], "b": ()}}
+
+
+def test_parameters_are_exported_under_a_hook_that_renames_them(tmp_path):
+    def rename(module, state_dict, prefix, metadata):
+        for name in [*state_dict]:
+            state_dict[f"old.{name}"] = state_dict.pop(name)
+
+    module = nn.Linear(2, 2)
+    module._register_state_dict_hook(rename)
+    pipeline, params = interop.from_modules([module])
+    saved = interop.Checkpoints(tmp_path, pipeline, pipeline.plan(Placement.loop(1), 1), handler=handlers.Local())
+    path = saved.save(params=params)
+    manifest = json.loads((path / "fpipe.json").read_text())
+    assert not manifest["nonpersistent"]
+
+
 def test_a_part_that_was_empty_here_and_not_saved_is_missing(tmp_path):
     saved, tree = small(tmp_path)
     saved.save(**tree, metric=0.5)

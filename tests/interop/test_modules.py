@@ -212,6 +212,17 @@ def test_what_a_forward_has_left_is_left_out(kind, cut, autodiff):
     same_as(module, cut, autodiff)
 
 
+class Cache(dict):
+    """A mapping that torch does not register as a tree."""
+
+
+def test_what_a_forward_has_left_in_a_subclass_of_dict_is_left_out():
+    module = nn.Linear(4, 4)
+    module.cache = Cache(scaled=[module.weight * 2])
+    pipeline, _ = interop.from_modules([module])
+    assert pipeline.stages[0].fn.skeleton.cache["scaled"][0].is_meta
+
+
 @each_kind
 def test_what_cannot_be_copied_is_named(cut):
     with pytest.raises(StageError, match=r"held can't be copied \(TypeError: cannot pickle.*set it to None"):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import pickle
 from dataclasses import replace
 
@@ -486,7 +487,33 @@ def test_materialise_makes_attention():
     assert all(x.isfinite().all() for tree in params.values() for x in tree.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16])
+class Resetting(nn.Module):
+    def __init__(self, value, dtype, reset):
+        super().__init__()
+        self.register_buffer("kept", torch.full((2,), value, dtype=dtype))
+        self.reset = reset
+
+    def reset_parameters(self):
+        self.reset(self.kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64, torch.float32, torch.float8_e5m2fnuz])
+@pytest.mark.parametrize("value", [-1, 125, 255, math.nan])
+def test_materialise_keeps_any_value_that_is_set(value, dtype):
+    set_to = torch.tensor(value).to(dtype)
+    pipeline, _ = interop.from_modules([Resetting(0, dtype, lambda kept: kept.copy_(set_to))])
+    _, state = interop.materialise(pipeline)
+    assert torch.equal(state[0]["kept"].view(torch.uint8), set_to.expand(2).contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_materialise_refuses_a_value_that_is_only_scaled(dtype):
+    pipeline, _ = interop.from_modules([Resetting(1, dtype, lambda kept: kept.mul_(0.02))])
+    with pytest.raises(ValueError, match=r"nothing sets stages\.0\.kept"):
+        interop.materialise(pipeline)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float8_e5m2fnuz])
 def test_materialise_tells_what_nothing_sets_of_any_type(dtype):
     class Masking(nn.Module):
         def __init__(self):

@@ -341,3 +341,17 @@ def test_a_schedule_keeps_its_own_communication():
     assert [list(p) for p in lower(written(*OWN), PAIR).values()] == OWN
     bare = [[e for e in order if not isinstance(e, Reduce)] for order in OWN]
     assert [list(p) for p in lower(written(*bare), PAIR).values()] == OWN
+
+
+@pytest.mark.parametrize(
+    "microbatches",
+    [range(511, -1, -1), [m for pair in zip(range(256), range(256, 512), strict=True) for m in pair]],
+    ids=["backwards", "two copies in turn"],
+)
+def test_ids_are_made_a_chunk_at_a_time_in_any_order(microbatches, monkeypatch):
+    interning, rows = Interning(Plan(Placement.both_ways(2), 512)), []
+    names = interning._names_of
+    monkeypatch.setattr(interning, "_names_of", lambda effect: rows.append(effect) or names(effect))
+    gives = {m: interning.ids(Forward(0, m))[1] for m in microbatches}
+    assert gives == {m: tuple(map(interning.id, TABLE.gives(Forward(0, m), interning.plan))) for m in range(512)}
+    assert len(rows) <= 2 * 512 / 64

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -14,9 +17,9 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.tensorboard.files import writer as writing
 from fpipe.tensorboard.files.captures import PLUGIN, assemble, columns_of, tag
-from fpipe.tensorboard.files.columns import Header, decode
+from fpipe.tensorboard.files.columns import Header, decode, encode
 from fpipe.tensorboard.files.writer import Writer, write
-from fpipe.tensorboard.server.plugin import PipelinePlugin
+from fpipe.tensorboard.server.plugin import PipelinePlugin, _Cached
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
 from tests.support.board import Board
@@ -236,3 +239,22 @@ def test_the_tab_comes_with_data_and_is_named():
     assert plugin.data_plugin_names() == ("fpipe_timeline",)
     assert plugin.frontend_metadata().tab_name == "Pipeline"
     assert plugin.frontend_metadata().es_module_path == "/index.js"
+
+
+def test_requests_at_the_same_time_assemble_a_capture_once():
+    reads, together = [], threading.Barrier(4)
+
+    def blobs():
+        reads.append(time.sleep(0.05))
+        return {rank: encode(*measured(TIMELINES[0], 1, rank)) for rank in range(2)}
+
+    cached = _Cached(blobs)
+
+    def request(_):
+        together.wait()
+        return cached.summary
+
+    with ThreadPoolExecutor(4) as pool:
+        one, *others = pool.map(request, range(4))
+    assert len(reads) == 1
+    assert all(other is one for other in others)

@@ -126,16 +126,18 @@ def _unread(error: OSError) -> str:
 
 def _records(file: Path, notices: list[str]) -> dict[int, Sequence[Record]]:
     """Return step -> its records in a file. If a step was captured twice, the later capture."""
-    records: dict[int, Sequence[Record]] = {}
+    records: dict[int, list[Record]] = {}
     try:
         for record, data in _contents(file):
             for step, part, _ in _parts(data, record):
-                records[step] = [*(records.get(step, []) if part else []), record]
+                if part == 0:
+                    records[step] = []
+                records.setdefault(step, []).append(record)
     except _Broken as error:
         notices.append(f"{file} {error}: what stands before is read")
     except OSError as error:
         notices.append(_unread(error))
-    return records
+    return dict(records)
 
 
 class _Broken(Exception):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
 from typing import Any
@@ -213,13 +213,24 @@ class _Cached:
     """A capture and its summary, computed at first use: with many ranks this takes seconds."""
 
     blobs: Callable[[], dict[int, bytes]]
+    lock: threading.RLock = field(default_factory=threading.RLock)  # so that requests at the same time compute it once
+
+    @property
+    def capture(self) -> Capture:
+        with self.lock:
+            return self._capture
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        with self.lock:
+            return self._summary
 
     @cached_property
-    def capture(self) -> Capture:
+    def _capture(self) -> Capture:
         return assemble(self.blobs())
 
     @cached_property
-    def summary(self) -> dict[str, Any]:
+    def _summary(self) -> dict[str, Any]:
         return summary(self.capture)
 
 
