@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf, isfinite
 from typing import Any, NamedTuple, SupportsFloat
@@ -37,11 +37,26 @@ class Link:
         object.__setattr__(self, "bandwidth", float(bandwidth))
 
 
-class _ByKey(dict[Any, Any]):
-    """A mapping that can be hashed, so that costs can."""
+class _ByKey(Mapping[Any, Any]):
+    """A mapping that can't be changed and can be hashed, so that costs can."""
 
-    def __hash__(self) -> int:  # type: ignore[override]
+    def __init__(self, items: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = ()) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
         return hash(frozenset(self.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
 
 
 class Shared(NamedTuple):

@@ -23,6 +23,7 @@ TYPES = {  # format (the file's suffix) -> media type
     "pdf": "application/pdf",
     "csv": "text/csv",
 }
+_COLUMNS = "rank,row,track,kind,stage,microbatch,effect,start,end,waited_rank,waited_row,bytes"
 _drawing = threading.Lock()  # matplotlib's settings are global to the process
 
 
@@ -62,6 +63,7 @@ def save(capture: Capture, file: Path, title: str) -> None:
             stream.writelines(chrome_json(capture.timeline, **options))
     elif form == "csv":
         with file.open("w", newline="") as stream:
+            stream.write(f"{_COLUMNS}\r\n")
             csv.writer(stream).writerows(_rows(capture))
     else:
         _draw(capture, file, title)
@@ -99,8 +101,7 @@ _MAX_CHARACTERS = 60
 
 
 def _rows(capture: Capture) -> Iterator[Sequence[object]]:
-    """Yield a header, then a row for each effect. Times are in the capture's unit; `waited_*` name the cause."""
-    yield from csv.reader(["rank,row,track,kind,stage,microbatch,effect,start,end,waited_rank,waited_row,bytes"])
+    """Yield a row of `_COLUMNS` for each effect. Times are in the capture's unit; `waited_*` name the cause."""
     for at, span in enumerate(capture.timeline.spans):
         rank, row = capture.place(at)
         subject: Any = getattr(span.effect, "value", parts(span.effect)[0])
