@@ -210,7 +210,13 @@ def test_the_critical_path_is_pythons(tab, logdir):
     items = tab.js("[...document.querySelectorAll('#panel-critical li')].map(i => i.innerText)")
     assert items[0].strip().startswith(f"rank {path[0][0]}")
     took = sum(amount(re.search(r"\s([\d.]+(e-\d+)? (ns|µs|ms|s))\s*$", item)[1]) for item in items)
-    assert 0.5 * summary(capture(logdir))["makespan"] < took <= summary(capture(logdir))["makespan"] * 1.001
+    timeline = capture(logdir).timeline
+    steps = [timeline.spans[at] for at in timeline.critical_spans]
+    sent = {at: timeline.spans[span.waited_for].start for at, span in enumerate(steps) if isinstance(span.effect, Recv)}
+    shown = (
+        s.end - max(s.start, sent.get(at, s.start)) for at, s in enumerate(steps) if not isinstance(s.effect, Send)
+    )
+    assert took == close(sum(shown))
     before = tab.pixels()
     tab.press("c")
     assert tab.frame.get_attribute("#toggle-path", "aria-pressed") == "true"
