@@ -38,7 +38,7 @@ def expected(plan):
     return jobs.gpt_steps(handlers.Reference(), "gpipe", plan, *own, autodiff="eager")
 
 
-@combined(name=CATALOGUE, ranks=(2, 4), m=(4, 12))
+@combined(name=CATALOGUE, ranks=sample((2, 4), (2,)), m=sample((4, 12), (4,)))
 def test_local(name, m, ranks):
     plan = CATALOGUE[name].plan(ranks, m)
     local = sharing(handlers.Local(), "gpt", plan.stages)
@@ -46,10 +46,10 @@ def test_local(name, m, ranks):
     assert jobs.differences(found, expected(plan)) == []
 
 
-@pytest.mark.parametrize(("ranks", "m"), sample([(2, 12), (2, 4), (4, 4)], [(2, 4), (4, 4)]))
+@pytest.mark.parametrize(("ranks", "m"), sample([(2, 12), (2, 4), (4, 4)], [(4, 4)]))
 def test_gloo(pools, m, ranks):
-    """In one job, so that what is trained is sent once. By default every other schedule, on two ranks or on four."""
-    names = sample(CATALOGUE, [*CATALOGUE][0 if ranks == 2 else 2 :: 4])
+    """In one job, so that what is trained is sent once. By default two schedules."""
+    names = sample(CATALOGUE, [*CATALOGUE][1::7])
     plans = {CATALOGUE[name].plan(ranks, m) for name in names}
     given = (pipelines(), data(m), {plan: expected(plan) for plan in plans})
     assert pools(ranks).run(jobs.train_gpt, names, ranks, m, *given, limit=300) == [[]] * ranks
