@@ -7,7 +7,7 @@ deadlock is found there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -73,7 +73,7 @@ class Local:
                     turn()
                 results = Results()
                 for executor in executors.values():
-                    _merge(results, executor.finish(), executor.stages)
+                    results.merge(executor.finish(), executor.stages)
                 results.output = pieces.merge(results.outputs)
                 return results
             finally:
@@ -90,14 +90,6 @@ class Local:
         if self.devices is not None:
             data = [type(m)(*(_copy_tree(part, self.devices[rank]) for part in m)) for m in data]
         return replace(inputs, params=params, data=data)
-
-
-def _merge(merged: Results, results: Results, stages: Collection[int]) -> None:
-    """Add the results of a rank that holds some stages; its other gradients are parts of tied parameters."""
-    merged.gradients |= {stage: tree for stage, tree in results.gradients.items() if stage in stages}
-    merged.losses |= results.losses
-    merged.outputs |= results.outputs
-    merged.state |= results.state
 
 
 class _Mailbox:

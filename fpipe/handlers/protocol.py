@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -134,6 +134,13 @@ class Results:
     outputs: dict[int, Any] = field(default_factory=dict)
     output: Any = None
     state: dict[int, Any] = field(default_factory=dict)
+
+    def merge(self, other: Results, stages: Collection[int]) -> None:
+        """Add the results of a rank that holds some stages; its other gradients are parts of tied parameters."""
+        self.gradients |= {stage: tree for stage, tree in other.gradients.items() if stage in stages}
+        self.losses |= other.losses
+        self.outputs |= other.outputs
+        self.state |= other.state
 
 
 Run = Callable[[Inputs], Results]

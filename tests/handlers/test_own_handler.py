@@ -42,12 +42,8 @@ class Shuffled:
                 executors[rank].run(position[rank], position[rank] + 1)
                 position[rank] += 1
                 self.order.append(rank)
-            for rank, executor in executors.items():
-                part, stages = executor.finish(), executor.plan.stages_on(rank)
-                results.gradients |= {stage: tree for stage, tree in part.gradients.items() if stage in stages}
-                results.losses |= part.losses
-                results.outputs |= part.outputs
-                results.state |= part.state
+            for executor in executors.values():
+                results.merge(executor.finish(), executor.stages)
             return results
 
         return run
@@ -71,7 +67,7 @@ class Mailbox:
         return lambda: None, self.payloads[value, target].pop
 
     def can_run(self, program, at):
-        """Whether the program isn't at its end, and all that its next effect takes from other ranks was sent."""
+        """Whether a next effect exists, and every value that it needs from another rank was sent."""
         if at == len(program):
             return False
         received = {effect.value for effect in program if isinstance(effect, fpipe.effects.Recv)}
