@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby, islice
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from fpipe._format import extent
@@ -169,7 +169,7 @@ class Difference:
     def _in_second(self, at: int, before: int) -> Pair:
         """Return a span's duration in the second, and its gap if it waited for the span `before` (-1: for none)."""
         waited = self.b.spans.waited[at]
-        step = _step(self.b, at, _origin(self.b))
+        step = _step(self.b, at)
         return step.duration, step.gap if waited == before else 0.0
 
     @cached_property
@@ -221,22 +221,15 @@ def _keys(timeline: Timeline) -> Iterator[tuple[int, int, tuple[object, ...]]]:
             yield at, rank, (effect,) if works else (rank, effect)
 
 
-def _origin(timeline: Timeline) -> float:
-    """Return the start of the first compute."""
-    firsts = (islice(timeline.compute(rank), 1) for rank in range(timeline.plan.ranks))
-    return min((span.start for span in chain.from_iterable(firsts)), default=0.0)
-
-
 def path_steps(timeline: Timeline) -> list[PathStep]:
     """Return the steps of the critical path. Their gaps and durations add up to the makespan."""
-    origin = _origin(timeline)
-    return [_step(timeline, at, origin) for at in timeline.critical_spans]
+    return [_step(timeline, at) for at in timeline.critical_spans]
 
 
-def _step(timeline: Timeline, at: int, origin: float) -> PathStep:
+def _step(timeline: Timeline, at: int) -> PathStep:
     spans = timeline.spans
     waited, end = spans.waited[at], spans.ends[at]
-    before = spans.ends[waited] if waited >= 0 else origin
+    before = spans.ends[waited] if waited >= 0 else timeline.start
     gap = max(0.0, spans.starts[at] - before)
     return PathStep(at, gap, end - before - gap)
 
