@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -91,7 +91,8 @@ def partition(joint: Joint, policy: Policy, kept: Sequence[int] | None = None) -
         NotKept: the backward needs other values.
         StageError: the policy returned something else than True, False or None.
     """
-    return _Partitioner(joint, policy, kept, {node: i for i, node in enumerate(joint.graph.nodes)}).partition()
+    saved = None if kept is None else dict.fromkeys(kept)  # in order, and fast to look up
+    return _Partitioner(joint, policy, saved, {node: i for i, node in enumerate(joint.graph.nodes)}).partition()
 
 
 @dataclass
@@ -110,7 +111,7 @@ class _Partitioner:
 
     joint: Joint
     policy: Policy
-    kept: Sequence[int] | None
+    kept: Collection[int] | None
     order: dict[fx.Node, int]
     saved: list[fx.Node] = field(default_factory=list)
     stands_for: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -123,8 +124,8 @@ class _Partitioner:
         self._write_backward()
         weights, gradients = self._resolved(joint.weights), self._resolved(joint.gradients)
         by_position = {order[node]: node for node in self.saved}
-        kept = tuple(by_position if self.kept is None else self.kept)
-        residuals = [by_position.get(at) for at in kept]
+        positions = tuple(by_position if self.kept is None else self.kept)
+        residuals = [by_position.get(at) for at in positions]
         ends = [*joint.outputs, *joint.state, *self.saved]
         pinned = [n for n in order if n.meta["forward"] and (is_random(n) or is_impure(n))]
         body = sorted(ancestors([*ends, *pinned], self._runs_forward), key=order.__getitem__)
@@ -133,7 +134,7 @@ class _Partitioner:
             prepare,
             Block("forward", {"v": v, "x": joint.inputs}, body, [joint.outputs, joint.state, residuals]),
             self._backward(v, prepare, residuals, weights, gradients),
-            kept,
+            positions,
             tuple(str(n.target) for n in order if n.meta["forward"] and n.op == "call_function"),
             self._unshared([*joint.outputs, *joint.state], self.saved),
         )
