@@ -22,9 +22,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """What was imported stays: garbage is not looked for in it, and not at every few objects of a trace.
+    """Keep the garbage collector out of imported modules, and run it less often while stages are traced.
 
-    Torch writes down its traces when anybody listens to them, and pytest listens to each logger that doesn't propagate.
+    Torch records its traces if a logger has a handler, and pytest adds a handler to each logger that doesn't propagate.
     """
     logging.getLogger("torch.__trace").propagate = True
     gc.collect()

@@ -68,5 +68,5 @@ def fits(named: Any, plan: Plan) -> bool:
 
 
 def _in(limit: int, number: object) -> bool:
-    """Whether a number is an index below a limit. 1.0 equals an index, but is not one."""
+    """Whether a value is an integer index below a limit; a float is not, even if it equals one."""
     return hasattr(number, "__index__") and 0 <= number < limit  # type: ignore[operator]

@@ -53,7 +53,7 @@ _EDGE = 0.5  # points: width of the white edge of a box; none for narrow boxes, 
 
 
 class Drawable(Protocol):
-    """What a figure reads of a `Timeline`, which itself imports this module for its notebook display."""
+    """The part of `Timeline` that figures read. A protocol, because `Timeline` imports this module."""
 
     plan: Plan
     table: Table

@@ -111,7 +111,7 @@ def _filled(x: Tensor, device: torch.device, fill: int) -> Tensor:
 
 
 def _is_blank(x: Tensor) -> bool:
-    """Whether a tensor may be as its memory was: all bits are set, or all numbers are NaN."""
+    """Whether a tensor may not have been set: its memory has the bytes that it was filled with, or all are NaN."""
     return x.numel() > 0 and bool((_memory(x) == FIRST).all() or (x != x).all())
 
 

@@ -95,7 +95,7 @@ def _has_tensors(tree: Any) -> bool:
 
 
 def _is_tensor(x: Any) -> bool:
-    """Whether it is a tensor, or the placeholder of one."""
+    """Whether a value is a tensor, or a graph node that stands for a tensor."""
     return isinstance(x.meta.get("val") if isinstance(x, fx.Node) else x, Tensor)
 
 

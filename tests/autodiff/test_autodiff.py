@@ -690,7 +690,7 @@ REMADE = [
 
 
 OTHER = [policy for policy in POLICIES if policy not in ("everything", "nothing")]
-"""Of these each example is run under one: `everything` is the default, and `nothing` redoes the most."""
+"""Each example runs under one of these, under `everything` (the default) and under `nothing` (it recomputes all)."""
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ def pipelines():
     """(pipeline, params) by the number of stages, each of one layer."""
     torch.manual_seed(0)
     models = {stages: example.GPT(layers=stages, width=32, context=CONTEXT, dropout=0.1) for stages in (2, 4, 8)}
-    given = {"example": torch.zeros(ROWS, CONTEXT, dtype=torch.uint8), "loss": example.cross_entropy}
-    return {n: interop.split(model, at=example.cuts(model, n), **given) for n, model in models.items()}
+    options = {"example": torch.zeros(ROWS, CONTEXT, dtype=torch.uint8), "loss": example.cross_entropy}
+    return {n: interop.split(model, at=example.cuts(model, n), **options) for n, model in models.items()}
 
 
 @cache
@@ -51,5 +51,5 @@ def test_gloo(pools, m, ranks):
     """In one job, so that what is trained is sent once. By default two schedules."""
     names = sample(CATALOGUE, [*CATALOGUE][1::7])
     plans = {CATALOGUE[name].plan(ranks, m) for name in names}
-    given = (pipelines(), data(m), {plan: expected(plan) for plan in plans})
-    assert pools(ranks).run(jobs.train_gpt, names, ranks, m, *given, limit=300) == [[]] * ranks
+    arguments = (pipelines(), data(m), {plan: expected(plan) for plan in plans})
+    assert pools(ranks).run(jobs.train_gpt, names, ranks, m, *arguments, limit=300) == [[]] * ranks

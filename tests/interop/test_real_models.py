@@ -109,11 +109,11 @@ def test_in_float32(name):
 def test_the_state_dict_goes_in_and_out(name):
     case, pipeline, params, state = split_cases.split(name, 4)
     whole = case.module.state_dict()
-    found = interop.to_state_dict(pipeline, params, state)
-    assert list(found) == list(whole)
-    assert differences(found, dict(whole)) == []
+    entries = interop.to_state_dict(pipeline, params, state)
+    assert list(entries) == list(whole)
+    assert differences(entries, dict(whole)) == []
     assert differences(interop.from_state_dict(pipeline, whole), (params, state)) == []
-    case.module.load_state_dict(found)
+    case.module.load_state_dict(entries)
 
 
 def test_t5s_encoder_reaches_every_decoder_stage():
@@ -139,12 +139,12 @@ def test_masks_and_positions_are_recomputed_not_sent():
 
 @pytest.mark.parametrize("name", sample(split_cases.CASES, ("unet", "llama")))
 def test_stages_run_where_their_tensors_are(name):
-    """What forward makes by itself, on the device of the example, goes where the params and the batch are."""
+    """A tensor that forward creates on the example's device is created where the params and the batch are."""
     case, pipeline, params, state = split_cases.split(name, 4)
     params, state, batch = optree.tree_map(lambda x: x.to("meta"), (params, state, case.batch))
     output = pipeline(params, batch, **({"state": state} if state else {}))
-    found = {x.device.type for x in optree.tree_leaves(output) if isinstance(x, torch.Tensor)}
-    assert found == {"meta"}
+    devices = {x.device.type for x in optree.tree_leaves(output) if isinstance(x, torch.Tensor)}
+    assert devices == {"meta"}
 
 
 def test_a_hugging_face_model_is_made_by_its_own_rules(monkeypatch):

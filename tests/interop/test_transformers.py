@@ -93,9 +93,9 @@ def test_each_rank_reads_its_own_tensors_alone(gpt2, tmp_path, monkeypatch):
         whole.save_pretrained(tmp_path / shard, max_shard_size=shard)
     for shard, rank in product(("10GB", "5kB"), range(3)):
         read.clear()
-        found, state = load(tmp_path / shard, pipeline, plan.stages_on(rank))
+        loaded, state = load(tmp_path / shard, pipeline, plan.stages_on(rank))
         expected = pipeline.params_on(params, plan, rank)
-        assert differences(found, expected) == []
+        assert differences(loaded, expected) == []
         assert state == {}
         assert sorted(read) == sorted(name for tree in expected.values() for name in tree)
     single, _ = load(tmp_path / shard, pipeline, [2], dtype=torch.float32)

@@ -113,9 +113,9 @@ def test_no_limit_may_be_an_infinite_one():
 
 def test_of_equal_costs_the_lower_peak_wins_at_any_unit():
     for scale in sample((1e-10, 1, 1e10), (1e-10, 1e10)):
-        found = search(Plan(Placement.loop(4), 12), Costs(scale, scale, scale), chunks=sample(CHUNKS, (1, 2)))
-        assert (found.name, found.peak) == ("zb-v", 4)
-        assert found.timeline.cost == pytest.approx(36 * scale)
+        best = search(Plan(Placement.loop(4), 12), Costs(scale, scale, scale), chunks=sample(CHUNKS, (1, 2)))
+        assert (best.name, best.peak) == ("zb-v", 4)
+        assert best.timeline.cost == pytest.approx(36 * scale)
 
 
 def test_pareto_trades_time_for_memory():

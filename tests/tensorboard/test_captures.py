@@ -79,15 +79,15 @@ def test_what_only_some_know_comes_back_too():
 def test_numbers_are_as_narrow_as_they_can_be():
     plan = Plan(Placement.loop(1, chunks=300), 70_000)
     timeline = Columns([Forward(299, 69_999)], np.zeros(1), np.ones(1), (np.array([-1], np.int32),) * 2)
-    found = header_of(encode(Header("predicted", 0, 0, "", plan), timeline))["columns"]
-    assert [found[name][0] for name in ("kind", "stage", "microbatch", "other", "start")] == [
+    columns = header_of(encode(Header("predicted", 0, 0, "", plan), timeline))["columns"]
+    assert [columns[name][0] for name in ("kind", "stage", "microbatch", "other", "start")] == [
         "u1",
         "u2",
         "u4",
         "u1",
         "f8",
     ]
-    assert all(at % 8 == 0 for _, at, _ in found.values())
+    assert all(at % 8 == 0 for _, at, _ in columns.values())
 
 
 def test_an_effect_that_is_a_part_of_another_says_so():

@@ -102,9 +102,9 @@ def forwards(found, rank):
 
 def amount(text):
     """A number with its unit, in seconds or bytes."""
-    found = re.match(r"([+\u2212±]?)([\d.]+(?:e[+-]?\d+)?) ?(ns|µs|ms|s|KiB|MiB|GiB|B)?", text)
+    match = re.match(r"([+\u2212±]?)([\d.]+(?:e[+-]?\d+)?) ?(ns|µs|ms|s|KiB|MiB|GiB|B)?", text)
     units = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-    return (-1 if found[1] == "\u2212" else 1) * float(found[2]) * units.get(found[3], 1.0)
+    return (-1 if match[1] == "\u2212" else 1) * float(match[2]) * units.get(match[3], 1.0)
 
 
 def close(value):
