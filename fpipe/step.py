@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
+from fpipe.devices import current_device
 from fpipe.effects import parts
 from fpipe.errors import ScheduleError, StageError
 from fpipe.handlers.protocol import Handler, Inputs, Observer, Outcome, Results, Run
@@ -215,9 +216,10 @@ def _with_random_check(run: Run, name: str) -> Run:
         nonlocal warned
         if warned or inputs.rng is not None:
             return run(inputs)
-        before = torch.get_rng_state()
+        generators = current_device().generators()
+        before = [generator.get_state() for generator in generators]
         results = run(inputs)
-        if not torch.equal(before, torch.get_rng_state()):
+        if not all(torch.equal(state, g.get_state()) for state, g in zip(before, generators, strict=True)):
             warned = True
             warnings.warn(
                 f"{name} drew random numbers from the global generator, so its result depends on the schedule; "

@@ -66,17 +66,18 @@ LAYOUT = {
     "fpipe.programs": "_format tables costs plan effects errors",
     "fpipe.timelines": "_format programs tables costs plan effects errors",
     "fpipe.schedules": "timelines programs tables costs plan effects errors",
-    "fpipe.stages": "_format plan effects errors",
+    "fpipe.devices": "",
+    "fpipe.stages": "_format devices plan effects errors",
     "fpipe.policies": "",
     "fpipe.autodiff.graph": "policies stages errors",
     "fpipe.autodiff": "autodiff.graph policies stages plan effects errors",
-    "fpipe.handlers": "autodiff stages programs tables plan effects errors",
-    "fpipe.handlers.distributed": "handlers autodiff stages programs plan effects errors",
+    "fpipe.handlers": "autodiff stages devices programs tables plan effects errors",
+    "fpipe.handlers.distributed": "handlers autodiff stages devices programs plan effects errors",
     "fpipe.profiling": (
-        "policies handlers handlers.distributed autodiff stages timelines programs costs plan effects errors"
+        "policies handlers handlers.distributed autodiff stages devices timelines programs costs plan effects errors"
     ),
     "fpipe.norms": "handlers handlers.distributed stages plan errors",
-    "fpipe.step": "profiling handlers autodiff policies stages programs tables plan effects errors",
+    "fpipe.step": "profiling handlers autodiff policies stages devices programs tables plan effects errors",
     "fpipe.interop.torch_csv": "schedules programs plan effects errors",
     "fpipe.interop.modules": "stages plan errors",
     "fpipe.interop.splitting": "interop.modules autodiff.graph stages errors",
@@ -93,7 +94,7 @@ LAYOUT = {
     "fpipe.tensorboard.files": "_format timelines programs tables plan effects errors",
     "fpipe.tensorboard.server": "tensorboard.files _format timelines tables effects",
     "fpipe.tensorboard.recording": (
-        "tensorboard.files profiling norms handlers stages timelines programs plan effects errors"
+        "tensorboard.files profiling norms handlers stages devices timelines programs plan effects errors"
     ),
 }
 TORCH_FREE = [

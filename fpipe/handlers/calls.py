@@ -18,7 +18,6 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import torch
 from optree import PyTreeSpec
 
 from fpipe import effects as fx
@@ -32,6 +31,7 @@ from fpipe.autodiff.interface import (
     weighted_loss,
     zeros,
 )
+from fpipe.devices import Device
 from fpipe.errors import ScheduleError
 from fpipe.handlers.gradients import LeafKey, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results
@@ -94,6 +94,7 @@ class Calls:
         computes: index of an instruction that runs a stage's function -> its effect.
         slots: the rank's values by slot number; None where a slot is empty.
         touched: for each effect, the slots of the values that it needs or gives.
+        device: where the rank computes; None for the current one.
         step: the running step.
     """
 
@@ -103,7 +104,7 @@ class Calls:
         pieces: DifferentiablePipeline,
         channels: Channels,
         observe: Observer | None,
-        device: torch.device | None = None,
+        device: Device | None = None,
         functions: Functions = NO_FUNCTIONS,
     ) -> None:
         self.program, self.plan, self.rank, self.table = program, program.plan, program.rank, program.table

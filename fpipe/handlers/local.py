@@ -16,6 +16,7 @@ import torch
 
 from fpipe import effects as fx
 from fpipe.autodiff.interface import DifferentiablePipeline
+from fpipe.devices import device_of
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
@@ -56,7 +57,7 @@ class Local:
 
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         mailbox = _Mailbox(self.devices)
-        devices: Sequence[torch.device | None] = self.devices or [None] * len(programs)
+        devices = [None] * len(programs) if self.devices is None else list(map(device_of, self.devices))
         executors = {
             rank: Executor(Calls(program, pieces, mailbox, observe, devices[rank], self.functions))
             for rank, program in programs.items()
@@ -122,4 +123,5 @@ def _copy_tree(tree: Any, device: torch.device) -> Any:
 
 
 def _copy(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return x.detach().to(device, non_blocking=True).requires_grad_(x.requires_grad)
+    """Return a copy; on its way to the host it is waited for, because nothing there waits for the device."""
+    return x.detach().to(device, non_blocking=device.type != "cpu").requires_grad_(x.requires_grad)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from fpipe.devices import Device, current_device
+
 
 def seed_of(seed: int, step: int, stage: int, microbatch: int) -> int:
     """Return a seed of 63 bits that depends on all four numbers.
@@ -21,10 +23,8 @@ def seed_of(seed: int, step: int, stage: int, microbatch: int) -> int:
 
 
 @contextmanager
-def seeded(
-    rng: tuple[int, int] | None, stage: int, microbatch: int, device: torch.device | None = None
-) -> Iterator[None]:
-    """Seed the generators of the CPU and of a CUDA device, by default the current one, and restore them afterwards.
+def seeded(rng: tuple[int, int] | None, stage: int, microbatch: int, device: Device | None = None) -> Iterator[None]:
+    """Seed the generators of a device, by default the current one, and restore them afterwards.
 
     Args:
         rng: (seed, step); None leaves the generators alone.
@@ -32,10 +32,7 @@ def seeded(
     if rng is None:
         yield
         return
-    generators = [torch.default_generator]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        index = torch.cuda.current_device() if device is None or device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
+    generators = (device or current_device()).generators()
     value = seed_of(*rng, stage, microbatch)
     with restored(generators):
         for generator in generators:

@@ -1,0 +1,9 @@
+"""Where tensors are and kernels run: all that fpipe asks of a CPU or of a GPU stands behind `Device`."""
+
+from fpipe.devices.devices import Cpu as Cpu
+from fpipe.devices.devices import Cuda as Cuda
+from fpipe.devices.devices import current_device as current_device
+from fpipe.devices.devices import device_of as device_of
+from fpipe.devices.interface import Device as Device
+from fpipe.devices.interface import Event as Event
+from fpipe.devices.interface import Stream as Stream

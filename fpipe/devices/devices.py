@@ -1,0 +1,122 @@
+"""The CPU, where every operation is done when it returns, and CUDA."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe.devices.interface import Device
+
+
+class _Moment:
+    """An event of the CPU: passed as soon as it is recorded."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def record(self, stream: Any) -> None:
+        self._seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def elapsed_time(self, end_event: _Moment) -> float:
+        return (end_event._seconds - self._seconds) * 1e3
+
+
+class _OneStream:
+    """The CPU's only stream."""
+
+    def wait_event(self, event: Any) -> None:
+        """Return at once: the event has passed."""
+
+
+class Cpu:
+    """The CPU."""
+
+    torch_device = torch.device("cpu")
+    asynchronous = False
+    _stream = _OneStream()
+
+    def current_stream(self) -> _OneStream:
+        return self._stream
+
+    def new_stream(self) -> _OneStream:
+        return self._stream
+
+    def event(self, timed: bool = False) -> _Moment:
+        return _Moment()
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def generators(self) -> list[torch.Generator]:
+        return [torch.default_generator]
+
+    def host_memory(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like, device="cpu")
+
+    def peak_bytes(self) -> int | None:
+        return None
+
+
+class Cuda:
+    """A CUDA device; by default the current one.
+
+    Args:
+        device: with or without an index.
+    """
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        index = torch.device(device).index
+        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.torch_device)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call,no-any-return]
+
+    def event(self, timed: bool = False) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call,no-any-return]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def generators(self) -> list[torch.Generator]:
+        return [torch.default_generator, torch.cuda.default_generators[self.torch_device.index]]
+
+    def host_memory(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def peak_bytes(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+
+def current_device() -> Device:
+    """Return the current CUDA device if this process uses one, else the CPU."""
+    return Cuda() if torch.cuda.is_initialized() else Cpu()  # type: ignore[no-untyped-call]
+
+
+def device_of(device: torch.device | str | Device) -> Device:
+    """Return the device of a torch.device; a `Device` as it is.
+
+    Raises:
+        ValueError: fpipe does not know this type of device.
+    """
+    if not isinstance(device, torch.device | str):
+        return device
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return Cuda(device)
+    if kind == "cpu":
+        return Cpu()
+    raise ValueError(f"fpipe runs on the CPU and on CUDA devices, not on {device}")

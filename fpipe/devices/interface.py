@@ -1,0 +1,68 @@
+"""What fpipe asks of a device: streams, events, generators, memory.
+
+A stream runs what is launched on it in order. An event marks a point of a stream, which another stream or the host can
+wait for. Nothing else orders two streams.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Stream(Protocol):
+    """A queue of work; nothing here waits on the host."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let what is launched later wait for the event."""
+
+
+class Event(Protocol):
+    """A point of a stream."""
+
+    def record(self, stream: Any) -> None:
+        """Move the event to the end of what is launched on a stream now."""
+
+    def query(self) -> bool:
+        """Return whether the device has passed the event."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until the device has passed the event."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return the milliseconds between two events that the device has passed; both were made with `timed`."""
+
+
+class Device(Protocol):
+    """A CPU or a GPU.
+
+    Args:
+        torch_device: with its index where it has one.
+        asynchronous: whether an operation returns before the device has run it.
+    """
+
+    torch_device: torch.device
+    asynchronous: bool
+
+    def current_stream(self) -> Any:
+        """Return the stream on which operations run now."""
+
+    def new_stream(self) -> Any:
+        """Return a stream on which nothing else runs, as far as the device has them."""
+
+    def event(self, timed: bool = False) -> Any:
+        """Return a new event, `timed` if its time is asked for later."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until the device has run everything."""
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the global generators that operations on this device, and on the host, draw from."""
+
+    def host_memory(self, like: Tensor) -> Tensor:
+        """Return empty memory on the host for a tensor's copy, which the device can write while the host goes on."""
+
+    def peak_bytes(self) -> int | None:
+        """Return the most bytes that the device's allocator gave out; None if it does not count them."""
