@@ -83,10 +83,10 @@ class Cuda:
         return torch.cuda.current_stream(self.torch_device)
 
     def new_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call,no-any-return]
+        return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def event(self, timed: bool = False) -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call,no-any-return]
+        return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
