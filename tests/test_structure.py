@@ -208,7 +208,7 @@ SURFACE = {
         global_norm handlers interop lower peak_bytes policies profile schedules simulate tensorboard
         value_and_grad verify
     """,
-    "fpipe.handlers": "Distributed Handler Inputs Local Observer Peers Reference Results",
+    "fpipe.handlers": "Backend Distributed Gloo Handler Inputs Local NCCL Observer Peers Reference Results",
     "fpipe.schedules": " ".join(
         sorted({*FUNCTIONS, "CATALOGUE", "Found", "from_table", "lower_bound", "pareto", "search"})
     ),

@@ -53,6 +53,9 @@ class Cpu:
     def event(self, timed: bool = False) -> _Moment:
         return _Moment()
 
+    def use(self) -> None:
+        """Do nothing."""
+
     def synchronize(self) -> None:
         """Return at once."""
 
@@ -84,6 +87,9 @@ class Cuda:
 
     def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+
+    def use(self) -> None:
+        torch.cuda.set_device(self.torch_device)
 
     def event(self, timed: bool = False) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]

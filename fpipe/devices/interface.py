@@ -55,6 +55,9 @@ class Device(Protocol):
     def event(self, timed: bool = False) -> Any:
         """Return a new event, `timed` if its time is asked for later."""
 
+    def use(self) -> None:
+        """Make it the current device of this thread."""
+
     def synchronize(self) -> None:
         """Wait on the host until the device has run everything."""
 

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 from fpipe._lazy import attach
 
 if TYPE_CHECKING:
+    from fpipe.handlers.distributed.backends import NCCL as NCCL
+    from fpipe.handlers.distributed.backends import Backend as Backend
+    from fpipe.handlers.distributed.backends import Gloo as Gloo
     from fpipe.handlers.distributed.handler import Distributed as Distributed
     from fpipe.handlers.local import Local as Local
     from fpipe.handlers.protocol import (

@@ -95,6 +95,7 @@ class Calls:
         slots: the rank's values by slot number; None where a slot is empty.
         touched: for each effect, the slots of the values that it needs or gives.
         device: where the rank computes; None for the current one.
+        pace: returns a function that is called after an effect that computes.
         step: the running step.
     """
 
@@ -106,11 +107,12 @@ class Calls:
         observe: Observer | None,
         device: Device | None = None,
         functions: Functions = NO_FUNCTIONS,
+        pace: Callable[[fx.Effect], Instruction] | None = None,
     ) -> None:
         self.program, self.plan, self.rank, self.table = program, program.plan, program.rank, program.table
         self.pieces, self.pipeline = pieces, pieces.pipeline
         self.channels, self.observe, self.device = channels, observe, device
-        self.functions = {**FUNCTIONS, **functions}
+        self.functions, self.pace = {**FUNCTIONS, **functions}, pace
         self.number: dict[fx.Name, int] = {}
         uses = [(name, at) for at, effect in enumerate(program) for name in self.table.needs(effect, self.plan)]
         self.last_use, self.first_use = dict(uses), dict(reversed(uses))
@@ -186,9 +188,13 @@ class Calls:
         for part in fx.parts(effect):
             function = self._function(part)
             if (call := function(self, part)) is not None:
-                if function is not FUNCTIONS.get(type(part)) or self.table.effects[type(part)].track == "compute":
+                is_custom = function is not FUNCTIONS.get(type(part))
+                computes = is_custom or self.table.effects[type(part)].track == "compute"
+                if computes:
                     self.computes[len(self.calls)] = part
                 self.calls.append(call)
+                if computes and self.pace is not None:
+                    self.calls.append(self.pace(part))
         if self.observe is not None:
             self.calls.append(partial(self.observe.end, self.rank, effect))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ class Executor:
         self.calls, self.plan, self.rank = calls, calls.plan, calls.rank
         self.pieces, self.pipeline = calls.pieces, calls.pipeline
         self.stages = self.plan.stages_on(self.rank)
+        self.at = 0  # the index of the instruction that runs
 
     def start(self, inputs: Inputs) -> None:
         """Set the arguments of the next step, and prepare its params. Runs no effect.
@@ -49,18 +51,23 @@ class Executor:
         Raises:
             StageError: a stage's function failed; with rank, stage and microbatch.
         """
-        calls, starts, at = self.calls.calls, self.calls.starts, 0
+        calls, starts = self.calls.calls, self.calls.starts
         try:
-            for at in range(starts[start], starts[stop]):
-                calls[at]()
+            for self.at in range(starts[start], starts[stop]):
+                calls[self.at]()
         except StageError as error:
             if error.rank is not None:
                 raise
-            raise error.on(self.rank, getattr(self.calls.computes.get(at), "microbatch", None)) from error.__cause__
+            effect = self.calls.computes.get(self.at)
+            raise error.on(self.rank, getattr(effect, "microbatch", None)) from error.__cause__
         except Exception as error:  # a stage is the user's, and may raise anything
-            if at not in self.calls.computes:
+            if self.at not in self.calls.computes:
                 raise  # only compute effects run the user's functions
-            raise self._failure(self.calls.computes[at], error) from error
+            raise self._failure(self.calls.computes[self.at], error) from error
+
+    def effect(self) -> fx.Effect:
+        """Return the effect that runs, or ran last. Any thread may call it."""
+        return self.calls.program.effects[max(0, bisect_right(self.calls.starts, self.at) - 1)]
 
     def finish(self) -> Results:
         """Return the step's results on this rank, and release all its values."""

@@ -16,7 +16,7 @@ import torch
 
 from fpipe import effects as fx
 from fpipe.autodiff.interface import DifferentiablePipeline
-from fpipe.devices import device_of
+from fpipe.devices import current_device, device_of
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
@@ -83,6 +83,11 @@ class Local:
                 mailbox.clear()
 
         return run
+
+    def check(self) -> None:
+        """Wait until the devices have run everything."""
+        for device in [current_device()] if self.devices is None else map(device_of, self.devices):
+            device.synchronize()
 
     def _inputs_of(self, inputs: Inputs, executor: Executor) -> Inputs:
         rank = executor.rank

@@ -218,3 +218,9 @@ class Handler(Protocol):
 
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         """Return a function that runs one step."""
+
+    def check(self) -> None:
+        """Wait until the steps so far are done, and raise TransportError if a peer has failed since.
+
+        What leaves this process after it, such as a checkpoint, has results of whole steps.
+        """

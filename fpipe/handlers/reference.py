@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe.autodiff.interface import DifferentiablePipeline, detached_tree, has_weight, prepared, seed, weighted_loss
+from fpipe.devices import current_device
 from fpipe.effects import Backward, BackwardWeight
 from fpipe.errors import blaming
 from fpipe.handlers.gradients import LeafKey, add, copied, total
@@ -36,6 +37,10 @@ class Reference:
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         train = any(isinstance(e, Backward | BackwardWeight) for p in programs.values() for e in p)
         return lambda inputs: _Step(programs[0].plan, pieces, train, inputs).run()
+
+    def check(self) -> None:
+        """Wait until the device has run everything."""
+        current_device().synchronize()
 
 
 class _Step:

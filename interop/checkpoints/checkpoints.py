@@ -75,7 +75,7 @@ class Checkpoints:
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be at least 1, or None for all, not {keep}")
         self.folder, self.pipeline, self.plan, self.keep = Path(folder), pipeline, plan, keep
-        self._ranks = handler.ranks(plan)
+        self._handler, self._ranks = handler, handler.ranks(plan)
         self._peers = handler.peers and handler.peers.new_group(
             f"the checkpoints in {folder}", hint=HINT, error=CheckpointError
         )
@@ -111,7 +111,7 @@ class Checkpoints:
         Raises:
             CheckpointError: another rank could not save its part, or has another tree in `rest`; or params or state, if
                 any rank passes them, lack an entry of a stage.
-            TransportError: a rank did not come, or is gone.
+            TransportError: a rank did not come, or is gone; or a peer failed in a step before.
             OSError: it can't be written.
             TypeError: a leaf is neither a dense tensor, a number, a text nor None.
         """
@@ -192,7 +192,8 @@ class Checkpoints:
         return result
 
     def _share(self, **sections: Any) -> _Share:
-        """Return the part of a training state that this process saves."""
+        """Return the part of a training state that this process saves, which no failed step has touched."""
+        self._handler.check()
         sections = sections_of(self.pipeline, **sections)
         saved_here = {s: ranks[0] for s, ranks in enumerate(self.plan.placement.holders) if ranks[0] in self._ranks}
         missing = missing_entries(sections, self.pipeline, saved_here)

@@ -1,5 +1,6 @@
 """What only the distributed handler can show."""
 
+import re
 from itertools import product
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe import Placement, Plan, handlers, lower
-from fpipe.effects import Recv
-from fpipe.handlers.distributed.connections import Connections
+from fpipe.devices import Cpu
+from fpipe.effects import Recv, Send
+from fpipe.handlers.distributed.backends import DEADLOCKING, NCCL, NCCL_DTYPES, rounds, too_many
 from fpipe.programs.completions import send_completions
 from fpipe.programs.interleaving import interleave
 from fpipe.tables import TABLE
@@ -121,14 +123,48 @@ def test_a_stage_that_cannot_be_traced_runs_by_eager_autograd_on_its_rank_alone(
     assert f"stage {ranks - 1} can't be traced and runs by eager autograd" in warning
 
 
-def test_all_ranks_refuse_what_is_too_much_for_the_queues_of_one(monkeypatch):
-    """Rank 1 of three has four edges, ranks 0 and 2 two each."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
-    for rank in range(3):
-        connections = object.__new__(Connections)
-        connections.rank, connections.size, connections.backend, connections.edges = rank, 3, "nccl", {}
-        with pytest.raises(fpipe.TransportError, match=r"rank 1 has 4 edges.* set it to 32 before start"):
-            connections.connect([(0, 1), (1, 0), (1, 2), (2, 1)])
+def test_all_ranks_refuse_the_edges_that_one_can_not_have(pools):
+    for text, loss in pools(3).run(jobs.refused_edges):
+        assert text == "TransportError: rank 1 has too many"
+        assert loss  # the next program's
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("schedule", cases.SCHEDULES)
+def test_edges_are_connected_in_few_rounds(schedule, ranks):
+    """In as many as a rank has edges, or a few more, however many ranks there are."""
+    generator, place = cases.SCHEDULES[schedule]
+    programs = lower(generator, Plan(place(ranks), 2 * ranks))
+    edges = {(rank, e.rank) for rank, program in programs.items() for e in program if isinstance(e, Send)}
+    order = rounds(edges)
+    assert sorted(edge for each in order for edge in each) == sorted(edges)
+    for each in order:
+        assert len({rank for edge in each for rank in edge}) == 2 * len(each)
+    edges_of = [sum(rank in edge for edge in edges) for rank in range(ranks)]
+    assert max(edges_of) <= len(order) <= 2 * max(edges_of)
+    assert too_many(max(edges_of), 1, NCCL().channels, 132, "32") is None
+
+
+@pytest.mark.parametrize("name", DEADLOCKING)
+def test_an_environment_that_would_deadlock_is_refused(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    assert re.match(f"{name}=1 makes .*: unset it", NCCL().check(Cpu(), 0, {(0, 1)}, object()))
+
+
+def test_the_edges_of_all_handlers_count():
+    assert too_many(4, 1, 4, 132, "16") is None
+    assert "8 edges in 2 handlers, which with compute and results need 22 streams" in too_many(8, 2, 4, 132, "16")
+    assert too_many(8, 1, 4, 132, "32") is None
+    assert "pass backend=NCCL(channels=4)" in too_many(8, 1, 8, 132, "32")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.float32])
+def test_every_dtype_travels_over_nccl(dtype):
+    x = torch.arange(6).to(dtype)
+    message = NCCL().message(x)
+    assert message.dtype in NCCL_DTYPES
+    assert message.data_ptr() == x.data_ptr()
+    assert torch.equal(message.view(dtype).view(torch.uint8), x.view(torch.uint8))
 
 
 def test_the_handler_says_when_torch_distributed_is_not_set_up():

@@ -104,18 +104,6 @@ def test_a_killed_rank(fresh_pool, autodiff):
         assert outcomes[rank].seconds < LIMIT
 
 
-def test_a_rank_that_is_only_slow(fresh_pool):
-    """A wait has a time limit, and says what it waited for; the first trace of a process alone may take as long."""
-    outcomes = fresh_pool(3).outcomes(faults.run, 3, "slow", "eager", 2.0, limit=30)
-    text = (
-        r"waiting for Gradient\(stage=0, consumer=1, microbatch=\d\) from rank 1, "
-        r"which Backward\(stage=0, microbatch=\d\) needs \(nothing came within 2 s\)"
-    )
-    assert outcomes[0].error == "TransportError"
-    assert re.search(text, outcomes[0].text), outcomes[0].text
-    assert [outcome.error for outcome in outcomes] == ["TransportError"] * 3
-
-
 @pytest.mark.parametrize(
     ("fault", "autodiff", "where"),
     [(*way, (1, 3)) for way in faults.ways("raises")] + [(*way, (0, 0)) for way in faults.ways("raises at once")],

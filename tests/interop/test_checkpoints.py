@@ -837,6 +837,22 @@ def test_what_went_wrong_while_training_went_on_is_raised_by_the_next_call(tmp_p
 # What is in them
 
 
+def test_nothing_is_saved_after_a_peer_has_failed(tmp_path, monkeypatch):
+    """On a GPU a step returns before it is done: what it computes after a failure is no result."""
+    saved, tree = small(tmp_path)
+    first = saved.save(**tree)
+
+    def failed():
+        raise TransportError("rank 1 lost rank 0")
+
+    monkeypatch.setattr(handlers.Local, "check", lambda local: failed())
+    with pytest.raises(TransportError, match="rank 1 lost rank 0"):
+        saved.save(**tree)
+    with pytest.raises(TransportError, match="rank 1 lost rank 0"):
+        saved.async_save(**tree).wait()
+    assert saved.latest() == first
+
+
 def test_only_the_last_are_kept(tmp_path):
     saved, tree = small(tmp_path, keep=2)
     for step in (5, 9, 2):  # an earlier one again, after going back

@@ -32,7 +32,7 @@ FAULTS = {
 }
 """What goes wrong -> what is said of it, on every rank."""
 
-SHORT = ("raises", "killed", "slow", "aux")
+SHORT = ("raises", "killed", "slow", "stopped", "aux")
 """What goes wrong when a microbatch has one row, as the last has in the third step."""
 COUNTING = ("loss dtype",)
 """What goes wrong by the number of calls, which graphs don't make."""
@@ -63,6 +63,8 @@ def step(fault, ranks, handler, rank=None, autodiff="eager"):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "slow" and len(x) == 1:
             time.sleep(3)  # for longer than the handler waits
+        if fault == "stopped" and len(x) == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
         out = layer(p, x)
         if fault == "misfit":
             return out[:, :3]
@@ -106,6 +108,8 @@ def step(fault, ranks, handler, rank=None, autodiff="eager"):
                     given[1] = {"v": given[1]["w"]}
                 if fault == "foreign stage":
                     given[9] = {}
+                if fault == "absent":
+                    time.sleep(4)
                 if fault == "short batch":
                     batch = x[:3]
             total, _ = one(given, batch, target)
@@ -114,8 +118,9 @@ def step(fault, ranks, handler, rank=None, autodiff="eager"):
     return run
 
 
-def run(rank, ranks, fault, autodiff="eager", timeout=60.0):
-    return step(fault, ranks, handlers.Distributed(timeout=timeout), rank, autodiff)()
+def run(rank, ranks, fault, autodiff="eager", timeout=60.0, compute_timeout=60.0):
+    own = handlers.Distributed(timeout=timeout, compute_timeout=compute_timeout)
+    return step(fault, ranks, own, rank, autodiff)()
 
 
 def recover(rank, ranks, fault, autodiff):

@@ -299,6 +299,27 @@ def kept_alive(rank, ranks, autodiff):
         gc.enable()
 
 
+class OneTooMany(handlers.Gloo):
+    """gloo, but a rank in the middle may have two edges."""
+
+    def check(self, device, rank, edges, owner):
+        return f"rank {rank} has too many" if sum(rank in edge for edge in edges) > 2 else None
+
+
+def refused_edges(rank):
+    """The error of a program that one rank can't have the edges of, and whether a smaller one runs after it."""
+    own = handlers.Distributed(timeout=10, backend=OneTooMany())
+    pipeline = fpipe.Pipeline([lambda p, x: x * p] * 3, loss=lambda y, t: y.sum())
+    plan = pipeline.plan(fpipe.Placement.loop(3), 2)
+    text = ""
+    try:
+        fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=own)
+    except fpipe.TransportError as error:
+        text = f"{type(error).__name__}: {error}"
+    run = fpipe.evaluate(pipeline, plan, handler=own, gather=True)  # forward alone: an edge each way less
+    return text, run({rank: torch.tensor(2.0)}, torch.ones(4)).tolist() == [8.0] * 4
+
+
 def moved(tree, device):
     return optree.tree_map(
         lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tree, none_is_leaf=True, namespace="fpipe"

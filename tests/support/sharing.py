@@ -27,6 +27,9 @@ class Sharing:
     def ranks(self, plan):
         return self.handler.ranks(plan)
 
+    def check(self):
+        self.handler.check()
+
     def compile(self, programs, pieces, observe):
         for stage, piece in enumerate(pieces.stages):
             if isinstance(piece, Traced):

@@ -44,10 +44,12 @@ class KnownStep:
     Args:
         sent: by value and the rank that it is sent to.
         received: by value.
+        gathered: of outputs, by microbatch.
     """
 
     sent: dict[tuple[fx.Value, int], PayloadCodec] = field(default_factory=dict)
     received: dict[fx.Value, PayloadCodec] = field(default_factory=dict)
+    gathered: dict[int, PayloadCodec] = field(default_factory=dict)
     loss_dtype: torch.dtype | None = None
 
 
@@ -97,8 +99,8 @@ class Channels:
                     "on their data",
                 )
             for message in messages:
-                if message.device.type != self.connections.device.type:
-                    where = self.connections.device
+                where = self.connections.device.torch_device
+                if message.device.type != where.type:
                     raise self._error(
                         value, f"{value} is on {message.device}, and this handler moves values on {where}"
                     )
@@ -154,7 +156,7 @@ class Channels:
     def end(self) -> None:
         """Finish a step: wait for all sends."""
         for peer, (works, _) in self.signatures:
-            self.connections.wait(works, peer, f"sending a signature to rank {peer}")
+            self.connections.wait_for_control(works, peer, f"sending a signature to rank {peer}")
         for peer, sent in self.sent.items():
             self._release(peer, sent, sent.complete + len(sent.in_flight))
 
@@ -198,7 +200,7 @@ class Channels:
         except TypeError as error:
             raise self._error(value, f"its output can't be sent: {error}") from error
         self.signatures.append((target, self.connections.send_bytes(text, target)))
-        codec = self.known.sent[value, target] = PayloadCodec(signature, self.connections.device)
+        codec = self.known.sent[value, target] = PayloadCodec(signature, self.connections.device.torch_device)
         return codec
 
     def _receive_signature(self, source: int, purpose: str) -> None:
@@ -210,7 +212,7 @@ class Channels:
             raise StageError(
                 f"a value from rank {source} can't be decoded here: {error}", rank=self.connections.rank
             ) from error
-        self.known.received[route.value] = PayloadCodec(signature, self.connections.device)
+        self.known.received[route.value] = PayloadCodec(signature, self.connections.device.torch_device)
         self._post(route)
 
     def _with_optional(self, value: fx.Value, signature: Signature) -> Signature:

@@ -2,27 +2,40 @@
 
 Posts never wait; `wait` does: on CUDA the stream waits, on the CPU the host. Messages of one connection arrive in
 order; there is no order between two connections.
+
+Invariants:
+- a host's wait is known to the watchdog, which ends it (liveness.py);
+- all ranks make the same connections, in one order, or none of them;
+- connections that have not failed are closed when the device has done everything that was posted on them.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import threading
+import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from fpipe.devices import Device
 from fpipe.errors import StageError, TransportError
+from fpipe.handlers.distributed.activity import DEVICE, Activity, Markers
+from fpipe.handlers.distributed.backends import Backend, Edge, Gloo, rounds
+from fpipe.handlers.distributed.lifeline import Lifeline
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
 from fpipe.handlers.distributed.wire import PayloadCodec
 from fpipe.stages.pytree import Flat
 
 log = logging.getLogger("fpipe.transport")
+GLOO = Gloo()
 
 InFlight = tuple[list[dist.Work], list[torch.Tensor]]
 """Works that are not complete, and the tensors that must live until they are."""
@@ -43,81 +56,137 @@ class Connections:
         store: through which the ranks find each other; under a prefix that nothing else uses.
         rank, size: of this process, and how many there are.
         device: where values are.
-        timeout: seconds that any wait may take.
+        backend: makes the edges.
+        timeout: seconds in which a connection must be made; in which a rank that others wait for must come.
+        closed: is set when the connections are not used any more.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device, timeout: float) -> None:
-        self.store, self.rank, self.size, self.device, self.timeout = store, rank, size, device, timeout
-        self.backend = "nccl" if device.type == "cuda" else "gloo"
-        self.edges: dict[tuple[int, int], Any] = {}
-        self.shared: dict[str, Any] = {}
+    def __init__(self, store: Store, rank: int, size: int, device: Device, backend: Backend, timeout: float) -> None:
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.device, self.backend = device, backend
+        self.activity = Activity(Markers(device))
+        self.groups = _Groups(backend, self.activity.markers, timeout)
+        self.edges, self.closed = self.groups.edges, self.groups.closed
+        self.planned: frozenset[Edge] = frozenset()  # of all ranks
+        self.comparisons = 0
         # Also at the interpreter's exit: gloo's threads must not outlive it.
-        weakref.finalize(self, _close, self.edges, self.shared)
-        everyone = list(range(size))
-        control = self.shared["control"] = self._group("control", everyone, "gloo")
-        self.shared["results"] = control if self.backend == "gloo" else self._group("results", everyone, self.backend)
+        weakref.finalize(self, self.groups.close)
+        self.groups.shared["control"] = GLOO.group(PrefixStore("control", store), "control", rank, range(size), timeout)
 
     @property
     def control(self) -> Any:
         """All ranks, on the CPU."""
-        return self.shared["control"]
+        return self.groups.shared["control"]
+
+    @property
+    def results(self) -> Any:
+        """All ranks, on the device."""
+        return self.groups.shared.get("results", self.control)
 
     def new_group(self, name: str, timeout: float | None) -> Any:
         """Return a gloo group of all ranks, over separate connections: a failure there does not affect the others.
 
         The first call for a name connects all ranks: all of them make it at the same time.
+
+        Args:
+            timeout: seconds that one wait may take.
         """
-        if name not in self.shared:
-            self.shared[name] = self._group(name, list(range(self.size)), "gloo", timeout)
-        return self.shared[name]
+        shared = self.groups.shared
+        if name not in shared:
+            limit = timedelta(seconds=self.timeout if timeout is None else timeout)
+            shared[name] = dist.ProcessGroupGloo(PrefixStore(name, self.store), self.rank, self.size, limit)
+        return shared[name]
 
     # Set-up
 
-    def _group(self, name: str, ranks: list[int], backend: str, timeout: float | None = None) -> Any:
-        """Make a group of some ranks; only these call it.
+    def connect(self, edges: Collection[Edge]) -> None:
+        """Make the groups that are missing, round by round, and send one message over each. Every rank calls it.
 
         `torch.distributed.new_group` must be called by every rank of the job in the same order, also by those that
-        train another pipeline, and it splits a communicator made with `device_id`.
-        """
-        store, rank = PrefixStore(name, self.store), ranks.index(self.rank)
-        limit = timedelta(seconds=self.timeout if timeout is None else timeout)
-        if backend == "gloo":
-            return dist.ProcessGroupGloo(store, rank, len(ranks), limit)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        options.group_name = f"fpipe {name}"  # type: ignore[assignment]
-        options.global_ranks_in_group = ranks
-        return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+        train another pipeline, and it splits a communicator made with `device_id`; so the groups are made without it.
 
-    def connect(self, edges: Collection[tuple[int, int]]) -> None:
-        """Make the groups that are missing, in sorted order, and send one message over each.
+        Args:
+            edges: of all ranks.
 
         Raises:
-            TransportError: there are more edges than a GPU has hardware queues.
+            TransportError: a rank can't have so many edges, or its environment would make it wait for ever.
         """
-        if self.backend == "nccl":
-            for rank in range(self.size):  # so that all ranks raise, before a group is made
-                check_queues(rank, {*edges, *self.edges}, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
-        for source, target in sorted(set(edges) - set(self.edges)):
-            if self.rank not in (source, target):
-                continue
-            self.edges[source, target] = self._group(f"{source}-{target}", sorted((source, target)), self.backend)
-            ping, sends = [torch.ones(1, device=self.device)], self.rank == source
-            works = self.send(ping, target) if sends else self.receive(ping, source)
-            self.wait(works, target if sends else source, f"connecting rank {source} to rank {target}")
-            log.debug("rank %d connected %d -> %d over %s", self.rank, source, target, self.backend)
+        planned = self.planned | set(edges)
+        self._compare(self.backend.check(self.device, self.rank, planned, self))
+        with warnings.catch_warnings():  # it is what an edge is made for
+            warnings.filterwarnings("ignore", message="An unbatched P2P op")
+            if self.backend.asynchronous and self.size > 1 and self.groups.lifeline is None:
+                self.groups.lifeline = Lifeline(self.store, self.rank, self.size, self.timeout)
+                self._within_limit(self._connect_results, "connecting all ranks")
+            for edge in (edge for each in rounds(planned - self.planned) for edge in each):
+                if self.rank in edge:
+                    source, target = edge
+                    purpose = f"connecting rank {source} to rank {target}"
+                    self._within_limit(partial(self._connect_edge, edge, purpose), purpose)
+        self.planned = planned
+
+    def _compare(self, refusal: str | None) -> None:
+        """Raise a rank's reason against the connections on all ranks, before one is made."""
+        self.comparisons += 1
+        key = f"no connections {self.comparisons}"
+        if refusal is not None:
+            self.store.compare_set(key, "", refusal)
+        count, works = self.collect([refusal is not None])
+        self.wait_for_control(works, None, "setting up connections")
+        if count.item():
+            raise TransportError(str(self.store.get(key), "utf-8"))
+
+    def _connect_results(self) -> None:
+        purpose = "connecting all ranks"
+        store, ranks = PrefixStore("results", self.store), range(self.size)
+        group = self.backend.group(store, "results", self.rank, ranks, self.timeout)
+        ping = torch.ones(1, device=self.device.torch_device)
+        self.wait(self._post(None, purpose, group.broadcast, [(ping, 0)]), None, purpose)
+        self.groups.shared["results"] = group
+
+    def _connect_edge(self, edge: Edge, purpose: str) -> None:
+        source, target = edge
+        ranks, name, sends = sorted(edge), f"{source}-{target}", self.rank == source
+        store = PrefixStore(name, self.store)
+        self.edges[edge] = self.backend.group(store, name, ranks.index(self.rank), ranks, self.timeout)
+        ping = [torch.ones(1, device=self.device.torch_device)]
+        works = self.send(ping, target) if sends else self.receive(ping, source)
+        self.wait(works, target if sends else source, purpose)
+        log.debug("rank %d connected %d -> %d over %s", self.rank, source, target, self.backend)
+
+    def _within_limit(self, connect: Callable[[], None], purpose: str) -> None:
+        """Make a connection. One that can't be cut while it is made gets a thread, which is left after the limit."""
+        if not self.backend.asynchronous:
+            connect()
+            return
+        errors: list[BaseException] = []
+
+        def attempt() -> None:
+            try:
+                self.device.use()
+                connect()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=attempt, daemon=True, name="fpipe-connect")
+        thread.start()
+        thread.join(self.timeout)
+        if errors:
+            raise errors[0]
+        if thread.is_alive():
+            raise PeerLost(None, f"{purpose} (no connection within {self.timeout:g} s)")
 
     # Posts and waits
 
     def send(self, messages: list[torch.Tensor], target: int) -> list[dist.Work]:
         """Post messages to a rank. The caller keeps them and their works until the works are complete."""
         group, side = self.edges[self.rank, target], _side(target, self.rank)
-        return self._post_each(group.send, messages, side, target, "send to")
+        return self._post_each(group.send, list(map(self.backend.message, messages)), side, target, "send to")
 
     def receive(self, messages: list[torch.Tensor], source: int) -> list[dist.Work]:
         """Post receives from a rank."""
         group, side = self.edges[source, self.rank], _side(source, self.rank)
-        return self._post_each(group.recv, messages, side, source, "receive from")
+        return self._post_each(group.recv, list(map(self.backend.message, messages)), side, source, "receive from")
 
     def send_bytes(self, text: bytes, target: int) -> InFlight:
         """Post bytes to a rank, over the control group."""
@@ -127,10 +196,14 @@ class Connections:
     def recv_bytes(self, source: int, purpose: str) -> bytes:
         """Wait for bytes that a rank sent by `send_bytes`."""
         size = torch.zeros(1, dtype=torch.int64)
-        self.wait(self._post_each(self.control.recv, [size], source, source, "receive from"), source, purpose)
+        self._receive_control(size, source, purpose)
         body = torch.empty(int(size), dtype=torch.uint8)
-        self.wait(self._post_each(self.control.recv, [body], source, source, "receive from"), source, purpose)
+        self._receive_control(body, source, purpose)
         return body.numpy().tobytes()
+
+    def _receive_control(self, message: torch.Tensor, source: int, purpose: str) -> None:
+        works = self._post_each(self.control.recv, [message], source, source, "receive from")
+        self.wait_for_control(works, source, purpose)
 
     def _post_each(
         self, post: Callable[..., dist.Work], messages: list[torch.Tensor], side: int, peer: int, what: str
@@ -146,27 +219,46 @@ class Connections:
             raise PeerLost(peer, f"{what} ({first_line(error)})") from None
 
     def wait(self, works: list[dist.Work], peer: int | None, purpose: str) -> None:
-        """Wait for works; on CUDA the stream waits. They are popped, so that no traceback keeps them alive."""
+        """Wait for works of the edges, or of `results`. They are popped, so that no traceback keeps them alive."""
+        self._wait(works, peer, purpose, self.backend)
+        if self.backend.asynchronous:
+            self.activity.markers.add(purpose, awaits=True)
+
+    def wait_for_control(self, works: list[dist.Work], peer: int | None, purpose: str) -> None:
+        """Wait on the host for works of the control group."""
+        self._wait(works, peer, purpose, GLOO)
+
+    def _wait(self, works: list[dist.Work], peer: int | None, purpose: str, backend: Backend) -> None:
+        activity = self.activity
+        activity.waiting = None if backend.asynchronous else purpose
         try:
             while works:
-                works.pop(0).wait()
+                backend.wait(works.pop(0))
         except RuntimeError as error:
             works.clear()
-            raise PeerLost(peer, f"{purpose} ({cause_of(error, self.timeout)})") from None
+            raise PeerLost(peer, purpose if self.groups.is_cut else f"{purpose} ({first_line(error)})") from None
+        finally:
+            activity.waiting = None
+
+    def keep_up(self) -> None:
+        """Wait until the device is at most some effects behind the host."""
+        self.activity.waiting = DEVICE
+        self.activity.markers.keep_up()
+        self.activity.waiting = None
 
     def abort(self) -> None:
         """Break all connections, so that peers that wait for this process get an error at once.
 
         gloo closes its sockets when the last reference to a group goes: nothing else may keep one.
         """
-        if self.backend == "nccl":
+        if self.backend.asynchronous:
             self.cut()
-        _close(self.edges, self.shared)
+        self.groups.is_cut = True
+        self.groups.close()
 
     def cut(self) -> None:
-        """Abort the operations of NCCL that are not complete."""
-        for group in (*self.edges.values(), *self.shared.values()):
-            group.abort()
+        """End all operations that are not complete, and all waits for them. Any thread may call it."""
+        self.groups.cut()
 
     # Collectives, at the ends of a step
 
@@ -177,28 +269,45 @@ class Connections:
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str, control: bool = False) -> torch.Tensor:
         """Return the tensor of rank `source`, on every rank; the others pass a tensor to receive into."""
-        group = self.shared["control" if control else "results"]
-        self.wait(self._post(source, purpose, group.broadcast, [(tensor, source)]), source, purpose)
+        group, wait = (self.control, self.wait_for_control) if control else (self.results, self.wait)
+        wait(self._post(source, purpose, group.broadcast, [(tensor, source)]), source, purpose)
         return tensor
 
-    def broadcast_payload(self, payload: Flat | None, source: int, purpose: str) -> Flat:
-        """Return the payload of rank `source`, on every rank; its signature travels first."""
+    def broadcast_payload(
+        self, payload: Flat | None, source: int, purpose: str, codec: PayloadCodec | None
+    ) -> tuple[Flat, PayloadCodec]:
+        """Return the payload of rank `source`, on every rank, and its codec.
+
+        Args:
+            codec: of the same payload in an earlier step, on every rank or on none; without it, and with plain leaves,
+                the signature travels first, for which the host waits.
+        """
+        if codec is None or not codec.has_tensors_alone:
+            codec = self._broadcast_signature(payload, source, purpose)
+        messages = codec.buffers() if payload is None else codec.messages(payload)
+        if messages is None:
+            assert payload is not None
+            raise StageError(
+                f"{purpose}: they are {signature_of(payload).text()}, where equal inputs gave {codec.signature.text()} "
+                "before",
+                rank=self.rank,
+            )
+        for each in messages:
+            self.broadcast(each.reshape(-1).view(torch.uint8), source, purpose)
+        return codec.payload(messages) if payload is None else payload, codec  # type: ignore[return-value]
+
+    def _broadcast_signature(self, payload: Flat | None, source: int, purpose: str) -> PayloadCodec:
         text = b""
         if payload is not None:
-            signature = signature_of(payload)
             try:
-                text = encode(signature)
+                text = encode(signature_of(payload))
             except TypeError as error:
                 raise StageError(f"{purpose}: they can't be sent: {error}", rank=self.rank) from error
         size = self.broadcast(torch.tensor([len(text)]), source, purpose, control=True)
         body = _as_tensor(text.ljust(int(size), b"\0"))
         self.broadcast(body, source, purpose, control=True)
-        codec = PayloadCodec(decode(body.numpy().tobytes()) if payload is None else signature, self.device)
-        messages = codec.buffers() if payload is None else codec.messages(payload)
-        assert messages is not None, "the signature is the payload's own"
-        for each in messages:
-            self.broadcast(each.reshape(-1).view(torch.uint8), source, purpose)
-        return codec.payload(messages) if payload is None else payload  # type: ignore[return-value]
+        signature = decode(body.numpy().tobytes()) if payload is None else signature_of(payload)
+        return PayloadCodec(signature, self.device.torch_device)
 
 
 def _as_tensor(text: bytes) -> torch.Tensor:
@@ -222,39 +331,37 @@ def first_line(error: Exception) -> str:
     return "the connection closed" if "onnection" in text and ("closed" in text or "reset" in text) else text
 
 
-def check_queues(rank: int, edges: Collection[tuple[int, int]], connections: str | None) -> None:
-    """Raise if a rank needs more streams than the GPU has hardware queues.
-
-    Each edge has its own stream, on which a receive waits for its sender. Where two streams share a queue, everything
-    behind such a receive waits too, possibly the compute that its sender waits for. This follows from a model of the
-    queues; it was not observed on a GPU.
-
-    Args:
-        connections: CUDA_DEVICE_MAX_CONNECTIONS; CUDA's default is 8, its maximum 32.
-
-    Raises:
-        TransportError: the rank's edges, compute and collectives need more streams than there are queues.
-
-    >>> check_queues(0, {(0, 1), (1, 0)}, "1")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    fpipe.errors.TransportError: rank 0 has 2 edges, ... gives 1 hardware queue, ...: set it to 32 before start
-    >>> check_queues(0, {(0, 1), (1, 0)}, None)
-    """
-    count = sum(rank in edge for edge in edges)
-    queues = min(int(connections), 32) if connections else 8
-    if count + 2 > queues:
-        raise TransportError(
-            f"rank {rank} has {count} edges, which with compute and collectives need {count + 2} streams, and "
-            f"CUDA_DEVICE_MAX_CONNECTIONS gives {queues} hardware queue{'s' * (queues != 1)}, in which receives would "
-            f"block compute: set it to 32 before start" + (", or use a placement with fewer edges" * (count > 30))
-        )
-
-
-def _close(*groups: dict[Any, Any]) -> None:
-    for each in groups:
-        each.clear()
-
-
 def _side(rank: int, other: int) -> int:
     """Return a rank's number in a group of two."""
     return int(rank > other)
+
+
+class _Groups:
+    """The groups of one handler; closed when its connections are collected."""
+
+    def __init__(self, backend: Backend, markers: Markers, timeout: float) -> None:
+        self.edges: dict[Edge, Any] = {}
+        self.shared: dict[str, Any] = {}
+        self.closed, self.is_cut = threading.Event(), False
+        self.lifeline: Lifeline | None = None
+        self._backend, self._markers, self._timeout = backend, markers, timeout
+
+    def cut(self) -> None:
+        """End all operations that are not complete."""
+        self.is_cut = True
+        shared = dict(self.shared)
+        results = shared.pop("results", None)
+        self._backend.cut([*self.edges.values(), *([] if results is None else [results])])
+        GLOO.cut([group for name, group in shared.items() if name == "control"])
+
+    def close(self) -> None:
+        """Close the connections; if none has failed, when the device has done everything that was posted on them."""
+        until = time.monotonic() + self._timeout
+        if not self._markers.drain(lambda: not self.is_cut and time.monotonic() < until) and not self.is_cut:
+            log.warning("the device has not done all its work within %g s: the connections are cut", self._timeout)
+            self.cut()
+        self.closed.set()
+        if self.lifeline is not None:
+            self.lifeline.close()
+        self.edges.clear()
+        self.shared.clear()

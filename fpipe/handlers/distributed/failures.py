@@ -7,7 +7,6 @@ import logging
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -62,7 +61,8 @@ class Failures:
         if known is None and connections.size == 2:
             known = 1 - self.rank
         peer = "a peer" if known is None else f"rank {known}"
-        reason = self.wait(0.2)  # a rank that fails writes its reason before it breaks its connections
+        # A rank that fails writes its reason before it breaks its connections; so does this rank's watchdog.
+        reason = self.ended or self.wait(0.2)
         if reason is None:
             reason = f"{peer} did not give a reason: did its script end, or was its process killed?"
             self.post(f"rank {self.rank} lost {peer} while {lost}. {reason}")
@@ -77,30 +77,6 @@ class Failures:
         self.ended = str(error) if placed else f"rank {self.rank}: {text}"
         self.post(self.ended)
         connections.abort()
-
-
-class FailureWatchdog(threading.Thread):
-    """On CUDA, where the host does not wait: looks into the store once a second, as long as the handler lives.
-
-    After a failure of a peer it breaks the connections, so that kernels that wait for the peer end.
-    """
-
-    def __init__(self, failures: Failures, connections: Connections) -> None:
-        super().__init__(daemon=True, name="fpipe-watchdog")
-        self.failures, self.connections = weakref.ref(failures), weakref.ref(connections)
-
-    def run(self) -> None:
-        while True:
-            time.sleep(1.0)
-            failures, connections = self.failures(), self.connections()
-            if failures is None or connections is None or failures.ended is not None:
-                return
-            reason = failures.wait(0.0)
-            if reason is not None:
-                failures.ended = reason
-                connections.cut()
-                return
-            del failures, connections
 
 
 def call_with_timeout(seconds: float, call: Callable[[], T]) -> T | None:

@@ -8,24 +8,28 @@ stays usable. A rank that fails later in the step writes its reason into the job
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
 from fpipe import effects as fx
 from fpipe.autodiff.interface import DifferentiablePipeline
+from fpipe.devices import Device, device_of
 from fpipe.errors import ScheduleError, StageError, TransportError
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
+from fpipe.handlers.distributed.backends import NCCL, Backend, Gloo
 from fpipe.handlers.distributed.channels import Channels
-from fpipe.handlers.distributed.collectives import Collectives, fingerprint, over, process_group
+from fpipe.handlers.distributed.collectives import Collectives, fingerprint, process_group
 from fpipe.handlers.distributed.connections import Connections, PeerLost
-from fpipe.handlers.distributed.failures import Failures, FailureWatchdog
+from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.handshake import Handshake, StepRejected
+from fpipe.handlers.distributed.liveness import Watchdog, introduce
+from fpipe.handlers.distributed.rendezvous import meet
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Inputs, Observer, Results, Run
 from fpipe.plan import Plan
@@ -40,9 +44,11 @@ class Distributed:
     Args:
         group: a process group whose ranks are the plan's, or one dimension of a DeviceMesh; by default all
             processes of the job.
-        timeout: seconds that any wait for a peer may take before it is an error.
+        timeout: seconds within which a rank that others wait for must answer, and come to the step.
+        compute_timeout: seconds that one effect may compute while others wait for it, with tracing and compilation.
         device: where values are; under NCCL by default the current CUDA device (call `torch.cuda.set_device`
             first), else the CPU.
+        backend: `Gloo()` or `NCCL()`, by default that of the device.
         functions: effect class -> `function(calls, effect)`, as in `Local`.
         peers: the other processes, for calls between steps; None where this process is the only one.
 
@@ -50,7 +56,8 @@ class Distributed:
 
     Raises:
         ScheduleError: (by them) the group's size is not the plan's, or ranks have different programs.
-        TransportError: (by them, and in a step) a peer failed; names it, its reason, and the value waited for.
+        TransportError: (by them, and in a step) a peer failed; names it, its reason, and the value waited for. Or (by
+            them) a GPU can't run so many edges, or an environment variable would make ranks wait for ever.
     """
 
     def __init__(
@@ -58,7 +65,9 @@ class Distributed:
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         timeout: float = 300.0,
-        device: torch.device | str | None = None,
+        compute_timeout: float = 1800.0,
+        device: torch.device | str | Device | None = None,
+        backend: Backend | None = None,
         functions: Functions = NO_FUNCTIONS,
     ) -> None:
         self.functions = functions
@@ -66,9 +75,11 @@ class Distributed:
         self.rank, self.size, self.timeout = dist.get_rank(self.group), dist.get_world_size(self.group), timeout
         if self.rank < 0:
             raise TransportError("this process is not in the group: make the handler on the group's ranks only")
-        self.device = torch.device(device) if device is not None else _device(self.group)
+        place = device_of(_device(self.group) if device is None else device)
+        self.device = place.torch_device
         self.devices = (self.device,)
-        self._setup = _Setup(self.group, timeout, self.device)
+        backend = backend or (NCCL() if self.device.type == "cuda" else Gloo())
+        self._setup = _Setup(self.group, timeout, compute_timeout, place, backend)
         self.peers = Collectives(self._setup, self.rank, self.size, timeout) if self.size > 1 else None
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
@@ -81,25 +92,50 @@ class Distributed:
 
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         connections, failures = self._setup.ready()
+        edges = {(rank, e.rank) for rank, p in programs.items() for e in p if isinstance(e, fx.Send)}
+        options = pieces.loss, pieces.gather, () if observe is None else observe.agreed
+        connections.activity.enter()
         try:
-            options = pieces.loss, pieces.gather, () if observe is None else observe.agreed
             self._compare(connections, (options, [(p.plan, p.effects) for _, p in sorted(programs.items())]))
-            connections.connect({(rank, e.rank) for rank, p in programs.items() for e in p if isinstance(e, fx.Send)})
+            connections.connect(edges)
         except PeerLost as lost:
             raise failures.of_peer(connections, lost) from None
         except TransportError:
             raise
         except RuntimeError as error:
             raise failures.of_peer(connections, PeerLost(None, f"setting up connections ({error})")) from error
+        finally:
+            connections.activity.leave()
         channels = Channels(connections, Handshake(connections, failures), send_completions(programs, self.rank))
-        calls = Calls(programs[self.rank], pieces, channels, observe, None, self.functions)
+        device, markers = connections.device, connections.activity.markers
+
+        def pace(effect: fx.Effect) -> Callable[[], None]:
+            def mark() -> None:
+                markers.add(effect)
+                connections.keep_up()
+
+            return mark
+
+        paced = pace if device.asynchronous else None
+        calls = Calls(programs[self.rank], pieces, channels, observe, device, self.functions, paced)
         return _CompiledProgram(Executor(calls), channels, failures)
+
+    def check(self) -> None:
+        """Wait until the device has run everything that was launched; on the CPU return at once.
+
+        Call it before results leave this process, for example into a checkpoint: a step returns when everything is
+        launched, and what comes after a failure of a peer is not a result.
+
+        Raises:
+            TransportError: a peer failed; what this process computed since may be wrong.
+        """
+        self._setup.check()
 
     def _compare(self, connections: Connections, content: object) -> None:
         """Check that all ranks run the same."""
         number = fingerprint(content)
         extremes, works = connections.collect([number, -number], dist.ReduceOp.MAX)
-        connections.wait(works, None, "comparing programs")
+        connections.wait_for_control(works, None, "comparing programs")
         if extremes.tolist() != [number, -number]:
             raise ScheduleError(
                 f"rank {self.rank}: the ranks were given different schedules, plans or recorders; every rank must make "
@@ -110,8 +146,11 @@ class Distributed:
 class _Setup:
     """The connections of a handler, made at first use."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float, device: torch.device) -> None:
-        self._process_group, self.timeout, self.device = group, timeout, device
+    def __init__(
+        self, group: dist.ProcessGroup, timeout: float, compute_timeout: float, device: Device, backend: Backend
+    ) -> None:
+        self._group, self.timeout, self._compute_timeout = group, timeout, compute_timeout
+        self._device, self._backend = device, backend
         self._parts: tuple[Connections, Failures] | None = None
 
     def ready(self) -> tuple[Connections, Failures]:
@@ -124,6 +163,13 @@ class _Setup:
         failures.check()
         return connections, failures
 
+    def check(self) -> None:
+        """Wait for the device; raise if the handler has failed."""
+        if self._parts is not None:
+            connections, failures = self._parts
+            connections.activity.markers.drain(lambda: failures.ended is None)
+            failures.check()
+
     def store(self) -> Store:
         return self.ready()[0].store
 
@@ -131,10 +177,12 @@ class _Setup:
         return self.ready()[0].new_group(purpose, timeout)  # type: ignore[no-any-return]
 
     def _make(self) -> tuple[Connections, Failures]:
-        rank, size = self._process_group.rank(), self._process_group.size()
-        store = _own_store(self._process_group, self.timeout)
+        rank, size = self._group.rank(), self._group.size()
+        store = meet(self._group, self.timeout)
+        failures = Failures(rank, store)
+        introduce(failures)
         try:
-            connections = Connections(store, rank, size, self.device, self.timeout)
+            connections = Connections(store, rank, size, self._device, self._backend, self.timeout)
         except RuntimeError as error:
             raise TransportError(
                 f"rank {rank} could not connect to the other {size - 1} ranks within {self.timeout:g} s. "
@@ -142,25 +190,13 @@ class _Setup:
                 "host's name: where that is 127.0.0.1, set GLOO_SOCKET_IFNAME to the interface that leads to the "
                 f"others ({error})"
             ) from error
-        failures = Failures(rank, store)
-        if self.device.type == "cuda":
-            FailureWatchdog(failures, connections).start()
+        if size > 1:
+            Watchdog(failures, connections, self._compute_timeout).start()
         return connections, failures
 
 
-def _own_store(group: dist.ProcessGroup, timeout: float) -> Store:
-    """Return the job's store under a prefix that no other handler has; the ranks of the group agree on it."""
-    name, store = f"fpipe/{group.group_name}", _get_default_store()
-    count = store.add(f"{name}/handlers of {group.rank()}", 1)  # lower on a rank that did not come before
-    hint = "value_and_grad and evaluate are called on every rank, in the same order"
-    number = max(over(group, "a new handler", hint=hint, timeout=timeout).gather(count, "the set-up"))
-    return PrefixStore(f"{name}/handler {number}", store)
-
-
-def _device(group: dist.ProcessGroup) -> torch.device:
-    if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _device(group: dist.ProcessGroup) -> str:
+    return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group) else "cpu"
 
 
 class _CompiledProgram:
@@ -172,6 +208,7 @@ class _CompiledProgram:
 
     def __call__(self, inputs: Inputs) -> Results:
         self.failures.check()
+        self.connections.activity.enter(self.executor.effect)
         try:
             results = self._step(inputs)
             self.failures.check()  # on CUDA an aborted group raises nothing: its values are wrong
@@ -186,6 +223,7 @@ class _CompiledProgram:
             self.failures.of_own(self.connections, error)
             raise
         finally:
+            self.connections.activity.leave()
             self.executor.calls.clear()
             self.channels.clear()
 
@@ -215,8 +253,9 @@ class _CompiledProgram:
         blocks = [(home, self.plan.microbatches_of(last, home)) for home in self.plan.placement.holders[last]]
         for home, block in blocks if self.pieces.gather else ():
             for m in block:
-                payload = flatten(results.outputs[m]) if home == rank else None
-                payload = self.connections.broadcast_payload(payload, home, f"gathering the outputs of microbatch {m}")
+                output = flatten(results.outputs[m]) if home == rank else None
+                purpose, gathered = f"gathering the outputs of microbatch {m}", self.channels.known.gathered
+                payload, gathered[m] = self.connections.broadcast_payload(output, home, purpose, gathered.get(m))
                 results.outputs[m] = payload.tree
         if len(results.outputs) == self.plan.microbatches:
             try:
@@ -229,10 +268,12 @@ class _CompiledProgram:
             results.losses |= dict(zip(block, losses.unbind(), strict=True))
 
     def _share_losses(self, losses: Tensor | None, home: int, count: int) -> Tensor:
-        purpose, known, device = f"waiting for the loss from rank {home}", self.channels.known, self.connections.device
+        purpose, known = f"waiting for the loss from rank {home}", self.channels.known
+        device = self.connections.device.torch_device
         if known.loss_dtype is None:
             payload = None if losses is None else flatten(losses)
-            losses = self.connections.broadcast_payload(payload, home, purpose).tree
+            payload, _ = self.connections.broadcast_payload(payload, home, purpose, None)
+            losses = payload.tree
             known.loss_dtype = losses.dtype
             return losses
         if losses is None:

@@ -78,7 +78,7 @@ class Handshake:
         Raises:
             StepRejected: a rank can't run the step.
         """
-        self.connections.wait(self.works, None, "beginning a step: a rank has not come to it")
+        self.connections.wait_for_control(self.works, None, "beginning a step: a rank has not come to it")
         first, second, broken, knowing, rows, squares = self.sum.tolist()
         if self.broken is not None:
             raise StepRejected(self.broken)

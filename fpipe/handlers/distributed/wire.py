@@ -64,6 +64,7 @@ class PayloadCodec:
     Args:
         device: where their tensors are.
         small: bytes up to which a tensor is packed with others.
+        has_tensors_alone: whether the signature has no plain leaf, whose value may differ from payload to payload.
     """
 
     def __init__(self, signature: Signature, device: torch.device, small: int = SMALL) -> None:
@@ -75,6 +76,7 @@ class PayloadCodec:
         self.alone = [chunk for chunk in chunks if chunk.size and chunk.leaf not in inside]
         self.empty = [chunk for chunk in chunks if not chunk.size]
         self.length = self.packed[-1].at + self.packed[-1].size if self.packed else 0
+        self.has_tensors_alone = all(leaf is None or isinstance(leaf, TensorSpec) for leaf in signature.leaves)
         self._seen: _Seen | None = None
 
     def messages(self, payload: Payload) -> list[Tensor] | None:

@@ -1,0 +1,263 @@
+"""The two ways by which values travel: gloo between CPUs, NCCL between GPUs.
+
+Invariants:
+- no group ends a process or a wait by a clock of its own: the watchdog of the handler decides (liveness.py);
+- making a group is bounded by the handler's time limit;
+- `cut` returns within seconds, and ends every wait for these groups in this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from fpipe.devices import Device
+
+log = logging.getLogger("fpipe.transport")
+
+Edge = tuple[int, int]
+FOREVER = timedelta(days=30)
+CUT_TAG = 1 << 20  # of a receive that nobody sends for; messages have the tag 0
+CUT_LIMIT = 10.0  # seconds that cutting may take
+DEFAULT_CHANNELS = 4
+RESULT_CHANNELS = 1  # the losses are small
+
+
+class Backend(Protocol):
+    """Makes groups of processes that exchange tensors, as torch's `ProcessGroupGloo` and `ProcessGroupNCCL` do.
+
+    A group has `send([tensor], rank, tag)`, `recv([tensor], rank, tag)` and `broadcast(tensor, root)`, which post an
+    operation on the current stream and return a work.
+
+    Args:
+        asynchronous: whether a wait for a work makes the device's current stream wait, and not the host.
+    """
+
+    asynchronous: bool
+
+    def check(self, device: Device, rank: int, edges: Collection[Edge], owner: object) -> str | None:
+        """Return why this process can't have these edges; None if it can.
+
+        Args:
+            edges: of a handler, all of them; those of this process's other handlers count too.
+            owner: the handler's connections, as long as they live.
+        """
+
+    def group(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: float) -> Any:
+        """Make a group of some ranks of the job; only these call it. `rank` is this process's number among them."""
+
+    def message(self, tensor: Tensor) -> Tensor:
+        """Return a contiguous tensor as one of a dtype that can travel; shares its memory."""
+
+    def wait(self, work: Any) -> None:
+        """Wait for a work: the host, or the current stream."""
+
+    def cut(self, groups: Sequence[Any]) -> None:
+        """End every operation of these groups that is not complete; their waits fail."""
+
+
+@dataclass(frozen=True)
+class Gloo:
+    """gloo: TCP between processes, tensors on the CPU."""
+
+    asynchronous = False
+
+    def check(self, device: Device, rank: int, edges: Collection[Edge], owner: object) -> str | None:
+        return None
+
+    def group(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: float) -> Any:
+        group = dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=timeout))
+        group._set_default_timeout(FOREVER)
+        return group
+
+    def message(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def wait(self, work: Any) -> None:
+        work.wait(FOREVER)
+
+    def cut(self, groups: Sequence[Any]) -> None:
+        """gloo's own `abort` wakes no wait. A receive that times out does: it fails all that its group waits for."""
+        for group in groups:
+            if group.size() > 1:
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), CUT_TAG).wait(MOMENT)
+
+
+MOMENT = timedelta(milliseconds=1)
+
+
+@dataclass(frozen=True)
+class NCCL:
+    """NCCL, with a communicator for each edge.
+
+    A receive that is posted ahead runs on the GPU until its message comes. It takes `channels` thread blocks, and so as
+    many of the GPU's multiprocessors from the compute beside it.
+
+    Args:
+        channels: thread blocks of one transfer; each moves some 20 to 25 GB/s over NVLink. All edges of a rank together
+            may take a quarter of the GPU.
+    """
+
+    channels: int = DEFAULT_CHANNELS
+    asynchronous = True
+
+    def check(self, device: Device, rank: int, edges: Collection[Edge], owner: object) -> str | None:
+        for name, reason in DEADLOCKING.items():
+            if os.environ.get(name, "0") not in ("", "0"):
+                return f"{name}={os.environ[name]} {reason}: unset it"
+        edges_of = {**_edges_of, owner: sum(rank in edge for edge in edges)}
+        units = torch.cuda.get_device_properties(device.torch_device).multi_processor_count
+        queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+        why = too_many(sum(edges_of.values()), len(edges_of), self.channels, units, queues)
+        if why is not None:
+            return f"rank {rank} has {why}"
+        _edges_of[owner] = edges_of[owner]
+        return None
+
+    def group(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: float) -> Any:
+        is_edge = len(ranks) == 2
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_edge)
+        options._timeout = FOREVER
+        options.group_name = f"fpipe {name}"  # type: ignore[assignment]
+        options.global_ranks_in_group = list(ranks)
+        options.config.max_ctas = self.channels if is_edge else RESULT_CHANNELS
+        options.config.min_ctas = 1
+        with _environment(WITHOUT_WATCHDOG):
+            return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+
+    def message(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype in NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)
+
+    def wait(self, work: Any) -> None:
+        work.wait()
+
+    def cut(self, groups: Sequence[Any]) -> None:
+        """Abort each group in a thread of its own: an abort waits for the device, which another's kernel may hold."""
+        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + CUT_LIMIT
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if stuck := sum(thread.is_alive() for thread in threads):
+            log.warning("%d of %d NCCL communicators did not end within %g s", stuck, len(threads), CUT_LIMIT)
+
+
+NCCL_DTYPES = frozenset(
+    {
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+"""Dtypes of which NCCL of every version can send; others travel as bytes."""
+
+DEADLOCKING: Mapping[str, str] = {
+    "CUDA_LAUNCH_BLOCKING": "makes the host wait for receives that are posted before their messages are sent",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "makes a send wait for receives that are posted before it on other edges",
+}
+"""Environment variable -> how it makes ranks wait for each other for ever."""
+
+WITHOUT_WATCHDOG: Mapping[str, str] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch's watchdog ends the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""What a process group of NCCL reads when it is made, so that a failure stays an error of fpipe's own."""
+
+QUEUES = 8  # hardware queues of a process by default; at most 32
+_edges_of: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+
+
+def too_many(edges: int, handlers: int, channels: int, units: int, queues: str | None) -> str | None:
+    """Return why a GPU can't run this many edges at once; None if it can.
+
+    Each edge has a stream of torch's and one of NCCL's, on which a receive waits for its sender; so has each handler's
+    group for results. Compute and the recorder's clock have one each. Where two streams share a hardware queue,
+    everything behind such a receive waits too, possibly the compute that its sender waits for. This follows from a
+    model of the queues; it was not observed on a GPU.
+
+    Args:
+        edges: of this process, over all its handlers.
+        channels: thread blocks that a transfer takes.
+        units: multiprocessors of the GPU.
+        queues: CUDA_DEVICE_MAX_CONNECTIONS; CUDA's default is 8, its maximum 32.
+
+    >>> too_many(2, 1, 4, 132, "1")
+    '2 edges, which with compute and results need 8 streams, and CUDA_DEVICE_MAX_CONNECTIONS gives 1 hardware queue, \
+in which receives would block compute: set it to 32 before start'
+    >>> too_many(4, 1, 4, 132, "32"), too_many(2, 1, 4, 132, None)
+    (None, None)
+    """
+    streams, limit = 2 * (edges + handlers) + 2, min(int(queues), 32) if queues else QUEUES
+    counted = f"{edges} edges" + (f" in {handlers} handlers" if handlers > 1 else "")
+    if streams > limit:
+        fewer = ", or use a placement with fewer edges, or fewer handlers" if streams > 32 else ""
+        return (
+            f"{counted}, which with compute and results need {streams} streams, and CUDA_DEVICE_MAX_CONNECTIONS gives "
+            f"{limit} hardware queue{'s' * (limit != 1)}, in which receives would block compute: set it to 32 before "
+            f"start{fewer}"
+        )
+    if edges * channels > units // 4:
+        return (
+            f"{counted} of {channels} channels each, and waiting receives may take at most a quarter of the GPU's "
+            f"{units} multiprocessors: pass backend=NCCL(channels={max(1, units // 4 // edges)})"
+        )
+    return None
+
+
+def _abort(group: Any) -> None:
+    try:
+        group.abort()
+    except RuntimeError as error:
+        log.debug("a communicator could not be aborted: %s", error)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def rounds(edges: Collection[Edge]) -> list[list[Edge]]:
+    """Return the edges in rounds, in each of which a rank has at most one; the ranks connect a round at a time.
+
+    >>> rounds([(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)])
+    [[(0, 1), (2, 3)], [(1, 0), (3, 2)], [(1, 2)], [(2, 1)]]
+    """
+    ordered: list[list[Edge]] = []
+    for edge in sorted(edges):
+        free = (each for each in ordered if not any(set(edge) & set(other) for other in each))
+        chosen = next(free, None)
+        if chosen is None:
+            ordered.append(chosen := [])
+        chosen.append(edge)
+    return ordered

@@ -1,0 +1,55 @@
+"""Notice at once when the process of another rank ends: its end of a connection closes.
+
+Each rank watches the next one, in a ring. Where several ranks end, one that lives watches one of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from fpipe.handlers.distributed.backends import FOREVER, Gloo
+
+GOODBYE = timedelta(seconds=1)  # in which the rank that watches this one takes its goodbye
+
+
+class Lifeline:
+    """The connections to the two neighbours in the ring. All ranks make it together.
+
+    Args:
+        lost: why the next rank is gone, once it is.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        following, before = (rank + 1) % size, (rank - 1) % size
+        self._watched: Any = None
+        self._watching: Any = None
+        for end in sorted((rank, before)):  # the number of a connection is the rank that watches
+            watches = end == rank
+            group = Gloo().group(PrefixStore(f"lifeline {end}", store), "lifeline", int(not watches), range(2), timeout)
+            if watches:
+                self._watching = group
+            else:
+                self._watched = group
+        self.lost: str | None = None
+        self._closing = False
+        reason = f"the process of rank {following} has ended"
+        threading.Thread(target=self._watch, args=(reason,), daemon=True, name="fpipe-lifeline").start()
+
+    def _watch(self, reason: str) -> None:
+        try:
+            self._watching.recv([torch.empty(1)], 1, 0).wait(FOREVER)
+        except RuntimeError:
+            self.lost = None if self._closing else reason
+
+    def close(self) -> None:
+        """Say goodbye to the rank that watches this one, and stop watching."""
+        self._closing = True
+        with suppress(RuntimeError):
+            self._watched.send([torch.ones(1)], 0, 0).wait(GOODBYE)
+        Gloo().cut([self._watching])
