@@ -1,0 +1,45 @@
+"""The order of streams on a GPU, checked on the CPU: each use of a value comes after its arrival."""
+
+from itertools import cycle
+
+import pytest
+
+from fpipe import lower
+from fpipe.effects import Send
+from tests.support import cases, stream_jobs
+from tests.support.combinations import sample
+
+NAMES = ["attention", "skip", "tied", "layouts", "dictionary", "dropout", "modules", "twice"]
+DOCUMENTED = {"event", "beginning a step: a rank has not come to it"}
+"""What the host waits for in a step whose signature is known: that the device keeps up, and all ranks' hosts."""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name", "ranks"),
+    [
+        *zip(cases.SCHEDULES, cycle(NAMES), cycle([2])),
+        *sample([(s, n, 4) for s in cases.SCHEDULES for n in ("skip", "tied")], [("zb_v", "skip", 4)]),
+    ],
+)
+def test_every_use_is_ordered(pools, schedule, name, ranks):
+    _, generator, plan = cases.make(name, schedule, ranks, stream_jobs.MICROBATCHES)
+    edges = {(rank, e.rank) for rank, program in lower(generator, plan).items() for e in program if isinstance(e, Send)}
+    outcomes = pools(ranks).run(stream_jobs.train, name, schedule, ranks)
+    for rank, (differences, faults, waits, streams) in enumerate(outcomes):
+        assert differences == []
+        assert faults == []
+        assert waits <= DOCUMENTED
+        assert streams == 2 + sum(rank in edge for edge in edges)  # of compute, of results, and one of each edge
+
+
+def test_outputs_are_gathered_without_a_wait_of_the_host(pools):
+    for differences, faults, waits, _ in pools(2).run(stream_jobs.evaluate, "attention", "gpipe", 2):
+        assert differences == []
+        assert faults == []
+        assert waits <= DOCUMENTED
+
+
+@pytest.mark.parametrize("mutation", stream_jobs.MUTATIONS)
+def test_a_fault_in_the_order_is_caught(pools, mutation):
+    outcomes = pools(2).run(stream_jobs.train, "attention", "one_f_one_b", 2, mutation)
+    assert any(faults for _, faults, *_ in outcomes)

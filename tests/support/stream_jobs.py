@@ -1,0 +1,134 @@
+"""Train on a device that checks the order of its streams, with and without a fault in the handler."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import fpipe
+from fpipe import handlers
+from fpipe.handlers.distributed.channels import Channels, _Sent
+from fpipe.handlers.distributed.connections import Connections
+from fpipe.handlers.distributed.signature import encode
+from fpipe.handlers.distributed.wire import PayloadCodec
+from tests.support import cases
+from tests.support.jobs import differences, expected_on
+from tests.support.streams import Checker, RecordedDevice, RecordedNCCL
+
+MICROBATCHES = 4
+
+
+class Forgetful(list):
+    """The sends that are not complete, without their tensors."""
+
+    def append(self, in_flight):
+        super().append((in_flight[0], []))
+
+    def popleft(self):
+        return self.pop(0)
+
+
+def forgetful(sent):
+    sent.in_flight, sent.complete = Forgetful(), 0
+
+
+def one_buffer(codec):
+    """Receive all values of one signature into the same memory."""
+    key = encode(codec.signature)
+    if key not in shared:
+        shared[key] = buffers(codec)
+    return [message.detach() for message in shared[key]]
+
+
+shared = {}
+
+
+buffers = PayloadCodec.buffers
+
+
+def no_wait(connections, works, peer, purpose):
+    """Take the values, and let no stream wait."""
+    connections.backend.joins, before = False, connections.backend.joins
+    wait(connections, works, peer, purpose)
+    connections.backend.joins = before
+
+
+wait = Connections.wait
+
+
+def only_for(what):
+    def chosen(connections, works, peer, purpose):
+        (no_wait if purpose.startswith(what) else wait)(connections, works, peer, purpose)
+
+    return chosen
+
+
+MUTATIONS = {
+    "no stream waits for a value": (Connections, "wait", only_for("waiting for")),
+    "no stream waits for the end of a send": (Connections, "wait", only_for("finishing a send")),
+    "no stream waits for the loss": (Connections, "wait", only_for("waiting for the loss")),
+    "a sent tensor is given up when it is posted": (_Sent, "__init__", forgetful),
+    "two receives have one buffer": (PayloadCodec, "buffers", one_buffer),
+    "a step ends before its sends": (Channels, "end", lambda channels: None),
+}
+"""Fault -> (class, method, what takes its place)."""
+
+
+def on_recorded_device(rank, name, schedule, ranks, run, mutation=None):
+    """Call `run(own, case, generator, plan, args)` for its step; check the order of the streams in two more calls.
+
+    Returns the differences from the expected results, the faults of the order, what the host waits for in the last
+    call, and the number of streams.
+    """
+    case, generator, plan = cases.make(name, schedule, ranks, MICROBATCHES, cases.rows(MICROBATCHES))
+    checker, purposes = Checker(), []
+    with ExitStack() as stack:
+        if mutation is not None:
+            owner, method, replacement = MUTATIONS[mutation]
+            stack.enter_context(patch.object(owner, method, replacement))
+        stack.enter_context(patch.object(Connections, "wait_for_control", noting(purposes)))
+        own = handlers.Distributed(timeout=30, device=RecordedDevice(checker), backend=RecordedNCCL(checker))
+        step, expected = run(rank, own, case, name, generator, plan)
+        found = differences(step(), expected)  # without the checker: no other mode may see a trace
+        for _ in range(2):
+            checker.host_waits.clear()
+            purposes.clear()
+            with checker:
+                results = step()
+            found += differences(results, expected)
+        waits = {*checker.host_waits, *purposes}
+        own.check()
+    return found, sorted(set(checker.faults)), waits, len(checker.streams)
+
+
+def noting(purposes):
+    def wait_for_control(connections, works, peer, purpose):
+        purposes.append(purpose)
+        control(connections, works, peer, purpose)
+
+    return wait_for_control
+
+
+control = Connections.wait_for_control
+
+
+def training(rank, own, case, name, generator, plan):
+    params, batch, target, state = cases.own(case, plan, rank)
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **case.options)
+    expected = expected_on(cases.oracle(name, plan), params, plan, rank, case.state is not None)
+    return lambda: step(params, batch, target, state=state, rng=case.rng), expected
+
+
+def gathering(rank, own, case, name, generator, plan):
+    params, batch, _, state = cases.own(case, plan, rank)
+    run = fpipe.evaluate(case.pipeline, plan, schedule=generator, handler=own, gather=True)
+    reference = fpipe.evaluate(case.pipeline, plan, handler=handlers.Reference())
+    return lambda: run(params, batch, state=state), reference(case.params, case.batch, state=case.state)
+
+
+def train(rank, name, schedule, ranks, mutation=None):
+    return on_recorded_device(rank, name, schedule, ranks, training, mutation)
+
+
+def evaluate(rank, name, schedule, ranks):
+    return on_recorded_device(rank, name, schedule, ranks, gathering)

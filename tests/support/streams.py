@@ -1,0 +1,251 @@
+"""A device and a backend that run over gloo on the CPU, and check the order in which streams use memory.
+
+Streams are ordered as CUDA and NCCL order them: an operation runs on the compute stream; a post of an edge waits for
+the compute stream as it is then, and runs on the edge's own stream; a wait makes the compute stream wait for it. The
+host orders nothing. Each stream has a vector clock, and each storage remembers who used it last.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fpipe.handlers.distributed.backends import FOREVER, NCCL, Gloo
+
+LAG = 0.002  # seconds after which the device has passed an event
+
+
+@dataclass(eq=False)
+class Stream:
+    """Work in order; `clock` is how much of each stream comes before what is launched next."""
+
+    name: str
+    clock: dict[Stream, int] = field(default_factory=dict)
+
+    def wait_for(self, clock: dict[Stream, int]) -> None:
+        for stream, passed in clock.items():
+            self.clock[stream] = max(self.clock.get(stream, 0), passed)
+
+    def wait_event(self, event: Event) -> None:
+        self.wait_for(event.clock)
+
+    def launch(self) -> int:
+        self.clock[self] = self.clock.get(self, 0) + 1
+        return self.clock[self]
+
+
+class Event:
+    """A point of a stream, which the device passes some time later."""
+
+    def __init__(self, checker: Checker) -> None:
+        self.checker, self.clock, self.recorded = checker, {}, 0.0
+
+    def record(self, stream: Stream) -> None:
+        self.clock, self.recorded = dict(stream.clock), time.monotonic()
+
+    def query(self) -> bool:
+        return time.monotonic() > self.recorded + LAG
+
+    def synchronize(self) -> None:
+        self.checker.host_waits.append("event")
+        time.sleep(max(0.0, self.recorded + LAG - time.monotonic()))
+
+
+@dataclass
+class Use:
+    """The last write of a storage, and the reads since."""
+
+    storage: StorageWeakRef
+    write: tuple[Stream, int, str] | None = None
+    reads: dict[Stream, tuple[int, str]] = field(default_factory=dict)
+
+
+class Checker(TorchDispatchMode):
+    """While it is entered, every operation of this thread is one of the compute stream.
+
+    Attributes:
+        faults: uses that nothing orders after an earlier one; memory that was given up while a transfer uses it.
+        host_waits: what made the host wait for the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compute = Stream("compute")
+        self.streams = [self.compute]
+        self.uses: dict[int, Use] = {}
+        self.faults: list[str] = []
+        self.host_waits: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.sweep()
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.host_waits.append("item")
+        written = {id(x) for a, x in zip(func._schema.arguments, args, strict=False) if writes(a) for x in tensors(x)}
+        inputs = tensors((args, kwargs))
+        for tensor in inputs:
+            self.use(self.compute, tensor, id(tensor) in written, func.__name__)
+        for tensor in tensors(result):
+            if not any(tensor is x for x in inputs) and not any(a.alias_info for a in func._schema.returns):
+                self.use(self.compute, tensor, True, func.__name__)
+        return result
+
+    def use(self, stream: Stream, tensor: Tensor, write: bool, what: str) -> None:
+        """Check a use of a tensor's memory, launched on a stream now."""
+        storage = tensor.untyped_storage()
+        use = self.uses.setdefault(storage._cdata, Use(StorageWeakRef(storage)))
+        now = stream.launch()
+        if use.write is not None:
+            other, then, by = use.write
+            if stream.clock.get(other, 0) < then:
+                self.faults.append(f"{what} on {stream.name} is not after {by} on {other.name}, which writes")
+        if write:
+            for other, (then, by) in use.reads.items():
+                if stream.clock.get(other, 0) < then:
+                    self.faults.append(f"{what} on {stream.name} writes, not after {by} on {other.name}, which reads")
+            use.write, use.reads = (stream, now, what), {}
+        else:
+            use.reads[stream] = now, what
+
+    def sweep(self) -> None:
+        """Check the memory that has been given up: the compute stream may use it again from now on."""
+        for key, use in list(self.uses.items()):
+            if not use.storage.expired():
+                continue
+            del self.uses[key]
+            last = [use.write] if use.write else []
+            for stream, then, by in [*last, *((s, t, by) for s, (t, by) in use.reads.items())]:
+                if self.compute.clock.get(stream, 0) < then:
+                    self.faults.append(f"memory is given up before {by} on {stream.name} is done")
+
+
+def writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if type(x) in (Tensor, torch.nn.Parameter)]
+
+
+class RecordedDevice:
+    """The CPU, as if it ran behind the host."""
+
+    torch_device = torch.device("cpu")
+    asynchronous = True
+
+    def __init__(self, checker: Checker) -> None:
+        self.checker = checker
+
+    def current_stream(self) -> Stream:
+        return self.checker.compute
+
+    def new_stream(self) -> Stream:
+        self.checker.streams.append(stream := Stream(f"stream {len(self.checker.streams)}"))
+        return stream
+
+    def event(self, timed: bool = False) -> Event:
+        return Event(self.checker)
+
+    def use(self) -> None:
+        """One device."""
+
+    def synchronize(self) -> None:
+        self.checker.host_waits.append("device")
+
+    def generators(self) -> list[torch.Generator]:
+        return [torch.default_generator]
+
+    def host_memory(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+    def peak_bytes(self) -> int | None:
+        return None
+
+
+class RecordedNCCL(NCCL):
+    """NCCL's groups, their data over gloo. `joins=False` leaves the waits of streams out."""
+
+    def __init__(self, checker: Checker, joins: bool = True) -> None:
+        object.__setattr__(self, "checker", checker)
+        object.__setattr__(self, "joins", joins)
+
+    def check(self, device, rank, edges, owner):
+        return None
+
+    def group(self, store, name, rank, ranks, timeout):
+        self.checker.streams.append(stream := Stream(f"edge {name}"))
+        return Group(self, Gloo().group(store, name, rank, ranks, timeout), stream)
+
+    def wait(self, work):
+        work.wait()
+
+    def cut(self, groups):
+        Gloo().cut([group.group for group in groups])
+
+
+class Group:
+    """A communicator; a post runs on its stream, after the compute stream as it is at the post."""
+
+    def __init__(self, backend: RecordedNCCL, group: Any, stream: Stream) -> None:
+        self.backend, self.group, self.stream, self.sending = backend, group, stream, []
+
+    def send(self, tensors, rank, tag):
+        message = self.read(tensors[0], "send")
+        self.sending.append((message, self.group.send([message], rank, tag)))
+        return Work(self, None, None, None)
+
+    def recv(self, tensors, rank, tag):
+        return self.write(tensors[0], "receive", lambda message: self.group.recv([message], rank, tag))
+
+    def broadcast(self, tensor, root):
+        if self.group.rank() == root:
+            message = self.read(tensor, "broadcast")
+            self.sending.append((message, self.group.broadcast(message, root)))
+            return Work(self, None, None, None)
+        return self.write(tensor, "broadcast", lambda message: self.group.broadcast(message, root))
+
+    def read(self, tensor: Tensor, what: str) -> Tensor:
+        checker = self.backend.checker
+        checker.sweep()
+        self.stream.wait_for(checker.compute.clock)
+        checker.use(self.stream, tensor, False, what)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return tensor.clone()
+
+    def write(self, tensor: Tensor, what: str, post: Any) -> Work:
+        checker = self.backend.checker
+        checker.sweep()
+        self.stream.wait_for(checker.compute.clock)
+        checker.use(self.stream, tensor, True, what)
+        with torch.utils._python_dispatch._disable_current_modes():
+            message = torch.empty_like(tensor)
+            tensor.view(torch.uint8).fill_(7) if tensor.dim() else tensor.fill_(0)  # until it has come
+        return Work(self, weakref.ref(tensor), message, post(message))
+
+    def abort(self):
+        Gloo().cut([self.group])
+
+
+class Work:
+    def __init__(self, group: Group, target: Any, message: Tensor | None, work: Any) -> None:
+        self.group, self.target, self.message, self.work = group, target, message, work
+        self.end = dict(group.stream.clock)
+
+    def wait(self) -> None:
+        backend = self.group.backend
+        backend.checker.sweep()
+        if self.work is not None:
+            self.work.wait(FOREVER)
+            with torch.utils._python_dispatch._disable_current_modes():
+                if (tensor := self.target()) is not None:
+                    tensor.copy_(self.message)
+        if backend.joins:
+            backend.checker.compute.wait_for(self.end)
