@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
-from fpipe.devices import current_device
+from fpipe.devices import HostCopy, current_device, device_of
 from fpipe.effects import parts
 from fpipe.errors import ScheduleError, StageError
 from fpipe.handlers.protocol import Handler, Inputs, Observer, Outcome, Results, Run
@@ -61,7 +61,9 @@ def value_and_grad(
             weight of its samples, or that of `weight`. With "sum", the losses are added.
         weight: `weight(target) -> number`, e.g. the number of tokens that count; only with "mean". A microbatch of
             weight 0 adds nothing: its loss and the last stage's gradients are ignored, even if they are NaN, because
-            they are the mean of nothing.
+            they are the mean of nothing. Tensors of a GPU are copied to the host all at once when the step
+            begins, and the host waits for this copy after it has launched the first loss; for numbers and CPU tensors
+            it waits for nothing.
         in_axes: how to split `(batch, target)`, as in `torch.vmap`: an axis, None, or a pair of prefix trees.
         out_axes: how to merge aux; leaves without dimensions are stacked.
         gather: return aux on every rank, not only on the rank of the loss.
@@ -346,10 +348,31 @@ class _StepSpec:
             raise ValueError(f"the batch has {rows} rows, the target {target_rows}")
         return list(map(Microbatch, batches, targets)), rows if rows is not None else target_rows
 
-    def _scales(self, weight: Callable[[Any], Any], targets: Sequence[Any]) -> Sequence[Any]:
-        """Return each microbatch's share of the weight; None where this process does not compute the loss."""
+    def _scales(self, weight: Callable[[Any], Any], targets: Sequence[Any]) -> Sequence[Callable[[], float] | None]:
+        """Return a function of each microbatch's share of the weight; None where the loss is not computed."""
         if not any(self.plan.stages - 1 in self.plan.stages_on(rank) for rank in self.ranks):
             return [None] * len(targets)
-        weights = [torch.as_tensor(weight(target), dtype=torch.float64, device="cpu") for target in targets]
-        total = functools.reduce(torch.add, weights)
-        return [weight / total for weight in weights]
+        return _shares(list(map(weight, targets)))
+
+
+def _shares(numbers: Sequence[Any]) -> Sequence[Callable[[], float]]:
+    """Return functions that return each weight's share of their sum; the first call waits for a copy to the host.
+
+    Which weights are 0 decides what the host launches, so it reads them: all at once, behind what the device ran before
+    the step.
+    """
+    at = [None if isinstance(each, Tensor) else "cpu" for each in numbers]  # its own; never the default device
+    weights = [torch.as_tensor(x, dtype=torch.float64, device=on) for x, on in zip(numbers, at, strict=True)]
+    for each in weights:
+        if each.numel() != 1:
+            raise ValueError(f"weight must return one number, not a tensor of shape {tuple(each.shape)}")
+    device = next((each.device for each in weights if each.device.type != "cpu"), weights[0].device)
+    copy = HostCopy(torch.stack([each.detach().reshape(()).to(device) for each in weights]), device_of(device))
+
+    @functools.cache
+    def shares() -> list[float]:
+        on_host = copy.read()
+        values: list[float] = (on_host / functools.reduce(torch.add, on_host.unbind())).tolist()
+        return values
+
+    return [functools.partial(lambda m: shares()[m], m) for m in range(len(weights))]

@@ -141,19 +141,17 @@ def detached_tree(tree: Any) -> Any:
     return spec.unflatten([detached(x) for x in leaves])
 
 
-def seed(loss: Tensor, scale: Any) -> Tensor:
+def seed(loss: Tensor, scale: float | None) -> Tensor:
     """Return the loss's cotangent: the weight of its microbatch, in the loss's dtype."""
-    if isinstance(scale, Tensor):
-        return scale.to(loss).detach()
     return torch.full((), 1.0 if scale is None else scale, dtype=loss.dtype, device=loss.device)
 
 
-def has_weight(scale: Any) -> bool:
+def has_weight(scale: float | None) -> bool:
     """Return whether a microbatch has a weight. A loss of weight 0 is ignored, even NaN, the mean of no elements."""
-    return scale is None or bool(scale != 0)
+    return scale is None or scale != 0
 
 
-def weighted_loss(loss: Tensor, cotangent: Tensor, scale: Any) -> Tensor:
+def weighted_loss(loss: Tensor, cotangent: Tensor, scale: float | None) -> Tensor:
     """Return the microbatch's contribution to the loss of the batch."""
     return loss.detach() * cotangent if has_weight(scale) else torch.zeros_like(cotangent)
 

@@ -4,6 +4,7 @@ from fpipe.devices.devices import Cpu as Cpu
 from fpipe.devices.devices import Cuda as Cuda
 from fpipe.devices.devices import current_device as current_device
 from fpipe.devices.devices import device_of as device_of
+from fpipe.devices.host_copy import HostCopy as HostCopy
 from fpipe.devices.interface import Device as Device
 from fpipe.devices.interface import Event as Event
 from fpipe.devices.interface import Stream as Stream

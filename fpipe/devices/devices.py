@@ -101,7 +101,7 @@ class Cuda:
         return [torch.default_generator, torch.cuda.default_generators[self.torch_device.index]]
 
     def host_memory(self, like: Tensor) -> Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated(self.torch_device)

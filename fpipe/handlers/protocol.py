@@ -109,11 +109,13 @@ class Inputs:
     rng: tuple[int, int] | None = None
     broken: Exception | None = None
 
-    def scale(self, m: int) -> Any:
-        """Return the factor of a microbatch's loss: the weight that the caller gave, else the share of the rows."""
-        weight, count = self.data[m].scale, len(self.data)
-        if not self.weighed or weight is not None:
-            return weight
+    def scale(self, m: int) -> float | None:
+        """Return the factor of a microbatch's loss: the share of the caller's weights, else of the rows."""
+        share, count = self.data[m].scale, len(self.data)
+        if share is not None:
+            return share()
+        if not self.weighed:
+            return None
         return 1 / count if self.rows is None else size(self.rows, count, m) / self.rows
 
 

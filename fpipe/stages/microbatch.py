@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -12,11 +12,15 @@ from fpipe.stages.pytree import NAMESPACE, describe, short, summary
 
 
 class Microbatch(NamedTuple):
-    """A part of the batch and of the target, and the scale of its loss."""
+    """A part of the batch and of the target.
+
+    Args:
+        scale: returns the factor of its loss, for which it may wait for a device; None where the caller gave no weight.
+    """
 
     batch: Any
     target: Any
-    scale: Any = None
+    scale: Callable[[], float] | None = None
 
 
 def size(rows: int, count: int, m: int) -> int:
