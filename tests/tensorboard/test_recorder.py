@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 import warnings
 from array import array
 from collections import defaultdict
@@ -14,6 +15,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 import fpipe
 from fpipe import handlers
+from fpipe.devices import Cpu
 from fpipe.effects import Recv
 from fpipe.profiling import gathering
 from fpipe.stages.pytree import flatten
@@ -22,9 +24,10 @@ from fpipe.tensorboard import Recorder
 from fpipe.tensorboard.files.reader import CaptureId, find
 from fpipe.tensorboard.files.writer import Writer
 from fpipe.tensorboard.recording import recorder as recorder_of
-from fpipe.tensorboard.recording.device_clock import Kept, Marks
+from fpipe.tensorboard.recording.device_clock import NUMBERS, Kept, Marks, Numbers
 from fpipe.timelines.measurement import Columns
 from tests.support import cases, jobs, live_jobs
+from tests.support.fake_device import FakeDevice
 
 TURNS = ("the ranks took turns in one process: a rank idles while the others compute",)
 
@@ -381,42 +384,19 @@ def test_ranks_that_would_record_other_steps_are_refused(fresh_pool, tmp_path):
         assert "different schedules, plans or recorders" in outcome.text
 
 
-# On CUDA
+# On an asynchronous device
 
 
-class Device:
-    """A device that passes each event two seconds after it was recorded."""
-
-    def __init__(self, monkeypatch):
-        self.now, device = 100.0, self
-
-        class Event:
-            def record(self, stream=None):
-                device.now += 1e-6
-                self.passed = device.now + (2.0 if stream == "compute" else 0.0)
-
-            def synchronize(self):
-                device.now = max(device.now, self.passed) + 1e-7
-
-            def elapsed_time(self, other):
-                assert device.now >= max(self.passed, other.passed), "asked before it was passed"
-                return 1e3 * (other.passed - self.passed)
-
-        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "aside")
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12345)
-        for module in ("device_clock", "recorder"):
-            monkeypatch.setattr(f"fpipe.tensorboard.recording.{module}.time.perf_counter", self.clock)
-
-    def clock(self):
-        self.now += 1e-7
-        return self.now
+@pytest.fixture
+def device(monkeypatch):
+    """A device that is two seconds behind the host, whose time is its own."""
+    device = FakeDevice(lag=2.0, now=100.0)
+    monkeypatch.setattr("time.perf_counter", device.clock)
+    return device
 
 
-def test_marks_become_the_hosts_seconds(monkeypatch):
-    device = Device(monkeypatch)
-    marks = Marks(torch.device("cuda", 0), 6)
+def test_marks_become_the_hosts_seconds(device):
+    marks = Marks(device, 6)
     marks.begin(False)
     assert marks() == 0.0  # nothing is recorded
     marks.begin(True)
@@ -439,9 +419,8 @@ def test_marks_become_the_hosts_seconds(monkeypatch):
     assert 0 <= width < 1e-5
 
 
-def test_a_step_that_fails_takes_no_marks_of_one_that_is_still_to_be_read(monkeypatch):
-    device = Device(monkeypatch)
-    marks = Marks(torch.device("cuda", 0), 2)
+def test_a_step_that_fails_takes_no_marks_of_one_that_is_still_to_be_read(device):
+    marks = Marks(device, 2)
     marks.begin(True)
     taken = marks(), marks()
     kept = marks.keep()
@@ -454,12 +433,12 @@ def test_a_step_that_fails_takes_no_marks_of_one_that_is_still_to_be_read(monkey
     assert kept.seconds({0: columns})[0][0].ends[0] == pytest.approx(expected, abs=1e-4)
 
 
-def test_on_cuda_a_captured_step_is_read_after_the_next_one(tmp_path, monkeypatch):
-    device, read = Device(monkeypatch), []
+def test_a_captured_step_of_a_device_is_read_after_the_next_one(tmp_path, device, monkeypatch):
+    read = []
     resolve = Kept.seconds
     monkeypatch.setattr(Kept, "seconds", lambda kept, columns: (read.append(recorder.step), resolve(kept, columns))[1])
     case, generator, plan = cases.make("attention", "one_f_one_b", 2, 4)
-    with Recorder(tmp_path, every=1, device="cuda:0") as recorder:
+    with Recorder(tmp_path, every=1, device=device) as recorder:
         step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), observe=recorder)
         for _ in range(4):
             step(case.params, case.batch, case.target)
@@ -470,12 +449,60 @@ def test_on_cuda_a_captured_step_is_read_after_the_next_one(tmp_path, monkeypatc
     for number in (1, 2, 3):
         capture = listing.read(CaptureId("", "measured", number))
         assert {header.peak for header in capture.headers.values()} == {(12345.0, "allocator")}
-        assert {header.device for header in capture.headers.values()} == {"cuda:0"}
+        assert {header.device for header in capture.headers.values()} == {"cpu"}
         assert 0 < capture.timeline.makespan < 1.0
         for rank in range(2):
             spans = list(capture.timeline.compute(rank))
             assert all(span.end > span.start for span in spans)
             assert all(before.end <= after.start for before, after in pairwise(spans))
+
+
+def test_numbers_are_as_they_were_when_they_were_given_and_waited_for_alone(device):
+    numbers, x = Numbers(device), torch.zeros((), dtype=torch.bfloat16)
+    first = numbers.later(x)
+    device.now += 1.0
+    x += 1
+    second = numbers.later(x)
+    x += 1
+    assert device.waits == []
+    assert first.item() == 0.0
+    assert device.waits == pytest.approx([1.0], abs=1e-4)
+    device.now += 5.0
+    assert second.item() == 1.0
+    assert len(device.waits) == 1  # it was there
+
+
+def test_numbers_share_memory_that_grows_with_those_on_their_way(device):
+    numbers, count = Numbers(device), 0
+    for pending in (NUMBERS, NUMBERS, 3 * NUMBERS, 4 * NUMBERS):
+        laters = [numbers.later(torch.tensor(count + i)) for i in range(pending)]
+        assert [later.item() for later in laters] == list(range(count, count + pending))
+        count += pending
+    assert device.memory == [(NUMBERS,), (NUMBERS,), (2 * NUMBERS,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float16, torch.float64])
+def test_a_number_of_any_real_type(dtype):
+    assert Numbers(Cpu()).later(torch.ones(1, 1, dtype=dtype)).item() == 1.0
+
+
+def test_marks_of_the_cpu_are_the_hosts_own_times():
+    marks = Marks(Cpu(), 2)
+    marks.begin(True)
+    before, taken, after = time.perf_counter(), marks(), time.perf_counter()
+    columns, width = marks.keep().seconds({0: Columns(*(array("d", [taken]) for _ in range(4)))})
+    assert before - width <= columns[0].starts[0] <= after + width
+
+
+def test_a_recorders_numbers_wait_for_nothing_before_they_are_written(tmp_path, device):
+    case, generator, plan = cases.make("linear", "gpipe", 2, 4)
+    recorder = Recorder(tmp_path, steps=[], device=device)
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), observe=recorder)
+    losses = [step(case.params, case.batch, case.target)[0].item() for _ in range(3)]
+    assert device.waits == []
+    recorder.close()
+    assert device.memory == [(NUMBERS,)]
+    assert scalars(tmp_path, "measured/rank0")["step/loss"] == pytest.approx(dict(enumerate(losses)))
 
 
 # What a loop may do
@@ -496,11 +523,11 @@ def test_a_number_is_as_it_was_when_it_was_given(tmp_path):
 
 
 def test_what_is_no_number_is_refused_at_once(tmp_path):
-    with (
-        Recorder(tmp_path) as recorder,
-        pytest.raises(ValueError, match="mine must be one number, not a tensor of shape"),
-    ):
-        recorder.scalar("mine", torch.ones(2))
+    with Recorder(tmp_path) as recorder:
+        with pytest.raises(ValueError, match="mine must be one number, not a tensor of shape"):
+            recorder.scalar("mine", torch.ones(2))
+        with pytest.raises(ValueError, match="mine must be one number, not a complex tensor"):
+            recorder.scalar("mine", torch.ones((), dtype=torch.complex64))
 
 
 def test_a_curve_without_a_step(tmp_path):

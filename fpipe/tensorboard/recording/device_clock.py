@@ -1,4 +1,4 @@
-"""Times and numbers of a CUDA device, read later: marks on its stream, and numbers on their way to the host.
+"""Times and numbers of an asynchronous device, read later: marks on its stream, and numbers on their way to the host.
 
 Only reading waits for the device, and only until the device has passed the mark that is read.
 """
@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fpipe.devices import Device, HostCopy
 from fpipe.timelines.measurement import Columns
 
 CLOCK_COMPARISONS = 8  # of the device's clock with the host's; the closest counts
+NUMBERS = 64  # of a device that can be on their way before more memory is allocated
 
 
 class Marks:
@@ -24,15 +27,14 @@ class Marks:
     The events are made once, for two steps: one whose times are not read yet, and the next.
 
     Args:
-        device: a CUDA device.
         count: the most marks of a step.
     """
 
-    def __init__(self, device: torch.device, count: int) -> None:
+    def __init__(self, device: Device, count: int) -> None:
         self.device, self.on = device, False
         self._count = count + 1  # the first of a step is its base
-        self._events = [_event() for _ in range(2 * self._count)]
-        self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._events = [device.event(timed=True) for _ in range(2 * self._count)]
+        self._aside = device.new_stream()
         self._base = self._next = 0
 
     def begin(self, on: bool) -> None:
@@ -45,7 +47,7 @@ class Marks:
         if not self.on:
             return 0.0
         at, self._next = self._next, self._next + 1
-        self._events[at].record(torch.cuda.current_stream(self.device))
+        self._events[at].record(self.device.current_stream())
         return float(at)
 
     def keep(self) -> Kept:
@@ -55,7 +57,7 @@ class Marks:
         """
         compared = []
         for _ in range(CLOCK_COMPARISONS):
-            event, before = _event(), time.perf_counter()
+            event, before = self.device.event(timed=True), time.perf_counter()
             event.record(self._aside)
             event.synchronize()
             compared.append((before, event, time.perf_counter()))
@@ -86,25 +88,38 @@ class Kept:
         return array("d", [m if m != m else origin + base.elapsed_time(events[int(m)]) / 1e3 for m in marks])
 
 
-class Later:
-    """A number as it is now, even if its device has not computed it yet; `item` waits for that alone."""
+class Numbers:
+    """Numbers of a device on their way to the host, through memory that is allocated once.
 
-    def __init__(self, number: Tensor) -> None:
-        number = number.detach()
-        self._passed: Any = None
-        if number.is_cuda:
-            self._number = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
-            self._number.copy_(number, non_blocking=True)
-            self._passed = _event()
-            self._passed.record(torch.cuda.current_stream(number.device))
-        else:
-            self._number = number.clone()
+    When all of it is in use, as much again is allocated. A number gives its place back when it is read, in any thread.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._places = deque[Tensor]()
+        self._count = 0
+
+    def later(self, number: Tensor) -> Later:
+        """Start to copy a number to the host, as it is now."""
+        number = number.detach().to(torch.float64).reshape(())
+        if not self._places:
+            self._grow(number)
+        place = self._places.popleft()
+        return Later(HostCopy(number, self.device, place), place, self._places)
+
+    def _grow(self, like: Tensor) -> None:
+        more = max(NUMBERS, self._count)
+        self._places.extend(self.device.host_memory(like.new_empty(more)).unbind())
+        self._count += more
+
+
+class Later:
+    """A number as it was when it was given; `item` waits until its device has computed it, and is called once."""
+
+    def __init__(self, copy: HostCopy, place: Tensor, free: deque[Tensor]) -> None:
+        self._copy, self._place, self._free = copy, place, free
 
     def item(self) -> float:
-        if self._passed is not None:
-            self._passed.synchronize()
-        return float(self._number.item())
-
-
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        number = float(self._copy.read())
+        self._free.append(self._place)
+        return number

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fpipe.devices import Device, device_of
 from fpipe.effects import Effect, Value
 from fpipe.errors import ScheduleError
 from fpipe.handlers.protocol import Handler, Observer, Outcome, Peers, ValueStore
@@ -36,7 +37,7 @@ from fpipe.programs.program import Programs
 from fpipe.tensorboard.files.writer import Writer
 from fpipe.tensorboard.recording.background import Background
 from fpipe.tensorboard.recording.captured import Files, StepCapture
-from fpipe.tensorboard.recording.device_clock import Kept, Later, Marks
+from fpipe.tensorboard.recording.device_clock import Kept, Later, Marks, Numbers
 from fpipe.tensorboard.recording.memory import SlotMemory
 from fpipe.timelines.measurement import Measurement
 
@@ -52,8 +53,8 @@ class Recorder(Observer):
     host) and `step/samples_per_second`; a captured step also to those of bubble, time by kind, idle time by cause, and
     memory. The memory of a rank is measured in the step before a captured one, which makes that step slower.
 
-    On CUDA, times are those at which the device passed the effects, read after the next step; else the host's. Ranks in
-    several processes compare their clocks after each captured step, so all of them record, with equal arguments, and
+    On a GPU, times are those at which the device passed the effects, read after the next step; else the host's. Ranks
+    in several processes compare their clocks after each captured step, so all of them record, with equal arguments, and
     `close` together. Each replica of a pipeline has its own folder. A failure here is a warning, and training goes on.
 
     Args:
@@ -64,7 +65,7 @@ class Recorder(Observer):
         first: the number of the first step, in a run that is resumed.
         tokens: of one sample, for `step/tokens_per_second`.
         gradient_norm: whether captured steps have the norm of the gradient over all ranks, each parameter once.
-        device: the CUDA device whose times are taken, if the handler has no `devices`: the one `Local()` computes on.
+        device: the device whose times are taken, if the handler has no `devices`: the one `Local()` computes on.
 
     Raises:
         ValueError: an argument is invalid; or, after a step, a second function is observed.
@@ -92,7 +93,7 @@ class Recorder(Observer):
         first: int = 0,
         tokens: int | None = None,
         gradient_norm: bool = False,
-        device: torch.device | str | None = None,
+        device: torch.device | str | Device | None = None,
     ) -> None:
         if every != int(every) or every < 1 or first < 0 or min(steps or [0]) < 0:
             raise ValueError(
@@ -101,12 +102,13 @@ class Recorder(Observer):
         self.logdir, self.every, self.first, self.tokens = Path(logdir), every, first, tokens
         self.steps = None if steps is None else frozenset(steps)
         self.step, self.gradient_norm = first, gradient_norm
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else device_of(device)
         self.logdir.mkdir(parents=True, exist_ok=True)
         self._job: _Job | None = None
         self._work = Background()
         self._curves: list[tuple[str, float | Later, int, float]] = []
         self._flushed = self._last = time.perf_counter()
+        self._numbers: dict[torch.device, Numbers] = {}
         self._pending: _Pending | None = None
         self._measures_memory = self._closed = False
 
@@ -130,12 +132,19 @@ class Recorder(Observer):
             step: by default the last step that ended.
 
         Raises:
-            ValueError: the value is more than one number.
+            ValueError: the value is more than one number, or complex.
         """
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"{name} must be one number, not a tensor of shape {tuple(value.shape)}")
-        number = Later(value) if isinstance(value, Tensor) else float(value)
+        if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+            kind = "complex tensor" if value.is_complex() else "tensor"
+            raise ValueError(f"{name} must be one number, not a {kind} of shape {tuple(value.shape)}")
+        number = self._later(value) if isinstance(value, Tensor) else float(value)
         self._curves.append((name, number, max(self.first, self.step - 1) if step is None else step, time.time()))
+
+    def _later(self, number: Tensor) -> Later:
+        if number.device not in self._numbers:
+            own = self.device if self.device and self.device.torch_device == number.device else number.device
+            self._numbers[number.device] = Numbers(device_of(own))
+        return self._numbers[number.device].later(number)
 
     # Observing
 
@@ -263,7 +272,7 @@ class Recorder(Observer):
         try:
             measurement: Measurement | ValueError = job.recording.measurement()
             marks = job.marks.keep() if job.marks is not None else None
-            total = Later(squares(outcome.gradients, job.plan, job.ranks).sum()) if self.gradient_norm else None
+            total = self._later(squares(outcome.gradients, job.plan, job.ranks).sum()) if self.gradient_norm else None
         except Exception as error:  # the other ranks wait for this one's share: send them the error
             measurement = ValueError(f"{type(error).__name__}: {error}")
             warnings.warn(f"step {self.step} could not be recorded: {error}", stacklevel=5)
@@ -275,7 +284,7 @@ class Recorder(Observer):
             self._finish()
 
     def _finish(self) -> None:
-        """Gather the captured step from all ranks, and queue it for writing; on CUDA the device has passed it."""
+        """Gather the captured step from all ranks, and queue it for writing; the device has passed it."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -345,24 +354,23 @@ class _Pending(NamedTuple):
 class _Job:
     """The function that is observed, and this process's ranks of it."""
 
-    def __init__(
-        self, logdir: Path, name: str, programs: Programs, handler: Handler, device: torch.device | None
-    ) -> None:
+    def __init__(self, logdir: Path, name: str, programs: Programs, handler: Handler, device: Device | None) -> None:
         self.programs, self.handler = programs, handler
         self.plan, self.digest = programs[0].plan, digest(programs)
         self.ranks = handler.ranks(self.plan)
-        devices = handler.devices or [device or torch.device("cpu")] * len(self.ranks)
-        self.devices = {rank: _indexed(at) for rank, at in zip(self.ranks, devices, strict=True)}
-        distinct = set(self.devices.values())
+        devices = [device or "cpu"] * len(self.ranks) if handler.devices is None else handler.devices
+        self.devices = {rank: device_of(at) for rank, at in zip(self.ranks, devices, strict=True)}
+        first, *others = self.devices.values()
+        is_one = all(each.torch_device == first.torch_device for each in others)
         self.marks: Marks | None = None
-        if len(distinct) == 1 and (only := next(iter(distinct))).type == "cuda":
-            self.marks = Marks(only, sum(4 * len(programs[rank]) for rank in self.ranks))  # begin, end, wait, arrive
+        if is_one and first.asynchronous:
+            self.marks = Marks(first, sum(4 * len(programs[rank]) for rank in self.ranks))  # begin, end, wait, arrive
         self.recording = Recording(programs, time.perf_counter if self.marks is None else self.marks)
         self.stores: dict[int, ValueStore] = {}
         self.memory: dict[int, SlotMemory] = {}
         launched = "" if self.marks else ", times of launching"
-        texts = {rank: f"{at}{launched if at.type == 'cuda' else ''}" for rank, at in self.devices.items()}
-        self.files = Files(logdir, name, texts, turns=len(self.ranks) > 1 and len(distinct) == 1)
+        texts = {r: f"{at.torch_device}{launched if at.asynchronous else ''}" for r, at in self.devices.items()}
+        self.files = Files(logdir, name, texts, turns=len(self.ranks) > 1 and is_one)
         if len(self.ranks) == self.plan.ranks:
             self.files.job = f"{secrets.randbits(62):x}"
         self.start = 0.0
@@ -370,7 +378,7 @@ class _Job:
 
     def warn_of_launches(self, device: torch.device) -> None:
         """Warn once that the host's times of a device are times of launching."""
-        if device.type == "cuda" and self.marks is None and not self._warned:
+        if self.marks is None and not self._warned and device_of(device).asynchronous:
             self._warned = True
             warnings.warn(f"recorded times are times of launching: pass Recorder(..., device='{device}')", stacklevel=6)
 
@@ -378,16 +386,8 @@ class _Job:
         """Return by rank the peak memory up to now: of its device's allocator, or of this process."""
         unit = 1 if sys.platform == "darwin" else 1024
         process = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit), "process"
-        return {
-            rank: (float(torch.cuda.max_memory_allocated(device)), "allocator") if device.type == "cuda" else process
-            for rank, device in self.devices.items()
-        }
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """Return a device, with its index if it is CUDA's."""
-    has_index = device.type != "cuda" or device.index is not None
-    return device if has_index else torch.device("cuda", torch.cuda.current_device())
+        peaks = {rank: device.peak_bytes() for rank, device in self.devices.items()}
+        return {rank: process if peak is None else (float(peak), "allocator") for rank, peak in peaks.items()}
 
 
 def _is_first(job: _Job | None) -> bool:
