@@ -61,7 +61,7 @@ class FakeDevice:
     Args:
         lag: seconds by which the device's current stream is behind the host.
         round_trip: seconds that a synchronization takes.
-        now: seconds on its clock; by default those of `time.perf_counter`, which go on by themselves.
+        now: seconds on its clock, which stands still between two calls; None for the host's own time.
         waits: seconds of each wait of the host.
         memory: the sizes of the memory that was asked for.
     """
@@ -70,23 +70,20 @@ class FakeDevice:
     asynchronous = True
 
     def __init__(self, lag: float = 2.0, round_trip: float = 1e-7, now: float | None = None) -> None:
-        self.ahead = 0.0 if now is None else now - time.perf_counter()
-        self.frozen, self.round_trip = now, round_trip
+        self._now, self.round_trip = now, round_trip
         self.stream, self.waits, self.memory = FakeStream(lag), list[float](), list[tuple[int, ...]]()
         self.drawn = torch.Generator()
 
     @property
     def now(self) -> float:
-        return self._clock() + self.ahead if self.frozen is None else self.frozen
+        return time.perf_counter() if self._now is None else self._now
 
     @now.setter
     def now(self, seconds: float) -> None:
-        if self.frozen is None:
-            self.ahead = seconds - self._clock()
+        if self._now is None:
+            time.sleep(max(0.0, seconds - time.perf_counter()))
         else:
-            self.frozen = seconds
-
-    _clock = staticmethod(time.perf_counter)
+            self._now = seconds
 
     def clock(self) -> float:
         """Return the host's time; each reading takes a moment."""

@@ -505,6 +505,29 @@ def test_a_recorders_numbers_wait_for_nothing_before_they_are_written(tmp_path, 
     assert scalars(tmp_path, "measured/rank0")["step/loss"] == pytest.approx(dict(enumerate(losses)))
 
 
+def on_devices(rank, logdir):
+    """Ranks whose devices compare their clocks with the host's as well as their round trips allow."""
+    device, capture, seen = FakeDevice(lag=0.0, round_trip=(1e-4, 4e-2)[rank]), recorder_of.StepCapture, []
+    recorder_of.device_of = lambda _: device
+
+    def captured(*arguments, measurement, **options):
+        seen.append(measurement.uncertainty)
+        return capture(*arguments, measurement=measurement, **options)
+
+    recorder_of.StepCapture = captured
+    assert recorded(rank, logdir, "one_f_one_b", 3, {"steps": [1]})[0] == []
+    return seen
+
+
+def test_every_rank_knows_the_uncertainty_of_each_ranks_device(fresh_pool, tmp_path):
+    (first,), (second,) = fresh_pool(2).run(on_devices, str(tmp_path))
+    assert first == second
+    assert 5e-5 <= first[0] < 1e-2
+    assert 2e-2 <= first[1] < 1.0
+    headers = find(tmp_path).read(CaptureId("", "measured", 1)).headers
+    assert {rank: header.clock.uncertainty for rank, header in headers.items()} == first
+
+
 # What a loop may do
 
 

@@ -320,7 +320,7 @@ class Recorder(Observer):
         try:
             timeout = GATHER_TIMEOUT if peers.timeout is None else min(GATHER_TIMEOUT, peers.timeout / 2)
             group = peers.new_group("the recorder", timeout=timeout, error=ValueError)
-            shares = group.gather((secrets.randbits(62), squares), "capture")
+            shares = group.gather((secrets.randbits(62), squares, width), "capture")
             job.files.job = job.files.job or f"{shares[0][0]:x}"
             whole = gathered(share, len(job.programs), job.digest, step + 1, time.perf_counter, group)
         except (ScheduleError, RuntimeError) as error:
@@ -330,8 +330,8 @@ class Recorder(Observer):
         except ValueError as error:
             return error, None  # a rank has not captured the step, which is an error on all ranks
         if squares is not None:
-            squares = sum(each for _, each in shares if each is not None)
-        uncertainty = {rank: error + width for rank, error in whole.uncertainty.items()}
+            squares = sum(each for _, each, _ in shares if each is not None)
+        uncertainty = {rank: error + shares[rank][2] for rank, error in whole.uncertainty.items()}
         return replace(whole, uncertainty=uncertainty), squares
 
 
