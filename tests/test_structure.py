@@ -69,8 +69,8 @@ LAYOUT = {
     "fpipe.devices": "",
     "fpipe.stages": "_format devices plan effects errors",
     "fpipe.policies": "",
-    "fpipe.autodiff.graph": "policies stages errors",
-    "fpipe.autodiff": "autodiff.graph policies stages plan effects errors",
+    "fpipe.autodiff.graph": "policies stages devices errors",
+    "fpipe.autodiff": "autodiff.graph policies stages devices plan effects errors",
     "fpipe.handlers": "autodiff stages devices programs tables plan effects errors",
     "fpipe.handlers.distributed": "handlers autodiff stages devices programs plan effects errors",
     "fpipe.profiling": (
@@ -80,7 +80,7 @@ LAYOUT = {
     "fpipe.step": "profiling handlers autodiff policies stages devices programs tables plan effects errors",
     "fpipe.interop.torch_csv": "schedules programs plan effects errors",
     "fpipe.interop.modules": "stages plan errors",
-    "fpipe.interop.splitting": "interop.modules autodiff.graph stages errors",
+    "fpipe.interop.splitting": "interop.modules autodiff.graph stages devices errors",
     "fpipe.interop.checkpoints": "interop.modules handlers handlers.distributed stages plan errors",
     "fpipe.interop.modes": "interop.splitting interop.modules stages errors",
     "fpipe.interop.optim": "stages errors",
@@ -154,6 +154,20 @@ def test_a_package_imports_what_the_layout_says(package):
         if imported.split(".")[0] == "fpipe" and package_of(imported) not in allowed
     ]
     assert wrong == []
+
+
+def names_cuda(node):
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return "torch.cuda" in ast.unparse(node).replace(" import ", ".")
+    return isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda")
+
+
+def test_cuda_is_named_by_devices_and_transports_alone():
+    """Everything else asks a `Device`, so that it runs on a fake one in the tests."""
+    named = {name for name, tree in MODULES.items() if any(map(names_cuda, ast.walk(tree)))}
+    assert "fpipe.devices.devices" in named
+    outside = {name for name in named if package_of(name) not in ("fpipe.devices", "fpipe.handlers.distributed")}
+    assert outside == set()
 
 
 @pytest.mark.parametrize("package", TORCH_FREE)

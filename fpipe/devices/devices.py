@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,6 +69,9 @@ class Cpu:
     def peak_bytes(self) -> int | None:
         return None
 
+    def requested_peak(self, call: Callable[[], object]) -> int | None:
+        return None
+
 
 class Cuda:
     """A CUDA device; by default the current one.
@@ -105,6 +109,18 @@ class Cuda:
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def requested_peak(self, call: Callable[[], object]) -> int | None:
+        before = torch.cuda.memory_stats(self.torch_device).get("requested_bytes.all.current", 0)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        call()
+        return int(torch.cuda.memory_stats(self.torch_device)["requested_bytes.all.peak"] - before)
+
+
+def all_generators() -> list[torch.Generator]:
+    """Return the global generators of the CPU, and of all CUDA devices if this process uses one."""
+    others = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    return [torch.default_generator, *others]
 
 
 def current_device() -> Device:

@@ -6,6 +6,7 @@ wait for. Nothing else orders two streams.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -69,3 +70,9 @@ class Device(Protocol):
 
     def peak_bytes(self) -> int | None:
         """Return the most bytes that the device's allocator gave out; None if it does not count them."""
+
+    def requested_peak(self, call: Callable[[], object]) -> int | None:
+        """Run a call, and return the most bytes that tensors requested of the allocator, beyond those before it.
+
+        None, without running the call, if the allocator does not count them.
+        """

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
+from fpipe.devices import Device, device_of
 from fpipe.effects import Effect, Reduce, Send, WeightGradient
 from fpipe.handlers.protocol import Observer
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 MARK = "fpipe.live"
 
 
-def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
+def peak_bytes(call: Callable[[], object], device: torch.device | str | Device = "cpu") -> int:
     """Return the most bytes of tensors that are live during a call, beyond those that were live before it.
 
     Args:
@@ -37,11 +38,8 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
     >>> peak_bytes(call)
     8004
     """
-    if torch.device(device).type == "cuda":
-        before = torch.cuda.memory_stats(device).get("requested_bytes.all.current", 0)
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before)
+    if (counted := device_of(device).requested_peak(call)) is not None:
+        return counted
     with _recorded() as events:
         call()
     memory, blocks = _Memory(), _Blocks()

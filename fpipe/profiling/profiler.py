@@ -18,6 +18,7 @@ from fpipe.autodiff.functions import SavedGraph
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.costs import Costs, Shared
+from fpipe.devices import device_of
 from fpipe.handlers.calls import paths_read
 from fpipe.handlers.distributed.strides import buffer, strides_of
 from fpipe.handlers.local import Local
@@ -129,7 +130,7 @@ class _Profiler(Observer):
 
     def __init__(self, pipeline: Pipeline, excluded: list[Any]) -> None:
         self.stages, self.storages = pipeline.stages, StorageBytes[fx.Name](excluded)
-        self.on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in excluded)
+        self.devices = [device_of(device) for device in {x.device for x in excluded if isinstance(x, Tensor)}]
         self.seconds: dict[tuple[type, int, int], list[float]] = defaultdict(list)
         self.activations: dict[fx.Name, int] = {}
         self.reads: dict[tuple[int, int], float] = {}
@@ -150,9 +151,9 @@ class _Profiler(Observer):
             self._measure(effect, self.saved)
 
     def _now(self) -> float:
-        """Return the time, on CUDA when the device has done all its work."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
+        """Return the time when the devices have done all their work."""
+        for device in self.devices:
+            device.synchronize()
         return time.perf_counter()
 
     @contextmanager

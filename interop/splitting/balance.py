@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fpipe.autodiff.graph.guards import hint
 from fpipe.autodiff.graph.nodes import nodes_in
+from fpipe.devices import device_of
 from fpipe.interop.splitting.partition import End, Flow, Point, frames, is_size
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline
@@ -211,8 +212,8 @@ def measure(pipeline: Pipeline, params: Mapping[int, Any], state: Mapping[int, A
             ends = [x for x in tensors_in(result) if x.requires_grad]
             if ends and starts:
                 torch.autograd.grad(ends, starts, [torch.ones_like(x) for x in ends], allow_unused=True)
-            if ends and ends[0].is_cuda:
-                torch.cuda.synchronize(ends[0].device)
+            if ends:
+                device_of(ends[0].device).synchronize()
             least[index] = min(least[index], time.perf_counter() - begun)
             outputs[index] = result
     return least

@@ -104,7 +104,9 @@ class FakeDevice:
         return FakeEvent(self, timed)
 
     def synchronize(self) -> None:
-        self.event().record(self.stream)
+        event = self.event()
+        event.record(self.stream)
+        event.synchronize()
 
     def generators(self) -> list[torch.Generator]:
         return [torch.default_generator, self.drawn]
@@ -115,6 +117,10 @@ class FakeDevice:
 
     def peak_bytes(self) -> int | None:
         return 12345
+
+    def requested_peak(self, call: Callable[[], object]) -> int | None:
+        call()
+        return 54321
 
 
 def _late(device: FakeDevice) -> type[Tensor]:

@@ -30,6 +30,7 @@ from fpipe import policies
 from fpipe.autodiff.graph.guards import symbolic
 from fpipe.autodiff.graph.nodes import draws, written_arguments
 from fpipe.autodiff.graph.signature import Leaf, Signature, Spec, Static, Untraceable
+from fpipe.devices import all_generators, device_of
 from fpipe.stages.pytree import Flat, alias_leaves, flatten
 from fpipe.stages.rng import restored
 from fpipe.stages.stage import Stage
@@ -209,13 +210,10 @@ def _with_bits(x: Tensor, spec: Spec) -> Tensor:
 @contextmanager
 def _settings() -> Iterator[None]:
     """Restore the random generators afterwards. Meanwhile run autograd on this thread, and log no errors."""
-    generators = [torch.default_generator]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        generators.extend(torch.cuda.default_generators)
     level = LOG.level
     LOG.setLevel(logging.CRITICAL)  # the caller reports what a stage raises
     try:
-        with restored(generators), torch.autograd.set_multithreading_enabled(False):
+        with restored(all_generators()), torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
         LOG.setLevel(level)
@@ -293,10 +291,7 @@ def _generator(out: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
     if isinstance(kwargs.get("generator"), torch.Generator):
         raise Untraceable("it draws from a generator of its own, which a trace would leave in another state")
     drawn = next(x for x in optree.tree_leaves(out) if isinstance(x, Tensor))
-    if drawn.device.type != "cuda":
-        return torch.default_generator
-    index = drawn.device.index
-    return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+    return device_of(drawn.device).generators()[-1]
 
 
 def _assemble(module: fx.GraphModule, function: _JointFunction, fakes: list[Tensor]) -> Joint:
