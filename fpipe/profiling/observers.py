@@ -10,11 +10,15 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+
 from fpipe.effects import Effect, Value
-from fpipe.handlers.protocol import Observer
+from fpipe.handlers.protocol import Handler, Observer, Outcome
+from fpipe.programs.program import Programs
 
 
 def configure() -> None:
@@ -30,7 +34,30 @@ def configure() -> None:
         logging.getLogger(f"fpipe.{name}").setLevel(logging.DEBUG)
 
 
-class EffectLog(Observer):
+class HostTimed(Observer):
+    """Base class of observers that take the host's times. Warns once where a device runs the work later."""
+
+    _has_warned = False
+
+    def on_compile(self, name: str, programs: Programs, handler: Handler) -> None:
+        for device in handler.devices or ():
+            self._check(device)
+
+    def on_step_end(self, outcome: Outcome) -> None:
+        if outcome.loss is not None:
+            self._check(outcome.loss.device)
+
+    def _check(self, device: torch.device) -> None:
+        if device.type != "cpu" and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(self).__name__} has the times at which the host launches work on {device}, not those at which "
+                f"it runs: fpipe.tensorboard.Recorder(logdir, device='{device}') records these",
+                stacklevel=5,
+            )
+
+
+class EffectLog(HostTimed):
     """Logs each effect when it ends: milliseconds since the observer was made, rank, effect, duration, wait before."""
 
     def __init__(self) -> None:

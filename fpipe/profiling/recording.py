@@ -14,7 +14,7 @@ from math import isnan, nan
 
 from fpipe.effects import Effect, Recv, Value
 from fpipe.errors import ScheduleError
-from fpipe.handlers.protocol import Observer
+from fpipe.profiling.observers import HostTimed
 from fpipe.programs.program import Programs, plan_of
 from fpipe.timelines.measurement import Columns, Measurement
 
@@ -39,10 +39,11 @@ class _Lane:
         return self.at == len(self.effects) - 1
 
 
-class Recording(Observer):
+class Recording(HostTimed):
     """An observer that keeps the last complete step, in memory that does not grow.
 
-    Times are the host's: on a GPU, those at which it launches work, not those at which the work runs.
+    Times are the host's: on a GPU, those at which it launches work, not those at which the work runs, which it warns of
+    once, unless `clock` is another. `fpipe.tensorboard.Recorder` has the GPU's own times.
 
     Args:
         programs: those that run: `lower(schedule, plan, depth=prefetch)`, with the prefetch of `value_and_grad`.
@@ -65,6 +66,7 @@ class Recording(Observer):
     def __init__(self, programs: Programs, clock: Callable[[], float] = time.perf_counter) -> None:
         plan_of(programs)  # one of each rank
         self.programs, self.clock = programs, clock
+        self._has_warned = clock is not time.perf_counter
         self._effects: dict[int, tuple[list[Effect | None], dict[Value, int]]] = {}
         self._lanes: dict[int, _Lane] = {}  # of the current step
         self._last: dict[int, _Lane] = {}  # of the complete step before it, if there is one
