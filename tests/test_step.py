@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import is_fake
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
@@ -19,6 +20,7 @@ from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import with_loss
 from fpipe.stages.stage import Target
 from tests.support import cases, jobs
+from tests.support.fake_device import FakeDevice
 
 LOCAL = [handlers.Reference(), handlers.Local()]
 both = pytest.mark.parametrize("handler", LOCAL, ids=["reference", "local"])
@@ -219,6 +221,17 @@ def test_unseeded_randomness_warns(handler):
 
 
 @both
+def test_unseeded_randomness_of_a_device_warns(handler, monkeypatch):
+    device = FakeDevice()
+    monkeypatch.setattr("fpipe.step.current_device", lambda: device)
+    pipeline = Pipeline([lambda p, x: x * p * torch.rand((), generator=device.drawn)], cases.mse)
+    plan = pipeline.plan(Placement.loop(1), 2)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handler, autodiff="eager")
+    with pytest.warns(UserWarning, match=r"pass rng=\(seed, step\)"):
+        step({0: torch.ones(3)}, torch.ones(4, 3), torch.zeros(4, 3))
+
+
+@both
 def test_a_shape_may_change_from_step_to_step(handler):
     params, x, y = affine_case(rows=12)
     step = fpipe.value_and_grad(
@@ -264,6 +277,31 @@ def test_devices_of_the_local_handler():
     step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handlers.Local(["cpu", "cpu:0"]))
     found = step(case.params, case.batch, case.target)
     assert jobs.differences(found, cases.reference(case, schedule, plan)) == []
+
+
+class Moves(TorchFunctionMode):
+    """Notes for each move of a tensor to a device whether the host waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to and isinstance(args[1], torch.device):
+            self.seen.append((args[1].type, not (kwargs or {}).get("non_blocking", False)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_local_handler_waits_for_what_it_moves_to_the_host_alone(monkeypatch):
+    monkeypatch.setattr("fpipe.handlers.local.device_of", lambda _: FakeDevice())
+    pipeline = Pipeline([lambda p, x: x * p] * 2, lambda y, t: y.sum())
+    plan, params = pipeline.plan(Placement.loop(2), 1), dict.fromkeys(range(2), torch.ones(3))
+    for devices, expected in ((["cpu", "cpu"], {("cpu", True)}), (["meta", "meta"], {("meta", False)})):
+        moved = {s: p.to(device) for (s, p), device in zip(params.items(), devices, strict=True)}
+        step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(devices))
+        with Moves() as moves:
+            step(moved, torch.ones(2, 3, device=devices[0]))
+        assert set(moves.seen) == expected
 
 
 @each_way
