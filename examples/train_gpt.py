@@ -118,6 +118,7 @@ def processes(ranks: int | None) -> Iterator[tuple[handlers.Handler, int, int, t
     if "RANK" not in os.environ:
         yield handlers.Local(), ranks or 2, 0, torch.device("cpu")
         return
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: a queue for every stream
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

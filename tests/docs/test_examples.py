@@ -1,10 +1,12 @@
 """The examples run, at a small size."""
 
 import importlib
+import os
 import re
 import sys
 
 import pytest
+import torch
 import typer
 
 from examples import train_gpt as example
@@ -71,6 +73,18 @@ def test_train_gpt_says_what_is_wrong_with_its_options(options, message, monkeyp
     printed = capsys.readouterr()
     assert message in printed.out
     assert printed.err == ""
+
+
+def test_train_gpt_asks_for_a_queue_for_every_stream_before_cuda_starts(monkeypatch):
+    name, seen = "CUDA_DEVICE_MAX_CONNECTIONS", []
+    monkeypatch.setattr(os, "environ", {"RANK": "0"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen.append(os.environ[name]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError), example.processes(None):
+        pass
+    monkeypatch.setitem(os.environ, name, "16")
+    with pytest.raises(ZeroDivisionError), example.processes(None):
+        pass
+    assert seen == ["32", "16"]
 
 
 def test_custom_schedule(capsys):
