@@ -59,9 +59,10 @@ def test_what_is_not_labelled_is_not_counted(name, autodiff):
     schedule, plan, pipeline, params, x, y = case(name, [1, 3])
     found = [
         fpipe.value_and_grad(pipeline, schedule, plan, handler=own, weight=labelled, autodiff=autodiff)(params, x, y)
-        for own in (handlers.Reference(), handlers.Local())
+        for own in (handlers.Reference(), handlers.Local(), handlers.Local(["cpu"] * plan.ranks))
     ]
     assert differences(found[1], found[0]) == []
+    assert differences(found[2], found[0]) == []
     torch.testing.assert_close(found[0], whole(pipeline, params, x, y))
 
 

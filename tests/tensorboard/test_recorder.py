@@ -419,6 +419,32 @@ def test_marks_become_the_hosts_seconds(device):
     assert 0 <= width < 1e-5
 
 
+def test_the_device_waits_for_the_host_where_it_passes_a_mark_at_once(device):
+    marks, taken = Marks(device, 4), []
+    device.stream.lag = 0.0
+    marks.begin(True)
+    for now, lag in ((110.0, 0.0), (111.0, 0.0), (111.5, 2.0), (114.0, 0.0)):
+        device.now, device.stream.lag = now, lag
+        taken.append(marks())
+    lanes = {0: taken[:2], 1: taken[2:]}
+    columns = {rank: Columns(*(array("d", [m]) for m in own), array("d"), array("d")) for rank, own in lanes.items()}
+    bounds = marks.keep().launch_bound(columns)
+    assert bounds == pytest.approx({0: 1.0, 1: 0.5}, abs=1e-4)  # not 0.5 to 2.5, when it was behind the host
+
+
+@pytest.mark.parametrize(("lag", "share"), [(0.0, 1.0), (2.0, 0.0)])
+def test_a_recorder_has_the_time_in_which_a_device_ran_out_of_work(tmp_path, device, lag, share):
+    device.stream.lag = lag
+    case, generator, plan = cases.make("attention", "one_f_one_b", 2, 4)
+    with Recorder(tmp_path, steps=[1], device=device) as recorder:
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), observe=recorder)
+        for _ in range(3):
+            step(case.params, case.batch, case.target)
+    makespan = find(tmp_path).read(CaptureId("", "measured", 1)).timeline.makespan
+    bound = sum(scalars(tmp_path, f"measured/rank{rank}")["time/launch_bound_seconds"][1] for rank in range(2))
+    assert bound == pytest.approx(share * makespan, rel=0.2)
+
+
 def test_a_step_that_fails_takes_no_marks_of_one_that_is_still_to_be_read(device):
     marks = Marks(device, 2)
     marks.begin(True)

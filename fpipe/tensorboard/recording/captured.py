@@ -58,6 +58,7 @@ class StepCapture:
         peaks, memory: by rank that this process plays.
         alone: whether it has this process's ranks alone, whose clock was not compared with the others'.
         norm: of the whole gradient, if the recorder was asked for it.
+        launch_bound: by rank of a device that runs behind the host, the seconds that it waited for the host at most.
     """
 
     step: int
@@ -68,6 +69,7 @@ class StepCapture:
     memory: Mapping[int, SlotMemory]
     alone: bool
     norm: float | None = None
+    launch_bound: Mapping[int, float] = field(default_factory=dict)
 
     def write(self, files: Files) -> None:
         """Write this process's part."""
@@ -128,6 +130,8 @@ class StepCapture:
         """Write a rank's curves; none of idle time where ranks take turns, for that is the others' compute."""
         for kind, seconds in timeline.kinds[rank].items():
             writer.scalar(f"time/{kind.__name__}_seconds", seconds, self.step, self.wall)
+        if rank in self.launch_bound:
+            writer.scalar("time/launch_bound_seconds", self.launch_bound[rank], self.step, self.wall)
         writer.scalar("memory/peak_bytes", self.peaks[rank][0], self.step, self.wall)
         if rank in self.memory:
             writer.scalar("memory/held_peak_bytes", max(self.memory[rank].during), self.step, self.wall)

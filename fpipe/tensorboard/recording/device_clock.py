@@ -8,16 +8,20 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from math import isnan
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fpipe.devices import Device, HostCopy
+from fpipe.devices import Device, HostCopy, device_of
 from fpipe.timelines.measurement import Columns
 
 CLOCK_COMPARISONS = 8  # of the device's clock with the host's; the closest counts
+PROMPT = 20e-6  # seconds within which a device that has nothing else to run passes a mark that the host makes
 NUMBERS = 64  # of a device that can be on their way before more memory is allocated
 
 
@@ -30,11 +34,12 @@ class Marks:
         count: the most marks of a step.
     """
 
-    def __init__(self, device: Device, count: int) -> None:
-        self.device, self.on = device, False
+    def __init__(self, device: torch.device | Device, count: int) -> None:
+        self.device, self.on = device_of(device), False
         self._count = count + 1  # the first of a step is its base
-        self._events = [device.event(timed=True) for _ in range(2 * self._count)]
-        self._aside = device.new_stream()
+        self._events = [self.device.event(timed=True) for _ in range(2 * self._count)]
+        self._made = array("d", [0.0]) * len(self._events)
+        self._aside = self.device.new_stream()
         self._base = self._next = 0
 
     def begin(self, on: bool) -> None:
@@ -47,6 +52,7 @@ class Marks:
         if not self.on:
             return 0.0
         at, self._next = self._next, self._next + 1
+        self._made[at] = time.perf_counter()
         self._events[at].record(self.device.current_stream())
         return float(at)
 
@@ -61,31 +67,66 @@ class Marks:
             event.record(self._aside)
             event.synchronize()
             compared.append((before, event, time.perf_counter()))
-        marks = Kept(self._events, self._base, self._next, compared)
+        marks = Kept(self._events[self._base : self._next], self._made[self._base : self._next], self._base, compared)
         self._base = self._next = self._count - self._base
         return marks
 
 
 class Kept:
-    """The marks of one step."""
+    """The marks of one step.
 
-    def __init__(self, events: list[Any], base: int, end: int, compared: list[tuple[float, Any, float]]) -> None:
-        self._events, self._base, self._last, self._compared = events, events[base], events[end - 1], compared
+    Args:
+        events: of the marks; the first is the base of the others' times.
+        made: when the host made each mark.
+        first: the number of the first mark.
+        compared: when the host recorded an event, the event, and when the host had waited for it.
+    """
 
-    def seconds(self, columns: Mapping[int, Columns]) -> tuple[dict[int, Columns], float]:
-        """Return the ranks' times on the host's clock (`time.perf_counter`), and their error in seconds."""
-        self._last.synchronize()
+    def __init__(
+        self, events: Sequence[Any], made: Sequence[float], first: int, compared: Sequence[tuple[float, Any, float]]
+    ) -> None:
+        self._events, self._made, self._first, self._compared = events, made, first, compared
+
+    @cached_property
+    def _passed(self) -> tuple[list[float], float]:
+        """When the device passed each mark, on the host's clock, and the error of that."""
+        base = self._events[0]
+        self._events[-1].synchronize()
         origins = [
-            ((before + after) / 2 - self._base.elapsed_time(event) / 1e3, (after - before) / 2)
+            ((before + after) / 2 - base.elapsed_time(event) / 1e3, (after - before) / 2)
             for before, event, after in self._compared
         ]
         origin, width = min(origins, key=lambda pair: pair[1])
-        times = {rank: Columns(*(self._resolved(marks, origin) for marks in lane)) for rank, lane in columns.items()}
-        return times, width
+        return [origin + base.elapsed_time(event) / 1e3 for event in self._events], width
 
-    def _resolved(self, marks: Iterable[float], origin: float) -> array[float]:
-        base, events = self._base, self._events
-        return array("d", [m if m != m else origin + base.elapsed_time(events[int(m)]) / 1e3 for m in marks])
+    def seconds(self, columns: Mapping[int, Columns]) -> tuple[dict[int, Columns], float]:
+        """Return the ranks' times on the host's clock (`time.perf_counter`), and their error in seconds.
+
+        Waits until the device has passed the marks.
+        """
+        passed, width = self._passed
+
+        def time_of(mark: float) -> float:
+            return mark if isnan(mark) else passed[int(mark) - self._first]
+
+        return {
+            rank: Columns(*(array("d", map(time_of, each)) for each in lane)) for rank, lane in columns.items()
+        }, width
+
+    def launch_bound(self, columns: Mapping[int, Columns]) -> dict[int, float]:
+        """Return by rank an upper bound of the seconds in which the device waited for the host's launches.
+
+        They are those between two marks where the device had run out of work at the second one: it passed the mark as
+        soon as the host made it.
+        """
+        passed, width = self._passed
+        seconds = [now - before for before, now in pairwise(passed)]
+        is_prompt = [now - made < PROMPT + width for now, made in zip(passed, self._made, strict=True)]
+        bounds = {}
+        for rank, lane in columns.items():
+            marks = {int(mark) - self._first for each in lane for mark in each if not isnan(mark)}
+            bounds[rank] = sum(seconds[at - 1] for at in marks if at > 1 and is_prompt[at])  # 1 begins the step's work
+        return bounds
 
 
 class Numbers:

@@ -53,9 +53,11 @@ class Recorder(Observer):
     host) and `step/samples_per_second`; a captured step also to those of bubble, time by kind, idle time by cause, and
     memory. The memory of a rank is measured in the step before a captured one, which makes that step slower.
 
-    On a GPU, times are those at which the device passed the effects, read after the next step; else the host's. Ranks
-    in several processes compare their clocks after each captured step, so all of them record, with equal arguments, and
-    `close` together. Each replica of a pipeline has its own folder. A failure here is a warning, and training goes on.
+    Times are the host's; on a GPU, those at which the device passed the effects, read after the next step. The curve
+    `time/launch_bound_seconds` is then an upper bound of the time in which the device waited for the host's launches.
+    Ranks in several processes compare their clocks after each captured step, so all of them record, with equal
+    arguments, and `close` together. Each replica of a pipeline has its own folder. A failure here is a warning, and
+    training goes on.
 
     Args:
         logdir: the folder of this run; `tensorboard --logdir` takes it, or a folder above it.
@@ -288,8 +290,9 @@ class Recorder(Observer):
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        job, measurement, width = self._own, pending.measurement, 0.0
+        job, measurement, width, launch_bound = self._own, pending.measurement, 0.0, dict[int, float]()
         if pending.marks is not None and isinstance(measurement, Measurement):
+            launch_bound = pending.marks.launch_bound(measurement.columns)
             columns, width = pending.marks.seconds(measurement.columns)
             measurement = replace(measurement, columns=columns)
         squares = pending.squares.item() if pending.squares is not None else None
@@ -298,7 +301,7 @@ class Recorder(Observer):
         if isinstance(measurement, ValueError):
             return
         norm = None if squares is None or job.alone else squares**0.5
-        captured = pending.capture(measurement=measurement, alone=job.alone, norm=norm)
+        captured = pending.capture(measurement=measurement, alone=job.alone, norm=norm, launch_bound=launch_bound)
         self._flush()
         self._work.do(lambda: captured.write(job.files))
 
