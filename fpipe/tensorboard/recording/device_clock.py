@@ -109,9 +109,8 @@ class Kept:
         def time_of(mark: float) -> float:
             return mark if isnan(mark) else passed[int(mark) - self._first]
 
-        return {
-            rank: Columns(*(array("d", map(time_of, each)) for each in lane)) for rank, lane in columns.items()
-        }, width
+        times = {rank: Columns(*(array("d", map(time_of, each)) for each in lane)) for rank, lane in columns.items()}
+        return times, width
 
     def launch_bound(self, columns: Mapping[int, Columns]) -> dict[int, float]:
         """Return by rank an upper bound of the seconds in which the device waited for the host's launches.
@@ -125,7 +124,8 @@ class Kept:
         bounds = {}
         for rank, lane in columns.items():
             marks = {int(mark) - self._first for each in lane for mark in each if not isnan(mark)}
-            bounds[rank] = sum(seconds[at - 1] for at in marks if at > 1 and is_prompt[at])  # 1 begins the step's work
+            ends = [at for at in marks if at > 1 and is_prompt[at]]  # before mark 1 there is no effect
+            bounds[rank] = sum(seconds[at - 1] for at in ends)
         return bounds
 
 
