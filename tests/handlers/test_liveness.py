@@ -1,10 +1,21 @@
 """Ranks that let others wait: slow ones are waited for, dead, stopped and absent ones are named in time."""
 
+import os
+import threading
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
+from fpipe.devices import Cpu
+from fpipe.effects import Forward
+from fpipe.handlers.distributed.activity import DEVICE, LEAD, Activity, Markers
+from fpipe.handlers.distributed.backends import NCCL
+from fpipe.handlers.distributed.connections import _Groups
 from tests.support import faults
+from tests.support.fake_device import FakeDevice
 
 GRACE = 8.0  # seconds that the error may come later than the time limit, on a busy machine
 
@@ -35,3 +46,126 @@ def test_a_rank_that_does_not_go_on_is_named(fresh_pool, fault, limits, reason):
         assert reason in outcome.text
         assert f"rank {rank} lost " in outcome.text
         assert outcome.seconds < 1.0 + sum(limits) + GRACE
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_lifeline_tells_a_process_that_ends_from_one_that_closes(fresh_pool, ends):
+    first, second, third = fresh_pool(3).outcomes(faults.lifeline, ends, limit=30)
+    assert first.value == ("the process of rank 1 has ended" if ends else None)
+    assert third.value is None
+    assert (second.exitcode, second.value) == ((3, None) if ends else (None, None))
+
+
+def test_the_host_is_some_effects_ahead_at_most():
+    device = FakeDevice(lag=5.0, now=0.0)
+    markers, waits = Markers(device), []
+    for m in range(20):
+        markers.add("waiting for a value", awaits=True)
+        markers.add(Forward(0, m))
+        markers.keep_up()
+        waits.append(len(device.waits))
+        ahead = [marker for marker in markers._pending if not marker.event.query() and not marker.awaits]
+        assert len(ahead) <= LEAD
+    assert waits[: LEAD + 1] == [*[0] * LEAD, 1]
+    assert markers.drain(lambda: device.now < 1e3 and not setattr(device, "now", device.now + 1))
+    assert markers.oldest() is None
+
+
+def test_a_state_says_what_the_device_waits_for_or_computes():
+    device = FakeDevice(lag=5.0, now=0.0)
+    activity = Activity(Markers(device))
+    assert activity.state()[:2] == (0, "absent")
+    activity.enter(lambda: Forward(0, 2))
+    assert activity.state()[:3] == (1, "computing", "Forward(stage=0, microbatch=2)")
+    activity.waiting = "beginning a step"
+    assert activity.state()[:3] == (1, "waiting", "beginning a step")
+    activity.markers.add("waiting for a value", awaits=True)
+    activity.markers.add(Forward(0, 3))
+    activity.waiting = DEVICE
+    assert activity.state()[:3] == (1, "waiting", "waiting for a value")
+    activity.leave()  # the script may wait for a result
+    assert activity.state()[:3] == (1, "waiting", "waiting for a value")
+    device.now += 5.0 - 5e-7
+    assert activity.state()[:3] == (1, "computing", "Forward(stage=0, microbatch=3)")
+    device.now += 1.0
+    assert activity.state()[:2] == (1, "absent")
+
+
+def test_a_state_lasts_as_long_as_nothing_changes(monkeypatch):
+    now, activity = 100.0, Activity(Markers(Cpu()))
+    monkeypatch.setattr("fpipe.handlers.distributed.activity.time.monotonic", lambda: now)
+    activity.enter()
+    activity.waiting = "a value"
+    assert activity.state().seconds == 0
+    now += 7
+    assert activity.state().seconds == 7
+    activity.waiting = "another"
+    assert activity.state().seconds == 0
+
+
+class Stuck:
+    """A communicator that can be aborted only while all others are: an abort waits for the device."""
+
+    def __init__(self, barrier):
+        self.barrier = barrier
+
+    def abort(self):
+        self.barrier.wait(5)
+        raise RuntimeError("aborted")
+
+
+def test_communicators_are_cut_all_at_once():
+    begun = time.monotonic()
+    barrier = threading.Barrier(4)
+    NCCL().cut([Stuck(barrier) for _ in range(4)])
+    assert not barrier.broken
+    assert time.monotonic() - begun < 4
+
+
+def test_connections_are_closed_when_the_device_is_done():
+    device = FakeDevice(lag=0.3)
+    groups = _Groups(NCCL(), Markers(device), timeout=10)
+    groups.edges[0, 1] = "a group"
+    groups._markers.add(Forward(0, 0))
+    begun = time.monotonic()
+    groups.close()
+    assert time.monotonic() - begun > 0.2
+    assert groups.closed.is_set()
+    assert not groups.edges
+    assert not groups.is_cut
+
+
+def test_connections_of_a_device_that_never_ends_are_cut():
+    cuts = []
+    backend = type("Backend", (NCCL,), {"cut": lambda self, groups: cuts.append(groups)})()
+    groups = _Groups(backend, Markers(FakeDevice(lag=1e6, now=0.0)), timeout=0.2)
+    groups.edges[0, 1] = "a group"
+    groups._markers.add(Forward(0, 0))
+    groups.close()
+    assert cuts == [["a group"]]
+
+
+def test_a_connection_that_is_never_made_is_an_error(pools):
+    for text in pools(2).run(faults.never_connects):
+        assert "while connecting rank 0 to rank 1 (no connection within 1 s)" in text
+
+
+def test_nccl_groups_are_bounded_and_never_end_the_process(monkeypatch):
+    class Options:
+        def __init__(self, is_high_priority_stream=False):
+            self.high, self.config = is_high_priority_stream, SimpleNamespace()
+
+    class Group(SimpleNamespace):
+        def __init__(self, store, rank, size, options):
+            super().__init__(options=options, handling=os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+
+    Group.Options = Options
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    edge = NCCL(channels=8).group(None, "0-1", 0, [0, 1], 10.0)
+    results = NCCL(channels=8).group(None, "results", 0, range(4), 10.0)
+    assert (edge.options.high, edge.options.config.max_ctas) == (True, 8)
+    assert (results.options.high, results.options.config.max_ctas) == (False, 1)
+    assert edge.options._timeout > timedelta(days=1)
+    assert edge.handling == results.handling == "0"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 import fpipe
 from fpipe import Pipeline, Placement, handlers, schedules
+from fpipe.handlers.distributed.lifeline import Lifeline
 from tests.support.cases import mse
 
 FAULTS = {
@@ -217,3 +220,41 @@ def missed_handler(rank):
     step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Distributed(group, timeout=10))
     loss, _ = step({rank: {"w": torch.eye(4)}}, torch.ones(8, 4), torch.ones(8, 4))
     return f"{first} then {'a loss' if loss.isfinite() else 'none'}"
+
+
+LIFELINES = []
+
+
+def lifeline(rank, ends):
+    """Return why the next rank is gone, where rank 1's process ends or closes its lifeline, and others stay."""
+    store = PrefixStore("lifelines", dist.distributed_c10d._get_default_store())
+    line = Lifeline(store, rank, 3, 10.0)
+    LIFELINES.append(line)  # it stays open as long as its process
+    if rank == 1 and ends:
+        os._exit(3)
+    if rank == 1:
+        line.close()
+    until = time.monotonic() + 2
+    while rank != 1 and line.lost is None and time.monotonic() < until:
+        time.sleep(0.01)
+    return line.lost
+
+
+class NeverConnects(handlers.Gloo):
+    """A backend whose edges are never made, as by a communicator that waits for a rank."""
+
+    asynchronous = True
+
+    def group(self, store, name, rank, ranks, timeout):
+        if name != "results":
+            threading.Event().wait(20)
+        return super().group(store, name, rank, ranks, timeout)
+
+
+def never_connects(rank):
+    try:
+        own = handlers.Distributed(timeout=1, backend=NeverConnects())
+        pipeline = Pipeline([layer] * 2, mse)
+        fpipe.value_and_grad(pipeline, schedules.gpipe, pipeline.plan(Placement.loop(2), 2), handler=own)
+    except fpipe.TransportError as error:
+        return str(error)

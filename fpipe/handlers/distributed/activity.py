@@ -134,10 +134,10 @@ class Markers:
 
     def keep_up(self) -> None:
         """Wait until the device is at most `LEAD` effects behind."""
-        while self._pending and (self._effects > LEAD or self._pending[0].event.query()):
-            marker = self._pending[0]
-            marker.event.synchronize()
-            self._pending.popleft()
+        if self._effects > LEAD:
+            next(marker for marker in self._pending if not marker.awaits).event.synchronize()
+        while self._pending and self._pending[0].event.query():
+            marker = self._pending.popleft()
             self._free.append(marker.event)
             self._effects -= not marker.awaits
             self.passed += 1

@@ -97,6 +97,10 @@ class Connections:
             shared[name] = dist.ProcessGroupGloo(PrefixStore(name, self.store), self.rank, self.size, limit)
         return shared[name]
 
+    def loss(self) -> str | None:
+        """Return which rank's process has ended, if the lifeline knows one."""
+        return None if self.groups.lifeline is None else self.groups.lifeline.lost
+
     # Set-up
 
     def connect(self, edges: Collection[Edge]) -> None:

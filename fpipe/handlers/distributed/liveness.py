@@ -137,16 +137,18 @@ class Watchdog(threading.Thread):
             failures, connections = self._failures(), self._connections()
             if failures is None or connections is None or failures.ended is not None:
                 return
-            reason = self._look(failures)
+            reason = self._look(failures, connections)
             if reason is not None:
                 failures.ended = reason
                 connections.cut()
                 return
             del failures, connections
 
-    def _look(self, failures: Failures) -> str | None:
+    def _look(self, failures: Failures, connections: Connections) -> str | None:
         """Return why the job has failed, if it has."""
         state = self._activity.state()
+        if (loss := connections.loss()) is not None:
+            return _first(failures, loss)
         answer = call_with_timeout(STORE_TIMEOUT, partial(self._ask, failures, state))
         if answer is None:
             silence = time.monotonic() - self._answered_at
@@ -158,8 +160,7 @@ class Watchdog(threading.Thread):
         if reason is None and states:
             reason = verdict(failures.rank, states, overdue, self._timeout, self._compute_timeout)
             if reason is not None:
-                failures.post(reason)
-                return failures.wait(0.0) or reason  # another rank's may have been first
+                return _first(failures, reason)
         return reason
 
     def _ask(self, failures: Failures, state: State) -> tuple[str | None, States, list[int]]:
@@ -167,3 +168,9 @@ class Watchdog(threading.Thread):
             return str(failures.store.get("failed"), "utf-8"), {}, []
         suspects = state.kind == "waiting" and state.seconds >= self._timeout / 2
         return None, *(self._questions.exchange(state, suspects) or ({}, []))
+
+
+def _first(failures: Failures, reason: str) -> str:
+    """Write a reason; return the first that any rank wrote."""
+    failures.post(reason)
+    return failures.wait(0.0) or reason
