@@ -14,6 +14,8 @@ from fpipe.effects import Forward
 from fpipe.handlers.distributed.activity import DEVICE, LEAD, Activity, Markers
 from fpipe.handlers.distributed.backends import NCCL
 from fpipe.handlers.distributed.connections import _Groups
+from fpipe.handlers.distributed.failures import Failures
+from fpipe.handlers.distributed.liveness import Watchdog
 from tests.support import faults
 from tests.support.fake_device import FakeDevice
 
@@ -169,3 +171,32 @@ def test_nccl_groups_are_bounded_and_never_end_the_process(monkeypatch):
     assert edge.options._timeout > timedelta(days=1)
     assert edge.handling == results.handling == "0"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+
+
+class FailingDevice(FakeDevice):
+    def event(self, timed=False):
+        event = super().event(timed)
+        event.query = self.fail
+        return event
+
+    def fail(self):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nMore of it")
+
+
+class OneRank:
+    """The connections of a job of one rank."""
+
+    def __init__(self, device):
+        self.activity, self.closed, self.timeout, self.size = Activity(Markers(device)), threading.Event(), 0.2, 1
+
+    def cut(self):
+        """Nothing is connected."""
+
+
+def test_a_device_that_fails_is_every_ranks_reason():
+    connections, failures = OneRank(FailingDevice()), Failures(2, dist.HashStore())
+    connections.activity.markers.add(Forward(0, 0))
+    Watchdog(failures, connections, 10.0).run()
+    text = "rank 2: its device has failed: CUDA error: an illegal memory access was encountered"
+    assert failures.ended == text
+    assert str(failures.store.get("failed"), "utf-8") == text

@@ -17,6 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -360,8 +361,10 @@ class _Groups:
 
     def close(self) -> None:
         """Close the connections; if none has failed, when the device has done everything that was posted on them."""
-        until = time.monotonic() + self._timeout
-        if not self._markers.drain(lambda: not self.is_cut and time.monotonic() < until) and not self.is_cut:
+        until, is_done = time.monotonic() + self._timeout, False
+        with suppress(RuntimeError):  # of a device that has failed
+            is_done = self._markers.drain(lambda: not self.is_cut and time.monotonic() < until)
+        if not is_done and not self.is_cut:
             log.warning("the device has not done all its work within %g s: the connections are cut", self._timeout)
             self.cut()
         self.closed.set()

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 from fpipe.handlers.distributed.activity import State
-from fpipe.handlers.distributed.connections import Connections
+from fpipe.handlers.distributed.connections import Connections, first_line
 from fpipe.handlers.distributed.failures import STORE_TIMEOUT, Failures, call_with_timeout
 
 States = Mapping[int, State | None]
@@ -146,7 +146,10 @@ class Watchdog(threading.Thread):
 
     def _look(self, failures: Failures, connections: Connections) -> str | None:
         """Return why the job has failed, if it has."""
-        state = self._activity.state()
+        try:
+            state = self._activity.state()
+        except RuntimeError as error:
+            return _first(failures, f"rank {failures.rank}: its device has failed: {first_line(error)}")
         if (loss := connections.loss()) is not None:
             return _first(failures, loss)
         answer = call_with_timeout(STORE_TIMEOUT, partial(self._ask, failures, state))

@@ -205,8 +205,10 @@ class Recorder(Observer):
         self._last = now
 
     def flush(self) -> None:
-        """Write everything that is captured. All ranks call it."""
+        """Write everything that is captured, if no peer has failed. All ranks call it."""
         try:
+            if self._job is not None:
+                self._job.handler.check()
             self._finish()
             self._flush()
         except Exception as error:  # of any kind: training goes on
