@@ -12,7 +12,7 @@ from fpipe.programs.lowering import wavefront
 from tests.support import faults
 from tests.support.cases import mse
 
-LIMIT = 10.0  # seconds in which every rank must have ended
+LIMIT = 20.0  # seconds in which every rank must have ended, on a busy machine
 ALONE = ("killed", "world size")  # faults with a test of their own
 both = pytest.mark.parametrize("autodiff", ["graph", "eager"])
 
@@ -93,7 +93,6 @@ def test_ranks_with_different_programs(pools):
         assert f"rank {rank}: the ranks were given different schedules" in outcome.text
 
 
-@pytest.mark.timing
 @both
 def test_a_killed_rank(fresh_pool, autodiff):
     outcomes = fresh_pool(3).outcomes(faults.run, 3, "killed", autodiff, limit=30)

@@ -12,7 +12,7 @@ from tests.support import cases, host_jobs, jobs
 from tests.support.combinations import sample
 from tests.support.hosts import Hosts, Unavailable
 
-LIMIT = 20.0  # seconds after an accident in which every rank must have ended
+LIMIT = 30.0  # seconds after an accident in which every rank must have ended, on a busy machine
 PATIENCE = 2.0  # seconds that a wait may take there
 FAST, SLOW = {"milliseconds": 0, "megabits": 100_000}, {"milliseconds": 5, "megabits": 400}
 
@@ -55,7 +55,6 @@ def test_shapes_change_from_step_to_step(hosts, autodiff):
     assert hosts.run(jobs.shapes_change, 2, autodiff) == [[], []]
 
 
-@pytest.mark.timing
 @pytest.mark.parametrize(
     ("accident", "lost"),
     [
