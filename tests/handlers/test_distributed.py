@@ -1,7 +1,10 @@
 """What only the distributed handler can show."""
 
+import gc
 import re
+import threading
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,10 +151,31 @@ def test_edges_are_connected_in_few_rounds(schedule, ranks):
 @pytest.mark.parametrize("name", DEADLOCKING)
 def test_an_environment_that_would_deadlock_is_refused(monkeypatch, name):
     monkeypatch.setenv(name, "1")
-    assert re.match(f"{name}=1 makes .*: unset it", NCCL().check(Cpu(), 0, {(0, 1)}, object()))
+    assert re.match(f"{name}=1 makes .*: unset it", NCCL().check(Cpu(), 0, {(0, 1)}, Owner()))
 
 
-def test_the_edges_of_all_handlers_count():
+class Owner:
+    def __init__(self):
+        self.closed = threading.Event()
+
+
+def test_the_edges_of_all_handlers_of_a_process_count(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    edges = {(0, 1), (1, 0), (1, 2), (2, 1)}
+    training, evaluation, another = Owner(), Owner(), Owner()
+    assert NCCL().check(Cpu(), 1, edges, training) is None
+    assert NCCL().check(Cpu(), 1, edges, evaluation) is None
+    assert NCCL().check(Cpu(), 1, edges, evaluation) is None  # its next program has the same edges
+    assert "rank 1 has 12 edges in 3 handlers of 4 channels each" in NCCL().check(Cpu(), 1, edges, another)
+    evaluation.closed.set()
+    assert NCCL().check(Cpu(), 1, edges, another) is None
+    del training, another
+    gc.collect()
+    assert NCCL(channels=8).check(Cpu(), 1, edges, Owner()) is None
+
+
+def test_how_many_edges_a_gpu_can_have():
     assert too_many(4, 1, 4, 132, "16") is None
     assert "8 edges in 2 handlers, which with compute and results need 22 streams" in too_many(8, 2, 4, 132, "16")
     assert too_many(8, 1, 4, 132, "32") is None

@@ -36,6 +36,12 @@ DEFAULT_CHANNELS = 4
 RESULT_CHANNELS = 1  # the losses are small
 
 
+class Owner(Protocol):
+    """The connections of a handler; `closed` is set when they are not used any more."""
+
+    closed: threading.Event
+
+
 class Backend(Protocol):
     """Makes groups of processes that exchange tensors, as torch's `ProcessGroupGloo` and `ProcessGroupNCCL` do.
 
@@ -48,12 +54,12 @@ class Backend(Protocol):
 
     asynchronous: bool
 
-    def check(self, device: Device, rank: int, edges: Collection[Edge], owner: object) -> str | None:
+    def check(self, device: Device, rank: int, edges: Collection[Edge], owner: Owner) -> str | None:
         """Return why this process can't have these edges; None if it can.
 
         Args:
             edges: of a handler, all of them; those of this process's other handlers count too.
-            owner: the handler's connections, as long as they live.
+            owner: the handler's connections.
         """
 
     def group(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: float) -> Any:
@@ -75,7 +81,7 @@ class Gloo:
 
     asynchronous = False
 
-    def check(self, device: Device, rank: int, edges: Collection[Edge], owner: object) -> str | None:
+    def check(self, device: Device, rank: int, edges: Collection[Edge], owner: Owner) -> str | None:
         return None
 
     def group(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: float) -> Any:
@@ -115,11 +121,12 @@ class NCCL:
     channels: int = DEFAULT_CHANNELS
     asynchronous = True
 
-    def check(self, device: Device, rank: int, edges: Collection[Edge], owner: object) -> str | None:
+    def check(self, device: Device, rank: int, edges: Collection[Edge], owner: Owner) -> str | None:
         for name, reason in DEADLOCKING.items():
             if os.environ.get(name, "0") not in ("", "0"):
                 return f"{name}={os.environ[name]} {reason}: unset it"
-        edges_of = {**_edges_of, owner: sum(rank in edge for edge in edges)}
+        edges_of = {other: count for other, count in _edges_of.items() if not other.closed.is_set()}
+        edges_of[owner] = sum(rank in edge for edge in edges)
         units = torch.cuda.get_device_properties(device.torch_device).multi_processor_count
         queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
         why = too_many(sum(edges_of.values()), len(edges_of), self.channels, units, queues)
@@ -185,7 +192,7 @@ WITHOUT_WATCHDOG: Mapping[str, str] = {
 """What a process group of NCCL reads when it is made, so that a failure stays an error of fpipe's own."""
 
 QUEUES = 8  # hardware queues of a process by default; at most 32
-_edges_of: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+_edges_of: weakref.WeakKeyDictionary[Owner, int] = weakref.WeakKeyDictionary()
 
 
 def too_many(edges: int, handlers: int, channels: int, units: int, queues: str | None) -> str | None:
