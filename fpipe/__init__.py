@@ -34,5 +34,6 @@ if TYPE_CHECKING:
     from fpipe.timelines.simulator import simulate as simulate
     from fpipe.timelines.text import draw as draw
     from fpipe.timelines.timeline import Timeline as Timeline
+    from fpipe.train import train_step as train_step
 
 __getattr__, __dir__ = attach(__name__)

@@ -78,6 +78,7 @@ LAYOUT = {
     ),
     "fpipe.norms": "handlers handlers.distributed stages plan errors",
     "fpipe.step": "profiling handlers autodiff policies stages devices programs tables plan effects errors",
+    "fpipe.train": "step norms handlers stages plan",
     "fpipe.interop.torch_csv": "schedules programs plan effects errors",
     "fpipe.interop.modules": "stages plan errors",
     "fpipe.interop.splitting": "interop.modules autodiff.graph stages devices errors",
@@ -220,7 +221,7 @@ SURFACE = {
         Batch Costs Edges Link LiveBytes Measurement Output Pipeline Placement Plan Program Recording Report
         ScheduleError Stage StageError Timeline TransportError clip_by_global_norm draw effects evaluate gather
         global_norm handlers interop lower peak_bytes policies profile schedules simulate tensorboard
-        value_and_grad verify
+        train_step value_and_grad verify
     """,
     "fpipe.handlers": "Backend Distributed Gloo Handler Inputs Local NCCL Observer Peers Reference Results",
     "fpipe.schedules": " ".join(

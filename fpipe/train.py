@@ -1,0 +1,78 @@
+"""A training step: loss, gradients and the optimizer's update as one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fpipe.handlers.protocol import Handler
+from fpipe.norms import clip_by_global_norm
+from fpipe.plan import Plan, Schedule
+from fpipe.stages.pipeline import Pipeline
+from fpipe.step import Rng, value_and_grad
+
+Optimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]
+"""`init(params) -> state` and `update(grads, state, params, **options) -> (params, state)`, both pure."""
+
+
+def train_step(
+    pipeline: Pipeline,
+    schedule: Schedule,
+    plan: Plan,
+    optimizer: Optimizer,
+    *,
+    handler: Handler,
+    max_norm: float | Tensor | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Return a function that computes the loss and its gradients, and updates the params.
+
+    Args:
+        optimizer: the pair `(init, update)` of `interop.optimizer`, or another pair of such functions. With
+            `donate=True` a step reuses the memory of `params` and `opt_state`, which must not be used again.
+        max_norm: clip the gradients to this norm over the whole pipeline, as `clip_by_global_norm` does.
+        options: those of `value_and_grad`.
+
+    Returns:
+        `step(params, opt_state, batch, target=None, *, state=None, rng=None, **changes) -> (params, opt_state, loss)`.
+        With `has_aux`, `(loss, aux)` stands in place of the loss; with `max_norm`, the norm before clipping follows;
+        with stateful stages, the new state is the last element. `changes` are options of the optimizer for this call
+        only, such as `lr`. The results have the bits of `value_and_grad`, `clip_by_global_norm` and `update` called
+        one after the other.
+
+    Raises:
+        ScheduleError, StageError, TransportError: as `value_and_grad`; nothing is then updated.
+
+    >>> import torch
+    >>> from fpipe import Pipeline, Placement, handlers, interop, schedules
+    >>> pipeline = Pipeline([lambda p, x: x * p, lambda p, x: x + p], loss=lambda y, t: (y - t).square().mean())
+    >>> plan = pipeline.plan(Placement.loop(ranks=2), microbatches=2)
+    >>> sgd = interop.optimizer(torch.optim.SGD, lr=0.1)
+    >>> step = train_step(pipeline, schedules.one_f_one_b, plan, sgd, handler=handlers.Local())
+    >>> params = {0: torch.tensor(2.0), 1: torch.tensor(1.0)}
+    >>> step(params, sgd.init(params), torch.arange(4.0), torch.zeros(4))
+    ({0: tensor(0.3000), 1: tensor(0.2000)}, {0: {}, 1: {}}, tensor(21.))
+    """
+    _, update = optimizer
+    differentiate = value_and_grad(pipeline, schedule, plan, handler=handler, **options)
+
+    def step(
+        params: Mapping[int, Any],
+        opt_state: Any,
+        batch: Any,
+        target: Any = None,
+        *,
+        state: Mapping[int, Any] | None = None,
+        rng: Rng | None = None,
+        **changes: Any,
+    ) -> Any:
+        loss, grads, *new_state = differentiate(params, batch, target, state=state, rng=rng)
+        norm: list[Tensor] = []
+        if max_norm is not None:
+            grads, *norm = clip_by_global_norm(grads, max_norm, plan, handler=handler)
+        params, opt_state = update(grads, opt_state, params, **changes)
+        return params, opt_state, loss, *norm, *new_state
+
+    return step

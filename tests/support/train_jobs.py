@@ -1,0 +1,61 @@
+"""Training steps as one function and as their parts, on the ranks of a pool or in one process."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+import fpipe
+from fpipe import interop
+from tests.support import cases
+from tests.support.jobs import differences, handler
+from tests.support.sharing import sharing
+
+OPTIMIZERS = {
+    "sgd": lambda donate: interop.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, donate=donate),
+    "adamw": lambda donate: interop.optimizer(torch.optim.AdamW, lr=0.1, donate=donate),
+    "fused": lambda donate: interop.optimizer(torch.optim.Adam, lr=0.1, fused=True, donate=donate),
+}
+
+
+def train(rank, name, schedule, microbatches, ranks, optimizer, donate, max_norm):
+    """Three steps of `train_step` on this rank against its parts: where the results differ."""
+    case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(microbatches))
+    return compare(sharing(handler(), name, plan.stages), case, generator, plan, rank, optimizer, donate, max_norm)
+
+
+def compare(own, case, generator, plan, rank, optimizer, donate, max_norm, **options):
+    params, batch, target, state = cases.own(case, plan, rank) if rank is not None else whole(case)
+    pair = OPTIMIZERS[optimizer](donate)
+    options = {**case.options, **options}
+    step = fpipe.train_step(case.pipeline, generator, plan, pair, handler=own, max_norm=max_norm, **options)
+    apart = by_parts(case, generator, plan, own, optimizer, max_norm)
+    ours, theirs = (copy.deepcopy((params, pair.init(params), state)) for _ in range(2))
+    found = []
+    for i in range(3):
+        rng = case.rng and (case.rng[0], i)
+        results = step(*ours[:2], batch, target, state=ours[2], rng=rng, lr=0.1 / (i + 1))
+        expected = apart(*theirs[:2], batch, target, theirs[2], rng, 0.1 / (i + 1))
+        found += [(i, *path) for path in differences(results, expected)]
+        ours, theirs = [(*r[:2], r[-1] if state is not None else None) for r in (results, expected)]
+    return found
+
+
+def whole(case):
+    return case.params, case.batch, case.target, case.state
+
+
+def by_parts(case, generator, plan, own, optimizer, max_norm):
+    """A step that calls value_and_grad, clip_by_global_norm and update itself, and donates nothing."""
+    differentiate = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **case.options)
+    update = OPTIMIZERS[optimizer](donate=False).update
+
+    def step(params, opt_state, batch, target, state, rng, lr):
+        loss, grads, *new_state = differentiate(params, batch, target, state=state, rng=rng)
+        norm = []
+        if max_norm is not None:
+            grads, *norm = fpipe.clip_by_global_norm(grads, max_norm, plan, handler=own)
+        return *update(grads, opt_state, params, lr=lr), loss, *norm, *new_state
+
+    return step

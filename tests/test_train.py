@@ -1,0 +1,105 @@
+"""`train_step` is value_and_grad, clip_by_global_norm and an optimizer's update as one function."""
+
+import copy
+
+import pytest
+import torch
+
+import fpipe
+from fpipe import Pipeline, Placement, StageError, handlers, interop, schedules
+from tests.support import cases, train_jobs
+from tests.support.combinations import combined, sample
+from tests.support.jobs import differences
+from tests.support.sharing import sharing
+
+
+def possible(name, schedule, m, handler, **_):
+    """As for gradients: an even number of microbatches where a model runs both ways, and no copies of a state."""
+    fits = schedule not in cases.BOTH_WAYS or (m % 2 == 0 and name != "modules")
+    return fits and (handler != "reference" or schedule == "gpipe")
+
+
+@combined(
+    name=sample([*cases.CASES], ["linear", "subtrees", "tied", "dropout", "modules", "weighted"]),
+    schedule=sample([*cases.SCHEDULES], ["gpipe", "one_f_one_b", "zb_v", "interleaved_zb", "dualpipe", "overlap"]),
+    m=(2, 3),
+    handler=("reference", "local", "gloo"),
+    optimizer=train_jobs.OPTIMIZERS,
+    donate=(False, True),
+    max_norm=(None, 0.1),
+    where=possible,
+)
+def test_bits_of_the_parts(pools, name, schedule, m, handler, optimizer, donate, max_norm):
+    if handler == "gloo":
+        found = pools(2).run(train_jobs.train, name, schedule, m, 2, optimizer, donate, max_norm)
+        assert found == [[], []]
+        return
+    case, generator, plan = cases.make(name, schedule, 2, m, cases.rows(m))
+    own = handlers.Reference() if handler == "reference" else sharing(handlers.Local(), name, plan.stages)
+    assert train_jobs.compare(own, case, generator, plan, None, optimizer, donate, max_norm) == []
+
+
+def linear(rows=8):
+    case = cases.built("linear", 2, rows)
+    return case, case.pipeline.plan(Placement.loop(2), 2)
+
+
+def test_nothing_is_changed_unless_it_is_donated():
+    case, plan = linear()
+    adam = interop.optimizer(torch.optim.Adam, lr=0.1)
+    step = fpipe.train_step(case.pipeline, schedules.gpipe, plan, adam, handler=handlers.Local())
+    params, opt_state, _ = step(case.params, adam.init(case.params), case.batch, case.target)
+    before = copy.deepcopy((params, opt_state, case.batch, case.target))
+    later, _, _ = step(params, opt_state, case.batch, case.target)
+    assert differences((params, opt_state, case.batch, case.target), before) == []
+    assert not torch.equal(later[0]["w"], params[0]["w"])
+
+
+def test_donated_memory_is_that_of_the_results():
+    case, plan = linear()
+    sgd = interop.optimizer(torch.optim.SGD, lr=0.1, donate=True)
+    step = fpipe.train_step(case.pipeline, schedules.gpipe, plan, sgd, handler=handlers.Local())
+    params, _, _ = step(case.params, sgd.init(case.params), case.batch, case.target)
+    assert params[1]["w"].data_ptr() == case.params[1]["w"].data_ptr()
+
+
+def test_any_pair_of_pure_functions_is_an_optimizer():
+    case, plan = linear()
+
+    def update(grads, state, params, scale=0.5):
+        return {s: {k: p - scale * grads[s][k] for k, p in tree.items()} for s, tree in params.items()}, state + 1
+
+    pair = (lambda params: 0, update)
+    step = fpipe.train_step(case.pipeline, schedules.gpipe, plan, pair, handler=handlers.Local())
+    gradients = fpipe.value_and_grad(case.pipeline, schedules.gpipe, plan, handler=handlers.Local())
+    loss, grads = gradients(case.params, case.batch, case.target)
+    params, count, found = step(case.params, 0, case.batch, case.target, scale=0.25)
+    assert (count, found) == (1, loss)
+    assert torch.equal(params[0]["b"], case.params[0]["b"] - 0.25 * grads[0]["b"])
+
+
+def test_a_step_that_fails_updates_nothing():
+    def fails(p, x):
+        if x.sum() > 0:
+            raise ValueError("no")
+        return x * p
+
+    pipeline = Pipeline([lambda p, x: x * p, fails], lambda y, t: (y - t).square().mean())
+    plan = pipeline.plan(Placement.loop(2), 2)
+    sgd = interop.optimizer(torch.optim.SGD, lr=0.1, donate=True)
+    options = {"handler": handlers.Local(), "autodiff": "eager"}
+    step = fpipe.train_step(pipeline, schedules.one_f_one_b, plan, sgd, **options)
+    params = {0: torch.tensor(2.0), 1: torch.tensor(1.0)}
+    with pytest.raises(StageError, match="stage 1, microbatch 1: Forward raised ValueError: no"):
+        step(params, sgd.init(params), torch.tensor([-1.0, 1.0]), torch.zeros(2))
+    assert params == {0: 2.0, 1: 1.0}
+
+
+def test_wrong_options_are_named_at_once():
+    case, plan = linear()
+    pair = interop.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match="learning_rate"):
+        fpipe.train_step(case.pipeline, schedules.gpipe, plan, pair, handler=handlers.Local(), learning_rate=1)
+    other = cases.built("tied", 2).pipeline.plan(Placement.loop(2), 2)
+    with pytest.raises(fpipe.ScheduleError, match="the plan's edges or ties"):
+        fpipe.train_step(case.pipeline, schedules.gpipe, other, pair, handler=handlers.Local())
