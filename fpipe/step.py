@@ -6,28 +6,31 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.interface import DifferentiablePipeline
+from fpipe.autodiff.interface import DifferentiablePipeline, NonZero
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.devices import HostCopy, current_device, device_of
 from fpipe.effects import parts
 from fpipe.errors import ScheduleError, StageError
+from fpipe.handlers.captured import Captured
 from fpipe.handlers.protocol import Handler, Inputs, Observer, Outcome, Results, Run
 from fpipe.plan import Plan, Schedule
 from fpipe.policies import everything_saveable
-from fpipe.profiling.observers import observing
+from fpipe.profiling.observers import observing, watches_effects
 from fpipe.programs.lowering import forward_only, lower, wavefront
 from fpipe.programs.program import Programs
 from fpipe.programs.verifier import check
 from fpipe.stages.microbatch import Microbatch, merge, split
 from fpipe.stages.pipeline import Pipeline, with_loss
+from fpipe.stages.pytree import flatten
+from fpipe.stages.rng import Rng, Seeder
 from fpipe.tables import TABLE, WEIGHT, Table
 
-Rng = tuple[int, int]
+T = TypeVar("T")
 Reduction = Literal["mean", "sum"]
 
 
@@ -49,6 +52,7 @@ def value_and_grad(
     policy: Policies = everything_saveable,
     compile: bool = False,  # noqa: A002
     dynamic: bool = False,
+    capture: bool = False,
     effects: Table = TABLE,
 ) -> Callable[..., Any]:
     """Return a function that computes the loss and its gradients, microbatch by microbatch.
@@ -79,6 +83,10 @@ def value_and_grad(
             compiler's, and a backward keeps its residuals until it ends.
         dynamic: trace a stage once for all input sizes. A cotangent whose strides differ from its output's is
             copied, which may change bits.
+        capture: capture the step as one graph at its second call with arguments of the same shapes, and replay it from
+            the third on: a CUDA graph, or on the CPU the recorded calls. The bits stay, the arguments are copied into
+            the graph's memory, and the results out of it. As under `jax.jit`, Python code runs only while it is
+            captured. Only with `Local`, on one device.
         effects: the table of effects; `TABLE.extended({...})` for your own, whose functions the handler takes.
 
     Returns:
@@ -89,7 +97,9 @@ def value_and_grad(
 
     Raises:
         ScheduleError: (at once) the schedule is wrong, or the plan does not fit this pipeline or this handler.
-        StageError: (in the step) an argument is wrong, or a stage failed.
+        ValueError: (at once) options that don't go together.
+        StageError: (in the step) an argument is wrong, a stage failed, or it can't be captured: it draws without `rng`,
+            reads a tensor on the host, or has shapes that depend on values.
         TransportError: (in the step) another rank failed.
 
     >>> from fpipe import Pipeline, Placement, handlers, schedules
@@ -109,10 +119,12 @@ def value_and_grad(
         raise ScheduleError(f"{_name(schedule)} has no backward: use evaluate for the outputs or the loss alone")
     stateful = any(stage.stateful for stage in pipeline.stages)
 
-    def result(value: Any, results: Results) -> Any:
-        return (value, results.gradients, results.state) if stateful else (value, results.gradients)
+    def result(value: Any, computed: Computed) -> Any:
+        return (value, computed.gradients, computed.state) if stateful else (value, computed.gradients)
 
-    return _function(spec, programs, handler, observe, _name(schedule), result)
+    if capture:
+        check_capture(handler, observing(observe), compile)
+    return Step(spec, programs, handler, observe, _name(schedule), result, capture)
 
 
 def evaluate(
@@ -163,29 +175,75 @@ def evaluate(
     programs = forward_only(lower(schedule or wavefront, plan, depth=prefetch, effects=effects))
     check(programs)
     name = f"evaluate of {_name(schedule or wavefront)}"
-    return _function(spec, programs, handler, observe, name, lambda value, _: value)
+    return Step(spec, programs, handler, observe, name, lambda value, _: value)
 
 
-def _function(
-    spec: _StepSpec,
-    programs: Programs,
-    handler: Handler,
-    observe: Observer | None,
-    name: str,
-    result: Callable[[Any, Results], Any],
-) -> Callable[..., Any]:
-    """Return the function that runs the programs once, between the observer's notices of its begin and end.
+class Computed(NamedTuple):
+    """The results of a step.
+
+    Args:
+        output: of all microbatches merged: aux, or evaluate's output.
+        rows: of the whole batch.
+    """
+
+    loss: Tensor | None
+    output: Any
+    gradients: dict[int, Any]
+    state: dict[int, Any]
+    rows: int | None
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome(self.loss, self.rows, self.gradients)
+
+
+class Arguments(NamedTuple):
+    """The arguments of a step that is captured.
+
+    Args:
+        weights: of the microbatches, in one tensor; None where the rows are the weights.
+        zero: which of these weights are zero.
+        more: those of the function that goes on with the results.
+    """
+
+    params: Mapping[int, Any]
+    batch: Any
+    target: Any
+    state: Mapping[int, Any] | None
+    weights: Tensor | None
+    zero: tuple[bool, ...]
+    more: Any
+
+
+class Step:
+    """A function of params, batch and target that runs the programs once.
 
     Args:
         name: of what runs, for the observer and for warnings.
-        result: makes the function's result of the loss or outputs and of all `Results`.
+        result: makes the function's result of the loss or outputs and of all that was computed.
+        capture: replay a graph where there is one.
     """
-    pieces, observer = spec.pieces(), observing(observe)
-    notices = Observer() if observer is None else observer
-    notices.on_compile(name, programs, handler)
-    run = _with_random_check(handler.compile(programs, pieces, observer), name)
 
-    def step(
+    def __init__(
+        self,
+        spec: _StepSpec,
+        programs: Programs,
+        handler: Handler,
+        observe: Observer | None,
+        name: str,
+        result: Callable[[Any, Computed], Any],
+        capture: bool = False,
+    ) -> None:
+        pieces, observer = spec.pieces(), observing(observe)
+        self.spec, self.result = spec, result
+        self.notices = Observer() if observer is None else observer
+        self.notices.on_compile(name, programs, handler)
+        self.run = handler.compile(programs, pieces, observer)
+        self.checked_run = _with_random_check(self.run, name)
+        self.captured = self.capturing(lambda _, computed: (None, computed)) if capture else None
+
+    def __call__(
+        self,
         params: Mapping[int, Any],
         batch: Any,
         target: Any = None,
@@ -193,15 +251,80 @@ def _function(
         state: Mapping[int, Any] | None = None,
         rng: Rng | None = None,
     ) -> Any:
-        notices.on_step_begin()
-        inputs = spec.inputs(params, batch, target, state, rng)
-        results = run(inputs)
-        loss = spec.total(results.losses) if spec.loss else None
-        notices.on_step_end(Outcome(loss, inputs.rows, results.gradients))
-        value = (loss, results.output) if spec.has_aux else results.output if loss is None else loss
-        return result(value, results)
+        if self.captured is None:
+            self.notices.on_step_begin()
+            inputs = self.spec.inputs(params, batch, target, state, rng)
+            computed = _compute(self.spec, self.checked_run, inputs)
+            self.notices.on_step_end(computed.outcome)
+        else:
+            _, computed = self.captured(params, batch, target, state, rng, None)
+        return self.result(self.value(computed), computed)
 
-    return step
+    def value(self, computed: Computed) -> Any:
+        """Return the loss, the pair of loss and aux, or the outputs."""
+        if self.spec.has_aux:
+            return computed.loss, computed.output
+        return computed.output if computed.loss is None else computed.loss
+
+    def capturing(
+        self, then: Callable[[Arguments, Computed], tuple[Any, Computed]]
+    ) -> Callable[..., tuple[Any, Computed]]:
+        """Return a function that is captured: it runs the programs, and returns `then(arguments, computed)`.
+
+        Its arguments are params, batch, target, state, rng and `more`, whatever `then` needs.
+        """
+
+        spec, run, notices = self.spec, self.run, self.notices  # not self, which would keep the graphs alive
+
+        def function(arguments: Arguments, seeder: Seeder | None) -> tuple[Any, Computed]:
+            params, batch, target, state, weights, zero, _ = arguments
+            each = () if weights is None else weights.unbind()
+            scales = [0.0 if is_zero else NonZero(w) for w, is_zero in zip(each, zero, strict=True)]
+            known = [functools.partial(_identity, scale) for scale in scales]
+            return then(arguments, _compute(spec, run, spec.inputs(params, batch, target, state, seeder, known)))
+
+        captured = Captured(function)
+
+        def call(params: Any, batch: Any, target: Any, state: Any, rng: Rng | None, more: Any) -> tuple[Any, Computed]:
+            notices.on_step_begin()
+            arguments = Arguments(params, batch, target, state, *spec.weights(params, batch, target), more)
+            result, computed = captured(arguments, spec.seed(rng))
+            notices.on_step_end(computed.outcome)
+            return result, computed
+
+        return call
+
+
+def _identity(value: T) -> T:
+    return value
+
+
+def _compute(spec: _StepSpec, run: Run, inputs: Inputs) -> Computed:
+    results = run(inputs)
+    loss = spec.total(results.losses) if spec.loss else None
+    return Computed(loss, results.output, results.gradients, results.state, inputs.rows)
+
+
+def check_capture(handler: Handler, observer: Observer | None, compile: bool) -> None:  # noqa: A002
+    """Check that steps of a handler can be captured.
+
+    Raises:
+        ValueError: they can't, or the options need what a replay lacks.
+    """
+    if not getattr(handler, "captures", False):
+        raise ValueError(
+            f"capture=True needs a handler that captures its steps, as Local, not {type(handler).__name__}: leave "
+            "capture out"
+        )
+    if len(set(handler.devices or ())) > 1:
+        raise ValueError(f"capture=True needs one device, not {handler.devices}: a graph is of one device")
+    if watches_effects(observer):
+        raise ValueError(
+            "capture=True with an observer of effects: a replay runs no effects that it could see. Make a step without "
+            "capture for the steps to be observed; its bits are the same"
+        )
+    if compile:
+        raise ValueError("capture=True with compile=True: compiled code calls no operators that could be recorded")
 
 
 def _name(schedule: Any) -> str:
@@ -286,19 +409,57 @@ class _StepSpec:
         return functools.reduce(torch.add, (losses[m] for m in range(self.plan.microbatches)))
 
     def inputs(
-        self, params: Mapping[int, Any], batch: Any, target: Any, state: Mapping[int, Any] | None, rng: Rng | None
+        self,
+        params: Mapping[int, Any],
+        batch: Any,
+        target: Any,
+        state: Mapping[int, Any] | None,
+        rng: Rng | Seeder | None,
+        scales: Sequence[Any] | None = None,
     ) -> Inputs:
-        """Split the step's arguments into microbatches. The handler reports an error in them to all ranks."""
+        """Split the step's arguments into microbatches. The handler reports an error in them to all ranks.
+
+        Args:
+            scales: of the microbatches; by default they are computed from the target.
+        """
         try:
-            if rng is not None:
-                seed, step = rng
-                rng = (int(seed), int(step))
+            rng = rng if callable(rng) else _seed(rng)
             self._check_params(params)
             self._check_state(state or {})
-            data, rows = self._split(batch, target)
+            data, rows = self._split(batch, target, scales)
         except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
             return Inputs({}, {}, (), broken=self._stage_error(error))
         return Inputs(params, state or {}, data, rows, self.reduction == "mean" and self.weight is None, rng)
+
+    def seed(self, rng: Any) -> Rng | None:
+        """Check a seed.
+
+        Raises:
+            StageError: it is no pair of numbers.
+        """
+        try:
+            return _seed(rng)
+        except (TypeError, ValueError) as error:
+            raise self._stage_error(error) from error
+
+    def weights(self, params: Any, batch: Any, target: Any) -> tuple[Tensor | None, tuple[bool, ...]]:
+        """Return the microbatches' shares of the weight, on the device of the params, and which of them are zero.
+
+        Raises:
+            StageError: the batch or the target can't be split, or `weight` failed.
+        """
+        if self.weight is None:
+            return None, ()
+        try:
+            data, _ = self._split(batch, target)
+        except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
+            raise self._stage_error(error) from error
+        shares = [microbatch.scale() for microbatch in data if microbatch.scale is not None]
+        if not shares:  # another process computes the loss
+            return None, ()
+        tensors = (x for x in flatten(params).leaves if isinstance(x, Tensor))
+        device = next((x.device for x in tensors), torch.device("cpu"))
+        return torch.tensor(shares, dtype=torch.float64, device=device), tuple(share == 0 for share in shares)
 
     def _stage_error(self, error: Exception) -> StageError:
         rank = self.ranks[0] if len(self.ranks) == 1 else None
@@ -333,7 +494,9 @@ class _StepSpec:
                 "pass pipeline.state_on(state, plan, rank)"
             )
 
-    def _split(self, batch: Any, target: Any) -> tuple[list[Microbatch], int | None]:
+    def _split(
+        self, batch: Any, target: Any, scales: Sequence[Any] | None = None
+    ) -> tuple[list[Microbatch], int | None]:
         """Return the microbatches, and the number of rows of the whole batch."""
         self.pipeline.accept(batch)
         count = self.plan.microbatches
@@ -343,7 +506,7 @@ class _StepSpec:
         batches, rows = split(batch, count, axes[0], "batch")
         targets, target_rows = split(target, count, axes[1], "target")
         if self.weight is not None:
-            return list(map(Microbatch, batches, targets, self._scales(self.weight, targets))), None
+            return list(map(Microbatch, batches, targets, scales or self._scales(self.weight, targets))), None
         if self.reduction == "mean" and None not in (rows, target_rows) and rows != target_rows:
             raise ValueError(f"the batch has {rows} rows, the target {target_rows}")
         return list(map(Microbatch, batches, targets)), rows if rows is not None else target_rows
@@ -376,3 +539,10 @@ def _shares(numbers: Sequence[Any]) -> Sequence[Callable[[], float]]:
         return values
 
     return [functools.partial(lambda m: shares()[m], m) for m in range(len(weights))]
+
+
+def _seed(rng: Any) -> Rng | None:
+    if rng is None:
+        return None
+    seed, step = rng
+    return int(seed), int(step)

@@ -7,11 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from fpipe.devices import CaptureError
+from fpipe.errors import StageError
 from fpipe.handlers.protocol import Handler
 from fpipe.norms import clip_by_global_norm
 from fpipe.plan import Plan, Schedule
 from fpipe.stages.pipeline import Pipeline
-from fpipe.step import Rng, value_and_grad
+from fpipe.stages.rng import Rng
+from fpipe.step import Arguments, Computed, Step, value_and_grad
 
 Optimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]
 """`init(params) -> state` and `update(grads, state, params, **options) -> (params, state)`, both pure."""
@@ -57,6 +60,24 @@ def train_step(
     """
     _, update = optimizer
     differentiate = value_and_grad(pipeline, schedule, plan, handler=handler, **options)
+    assert isinstance(differentiate, Step)
+    stateful = any(stage.stateful for stage in pipeline.stages)
+
+    def updated(params: Any, opt_state: Any, grads: Any, changes: Mapping[str, Any]) -> tuple[Any, Any, list[Tensor]]:
+        norm: list[Tensor] = []
+        if max_norm is not None:
+            grads, *norm = clip_by_global_norm(grads, max_norm, plan, handler=handler)
+        return *update(grads, opt_state, params, **changes), norm
+
+    def then(arguments: Arguments, computed: Computed) -> tuple[Any, Computed]:
+        opt_state, changes = arguments.more
+        try:
+            results = updated(arguments.params, opt_state, computed.gradients, changes)
+        except CaptureError as error:
+            raise StageError(f"the optimizer's update can't be captured: {error}; {CAPTURABLE}") from error
+        return results, computed._replace(gradients={})
+
+    captured = differentiate.capturing(then) if options.get("capture") else None
 
     def step(
         params: Mapping[int, Any],
@@ -68,11 +89,19 @@ def train_step(
         rng: Rng | None = None,
         **changes: Any,
     ) -> Any:
-        loss, grads, *new_state = differentiate(params, batch, target, state=state, rng=rng)
-        norm: list[Tensor] = []
-        if max_norm is not None:
-            grads, *norm = clip_by_global_norm(grads, max_norm, plan, handler=handler)
-        params, opt_state = update(grads, opt_state, params, **changes)
-        return params, opt_state, loss, *norm, *new_state
+        if captured is None:
+            loss, grads, *new_state = differentiate(params, batch, target, state=state, rng=rng)
+            return *_in_order(updated(params, opt_state, grads, changes), loss), *new_state
+        results, computed = captured(params, batch, target, state, rng, (opt_state, changes))
+        new_state = [computed.state] if stateful else []
+        return *_in_order(results, differentiate.value(computed)), *new_state
 
     return step
+
+
+CAPTURABLE = "pass fused=True to the optimizer, or capturable=True on CUDA, and max_norm as a number"
+
+
+def _in_order(updated: tuple[Any, Any, list[Tensor]], loss: Any) -> tuple[Any, ...]:
+    params, opt_state, norm = updated
+    return params, opt_state, loss, *norm

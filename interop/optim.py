@@ -28,7 +28,8 @@ class Optimizer(NamedTuple):
     Args:
         init: `params -> state`.
         update: `(grads, state, params, **options) -> (params, state)`; options such as `lr` apply to this
-            call only. A parameter without a gradient (None) is returned unchanged.
+            call only. A parameter without a gradient (None) is returned unchanged. An option that is a tensor is not
+            read on the host if the optimizer's kernels take one: `lr` with `fused=True` or `capturable=True`.
     """
 
     init: Callable[[Any], State]
@@ -85,8 +86,13 @@ def optimizer(
         parameters = {i: leaves[i].detach() if donate else leaves[i].detach().clone() for i in trained}
         members = _members(parameters, paths_of(spec), groups)
         options_of_groups = [{**_plain(changed), "params": [parameters[i] for i in here]} for changed, here in members]
-        stepper = kind(options_of_groups, **{**options, **changes})
+        values = {**options, **changes}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        stepper = kind(options_of_groups, **{name: value for name, value in values.items() if name not in tensors})
+        if unknown := tensors.keys() - stepper.defaults.keys():
+            raise TypeError(f"{kind.__name__} has no option {', '.join(sorted(unknown))}")
         for group, (changed, here) in zip(stepper.param_groups, members, strict=True):
+            group |= {name: value for name, value in tensors.items() if name not in changed or callable(changed[name])}
             group |= {name: of(group[name]) for name, of in changed.items() if callable(of)}
             for i in here:
                 parameters[i].grad = gradients[i]

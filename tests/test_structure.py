@@ -71,14 +71,14 @@ LAYOUT = {
     "fpipe.policies": "",
     "fpipe.autodiff.graph": "policies stages devices errors",
     "fpipe.autodiff": "autodiff.graph policies stages devices plan effects errors",
-    "fpipe.handlers": "autodiff stages devices programs tables plan effects errors",
+    "fpipe.handlers": "autodiff autodiff.graph stages devices programs tables plan effects errors",
     "fpipe.handlers.distributed": "handlers autodiff stages devices programs plan effects errors",
     "fpipe.profiling": (
         "policies handlers handlers.distributed autodiff stages devices timelines programs costs plan effects errors"
     ),
     "fpipe.norms": "handlers handlers.distributed stages plan errors",
     "fpipe.step": "profiling handlers autodiff policies stages devices programs tables plan effects errors",
-    "fpipe.train": "step norms handlers stages plan",
+    "fpipe.train": "step norms handlers stages devices plan errors",
     "fpipe.interop.torch_csv": "schedules programs plan effects errors",
     "fpipe.interop.modules": "stages plan errors",
     "fpipe.interop.splitting": "interop.modules autodiff.graph stages devices errors",

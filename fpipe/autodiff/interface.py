@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import optree
 import torch
@@ -141,17 +141,29 @@ def detached_tree(tree: Any) -> Any:
     return spec.unflatten([detached(x) for x in leaves])
 
 
-def seed(loss: Tensor, scale: float | None) -> Tensor:
+class NonZero(NamedTuple):
+    """The weight of a microbatch, known not to be zero, so that the step need not read it on the host."""
+
+    weight: Tensor
+
+
+Scale = float | NonZero | None
+"""The weight of a microbatch in the loss; None for 1."""
+
+
+def seed(loss: Tensor, scale: Scale) -> Tensor:
     """Return the loss's cotangent: the weight of its microbatch, in the loss's dtype."""
+    if isinstance(scale, NonZero):
+        return scale.weight.to(loss).detach()
     return torch.full((), 1.0 if scale is None else scale, dtype=loss.dtype, device=loss.device)
 
 
-def has_weight(scale: float | None) -> bool:
+def has_weight(scale: Scale) -> bool:
     """Return whether a microbatch has a weight. A loss of weight 0 is ignored, even NaN, the mean of no elements."""
-    return scale is None or scale != 0
+    return scale is None or isinstance(scale, NonZero) or scale != 0
 
 
-def weighted_loss(loss: Tensor, cotangent: Tensor, scale: float | None) -> Tensor:
+def weighted_loss(loss: Tensor, cotangent: Tensor, scale: Scale) -> Tensor:
     """Return the microbatch's contribution to the loss of the batch."""
     return loss.detach() * cotangent if has_weight(scale) else torch.zeros_like(cotangent)
 

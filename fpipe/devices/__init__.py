@@ -6,6 +6,8 @@ from fpipe.devices.devices import all_generators as all_generators
 from fpipe.devices.devices import current_device as current_device
 from fpipe.devices.devices import device_of as device_of
 from fpipe.devices.host_copy import HostCopy as HostCopy
+from fpipe.devices.interface import CaptureError as CaptureError
 from fpipe.devices.interface import Device as Device
 from fpipe.devices.interface import Event as Event
+from fpipe.devices.interface import Graph as Graph
 from fpipe.devices.interface import Stream as Stream

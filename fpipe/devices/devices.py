@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fpipe.devices.cuda_graph import CudaGraph
 from fpipe.devices.interface import Device
+from fpipe.devices.tape import Tape
 
 
 class _Moment:
@@ -72,6 +74,9 @@ class Cpu:
     def requested_peak(self, call: Callable[[], object]) -> int | None:
         return None
 
+    def new_graph(self, tensors: Sequence[Tensor], keys: Sequence[Hashable]) -> Tape:
+        return Tape(tensors)
+
 
 class Cuda:
     """A CUDA device; by default the current one.
@@ -115,6 +120,9 @@ class Cuda:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         call()
         return int(torch.cuda.memory_stats(self.torch_device)["requested_bytes.all.peak"] - before)
+
+    def new_graph(self, tensors: Sequence[Tensor], keys: Sequence[Hashable]) -> CudaGraph:
+        return CudaGraph(self.torch_device, keys)
 
 
 def all_generators() -> list[torch.Generator]:

@@ -1,4 +1,4 @@
-"""What fpipe asks of a device: streams, events, generators, memory.
+"""What fpipe asks of a device: streams, events, generators, memory, graphs.
 
 A stream runs what is launched on it in order. An event marks a point of a stream, which another stream or the host can
 wait for. Nothing else orders two streams.
@@ -6,11 +6,25 @@ wait for. Nothing else orders two streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from traceback import StackSummary
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class CaptureError(RuntimeError):
+    """A function does what a graph can't hold. The message says what, as a sentence about "it".
+
+    Args:
+        traced: where the function did it when it was traced; else the error's own traceback has the line.
+    """
+
+    def __init__(self, message: str, traced: StackSummary | None = None) -> None:
+        super().__init__(message)
+        self.traced = traced
 
 
 class Stream(Protocol):
@@ -34,6 +48,23 @@ class Event(Protocol):
 
     def elapsed_time(self, end_event: Any) -> float:
         """Return the milliseconds between two events that the device has passed; both were made with `timed`."""
+
+
+class Graph(Protocol):
+    """The work of a function on a device, captured once and replayed on the same memory without its Python code."""
+
+    def capture(self) -> AbstractContextManager[None]:
+        """Capture the work that is launched inside, once. What it computes is there only after a replay."""
+
+    def seeded(self, key: Hashable) -> AbstractContextManager[None]:
+        """Let draws inside, while the graph is captured, follow the seed that a replay has for this key."""
+
+    def replay(self, seeds: Mapping[Hashable, int]) -> None:
+        """Launch the work again, on the current stream.
+
+        Args:
+            seeds: for every key under which something was drawn.
+        """
 
 
 class Device(Protocol):
@@ -75,4 +106,12 @@ class Device(Protocol):
         """Run a call, and return the most bytes that tensors requested of the allocator, beyond those before it.
 
         None, without running the call, if the allocator does not count them.
+        """
+
+    def new_graph(self, tensors: Sequence[Tensor], keys: Sequence[Hashable]) -> Graph:
+        """Return an empty graph.
+
+        Args:
+            tensors: the arguments of the function that will be captured; it may write to no others from outside.
+            keys: those under which it draws random numbers.
         """

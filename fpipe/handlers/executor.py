@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from fpipe import effects as fx
+from fpipe.devices import CaptureError
 from fpipe.errors import StageError
 from fpipe.handlers.calls import Calls, Step
+from fpipe.handlers.captured import uncapturable
 from fpipe.handlers.gradients import received, total
 from fpipe.handlers.protocol import Inputs, Results
 from fpipe.stages.pytree import summary
@@ -60,6 +62,10 @@ class Executor:
                 raise
             effect = self.calls.computes.get(self.at)
             raise error.on(self.rank, getattr(effect, "microbatch", None)) from error.__cause__
+        except CaptureError as error:
+            effect = self.calls.computes.get(self.at)
+            place = {"stage": getattr(effect, "stage", None), "microbatch": getattr(effect, "microbatch", None)}
+            raise uncapturable(error, rank=self.rank, **place) from error
         except Exception as error:  # a stage is the user's, and may raise anything
             if self.at not in self.calls.computes:
                 raise  # only compute effects run the user's functions

@@ -40,6 +40,7 @@ class Local:
     """
 
     peers = None
+    captures = True
 
     def __init__(
         self,

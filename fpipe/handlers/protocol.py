@@ -9,12 +9,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.interface import DifferentiablePipeline
+from fpipe.autodiff.interface import DifferentiablePipeline, Scale
 from fpipe.effects import Effect, Name, Value
 from fpipe.errors import TransportError
 from fpipe.plan import Plan
 from fpipe.programs.program import Program, Programs
 from fpipe.stages.microbatch import Microbatch, size
+from fpipe.stages.rng import Rng, Seeder
 
 T = TypeVar("T")
 
@@ -97,7 +98,7 @@ class Inputs:
         data: batch and target of each microbatch.
         rows: rows of the whole batch; None where this process has no part of it.
         weighed: whether each loss is scaled by its share of the rows.
-        rng: (seed, step), or None to draw from the global generators.
+        rng: (seed, step), or the contexts of a graph; None to draw from the global generators.
         broken: the error that keeps this process from running the step; its peers raise it too.
     """
 
@@ -106,14 +107,15 @@ class Inputs:
     data: Sequence[Microbatch]
     rows: int | None = None
     weighed: bool = False
-    rng: tuple[int, int] | None = None
+    rng: Rng | Seeder | None = None
     broken: Exception | None = None
 
-    def scale(self, m: int) -> float | None:
+    def scale(self, m: int) -> Scale:
         """Return the factor of a microbatch's loss: the share of the caller's weights, else of the rows."""
         share, count = self.data[m].scale, len(self.data)
         if share is not None:
-            return share()
+            value: Scale = share()
+            return value
         if not self.weighed:
             return None
         return 1 / count if self.rows is None else size(self.rows, count, m) / self.rows
@@ -205,7 +207,11 @@ class Peers(Protocol):
 
 
 class Handler(Protocol):
-    """Runs programs: gives effects their meaning."""
+    """Runs programs: gives effects their meaning.
+
+    A handler whose `captures` is true runs a step on one device, with no other wait of the host than those of stages:
+    a graph can then hold the step.
+    """
 
     @property
     def peers(self) -> Peers | None:

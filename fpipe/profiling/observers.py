@@ -111,3 +111,11 @@ def observing(observe: Observer | None) -> Observer | None:
         return observe
     log = EffectLog()
     return log if observe is None else Several([observe, log])
+
+
+def watches_effects(observer: Observer | None) -> bool:
+    """Return whether an observer is to see the effects of a step, or their values, and not only its begin and end."""
+    if isinstance(observer, Several):
+        return any(map(watches_effects, observer.observers))
+    names = ("on_store", "begin", "end", "wait", "arrive")
+    return observer is not None and any(getattr(type(observer), name) is not getattr(Observer, name) for name in names)

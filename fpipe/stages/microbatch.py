@@ -20,7 +20,7 @@ class Microbatch(NamedTuple):
 
     batch: Any
     target: Any
-    scale: Callable[[], float] | None = None
+    scale: Callable[[], Any] | None = None
 
 
 def size(rows: int, count: int, m: int) -> int:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from fpipe.devices import Device, current_device
+
+Rng = tuple[int, int]
+"""(seed, step)."""
+Seeder = Callable[[int, int], AbstractContextManager[None]]
+"""Returns a context for (stage, microbatch) in which draws follow a seed of their own: a graph has such contexts."""
 
 
 def seed_of(seed: int, step: int, stage: int, microbatch: int) -> int:
@@ -23,14 +28,18 @@ def seed_of(seed: int, step: int, stage: int, microbatch: int) -> int:
 
 
 @contextmanager
-def seeded(rng: tuple[int, int] | None, stage: int, microbatch: int, device: Device | None = None) -> Iterator[None]:
+def seeded(rng: Rng | Seeder | None, stage: int, microbatch: int, device: Device | None = None) -> Iterator[None]:
     """Seed the generators of a device, by default the current one, and restore them afterwards.
 
     Args:
-        rng: (seed, step); None leaves the generators alone.
+        rng: None leaves the generators alone.
     """
     if rng is None:
         yield
+        return
+    if callable(rng):
+        with rng(stage, microbatch):
+            yield
         return
     generators = (device or current_device()).generators()
     value = seed_of(*rng, stage, microbatch)

@@ -61,6 +61,19 @@ def test_options_hold_for_one_update():
     assert update(grads, state, params)[0][0] == -1
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_a_learning_rate_may_be_a_tensor(kind):
+    params, grads = {0: {"w": torch.ones(3), "b": torch.ones(1)}}, {0: {"w": torch.arange(3.0), "b": torch.ones(1)}}
+    of_vectors = (lambda path, p: path[1] == "b", {"lr": lambda lr: lr / 10})
+    init, update = interop.optimizer(kind, lr=0.5, fused=True, groups=[of_vectors])
+    number, tensor = (update(grads, init(params), params, lr=lr) for lr in (0.25, torch.tensor(0.25)))
+    assert differences(tensor, number) == []
+    init, update = interop.optimizer(kind, lr=torch.tensor(0.25), fused=True, groups=[of_vectors])
+    assert differences(update(grads, init(params), params), number) == []
+    with pytest.raises(TypeError, match=f"{kind.__name__} has no option learning_rate"):
+        update(grads, init(params), params, learning_rate=torch.tensor(0.25))
+
+
 def test_an_optimizer_with_a_closure_is_refused():
     with pytest.raises(TypeError, match="LBFGS"):
         interop.optimizer(torch.optim.LBFGS)

@@ -24,6 +24,10 @@ class Sharing:
     def devices(self):
         return self.handler.devices
 
+    @property
+    def captures(self):
+        return self.handler.captures
+
     def ranks(self, plan):
         return self.handler.ranks(plan)
 

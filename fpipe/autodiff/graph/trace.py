@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import policies
 from fpipe.autodiff.graph.guards import symbolic
-from fpipe.autodiff.graph.nodes import draws, written_arguments
 from fpipe.autodiff.graph.signature import Leaf, Signature, Spec, Static, Untraceable
 from fpipe.devices import all_generators, device_of
+from fpipe.devices.operators import draws, written_arguments
 from fpipe.stages.pytree import Flat, alias_leaves, flatten
 from fpipe.stages.rng import restored
 from fpipe.stages.stage import Stage
