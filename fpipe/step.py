@@ -17,7 +17,7 @@ from fpipe.devices import HostCopy, current_device, device_of
 from fpipe.effects import parts
 from fpipe.errors import ScheduleError, StageError
 from fpipe.handlers.captured import Captured
-from fpipe.handlers.protocol import Handler, Inputs, Observer, Outcome, Results, Run
+from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Results, Run
 from fpipe.plan import Plan, Schedule
 from fpipe.policies import everything_saveable
 from fpipe.profiling.observers import observing, watches_effects
@@ -86,7 +86,7 @@ def value_and_grad(
         capture: capture the step as one graph at its second call with arguments of the same shapes, and replay it from
             the third on: a CUDA graph, or on the CPU the recorded calls. The bits stay, the arguments are copied into
             the graph's memory, and the results out of it. As under `jax.jit`, Python code runs only while it is
-            captured. Only with `Local`, on one device.
+            captured. With `Local` on one device, and with `Distributed`.
         effects: the table of effects; `TABLE.extended({...})` for your own, whose functions the handler takes.
 
     Returns:
@@ -235,7 +235,7 @@ class Step:
         capture: bool = False,
     ) -> None:
         pieces, observer = spec.pieces(), observing(observe)
-        self.spec, self.result = spec, result
+        self.spec, self.result, self.replays = spec, result, handler.replays or Alone()
         self.notices = Observer() if observer is None else observer
         self.notices.on_compile(name, programs, handler)
         self.run = handler.compile(programs, pieces, observer)
@@ -275,6 +275,7 @@ class Step:
         """
 
         spec, run, notices = self.spec, self.run, self.notices  # not self, which would keep the graphs alive
+        replays = self.replays
 
         def function(arguments: Arguments, seeder: Seeder | None) -> tuple[Any, Computed]:
             params, batch, target, state, weights, zero, _ = arguments
@@ -283,12 +284,17 @@ class Step:
             known = [functools.partial(_identity, scale) for scale in scales]
             return then(arguments, _compute(spec, run, spec.inputs(params, batch, target, state, seeder, known)))
 
-        captured = Captured(function)
+        captured = Captured(function, replays)
 
         def call(params: Any, batch: Any, target: Any, state: Any, rng: Rng | None, more: Any) -> tuple[Any, Computed]:
             notices.on_step_begin()
-            arguments = Arguments(params, batch, target, state, *spec.weights(params, batch, target), more)
-            result, computed = captured(arguments, spec.seed(rng))
+            try:
+                arguments = Arguments(params, batch, target, state, *spec.weights(params, batch, target), more)
+                seed = spec.seed(rng)
+            except StageError as error:
+                replays.agree(None, False, error)  # raises it, on all ranks
+                raise
+            result, computed = captured(arguments, seed)
             notices.on_step_end(computed.outcome)
             return result, computed
 
@@ -311,10 +317,10 @@ def check_capture(handler: Handler, observer: Observer | None, compile: bool) ->
     Raises:
         ValueError: they can't, or the options need what a replay lacks.
     """
-    if not getattr(handler, "captures", False):
+    if handler.replays is None:
         raise ValueError(
-            f"capture=True needs a handler that captures its steps, as Local, not {type(handler).__name__}: leave "
-            "capture out"
+            f"capture=True needs a handler that captures its steps, as Local and Distributed, not "
+            f"{type(handler).__name__}: leave capture out"
         )
     if len(set(handler.devices or ())) > 1:
         raise ValueError(f"capture=True needs one device, not {handler.devices}: a graph is of one device")

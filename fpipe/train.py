@@ -47,6 +47,7 @@ def train_step(
 
     Raises:
         ScheduleError, StageError, TransportError: as `value_and_grad`; nothing is then updated.
+        ValueError: (at once) as `value_and_grad`; or capture with max_norm, on several processes.
 
     >>> import torch
     >>> from fpipe import Pipeline, Placement, handlers, interop, schedules
@@ -59,6 +60,10 @@ def train_step(
     ({0: tensor(0.3000), 1: tensor(0.2000)}, {0: {}, 1: {}}, tensor(21.))
     """
     _, update = optimizer
+    if options.get("capture") and max_norm is not None and handler.peers is not None:
+        raise ValueError(
+            "capture=True with max_norm on several processes: their norms are added on the host. Leave one of them out"
+        )
     differentiate = value_and_grad(pipeline, schedule, plan, handler=handler, **options)
     assert isinstance(differentiate, Step)
     stateful = any(stage.stateful for stage in pipeline.stages)

@@ -11,3 +11,6 @@ from fpipe.devices.interface import Device as Device
 from fpipe.devices.interface import Event as Event
 from fpipe.devices.interface import Graph as Graph
 from fpipe.devices.interface import Stream as Stream
+from fpipe.devices.tape import aside as aside
+from fpipe.devices.tape import is_capturing as is_capturing
+from fpipe.devices.tape import launch as launch

@@ -20,7 +20,11 @@ import optree
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from fpipe.devices.interface import CaptureError
 from fpipe.devices.operators import arguments, draws, written_arguments
@@ -216,6 +220,34 @@ class _Recorder(Trial):  # type: ignore[no-untyped-call]
             self.calls.append(_constant(fresh[0]))
         elif func._schema.name not in UNWRITTEN and (fresh or written_arguments(func, args, kwargs)):
             self.calls.append(_again(func, args, kwargs, results, {id(x) for x in fresh}))
+
+
+def launch(call: Callable[[], Any]) -> None:
+    """Call a function that launches work other than operators, such as a transfer: a graph calls it in each replay.
+
+    A CUDA graph captures what it launches; a tape records the function itself.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        call()
+        return
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, _Recorder):
+            mode.calls.append(call)
+    with aside():
+        call()
+
+
+def is_capturing() -> bool:
+    """Return whether this thread captures a graph, so that nothing can be read on the host."""
+    on_cuda = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    return on_cuda or any(isinstance(mode, _Recorder) for mode in _get_current_dispatch_mode_stack())
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Run what is the host's own work, and no part of a graph."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def _again(func: Any, args: Any, kwargs: Any, results: Any, fresh: set[int]) -> Callable[[], None]:

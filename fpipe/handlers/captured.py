@@ -3,6 +3,7 @@
 Invariants:
 - The first call with a signature runs the function as it is, and finds out what the graph needs: which arguments the
   function writes to, and under which keys it draws. The second captures it, later ones replay it.
+- All ranks of a handler run, capture or replay the same step: they agree on its name before each call.
 - An argument that the function writes to is donated: its own memory is the graph's, and results in that memory are
   returned as they are. Another place in memory is another graph.
 - Every other argument is copied into the graph's memory before each replay. A comparison with the one before could not
@@ -29,6 +30,7 @@ from fpipe.autodiff.graph.signature import Untraceable, ambient, leaf_key
 from fpipe.devices import CaptureError, Cpu, Device, device_of
 from fpipe.devices.tape import Trial, storage, whole
 from fpipe.errors import StageError
+from fpipe.handlers.protocol import Replays
 from fpipe.stages.pytree import flatten, paths_of, short
 from fpipe.stages.rng import Rng, Seeder, seed_of
 
@@ -57,14 +59,15 @@ class Captured:
     Args:
         function: pure but for the arguments that are donated to it. As under `jax.jit`, its Python code, and all values
             of the host that it uses, are those of the call that is captured.
+        replays: of the handler.
         limit: the number of graphs. With another signature, the one that was used longest ago is dropped.
 
     Raises:
         StageError: the function does what a graph can't hold, or an argument is neither a plain tensor nor plain.
     """
 
-    def __init__(self, function: Function, limit: int = 4) -> None:
-        self.function, self.limit = function, limit
+    def __init__(self, function: Function, replays: Replays, limit: int = 4) -> None:
+        self.function, self.replays, self.limit = function, replays, limit
         self.needs: OrderedDict[Hashable, Needs] = OrderedDict()
         self.graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
         self.memory: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
@@ -77,21 +80,32 @@ class Captured:
             rng: (seed, step), from which each (stage, microbatch) gets its seed.
         """
         leaves, spec = flatten(arguments)
-        signature = (spec, rng is None, torch.is_grad_enabled(), ambient(), *_keys(leaves, spec))
-        needs = self.needs.get(signature)
-        place = None if needs is None else (signature, *[leaves[i].data_ptr() for i in sorted(needs.donated)])
         try:
-            if needs is None or place not in self.graphs:
-                return self._first(signature, arguments, leaves, rng)
+            signature = (spec, rng is None, torch.is_grad_enabled(), ambient(), *_keys(leaves, spec))
+        except Exception as error:
+            self.replays.agree(None, False, error)  # raises it
+            raise
+        needs = self.needs.get(signature)
+        name, known = self.replays.agree(_place(signature, leaves, needs), needs is not None)
+        try:
+            if needs is None or not known or name not in self.graphs:
+                return self._first(name if known else None, signature, arguments, leaves, rng)
             self.needs.move_to_end(signature)
-            graph = self.graphs[place] or _Graph(self.function, self._static(leaves, needs), leaves, spec, needs, rng)
-            _keep(self.graphs, place, graph, self.limit)
+            if (graph := self.graphs[name]) is None:
+                graph = _Graph(self.function, self.replays, self._static(leaves, needs), leaves, spec, needs, rng)
+            _keep(self.graphs, name, graph, self.limit)
             return graph.replay(leaves, rng)
         except CaptureError as error:
             raise uncapturable(error) from error
 
-    def _first(self, signature: Hashable, arguments: Any, leaves: Sequence[Any], rng: Rng | None) -> Any:
-        """Run the function as it is, and note what a graph of it needs."""
+    def _first(
+        self, name: Hashable, signature: Hashable, arguments: Any, leaves: Sequence[Any], rng: Rng | None
+    ) -> Any:
+        """Run the function as it is, and note what a graph of it needs.
+
+        Args:
+            name: of the step; None where a rank did not know before what its graph needs.
+        """
         numbers = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         tensors = [leaves[i] for i in numbers]
         trial = Trial(tensors, _device(tensors).generators())
@@ -104,14 +118,16 @@ class Captured:
             results = self.function(arguments, None if rng is None else seeder)
         needs = Needs(frozenset(numbers[i] for i in trial.saved), tuple(trial.drawn))
         _keep(self.needs, signature, needs, self.limit)
-        if len(self.graphs) == self.limit and not self.warned:
+        if name is None:
+            name, _ = self.replays.agree(_place(signature, leaves, needs), True)
+        if len(self.graphs) == self.limit and name not in self.graphs and not self.warned:
             self.warned = True
             warnings.warn(
                 f"a step that is captured has been called with more than {self.limit} signatures, and graphs that were "
                 "used longest ago are dropped: pass batches of equal shapes, and numbers that change as tensors",
                 stacklevel=5,
             )
-        _keep(self.graphs, (signature, *[leaves[i].data_ptr() for i in sorted(needs.donated)]), None, self.limit)
+        _keep(self.graphs, name, None, self.limit)
         return results
 
     def _static(self, leaves: Sequence[Any], needs: Needs) -> list[Any]:
@@ -133,18 +149,19 @@ class _Graph:
     def __init__(
         self,
         function: Function,
+        replays: Replays,
         static: Sequence[Any],
         leaves: Sequence[Any],
         spec: optree.PyTreeSpec,
         needs: Needs,
         rng: Rng | None,
     ) -> None:
-        self.drawn, self.static = needs.drawn, static
+        self.drawn, self.static, self.replays = needs.drawn, static, replays
         tensors = [x for x in self.static if isinstance(x, Tensor)]
         self.copied = [i for i, x in enumerate(self.static) if isinstance(x, Tensor) and i not in needs.donated]
         self.graph = _device(tensors).new_graph(tensors, needs.drawn)
         self._copy_in(leaves)
-        with self.graph.capture():
+        with replays.capturing(), self.graph.capture():
             results = function(spec.unflatten(self.static), None if rng is None else self._seeded)
         self.results, self.spec = flatten(results)
         self.arguments = {id(x): i for i, x in enumerate(self.static) if isinstance(x, Tensor)}
@@ -168,7 +185,8 @@ class _Graph:
     def replay(self, leaves: Sequence[Any], rng: Rng | None) -> Any:
         """Run the graph on these arguments, and return results that belong to the caller."""
         self._copy_in(leaves)
-        self.graph.replay({} if rng is None else {key: seed_of(*rng, *key) for key in self.drawn})
+        with self.replays.running():
+            self.graph.replay({} if rng is None else {key: seed_of(*rng, *key) for key in self.drawn})
         with torch.no_grad():
             copies = {number: torch.empty_like(x, requires_grad=False) for number, x in self.copies.items()}
             if copies:
@@ -179,6 +197,11 @@ class _Graph:
         if id(x) in copies:
             return copies[id(x)]
         return leaves[self.arguments[id(x)]] if id(x) in self.arguments else x
+
+
+def _place(signature: Hashable, leaves: Sequence[Any], needs: Needs | None) -> Hashable:
+    """Return the key of a graph: the signature, and the places in memory of what is donated."""
+    return None if needs is None else (signature, *[leaves[i].data_ptr() for i in sorted(needs.donated)])
 
 
 def uncapturable(error: CaptureError, **place: Any) -> StageError:

@@ -19,7 +19,7 @@ from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.devices import current_device, device_of
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.executor import Executor
-from fpipe.handlers.protocol import Inputs, Observer, Results, Run
+from fpipe.handlers.protocol import Alone, Inputs, Observer, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.interleaving import turns
 from fpipe.programs.program import Program
@@ -40,7 +40,7 @@ class Local:
     """
 
     peers = None
-    captures = True
+    replays = Alone()
 
     def __init__(
         self,

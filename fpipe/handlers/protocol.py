@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -206,12 +207,49 @@ class Peers(Protocol):
         """Wait for a number from a rank."""
 
 
-class Handler(Protocol):
-    """Runs programs: gives effects their meaning.
+class Replays(Protocol):
+    """The part of a handler in steps that are captured as graphs, and replayed."""
 
-    A handler whose `captures` is true runs a step on one device, with no other wait of the host than those of stages:
-    a graph can then hold the step.
-    """
+    def agree(self, key: Hashable, knows: bool, error: Exception | None = None) -> tuple[Hashable, bool]:
+        """Return a name of the step, and whether all ranks know what its graph needs; the same on every rank.
+
+        Args:
+            key: of the step on this rank. The name differs wherever the key of a rank does.
+            knows: whether this rank does.
+            error: why this rank can't run the step.
+
+        Raises:
+            Exception: this rank's error; on the other ranks TransportError, with the reason.
+        """
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context in which a replay runs: a failure in it is one of all ranks."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Return a context in which a step is captured, and nothing of it may run."""
+
+
+class Alone:
+    """`Replays` of a handler that plays all ranks in this process."""
+
+    def agree(self, key: Hashable, knows: bool, error: Exception | None = None) -> tuple[Hashable, bool]:
+        if error is not None:
+            raise error
+        return key, knows
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def capturing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Handler(Protocol):
+    """Runs programs: gives effects their meaning."""
+
+    @property
+    def replays(self) -> Replays | None:
+        """The handler's part in steps that are captured; None where it captures none."""
 
     @property
     def peers(self) -> Peers | None:

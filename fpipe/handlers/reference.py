@@ -29,7 +29,7 @@ from fpipe.stages.rng import seeded
 class Reference:
     """Play all ranks in this process, and ignore the order of effects."""
 
-    peers = devices = None
+    peers = devices = replays = None
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         return tuple(range(plan.ranks))

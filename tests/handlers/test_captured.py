@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import re
 import warnings
 import weakref
 
@@ -17,7 +18,7 @@ from fpipe import Pipeline, Placement, Stage, StageError, handlers, interop, sch
 from fpipe.devices import Cpu
 from fpipe.devices.tape import Tape
 from fpipe.handlers.captured import Captured
-from fpipe.handlers.protocol import Observer
+from fpipe.handlers.protocol import Alone, Observer
 from fpipe.tensorboard import Recorder
 from tests.support import cases, jobs, train_jobs
 from tests.support.combinations import ALL, combined
@@ -31,6 +32,11 @@ def possible(name, schedule, m, way):
     """As in the tests of all handlers' bits: by default a case meets every other schedule."""
     fits = schedule not in cases.BOTH_WAYS or (m % 2 == 0 and name != "modules")
     return fits and (ALL or (CASES.index(name) + SCHEDULES.index(schedule)) % 2 == 0)
+
+
+def possible_over_gloo(name, schedule, m, ranks, way):
+    few = ranks == 2 or CASES.index(name) == SCHEDULES.index(schedule) % len(CASES)
+    return possible(name, schedule, m, way) and (ALL or few)
 
 
 def changed(tree, i):
@@ -63,6 +69,49 @@ def test_bits(name, schedule, m, way):
         assert differences((params, batch, case.target, state), before) == []
         state = state and expected[-1]
     assert [differences(*each) for each in results] == [[]] * 4
+
+
+@combined(name=CASES, schedule=SCHEDULES, m=(2, 3), ranks=(2, 4), way=("everything", "eager"), where=possible_over_gloo)
+def test_bits_over_gloo(pools, name, schedule, m, ranks, way):
+    assert pools(ranks).run(jobs.captured, name, schedule, m, ranks, way) == [[]] * ranks
+
+
+@combined(
+    name=("linear", "tied", "dropout", "modules", "skip"),
+    schedule=("gpipe", "zb_v", "interleaved_zb"),
+    optimizer=("sgd", "fused"),
+    donate=(False, True),
+)
+def test_bits_of_training_over_gloo(pools, name, schedule, optimizer, donate):
+    assert pools(2).run(train_jobs.train_captured, name, schedule, 3, 2, optimizer, donate) == [[]] * 2
+
+
+def test_shapes_that_one_rank_sees_change_on_all(pools):
+    shapes = [4, 4, 4, 6, 4, 6, 6, 4, 6]
+    assert pools(2).run(jobs.captured_shapes, shapes) == [([], [True, True])] * 2
+
+
+def test_ranks_forget_the_same_graphs(pools):
+    shapes = [*[4] * 3, *[6] * 3, *[8] * 3, *[10] * 3, *[12] * 3, 4, 4, 4, 12]
+    with_warnings = pools(2).run(jobs.captured_shapes, shapes)
+    assert with_warnings == [([], [True] * 4)] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"), [("missing", "params has no entry for it"), ("sparse", r"the argument .* can't be captured")]
+)
+def test_wrong_arguments_of_one_rank_are_an_error_on_all_and_the_next_step_replays(pools, wrong, says):
+    first, second = pools(2).run(jobs.captured_error, wrong)
+    for results, kind in ((first, "TransportError"), (second, "StageError")):
+        assert re.match(f"{kind}: .*{says}", results.pop(4))
+        assert results == [0.0, 8.0, 16.0, 24.0, 40.0]
+
+
+def test_a_rank_that_dies_before_a_replay_is_named(fresh_pool):
+    outcomes = fresh_pool(3).outcomes(jobs.captured_loss, limit=30)
+    assert outcomes[1].exitcode == 3
+    for rank in (0, 2):
+        assert f"rank {rank} lost a peer while beginning a step" in outcomes[rank].value
 
 
 @combined(
@@ -174,7 +223,7 @@ def test_the_number_of_graphs_is_bounded(monkeypatch):
     graphs = []
     new_graph = Cpu.new_graph
     monkeypatch.setattr(Cpu, "new_graph", lambda *a: graphs.append(new_graph(*a)) or graphs[-1])
-    captured = Captured(lambda x, _: x * 2, limit=2)
+    captured = Captured(lambda x, _: x * 2, Alone(), limit=2)
 
     def call(*sizes):
         for size in sizes:
@@ -192,7 +241,7 @@ def test_the_number_of_graphs_is_bounded(monkeypatch):
 
 def test_graphs_share_the_memory_of_equal_arguments():
     w = torch.ones(3)
-    captured = Captured(lambda tree, _: tree["w"] * tree["x"].sum())
+    captured = Captured(lambda tree, _: tree["w"] * tree["x"].sum(), Alone())
     for size in (1, 2, 1, 2):
         assert torch.equal(captured({"w": w, "x": torch.ones(size)}, None), w * size)
     first, second = (graph.static for graph in captured.graphs.values())
@@ -469,7 +518,10 @@ def test_wrong_arguments_are_errors_with_and_without_graphs(change, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"handler": handlers.Reference()}, "needs a handler that captures its steps, as Local, not Reference: leave"),
+        (
+            {"handler": handlers.Reference()},
+            "needs a handler that captures its steps, as Local and Distributed, not Reference: leave",
+        ),
         ({"handler": handlers.Local(["cpu", "meta"])}, "needs one device"),
         ({"compile": True}, "capture=True with compile=True"),
     ],

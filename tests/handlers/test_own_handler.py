@@ -19,7 +19,7 @@ from tests.support import cases, jobs
 class Shuffled:
     """Run all ranks in this process; each next effect is one of those that can run, drawn at random."""
 
-    peers = devices = None
+    peers = devices = replays = None
 
     def __init__(self, seed):
         self.random = Random(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import warnings
 
 import optree
@@ -391,3 +392,76 @@ def gpt_steps(handler, name, plan, pipeline, params, data, autodiff="graph"):
         params, state = adamw.update(grads, state, params)
         losses.append(loss)
     return losses, grads, params
+
+
+def captured(rank, name, schedule, microbatches, ranks, way="everything"):
+    """Five steps with other params, data and seeds, captured, against the same steps not captured: differences."""
+    case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(microbatches))
+    params, batch, target, state = cases.own(case, plan, rank)
+    own = sharing(handler(), name, plan.stages, way)
+    options = {"handler": own, **WAYS[way], **case.options}
+    plain, step = (fpipe.value_and_grad(case.pipeline, generator, plan, capture=c, **options) for c in (False, True))
+    results = []
+    for i in range(5):
+        rng = case.rng and (i, case.rng[1])
+        inputs = optree.tree_map(lambda x, i=i: scaled(x, 1 + i / 8), (params, batch), namespace="fpipe")
+        expected = plain(*inputs, target, state=state, rng=rng)
+        results.append((step(*inputs, target, state=state, rng=rng), expected))
+        state = state and expected[-1]
+    return [difference for found, expected in results for difference in differences(found, expected)]
+
+
+def scaled(x, factor):
+    return x * factor if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) else x
+
+
+def captured_shapes(rank, shapes):
+    """Steps with batches of other shapes, which rank 0 alone sees: differences, and how many graphs each rank has."""
+    pipeline = fpipe.Pipeline([lambda p, x: torch.tanh(x * p)] * 2, loss=lambda y, t: y.square().mean())
+    plan = pipeline.plan(fpipe.Placement.loop(2), 2)
+    own = handlers.Distributed(timeout=20)
+    plain, step = (
+        fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=own, capture=c) for c in (False, True)
+    )
+    params, found = {rank: torch.tensor(0.5 + rank)}, []
+    for i, rows in enumerate(shapes):
+        batch = torch.arange(rows, dtype=torch.float32) + i if rank == 0 else None
+        found += differences(step(params, batch), plain(params, batch))
+    graphs = step.captured.__closure__[0].cell_contents.graphs
+    return found, [graph is not None for graph in graphs.values()]
+
+
+WRONG = {"missing": {}, "sparse": {1: {"w": torch.ones(1).to_sparse()}}}
+
+
+def captured_error(rank, wrong):
+    """A step whose arguments are wrong on rank 1 once, when others would replay it: errors, and the losses."""
+    pipeline = fpipe.Pipeline([lambda p, x: x * p["w"]] * 2, loss=lambda y, t: y.sum())
+    plan = pipeline.plan(fpipe.Placement.loop(2), 2)
+    step = fpipe.value_and_grad(
+        pipeline, schedules.one_f_one_b, plan, handler=handlers.Distributed(timeout=20), capture=True
+    )
+    params, results = {rank: {"w": torch.tensor(2.0)}}, []
+    for i in range(6):
+        given = WRONG[wrong] if rank == 1 and i == 4 else params
+        try:
+            results.append(step(given, torch.ones(4) * i)[0].item())
+        except (fpipe.StageError, fpipe.TransportError) as error:
+            results.append(f"{type(error).__name__}: {error}")
+    return results
+
+
+def captured_loss(rank):
+    """Rank 1 dies before a step that the others would replay, or while they do."""
+    pipeline = fpipe.Pipeline([lambda p, x: x * p] * 3, loss=lambda y, t: y.sum())
+    plan = pipeline.plan(fpipe.Placement.loop(3), 2)
+    own = handlers.Distributed(timeout=5)
+    step = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=own, capture=True)
+    for _ in range(4):
+        step({rank: torch.tensor(2.0)}, torch.ones(4))
+    if rank == 1:
+        own.replays.agree = lambda *arguments: os._exit(3)
+    try:
+        step({rank: torch.tensor(2.0)}, torch.ones(4))
+    except fpipe.TransportError as error:
+        return str(error)

@@ -24,12 +24,12 @@ class Sharing:
     def devices(self):
         return self.handler.devices
 
-    @property
-    def captures(self):
-        return self.handler.captures
-
     def ranks(self, plan):
         return self.handler.ranks(plan)
+
+    @property
+    def replays(self):
+        return self.handler.replays
 
     def check(self):
         self.handler.check()

@@ -25,6 +25,13 @@ def train(rank, name, schedule, microbatches, ranks, optimizer, donate, max_norm
     return compare(sharing(handler(), name, plan.stages), case, generator, plan, rank, optimizer, donate, max_norm)
 
 
+def train_captured(rank, name, schedule, microbatches, ranks, optimizer, donate):
+    """The same, captured."""
+    case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(microbatches))
+    own = sharing(handler(), name, plan.stages)
+    return compare(own, case, generator, plan, rank, optimizer, donate, None, capture=True)
+
+
 def compare(own, case, generator, plan, rank, optimizer, donate, max_norm, **options):
     """Five steps, of which a captured one replays three."""
     params, batch, target, state = cases.own(case, plan, rank) if rank is not None else whole(case)

@@ -110,16 +110,19 @@ class Markers:
 
     Args:
         passed: how many it has passed.
+        paused: whether nothing is marked, because what is launched is captured and does not run.
     """
 
     def __init__(self, device: Device) -> None:
-        self.device, self.passed = device, 0
+        self.device, self.passed, self.paused = device, 0, False
         self._pending: deque[_Marker] = deque()
         self._free: list[Any] = []
         self._effects = 0
 
     def add(self, purpose: object, awaits: bool = False) -> None:
         """Mark the compute stream here."""
+        if self.paused:
+            return
         event = self._free.pop() if self._free else self.device.event()
         event.record(self.device.current_stream())
         self._pending.append(_Marker(event, awaits, purpose))
@@ -134,6 +137,8 @@ class Markers:
 
     def keep_up(self) -> None:
         """Wait until the device is at most `LEAD` effects behind."""
+        if self.paused:
+            return
         if self._effects > LEAD:
             next(marker for marker in self._pending if not marker.awaits).event.synchronize()
         while self._pending and self._pending[0].event.query():

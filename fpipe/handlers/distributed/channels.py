@@ -162,7 +162,7 @@ class Channels:
 
     def clear(self) -> None:
         """Drop everything that a failed step left: a pending work would keep its connection open."""
-        self.handshake.works = []
+        self.handshake.clear()
         self._clear()
 
     def _clear(self) -> None:

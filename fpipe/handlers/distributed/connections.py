@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from fpipe.devices import Device
+from fpipe.devices import Device, aside, launch
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.distributed.activity import DEVICE, Activity, Markers
 from fpipe.handlers.distributed.backends import Backend, Edge, Gloo, rounds
@@ -185,26 +185,32 @@ class Connections:
 
     def send(self, messages: list[torch.Tensor], target: int) -> list[dist.Work]:
         """Post messages to a rank. The caller keeps them and their works until the works are complete."""
-        group, side = self.edges[self.rank, target], _side(target, self.rank)
-        return self._post_each(group.send, list(map(self.backend.message, messages)), side, target, "send to")
+        group, side, works = self.edges[self.rank, target], _side(target, self.rank), list[dist.Work]()
+        sent = list(map(self.backend.message, messages))
+        launch(lambda: works.extend(self._post_each(group.send, sent, side, target, "send to")))
+        return works
 
     def receive(self, messages: list[torch.Tensor], source: int) -> list[dist.Work]:
         """Post receives from a rank."""
-        group, side = self.edges[source, self.rank], _side(source, self.rank)
-        return self._post_each(group.recv, list(map(self.backend.message, messages)), side, source, "receive from")
+        group, side, works = self.edges[source, self.rank], _side(source, self.rank), list[dist.Work]()
+        received = list(map(self.backend.message, messages))
+        launch(lambda: works.extend(self._post_each(group.recv, received, side, source, "receive from")))
+        return works
 
     def send_bytes(self, text: bytes, target: int) -> InFlight:
         """Post bytes to a rank, over the control group."""
-        messages = [torch.tensor([len(text)]), _as_tensor(text)]
-        return self._post_each(self.control.send, messages, target, target, "send to"), messages
+        with aside():
+            messages = [torch.tensor([len(text)]), _as_tensor(text)]
+            return self._post_each(self.control.send, messages, target, target, "send to"), messages
 
     def recv_bytes(self, source: int, purpose: str) -> bytes:
         """Wait for bytes that a rank sent by `send_bytes`."""
-        size = torch.zeros(1, dtype=torch.int64)
-        self._receive_control(size, source, purpose)
-        body = torch.empty(int(size), dtype=torch.uint8)
-        self._receive_control(body, source, purpose)
-        return body.numpy().tobytes()
+        with aside():
+            size = torch.zeros(1, dtype=torch.int64)
+            self._receive_control(size, source, purpose)
+            body = torch.empty(int(size), dtype=torch.uint8)
+            self._receive_control(body, source, purpose)
+            return body.numpy().tobytes()
 
     def _receive_control(self, message: torch.Tensor, source: int, purpose: str) -> None:
         works = self._post_each(self.control.recv, [message], source, source, "receive from")
@@ -225,7 +231,7 @@ class Connections:
 
     def wait(self, works: list[dist.Work], peer: int | None, purpose: str) -> None:
         """Wait for works of the edges, or of `results`. They are popped, so that no traceback keeps them alive."""
-        self._wait(works, peer, purpose, self.backend)
+        launch(lambda: self._wait(works, peer, purpose, self.backend))
         if self.backend.asynchronous:
             self.activity.markers.add(purpose, awaits=True)
 
@@ -275,7 +281,9 @@ class Connections:
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str, control: bool = False) -> torch.Tensor:
         """Return the tensor of rank `source`, on every rank; the others pass a tensor to receive into."""
         group, wait = (self.control, self.wait_for_control) if control else (self.results, self.wait)
-        wait(self._post(source, purpose, group.broadcast, [(tensor, source)]), source, purpose)
+        works = list[dist.Work]()
+        launch(lambda: works.extend(self._post(source, purpose, group.broadcast, [(tensor, source)])))
+        wait(works, source, purpose)
         return tensor
 
     def broadcast_payload(
@@ -288,7 +296,8 @@ class Connections:
                 the signature travels first, for which the host waits.
         """
         if codec is None or not codec.has_tensors_alone:
-            codec = self._broadcast_signature(payload, source, purpose)
+            with aside():
+                codec = self._broadcast_signature(payload, source, purpose)
         messages = codec.buffers() if payload is None else codec.messages(payload)
         if messages is None:
             assert payload is not None

@@ -26,13 +26,13 @@ class Failures:
 
     Args:
         ended: the reason why this handler can't be used any more.
-        steps: how many steps all programs on this handler have begun; the same on every rank.
+        calls: how many steps and replays on this handler have begun; the same on every rank.
     """
 
     def __init__(self, rank: int, store: Store) -> None:
         self.rank, self.store = rank, store
         self.ended: str | None = None
-        self.steps = 0
+        self.calls = 0
 
     def check(self) -> None:
         """Raise TransportError if this handler has failed."""

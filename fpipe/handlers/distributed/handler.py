@@ -8,7 +8,8 @@ stays usable. A rank that fails later in the step writes its reason into the job
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -27,11 +28,11 @@ from fpipe.handlers.distributed.channels import Channels
 from fpipe.handlers.distributed.collectives import Collectives, fingerprint, process_group
 from fpipe.handlers.distributed.connections import Connections, PeerLost
 from fpipe.handlers.distributed.failures import Failures
-from fpipe.handlers.distributed.handshake import Handshake, StepRejected
+from fpipe.handlers.distributed.handshake import Handshake, RollCall, StepRejected, tokens
 from fpipe.handlers.distributed.liveness import Watchdog, introduce
 from fpipe.handlers.distributed.rendezvous import meet
 from fpipe.handlers.executor import Executor
-from fpipe.handlers.protocol import Inputs, Observer, Results, Run
+from fpipe.handlers.protocol import Inputs, Observer, Replays, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.completions import send_completions
 from fpipe.programs.program import Program
@@ -120,6 +121,10 @@ class Distributed:
         calls = Calls(programs[self.rank], pieces, channels, observe, device, self.functions, paced)
         return _CompiledProgram(Executor(calls), channels, failures)
 
+    @property
+    def replays(self) -> Replays:
+        return self._setup
+
     def check(self) -> None:
         """Wait until the device has run everything that was launched; on the CPU return at once.
 
@@ -144,7 +149,7 @@ class Distributed:
 
 
 class _Setup:
-    """The connections of a handler, made at first use."""
+    """The connections of a handler, made at first use; its part in replayed steps."""
 
     def __init__(
         self, group: dist.ProcessGroup, timeout: float, compute_timeout: float, device: Device, backend: Backend
@@ -152,6 +157,7 @@ class _Setup:
         self._group, self.timeout, self._compute_timeout = group, timeout, compute_timeout
         self._device, self._backend = device, backend
         self._parts: tuple[Connections, Failures] | None = None
+        self._token_of = tokens()
 
     def ready(self) -> tuple[Connections, Failures]:
         """Return the connections and the failures so far.
@@ -169,6 +175,30 @@ class _Setup:
             connections, failures = self._parts
             connections.activity.markers.drain(lambda: failures.ended is None)
             failures.check()
+
+    def agree(self, key: Hashable, knows: bool, error: Exception | None = None) -> tuple[Hashable, bool]:
+        connections, failures = self.ready()
+        with together(connections, failures):
+            token = (0, 0) if error is not None else self._token_of(key)
+            *name, ignorant = RollCall(connections, failures, [*token, not knows], error).wait()
+        return tuple(name), not ignorant
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        connections, failures = self.ready()
+        with together(connections, failures):
+            yield
+            if connections.device.asynchronous:
+                connections.activity.markers.add("a replayed step")
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        markers = self.ready()[0].activity.markers
+        markers.paused = True
+        try:
+            yield
+        finally:
+            markers.paused = False
 
     def store(self) -> Store:
         return self.ready()[0].store
@@ -199,6 +229,41 @@ def _device(group: dist.ProcessGroup) -> str:
     return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group) else "cpu"
 
 
+@contextmanager
+def together(
+    connections: Connections,
+    failures: Failures,
+    effect: Callable[[], fx.Effect | None] = lambda: None,
+    clear: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Make a failure of this rank inside the context one of all ranks, and a peer's a `TransportError`.
+
+    Args:
+        effect: returns the effect that runs.
+        clear: drops what keeps connections open.
+    """
+    failures.check()
+    connections.activity.enter(effect)
+    try:
+        yield
+        failures.check()  # on CUDA an aborted group raises nothing: its values are wrong
+    except StepRejected as refused:
+        raise refused.error from refused.error.__cause__
+    except PeerLost as lost:
+        clear()
+        raise failures.of_peer(connections, lost) from None
+    except TransportError:
+        clear()
+        connections.abort()
+        raise
+    except BaseException as error:  # an interrupt too: the other ranks wait for this one
+        clear()
+        failures.of_own(connections, error)
+        raise
+    finally:
+        connections.activity.leave()
+
+
 class _CompiledProgram:
     """A program, compiled for the rank of this process; called once a step."""
 
@@ -207,23 +272,10 @@ class _CompiledProgram:
         self.plan, self.pieces, self.connections = executor.plan, executor.pieces, channels.connections
 
     def __call__(self, inputs: Inputs) -> Results:
-        self.failures.check()
-        self.connections.activity.enter(self.executor.effect)
         try:
-            results = self._step(inputs)
-            self.failures.check()  # on CUDA an aborted group raises nothing: its values are wrong
-            return results
-        except StepRejected as refused:
-            raise refused.error from refused.error.__cause__
-        except PeerLost as lost:
-            self.channels.clear()
-            raise self.failures.of_peer(self.connections, lost) from None
-        except BaseException as error:  # an interrupt too: the other ranks wait for this one
-            self.channels.clear()
-            self.failures.of_own(self.connections, error)
-            raise
+            with together(self.connections, self.failures, self.executor.effect, self.channels.clear):
+                return self._step(inputs)
         finally:
-            self.connections.activity.leave()
             self.executor.calls.clear()
             self.channels.clear()
 

@@ -6,12 +6,14 @@ It is one sum of six numbers over all ranks, posted before the first effect and 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fpipe.devices import aside
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.failures import Failures
@@ -30,6 +32,47 @@ class StepRejected(Exception):
         self.error = error
 
 
+class RollCall:
+    """One sum of whole numbers over all ranks; the host waits for it. A rank that can't go on gives its reason.
+
+    Args:
+        error: why this rank can't.
+    """
+
+    def __init__(
+        self, connections: Connections, failures: Failures, numbers: list[int], error: Exception | None
+    ) -> None:
+        failures.calls += 1
+        self._connections, self._failures, self._error = connections, failures, error
+        self._key = f"refused {failures.calls}"
+        if error is not None:
+            failures.post(str(error), self._key)
+        with aside():
+            self._sum, self._works = connections.collect([*numbers, error is not None])
+
+    def wait(self) -> list[int]:
+        """Return the sums.
+
+        Raises:
+            StepRejected: a rank can't run the step.
+        """
+        with aside():
+            self._connections.wait_for_control(self._works, None, "beginning a step: a rank has not come to it")
+            *sums, refusals = self._sum.tolist()
+        if self._error is not None:
+            raise StepRejected(self._error)
+        if refusals:
+            reason = self._failures.wait(5.0, self._key) or "its reason could not be read"
+            raise StepRejected(
+                TransportError(f"rank {self._connections.rank} can't run the step, for a peer can't: {reason}")
+            )
+        return sums
+
+    def clear(self) -> None:
+        """Drop the works: a pending one would keep its connection open."""
+        self._works = []
+
+
 class Handshake:
     """Compares the inputs of all ranks before the first value travels.
 
@@ -40,28 +83,29 @@ class Handshake:
 
     def __init__(self, connections: Connections, failures: Failures) -> None:
         self.connections, self.failures = connections, failures
-        self.works: list[Any] = []
+        self.roll: RollCall | None = None
         self.name = (0, 0)
-        self._token_of = lru_cache(REMEMBERED)(lambda key: (secrets.randbits(40), secrets.randbits(40)))
+        self._token_of = tokens()
         self.last: tuple[Any, Any, list[Any], tuple[int, int]] | None = None
 
     def begin(self, inputs: Inputs) -> None:
         """Post this rank's part; does not wait."""
-        self.broken = inputs.broken
         self.rows = inputs.rows
-        self.failures.steps += 1
-        self.broken_key = f"refused {self.failures.steps}"
-        if inputs.broken is not None:
-            self.failures.post(str(inputs.broken), self.broken_key)
         rows = inputs.rows if inputs.weighed else None
         known = [0, 0, 0] if rows is None else [1, rows, rows * rows]
-        self.sum, self.works = self.connections.collect([*self._token(inputs), inputs.broken is not None, *known])
+        self.roll = RollCall(self.connections, self.failures, [*self._token(inputs), *known], inputs.broken)
+
+    def clear(self) -> None:
+        """Drop what a failed step left."""
+        if self.roll is not None:
+            self.roll.clear()
 
     def _token(self, inputs: Inputs) -> tuple[int, int]:
         """Return two random numbers for the signature of this rank's inputs; the ranks' sums name the step's."""
         if inputs.broken is not None:
             return (0, 0)
-        flat = flatten((dict(inputs.params), dict(inputs.state), list(inputs.data)))
+        data = [(microbatch.batch, microbatch.target) for microbatch in inputs.data]
+        flat = flatten((dict(inputs.params), dict(inputs.state), data))
         ambient = _ambient(inputs)
         looks = [look(leaf) for leaf in flat.leaves]
         if self.last is not None and self.last[:2] == (flat.spec, ambient) and alike(self.last[2], looks):
@@ -78,15 +122,8 @@ class Handshake:
         Raises:
             StepRejected: a rank can't run the step.
         """
-        self.connections.wait_for_control(self.works, None, "beginning a step: a rank has not come to it")
-        first, second, broken, knowing, rows, squares = self.sum.tolist()
-        if self.broken is not None:
-            raise StepRejected(self.broken)
-        if broken:
-            reason = self.failures.wait(5.0, self.broken_key) or "its reason could not be read"
-            raise StepRejected(
-                TransportError(f"rank {self.connections.rank} can't run the step, for a peer can't: {reason}")
-            )
+        assert self.roll is not None, "begin comes first"
+        first, second, knowing, rows, squares = self.roll.wait()
         if knowing * squares != rows * rows:  # they are equal only if all ranks have the same rows
             here = "none" if self.rows is None else self.rows
             raise StepRejected(
@@ -99,6 +136,11 @@ class Handshake:
         if knowing:
             self.rows = rows // knowing
         self.name = (first, second)
+
+
+def tokens() -> Callable[[Hashable], tuple[int, int]]:
+    """Return a function that gives each key two random numbers; the sums over all ranks name a step."""
+    return lru_cache(REMEMBERED)(lambda key: (secrets.randbits(40), secrets.randbits(40)))
 
 
 def _hashable(flat: Flat) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 Both ends derive the messages and their order from the signature alone. In a packed message a tensor is aligned as an
 allocator would align it, because kernels choose by alignment. If leaves are optional, one message has a flag for each;
-for this message the host waits on CUDA too.
+for this message the host waits on CUDA too, but not in a graph.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fpipe.devices import aside, is_capturing
 from fpipe.handlers.distributed.signature import Signature, TensorSpec, same, signature_of
 from fpipe.handlers.distributed.strides import buffer, message, restored, strides_of
 from fpipe.stages.pytree import Flat
@@ -64,6 +65,7 @@ class PayloadCodec:
     Args:
         device: where their tensors are.
         small: bytes up to which a tensor is packed with others.
+        present: of the optional leaves, which were there in the last payload.
         has_tensors_alone: whether the signature has no plain leaf, whose value may differ from payload to payload.
     """
 
@@ -77,6 +79,7 @@ class PayloadCodec:
         self.empty = [chunk for chunk in chunks if not chunk.size]
         self.length = self.packed[-1].at + self.packed[-1].size if self.packed else 0
         self.has_tensors_alone = all(leaf is None or isinstance(leaf, TensorSpec) for leaf in signature.leaves)
+        self.present: list[bool] = []
         self._seen: _Seen | None = None
 
     def messages(self, payload: Payload) -> list[Tensor] | None:
@@ -93,7 +96,10 @@ class PayloadCodec:
         """Return the messages of a payload that does not look like the last one; None if it has another signature."""
         filled, presence = leaves, None
         if spec is None and len(leaves) == len(self.signature.leaves):
-            filled, presence = self._filled(leaves)
+            flags = [leaves[i] is not None for i in self.signature.optional]
+            if is_capturing() and flags != self.present:
+                return None
+            filled, presence, self.present = *self._filled(leaves, flags), flags
         signature = signature_of(filled if spec is None else Flat(filled, spec))
         if not same(signature._replace(optional=self.signature.optional), self.signature):
             return None
@@ -131,17 +137,19 @@ class PayloadCodec:
                 tensor = tensors[i] if spec.strides is None else restored(tensors[i], spec.shape, spec.strides)
                 leaves[i] = tensor.requires_grad_() if spec.requires_grad else tensor
         if signature.optional:
-            for i, there in zip(signature.optional, tensors[PRESENCE].tolist(), strict=True):
+            if not is_capturing():  # in a graph, what is there is what was there when the step ran as it is
+                with aside():
+                    self.present = tensors[PRESENCE].tolist()
+            for i, there in zip(signature.optional, self.present, strict=True):
                 leaves[i] = leaves[i] if there else None
         return leaves if signature.spec is None else Flat(leaves, signature.spec)
 
-    def _filled(self, gradients: list[Any]) -> tuple[list[Any], Tensor | None]:
+    def _filled(self, gradients: list[Any], flags: list[bool]) -> tuple[list[Any], Tensor | None]:
         """Return gradients in the signature's layout, with zeros for missing ones, and the flags of the optional."""
         leaves = [
             _laid_out(leaf, spec, self.device) if isinstance(spec, TensorSpec) else leaf
             for leaf, spec in zip(gradients, self.signature.leaves, strict=True)
         ]
-        flags = [gradients[i] is not None for i in self.signature.optional]
         return leaves, torch.tensor(flags, dtype=torch.uint8, device=self.device) if flags else None
 
     def _written(self, tensors: dict[int, Tensor]) -> list[Tensor]:
