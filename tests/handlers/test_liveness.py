@@ -58,6 +58,13 @@ def test_a_lifeline_tells_a_process_that_ends_from_one_that_closes(fresh_pool, e
     assert (second.exitcode, second.value) == ((3, None) if ends else (None, None))
 
 
+def test_a_wait_is_cut_after_another_rank_has_gone(fresh_pool):
+    """Nothing can be posted to the rank that is gone, which would not end a wait for the others."""
+    gone, _, waited = fresh_pool(3).outcomes(faults.cut_after_a_loss, limit=30)
+    assert gone.exitcode == 3
+    assert waited.value is True
+
+
 def test_the_host_is_some_effects_ahead_at_most():
     device = FakeDevice(lag=5.0, now=0.0)
     markers, waits = Markers(device), []

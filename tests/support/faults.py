@@ -258,3 +258,25 @@ def never_connects(rank):
         fpipe.value_and_grad(pipeline, schedules.gpipe, pipeline.plan(Placement.loop(2), 2), handler=own)
     except fpipe.TransportError as error:
         return str(error)
+
+
+def cut_after_a_loss(rank):
+    """Rank 0 ends while rank 2 waits for rank 1, which sends nothing; whether the wait ends when its group is cut."""
+    store = PrefixStore("cut", dist.distributed_c10d._get_default_store())
+    group = handlers.Gloo().group(store, "cut", rank, range(3), 10.0)
+    if rank == 0:
+        os._exit(3)
+    if rank == 1:
+        time.sleep(3)
+        return None
+    work, ended = group.recv([torch.empty(1)], 1, 0), threading.Event()
+
+    def wait():
+        with contextlib.suppress(RuntimeError):
+            handlers.Gloo().wait(work)
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    time.sleep(0.5)
+    handlers.Gloo().cut([group])
+    return ended.wait(1)

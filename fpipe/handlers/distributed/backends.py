@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -98,9 +98,8 @@ class Gloo:
     def cut(self, groups: Sequence[Any]) -> None:
         """gloo's own `abort` wakes no wait. A receive that times out does: it fails all that its group waits for."""
         for group in groups:
-            if group.size() > 1:
-                with suppress(RuntimeError):
-                    group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), CUT_TAG).wait(MOMENT)
+            others = (other for other in range(group.size()) if other != group.rank())
+            any(_times_out(group, other) for other in others)  # a receive from a rank that is gone fails at once
 
 
 MOMENT = timedelta(milliseconds=1)
@@ -230,6 +229,15 @@ in which receives would block compute: set it to 32 before start'
             f"{units} multiprocessors: pass backend=NCCL(channels={max(1, units // 4 // edges)})"
         )
     return None
+
+
+def _times_out(group: Any, other: int) -> bool:
+    """Receive from a rank that sends nothing; return whether that timed out."""
+    try:
+        group.recv([torch.empty(1)], other, CUT_TAG).wait(MOMENT)
+    except RuntimeError as error:
+        return "imed out" in str(error)
+    return False
 
 
 def _abort(group: Any) -> None:
