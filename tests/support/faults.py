@@ -264,6 +264,8 @@ def cut_after_a_loss(rank):
     """Rank 0 ends while rank 2 waits for rank 1, which sends nothing; whether the wait ends when its group is cut."""
     store = PrefixStore("cut", dist.distributed_c10d._get_default_store())
     group = handlers.Gloo().group(store, "cut", rank, range(3), 10.0)
+    group.barrier().wait()
+    time.sleep(0.2)
     if rank == 0:
         os._exit(3)
     if rank == 1:
