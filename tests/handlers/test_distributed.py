@@ -151,7 +151,11 @@ def test_edges_are_connected_in_few_rounds(schedule, ranks):
 @pytest.mark.parametrize("name", DEADLOCKING)
 def test_an_environment_that_would_deadlock_is_refused(monkeypatch, name):
     monkeypatch.setenv(name, "1")
-    assert re.match(f"{name}=1 makes .*: unset it", NCCL().check(Cpu(), 0, {(0, 1)}, Owner()))
+    assert re.match(f"{name}=1 makes .*: unset it", NCCL().check(Gpu(), 0, {(0, 1)}, Owner()))
+
+
+class Gpu(Cpu):
+    torch_device = torch.device("cuda", 0)
 
 
 class Owner:
@@ -162,17 +166,23 @@ class Owner:
 def test_the_edges_of_all_handlers_of_a_process_count(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     edges = {(0, 1), (1, 0), (1, 2), (2, 1)}
     training, evaluation, another = Owner(), Owner(), Owner()
-    assert NCCL().check(Cpu(), 1, edges, training) is None
-    assert NCCL().check(Cpu(), 1, edges, evaluation) is None
-    assert NCCL().check(Cpu(), 1, edges, evaluation) is None  # its next program has the same edges
-    assert "rank 1 has 12 edges in 3 handlers of 4 channels each" in NCCL().check(Cpu(), 1, edges, another)
+    assert NCCL().check(Gpu(), 1, edges, training) is None
+    assert NCCL().check(Gpu(), 1, edges, evaluation) is None
+    assert NCCL().check(Gpu(), 1, edges, evaluation) is None  # its next program has the same edges
+    assert "rank 1 has 12 edges in 3 handlers of 4 channels each" in NCCL().check(Gpu(), 1, edges, another)
     evaluation.closed.set()
-    assert NCCL().check(Cpu(), 1, edges, another) is None
+    assert NCCL().check(Gpu(), 1, edges, another) is None
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert "rank 1: its handler is on cuda:0, and the current device is cuda:1: call torch.cuda.set_device(0)" in (
+        NCCL().check(Gpu(), 1, edges, another)
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     del training, another
     gc.collect()
-    assert NCCL(channels=8).check(Cpu(), 1, edges, Owner()) is None
+    assert NCCL(channels=8).check(Gpu(), 1, edges, Owner()) is None
 
 
 def test_how_many_edges_a_gpu_can_have():
@@ -180,6 +190,7 @@ def test_how_many_edges_a_gpu_can_have():
     assert "8 edges in 2 handlers, which with compute and results need 22 streams" in too_many(8, 2, 4, 132, "16")
     assert too_many(8, 1, 4, 132, "32") is None
     assert "pass backend=NCCL(channels=4)" in too_many(8, 1, 8, 132, "32")
+    assert "use a placement with fewer edges" in too_many(8, 1, 8, 16, "32")
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.float32])

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from fpipe.devices import Cpu
 from fpipe.effects import Forward
-from fpipe.handlers.distributed.activity import DEVICE, LEAD, Activity, Markers
-from fpipe.handlers.distributed.backends import NCCL
+from fpipe.handlers.distributed.activity import LEAD, Activity, Markers, State
+from fpipe.handlers.distributed.backends import NCCL, Gloo
 from fpipe.handlers.distributed.connections import _Groups
 from fpipe.handlers.distributed.failures import Failures
-from fpipe.handlers.distributed.liveness import Watchdog
+from fpipe.handlers.distributed.liveness import Watchdog, verdict
 from tests.support import faults
 from tests.support.fake_device import FakeDevice
 
@@ -50,6 +50,15 @@ def test_a_rank_that_does_not_go_on_is_named(fresh_pool, fault, limits, reason):
         assert outcome.seconds < 1.0 + sum(limits) + GRACE
 
 
+def test_a_short_stop_between_two_slow_steps_is_no_absence(fresh_pool):
+    """Rank 0 waits in the next step while rank 1 still computes this one, and then is elsewhere for a moment."""
+    assert fresh_pool(2).run(faults.slow_evaluation, 2.0) == [True, True]
+
+
+def test_a_rank_that_evaluates_with_another_handler_is_waited_for(fresh_pool):
+    assert fresh_pool(2).run(faults.two_handlers, 1.5) == [True, True]
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_lifeline_tells_a_process_that_ends_from_one_that_closes(fresh_pool, ends):
     first, second, third = fresh_pool(3).outcomes(faults.lifeline, ends, limit=30)
@@ -69,11 +78,11 @@ def test_the_host_is_some_effects_ahead_at_most():
     device = FakeDevice(lag=5.0, now=0.0)
     markers, waits = Markers(device), []
     for m in range(20):
-        markers.add("waiting for a value", awaits=True)
+        markers.add("waiting for a value", "waiting")
         markers.add(Forward(0, m))
         markers.keep_up()
         waits.append(len(device.waits))
-        ahead = [marker for marker in markers._pending if not marker.event.query() and not marker.awaits]
+        ahead = [marker for marker in markers._pending if not marker.event.query() and marker.kind != "waiting"]
         assert len(ahead) <= LEAD
     assert waits[: LEAD + 1] == [*[0] * LEAD, 1]
     assert markers.drain(lambda: device.now < 1e3 and not setattr(device, "now", device.now + 1))
@@ -88,16 +97,60 @@ def test_a_state_says_what_the_device_waits_for_or_computes():
     assert activity.state()[:3] == (1, "computing", "Forward(stage=0, microbatch=2)")
     activity.waiting = "beginning a step"
     assert activity.state()[:3] == (1, "waiting", "beginning a step")
-    activity.markers.add("waiting for a value", awaits=True)
+    activity.markers.add("waiting for a value", "waiting")
     activity.markers.add(Forward(0, 3))
-    activity.waiting = DEVICE
-    assert activity.state()[:3] == (1, "waiting", "waiting for a value")
+    assert activity.state()[:3] == (1, "waiting", "waiting for a value")  # whatever the host waits for
+    activity.waiting = None
+    assert activity.state()[:3] == (1, "waiting", "waiting for a value")  # or computes, such as a number it reads
     activity.leave()  # the script may wait for a result
     assert activity.state()[:3] == (1, "waiting", "waiting for a value")
     device.now += 5.0 - 5e-7
     assert activity.state()[:3] == (1, "computing", "Forward(stage=0, microbatch=3)")
     device.now += 1.0
     assert activity.state()[:2] == (1, "absent")
+
+
+def test_a_rank_that_is_busy_with_another_handler_is_not_absent():
+    training, evaluation = Activity(Markers(Cpu())), Activity(Markers(Cpu()))
+    assert training.state()[1] == "absent"
+    evaluation.enter(lambda: Forward(0, 2))
+    assert training.state()[:3] == (0, "computing", "another handler: Forward(stage=0, microbatch=2)")
+    evaluation.leave()
+    assert training.state()[1] == "absent"
+
+
+def test_a_rank_between_two_steps_is_not_late_yet():
+    waits = State(4, "waiting", "beginning a step", 9.0)
+    assert verdict(0, {0: waits, 1: State(3, "absent", "", 0.5)}, (), 2.0, 1800.0) is None
+    assert "rank 1 has not come" in verdict(0, {0: waits, 1: State(3, "absent", "", 2.0)}, (), 2.0, 1800.0)
+
+
+def test_a_rank_whose_device_computes_lets_all_others_wait():
+    waits = State(4, "waiting", "beginning a step", 9.0)
+    states = {0: waits, 1: State(4, "computing", "Backward(stage=1, microbatch=3)", 9.0), 2: waits}
+    assert verdict(0, states, (), 2.0, 1800.0) is None
+    states[1] = State(4, "replaying", "a replayed step", 9.0)
+    assert verdict(0, states, (), 2.0, 1800.0) is None
+    assert verdict(1, states, (), 2.0, 1800.0) is None
+    assert "rank 2 does not answer" in verdict(1, {**states, 2: None}, [2], 2.0, 1800.0)
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
+    """All ranks of a host may be stopped, and go on together."""
+    now, connections = 100.0, OneRank(Cpu())
+    connections.timeout = 10.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    connections.activity.enter()
+    connections.activity.waiting = "a value"
+    watchdog = Watchdog(Failures(0, dist.HashStore()), connections, 10.0)
+    monkeypatch.setattr(watchdog, "_exchange", lambda state: (None, {0: state, 1: state}, []))
+    assert watchdog._look() is None
+    now += 100
+    assert watchdog._look() is None
+    for _ in range(10):
+        now += 1
+        reason = watchdog._look()
+    assert "every rank waits" in reason
 
 
 def test_a_state_lasts_as_long_as_nothing_changes(monkeypatch):
@@ -132,14 +185,16 @@ def test_communicators_are_cut_all_at_once():
 
 
 def test_connections_are_closed_when_the_device_is_done():
-    device = FakeDevice(lag=0.3)
-    groups = _Groups(NCCL(), Markers(device), timeout=10)
+    device, closed = FakeDevice(lag=0.3), []
+    backend = type("Backend", (NCCL,), {"close": lambda self, groups: closed.append(groups)})()
+    groups = _Groups(backend, Markers(device), limit=10)
     groups.edges[0, 1] = "a group"
     groups._markers.add(Forward(0, 0))
     begun = time.monotonic()
     groups.close()
     assert time.monotonic() - begun > 0.2
     assert groups.closed.is_set()
+    assert closed == [["a group"]]
     assert not groups.edges
     assert not groups.is_cut
 
@@ -147,7 +202,7 @@ def test_connections_are_closed_when_the_device_is_done():
 def test_connections_of_a_device_that_never_ends_are_cut():
     cuts = []
     backend = type("Backend", (NCCL,), {"cut": lambda self, groups: cuts.append(groups)})()
-    groups = _Groups(backend, Markers(FakeDevice(lag=1e6, now=0.0)), timeout=0.2)
+    groups = _Groups(backend, Markers(FakeDevice(lag=1e6, now=0.0)), limit=0.2)
     groups.edges[0, 1] = "a group"
     groups._markers.add(Forward(0, 0))
     groups.close()
@@ -171,8 +226,8 @@ def test_nccl_groups_are_bounded_and_never_end_the_process(monkeypatch):
     Group.Options = Options
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    edge = NCCL(channels=8).group(None, "0-1", 0, [0, 1], 10.0)
-    results = NCCL(channels=8).group(None, "results", 0, range(4), 10.0)
+    edge = NCCL(channels=8).group(dist.HashStore(), "0-1", 0, [0, 1], 10.0)
+    results = NCCL(channels=8).group(dist.HashStore(), "results", 0, range(4), 10.0)
     assert (edge.options.high, edge.options.config.max_ctas) == (True, 8)
     assert (results.options.high, results.options.config.max_ctas) == (False, 1)
     assert edge.options._timeout > timedelta(days=1)
@@ -194,10 +249,8 @@ class OneRank:
     """The connections of a job of one rank."""
 
     def __init__(self, device):
-        self.activity, self.closed, self.timeout, self.size = Activity(Markers(device)), threading.Event(), 0.2, 1
-
-    def cut(self):
-        """Nothing is connected."""
+        self.activity, self.timeout, self.size = Activity(Markers(device)), 0.2, 1
+        self.groups = _Groups(Gloo(), self.activity.markers, 1.0)
 
 
 def test_a_device_that_fails_is_every_ranks_reason():

@@ -282,3 +282,33 @@ def cut_after_a_loss(rank):
     time.sleep(0.5)
     handlers.Gloo().cut([group])
     return ended.wait(1)
+
+
+def sleeper(seconds):
+    """A pipeline of two stages, of which the second sleeps."""
+
+    def slow(p, x):
+        time.sleep(seconds)
+        return x * p
+
+    pipeline = Pipeline([lambda p, x: x * p, slow], loss=lambda y, t: y.sum())
+    return pipeline, pipeline.plan(Placement.loop(2), 1)
+
+
+def slow_evaluation(rank, timeout):
+    pipeline, plan = sleeper(1.5 * timeout)
+    run = fpipe.evaluate(pipeline, plan, handler=handlers.Distributed(timeout=timeout))
+    for _ in range(2):
+        output = run({rank: torch.tensor(2.0)}, torch.ones(2))
+        time.sleep(0.3 * timeout * (rank == 1))
+    return output is None or output.tolist() == [4.0, 4.0]
+
+
+def two_handlers(rank, timeout):
+    """Rank 1 computes for long in an evaluation that rank 0 has left."""
+    pipeline, plan = sleeper(2 * timeout)
+    evaluate = fpipe.evaluate(pipeline, plan, handler=handlers.Distributed(timeout=timeout))
+    quick, _ = sleeper(0.0)
+    step = fpipe.value_and_grad(quick, schedules.gpipe, plan, handler=handlers.Distributed(timeout=timeout))
+    evaluate({rank: torch.tensor(2.0)}, torch.ones(2))
+    return step({rank: torch.tensor(2.0)}, torch.ones(2))[0].item() == 8.0

@@ -7,10 +7,12 @@ Invariants:
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from fpipe.devices import Device
@@ -23,7 +25,7 @@ The device is kept busy by the work of one or two; memory of a message that was 
 device has passed it.
 """
 
-Kind = Literal["absent", "waiting", "computing"]
+Kind = Literal["absent", "waiting", "computing", "replaying"]
 
 
 class State(NamedTuple):
@@ -31,7 +33,7 @@ class State(NamedTuple):
 
     Args:
         calls: set-ups and steps that it has begun.
-        kind: absent: outside of them, with nothing left on the device.
+        kind: absent: outside of them, with nothing left on the device. replaying: in a graph, which waits or computes.
         text: the effect that it computes, or the purpose of its wait.
         seconds: since when.
     """
@@ -42,51 +44,80 @@ class State(NamedTuple):
     seconds: float
 
 
-@dataclass
+def _nothing() -> None:
+    """Run no effect."""
+
+
 class Activity:
     """The host's and the device's position.
 
     Args:
+        markers: of the device.
         calls: set-ups and steps that have begun; the same on every rank that has come as far.
         inside: whether one of them runs.
         waiting: the purpose for which the host waits, if it does.
+        waits: how many times it has waited.
         effect: returns the effect that the host runs.
-        markers: of the device.
     """
 
-    markers: Markers
-    calls: int = 0
-    inside: bool = False
-    waiting: str | None = None
-    effect: Callable[[], Effect | None] = lambda: None
-    _seen: tuple[object, ...] = ()
-    _since: float = 0.0
+    def __init__(self, markers: Markers) -> None:
+        self.markers, self.calls, self.waits, self.inside = markers, 0, 0, False
+        self.waiting: str | None = None
+        self.effect: Callable[[], Effect | None] = _nothing
+        self._seen: object = None
+        self._since = time.monotonic()
+        _activities.add(self)
 
-    def enter(self, effect: Callable[[], Effect | None] = lambda: None) -> None:
+    def enter(self, effect: Callable[[], Effect | None] = _nothing) -> None:
         """Begin a set-up or a step."""
         self.effect, self.waiting, self.inside = effect, None, True
         self.calls += 1
 
     def leave(self) -> None:
         """End it, as far as the host is concerned."""
-        self.inside, self.waiting, self.effect = False, None, lambda: None
+        self.inside, self.waiting, self.effect = False, None, _nothing
+
+    @contextmanager
+    def waits_for(self, purpose: str) -> Iterator[None]:
+        """Note that the host waits."""
+        self.waits += 1
+        self.waiting = purpose
+        try:
+            yield
+        finally:
+            self.waiting = None
 
     def state(self) -> State:
         """Return the state of this rank; its time counts from the first call that saw it. For one thread alone."""
-        marker, waiting, effect = self.markers.oldest(), self.waiting, self.effect()
-        kind: Kind
-        if self.inside and waiting is None:
-            kind, text = "computing", f"{effect}" if effect is not None else "preparing the step"
-        elif marker is not None and (not self.inside or waiting == DEVICE):
-            kind, text = "waiting" if marker.awaits else "computing", f"{marker.purpose}"
-        elif self.inside:
-            kind, text = "waiting", f"{waiting}"
-        else:
-            kind, text = "absent", "its script is elsewhere"
-        seen, now = (self.calls, kind, text, self.markers.passed), time.monotonic()
+        kind, text, seen = self._position()
+        if kind == "absent":
+            others = [other._position() for other in list(_activities) if other is not self]
+            if busy := next((other for other in others if other[0] != "absent"), None):
+                kind, text, seen = "computing", f"another handler: {busy[1]}", busy[2]
+        seen, now = (self.calls, kind, text, seen), time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
         return State(self.calls, kind, text, now - self._since)
+
+    def skip(self, seconds: float) -> None:
+        """Leave a time out of account, in which this process did not run."""
+        self._since += seconds
+
+    def _position(self) -> tuple[Kind, str, object]:
+        """Return the kind of the state, its text, and what changes with any progress."""
+        marker, waiting = self.markers.oldest(), self.waiting
+        if marker is not None:  # the device has not come as far as the host
+            return marker.kind, f"{marker.purpose}", marker.number
+        if not self.inside:
+            return "absent", "its script is elsewhere", None
+        if waiting is not None:
+            return "waiting", waiting, self.waits
+        effect = self.effect()
+        return "computing", "preparing the step" if effect is None else f"{effect}", None
+
+
+_activities: weakref.WeakSet[Activity] = weakref.WeakSet()
+"""Of all handlers of this process: a rank that is busy with another one is not absent."""
 
 
 DEVICE = "waiting for the device"
@@ -96,56 +127,58 @@ class _Marker(NamedTuple):
     """A point of the compute stream.
 
     Args:
-        awaits: whether the device waits before it for a value of another rank.
-        purpose: of that wait, or the effect that is computed before it.
+        kind: what the device does before it: it waits for a value of another rank, computes, or replays a graph.
+        purpose: of that wait, or the effect that is computed.
     """
 
     event: Any
-    awaits: bool
+    kind: Kind
     purpose: object
+    number: int
 
 
 class Markers:
     """The points of the compute stream that the device has not passed, in order. On the CPU there are none.
 
     Args:
-        passed: how many it has passed.
         paused: whether nothing is marked, because what is launched is captured and does not run.
     """
 
     def __init__(self, device: Device) -> None:
-        self.device, self.passed, self.paused = device, 0, False
+        self.device, self.paused = device, False
         self._pending: deque[_Marker] = deque()
+        self._lock = threading.Lock()  # for the watchdog, which reads what the main thread changes
         self._free: list[Any] = []
-        self._effects = 0
+        self._effects = self._number = 0
 
-    def add(self, purpose: object, awaits: bool = False) -> None:
+    def add(self, purpose: object, kind: Kind = "computing") -> None:
         """Mark the compute stream here."""
         if self.paused:
             return
         event = self._free.pop() if self._free else self.device.event()
         event.record(self.device.current_stream())
-        self._pending.append(_Marker(event, awaits, purpose))
-        self._effects += not awaits
+        self._number += 1
+        with self._lock:
+            self._pending.append(_Marker(event, kind, purpose, self._number))
+        self._effects += kind != "waiting"
 
     def oldest(self) -> _Marker | None:
         """Return the first marker that the device has not passed."""
-        for marker in list(self._pending):
-            if not marker.event.query():
-                return marker
-        return None
+        with self._lock:
+            pending = list(self._pending)
+        return next((marker for marker in pending if not marker.event.query()), None)
 
     def keep_up(self) -> None:
         """Wait until the device is at most `LEAD` effects behind."""
         if self.paused:
             return
         if self._effects > LEAD:
-            next(marker for marker in self._pending if not marker.awaits).event.synchronize()
+            next(marker for marker in self._pending if marker.kind != "waiting").event.synchronize()
         while self._pending and self._pending[0].event.query():
-            marker = self._pending.popleft()
+            with self._lock:
+                marker = self._pending.popleft()
             self._free.append(marker.event)
-            self._effects -= not marker.awaits
-            self.passed += 1
+            self._effects -= marker.kind != "waiting"
 
     def drain(self, may_go_on: Callable[[], bool]) -> bool:
         """Wait until the device has passed all markers; return False if `may_go_on` ended the wait."""

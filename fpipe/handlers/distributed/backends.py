@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,6 +74,9 @@ class Backend(Protocol):
     def cut(self, groups: Sequence[Any]) -> None:
         """End every operation of these groups that is not complete; their waits fail."""
 
+    def close(self, groups: Sequence[Any]) -> None:
+        """Close groups whose operations are complete, before the last references to them go."""
+
 
 @dataclass(frozen=True)
 class Gloo:
@@ -101,6 +104,9 @@ class Gloo:
             others = (other for other in range(group.size()) if other != group.rank())
             any(_times_out(group, other) for other in others)  # a receive from a rank that is gone fails at once
 
+    def close(self, groups: Sequence[Any]) -> None:
+        """Do nothing: sockets close with the last reference."""
+
 
 MOMENT = timedelta(milliseconds=1)
 
@@ -124,14 +130,20 @@ class NCCL:
         for name, reason in DEADLOCKING.items():
             if os.environ.get(name, "0") not in ("", "0"):
                 return f"{name}={os.environ[name]} {reason}: unset it"
-        edges_of = {other: count for other, count in _edges_of.items() if not other.closed.is_set()}
-        edges_of[owner] = sum(rank in edge for edge in edges)
+        current = torch.cuda.current_device()
+        if device.torch_device.index != current:
+            return (
+                f"rank {rank}: its handler is on {device.torch_device}, and the current device is cuda:{current}: call "
+                f"torch.cuda.set_device({device.torch_device.index}) first"
+            )
+        here = [owner for owner, (at, _) in _edges_of.items() if at == current and not owner.closed.is_set()]
+        edges_of = {other: _edges_of[other][1] for other in here} | {owner: sum(rank in edge for edge in edges)}
         units = torch.cuda.get_device_properties(device.torch_device).multi_processor_count
         queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
         why = too_many(sum(edges_of.values()), len(edges_of), self.channels, units, queues)
         if why is not None:
             return f"rank {rank} has {why}"
-        _edges_of[owner] = edges_of[owner]
+        _edges_of[owner] = current, edges_of[owner]
         return None
 
     def group(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: float) -> Any:
@@ -143,7 +155,8 @@ class NCCL:
         options.config.max_ctas = self.channels if is_edge else RESULT_CHANNELS
         options.config.min_ctas = 1
         with _environment(WITHOUT_WATCHDOG):
-            return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+            # A rank that does not come blocks the client of the store.
+            return dist.ProcessGroupNCCL(store.clone(), rank, len(ranks), options)  # type: ignore[attr-defined]
 
     def message(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.dtype in NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)
@@ -153,14 +166,11 @@ class NCCL:
 
     def cut(self, groups: Sequence[Any]) -> None:
         """Abort each group in a thread of its own: an abort waits for the device, which another's kernel may hold."""
-        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
-        for thread in threads:
-            thread.start()
-        until = time.monotonic() + CUT_LIMIT
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        if stuck := sum(thread.is_alive() for thread in threads):
-            log.warning("%d of %d NCCL communicators did not end within %g s", stuck, len(threads), CUT_LIMIT)
+        _at_once([group.abort for group in groups])
+
+    def close(self, groups: Sequence[Any]) -> None:
+        """Shut each group down; else its end would abort it, with the last messages on their way."""
+        _at_once([group.shutdown for group in groups])
 
 
 NCCL_DTYPES = frozenset(
@@ -191,7 +201,8 @@ WITHOUT_WATCHDOG: Mapping[str, str] = {
 """What a process group of NCCL reads when it is made, so that a failure stays an error of fpipe's own."""
 
 QUEUES = 8  # hardware queues of a process by default; at most 32
-_edges_of: weakref.WeakKeyDictionary[Owner, int] = weakref.WeakKeyDictionary()
+_edges_of: weakref.WeakKeyDictionary[Owner, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""The device of each handler's connections, and how many edges this process has among them."""
 
 
 def too_many(edges: int, handlers: int, channels: int, units: int, queues: str | None) -> str | None:
@@ -224,9 +235,11 @@ in which receives would block compute: set it to 32 before start'
             f"start{fewer}"
         )
     if edges * channels > units // 4:
+        fit = units // 4 // edges
         return (
             f"{counted} of {channels} channels each, and waiting receives may take at most a quarter of the GPU's "
-            f"{units} multiprocessors: pass backend=NCCL(channels={max(1, units // 4 // edges)})"
+            f"{units} multiprocessors: "
+            + (f"pass backend=NCCL(channels={fit})" if fit else "use a placement with fewer edges, or fewer handlers")
         )
     return None
 
@@ -240,11 +253,23 @@ def _times_out(group: Any, other: int) -> bool:
     return False
 
 
-def _abort(group: Any) -> None:
+def _at_once(calls: Sequence[Callable[[], object]]) -> None:
+    """Call functions that end communicators, each in a thread, and wait for them for some seconds."""
+    threads = [threading.Thread(target=_tried, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + CUT_LIMIT
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    if stuck := sum(thread.is_alive() for thread in threads):
+        log.warning("%d of %d communicators did not end within %g s", stuck, len(threads), CUT_LIMIT)
+
+
+def _tried(call: Callable[[], object]) -> None:
     try:
-        group.abort()
+        call()
     except RuntimeError as error:
-        log.debug("a communicator could not be aborted: %s", error)
+        log.debug("a communicator did not end: %s", error)
 
 
 @contextmanager

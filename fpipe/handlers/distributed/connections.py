@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fpipe.devices import Device, aside, launch
 from fpipe.errors import StageError, TransportError
-from fpipe.handlers.distributed.activity import DEVICE, Activity, Markers
+from fpipe.handlers.distributed.activity import Activity, Markers
 from fpipe.handlers.distributed.backends import Backend, Edge, Gloo, rounds
 from fpipe.handlers.distributed.lifeline import Lifeline
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
@@ -59,14 +59,24 @@ class Connections:
         device: where values are.
         backend: makes the edges.
         timeout: seconds in which a connection must be made; in which a rank that others wait for must come.
+        compute_timeout: seconds that the device may take before the connections are closed.
         closed: is set when the connections are not used any more.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, device: Device, backend: Backend, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: Device,
+        backend: Backend,
+        timeout: float,
+        compute_timeout: float,
+    ) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.device, self.backend = device, backend
         self.activity = Activity(Markers(device))
-        self.groups = _Groups(backend, self.activity.markers, timeout)
+        self.groups = _Groups(backend, self.activity.markers, compute_timeout)
         self.edges, self.closed = self.groups.edges, self.groups.closed
         self.planned: frozenset[Edge] = frozenset()  # of all ranks
         self.comparisons = 0
@@ -97,10 +107,6 @@ class Connections:
             limit = timedelta(seconds=self.timeout if timeout is None else timeout)
             shared[name] = dist.ProcessGroupGloo(PrefixStore(name, self.store), self.rank, self.size, limit)
         return shared[name]
-
-    def loss(self) -> str | None:
-        """Return which rank's process has ended, if the lifeline knows one."""
-        return None if self.groups.lifeline is None else self.groups.lifeline.lost
 
     # Set-up
 
@@ -153,7 +159,10 @@ class Connections:
         source, target = edge
         ranks, name, sends = sorted(edge), f"{source}-{target}", self.rank == source
         store = PrefixStore(name, self.store)
-        self.edges[edge] = self.backend.group(store, name, ranks.index(self.rank), ranks, self.timeout)
+        group = self.backend.group(store, name, ranks.index(self.rank), ranks, self.timeout)
+        if self.closed.is_set():  # this thread was left behind
+            return
+        self.edges[edge] = group
         ping = [torch.ones(1, device=self.device.torch_device)]
         works = self.send(ping, target) if sends else self.receive(ping, source)
         self.wait(works, target if sends else source, purpose)
@@ -224,6 +233,8 @@ class Connections:
     def _post(
         self, peer: int | None, what: str, post: Callable[..., dist.Work], calls: list[tuple[Any, ...]]
     ) -> list[dist.Work]:
+        if self.groups.is_cut:
+            raise PeerLost(peer, what)
         try:
             return [post(*arguments) for arguments in calls]
         except RuntimeError as error:
@@ -233,29 +244,32 @@ class Connections:
         """Wait for works of the edges, or of `results`. They are popped, so that no traceback keeps them alive."""
         launch(lambda: self._wait(works, peer, purpose, self.backend))
         if self.backend.asynchronous:
-            self.activity.markers.add(purpose, awaits=True)
+            self.activity.markers.add(purpose, "waiting")
 
     def wait_for_control(self, works: list[dist.Work], peer: int | None, purpose: str) -> None:
         """Wait on the host for works of the control group."""
         self._wait(works, peer, purpose, GLOO)
 
     def _wait(self, works: list[dist.Work], peer: int | None, purpose: str, backend: Backend) -> None:
-        activity = self.activity
-        activity.waiting = None if backend.asynchronous else purpose
         try:
-            while works:
-                backend.wait(works.pop(0))
+            with self.activity.waits_for(purpose):
+                while works:
+                    backend.wait(works.pop(0))
         except RuntimeError as error:
             works.clear()
             raise PeerLost(peer, purpose if self.groups.is_cut else f"{purpose} ({first_line(error)})") from None
-        finally:
-            activity.waiting = None
 
     def keep_up(self) -> None:
-        """Wait until the device is at most some effects behind the host."""
-        self.activity.waiting = DEVICE
-        self.activity.markers.keep_up()
-        self.activity.waiting = None
+        """Wait until the device is at most some effects behind the host.
+
+        Raises:
+            StageError: the device has failed.
+        """
+        try:
+            with self.activity.waits_for("waiting for the device"):
+                self.activity.markers.keep_up()
+        except RuntimeError as error:
+            raise StageError(f"its device has failed: {first_line(error)}", rank=self.rank) from error
 
     def abort(self) -> None:
         """Break all connections, so that peers that wait for this process get an error at once.
@@ -280,6 +294,8 @@ class Connections:
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str, control: bool = False) -> torch.Tensor:
         """Return the tensor of rank `source`, on every rank; the others pass a tensor to receive into."""
+        if self.size == 1:
+            return tensor
         group, wait = (self.control, self.wait_for_control) if control else (self.results, self.wait)
         works = list[dist.Work]()
         launch(lambda: works.extend(self._post(source, purpose, group.broadcast, [(tensor, source)])))
@@ -351,33 +367,47 @@ def _side(rank: int, other: int) -> int:
 
 
 class _Groups:
-    """The groups of one handler; closed when its connections are collected."""
+    """The groups of one handler; closed when its connections are collected.
 
-    def __init__(self, backend: Backend, markers: Markers, timeout: float) -> None:
+    Args:
+        limit: seconds that the device may take for what was posted before.
+    """
+
+    def __init__(self, backend: Backend, markers: Markers, limit: float) -> None:
         self.edges: dict[Edge, Any] = {}
         self.shared: dict[str, Any] = {}
         self.closed, self.is_cut = threading.Event(), False
         self.lifeline: Lifeline | None = None
-        self._backend, self._markers, self._timeout = backend, markers, timeout
+        self._backend, self._markers, self._limit = backend, markers, limit
+
+    def loss(self) -> str | None:
+        """Return which rank's process has ended, if the lifeline knows one."""
+        return None if self.lifeline is None else self.lifeline.lost
 
     def cut(self) -> None:
         """End all operations that are not complete."""
         self.is_cut = True
-        shared = dict(self.shared)
-        results = shared.pop("results", None)
-        self._backend.cut([*self.edges.values(), *([] if results is None else [results])])
-        GLOO.cut([group for name, group in shared.items() if name == "control"])
+        self._backend.cut(self._on_device())
+        GLOO.cut([group for name, group in dict(self.shared).items() if name == "control"])
 
     def close(self) -> None:
-        """Close the connections; if none has failed, when the device has done everything that was posted on them."""
-        until, is_done = time.monotonic() + self._timeout, False
+        """Close the connections; if none has failed, when the device has done everything that was posted on them.
+
+        Meanwhile the watchdog ends the wait for a peer that has failed.
+        """
+        until, is_done = time.monotonic() + self._limit, False
         with suppress(RuntimeError):  # of a device that has failed
             is_done = self._markers.drain(lambda: not self.is_cut and time.monotonic() < until)
         if not is_done and not self.is_cut:
-            log.warning("the device has not done all its work within %g s: the connections are cut", self._timeout)
+            log.warning("the device has not done all its work within %g s: the connections are cut", self._limit)
             self.cut()
+        if not self.is_cut:
+            self._backend.close(self._on_device())
         self.closed.set()
         if self.lifeline is not None:
             self.lifeline.close()
         self.edges.clear()
         self.shared.clear()
+
+    def _on_device(self) -> list[Any]:
+        return [*dict(self.edges).values(), *(group for name, group in dict(self.shared).items() if name == "results")]

@@ -51,8 +51,8 @@ class Distributed:
             first), else the CPU.
         backend: `Gloo()` or `NCCL()`, by default that of the device.
         functions: effect class -> `function(calls, effect)`, as in `Local`.
-        peers: the other processes, for calls between steps; None where this process is the only one.
 
+    Its `peers` are the other processes, for calls between steps; None where this process is the only one.
     `value_and_grad` and `evaluate` connect the ranks: every rank calls them, in the same order.
 
     Raises:
@@ -173,7 +173,11 @@ class _Setup:
         """Wait for the device; raise if the handler has failed."""
         if self._parts is not None:
             connections, failures = self._parts
-            connections.activity.markers.drain(lambda: failures.ended is None)
+            try:
+                connections.activity.markers.drain(lambda: failures.ended is None)
+            except RuntimeError as error:
+                failures.of_own(connections, error)
+                raise TransportError(f"rank {failures.rank}: its device has failed: {error}") from error
             failures.check()
 
     def agree(self, key: Hashable, knows: bool, error: Exception | None = None) -> tuple[Hashable, bool]:
@@ -189,7 +193,8 @@ class _Setup:
         with together(connections, failures):
             yield
             if connections.device.asynchronous:
-                connections.activity.markers.add("a replayed step")
+                connections.activity.markers.add("a replayed step", "replaying")
+                connections.keep_up()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -212,7 +217,9 @@ class _Setup:
         failures = Failures(rank, store)
         introduce(failures)
         try:
-            connections = Connections(store, rank, size, self._device, self._backend, self.timeout)
+            connections = Connections(
+                store, rank, size, self._device, self._backend, self.timeout, self._compute_timeout
+            )
         except RuntimeError as error:
             raise TransportError(
                 f"rank {rank} could not connect to the other {size - 1} ranks within {self.timeout:g} s. "

@@ -29,8 +29,8 @@ class Lifeline:
         following, before = (rank + 1) % size, (rank - 1) % size
         self._watched: Any = None
         self._watching: Any = None
-        for end in sorted((rank, before)):  # the number of a connection is the rank that watches
-            watches = end == rank
+        for end in sorted((rank, before), key=lambda end: (end % 2, end)):  # two rounds, whatever the size
+            watches = end == rank  # the number of a connection is the rank that watches
             group = Gloo().group(PrefixStore(f"lifeline {end}", store), "lifeline", int(not watches), range(2), timeout)
             if watches:
                 self._watching = group

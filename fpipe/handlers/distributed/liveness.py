@@ -1,30 +1,37 @@
 """Decide whether a rank that lets others wait is slow, late, stopped or dead. One clock for gloo and NCCL.
 
-A rank that has waited for half of the time limit asks all ranks, through the job's store, for their states. A thread of
-each process answers, whatever its main thread does. So a slow stage is not taken for a dead rank, and the error says
-who is late, and where it is.
+A rank that has waited for a quarter of the time limit asks all ranks, through the job's store, for their states. A
+thread of each process answers, whatever its main thread does. So a slow stage is not taken for a dead rank, and the
+error says who is late, and where it is.
 
 Invariants:
 - no wait for a rank that is dead, stopped or absent lasts longer than the time limit, and some seconds;
-- a rank that computes may take `compute_timeout` for one effect;
+- a rank that computes may take `compute_timeout` for one effect, and a replayed step as long;
+- a rank is absent only if it has been outside of all handlers for the whole time limit;
 - the first reason that a rank writes is every rank's;
+- time in which this process did not run counts for nobody;
 - the whole job asks at most eight questions in the time limit.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import queue
 import threading
 import time
-import weakref
 from collections.abc import Collection, Mapping
-from functools import partial
+from contextlib import suppress
+from typing import Any
 
 from fpipe.handlers.distributed.activity import State
 from fpipe.handlers.distributed.connections import Connections, first_line
-from fpipe.handlers.distributed.failures import STORE_TIMEOUT, Failures, call_with_timeout
+from fpipe.handlers.distributed.failures import STORE_TIMEOUT, Failures
 
+log = logging.getLogger("fpipe.transport")
 States = Mapping[int, State | None]
+SUSPECT, OVERDUE = 0.25, 0.75
+"""Of the time limit: how long a rank waits before it asks, and how long it waits for an answer."""
 
 
 def verdict(rank: int, states: States, overdue: Collection[int], timeout: float, compute_timeout: float) -> str | None:
@@ -32,41 +39,46 @@ def verdict(rank: int, states: States, overdue: Collection[int], timeout: float,
 
     Args:
         states: of all ranks; None where a rank has not answered yet.
-        overdue: the ranks that have not answered for half of the timeout.
+        overdue: the ranks that have not answered for too long.
 
-    >>> waits, computes = State(3, "waiting", "a value", 30.0), State(3, "computing", "Forward(0, 1)", 60.0)
+    >>> waits, computes = State(3, "waiting", "beginning a step", 30.0), State(3, "computing", "Forward(0, 1)", 60.0)
     >>> verdict(0, {0: waits, 1: computes}, (), 30.0, 1800.0)
     >>> verdict(0, {0: waits, 1: computes}, (), 30.0, 60.0)
     'rank 1 has been at Forward(0, 1) for 60 s, longer than compute_timeout=60'
     >>> verdict(0, {0: waits, 1: None}, [1], 30.0, 1800.0)
-    'rank 1 does not answer: its process is stopped, or its host can not be reached'
+    'rank 1 does not answer: its process is stopped, its host can not be reached, or an extension holds the GIL'
     >>> verdict(0, {0: waits, 1: State(2, "absent", "", 30.0)}, (), 30.0, 1800.0)
     'rank 1 has not come within timeout=30 s: its script is elsewhere, or calls fewer steps'
-    >>> verdict(0, {0: waits, 1: State(3, "waiting", "another", 31.0)}, (), 30.0, 1800.0)
-    'every rank waits, so a message was lost: rank 0 is waiting for a value; rank 1 is waiting for another'
+    >>> verdict(0, {0: waits, 1: State(3, "waiting", "finishing a send to rank 0", 31.0)}, (), 30.0, 1800.0)
+    'every rank waits, so a message was lost: rank 0, beginning a step; rank 1, finishing a send to rank 0'
     """
     answers = {other: state for other, state in states.items() if state is not None}
     for other, state in answers.items():
-        if state.kind == "computing" and state.seconds >= compute_timeout:
+        if state.kind in ("computing", "replaying") and state.seconds >= compute_timeout:
             return (
                 f"rank {other} has been at {state.text} for {state.seconds:.0f} s, longer than "
                 f"compute_timeout={compute_timeout:g}"
             )
-    if answers[rank].kind != "waiting" or answers[rank].seconds < timeout:
+    if answers[rank].kind not in ("waiting", "replaying") or answers[rank].seconds < timeout:
         return None
     for other, state in answers.items():
-        if state.kind == "absent" and state.calls < answers[rank].calls:
+        if state.kind == "absent" and state.calls < answers[rank].calls and state.seconds >= timeout:
             return (
                 f"rank {other} has not come within timeout={timeout:g} s: its script is elsewhere, or calls fewer steps"
             )
     if overdue:
-        return f"rank {min(overdue)} does not answer: its process is stopped, or its host can not be reached"
-    stuck = {other: state for other, state in answers.items() if state.kind == "waiting"}
-    if len(answers) < len(states) or any(state.kind == "computing" for state in answers.values()):
+        return (
+            f"rank {min(overdue)} does not answer: its process is stopped, its host can not be reached, or an "
+            "extension holds the GIL"
+        )
+    late = any(state.kind == "absent" and state.calls < answers[rank].calls for state in answers.values())
+    works = any(state.kind in ("computing", "replaying") for state in answers.values())
+    if late or works or len(answers) < len(states):
         return None
+    stuck = {other: state for other, state in answers.items() if state.kind == "waiting"}
     if min(state.seconds for state in stuck.values()) < timeout:
         return None
-    waits = "; ".join(f"rank {other} is waiting for {state.text}" for other, state in sorted(stuck.items()))
+    waits = "; ".join(f"rank {other}, {state.text}" for other, state in sorted(stuck.items()))
     return f"every rank waits, so a message was lost: {waits}"
 
 
@@ -74,13 +86,17 @@ class Questions:
     """This rank's part in the questions and answers.
 
     Args:
-        timeout: seconds; a rank that has not answered for half of it is overdue.
+        timeout: seconds; a rank that has not answered for `OVERDUE` of it is overdue.
     """
 
     def __init__(self, failures: Failures, size: int, timeout: float) -> None:
         self._store, self._rank, self._size, self._timeout = failures.store, failures.rank, size, timeout
         self._answered = 0
         self._open: list[tuple[int, float]] = []  # questions since this rank suspects something, and when they came
+
+    def skip(self, seconds: float) -> None:
+        """Leave a time out of account, in which this process did not run."""
+        self._open = [(number, asked + seconds) for number, asked in self._open]
 
     def exchange(self, state: State, suspects: bool) -> tuple[States, list[int]] | None:
         """Answer the last question; return all states and the ranks that are overdue, if this rank suspects something.
@@ -99,7 +115,7 @@ class Questions:
             return None
         if not self._open or number > self._open[-1][0]:
             self._open.append((number, now))
-        due = [number for number, asked in self._open if now > asked + self._timeout / 2]
+        due = [number for number, asked in self._open if now > asked + OVERDUE * self._timeout]
         texts = self._store.multi_get([f"answer {rank}" for rank in range(self._size)])
         answers = [json.loads(text) for text in texts]
         states: dict[int, State | None] = {
@@ -118,7 +134,7 @@ def introduce(failures: Failures) -> None:
 class Watchdog(threading.Thread):
     """Watches the waits of this rank, answers other ranks, and cuts the connections after a failure.
 
-    It ends with the handler's connections.
+    It ends when the connections are closed, and keeps nothing of the handler alive but them.
 
     Args:
         compute_timeout: seconds, as of `Distributed`.
@@ -126,54 +142,76 @@ class Watchdog(threading.Thread):
 
     def __init__(self, failures: Failures, connections: Connections, compute_timeout: float) -> None:
         super().__init__(daemon=True, name="fpipe-watchdog")
-        self._failures, self._connections = weakref.ref(failures), weakref.ref(connections)
-        self._activity, self._closed = connections.activity, connections.closed
+        self._failures, self._groups, self._activity = failures, connections.groups, connections.activity
         self._timeout, self._compute_timeout = connections.timeout, compute_timeout
+        self._interval = min(1.0, connections.timeout / 16)
         self._questions = Questions(failures, connections.size, connections.timeout)
-        self._answered_at = time.monotonic()  # when the job's store answered last
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._asking = False
+        self._looked = self._answered = time.monotonic()  # when it looked, and when the job's store answered, last
 
     def run(self) -> None:
-        while not self._closed.wait(min(1.0, self._timeout / 16)):
-            failures, connections = self._failures(), self._connections()
-            if failures is None or connections is None or failures.ended is not None:
+        while not self._groups.closed.wait(self._interval):
+            if self._failures.ended is not None:
                 return
-            reason = self._look(failures, connections)
+            reason = self._look()
             if reason is not None:
-                failures.ended = reason
-                connections.cut()
+                self._failures.ended = reason
+                self._groups.cut()
                 return
-            del failures, connections
 
-    def _look(self, failures: Failures, connections: Connections) -> str | None:
+    def _look(self) -> str | None:
         """Return why the job has failed, if it has."""
+        now = time.monotonic()
+        asleep, self._looked = now - self._looked - self._interval - STORE_TIMEOUT, now
+        if asleep > self._interval:  # this process, and perhaps all of the job, was stopped
+            self._activity.skip(asleep)
+            self._questions.skip(asleep)
+            self._answered += asleep
         try:
             state = self._activity.state()
         except RuntimeError as error:
-            return _first(failures, f"rank {failures.rank}: its device has failed: {first_line(error)}")
-        if (loss := connections.loss()) is not None:
-            return _first(failures, loss)
-        answer = call_with_timeout(STORE_TIMEOUT, partial(self._ask, failures, state))
+            return self._first(f"rank {self._failures.rank}: its device has failed: {first_line(error)}")
+        if (loss := self._groups.loss()) is not None:
+            return self._first(loss)
+        answer = self._exchange(state)
         if answer is None:
-            silence = time.monotonic() - self._answered_at
+            silence = now - self._answered
             if state.kind == "waiting" and min(silence, state.seconds) >= self._timeout:
                 return f"nothing came within timeout={self._timeout:g} s, and the job's store does not answer"
             return None
-        self._answered_at = time.monotonic()
+        self._answered = time.monotonic()
         reason, states, overdue = answer
         if reason is None and states:
-            reason = verdict(failures.rank, states, overdue, self._timeout, self._compute_timeout)
+            reason = verdict(self._failures.rank, states, overdue, self._timeout, self._compute_timeout)
             if reason is not None:
-                return _first(failures, reason)
+                return self._first(reason)
         return reason
 
-    def _ask(self, failures: Failures, state: State) -> tuple[str | None, States, list[int]]:
-        if failures.store.check(["failed"]):
-            return str(failures.store.get("failed"), "utf-8"), {}, []
-        suspects = state.kind == "waiting" and state.seconds >= self._timeout / 2
-        return None, *(self._questions.exchange(state, suspects) or ({}, []))
+    def _exchange(self, state: State) -> tuple[str | None, States, list[int]] | None:
+        """Return the reason in the store, the states and the overdue ranks; None if the store has not answered yet."""
+        if not self._asking:
+            self._asking = True
+            threading.Thread(target=self._ask, args=(state,), daemon=True, name="fpipe-store").start()
+        with suppress(queue.Empty):
+            answer: tuple[str | None, States, list[int]] | None = self._answers.get(timeout=STORE_TIMEOUT)
+            self._asking = False
+            return answer
+        return None
 
+    def _ask(self, state: State) -> None:
+        store, suspects = self._failures.store, state.kind in ("waiting", "replaying")
+        try:
+            if store.check(["failed"]):
+                self._answers.put((str(store.get("failed"), "utf-8"), {}, []))
+                return
+            suspects = suspects and state.seconds >= SUSPECT * self._timeout
+            self._answers.put((None, *(self._questions.exchange(state, suspects) or ({}, []))))
+        except RuntimeError as error:
+            log.debug("the job's store can't be reached: %s", error)
+            self._answers.put(None)
 
-def _first(failures: Failures, reason: str) -> str:
-    """Write a reason; return the first that any rank wrote."""
-    failures.post(reason)
-    return failures.wait(0.0) or reason
+    def _first(self, reason: str) -> str:
+        """Write a reason; return the first that any rank wrote."""
+        self._failures.post(reason)
+        return self._failures.wait(0.0) or reason

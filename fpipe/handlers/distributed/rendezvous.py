@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from fpipe.errors import TransportError
 
-INTERVAL = 0.01  # seconds between two looks into the store
+FIRST_PAUSE, LAST_PAUSE = 0.005, 0.2  # seconds between two looks into the store
 COMPLETE, GIVEN_UP = b"complete", b"given up"
 
 
@@ -25,33 +25,51 @@ def meet(group: dist.ProcessGroup, timeout: float) -> Store:
     """
     rank, size = group.rank(), group.size()
     name = f"fpipe/{group.group_name}"
-    store, until = PrefixStore(name, _get_default_store()), time.monotonic() + timeout
+    base = _get_default_store().clone()  # type: ignore[attr-defined]  # a client of its own: nothing else blocks it
+    store, until = PrefixStore(name, base), time.monotonic() + timeout
     number = _join(store, rank, until)
+    if number is None:
+        raise _missed(rank, timeout, "; another rank has not closed the meeting before")
     state = f"meeting {number}"
     if store.add(f"{state} came", 1) == size:
         store.compare_set(state, "", COMPLETE.decode())
-    while not store.check([state]):
-        if time.monotonic() > until:
-            store.compare_set(state, "", GIVEN_UP.decode())
-            break
-        time.sleep(INTERVAL)
+    if not _appears(store, state, until):
+        store.compare_set(state, "", GIVEN_UP.decode())
     outcome = store.get(state)
     if store.compare_set(f"{state} closed", "", str(rank)) == str(rank).encode():
         store.add("meetings", 1)  # the next handler's ranks meet there
     if outcome == COMPLETE:
-        return PrefixStore(f"{name}/handler {number}", _get_default_store())
+        return PrefixStore(f"{name}/handler {number}", base)
     missing = [other for other in range(size) if not store.check([f"{state} rank {other}"])]
-    raise TransportError(
+    raise _missed(rank, timeout, f"; missing: {missing}" if missing else "; another rank has given up")
+
+
+def _missed(rank: int, timeout: float, why: str) -> TransportError:
+    return TransportError(
         f"rank {rank} could not reach the other ranks at the set-up of a new handler (nothing came within {timeout:g} "
-        f"s; missing: {missing}): value_and_grad and evaluate are called on every rank, in the same order"
+        f"s{why}): value_and_grad and evaluate are called on every rank, in the same order"
     )
 
 
-def _join(store: Store, rank: int, until: float) -> int:
-    """Return the number of the first open meeting that this rank has not been at."""
-    number = store.add("meetings", 0)
-    while store.check([f"meeting {number} rank {rank}"]) and time.monotonic() < until:
-        time.sleep(INTERVAL)  # the last rank of that meeting is about to close it
+def _join(store: Store, rank: int, until: float) -> int | None:
+    """Return the number of the first open meeting that this rank has not been at; None if none opens in time."""
+    pause = FIRST_PAUSE
+    while time.monotonic() < until:
         number = store.add("meetings", 0)
-    store.set(f"meeting {number} rank {rank}", "here")
-    return number
+        if not (store.check([f"meeting {number} rank {rank}"]) or store.check([f"meeting {number}"])):
+            store.set(f"meeting {number} rank {rank}", "here")
+            return number
+        time.sleep(pause)  # a rank of that meeting is about to close it
+        pause = min(2 * pause, LAST_PAUSE)
+    return None
+
+
+def _appears(store: Store, key: str, until: float) -> bool:
+    """Return whether a key is written in time."""
+    pause = FIRST_PAUSE
+    while not store.check([key]):
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, LAST_PAUSE)
+    return True
