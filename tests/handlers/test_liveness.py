@@ -22,9 +22,9 @@ from tests.support.fake_device import FakeDevice
 GRACE = 8.0  # seconds that the error may come later than the time limit, on a busy machine
 
 
-def test_a_slow_stage_is_waited_for(fresh_pool):
+def test_a_slow_stage_is_waited_for(pools):
     """It computes for three times the time limit."""
-    losses = fresh_pool(3).run(faults.run, 3, "slow", "eager", 1.0)
+    losses = pools(3).run(faults.run, 3, "slow", "eager", 1.0)
     assert len(set(losses)) == 1
 
 
@@ -32,39 +32,53 @@ def test_a_slow_stage_is_waited_for(fresh_pool):
     ("fault", "limits", "reason"),
     [
         ("slow", (1.0, 1.5), r"rank 1 has been at Forward(stage=1, microbatch=3) for 2 s, longer than compute_timeout"),
-        ("stopped", (2.0,), "rank 1 does not answer: its process is stopped"),
-        ("absent", (2.0,), "rank 1 has not come within timeout=2 s: its script is elsewhere"),
+        ("absent", (1.5,), "rank 1 has not come within timeout=1.5 s: its script is elsewhere"),
     ],
 )
-def test_a_rank_that_does_not_go_on_is_named(fresh_pool, fault, limits, reason):
+def test_a_rank_that_does_not_go_on_is_named(pools, fault, limits, reason):
+    pools(3).run(faults.run, 3, "none")  # the first trace of a process takes long
+    outcomes = pools(3).outcomes(faults.run, 3, fault, "eager", *limits, limit=30)
+    for rank in (0, 2):
+        check_loss(rank, outcomes[rank], reason, sum(limits))
+    assert outcomes[1].error == "TransportError"
+    assert reason in outcomes[1].text
+
+
+def test_a_rank_that_is_stopped_is_named(fresh_pool):
     pool = fresh_pool(3)
-    pool.run(faults.run, 3, "none")  # the first trace of a process takes long
+    pool.run(faults.run, 3, "none")
     for pipe in pool.pipes:
-        pipe.send((faults.run, (3, fault, "eager", *limits)))
+        pipe.send((faults.run, (3, "stopped", "eager", 1.5)))
     until = time.monotonic() + 30
     for rank in (0, 2):
-        outcome = pool._outcome(rank, until, faults.run)
-        assert outcome.error == "TransportError", outcome.text
-        assert reason in outcome.text
-        assert f"rank {rank} lost " in outcome.text
-        assert outcome.seconds < 1.0 + sum(limits) + GRACE
+        outcome = pool.outcome(rank, until, faults.run)
+        check_loss(rank, outcome, "rank 1 does not answer: its process is stopped", 1.5)
 
 
-def test_a_short_stop_between_two_slow_steps_is_no_absence(fresh_pool):
+def check_loss(rank, outcome, reason, limit):
+    assert outcome.error == "TransportError", outcome.text
+    assert reason in outcome.text
+    assert f"rank {rank} lost " in outcome.text
+    assert outcome.seconds < 1.0 + limit + GRACE
+
+
+def test_a_short_stop_between_two_slow_steps_is_no_absence(pools):
     """Rank 0 waits in the next step while rank 1 still computes this one, and then is elsewhere for a moment."""
-    assert fresh_pool(2).run(faults.slow_evaluation, 2.0) == [True, True]
+    assert pools(2).run(faults.slow_evaluation, 1.5) == [True, True]
 
 
-def test_a_rank_that_evaluates_with_another_handler_is_waited_for(fresh_pool):
-    assert fresh_pool(2).run(faults.two_handlers, 1.5) == [True, True]
+def test_a_rank_that_evaluates_with_another_handler_is_waited_for(pools):
+    assert pools(2).run(faults.two_handlers, 1.0) == [True, True]
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_lifeline_tells_a_process_that_ends_from_one_that_closes(fresh_pool, ends):
-    first, second, third = fresh_pool(3).outcomes(faults.lifeline, ends, limit=30)
-    assert first.value == ("the process of rank 1 has ended" if ends else None)
-    assert third.value is None
-    assert (second.exitcode, second.value) == ((3, None) if ends else (None, None))
+def test_a_lifeline_tells_that_a_process_has_ended(fresh_pool):
+    first, second, third = fresh_pool(3).outcomes(faults.lifeline, True, limit=30)
+    assert (first.value, third.value) == ("the process of rank 1 has ended", None)
+    assert second.exitcode == 3
+
+
+def test_a_lifeline_that_is_closed_tells_nothing(pools):
+    assert pools(3).run(faults.lifeline, False) == [None] * 3
 
 
 def test_a_wait_is_cut_after_another_rank_has_gone(fresh_pool):

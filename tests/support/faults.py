@@ -227,7 +227,7 @@ LIFELINES = []
 
 def lifeline(rank, ends):
     """Return why the next rank is gone, where rank 1's process ends or closes its lifeline, and others stay."""
-    store = PrefixStore("lifelines", dist.distributed_c10d._get_default_store())
+    store = PrefixStore(f"lifelines {ends}", dist.distributed_c10d._get_default_store())
     line = Lifeline(store, rank, 3, 10.0)
     LIFELINES.append(line)  # it stays open as long as its process
     if rank == 1 and ends:

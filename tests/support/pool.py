@@ -47,9 +47,9 @@ class Pool:
         for pipe in self.pipes:
             pipe.send((job, args))
         until = time.monotonic() + limit
-        return [self._outcome(rank, until, job) for rank in range(self.size)]
+        return [self.outcome(rank, until, job) for rank in range(self.size)]
 
-    def _outcome(self, rank: int, until: float, job: Callable[..., Any]) -> Outcome:
+    def outcome(self, rank: int, until: float, job: Callable[..., Any]) -> Outcome:
         pipe, process = self.pipes[rank], self.processes[rank]
         if not pipe.poll(max(0.0, until - time.monotonic())):
             self.close()
