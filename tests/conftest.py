@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 
 from tests.support.combinations import examples
-from tests.support.pool import Pool
+from tests.support.pool import Gpus, Pool
 
 hypothesis.settings.register_profile("shared machine", deadline=None, max_examples=examples(100))
 hypothesis.settings.load_profile("shared machine")
@@ -41,6 +41,21 @@ def pools():
         if size not in made:
             made[size] = Pool(size)
         return made[size]
+
+    yield get
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def gpu_pools():
+    """`gpu_pools(n, job)`: n processes on the GPUs there are; the job's process group is of gloo or nccl."""
+    made = {}
+
+    def get(size, job="gloo"):
+        if (size, job) not in made:
+            made[size, job] = Pool(size, Gpus(job))
+        return made[size, job]
 
     yield get
     for pool in made.values():

@@ -1,5 +1,9 @@
-"""On GPUs: one device holding all ranks, and NCCL with one rank on each."""
+"""On GPUs: all ranks in one process, and one rank in each over NCCL. One GPU is enough: ranks share those there are.
 
+The jobs run on the CPU too, over gloo, in the last test of this file: code that has never run is wrong.
+"""
+
+import os
 from itertools import pairwise
 
 import pytest
@@ -9,51 +13,84 @@ import fpipe
 from fpipe import handlers
 from fpipe.tensorboard import Recorder
 from fpipe.tensorboard.files.reader import CaptureId, find
-from tests.support import cases, jobs
+from tests.support import cases, device_jobs, jobs
+from tests.support.combinations import sample
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
-NAMES = ["linear", "attention", "dictionary", "skip", "tied", "dropout", "modules"]
-SCHEDULES = ["gpipe", "one_f_one_b", "interleaved_1f1b", "split"]
+CASES, SCHEDULES = [*cases.CASES], [*cases.SCHEDULES]
+SPREAD = [(CASES[i % len(CASES)], schedule) for i, schedule in enumerate(SCHEDULES)]
+"""Every schedule once, and every case at least once."""
+OF_FOUR = ("gpipe", "one_f_one_b", "interleaved_1f1b", "zb_v", "dualpipe_v", "dualpipe", "overlap")
 
 
-@pytest.fixture(autouse=True)
-def deterministic():
+def on_gpus(test):
+    """Mark a test, and skip it where there is no GPU."""
+    reason = "there is no CUDA device"
+    for mark in (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=reason)):
+        test = mark(test)
+    return pytest.mark.usefixtures("deterministic")(test)
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", NAMES)
-def test_local_gives_the_references_bits(name, schedule):
-    case, generator, plan = cases.make(name, schedule, 2, 3)
-    device = torch.device("cuda", 0)
-    case = jobs.on_device(case, device)
-    handler = handlers.Local([device] * plan.ranks)
+@pytest.fixture
+def device():
+    return torch.device("cuda", 0)
+
+
+def fitting(name, schedule):
+    """Schedules with copies of stages have none of a stage with state."""
+    return "linear" if schedule in cases.BOTH_WAYS and name == "modules" else name
+
+
+def local_differences(name, schedule, device, microbatches=4):
+    case, generator, plan = cases.make(name, schedule, 2, microbatches, cases.rows(microbatches))
+    case, handler = cases.on_device(case, device), handlers.Local([device] * plan.ranks)
     step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler, **case.options)
-    found = step(case.params, case.batch, case.target, state=case.state, rng=case.rng)
-    assert jobs.differences(found, cases.reference(case, generator, plan)) == []
+    result = step(case.params, case.batch, case.target, state=case.state, rng=case.rng)
+    return [(name, *at) for at in jobs.differences(result, cases.oracle(name, plan, device))]
 
 
-def test_values_go_from_device_to_device():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("there is one CUDA device")
+@on_gpus
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_local_gives_the_references_bits(schedule, device):
+    names = [name for name in CASES if fitting(name, schedule) == name]
+    assert [at for name in names for at in local_differences(name, schedule, device)] == []
+
+
+@on_gpus
+@pytest.mark.parametrize("mode", device_jobs.MODES)
+def test_local_in_every_mode(mode, device):
+    assert device_jobs.in_mode(handlers.Local([device] * 2), None, device, mode) == []
+
+
+@on_gpus
+@pytest.mark.parametrize("name", CASES)
+def test_a_captured_step_gives_the_references_bits(name, device):
+    assert device_jobs.captured(name, "zb_v" if CASES.index(name) % 2 else "one_f_one_b", device) == []
+
+
+@on_gpus
+def test_values_go_from_device_to_device(device):
+    """Between a GPU and the CPU, and between two GPUs where there are two."""
     case, generator, plan = cases.make("linear", "one_f_one_b", 2, 3)
-    devices = [torch.device("cuda", rank) for rank in range(2)]
-    expected = cases.reference(jobs.on_device(case, devices[0]), generator, plan)
-    params = {s: jobs.moved(case.params[s], devices[s]) for s in range(2)}
-    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(devices))
-    loss, grads = step(params, case.batch, case.target)
-    assert jobs.differences(jobs.moved((loss, grads), devices[0]), expected) == []
+    expected = cases.reference(cases.on_device(case, device), generator, plan)
+    for other in ["cpu", *(f"cuda:{i}" for i in range(1, torch.cuda.device_count()))]:
+        devices = [device, torch.device(other)]
+        params = {s: cases.moved(case.params[s], devices[s]) for s in range(2)}
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(devices))
+        torch.testing.assert_close(cases.moved(step(params, case.batch, case.target), device), expected)
 
 
-def test_a_recorder_takes_the_devices_times(tmp_path):
+@on_gpus
+def test_a_recorder_takes_the_devices_times(tmp_path, device):
     case, generator, plan = cases.make("attention", "one_f_one_b", 2, 4)
-    device = torch.device("cuda", 0)
-    case = jobs.on_device(case, device)
+    case = cases.on_device(case, device)
     with Recorder(tmp_path, every=1) as recorder:
         handler = handlers.Local([device] * plan.ranks)
         step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler, observe=recorder)
@@ -69,19 +106,66 @@ def test_a_recorder_takes_the_devices_times(tmp_path):
         assert all(before.end <= after.start for before, after in pairwise(spans))
 
 
-def test_ranks_over_nccl_record_one_capture(pools, tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("NCCL wants a device for each rank, and there is one")
-    pools(2).run(jobs.record_on_gpus, str(tmp_path), limit=180)
+@on_gpus
+@pytest.mark.parametrize("job", ["gloo", "nccl"])
+def test_ranks_over_nccl_record_one_capture(gpu_pools, job, tmp_path):
+    gpu_pools(2, job).run(jobs.record, str(tmp_path), "cuda", limit=180)
     capture = find(tmp_path).read(CaptureId("", "measured", 2))
     assert capture.notices == ()
-    assert {header.device for header in capture.headers.values()} == {"cuda:0", "cuda:1"}
+    assert {header.device.partition(":")[0] for header in capture.headers.values()} == {"cuda"}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", NAMES)
-def test_nccl_gives_the_references_bits(pools, name, schedule):
-    ranks = min(torch.cuda.device_count(), 4)
-    if ranks < 2:
-        pytest.skip("NCCL wants a device for each rank, and there is one")
-    assert pools(ranks).run(jobs.train_on_gpus, name, schedule, 4, ranks, limit=180) == [[]] * ranks
+@on_gpus
+@pytest.mark.parametrize(("name", "schedule"), SPREAD)
+def test_nccl_gives_the_references_bits(gpu_pools, name, schedule):
+    name = fitting(name, schedule)
+    assert gpu_pools(2).run(jobs.train, name, schedule, 4, 2, "everything", "cuda", limit=180) == [[]] * 2
+
+
+@on_gpus
+@pytest.mark.parametrize(("name", "schedule"), sample(SPREAD, [*SPREAD[:: len(SPREAD) // 3]]))
+def test_a_captured_step_over_nccl_has_the_bits_of_one_that_is_not(gpu_pools, name, schedule):
+    name = fitting(name, schedule)
+    assert gpu_pools(2).run(jobs.captured, name, schedule, 4, 2, "everything", "cuda", limit=180) == [[]] * 2
+
+
+@on_gpus
+@pytest.mark.parametrize("schedule", sample(OF_FOUR, ("one_f_one_b", "zb_v", "dualpipe")))
+def test_nccl_on_four_ranks(gpu_pools, schedule):
+    differences = gpu_pools(4).run(jobs.train, "attention", schedule, 8, 4, "everything", "cuda", limit=180)
+    assert differences == [[]] * 4
+
+
+@on_gpus
+@pytest.mark.parametrize("job", ["gloo", "nccl"])
+@pytest.mark.parametrize(
+    ("ask", "arguments"),
+    [
+        (device_jobs.dtypes, ()),
+        (jobs.odd_values, (2, "graph")),
+        (jobs.shapes_change, (2, "graph")),
+        (jobs.evaluate_gathered, ("dictionary", 2, 3)),
+        (jobs.train, ("weighted", "one_f_one_b", 4, 2, "eager")),
+        *((device_jobs.train_in_mode, (mode,)) for mode in device_jobs.MODES),
+    ],
+)
+def test_nccl_carries_everything(gpu_pools, job, ask, arguments):
+    assert gpu_pools(2, job).run(ask, *arguments, "cuda", limit=180) == [[], []]
+
+
+@on_gpus
+@pytest.mark.parametrize("job", ["gloo", "nccl"])
+def test_norms_and_checkpoints_over_nccl(gpu_pools, job, tmp_path):
+    assert gpu_pools(2, job).run(device_jobs.norm_and_checkpoint, str(tmp_path), "cuda", limit=180) == [[], []]
+
+
+def test_the_jobs_of_these_tests_are_right_over_gloo(pools, tmp_path):
+    """As far as no other test runs them."""
+    assert pools(2).run(device_jobs.dtypes, "cpu") == [[], []]
+    assert pools(2).run(device_jobs.norm_and_checkpoint, str(tmp_path), "cpu") == [[], []]
+    for mode in ("autocast", "bfloat16", "side stream", "sum"):
+        assert pools(2).run(device_jobs.train_in_mode, mode, "cpu") == [[], []], mode
+    assert device_jobs.captured("twice", "one_f_one_b", torch.device("cpu")) == []
+    assert local_differences("twice", "zb_v", torch.device("cpu")) == []
+    pools(2).run(jobs.record, str(tmp_path / "log"), "cpu")
+    assert len(find(tmp_path / "log").read(CaptureId("", "measured", 2)).headers) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -338,10 +338,26 @@ def reference(case, schedule, plan):
     return step(case.params, case.batch, case.target, state=case.state, rng=case.rng)
 
 
-@cache
-def oracle(name, plan):
+def oracle(name, plan, device=None):
     """The reference's result for a batch of few rows: it knows no schedule, so that one call does for all."""
-    return reference(built(name, plan.stages, rows(plan.microbatches)), schedules.gpipe, plan)
+    return _oracle(name, plan, device or torch.device("cpu"))
+
+
+@cache
+def _oracle(name, plan, device):
+    case = on_device(built(name, plan.stages, rows(plan.microbatches)), device)
+    return reference(case, schedules.gpipe, plan)
+
+
+def moved(tree, device):
+    return optree.tree_map(
+        lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tree, none_is_leaf=True, namespace="fpipe"
+    )
+
+
+def on_device(case, device):
+    parts = {name: moved(getattr(case, name), device) for name in ("params", "batch", "target", "state")}
+    return replace(case, **parts)
 
 
 def talking(rank, plan):

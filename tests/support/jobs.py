@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import warnings
@@ -12,16 +11,31 @@ import torch
 
 import fpipe
 from fpipe import handlers, interop, schedules
-from fpipe.tensorboard import Recorder
 from tests.support import cases
 from tests.support.policies import POLICIES
 from tests.support.sharing import sharing
 
 
+def place(rank, kind):
+    """The device of a rank's job, "cpu" or "cuda". Ranks share the GPUs there are, and compute deterministically."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return device
+
+
+def handler(kind="cpu"):
+    """One handler for all jobs of this process on a kind of device: its connections are made once."""
+    return _handler(kind)
+
+
 @functools.cache
-def handler():
-    """One handler for all jobs of this process: its connections are made once."""
-    return handlers.Distributed(timeout=30)
+def _handler(kind):
+    if kind == "cpu":
+        return handlers.Distributed(timeout=30)
+    return handlers.Distributed(device=torch.device("cuda", torch.cuda.current_device()), timeout=60)
 
 
 def differences(found, expected):
@@ -60,12 +74,14 @@ WAYS = {"eager": {"autodiff": "eager"}} | {
 """Options of a step by the name of the policy, or of eager autograd."""
 
 
-def train(rank, name, schedule, microbatches, ranks, way="everything"):
-    """Two steps on this rank against the reference: where they differ."""
+def train(rank, name, schedule, microbatches, ranks, way="everything", kind="cpu"):
+    """Two steps on this rank against the reference on the same device: where they differ."""
+    device = place(rank, kind)
     case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(microbatches))
+    case = cases.on_device(case, device)
     params, batch, target, state = cases.own(case, plan, rank)
-    expected = expected_on(cases.oracle(name, plan), params, plan, rank, case.state is not None)
-    own = sharing(handler(), name, plan.stages, way)
+    expected = expected_on(cases.oracle(name, plan, device), params, plan, rank, case.state is not None)
+    own = sharing(handler(kind), name, plan.stages, way)
     step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **WAYS[way], **case.options)
     before = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (params, batch, target, state))
     found = []
@@ -74,12 +90,14 @@ def train(rank, name, schedule, microbatches, ranks, way="everything"):
     return found + [("arguments", *path) for path in differences((params, batch, target, state), before)]
 
 
-def evaluate_gathered(rank, name, ranks, microbatches):
+def evaluate_gathered(rank, name, ranks, microbatches, kind="cpu"):
     """Outputs on this rank, of two runs, against the reference's: where they differ."""
+    device = place(rank, kind)
     case, _, plan = cases.make(name, "gpipe", ranks, microbatches)
+    case = cases.on_device(case, device)
     params, batch, _, state = cases.own(case, plan, rank)
     expected = fpipe.evaluate(case.pipeline, plan, handler=handlers.Reference())
-    run = fpipe.evaluate(case.pipeline, plan, handler=handler(), gather=True)
+    run = fpipe.evaluate(case.pipeline, plan, handler=handler(kind), gather=True)
     whole = expected(case.params, case.batch, state=case.state)
     return [d for _ in range(2) for d in differences(run(params, batch, state=state), whole)]
 
@@ -100,10 +118,12 @@ def own_communication(rank, ranks, microbatches):
     return [d for _ in range(2) for d in differences(step(params, batch, target), expected)]
 
 
-def shapes_change(rank, ranks, autodiff):
+def shapes_change(rank, ranks, autodiff, kind="cpu"):
     """Steps of different shapes, each seen twice: where they differ from the reference."""
+    device = place(rank, kind)
     case, schedule, plan = cases.make("attention", "interleaved_1f1b", ranks, 3)
-    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handler(), autodiff=autodiff)
+    case = cases.on_device(case, device)
+    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handler(kind), autodiff=autodiff)
     params, *_ = cases.own(case, plan, rank)
     found = []
     for rows in (16, 7, 16, 7, 3):
@@ -167,14 +187,15 @@ def beside_each_other(rank, ranks):
     return [d for _ in range(2) for d in differences(step(params, batch, target), expected)]
 
 
-def odd_values(rank, ranks, autodiff):
+def odd_values(rank, ranks, autodiff, kind="cpu"):
     """Tensors that gloo finds hard, and trees of every kind, from stage to stage."""
+    device = place(rank, kind)
     from tests.support.trees import Pair, Record
 
     def first(p, x):
         return {
             "z": Record(Pair(x * p, x.T), [x.bool(), x.bfloat16()], ("text", 3, None, 2.5)),
-            "a": (x[:0], x.sum(), torch.tensor(7), x[:, ::2], torch.float16),
+            "a": (x[:0], x.sum(), torch.tensor(7, device=x.device), x[:, ::2], torch.float16),
         }
 
     def last(p, v):
@@ -188,12 +209,12 @@ def odd_values(rank, ranks, autodiff):
         return ((mixed[:, ::2] + strided) * p * seven + total).sum()
 
     pipeline = fpipe.Pipeline([first, *[lambda p, v: v] * (ranks - 2), last])
-    params = {s: torch.tensor(2.0) for s in range(ranks)}
+    params = {s: torch.tensor(2.0, device=device) for s in range(ranks)}
     plan = pipeline.plan(fpipe.Placement.loop(ranks), 2)
-    x = torch.arange(16.0).view(4, 4)
+    x = torch.arange(16.0, device=device).view(4, 4)
     arguments = {"reduction": "sum", "autodiff": autodiff}
     whole = fpipe.value_and_grad(pipeline, fpipe.schedules.gpipe, plan, handler=handlers.Reference(), **arguments)
-    step = fpipe.value_and_grad(pipeline, fpipe.schedules.gpipe, plan, handler=handler(), **arguments)
+    step = fpipe.value_and_grad(pipeline, fpipe.schedules.gpipe, plan, handler=handler(kind), **arguments)
     own = pipeline.params_on(params, plan, rank)
     expected = expected_on_scalars(whole(params, x), own)
     return [d for _ in range(2) for d in differences(step(own, x if rank == 0 else None), expected)]
@@ -321,47 +342,17 @@ def refused_edges(rank):
     return text, run({rank: torch.tensor(2.0)}, torch.ones(4)).tolist() == [8.0] * 4
 
 
-def moved(tree, device):
-    return optree.tree_map(
-        lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tree, none_is_leaf=True, namespace="fpipe"
-    )
+def record(rank, logdir, kind="cpu"):
+    """Three steps, of which the second and the third are captured."""
+    from fpipe.tensorboard import Recorder  # a machine that only checks a GPU may have no TensorBoard
 
-
-def on_device(case, device):
-    where = {name: moved(getattr(case, name), device) for name in ("params", "batch", "target", "state")}
-    return dataclasses.replace(case, **where)
-
-
-def train_on_gpus(rank, name, schedule, microbatches, ranks):
-    """Two steps over NCCL, on this rank's device: where they differ from the reference there."""
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    case, generator, plan = cases.make(name, schedule, ranks, microbatches)
-    case = on_device(case, device)
-    params, batch, target, state = cases.own(case, plan, rank)
-    expected = expected_on(cases.reference(case, generator, plan), params, plan, rank, case.state is not None)
-    own = gpu_handler()
-    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **case.options)
-    return [d for _ in range(2) for d in differences(step(params, batch, target, state=state, rng=case.rng), expected)]
-
-
-def record_on_gpus(rank, logdir):
-    """Three steps over NCCL, of which the second and the third are captured."""
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
+    device = place(rank, kind)
     case, generator, plan = cases.make("attention", "one_f_one_b", 2, 4)
-    params, batch, target, _ = cases.own(on_device(case, device), plan, rank)
+    params, batch, target, _ = cases.own(cases.on_device(case, device), plan, rank)
     with Recorder(logdir, every=1) as recorder:
-        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=gpu_handler(), observe=recorder)
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler(kind), observe=recorder)
         for _ in range(3):
             step(params, batch, target)
-
-
-@functools.cache
-def gpu_handler():
-    """The pool's job group is gloo; the values of this handler go over NCCL."""
-    return handlers.Distributed(device=torch.device("cuda", torch.cuda.current_device()), timeout=60)
 
 
 def train_gpt(rank, names, ranks, microbatches, pipelines, data, expected):
@@ -394,11 +385,12 @@ def gpt_steps(handler, name, plan, pipeline, params, data, autodiff="graph"):
     return losses, grads, params
 
 
-def captured(rank, name, schedule, microbatches, ranks, way="everything"):
+def captured(rank, name, schedule, microbatches, ranks, way="everything", kind="cpu"):
     """Five steps with other params, data and seeds, captured, against the same steps not captured: differences."""
+    device = place(rank, kind)
     case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(microbatches))
-    params, batch, target, state = cases.own(case, plan, rank)
-    own = sharing(handler(), name, plan.stages, way)
+    params, batch, target, state = cases.own(cases.on_device(case, device), plan, rank)
+    own = sharing(handler(kind), name, plan.stages, way)
     options = {"handler": own, **WAYS[way], **case.options}
     plain, step = (fpipe.value_and_grad(case.pipeline, generator, plan, capture=c, **options) for c in (False, True))
     results = []

@@ -1,13 +1,19 @@
-"""Processes that stay up between tests, one rank each, joined by gloo on the loopback."""
+"""Processes that stay up between tests, one rank each, joined by gloo on the loopback; or by NCCL, on GPUs.
+
+NCCL refuses two ranks on one GPU, which it knows by host and bus. Each process of a pool on GPUs has a NCCL_HOSTID of
+its own, so that NCCL takes it for a host with one GPU, and reaches the others by sockets: its communicators, streams,
+kernels and errors are the real ones, its speed is not.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.forked import CONTEXT, free_port
@@ -24,19 +30,49 @@ class Outcome:
     seconds: float = 0.0
 
 
+NCCL_ON_ONE_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs of a pool: rank r has GPU r modulo their number, and is a host of its own to NCCL.
+
+    Args:
+        job: backend of the job's process group, gloo or nccl.
+        environment: variables beside `NCCL_ON_ONE_GPU`, which they override; None for one that is not set.
+    """
+
+    job: str = "gloo"
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+
+    def variables(self, rank: int, port: int) -> dict[str, str | None]:
+        """The environment of a rank of the job at a port."""
+        return {**NCCL_ON_ONE_GPU, "NCCL_HOSTID": f"fpipe-{port}-{rank}", **self.environment}
+
+
 class Pool:
     """`run(job, *args)` calls `job(rank, *args)` in every process; jobs are functions of importable modules."""
 
-    def __init__(self, size: int) -> None:
-        self._start([_stay] * size, "127.0.0.1")
+    def __init__(self, size: int, gpus: Gpus | None = None) -> None:
+        self._start([_stay] * size, "127.0.0.1", gpus)
 
-    def _start(self, places: list[Callable[[], None]], address: str) -> None:
+    def _start(self, places: list[Callable[[], None]], address: str, gpus: Gpus | None = None) -> None:
         """Each process goes to its place first; rank 0 is reached at the address."""
         port, self.size = free_port(), len(places)
         self.pipes, self.processes = [], []
+        context: Any = CONTEXT if gpus is None else multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         for rank, place in enumerate(places):
-            ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(rank, self.size, address, port, place, theirs), daemon=True)
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.size, address, port, place, theirs, gpus)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -79,16 +115,29 @@ def _stay() -> None:
     """Run where the process was started."""
 
 
-def _serve(rank: int, size: int, address: str, port: int, place: Callable[[], None], pipe: Any) -> None:
-    """Run what comes through the pipe, until it is closed."""
-    place()
+def join(rank: int, size: int, address: str, port: int, gpus: Gpus | None = None) -> None:
+    """Make this process a rank of the job at an address. CUDA and NCCL read the variables at their first use."""
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    if gpus is not None:
+        for name, value in gpus.variables(rank, port).items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
     import torch
     import torch.distributed as dist
 
-    warnings.filterwarnings("error", "stage .* can't be traced", UserWarning)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if gpus is not None:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("gloo" if gpus is None else gpus.job)
+
+
+def _serve(
+    rank: int, size: int, address: str, port: int, place: Callable[[], None], pipe: Any, gpus: Gpus | None
+) -> None:
+    """Run what comes through the pipe, until it is closed."""
+    place()
+    warnings.filterwarnings("error", "stage .* can't be traced", UserWarning)
+    join(rank, size, address, port, gpus)
     while True:
         try:
             job, args = pipe.recv()
