@@ -11,7 +11,7 @@ TESTS := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-
 TIMING := $(BIN)/pytest -m timing `grep -rl --include='test_*.py' mark.timing tests`
 unexport PYTHONDONTWRITEBYTECODE  # else each of the processes compiles all that it imports
 
-.PHONY: demo test test-all check docs bench clean
+.PHONY: demo test test-all check docs bench gpu clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
@@ -44,6 +44,10 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.tab
+
+# Needs no .venv: where there is none, or PYTHON is given, it takes that Python's own torch. PARTS has more options.
+ANY_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
+gpu: ; CUDA_DEVICE_MAX_CONNECTIONS=32 $(ANY_PYTHON) -m benchmarks.gpu --out gpu.json $(PARTS)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

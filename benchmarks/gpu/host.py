@@ -1,0 +1,148 @@
+"""Part C: the host's time to launch a rank's step, effect by effect, and the same as a CUDA graph."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fpipe
+from benchmarks import autodiff
+from benchmarks.gpu.blocks import Blocks, device_seconds, difference
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.solo import Solo
+from fpipe import Pipeline, Placement, handlers, schedules
+from fpipe.devices import device_of
+from fpipe.effects import Effect
+from fpipe.handlers.protocol import Observer
+from tests.support import jobs
+from tests.support.jobs import place
+
+
+def host_time(setting: Setting) -> None:
+    """Compare the time that the host needs to launch a rank's step with the time that the device needs to run it."""
+    small = setting.cpu
+    blocks = Blocks(setting.device, *((32, 1, 8) if small else (2048, 3, 128)), torch.bfloat16)
+    wanted = (0.3, 1.0, 3.0, 10.0) if not small else (0.05,)
+    for milliseconds in wanted:
+        rows = 2 if small else blocks.rows(milliseconds / 1e3)
+        figures: dict[str, Any] = {"sequences": rows, "forward_ms": 1e3 * blocks.forward_seconds(rows)}
+        figures["graph"] = _host_and_device(blocks, rows, setting.device, {"autodiff": "graph"})
+        setting.report.add(**{f"{milliseconds:g} ms": figures})
+        if milliseconds == 1.0:
+            share = figures["graph"]["host_share"]
+            setting.report.expect(share <= 0.1, f"the host takes {share:.0%} of the device's time at 1 ms")
+    setting.report.add(post_us=posts(setting))
+    if not small:
+        for milliseconds in wanted[:2]:
+            figures = setting.report.figures[f"{milliseconds:g} ms"]
+            figures["compiled"] = _compiled(blocks, figures["sequences"], setting.device)
+            setting.report.add()
+
+
+def _compiled(blocks: Blocks, rows: int, device: torch.device) -> dict[str, Any] | str:
+    """Return the same of compiled graphs, or why there are none: the compiler's errors are of any kind."""
+    try:
+        return _host_and_device(blocks, rows, device, {"autodiff": "graph", "compile": True})
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def _host_and_device(blocks: Blocks, rows: int, device: torch.device, options: Mapping[str, Any]) -> dict[str, Any]:
+    microbatches = 4
+    solo = blocks.solo(rows, microbatches, **options)
+    times = [_launched(solo, device) for _ in range(8)][3:]
+    host, whole = (statistics.median(column) for column in zip(*times, strict=True))
+    kinds = _HostTimes()
+    watched = blocks.solo(rows, microbatches, kinds, **options)
+    for _ in range(4):
+        kinds.seconds.clear()
+        watched.step()
+        device_of(device).synchronize()
+    return {
+        "host_ms": 1e3 * host,
+        "device_ms": 1e3 * whole,
+        "host_share": host / whole,
+        "effects": len(solo.program),
+        "host_us_per_effect": 1e6 * host / len(solo.program),
+        "host_us_by_kind": {kind: 1e6 * statistics.median(each) for kind, each in kinds.seconds.items()},
+    }
+
+
+def _launched(solo: Solo, device: torch.device) -> tuple[float, float]:
+    """Return the seconds that the host takes to launch a step, and the device to run it."""
+    host = 0.0
+
+    def step() -> None:
+        nonlocal host
+        start = time.perf_counter()
+        solo.step()
+        host = time.perf_counter() - start
+
+    whole = device_seconds(step, device)
+    return host, whole
+
+
+class _HostTimes(Observer):
+    """Keeps the host's seconds in effects, by kind."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def begin(self, rank: int, effect: Effect) -> None:
+        self._begun = time.perf_counter()
+
+    def end(self, rank: int, effect: Effect) -> None:
+        self.seconds[type(effect).__name__].append(time.perf_counter() - self._begun)
+
+
+def posts(setting: Setting) -> dict[str, float]:
+    """Return the host's median time to post a receive over NCCL, with and without its record of calls."""
+    medians = {}
+    for name, entries in (("with a record of calls", "2000"), ("without", "0")):
+        pool = setting.pool(2, "nccl", TORCH_NCCL_TRACE_BUFFER_SIZE=entries, TORCH_FR_BUFFER_SIZE=entries)
+        medians[name], _ = pool.run(post, setting.kind, limit=setting.report.limit(30))
+        pool.close()  # its receives never end
+    return medians
+
+
+def post(rank: int, kind: str) -> float:
+    device = place(rank, kind)
+    ping = torch.ones(1, device=device)
+    if rank == 1:
+        dist.send(ping, 0)
+        return 0.0
+    dist.recv(ping, 1)
+    buffers, times = [torch.empty(1 << 18, device=device) for _ in range(16)], []
+    works = []
+    for buffer in buffers:
+        start = time.perf_counter()
+        works.append(dist.irecv(buffer, 1))
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times[2:])
+
+
+def graph(setting: Setting) -> None:
+    """Compare a step that is captured as a graph with the same step launched by the host: its bits, and its time."""
+    blocks = Blocks(setting.device, *((32, 1, 8) if setting.cpu else (1024, 2, 128)), torch.float32)
+    pipeline, local = Pipeline([autodiff.transformer] * 2, difference), handlers.Local([setting.device] * 2)
+    plan, batch, params = pipeline.plan(Placement.loop(2), 4), blocks.batch(8), dict.fromkeys(range(2), blocks.params)
+    steps = [
+        fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=local, autodiff="graph", capture=capture)
+        for capture in (False, True)
+    ]
+    launched, captured = (lambda step=step: step(params, batch, batch) for step in steps)
+    results = [captured() for _ in range(4)]  # it is captured in the second call, and replayed from the third on
+    bits = not any(jobs.differences(result, launched()) for result in results)
+    setting.report.add(bits=bits)
+    setting.report.expect(bits, "the graph's results are not those of the step")
+    rounds = [[device_seconds(call, setting.device) for call in (captured, launched)] for _ in range(12)][2:]
+    setting.report.add(
+        milliseconds=[1e3 * statistics.median(each) for each in zip(*rounds, strict=True)],
+        ratio=statistics.median(a / b for a, b in rounds),
+    )
