@@ -22,7 +22,10 @@ from tests.support.pool import NCCL_ON_ONE_GPU, Gpus
 
 FORM = ["part", "check", "result", "seconds", "reason", "figures"]
 LIMIT = 2.0  # seconds of a check that hangs
-SLOW = ("features", "failures")  # other tests run what they run
+SLOW = {  # other tests run what they run
+    *("features", "failures", "local_bits", "nccl_bits", "captured_bits", "large_messages", "memory", "host_time"),
+    *("stolen_sms", "many_handlers"),
+}
 
 
 def check(name, part="a", seconds=60.0, needs=None):
