@@ -50,7 +50,7 @@ def value_and_grad(
     observe: Observer | None = None,
     autodiff: Autodiff = "auto",
     policy: Policies = everything_saveable,
-    compile: bool = False,  # noqa: A002
+    compile: bool | str = False,  # noqa: A002
     dynamic: bool = False,
     capture: bool = False,
     effects: Table = TABLE,
@@ -79,8 +79,9 @@ def value_and_grad(
             "auto" uses graphs, and for stages that can't be traced eager autograd, with a warning.
         policy: what a stage's forward may keep for its backward: one of `fpipe.policies`, or `{stage: policy}`;
             a stage without an entry keeps everything.
-        compile: give the graphs to `torch.compile`, with its defaults, in the first step. The bits are then the
-            compiler's, and a backward keeps its residuals until it ends.
+        compile: give the graphs to `torch.compile` in the first step, with its defaults or in a mode:
+            "max-autotune-no-cudagraphs". The bits are then the compiler's, and a backward keeps its residuals until it
+            ends.
         dynamic: trace a stage once for all input sizes. A cotangent whose strides differ from its output's is
             copied, which may change bits.
         capture: capture the step as one graph at its second call with arguments of the same shapes, and replay it from
@@ -143,7 +144,7 @@ def evaluate(
     prefetch: int | None = None,
     observe: Observer | None = None,
     autodiff: Autodiff = "auto",
-    compile: bool = False,  # noqa: A002
+    compile: bool | str = False,  # noqa: A002
     dynamic: bool = False,
     effects: Table = TABLE,
 ) -> Callable[..., Any]:
@@ -311,7 +312,7 @@ def _compute(spec: _StepSpec, run: Run, inputs: Inputs) -> Computed:
     return Computed(loss, results.output, results.gradients, results.state, inputs.rows)
 
 
-def check_capture(handler: Handler, observer: Observer | None, compile: bool) -> None:  # noqa: A002
+def check_capture(handler: Handler, observer: Observer | None, compile: bool | str) -> None:  # noqa: A002
     """Check that steps of a handler can be captured.
 
     Raises:

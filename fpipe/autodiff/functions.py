@@ -42,7 +42,7 @@ class TraceConfig:
     number: int
     loss: bool
     policy: Policy
-    compile: bool
+    compile: bool | str
     dynamic: bool
 
     def partition(
@@ -53,7 +53,9 @@ class TraceConfig:
         return joint, partition(joint, self.policy, kept)
 
     def function(self, block: Block, joint: Joint) -> Callable[..., Any]:
-        return compiled(block, joint.root, self.dynamic) if self.compile else emit(block, joint.root)
+        if not self.compile:
+            return emit(block, joint.root)
+        return compiled(block, joint.root, self.dynamic, self.compile if isinstance(self.compile, str) else None)
 
 
 @dataclass(slots=True)
@@ -205,10 +207,10 @@ def _settings(signature: Signature) -> Iterator[None]:
         yield
 
 
-def compiled(block: Block, root: torch.nn.Module, dynamic: bool) -> Callable[..., Any]:
+def compiled(block: Block, root: torch.nn.Module, dynamic: bool, mode: str | None) -> Callable[..., Any]:
     """Return a block's function, compiled. It clears the list of residuals first, and offers nothing to a sink."""
     plain = replace(block, empties=None, large=None)
-    function = torch.compile(emit(plain, root, bindings=False), fullgraph=True, dynamic=dynamic)
+    function = torch.compile(emit(plain, root, bindings=False), fullgraph=True, dynamic=dynamic, mode=mode)
     if block.empties is None:
         return function
     at, count = list(block.inputs).index(block.empties), len(block.inputs)

@@ -14,6 +14,8 @@ from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Output, Stage
 
 Autodiff = Literal["auto", "graph", "eager"]
+MODES = ("default", "max-autotune-no-cudagraphs")
+"""Modes of `torch.compile` whose functions return new memory in every call."""
 Policies = Policy | Mapping[int, Policy]
 """A policy for all stages, or one for each. A stage without a policy saves everything."""
 
@@ -28,7 +30,7 @@ class Options:
 
     autodiff: Autodiff = "auto"
     policy: Policies = everything_saveable
-    compile: bool = False
+    compile: bool | str = False
     dynamic: bool = False
 
     def __post_init__(self) -> None:
@@ -37,6 +39,11 @@ class Options:
         for policy in self.policy.values() if isinstance(self.policy, Mapping) else [self.policy]:
             if not callable(policy):
                 raise ValueError(f"a policy is a function of fpipe.policies, or one like them, not {policy!r}")
+        if isinstance(self.compile, str) and self.compile not in MODES:
+            raise ValueError(
+                f"compile must be True, False or one of {MODES}, not {self.compile!r}: modes with CUDA graphs would "
+                "overwrite the residuals of other microbatches; capture=True makes a graph of the step instead"
+            )
         if self.autodiff == "eager" and (self.compile or self.dynamic or self.policy is not everything_saveable):
             raise ValueError("policy, compile and dynamic go with graphs: leave autodiff='eager' out")
 

@@ -56,7 +56,7 @@ class Traced:
     Args:
         name: the stage's number, for messages.
         policy: the values that a forward may save.
-        compile: give each function to `torch.compile`.
+        compile: give each function to `torch.compile`; a text is its mode.
         dynamic: trace one graph for all sizes of the inputs, rather than one for each.
         fallback: run a stage that cannot be traced by eager autograd, with a warning.
         loss: leaf 0 of the output is the loss. Only it gets a cotangent.
@@ -72,7 +72,7 @@ class Traced:
         name: int = 0,
         *,
         policy: Policy = everything_saveable,
-        compile: bool = False,  # noqa: A002
+        compile: bool | str = False,  # noqa: A002
         dynamic: bool = False,
         fallback: bool = True,
         loss: bool = False,

@@ -52,7 +52,7 @@ def profile(
     in_axes: Any = 0,
     autodiff: Autodiff = "auto",
     policy: Policies = everything_saveable,
-    compile: bool = False,  # noqa: A002
+    compile: bool | str = False,  # noqa: A002
     repeats: int = 10,
 ) -> Costs:
     """Measure what each stage costs on this machine, for `simulate`, `search` and schedules that order by costs.

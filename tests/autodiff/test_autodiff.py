@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fpipe import StageError, policies
 from fpipe.autodiff.eager import Eager
 from fpipe.autodiff.interface import seed
+from fpipe.autodiff.options import Options
 from fpipe.autodiff.traced import Traced
 from tests.support import stage_zoo
 from tests.support.combinations import ALL, combined, sample
@@ -923,6 +924,21 @@ def test_dynamic_traces_do_sizes_that_are_zero_one_or_alike(name, policy):
         for split in (False, True):
             found = run(piece, prepared, part, seeds_of(), split)
             assert differences(found, oracle(part, seeds_of())) == []
+
+
+def test_a_mode_with_cuda_graphs_is_refused():
+    with pytest.raises(ValueError, match="'reduce-overhead': modes with CUDA graphs would overwrite the residuals"):
+        Options(compile="reduce-overhead")
+
+
+def test_a_mode_is_the_compilers(monkeypatch):
+    modes, example = [], stage_zoo.make("mlp")
+    monkeypatch.setattr(torch, "compile", lambda function, mode, **options: modes.append(mode) or function)
+    for compile_ in (True, "max-autotune-no-cudagraphs"):
+        piece = piece_of("graph", example, compile=compile_)
+        piece.forward(piece.prepare(example.params), example.state, flat(example), example.data, keep=False)
+    assert set(modes[: len(modes) // 2]) == {None}
+    assert set(modes[len(modes) // 2 :]) == {"max-autotune-no-cudagraphs"}
 
 
 def test_compiled_pieces_are_close_to_eager_and_split_as_fused():
