@@ -7,7 +7,8 @@ this machine, with values of eight floats, so that nearly all of it is the cost 
 the same number of messages by bare send and receive; `between` is what a rank does between two pieces but wait for
 a value. `packing` sends values of eight tensors in one message and in eight, there and back. `observing` runs steps of
 `benchmarks.peers` at width 256 without an observer, with a Recording, with a Recorder that captures no step, and one
-that captures each, in turn.
+that captures each, in turn. `graph` is the host's time of a step with `capture=True`, all but the replay of its graph,
+beside that of the same step without: at width 8 nearly all of it is the host's, on a GPU too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,9 +34,11 @@ from benchmarks import models
 from fpipe import Pipeline, Placement, Plan, handlers, interop, lower, schedules
 from fpipe.autodiff.graph.block import Sink
 from fpipe.autodiff.interface import DifferentiablePipeline, Leaves, Prepared, WeightGradients, prepared
+from fpipe.devices.tape import Tape
 from fpipe.effects import Send
 from fpipe.handlers.distributed.signature import signature_of
 from fpipe.handlers.distributed.wire import SMALL, PayloadCodec
+from fpipe.handlers.gradients import copied
 from fpipe.handlers.protocol import Inputs
 from fpipe.programs.interleaving import interleave
 from fpipe.schedules.catalogue import CATALOGUE
@@ -115,6 +119,39 @@ def in_process() -> None:
             median(lambda run=run, arguments=arguments: run(arguments)),
         ]
         print(f"{name:20} {count:8d}" + "".join(f" {1e6 * s / count:10.2f}" for s in seconds))
+
+
+def beside_a_graph() -> None:
+    """Time a step, and what is left of it for the host where a graph runs the rest."""
+    modules = models.stages(models.layers(8), 2)
+    pipeline, params = interop.from_modules(modules, loss=models.loss_fn)
+    plan = pipeline.plan(Placement.loop(2), models.MICROBATCHES)
+    generator = torch.Generator().manual_seed(1)
+    batch, target = torch.randn(2, models.MICROBATCHES * models.ROWS, 4, 8, generator=generator)
+    leaves = len(flatten(params).leaves)
+    sgd = interop.optimizer(torch.optim.SGD, lr=1e-3, donate=True)
+
+    def times(capture: bool) -> tuple[float, float]:
+        options: dict[str, Any] = {"handler": handlers.Local(), "capture": capture}
+        gradients = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, **options)
+        training = fpipe.train_step(pipeline, schedules.one_f_one_b, plan, sgd, **options)
+        steps = [
+            lambda: gradients(params, batch, target),
+            lambda: training(copies, sgd.init(copies), batch, target),
+        ]
+        copies = copied(params)
+        for step in (*steps, *steps):
+            step()
+        with mock.patch.object(Tape, "replay", return_value=None):
+            first, second = map(median, steps)
+        return first, second
+
+    plain, replayed = times(False), times(True)
+    for what, alone, beside in zip(("value_and_grad", "train_step"), plain, replayed, strict=True):
+        print(
+            f"graph: {what} of {leaves} parameters, 2 stages, {plan.microbatches} microbatches: {1e3 * alone:.2f} ms, "
+            f"beside a graph {1e3 * beside:.2f} ms, ratio {beside / alone:.3f}"
+        )
 
 
 def over_gloo(rank: int, size: int, port: int) -> None:
@@ -218,6 +255,7 @@ def packing(rank: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     in_process()
+    beside_a_graph()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
