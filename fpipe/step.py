@@ -327,8 +327,8 @@ def check_capture(handler: Handler, observer: Observer | None, compile: bool | s
         raise ValueError(f"capture=True needs one device, not {handler.devices}: a graph is of one device")
     if watches_effects(observer):
         raise ValueError(
-            "capture=True with an observer of effects: a replay runs no effects that it could see. Make a step without "
-            "capture for the steps to be observed; its bits are the same"
+            "capture=True with an observer of effects, as FPIPE_LOG=effects is one: a replay runs no effects that it "
+            "could see. Make a step without capture for the steps to be observed; its bits are the same"
         )
     if compile:
         raise ValueError("capture=True with compile=True: compiled code calls no operators that could be recorded")

@@ -68,19 +68,19 @@ def train_step(
     assert isinstance(differentiate, Step)
     stateful = any(stage.stateful for stage in pipeline.stages)
 
-    def updated(params: Any, opt_state: Any, grads: Any, changes: Mapping[str, Any]) -> tuple[Any, Any, list[Tensor]]:
+    def updated(params: Any, opt_state: Any, changes: Mapping[str, Any], loss: Any, grads: Any) -> tuple[Any, ...]:
         norm: list[Tensor] = []
         if max_norm is not None:
             grads, *norm = clip_by_global_norm(grads, max_norm, plan, handler=handler)
-        return *update(grads, opt_state, params, **changes), norm
+        return *update(grads, opt_state, params, **changes), loss, *norm
 
-    def then(arguments: Arguments, computed: Computed) -> tuple[Any, Computed]:
+    def then(arguments: Arguments, computed: Computed) -> tuple[tuple[Any, ...], Computed]:
         opt_state, changes = arguments.more
+        loss, grads = differentiate.value(computed), computed.gradients
         try:
-            results = updated(arguments.params, opt_state, computed.gradients, changes)
+            return updated(arguments.params, opt_state, changes, loss, grads), computed._replace(gradients={})
         except CaptureError as error:
             raise StageError(f"the optimizer's update can't be captured: {error}; {CAPTURABLE}") from error
-        return results, computed._replace(gradients={})
 
     captured = differentiate.capturing(then) if options.get("capture") else None
 
@@ -96,17 +96,11 @@ def train_step(
     ) -> Any:
         if captured is None:
             loss, grads, *new_state = differentiate(params, batch, target, state=state, rng=rng)
-            return *_in_order(updated(params, opt_state, grads, changes), loss), *new_state
+            return *updated(params, opt_state, changes, loss, grads), *new_state
         results, computed = captured(params, batch, target, state, rng, (opt_state, changes))
-        new_state = [computed.state] if stateful else []
-        return *_in_order(results, differentiate.value(computed)), *new_state
+        return (*results, computed.state) if stateful else results
 
     return step
 
 
-CAPTURABLE = "pass fused=True to the optimizer, or capturable=True on CUDA, and max_norm as a number"
-
-
-def _in_order(updated: tuple[Any, Any, list[Tensor]], loss: Any) -> tuple[Any, ...]:
-    params, opt_state, norm = updated
-    return params, opt_state, loss, *norm
+CAPTURABLE = "give the optimizer fused=True and capturable=True, as far as its class has them, and max_norm as a number"

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.devices.tape import storage, tensors_in
+from fpipe.devices.operators import written_arguments
+from fpipe.devices.tape import storage, tensors_in, written_outside
 
 
 class CudaGraph:
@@ -27,17 +28,21 @@ class CudaGraph:
 
     Args:
         device: with its index.
+        tensors: those from outside that the function may write to.
         keys: those under which something is drawn.
+
+    Raises:
+        CaptureError: (in capture) the function writes to another tensor from outside.
     """
 
-    def __init__(self, device: torch.device, keys: Sequence[Hashable]) -> None:
+    def __init__(self, device: torch.device, tensors: Sequence[Tensor], keys: Sequence[Hashable]) -> None:
         self.graph = torch.cuda.CUDAGraph()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.generator = torch.cuda.default_generators[device.index]
         self.states = {key: self.generator.clone_state() for key in keys}
         for state in self.states.values():
             self.graph.register_generator_state(state)
-        self.borrowed = _Borrowed()
+        self.borrowed = _Borrowed(tensors)
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -76,10 +81,11 @@ class CudaGraph:
 
 
 class _Borrowed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps alive the tensors from outside that a captured function reads: the graph has only their addresses."""
+    """Keeps alive the tensors from outside that a captured function uses: the graph has only their addresses."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.writable = set(map(storage, tensors))
         self.tensors: dict[int, Tensor] = {}
         self.fresh: set[int] = set()
 
@@ -87,7 +93,9 @@ class _Borrowed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not set(map(storage, written_arguments(func, args, kwargs))) <= self.fresh | self.writable:
+            raise written_outside(func)
         self.tensors |= {storage(x): x for x in tensors_in((args, kwargs)) if storage(x) not in self.fresh}
         results = func(*args, **kwargs)
-        self.fresh.update(set(map(storage, tensors_in(results))) - self.tensors.keys())
+        self.fresh |= set(map(storage, tensors_in(results))) - self.tensors.keys()
         return results

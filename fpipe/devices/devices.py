@@ -122,7 +122,7 @@ class Cuda:
         return int(torch.cuda.memory_stats(self.torch_device)["requested_bytes.all.peak"] - before)
 
     def new_graph(self, tensors: Sequence[Tensor], keys: Sequence[Hashable]) -> CudaGraph:
-        return CudaGraph(self.torch_device, keys)
+        return CudaGraph(self.torch_device, tensors, keys)
 
 
 def all_generators() -> list[torch.Generator]:

@@ -112,6 +112,6 @@ class Device(Protocol):
         """Return an empty graph.
 
         Args:
-            tensors: the arguments of the function that will be captured; it may write to no others from outside.
+            tensors: those from outside that the captured function may write to.
             keys: those under which it draws random numbers.
         """

@@ -2,10 +2,10 @@
 
 It has the rules of a CUDA graph, so that a function that a GPU could not capture is refused here too, and stale inputs,
 values of the host and overwritten results show here too:
-- A replay runs no Python of the function. It calls each operator with the tensors of the recorded call, and writes its
-  results into the memory of the recorded results.
+- A replay runs no Python of the function. It calls each operator with the tensors of the recorded call, in that call's
+  grad mode, which some kernels read, and writes the results into the memory of the recorded ones.
 - Nothing that is recorded is freed, so no two recorded tensors share memory by chance.
-- A capture changes none of its arguments; only a replay does.
+- A capture changes nothing; only a replay does.
 - Each draw follows the seed of its scope, which is set anew for every replay.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import optree
@@ -40,14 +41,14 @@ class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs a function as it is, and refuses what a graph can't hold.
 
     Args:
-        tensors: the arguments of the function: the only tensors from outside that it may write to.
+        tensors: those from outside that the function may write to.
         generators: those that it draws from.
-        saved: number of an argument that was written to -> its value before.
+        saved: number of a tensor that was written to -> its value before, on the host, which has room for it.
         drawn: the keys of the scopes in which something was drawn, in order.
 
     Raises:
         CaptureError: the function reads a tensor on the host, has a result whose shape depends on values, draws outside
-            of a scope or from a generator of its own, or writes to a tensor that is not its argument.
+            of a scope or from a generator of its own, or writes to another tensor from outside.
     """
 
     supports_higher_order_operators = True  # refused below, but not while a stage is traced
@@ -67,7 +68,7 @@ class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Observe what runs inside; if that fails, give the arguments their values back."""
+        """Watch what runs inside; if that fails, give the tensors their values back."""
         try:
             with _HostReads(), self:
                 yield
@@ -94,7 +95,7 @@ class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 generator.set_state(state)
 
     def restore(self) -> None:
-        """Give every argument the value that it had before it was written to."""
+        """Give every tensor the value that it had before it was written to."""
         with torch.no_grad():
             for i, value in self.saved.items():
                 self.tensors[i].copy_(value)
@@ -145,18 +146,18 @@ class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(self, func: Any, x: Tensor) -> None:
         if (memory := storage(x)) in self.fresh:
             return
-        if memory not in self.numbers:
-            raise CaptureError(f"it writes by {func} to a tensor that it closes over: pass and return it as state")
+        if memory not in self.numbers or torch.Tag.inplace_view in func.tags:
+            raise written_outside(func)
         for i in self.numbers[memory]:
             if i not in self.saved:
-                self.saved[i] = self.tensors[i].detach().clone()
+                self.saved[i] = self.tensors[i].detach().to("cpu", copy=True)
 
 
 class Tape:
     """A graph of the CPU.
 
     Args:
-        tensors: the arguments of the function that is captured.
+        tensors: those from outside that the captured function may write to.
 
     Raises:
         CaptureError: (in capture) as `Trial`.
@@ -189,7 +190,7 @@ class Tape:
         """
         before = torch.default_generator.get_state() if self.draws else None
         self.seeds.update(seeds)
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             for call in self.calls:
                 call()
         if before is not None:
@@ -204,6 +205,7 @@ class _Recorder(Trial):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__(tensors, [torch.default_generator])
         self.calls, self.seeds, self.seeded_now = calls, seeds, False
+        self.grad = False
 
     def seeded(self, key: Hashable, seed: int) -> AbstractContextManager[None]:
         self.seeded_now = False
@@ -217,8 +219,13 @@ class _Recorder(Trial):  # type: ignore[no-untyped-call]
 
     def record(self, func: Any, args: Any, kwargs: Any, results: Any, fresh: Sequence[Tensor]) -> None:
         if func is aten.lift_fresh.default:
-            self.calls.append(_constant(fresh[0]))
-        elif func._schema.name not in UNWRITTEN and (fresh or written_arguments(func, args, kwargs)):
+            self.calls.append(_constant(fresh[0].detach()))
+        elif fresh or written_arguments(func, args, kwargs):
+            if func._schema.name in UNWRITTEN or torch.Tag.inplace_view in func.tags:
+                return
+            if self.grad != torch.is_grad_enabled():
+                self.grad = not self.grad
+                self.calls.append(partial(torch._C._set_grad_enabled, self.grad))
             self.calls.append(_again(func, args, kwargs, results, {id(x) for x in fresh}))
 
 
@@ -250,18 +257,24 @@ def aside() -> Iterator[None]:
         yield
 
 
-def _again(func: Any, args: Any, kwargs: Any, results: Any, fresh: set[int]) -> Callable[[], None]:
-    """Return a function that calls an operator again and writes the fresh results into their recorded memory."""
+def _again(func: Any, args: Any, kwargs: Any, results: Any, fresh: set[int]) -> Callable[[], Any]:
+    """Return a function that calls an operator again and writes the fresh results into their recorded memory.
+
+    It keeps views of the tensors as they are now: their shapes and strides may yet be changed in place.
+    """
+    tree: Any = (args, kwargs)
+    args, kwargs = optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
     if not fresh:
         return lambda: func(*args, **kwargs)
     old = tensors_in(results)
-    into = [(i, whole(x)) for i, x in enumerate(old) if id(x) in fresh]
+    into = [(i, whole(x.detach())) for i, x in enumerate(old) if id(x) in fresh]
+    count = len(old)
 
     def call() -> None:
         new = tensors_in(func(*args, **kwargs))
         for i, memory in into:
             x = whole(new[i])
-            if x.shape != memory.shape or len(new) != len(old):
+            if x.shape != memory.shape or len(new) != count:
                 raise CaptureError(f"{func} gave {list(memory.shape)} when recorded and {list(x.shape)} in a replay")
             memory.copy_(x)
 
@@ -315,6 +328,10 @@ def _check_devices(func: Any, tensors: Sequence[Tensor]) -> None:
     if len(devices) > 1:
         names = " and ".join(sorted(map(str, devices)))
         raise CaptureError(f"{func} has tensors on {names}, and a graph copies nothing from or to the host")
+
+
+def written_outside(func: Any) -> CaptureError:
+    return CaptureError(f"it writes by {func} to a tensor from outside: pass and return it as state")
 
 
 def storage(x: Tensor) -> int:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -157,46 +157,43 @@ class _Graph:
         rng: Rng | None,
     ) -> None:
         self.drawn, self.static, self.replays = needs.drawn, static, replays
-        tensors = [x for x in self.static if isinstance(x, Tensor)]
-        self.copied = [i for i, x in enumerate(self.static) if isinstance(x, Tensor) and i not in needs.donated]
-        self.graph = _device(tensors).new_graph(tensors, needs.drawn)
+        numbers = [i for i, x in enumerate(static) if isinstance(x, Tensor)]
+        self.copied = [i for i in numbers if i not in needs.donated]
+        self.inputs = [_in_memory(static[i]) for i in self.copied]
+        donated = [static[i] for i in sorted(needs.donated)]
+        self.graph = _device([static[i] for i in numbers]).new_graph(donated, needs.drawn)
         self._copy_in(leaves)
         with replays.capturing(), self.graph.capture():
-            results = function(spec.unflatten(self.static), None if rng is None else self._seeded)
+            results = function(spec.unflatten(static), None if rng is None else self._seeded)
         self.results, self.spec = flatten(results)
-        self.arguments = {id(x): i for i, x in enumerate(self.static) if isinstance(x, Tensor)}
-        donated = {storage(self.static[i]) for i in needs.donated}
-        self.copies = {
-            id(x): x
-            for x in self.results
-            if isinstance(x, Tensor) and id(x) not in self.arguments and storage(x) not in donated
-        }
+        self.arguments = {id(static[i]): i for i in numbers}
+        memory = set(map(storage, donated))
+        tensors = [x for x in self.results if isinstance(x, Tensor) and id(x) not in self.arguments]
+        self.donated = {id(x) for x in tensors if storage(x) in memory}
+        self.copies = {id(x): x for x in tensors if id(x) not in self.donated}
 
     def _seeded(self, stage: int, m: int) -> Any:
         return self.graph.seeded((stage, m))
 
     def _copy_in(self, leaves: Sequence[Any]) -> None:
-        if self.copied:
-            with torch.no_grad():
-                torch._foreach_copy_(
-                    [_in_memory(self.static[i]) for i in self.copied], [_in_memory(leaves[i]) for i in self.copied]
-                )
+        _copy([_in_memory(leaves[i]) for i in self.copied], self.inputs)
 
     def replay(self, leaves: Sequence[Any], rng: Rng | None) -> Any:
         """Run the graph on these arguments, and return results that belong to the caller."""
         self._copy_in(leaves)
         with self.replays.running():
             self.graph.replay({} if rng is None else {key: seed_of(*rng, *key) for key in self.drawn})
-        with torch.no_grad():
-            copies = {number: torch.empty_like(x, requires_grad=False) for number, x in self.copies.items()}
-            if copies:
-                torch._foreach_copy_(list(copies.values()), list(self.copies.values()))
+        copies = {number: torch.empty_like(x, requires_grad=False) for number, x in self.copies.items()}
+        _copy(list(self.copies.values()), list(copies.values()))
         return self.spec.unflatten([self._result(x, leaves, copies) for x in self.results])
 
-    def _result(self, x: Any, leaves: Sequence[Any], copies: dict[int, Tensor]) -> Any:
+    def _result(self, x: Any, leaves: Sequence[Any], copies: Mapping[int, Tensor]) -> Any:
+        """Return a result for the caller: a copy, an argument as it was passed, or a new tensor in donated memory."""
         if id(x) in copies:
             return copies[id(x)]
-        return leaves[self.arguments[id(x)]] if id(x) in self.arguments else x
+        if id(x) in self.arguments:
+            return leaves[self.arguments[id(x)]]
+        return x.detach() if id(x) in self.donated else x
 
 
 def _place(signature: Hashable, leaves: Sequence[Any], needs: Needs | None) -> Hashable:
@@ -243,6 +240,17 @@ def _empty(x: Tensor) -> Tensor:
     memory = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
     memory = memory.conj() if x.is_conj() else memory
     return (torch._neg_view(memory) if x.is_neg() else memory).requires_grad_(x.requires_grad)
+
+
+def _copy(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """Copy tensors, those of one dtype by one kernel."""
+    pairs = defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
+    for x, memory in zip(values, into, strict=True):
+        pairs[x.dtype][0].append(memory)
+        pairs[x.dtype][1].append(x)
+    with torch.no_grad():
+        for memories, tensors in pairs.values():
+            torch._foreach_copy_(memories, tensors)
 
 
 def _in_memory(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from fpipe.devices.tape import Trial
 from tests.support.jobs import differences
 
 CONSTANT = torch.arange(4.0)
+LSTM = nn.LSTM(4, 4, bias=False)
 
 
 def views(x, w):
@@ -52,6 +53,22 @@ def many_results(x, w):
     values, order = x.sort(dim=1)
     mean, variance = torch.var_mean(w, dim=0)
     return values, order, mean, variance, *torch.frexp(x)
+
+
+def shapes_changed_in_place(x, w):
+    h = (x @ w)[:2] + 1
+    before = h * 2
+    h.t_().unsqueeze_(0)
+    h.mul_(3)
+    return h, before, h.squeeze_(0).sum(1)
+
+
+def recurrent(x, w):
+    """Its kernel has another result without gradients."""
+    w = w.detach().requires_grad_()
+    params = {"weight_ih_l0": w.repeat(4, 1), "weight_hh_l0": w.repeat(4, 1) / 2}
+    y, _ = torch.func.functional_call(LSTM, params, (x[:, None],))
+    return y.detach(), *torch.autograd.grad(y.sum(), [w])
 
 
 def indexing(x, w):
@@ -111,6 +128,8 @@ FUNCTIONS = [
     constants_overwritten,
     uninitialised,
     many_results,
+    shapes_changed_in_place,
+    recurrent,
     indexing,
     lists,
     numbers_of_other_kinds,
@@ -236,8 +255,9 @@ def seeds_itself(x):
         (lambda x: x.nonzero(), "the shape of a result depends on the values of tensors, by aten.nonzero"),
         (lambda x: x.unique(), "the shape of a result depends on the values"),
         (lambda x: torch.empty(2).resize_(4, 4).copy_(x), "changes the memory of a tensor, by aten.resize_"),
-        (lambda x: OUTSIDE.add_(1), r"writes by aten.add_.Tensor to a tensor that it closes over"),
-        (lambda x: torch.add(x[0], 1, out=OUTSIDE), r"writes by aten.add.out to a tensor that it closes over"),
+        (lambda x: x.t_(), r"writes by aten.t_.default to a tensor from outside"),
+        (lambda x: OUTSIDE.add_(1), r"writes by aten.add_.Tensor to a tensor from outside"),
+        (lambda x: torch.add(x[0], 1, out=OUTSIDE), r"writes by aten.add.out to a tensor from outside"),
         (lambda x: x.to_sparse(), r"has a tensor of layout torch\.sparse_coo"),
         (lambda x: torch.randn(2, generator=GENERATOR), "draws from a generator of its own"),
         (seeds_itself, "seeds or restores the global generator"),

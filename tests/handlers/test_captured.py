@@ -1,5 +1,6 @@
 """A step that is captured as a graph has the bits of one that is not, call after call, or is refused."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -15,14 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe import Pipeline, Placement, Stage, StageError, handlers, interop, schedules
+from fpipe.autodiff.eager import Eager
+from fpipe.autodiff.traced import Traced
 from fpipe.devices import Cpu
 from fpipe.devices.tape import Tape
 from fpipe.handlers.captured import Captured
 from fpipe.handlers.protocol import Alone, Observer
+from fpipe.stages.rng import seeded
 from fpipe.tensorboard import Recorder
-from tests.support import cases, jobs, train_jobs
+from tests.support import cases, jobs, models, stage_zoo, train_jobs
 from tests.support.combinations import ALL, combined
 from tests.support.jobs import differences
+from tests.support.oracle import finish, flat, wants
 from tests.support.sharing import sharing
 
 CASES, SCHEDULES = [*cases.CASES], [*cases.SCHEDULES]
@@ -349,7 +354,27 @@ def test_one_device_for_all_ranks():
         assert differences(captured(*arguments), plain(*arguments)) == []
 
 
-# Donated memory
+# Training
+
+
+def test_a_model_with_everything():
+    """A GPT as anyone writes it: split, tied, with a buffer and dropout, clipped, by a donated optimizer."""
+    torch.manual_seed(0)
+    model = models.TiedGPT(layers=2, dropout=0.2)
+    tokens = torch.randint(11, (6, 6, 6))
+    pipeline, params = interop.split(model, at=["layers.1"], example=tokens[0, :2], loss=cases.nll)
+    plan = pipeline.plan(Placement.loop(2), 3)
+    adamw = interop.optimizer(torch.optim.AdamW, lr=0.1, fused=True, donate=True)
+    options = {"handler": handlers.Local(), "max_norm": 1.0}
+    steps = [
+        fpipe.train_step(pipeline, schedules.zb_h1, plan, adamw, capture=capture, **options)
+        for capture in (False, True)
+    ]
+    trained = [(tree, adamw.init(tree)) for tree in (copy.deepcopy(params), copy.deepcopy(params))]
+    for i, text in enumerate(tokens):
+        results = [step(*own, text, text, rng=(0, i)) for step, own in zip(steps, trained, strict=True)]
+        assert differences(*results) == []
+        trained = [each[:2] for each in results]
 
 
 def training(optimizer="fused", rows=8, **options):
@@ -373,6 +398,21 @@ def test_donated_params_are_updated_where_they_are():
         *theirs, expected = apart(*theirs, case.batch, case.target)
         assert differences((params, opt_state, loss), (*theirs, expected)) == []
         assert [x.data_ptr() for x in optree.tree_leaves(params)] == places
+
+
+def test_a_donated_result_may_be_pointed_elsewhere():
+    """It is the caller's: what happens to it happens to no graph."""
+    case, init, step, apart = training()
+    params, opt_state = copy.deepcopy(case.params), init(case.params)
+    theirs = copy.deepcopy((params, opt_state))
+    for i in range(6):
+        params, opt_state, loss = step(params, opt_state, case.batch, case.target)
+        *theirs, expected = apart(*theirs, case.batch, case.target)
+        assert differences((params, opt_state, loss), (*theirs, expected)) == []
+        if i == 3:
+            results, (params, opt_state) = (params, opt_state), optree.tree_map(torch.detach, (params, opt_state))
+            for x in optree.tree_leaves(results):
+                x.data = torch.zeros_like(x)
 
 
 def test_a_step_trains_two_models_in_turn():
@@ -447,7 +487,7 @@ def accumulates(p, x):
         (drops, r"it draws random numbers by aten\.\w+\.\w+, which need a seed of their own in a graph: pass rng="),
         (branches, "it reads a tensor on the host"),
         (selects, "the shape of a result depends on the values of tensors"),
-        (accumulates, "it writes by aten.add_.Tensor to a tensor that it closes over: pass and return it as state"),
+        (accumulates, "it writes by aten.add_.Tensor to a tensor from outside: pass and return it as state"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_with_the_line(function, says, autodiff):
@@ -471,7 +511,7 @@ def test_what_cannot_be_captured_is_refused_with_the_line(function, says, autodi
 def test_an_update_that_reads_the_host_is_refused_and_nothing_is_updated():
     case, init, step, _ = training("adamw")
     params = copy.deepcopy(case.params)
-    with pytest.raises(StageError, match=r"the optimizer's update can't be captured: .* pass fused=True"):
+    with pytest.raises(StageError, match=r"the optimizer's update can't be captured: .* give the optimizer fused=True"):
         step(params, init(params), case.batch, case.target)
     assert differences(params, case.params) == []
 
@@ -563,3 +603,71 @@ def test_an_observer_of_steps_sees_every_step():
     results = [step(*changed((case.params, case.batch), i), case.target)[0] for i in range(4)]
     assert losses.begun == 4
     assert losses.losses == results
+
+
+# Stages of every kind
+
+
+def of_zoo(example, piece, split, m):
+    """One microbatch through a stage as a function of trees, and its arguments."""
+    part = stage_zoo.microbatch(example, m)
+    arguments = {"params": changed(part.params, m), "state": part.state, "sources": part.sources, "data": part.data}
+
+    def function(tree, seeder):
+        given = dataclasses.replace(part, **tree)
+        with contextlib.nullcontext() if seeder is None else seeder(0, 0):
+            forward = piece.forward(piece.prepare(tree["params"]), given.state, flat(given), given.data, keep=True)
+        found = finish(piece, forward, half, split)
+        results = found.outputs, found.state, list(found.weights), found.inputs
+        return stage_zoo.tensors_mapped(torch.detach, results)
+
+    return function, arguments
+
+
+def half(outputs):
+    """Cotangents that draw nothing."""
+    return [x.detach() * 0.5 if wants(x) else None for x in outputs]
+
+
+def drawn_again(name, kind):
+    """Whether the backward draws anew: eager autograd runs a checkpoint's forward again."""
+    return kind == "eager" and name in {
+        "checkpoint_with_dropout",
+        "checkpoints_in_a_row_with_dropout",
+        "checkpoints_that_draw_alike",
+        "checkpoint_that_draws_twice",
+        "checkpoint_in_a_checkpoint",
+        "checkpoint_beside_what_is_unused",
+        "selective_dropout",
+        "autocast_checkpoint",
+    }
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for i, name in enumerate(stage_zoo.EXAMPLES)
+        for kind in ("eager", "graph")
+        if ALL or kind == "eager" or i % 5 == 0
+    ],
+)
+def test_stages_of_every_kind(name, kind):
+    example = stage_zoo.make(name)
+    piece = Eager(example.stage) if kind == "eager" else Traced(example.stage, fallback=False)
+    split = kind == "graph" or not name.startswith("selective")
+    captured = Captured(of_zoo(example, piece, split, 0)[0], Alone())
+    reads_host = (name, kind) == ("experts_dense", "eager")  # one_hot checks its argument on the CPU
+    if reads_host or drawn_again(name, kind):
+        with pytest.raises(
+            StageError, match="reads a tensor on the host" if reads_host else "draw in the forward only"
+        ):
+            captured(of_zoo(example, piece, split, 0)[1], (0, 0))
+        return
+    results = []
+    for m in (0, 1, 2, 0):
+        function, arguments = of_zoo(example, piece, split, m)
+        found = captured(arguments, (0, m))
+        results.append((found, function(arguments, lambda s, i, m=m: seeded((0, m), s, i))))
+    assert [differences(*each) for each in results] == [[]] * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import optree
 import torch
 
 import fpipe
@@ -16,6 +17,9 @@ OPTIMIZERS = {
     "sgd": lambda donate: interop.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, donate=donate),
     "adamw": lambda donate: interop.optimizer(torch.optim.AdamW, lr=0.1, donate=donate),
     "fused": lambda donate: interop.optimizer(torch.optim.Adam, lr=0.1, fused=True, donate=donate),
+    "capturable": lambda donate: interop.optimizer(
+        torch.optim.Adam, lr=0.1, fused=True, capturable=True, donate=donate
+    ),
 }
 
 
@@ -40,10 +44,10 @@ def compare(own, case, generator, plan, rank, optimizer, donate, max_norm, **opt
     step = fpipe.train_step(case.pipeline, generator, plan, pair, handler=own, max_norm=max_norm, **options)
     apart = by_parts(case, generator, plan, own, optimizer, max_norm)
     ours, theirs = (copy.deepcopy((params, pair.init(params), state)) for _ in range(2))
-    found = []
+    device, found = optree.tree_leaves(params, namespace="fpipe")[0].device, []
     for i in range(5):
         rng = case.rng and (case.rng[0], i)
-        lr = torch.tensor(0.1 / (i + 1), dtype=torch.float64) if optimizer == "fused" else 0.1 / (1 + i // 4)
+        lr = 0.1 / (1 + i // 4) if optimizer in ("sgd", "adamw") else torch.tensor(0.1 / (i + 1), device=device)
         results = step(*ours[:2], batch, target, state=ours[2], rng=rng, lr=lr)
         expected = apart(*theirs[:2], batch, target, theirs[2], rng, lr)
         found += [(i, *path) for path in differences(results, expected)]
