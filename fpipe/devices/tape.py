@@ -190,7 +190,7 @@ class Tape:
         """
         before = torch.default_generator.get_state() if self.draws else None
         self.seeds.update(seeds)
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        with torch.no_grad(), torch._C._DisableAutocast():
             for call in self.calls:
                 call()
         if before is not None:
@@ -222,7 +222,7 @@ class _Recorder(Trial):  # type: ignore[no-untyped-call]
             self.calls.append(_constant(fresh[0].detach()))
         elif fresh or written_arguments(func, args, kwargs):
             if func._schema.name in UNWRITTEN or torch.Tag.inplace_view in func.tags:
-                return
+                return  # it writes to no memory
             if self.grad != torch.is_grad_enabled():
                 self.grad = not self.grad
                 self.calls.append(partial(torch._C._set_grad_enabled, self.grad))

@@ -173,6 +173,15 @@ def test_a_capture_changes_no_argument(function):
     assert differences(arguments, values(0)) == []
 
 
+def test_only_what_writes_to_memory_is_recorded():
+    def function(x, w):
+        return [(x @ w).unsqueeze_(0)[0].t(), torch.empty(3), x.view(2, 8)]
+
+    with torch.no_grad():
+        graph, _ = recorded(function, values(0))
+    assert len(graph.calls) == 1
+
+
 def test_a_replay_writes_into_the_memory_of_the_recorded_results():
     arguments = values(0)
     graph, (h,) = recorded(lambda x, w: [x @ w], arguments)
