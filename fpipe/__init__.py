@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from fpipe.costs import Costs as Costs, Link as Link
     from fpipe.errors import ScheduleError as ScheduleError, StageError as StageError, TransportError as TransportError
-    from fpipe.norms import clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
+    from fpipe.training.norms import clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
     from fpipe.plan import Edges as Edges, Placement as Placement, Plan as Plan
     from fpipe.profiling.gathering import gather as gather
     from fpipe.profiling.live_bytes import LiveBytes as LiveBytes, peak_bytes as peak_bytes
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from fpipe.programs.verifier import Report as Report, verify as verify
     from fpipe.stages.pipeline import Pipeline as Pipeline
     from fpipe.stages.stage import Batch as Batch, Output as Output, Stage as Stage
-    from fpipe.step import evaluate as evaluate, value_and_grad as value_and_grad
+    from fpipe.training.step import evaluate as evaluate, value_and_grad as value_and_grad
     from fpipe.timelines.measurement import Measurement as Measurement
     from fpipe.timelines.simulator import simulate as simulate
     from fpipe.timelines.text import draw as draw
     from fpipe.timelines.timeline import Timeline as Timeline
-    from fpipe.train import train_step as train_step
+    from fpipe.training.train_step import train_step as train_step
 
 __getattr__, __dir__ = attach(__name__)

@@ -223,7 +223,7 @@ def test_unseeded_randomness_warns(handler):
 @both
 def test_unseeded_randomness_of_a_device_warns(handler, monkeypatch):
     device = FakeDevice()
-    monkeypatch.setattr("fpipe.step.current_device", lambda: device)
+    monkeypatch.setattr("fpipe.training.step.current_device", lambda: device)
     pipeline = Pipeline([lambda p, x: x * p * torch.rand((), generator=device.drawn)], cases.mse)
     plan = pipeline.plan(Placement.loop(1), 2)
     step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handler, autodiff="eager")

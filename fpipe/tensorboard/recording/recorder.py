@@ -30,7 +30,6 @@ from fpipe.devices import Device, device_of
 from fpipe.effects import Effect, Value
 from fpipe.errors import ScheduleError
 from fpipe.handlers.protocol import Handler, Observer, Outcome, Peers, ValueStore
-from fpipe.norms import squares
 from fpipe.profiling.gathering import digest, gathered
 from fpipe.profiling.recording import Recording
 from fpipe.programs.program import Programs
@@ -40,6 +39,7 @@ from fpipe.tensorboard.recording.captured import Files, StepCapture
 from fpipe.tensorboard.recording.device_clock import Kept, Later, Marks, Numbers
 from fpipe.tensorboard.recording.memory import SlotMemory
 from fpipe.timelines.measurement import Measurement
+from fpipe.training.norms import squares
 
 FLUSH_INTERVAL = 5.0  # seconds after which curves are written, also if no step is captured
 GATHER_TIMEOUT = 30.0  # seconds that one wait for the other ranks may take after a captured step

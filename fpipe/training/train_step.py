@@ -10,11 +10,11 @@ from torch import Tensor
 from fpipe.devices import CaptureError
 from fpipe.errors import StageError
 from fpipe.handlers.protocol import Handler
-from fpipe.norms import clip_by_global_norm
 from fpipe.plan import Plan, Schedule
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.rng import Rng
-from fpipe.step import Arguments, Computed, Step, value_and_grad
+from fpipe.training.norms import clip_by_global_norm
+from fpipe.training.step import Arguments, Computed, Step, value_and_grad
 
 Optimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]
 """`init(params) -> state` and `update(grads, state, params, **options) -> (params, state)`, both pure."""
