@@ -25,7 +25,7 @@ from fpipe.handlers.protocol import Alone, Observer
 from fpipe.stages.rng import seeded
 from fpipe.tensorboard import Recorder
 from tests.support import cases, jobs, models, stage_zoo, train_jobs
-from tests.support.combinations import ALL, combined
+from tests.support.combinations import ALL, combined, sample
 from tests.support.jobs import differences
 from tests.support.oracle import finish, flat, wants
 from tests.support.sharing import sharing
@@ -40,8 +40,10 @@ def possible(name, schedule, m, way):
 
 
 def possible_over_gloo(name, schedule, m, ranks, way):
-    few = ranks == 2 or CASES.index(name) == SCHEDULES.index(schedule) % len(CASES)
-    return possible(name, schedule, m, way) and (ALL or few)
+    """By default a case meets every fifth schedule; transfers alone differ from `Local`'s graphs."""
+    met = (CASES.index(name) + SCHEDULES.index(schedule)) % 5 == 0
+    fits = schedule not in cases.BOTH_WAYS or (m % 2 == 0 and name != "modules")
+    return fits and (ALL or met)
 
 
 def changed(tree, i):
@@ -82,8 +84,8 @@ def test_bits_over_gloo(pools, name, schedule, m, ranks, way):
 
 
 @combined(
-    name=("linear", "tied", "dropout", "modules", "skip"),
-    schedule=("gpipe", "zb_v", "interleaved_zb"),
+    name=sample(("linear", "tied", "dropout", "modules", "skip"), ("tied", "modules")),
+    schedule=sample(("gpipe", "zb_v", "interleaved_zb"), ("gpipe", "zb_v")),
     optimizer=("sgd", "fused"),
     donate=(False, True),
 )
