@@ -49,7 +49,7 @@ class Failures:
 
     def _poll(self, seconds: float, key: str) -> str | None:
         until = time.monotonic() + seconds
-        while not self.store.check([key]):
+        while not (self.store.check([key]) and self.store.get(key)):
             if time.monotonic() > until:
                 return None
             time.sleep(0.02)

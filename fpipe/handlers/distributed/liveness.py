@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Any
 
 from fpipe.handlers.distributed.activity import State
 from fpipe.handlers.distributed.connections import Connections, first_line
@@ -30,6 +29,8 @@ from fpipe.handlers.distributed.failures import STORE_TIMEOUT, Failures
 
 log = logging.getLogger("fpipe.transport")
 States = Mapping[int, State | None]
+Answer = tuple[str | None, States, list[int]]
+"""Of the job's store: the reason of a failure, or all states and the ranks that are overdue, if they were asked for."""
 SUSPECT, OVERDUE = 0.25, 0.75
 """Of the time limit: how long a rank waits before it asks, and how long it waits for an answer."""
 
@@ -98,12 +99,15 @@ class Questions:
         """Leave a time out of account, in which this process did not run."""
         self._open = [(number, asked + seconds) for number, asked in self._open]
 
-    def exchange(self, state: State, suspects: bool) -> tuple[States, list[int]] | None:
+    def exchange(self, state: State, number: int, suspects: bool) -> tuple[States, list[int]] | None:
         """Answer the last question; return all states and the ranks that are overdue, if this rank suspects something.
 
         Every call of this function is an exchange with the job's store, which may fail, or never return.
+
+        Args:
+            number: of the last question.
         """
-        number, now = self._store.add("questions", 0), time.monotonic()
+        now = time.monotonic()
         if not suspects:
             self._open = []
         elif not self._open or (number == self._open[-1][0] and now > self._open[-1][1] + self._timeout / 8):
@@ -127,7 +131,9 @@ class Questions:
 
 
 def introduce(failures: Failures) -> None:
-    """Write the first answer of this rank. Every rank does so before any of them asks."""
+    """Write what every rank reads, before any of them does: no reason, no question, this rank's first answer."""
+    failures.store.compare_set("failed", "", "")
+    failures.store.add("questions", 0)
     failures.store.set(f"answer {failures.rank}", json.dumps([0, *State(0, "absent", "", 0.0)]))
 
 
@@ -144,21 +150,23 @@ class Watchdog(threading.Thread):
         super().__init__(daemon=True, name="fpipe-watchdog")
         self._failures, self._groups, self._activity = failures, connections.groups, connections.activity
         self._timeout, self._compute_timeout = connections.timeout, compute_timeout
-        self._interval = min(1.0, connections.timeout / 16)
+        self._busy, self._idle = min(1.0, connections.timeout / 16), min(5.0, connections.timeout / 8)
+        self._interval = self._busy
         self._questions = Questions(failures, connections.size, connections.timeout)
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._states: queue.SimpleQueue[State | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._asking = False
         self._looked = self._answered = time.monotonic()  # when it looked, and when the job's store answered, last
 
     def run(self) -> None:
-        while not self._groups.closed.wait(self._interval):
-            if self._failures.ended is not None:
-                return
+        # A store whose host has vanished never answers: it has a thread of its own, which is then left behind.
+        threading.Thread(target=self._exchanges, daemon=True, name="fpipe-store").start()
+        while not self._groups.closed.wait(self._interval) and self._failures.ended is None:
             reason = self._look()
             if reason is not None:
                 self._failures.ended = reason
                 self._groups.cut()
-                return
+        self._states.put(None)
 
     def _look(self) -> str | None:
         """Return why the job has failed, if it has."""
@@ -181,6 +189,7 @@ class Watchdog(threading.Thread):
                 return f"nothing came within timeout={self._timeout:g} s, and the job's store does not answer"
             return None
         self._answered = time.monotonic()
+        self._interval = self._idle if state.kind == "absent" else self._busy
         reason, states, overdue = answer
         if reason is None and states:
             reason = verdict(self._failures.rank, states, overdue, self._timeout, self._compute_timeout)
@@ -188,28 +197,30 @@ class Watchdog(threading.Thread):
                 return self._first(reason)
         return reason
 
-    def _exchange(self, state: State) -> tuple[str | None, States, list[int]] | None:
-        """Return the reason in the store, the states and the overdue ranks; None if the store has not answered yet."""
+    def _exchange(self, state: State) -> Answer | None:
+        """Return the answer of the job's store; None if it has not come yet."""
         if not self._asking:
             self._asking = True
-            threading.Thread(target=self._ask, args=(state,), daemon=True, name="fpipe-store").start()
+            self._states.put(state)
         with suppress(queue.Empty):
-            answer: tuple[str | None, States, list[int]] | None = self._answers.get(timeout=STORE_TIMEOUT)
+            answer = self._answers.get(timeout=STORE_TIMEOUT)
             self._asking = False
             return answer
         return None
 
-    def _ask(self, state: State) -> None:
-        store, suspects = self._failures.store, state.kind in ("waiting", "replaying")
-        try:
-            if store.check(["failed"]):
-                self._answers.put((str(store.get("failed"), "utf-8"), {}, []))
-                return
-            suspects = suspects and state.seconds >= SUSPECT * self._timeout
-            self._answers.put((None, *(self._questions.exchange(state, suspects) or ({}, []))))
-        except RuntimeError as error:
-            log.debug("the job's store can't be reached: %s", error)
-            self._answers.put(None)
+    def _exchanges(self) -> None:
+        """Exchange states with the job's store, until there is None."""
+        store = self._failures.store
+        while (state := self._states.get()) is not None:
+            try:
+                failed, question = store.multi_get(["failed", "questions"])
+                suspects = state.kind in ("waiting", "replaying") and state.seconds >= SUSPECT * self._timeout
+                answer = failed or self._questions.exchange(state, int(question), suspects)
+            except RuntimeError as error:
+                log.debug("the job's store can't be reached: %s", error)
+                self._answers.put(None)
+                continue
+            self._answers.put((str(failed, "utf-8"), {}, []) if failed else (None, *(answer or ({}, []))))
 
     def _first(self, reason: str) -> str:
         """Write a reason; return the first that any rank wrote."""
