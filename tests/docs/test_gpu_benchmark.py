@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,9 @@ from tests.support.pool import NCCL_ON_ONE_GPU, Gpus
 
 FORM = ["part", "check", "result", "seconds", "reason", "figures"]
 LIMIT = 2.0  # seconds of a check that hangs
-SLOW = {  # other tests run what they run
+SLOW = {  # other tests run what they run, or much of it
     *("features", "failures", "local_bits", "nccl_bits", "captured_bits", "large_messages", "memory", "host_time"),
-    *("stolen_sms", "many_handlers"),
+    *("stolen_sms", "many_handlers", "transport", "dropped_handler", "saved_after_failure", "cut"),
 }
 
 
@@ -68,7 +69,10 @@ def test_a_check_is_killed_with_its_children_at_its_limit():
     assert (hanging["result"], hanging["reason"]) == ("timed out", f"not done after {LIMIT:g} s")
     assert LIMIT <= hanging["seconds"] < LIMIT + 5
     assert lines["leaving_children"]["result"] == "passed"
-    assert not any(alive(line["figures"]["child"]) for line in lines.values())
+    until = time.monotonic() + 10
+    while any(alive(line["figures"]["child"]) for line in lines.values()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_a_part_has_its_time_and_a_check_its_needs():
