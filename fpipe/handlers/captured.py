@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -60,14 +61,17 @@ class Captured:
         function: pure but for the arguments that are donated to it. As under `jax.jit`, its Python code, and all values
             of the host that it uses, are those of the call that is captured.
         replays: of the handler.
+        device: where the function runs; by default that of its arguments.
         limit: the number of graphs. With another signature, the one that was used longest ago is dropped.
 
     Raises:
         StageError: the function does what a graph can't hold, or an argument is neither a plain tensor nor plain.
     """
 
-    def __init__(self, function: Function, replays: Replays, limit: int = 4) -> None:
-        self.function, self.replays, self.limit = function, replays, limit
+    def __init__(
+        self, function: Function, replays: Replays, device: torch.device | None = None, limit: int = 4
+    ) -> None:
+        self.function, self.replays, self.device, self.limit = function, replays, device, limit
         self.needs: OrderedDict[Hashable, Needs] = OrderedDict()
         self.graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
         self.memory: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
@@ -79,27 +83,47 @@ class Captured:
         Args:
             rng: (seed, step), from which each (stage, microbatch) gets its seed.
         """
-        leaves, spec = flatten(arguments)
         try:
+            leaves, spec = flatten(arguments)
+            device = _device([x for x in leaves if isinstance(x, Tensor)], self.device)
             signature = (spec, rng is None, torch.is_grad_enabled(), ambient(), *_keys(leaves, spec))
-        except Exception as error:
+            needs = self.needs.get(signature)
+        except Exception as error:  # the arguments are the user's, and may raise anything
             self.replays.agree(None, False, error)  # raises it
             raise
-        needs = self.needs.get(signature)
         name, known = self.replays.agree(_place(signature, leaves, needs), needs is not None)
         try:
             if needs is None or not known or name not in self.graphs:
-                return self._first(name if known else None, signature, arguments, leaves, rng)
+                return self._first(name if known else None, signature, arguments, leaves, rng, device)
             self.needs.move_to_end(signature)
-            if (graph := self.graphs[name]) is None:
-                graph = _Graph(self.function, self.replays, self._static(leaves, needs), leaves, spec, needs, rng)
+            graph = self.graphs[name] or self._graph(leaves, spec, needs, rng, device)
             _keep(self.graphs, name, graph, self.limit)
             return graph.replay(leaves, rng)
         except CaptureError as error:
             raise uncapturable(error) from error
 
+    def _graph(
+        self, leaves: Sequence[Any], spec: optree.PyTreeSpec, needs: Needs, rng: Rng | None, device: Device
+    ) -> _Graph:
+        """Capture the function. No rank replays before all have captured."""
+        try:
+            static = self._static(leaves, needs)
+            graph = _Graph(self.function, self.replays, static, leaves, spec, needs, rng, device)
+        except BaseException as error:
+            with suppress(Exception):  # this one is raised here
+                self.replays.agree(None, False, error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            raise
+        self.replays.agree(None, True)
+        return graph
+
     def _first(
-        self, name: Hashable, signature: Hashable, arguments: Any, leaves: Sequence[Any], rng: Rng | None
+        self,
+        name: Hashable,
+        signature: Hashable,
+        arguments: Any,
+        leaves: Sequence[Any],
+        rng: Rng | None,
+        device: Device,
     ) -> Any:
         """Run the function as it is, and note what a graph of it needs.
 
@@ -108,7 +132,7 @@ class Captured:
         """
         numbers = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         tensors = [leaves[i] for i in numbers]
-        trial = Trial(tensors, _device(tensors).generators())
+        trial = Trial(tensors, device.generators())
 
         def seeder(stage: int, m: int) -> Any:
             assert rng is not None
@@ -116,10 +140,10 @@ class Captured:
 
         with trial.running():
             results = self.function(arguments, None if rng is None else seeder)
-        needs = Needs(frozenset(numbers[i] for i in trial.saved), tuple(trial.drawn))
+            needs = Needs(frozenset(numbers[i] for i in trial.saved), tuple(trial.drawn))
+            if name is None:
+                name, _ = self.replays.agree(_place(signature, leaves, needs), True)
         _keep(self.needs, signature, needs, self.limit)
-        if name is None:
-            name, _ = self.replays.agree(_place(signature, leaves, needs), True)
         if len(self.graphs) == self.limit and name not in self.graphs and not self.warned:
             self.warned = True
             warnings.warn(
@@ -155,13 +179,14 @@ class _Graph:
         spec: optree.PyTreeSpec,
         needs: Needs,
         rng: Rng | None,
+        device: Device,
     ) -> None:
         self.drawn, self.static, self.replays = needs.drawn, static, replays
         numbers = [i for i, x in enumerate(static) if isinstance(x, Tensor)]
         self.copied = [i for i in numbers if i not in needs.donated]
         self.inputs = [_in_memory(static[i]) for i in self.copied]
         donated = [static[i] for i in sorted(needs.donated)]
-        self.graph = _device([static[i] for i in numbers]).new_graph(donated, needs.drawn)
+        self.graph = device.new_graph(donated, needs.drawn)
         self._copy_in(leaves)
         with replays.capturing(), self.graph.capture():
             results = function(spec.unflatten(static), None if rng is None else self._seeded)
@@ -180,8 +205,8 @@ class _Graph:
 
     def replay(self, leaves: Sequence[Any], rng: Rng | None) -> Any:
         """Run the graph on these arguments, and return results that belong to the caller."""
-        self._copy_in(leaves)
         with self.replays.running():
+            self._copy_in(leaves)
             self.graph.replay({} if rng is None else {key: seed_of(*rng, *key) for key in self.drawn})
         copies = {number: torch.empty_like(x, requires_grad=False) for number, x in self.copies.items()}
         _copy(list(self.copies.values()), list(copies.values()))
@@ -219,8 +244,8 @@ def _keys(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Iterable[Hashable]:
             raise StageError(f"the argument {short(paths_of(spec)[i])} can't be captured: {error}") from error
 
 
-def _device(tensors: Sequence[Tensor]) -> Device:
-    devices = {x.device for x in tensors}
+def _device(tensors: Sequence[Tensor], device: torch.device | None) -> Device:
+    devices = {x.device for x in tensors} | ({device} if device is not None else set())
     if len(devices) > 1:
         names = " and ".join(sorted(map(str, devices)))
         raise StageError(f"the arguments of a step that is captured are on one device, not on {names}: move them there")

@@ -237,6 +237,7 @@ class Step:
     ) -> None:
         pieces, observer = spec.pieces(), observing(observe)
         self.spec, self.result, self.replays = spec, result, handler.replays or Alone()
+        self.device = next(iter(handler.devices or ()), None)
         self.notices = Observer() if observer is None else observer
         self.notices.on_compile(name, programs, handler)
         self.run = handler.compile(programs, pieces, observer)
@@ -282,10 +283,10 @@ class Step:
             params, batch, target, state, weights, zero, _ = arguments
             each = () if weights is None else weights.unbind()
             scales = [0.0 if is_zero else NonZero(w) for w, is_zero in zip(each, zero, strict=True)]
-            known = [functools.partial(_identity, scale) for scale in scales]
-            return then(arguments, _compute(spec, run, spec.inputs(params, batch, target, state, seeder, known)))
+            scale_of = [functools.partial(_identity, scale) for scale in scales]
+            return then(arguments, _compute(spec, run, spec.inputs(params, batch, target, state, seeder, scale_of)))
 
-        captured = Captured(function, replays)
+        captured = Captured(function, replays, self.device)
 
         def call(params: Any, batch: Any, target: Any, state: Any, rng: Rng | None, more: Any) -> tuple[Any, Computed]:
             notices.on_step_begin()
@@ -446,11 +447,11 @@ class _StepSpec:
         """
         try:
             return _seed(rng)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # the numbers are the user's, and may raise anything
             raise self._stage_error(error) from error
 
     def weights(self, params: Any, batch: Any, target: Any) -> tuple[Tensor | None, tuple[bool, ...]]:
-        """Return the microbatches' shares of the weight, on the device of the params, and which of them are zero.
+        """Return the microbatches' shares of the weight, on the device of the arguments, and which of them are zero.
 
         Raises:
             StageError: the batch or the target can't be split, or `weight` failed.
@@ -464,7 +465,7 @@ class _StepSpec:
         shares = [microbatch.scale() for microbatch in data if microbatch.scale is not None]
         if not shares:  # another process computes the loss
             return None, ()
-        tensors = (x for x in flatten(params).leaves if isinstance(x, Tensor))
+        tensors = (x for x in flatten((params, batch, target)).leaves if isinstance(x, Tensor))
         device = next((x.device for x in tensors), torch.device("cpu"))
         return torch.tensor(shares, dtype=torch.float64, device=device), tuple(share == 0 for share in shares)
 

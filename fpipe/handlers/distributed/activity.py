@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from fpipe.devices import Device
-from fpipe.effects import Effect
 
 LEAD = 6
 """Effects of a rank that the host may launch before the device has run them.
@@ -63,12 +62,12 @@ class Activity:
     def __init__(self, markers: Markers) -> None:
         self.markers, self.calls, self.waits, self.inside = markers, 0, 0, False
         self.waiting: str | None = None
-        self.effect: Callable[[], Effect | None] = _nothing
+        self.effect: Callable[[], object] = _nothing
         self._seen: object = None
         self._since = time.monotonic()
         _activities.add(self)
 
-    def enter(self, effect: Callable[[], Effect | None] = _nothing) -> None:
+    def enter(self, effect: Callable[[], object] = _nothing) -> None:
         """Begin a set-up or a step."""
         self.effect, self.waiting, self.inside = effect, None, True
         self.calls += 1

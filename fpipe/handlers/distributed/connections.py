@@ -194,16 +194,24 @@ class Connections:
 
     def send(self, messages: list[torch.Tensor], target: int) -> list[dist.Work]:
         """Post messages to a rank. The caller keeps them and their works until the works are complete."""
-        group, side, works = self.edges[self.rank, target], _side(target, self.rank), list[dist.Work]()
-        sent = list(map(self.backend.message, messages))
-        launch(lambda: works.extend(self._post_each(group.send, sent, side, target, "send to")))
-        return works
+        return self._launch_on_edge("send", (self.rank, target), messages, target, "send to")
 
     def receive(self, messages: list[torch.Tensor], source: int) -> list[dist.Work]:
         """Post receives from a rank."""
-        group, side, works = self.edges[source, self.rank], _side(source, self.rank), list[dist.Work]()
-        received = list(map(self.backend.message, messages))
-        launch(lambda: works.extend(self._post_each(group.recv, received, side, source, "receive from")))
+        return self._launch_on_edge("recv", (source, self.rank), messages, source, "receive from")
+
+    def _launch_on_edge(
+        self, operation: str, edge: Edge, messages: list[torch.Tensor], peer: int, what: str
+    ) -> list[dist.Work]:
+        """Post an operation of an edge for each message; a graph does so again, and keeps no group alive."""
+        sent, side, works = list(map(self.backend.message, messages)), _side(peer, self.rank), list[dist.Work]()
+
+        def post() -> None:
+            if edge not in self.edges:
+                raise PeerLost(peer, f"could not {what} rank {peer}")
+            works.extend(self._post_each(getattr(self.edges[edge], operation), sent, side, peer, what))
+
+        launch(post)
         return works
 
     def send_bytes(self, text: bytes, target: int) -> InFlight:
@@ -296,9 +304,15 @@ class Connections:
         """Return the tensor of rank `source`, on every rank; the others pass a tensor to receive into."""
         if self.size == 1:
             return tensor
-        group, wait = (self.control, self.wait_for_control) if control else (self.results, self.wait)
-        works = list[dist.Work]()
-        launch(lambda: works.extend(self._post(source, purpose, group.broadcast, [(tensor, source)])))
+        works, wait = list[dist.Work](), self.wait_for_control if control else self.wait
+
+        def post() -> None:
+            if self.groups.is_cut:
+                raise PeerLost(source, purpose)
+            group = self.control if control else self.results
+            works.extend(self._post(source, purpose, group.broadcast, [(tensor, source)]))
+
+        launch(post)
         wait(works, source, purpose)
         return tensor
 

@@ -190,7 +190,7 @@ class _Setup:
     @contextmanager
     def running(self) -> Iterator[None]:
         connections, failures = self.ready()
-        with together(connections, failures):
+        with together(connections, failures, lambda: "a replayed step"):
             yield
             if connections.device.asynchronous:
                 connections.activity.markers.add("a replayed step", "replaying")
@@ -240,13 +240,13 @@ def _device(group: dist.ProcessGroup) -> str:
 def together(
     connections: Connections,
     failures: Failures,
-    effect: Callable[[], fx.Effect | None] = lambda: None,
+    effect: Callable[[], object] = lambda: None,
     clear: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Make a failure of this rank inside the context one of all ranks, and a peer's a `TransportError`.
 
     Args:
-        effect: returns the effect that runs.
+        effect: returns the effect that runs, or what runs in its place.
         clear: drops what keeps connections open.
     """
     failures.check()

@@ -150,7 +150,13 @@ class PayloadCodec:
             _laid_out(leaf, spec, self.device) if isinstance(spec, TensorSpec) else leaf
             for leaf, spec in zip(gradients, self.signature.leaves, strict=True)
         ]
-        return leaves, torch.tensor(flags, dtype=torch.uint8, device=self.device) if flags else None
+        return leaves, self._flags(flags) if flags else None
+
+    def _flags(self, flags: list[bool]) -> Tensor:
+        """Return the message of the flags; in a graph, where no reader looks at them, without a copy from the host."""
+        if is_capturing():
+            return torch.zeros(len(flags), dtype=torch.uint8, device=self.device)
+        return torch.tensor(flags, dtype=torch.uint8, device=self.device)
 
     def _written(self, tensors: dict[int, Tensor]) -> list[Tensor]:
         alone = [tensors[chunk.leaf] for chunk in self.alone]
