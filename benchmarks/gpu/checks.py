@@ -11,7 +11,7 @@ MODULES = {
     "streams": ("makespan",),
     "marks": ("marks",),
 }
-"""Where checks are that are not in the module of their part's name."""
+"""The modules of those checks that are not in the module of their part's name."""
 
 
 class Check(NamedTuple):

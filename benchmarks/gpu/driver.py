@@ -35,7 +35,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """How checks are run.
+    """The options of a run.
 
     Args:
         cpu: in small, over gloo on the CPU.

@@ -1,4 +1,4 @@
-"""Where tensors are and kernels run: all that fpipe asks of a CPU or of a GPU stands behind `Device`."""
+"""The CPU and GPUs: fpipe reaches their streams, events, generators, memory and graphs through `Device` alone."""
 
 from fpipe.devices.devices import Cpu as Cpu
 from fpipe.devices.devices import Cuda as Cuda

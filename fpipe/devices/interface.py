@@ -1,4 +1,4 @@
-"""What fpipe asks of a device: streams, events, generators, memory, graphs.
+"""The interface of devices: streams, events, generators, memory, graphs.
 
 A stream runs what is launched on it in order. An event marks a point of a stream, which another stream or the host can
 wait for. Nothing else orders two streams.

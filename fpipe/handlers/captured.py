@@ -40,7 +40,7 @@ Function = Callable[[Any, Seeder | None], Any]
 
 
 class Needs(NamedTuple):
-    """What the first call with a signature found out.
+    """The needs of a graph, as the first call with a signature shows them.
 
     Args:
         donated: numbers of the leaves that the function writes to.

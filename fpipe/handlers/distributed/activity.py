@@ -1,7 +1,7 @@
 """Where this process is: what its host waits for, and how far its device is. The watchdog reads it from its own thread.
 
 Invariants:
-- writing costs no lock and no wait;
+- writing waits for nothing; only the markers of an asynchronous device have a lock, held for a moment;
 - an asynchronous device is at most `LEAD` effects behind the host, so that memory is what the schedule needs.
 """
 
@@ -117,9 +117,6 @@ class Activity:
 
 _activities: weakref.WeakSet[Activity] = weakref.WeakSet()
 """Of all handlers of this process: a rank that is busy with another one is not absent."""
-
-
-DEVICE = "waiting for the device"
 
 
 class _Marker(NamedTuple):
