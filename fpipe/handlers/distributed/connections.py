@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fpipe.devices import Device, aside, launch
-from fpipe.errors import StageError, TransportError
+from fpipe.errors import StageError
 from fpipe.handlers.distributed.activity import Activity, Markers
 from fpipe.handlers.distributed.backends import Backend, Edge, Gloo, rounds
 from fpipe.handlers.distributed.lifeline import Lifeline
@@ -79,7 +79,6 @@ class Connections:
         self.groups = _Groups(backend, self.activity.markers, compute_timeout)
         self.edges, self.closed = self.groups.edges, self.groups.closed
         self.planned: frozenset[Edge] = frozenset()  # of all ranks
-        self.comparisons = 0
         # Also at the interpreter's exit: gloo's threads must not outlive it.
         weakref.finalize(self, self.groups.close)
         self.groups.shared["control"] = GLOO.group(PrefixStore("control", store), "control", rank, range(size), timeout)
@@ -110,6 +109,10 @@ class Connections:
 
     # Set-up
 
+    def refusal(self, edges: Collection[Edge]) -> str | None:
+        """Return why this process can't have these edges beside those that it has; None if it can."""
+        return self.backend.check(self.device, self.rank, self.planned | set(edges), self)
+
     def connect(self, edges: Collection[Edge]) -> None:
         """Make the groups that are missing, round by round, and send one message over each. Every rank calls it.
 
@@ -117,13 +120,9 @@ class Connections:
         train another pipeline, and it splits a communicator made with `device_id`; so the groups are made without it.
 
         Args:
-            edges: of all ranks.
-
-        Raises:
-            TransportError: a rank can't have so many edges, or its environment would make it wait for ever.
+            edges: of all ranks, which none of them refuses.
         """
         planned = self.planned | set(edges)
-        self._compare(self.backend.check(self.device, self.rank, planned, self))
         with warnings.catch_warnings():  # it is what an edge is made for
             warnings.filterwarnings("ignore", message="An unbatched P2P op")
             if self.backend.asynchronous and self.size > 1 and self.groups.lifeline is None:
@@ -135,17 +134,6 @@ class Connections:
                     purpose = f"connecting rank {source} to rank {target}"
                     self._within_limit(partial(self._connect_edge, edge, purpose), purpose)
         self.planned = planned
-
-    def _compare(self, refusal: str | None) -> None:
-        """Raise a rank's reason against the connections on all ranks, before one is made."""
-        self.comparisons += 1
-        key = f"no connections {self.comparisons}"
-        if refusal is not None:
-            self.store.compare_set(key, "", refusal)
-        count, works = self.collect([refusal is not None])
-        self.wait_for_control(works, None, "setting up connections")
-        if count.item():
-            raise TransportError(str(self.store.get(key), "utf-8"))
 
     def _connect_results(self) -> None:
         purpose = "connecting all ranks"

@@ -98,6 +98,11 @@ class Distributed:
         connections.activity.enter()
         try:
             self._compare(connections, (options, [(p.plan, p.effects) for _, p in sorted(programs.items())]))
+            refusal = connections.refusal(edges)
+            roll = RollCall(connections, failures, [], None if refusal is None else TransportError(refusal))
+            _, reason = roll.answers("setting up connections")
+            if reason is not None:
+                raise TransportError(reason)
             connections.connect(edges)
         except PeerLost as lost:
             raise failures.of_peer(connections, lost) from None

@@ -50,19 +50,29 @@ class RollCall:
         with aside():
             self._sum, self._works = connections.collect([*numbers, error is not None])
 
+    def answers(self, purpose: str) -> tuple[list[int], str | None]:
+        """Return the sums, and the reason of a rank that can't go on, if there is one.
+
+        Args:
+            purpose: of the wait.
+        """
+        with aside():
+            self._connections.wait_for_control(self._works, None, purpose)
+            *sums, refusals = self._sum.tolist()
+        if not refusals:
+            return sums, None
+        return sums, self._failures.wait(5.0, self._key) or "its reason could not be read"
+
     def wait(self) -> list[int]:
         """Return the sums.
 
         Raises:
             StepRejected: a rank can't run the step.
         """
-        with aside():
-            self._connections.wait_for_control(self._works, None, "beginning a step: a rank has not come to it")
-            *sums, refusals = self._sum.tolist()
+        sums, reason = self.answers("beginning a step: a rank has not come to it")
         if self._error is not None:
             raise StepRejected(self._error)
-        if refusals:
-            reason = self._failures.wait(5.0, self._key) or "its reason could not be read"
+        if reason is not None:
             raise StepRejected(
                 TransportError(f"rank {self._connections.rank} can't run the step, for a peer can't: {reason}")
             )
