@@ -14,7 +14,8 @@ from fpipe.tables import TABLE, Table, fields_of
 
 PerStage = float | Sequence[float]
 Edge = tuple[int, int]  # source rank, target rank; or stage, reader
-NOT_BY_STAGE = {"communication", "shared", "reads", "extra", "scale", "sizes"}
+NOT_BY_STAGE = {"communication", "shared", "reads", "extra", "scale", "sizes", "replicas"}
+OVER_REPLICAS = ("gather", "scatter")
 SIZES = {"activation", "residuals", "deferred"}
 BY_DEFAULT = {"backward": ("backward_input", "backward_weight")}
 
@@ -85,6 +86,10 @@ class Costs:
         residuals: bytes that a forward saves for its backward.
         deferred: bytes that an input gradient saves for its weight gradient.
         shared: memory that these have in common. By default none: an output that residuals contain counts twice.
+        parameters: bytes of a stage's whole parameters, and of their gradients.
+        gather, scatter: the cost of a `Gather`, and of a `Scatter`: a time, as of the others, or a `Link`, over which a
+            rank gets (replicas - 1) / replicas of the bytes.
+        replicas: how many there are, for a `Link` of `gather` or `scatter`.
         reads: {(stage, reader): bytes} where a stage reads only a part of another's output: the bytes that its rank
             receives, and the size of the gradient that it computes.
         extra: {class: cost} of effects and values that you define: the time of an effect, the bytes of a value.
@@ -111,6 +116,10 @@ class Costs:
     activation: PerStage = 0.0
     residuals: PerStage = 0.0
     deferred: PerStage = 0.0
+    parameters: PerStage = 0.0
+    gather: PerStage | Link = 0.0
+    scatter: PerStage | Link = 0.0
+    replicas: int = 1
     shared: Sequence[Shared] = ()
     reads: Mapping[Edge, float] = _ByKey()
     extra: Mapping[type, PerStage] = _ByKey()
@@ -122,6 +131,12 @@ class Costs:
             value = getattr(self, field.name)
             if field.name == "communication":
                 normal: object = _links(value)
+            elif isinstance(value, Link) and field.name in OVER_REPLICAS:
+                normal = value
+            elif field.name == "replicas":
+                if not isinstance(value, int) or value < 1:
+                    raise ScheduleError(f"replicas must be a whole number of at least 1, not {value!r}")
+                normal = value
             elif field.name == "shared":
                 normal = tuple(Shared(_number("shared", size), tuple(names)) for size, names in value)
             elif field.name == "reads":
@@ -155,9 +170,17 @@ class Costs:
         if per_stage is None:
             halves = BY_DEFAULT.get(cost, ())
             return sum(self.at(half, of) for half in halves) if halves else sum(map(self.time, both))
-        factors = self.sizes if cost in SIZES else self.scale
+        factors = () if cost == "parameters" else self.sizes if cost in SIZES else self.scale
         factor = sum(factors[part.microbatch] for part in both) / len(both) if factors else 1.0
         return _at(per_stage, both[0].stage) * factor
+
+    def replica_transfer(self, cost: str, stage: int) -> float:
+        """Return the time of a `gather` or a `scatter` of a stage."""
+        price = getattr(self, cost)
+        if not isinstance(price, Link):
+            return _at(price, stage)
+        share = (self.replicas - 1) / self.replicas
+        return price.latency + share * _at(self.parameters, stage) / price.bandwidth
 
     def extra_of(self, of: Any, factors: Sequence[float]) -> float:
         """Return the cost in `extra` of an effect's or a value's class, times the factor of its microbatch."""

@@ -50,8 +50,23 @@ class Deferred:
     microbatch: int
 
 
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The whole parameters of a stage, put together from the shards of all replicas; they never leave their rank."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """The part of a stage's weight gradients that one replica computed on a rank; they never leave their rank."""
+
+    stage: int
+    rank: int
+
+
 Value = Activation | Gradient | WeightGradient
-Name = Value | Residuals | Deferred
+Name = Value | Residuals | Deferred | Parameters | Partials
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +135,29 @@ class Reduce:
     stage: int
 
 
-Effect = Compute | Overlap | Send | Recv | Reduce
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Post the gathering of a stage's parameters from all replicas, without waiting; the first use waits."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give up the whole parameters of a stage; the shard of this replica stays."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Post the sum over all replicas of a stage's weight gradients on a rank; each replica gets those of its shard."""
+
+    stage: int
+    rank: int
+
+
+Effect = Compute | Overlap | Send | Recv | Reduce | Gather | Release | Scatter
 
 
 def parts(effect: Effect) -> tuple[Effect, ...]:

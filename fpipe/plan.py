@@ -147,6 +147,9 @@ class Plan:
         microbatches: their number; copies of a stage run equal consecutive blocks of them.
         edges: the DAG, a chain by default; `Pipeline.plan` fills it in.
         ties: groups of stages that share a parameter, e.g. `((0, 3),)`; filled in likewise.
+        replicas: copies of the whole pipeline, which all run the same programs, each on its own microbatches: data
+            parallelism. The plan is that of one replica.
+        gathered: the stages whose parameters are whole only from a `Gather` to a `Release`; lowering fills it in.
 
     Raises:
         ScheduleError: a count is not positive, or two counts don't fit each other.
@@ -156,9 +159,11 @@ class Plan:
     microbatches: int
     edges: Edges = Edges(())
     ties: tuple[tuple[int, ...], ...] = ()
+    replicas: int = 1
+    gathered: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        _positive(microbatches=self.microbatches)
+        _positive(microbatches=self.microbatches, replicas=self.replicas)
         if not self.edges.reads:
             object.__setattr__(self, "edges", Edges.chain(self.stages))
         if len(self.edges.reads) != self.stages:
@@ -180,6 +185,7 @@ class Plan:
             for rank in range(self.ranks)
         )
         caption = f"{self.stages} stages on {self.ranks} ranks, {self.microbatches} microbatches"
+        caption += f", {self.replicas} replicas" if self.replicas > 1 else ""
         return f"<table><caption>{caption}</caption><tr><th></th><th>stages</th></tr>{rows}</table>"
 
     @property

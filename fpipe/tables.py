@@ -8,7 +8,7 @@ a function to the handler.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -21,11 +21,16 @@ from fpipe.effects import (
     Compute,
     Deferred,
     Forward,
+    Gather,
     Gradient,
     Overlap,
+    Parameters,
+    Partials,
     Recv,
     Reduce,
+    Release,
     Residuals,
+    Scatter,
     Send,
     WeightGradient,
     parts,
@@ -36,7 +41,10 @@ FORWARD, INPUT, WEIGHT = 1, 2, 4
 
 # The colours are Okabe and Ito's, which the colour-blind can distinguish; black text is legible on each.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, GREY = "#56b4e9", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#9e9e9e"
-TRACKS = ("compute", "send", "receive", "host")
+YELLOW = "#f0e442"
+LANES = ("gather", "scatter")
+"""Tracks on which effects run beside the rank's compute, one after another; what needs their values waits for them."""
+TRACKS = ("compute", "send", "receive", *LANES, "host")
 COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
 Names = tuple[Any, ...]
 
@@ -46,6 +54,10 @@ class Topology(Protocol):
 
     @property
     def ranks(self) -> int: ...
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def gathered(self) -> Collection[int]: ...
     def sources(self, stage: int, /) -> tuple[int, ...]: ...
     def consumers(self, stage: int, /) -> tuple[int, ...]: ...
     def rank_of(self, stage: int, microbatch: int, /) -> int: ...
@@ -62,6 +74,7 @@ class Prices(Protocol):
     def sizes(self) -> Sequence[float]: ...
 
     def at(self, cost: str, of: Any, /) -> float: ...
+    def replica_transfer(self, cost: str, stage: int, /) -> float: ...
     def read(self, stage: int, reader: int, microbatch: int, /) -> float: ...
     def extra_of(self, of: Any, factors: Sequence[float], /) -> float: ...
 
@@ -120,7 +133,8 @@ class Row(NamedTuple):
         where: the ranks that may run the effect.
         time: seconds, or the unit of the costs, for which it occupies its rank; by default `Costs(extra={kind: time})`.
         work: the bits of `FORWARD | INPUT | WEIGHT` that it does for its stage and microbatch.
-        track: its lane in a timeline: "compute", "send", "receive" or "host".
+        track: its lane in a timeline: "compute", "send", "receive", "host"; or one of `LANES`, "gather" and "scatter":
+            it then occupies this lane, and not the rank.
         letter, label, colour: its letter in drawings, its name in legends, and its colour ("#rrggbb").
     """
 
@@ -179,7 +193,8 @@ class Table:
     """The two tables: effect class -> `Row`, value class -> `ValueRow`.
 
     >>> sorted(kind.__name__ for kind in TABLE.effects)
-    ['Backward', 'BackwardInput', 'BackwardWeight', 'Forward', 'Overlap', 'Recv', 'Reduce', 'Send']
+    ['Backward', 'BackwardInput', 'BackwardWeight', 'Forward', 'Gather', 'Overlap', 'Recv', 'Reduce', 'Release', \
+'Scatter', 'Send']
     """
 
     effects: Mapping[type, Row]
@@ -288,9 +303,13 @@ def fields_of(kind: Any) -> tuple[str, ...]:
 # What effects need, give and free
 
 
+def _parameters(e: Compute | Gather | Release, plan: Topology) -> Names:
+    return (Parameters(e.stage),) if e.stage in plan.gathered else ()
+
+
 @uniform
 def _inputs(e: Compute, plan: Topology) -> Names:
-    return tuple(Activation(s, e.microbatch) for s in plan.sources(e.stage))
+    return (*(Activation(s, e.microbatch) for s in plan.sources(e.stage)), *_parameters(e, plan))
 
 
 @uniform
@@ -306,13 +325,30 @@ def _cotangents(e: Compute, plan: Topology) -> Names:
 
 
 @uniform
+def _cotangents_and_parameters(e: Compute, plan: Topology) -> Names:
+    return _cotangents(e, plan) + _parameters(e, plan)
+
+
+@uniform
+def _cotangents_for_inputs(e: Compute, plan: Topology) -> Names:
+    """A stage without sources has no input gradients: all of its backward is in the other half."""
+    return _cotangents(e, plan) + (_parameters(e, plan) if plan.sources(e.stage) else ())
+
+
+@uniform
+def _deferred_for_weights(e: Compute, plan: Topology) -> Names:
+    return _deferred(e, plan) + (() if plan.sources(e.stage) else _parameters(e, plan))
+
+
+@uniform
 def _input_gradients(e: Compute, plan: Topology) -> Names:
     return tuple(Gradient(s, e.stage, e.microbatch) for s in plan.sources(e.stage))
 
 
 @uniform
 def _weight_gradient(e: Compute, plan: Topology) -> Names:
-    return (WeightGradient(e.stage, plan.rank_of(e.stage, e.microbatch)),)
+    kind = Partials if plan.replicas > 1 else WeightGradient
+    return (kind(e.stage, plan.rank_of(e.stage, e.microbatch)),)
 
 
 @uniform
@@ -338,6 +374,22 @@ def _sums(e: Reduce, plan: Topology) -> Names:
     return tuple(WeightGradient(stage, rank) for stage, rank in plan.sharers(e.stage))
 
 
+def _whole(e: Gather | Release, plan: Topology) -> Names:
+    return (Parameters(e.stage),)
+
+
+def _partials(e: Scatter, plan: Topology) -> Names:
+    return (Partials(e.stage, e.rank),)
+
+
+def _scattered(e: Scatter, plan: Topology) -> Names:
+    return (WeightGradient(e.stage, e.rank),)
+
+
+def _of_rank(e: Scatter, plan: Topology) -> tuple[int, ...]:
+    return (e.rank,)
+
+
 # Times and sizes
 
 
@@ -348,6 +400,10 @@ def _at(name: str, of: Any, costs: Prices, *at: Any) -> float:
 def _cost(name: str) -> Callable[..., float]:
     """Return a column that reads one of the costs. It can be pickled, so that tables can be pickled."""
     return uniform(partial(_at, name))
+
+
+def _over_replicas(cost: str, e: Gather | Scatter, costs: Prices) -> float:
+    return costs.replica_transfer(cost, e.stage)
 
 
 @uniform
@@ -410,7 +466,7 @@ def _sum_readers(v: WeightGradient, plan: Topology) -> list[int]:
     return [rank for _, rank in plan.sharers(v.stage)]
 
 
-def _has_copy(v: WeightGradient, plan: Topology) -> bool:
+def _has_copy(v: WeightGradient | Partials, plan: Topology) -> bool:
     return v.rank in plan.ranks_of(v.stage)
 
 
@@ -422,19 +478,42 @@ TABLE = Table(
     {
         Forward: _compute((_inputs, _outputs, nothing), "forward", FORWARD, "F", "forward", BLUE),
         BackwardInput: _compute(
-            (_cotangents, _inputs_and_deferred, _cotangents), "backward_input", INPUT, "I", "input gradient", ORANGE
+            (_cotangents_for_inputs, _inputs_and_deferred, _cotangents),
+            *("backward_input", INPUT, "I", "input gradient", ORANGE),
         ),
         BackwardWeight: _compute(
-            (_deferred, _weight_gradient, _deferred), "backward_weight", WEIGHT, "W", "weight gradient", GREEN
+            (_deferred_for_weights, _weight_gradient, _deferred),
+            *("backward_weight", WEIGHT, "W", "weight gradient", GREEN),
         ),
         Backward: _compute(
-            (_cotangents, _both_gradients, _cotangents), "backward", INPUT | WEIGHT, "B", "backward", VERMILION
+            (_cotangents_and_parameters, _both_gradients, _cotangents),
+            *("backward", INPUT | WEIGHT, "B", "backward", VERMILION),
         ),
         # An overlap needs, gives and frees the names of its two parts.
         Overlap: Row(time=_cost("overlap"), letter="&", label="overlap", colour=PURPLE),
         Send: Row(needs=_value, time=_free, track="send", letter="S", label="send"),
         Recv: Row(gives=_value, time=_free, track="receive", letter="R", label="receive"),
         Reduce: Row(needs=_sums, time=_free, track="host", letter="R", label="reduce"),
+        Gather: Row(
+            gives=_whole,
+            time=partial(_over_replicas, "gather"),
+            track="gather",
+            letter="G",
+            label="gather",
+            colour=YELLOW,
+        ),
+        Release: Row(needs=_whole, frees=_whole, time=_free, track="host", letter="L", label="release"),
+        Scatter: Row(
+            needs=_partials,
+            gives=_scattered,
+            frees=_partials,
+            where=_of_rank,
+            time=partial(_over_replicas, "scatter"),
+            track="scatter",
+            letter="S",
+            label="scatter",
+            colour=PURPLE,
+        ),
     },
     {
         Activation: ValueRow(_activation_producer, _activation_readers, _activation_bytes, "activation", BLUE),
@@ -453,5 +532,9 @@ TABLE = Table(
         ),
         Residuals: ValueRow(bytes=_cost("residuals"), label="residuals"),
         Deferred: ValueRow(bytes=_cost("deferred"), label="deferred", backward=True),
+        Parameters: ValueRow(bytes=_cost("parameters"), label="parameters", colour=YELLOW),
+        Partials: ValueRow(
+            bytes=_free, label="gradient sum", colour=PURPLE, sums=True, backward=True, exists=_has_copy
+        ),
     },
 )

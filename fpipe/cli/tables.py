@@ -69,7 +69,8 @@ def account(timeline: Timeline, scale: Scale = _PLAIN, peaks: Sequence[float | N
     if sized(timeline.costs) and not peaks:
         peaks = [max(nbytes for _, nbytes in timeline.memory(rank)) for rank in range(timeline.plan.ranks)]
     has_memory = any(peak is not None for peak in peaks)
-    result = table(["\nrank", "\nbusy", "\nidle", *_CAUSES, "in\nflight", *(["\nmemory"] if has_memory else [])])
+    causes_of = _titles(timeline.cause_names)
+    result = table(["\nrank", "\nbusy", "\nidle", *causes_of, "in\nflight", *(["\nmemory"] if has_memory else [])])
     for rank, causes in enumerate(timeline.causes):
         if not timeline.spans.of(rank):
             result.add_row(str(rank), "missing")
@@ -201,18 +202,25 @@ def _legend(cells: Sequence[Cell], colours: bool, timeline: Timeline) -> Text:
 
 
 _FIGURES = ("make- \nspan ", "\ncost ", "\nbubble", "\npeak ")
-_CAUSES = ("warm\nup", "depen-\ndency", "trans-\nfer", "imba-\nlance", "\ndrain")
+_CAUSES = dict(
+    zip(
+        CAUSES,
+        ("warm\nup", "depen-\ndency", "trans-\nfer", "imba-\nlance", "\ndrain", "\ngather", "\nscatter"),
+        strict=True,
+    )
+)
 
 
 def comparison(entrants: Sequence[tuple[str, Timeline, float]], refused: Mapping[str, str]) -> Group:
     """Return a table of schedules with the best figures marked, then the refused schedules with the reasons."""
-    result = table(["\nschedule", "\nv", *_FIGURES, *_CAUSES], words=["\nschedule"], gap=1)
+    causes = [name for name in CAUSES if any(name in timeline.cause_names for _, timeline, _ in entrants)]
+    result = table(["\nschedule", "\nv", *_FIGURES, *_titles(causes)], words=["\nschedule"], gap=1)
     rows = [(line.makespan, line.cost, line.bubble_rate, peak) for _, line, peak in entrants]
     best = [min(column) for column in zip(*rows, strict=True)]
     for (name, timeline, _), figures in zip(entrants, rows, strict=True):
         columns = zip((number, number, percent, number), figures, best, strict=True)
         marked = [_marked(form(figure), figure <= least * (1 + 1e-9)) for form, figure, least in columns]
-        means = (f"{mean:.3g}" for mean in _mean_causes(timeline))
+        means = (f"{mean:.3g}" for mean in _mean_causes(timeline, causes))
         result.add_row(Text(name), str(counts(timeline.plan)["chunks"]), *marked, *means)
     note = Text("* best; v stages on a rank; peak in flight; a rank's mean idle time by cause", "dim")
     shown: list[RenderableType] = [result, note] if entrants else []
@@ -220,8 +228,12 @@ def comparison(entrants: Sequence[tuple[str, Timeline, float]], refused: Mapping
     return Group(*shown, *([Text("Not here:"), *reasons] if reasons else []))
 
 
-def _mean_causes(timeline: Timeline) -> list[float]:
-    totals = (sum(causes[cause] for causes in timeline.causes) for cause in CAUSES)
+def _titles(causes: Iterable[str]) -> list[str]:
+    return [_CAUSES[cause] for cause in causes]
+
+
+def _mean_causes(timeline: Timeline, names: Iterable[str]) -> list[float]:
+    totals = (sum(causes.get(cause, 0.0) for causes in timeline.causes) for cause in names)
     return [_cleared(total / timeline.plan.ranks, timeline.makespan) for total in totals]
 
 
@@ -306,11 +318,12 @@ def _pair(pair: tuple[float, float], scale: Scale) -> Iterator[str]:
 
 def _side_by_side(result: Difference, scale: Scale) -> Table:
     """Return a table of each rank's busy and idle time in both timelines."""
-    shown = table(["\nrank", "\nbusy A", "\nB", "\nidle A", "\nB", *_CAUSES])
+    shown = table(["\nrank", "\nbusy A", "\nB", "\nidle A", "\nB", *_titles(result.cause_names)])
     for rank in result.ranks:
         lines = result.a, result.b
         pairs = (*(line.busy[rank] for line in lines), *(line.idle[rank] for line in lines))
-        causes = (result.a.causes[rank][cause] - result.b.causes[rank][cause] for cause in CAUSES)
+        both = result.a.causes[rank], result.b.causes[rank]
+        causes = (both[0].get(cause, 0.0) - both[1].get(cause, 0.0) for cause in result.cause_names)
         shown.add_row(str(rank), *(scale(_cleared(time, max(result.makespan))) for time in (*pairs, *causes)))
     shown.caption, shown.caption_justify = "causes of idle time: A - B", "left"
     return shown

@@ -4,7 +4,8 @@ Each pass is a plain function `programs -> programs`, and `lower` composes them.
 
 - a value is sent right after the last effect that gives it, once to each rank that reads it;
 - on each directed edge, receives are posted in the order of the sends, at the latest before first use;
-- a stage's `Reduce` follows its last weight gradient.
+- a stage's `Reduce` follows its last weight gradient; with replicas its `Scatter` does, and `Reduce` comes at the end;
+- with `resident`, a stage's `Gather` and `Release` surround the effects that need its parameters.
 
 Sends and receives that a schedule yields stay unchanged. The passes do not validate; the verifier does. For
 an invalid schedule the result is best effort.
@@ -17,12 +18,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fpipe.effects import Effect, Forward, Recv, Reduce, Send, Value, WeightGradient, parts
+from fpipe.effects import Effect, Forward, Gather, Recv, Reduce, Scatter, Send, Value, WeightGradient, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interning import Interning
 from fpipe.programs.names import check_names
 from fpipe.programs.program import Program, Programs, plan_of, table_of
+from fpipe.programs.residence import residence
 from fpipe.programs.transports import Transport
 from fpipe.tables import TABLE, WEIGHT, Table, is_uniform
 
@@ -30,7 +32,13 @@ Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values 
 
 
 def lower(
-    schedule: Schedule, plan: Plan, *, depth: int | None = None, transport: str = "async", effects: Table = TABLE
+    schedule: Schedule,
+    plan: Plan,
+    *,
+    depth: int | None = None,
+    transport: str = "async",
+    resident: int | None = None,
+    effects: Table = TABLE,
 ) -> Programs:
     """Return the complete programs of all ranks. `fpipe.verify` checks whether they are correct.
 
@@ -40,6 +48,8 @@ def lower(
         transport: decides where receives are placed. With `async`, the transport of fpipe's handlers, a receive that is
             posted early blocks nothing. With the other transports of `fpipe.verify`, each receive is posted at the
             moment of its send, and `depth` is not used.
+        resident: the number of stages whose parameters, sharded over the replicas, may be whole on a rank at a time;
+            None where parameters are not sharded. Not used where the schedule yields `Gather` itself.
         effects: the table of effects and values; `TABLE.extended({...})` for effects that you define.
 
     Raises:
@@ -54,7 +64,8 @@ Backward(stage=1, microbatch=0))
     programs = collect(schedule, plan, effects)
     if not any(type(e) is Send or type(e) is Recv for program in programs.values() for e in program):
         programs = prefetch(communicate(programs), depth) if early else rendezvous(programs)
-    return reduce(exchange_sums(programs))
+    programs = reduce(exchange_sums(scatter(programs)))
+    return programs if resident is None or gathered(programs) else residence(programs, resident)
 
 
 def collect(schedule: Schedule, plan: Plan, table: Table = TABLE) -> Programs:
@@ -69,7 +80,37 @@ def collect(schedule: Schedule, plan: Plan, table: Table = TABLE) -> Programs:
         effects = tuple(yielded)
         check_names(effects, rank, plan, table)
         programs[rank] = Program(plan, rank, effects, table)
+    if stages := gathered(programs):
+        plan = replace(plan, gathered=stages)
+        return {rank: replace(program, plan=plan) for rank, program in programs.items()}
     return programs
+
+
+def gathered(programs: Programs) -> frozenset[int]:
+    """Return the stages that programs gather."""
+    return frozenset(e.stage for program in programs.values() for e in program if type(e) is Gather)
+
+
+def scatter(programs: Programs) -> Programs:
+    """Add `Scatter` after each stage's last weight gradient, where there are replicas."""
+    if plan_of(programs).replicas == 1 or any(type(e) is Scatter for program in programs.values() for e in program):
+        return programs
+    return {rank: replace(program, effects=tuple(_with_scatters(program))) for rank, program in programs.items()}
+
+
+def _with_scatters(program: Program) -> list[Effect]:
+    effects, last = list(program), _last_weights(program)
+    for stage in sorted(last, key=last.__getitem__, reverse=True):
+        effects.insert(_after_sends(effects, last[stage]), Scatter(stage, program.rank))
+    return effects
+
+
+def _after_sends(effects: Sequence[Effect], at: int) -> int:
+    """Return the index after an effect and the sends of its values."""
+    at += 1
+    while at < len(effects) and isinstance(effects[at], Send):
+        at += 1
+    return at
 
 
 def communicate(programs: Programs) -> Programs:
@@ -238,7 +279,10 @@ def _with_sums(program: Program) -> list[Effect]:
 
 
 def reduce(programs: Programs) -> Programs:
-    """Add `Reduce` after each stage's last weight gradient; for a stage that shares its sums, at the end."""
+    """Add `Reduce` after each stage's last weight gradient; for a stage that shares its sums, at the end.
+
+    A stage shares its sums with copies, ties and replicas.
+    """
     if any(type(e) is Reduce for program in programs.values() for e in program):
         return programs
     return {rank: replace(p, effects=tuple(_with_reduce(p))) for rank, p in programs.items()}
@@ -246,12 +290,9 @@ def reduce(programs: Programs) -> Programs:
 
 def _with_reduce(program: Program) -> list[Effect]:
     plan, effects, last = program.plan, list(program), _last_weights(program)
-    shared = [stage for stage in sorted(last) if len(plan.sharers(stage)) > 1]
+    shared = [stage for stage in sorted(last) if plan.replicas > 1 or len(plan.sharers(stage)) > 1]
     for stage in sorted(set(last) - set(shared), key=last.__getitem__, reverse=True):
-        at = last[stage] + 1
-        while at < len(effects) and isinstance(effects[at], Send):
-            at += 1
-        effects.insert(at, Reduce(stage))
+        effects.insert(_after_sends(effects, last[stage]), Reduce(stage))
     return [*effects, *map(Reduce, shared)]
 
 

@@ -5,12 +5,17 @@ The rules, in the order of the checks; the first broken rule is the error:
 1. The stages, microbatches, ranks and values of effects are in the plan. Every stage runs each microbatch forward once,
    on the rank `plan.rank_of`, and backward once, fused or in two halves; or no stage runs backward.
 2. Per stage and copy, forwards and weight gradients run in microbatch order. The parts of an overlap are independent.
-3. Every trained stage is reduced once on each of its ranks. Sums are reduced and sent only when they are final.
+3. Every trained stage is reduced once on each of its ranks. Sums are reduced and sent only when they are final: with
+   replicas, once they are scattered, after the stage's last weight gradient. Where the parameters of stages are
+   gathered, every effect that needs them comes between a `Gather` and a `Release`, and none is whole at the end.
 4. A value is sent once from its producer to each other rank that reads it, and to no other rank. On each directed edge
    receives are posted in the order of the sends.
 5. A value is computed before it is used, and the waits have no cycle under the transport.
 
 By 1 and 4 each name has exactly the uses of the plan, so that no value is left unused if 5 holds.
+
+The replicas of a pipeline run equal programs, so that one replica's are enough: a cycle of waits over several replicas
+would be a closed walk in the waits of one, if equal effects of all replicas are taken for one.
 """
 
 from __future__ import annotations
@@ -22,7 +27,21 @@ from typing import Any
 
 from fpipe._format import aligned, format_bytes
 from fpipe.costs import Costs
-from fpipe.effects import Activation, Gradient, Overlap, Recv, Reduce, Send, Value, WeightGradient, parts
+from fpipe.effects import (
+    Activation,
+    Gather,
+    Gradient,
+    Overlap,
+    Parameters,
+    Recv,
+    Reduce,
+    Release,
+    Scatter,
+    Send,
+    Value,
+    WeightGradient,
+    parts,
+)
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interleaving import crossed, turns
@@ -61,6 +80,7 @@ class Report:
             that peer acknowledges it. Not counted: parameters and values derived from them alone (`LiveBytes` counts
             these), the batch, gradient and loss accumulators, temporaries inside a piece, and packing buffers. None
             without costs. `fpipe.LiveBytes` measures it.
+        peak_resident: the peak number of stages whose gathered parameters are whole on each rank at a time.
     """
 
     plan: Plan
@@ -70,18 +90,22 @@ class Report:
     bytes: dict[Edge, float] | None
     peak_in_flight: tuple[float, ...]
     peak_bytes: tuple[float, ...] | None
+    peak_resident: tuple[int, ...]
 
     def __str__(self) -> str:
-        ranks = [("rank", "effects", "in flight", *(["bytes"] if self.peak_bytes else []))]
+        has_gathers = any(self.peak_resident)
+        head = ("rank", "effects", "in flight", *(["resident"] if has_gathers else []))
+        ranks = [(*head, *(["bytes"] if self.peak_bytes else []))]
         for rank, (effects, peak) in enumerate(zip(self.effects, self.peak_in_flight, strict=True)):
             peak_bytes = [format_bytes(self.peak_bytes[rank])] if self.peak_bytes else []
-            ranks.append((str(rank), str(effects), f"{peak:g}", *peak_bytes))
+            resident = [str(self.peak_resident[rank])] if has_gathers else []
+            ranks.append((str(rank), str(effects), f"{peak:g}", *resident, *peak_bytes))
         edges = [("edge", "messages", *(["bytes"] if self.bytes else []))]
         for edge, count in self.messages.items():
             sent = [format_bytes(self.bytes[edge])] if self.bytes else []
             edges.append((f"{edge[0]} to {edge[1]}", str(count), *sent))
-        head = f"right under {self.transport}: {sum(self.effects)} effects, {sum(self.messages.values())} messages"
-        return "\n".join([head, *aligned(ranks), *(aligned(edges) if self.messages else [])])
+        title = f"right under {self.transport}: {sum(self.effects)} effects, {sum(self.messages.values())} messages"
+        return "\n".join([title, *aligned(ranks), *(aligned(edges) if self.messages else [])])
 
 
 def verify(
@@ -92,6 +116,7 @@ def verify(
     ordered: bool = True,
     costs: Costs | None = None,
     depth: int | None = None,
+    resident: int | None = None,
     effects: Table = TABLE,
 ) -> Report:
     """Check the programs of a schedule for a plan, communication included.
@@ -104,7 +129,7 @@ def verify(
         ordered: whether each stage must run its microbatches in order. False accepts schedules whose results are equal
             within a tolerance only, and is not for stages with state; `value_and_grad` requires True.
         costs: the sizes from which the report counts bytes.
-        depth, effects: as in `lower`.
+        depth, resident, effects: as in `lower`.
 
     Raises:
         ScheduleError: the first broken rule, or a shortest cycle of waits: the ranks, their effects, the values that
@@ -120,7 +145,7 @@ def verify(
     0 to 1         4
     1 to 0         4
     """
-    programs = lower(schedule, plan, depth=depth, transport=transport, effects=effects)
+    programs = lower(schedule, plan, depth=depth, transport=transport, resident=resident, effects=effects)
     return check(programs, transport=transport, ordered=ordered, costs=costs)
 
 
@@ -136,7 +161,9 @@ def check(programs: Programs, *, transport: str = "async", ordered: bool = True,
     interning = Interning(plan, table)
     all_parts: Any = (part for program in programs.values() for effect in program for part in parts(effect))
     trained = any(table.effects[type(part)].work & (INPUT | WEIGHT) for part in all_parts)
-    peaks = [_RankRules(programs[rank], trained, ordered).check() for rank in range(plan.ranks)]
+    rules = [_RankRules(programs[rank], trained, ordered) for rank in range(plan.ranks)]
+    for each in rules:
+        each.check()
     due = _due(programs, trained, interning)
     _check_messages(programs, due, interning)
     deque(turns(programs, transport), maxlen=0)
@@ -146,13 +173,14 @@ def check(programs: Programs, *, transport: str = "async", ordered: bool = True,
         tuple(len(programs[rank]) for rank in range(plan.ranks)),
         {edge: sum(map(len, due[edge].values())) for edge in sorted(due)},
         None if costs is None else _bytes(due, costs, interning),
-        tuple(peak / len(plan.stages_on(rank)) for rank, peak in enumerate(peaks)),
+        tuple(each.peak / len(plan.stages_on(each.rank)) for each in rules),
         None if costs is None else peak_bytes(programs, costs, interning),
+        tuple(each.peak_resident for each in rules),
     )
 
 
 class _RankRules:
-    """Rules 1 to 3 on one rank: the work that each stage has done, and the number of microbatches in flight."""
+    """Rules 1 to 3 on one rank: the work that each stage has done, the microbatches in flight, the resident stages."""
 
     def __init__(self, program: Program, trained: bool, ordered: bool) -> None:
         self.program, self.plan, self.rank, self.table = program, program.plan, program.rank, program.table
@@ -162,16 +190,19 @@ class _RankRules:
         self.done = {stage: bytearray(self.plan.microbatches) for stage in self.microbatches}
         self.last = {(stage, work): -1 for stage in self.microbatches for work in (FORWARD, WEIGHT)}
         self.left = {stage: len(run) if trained else 0 for stage, run in self.microbatches.items()}
-        self.reduced: set[int] = set()
+        self.reduced, self.scattered = set[int](), set[int]()
+        self.resident, self.peak_resident = set[int](), 0
         self.early: list[ScheduleError] = []  # of sums that are used too early; errors of rule 1 are raised first
         self.in_flight = self.peak = 0
 
-    def check(self) -> int:
-        """Check the rules; return the peak number of microbatches in flight."""
+    def check(self) -> None:
+        """Check the rules, and count the peaks."""
         effect: Any
         works = {kind: row.work for kind, row in self.table.effects.items()}
         for effect in self.program:
             kind = type(effect)
+            if self.plan.gathered:
+                self.read(effect)
             if work := works[kind]:
                 self.run(effect, work)
             elif kind is Overlap:
@@ -180,15 +211,44 @@ class _RankRules:
                 self.reduce(effect)
             elif kind is Send and type(effect.value) is WeightGradient:
                 self.share(effect)
+            elif kind is Scatter:
+                self.scatter(effect)
+            elif kind is Gather or kind is Release:
+                self.place(effect)
+                self.hold(effect)
             elif kind not in TABLE.effects:
                 self.place(effect)
         if len(self.table.values) > len(TABLE.values):
             self.give_once()
         self.end()
-        return self.peak
+
+    def read(self, e: Any) -> None:
+        """Check that the parameters that an effect needs are whole."""
+        for name in self.table.needs(e, self.plan):
+            if type(name) is Parameters and name.stage not in self.resident:
+                why = f"the parameters of stage {name.stage} are not whole: yield Gather({name.stage}) before it"
+                raise self.wrong(e, why)
+
+    def hold(self, e: Any) -> None:
+        if type(e) is Release:
+            self.resident.remove(e.stage)
+        elif e.stage in self.resident:
+            raise self.wrong(e, "the parameters of the stage are whole already: release them first")
+        else:
+            self.resident.add(e.stage)
+            self.peak_resident = max(self.peak_resident, len(self.resident))
+
+    def scatter(self, e: Any) -> None:
+        self.place(e)
+        if self.plan.replicas == 1 or not self.trained:
+            raise self.wrong(e, "nothing runs backward" if self.plan.replicas > 1 else "the plan has one replica")
+        if e.stage in self.scattered:
+            raise self.wrong(e, "the stage is scattered already")
+        self.last_weight(e, e.stage)
+        self.scattered.add(e.stage)
 
     def place(self, e: Any) -> None:
-        """Check that an effect that the user defines may run on this rank."""
+        """Check that an effect may run on this rank."""
         ranks = self.table.effects[type(e)].where(e, self.plan)
         if self.rank not in ranks:
             raise self.wrong(e, f"{_ranks(ranks)} may run it: yield it there")
@@ -257,6 +317,11 @@ class _RankRules:
             self.final(e, e.value.stage)
 
     def final(self, e: Any, stage: int) -> None:
+        self.last_weight(e, stage)
+        if self.plan.replicas > 1 and stage not in self.scattered:
+            self.early.append(self.wrong(e, f"it comes before Scatter({stage}, {self.rank}): a sum is of all replicas"))
+
+    def last_weight(self, e: Any, stage: int) -> None:
         if self.left[stage]:
             self.early.append(self.wrong(e, f"it comes before the last weight gradient of stage {stage}"))
 
@@ -270,7 +335,17 @@ class _RankRules:
                     raise ScheduleError(f"rank {self.rank} never yields {kind} of stage {stage}, microbatch {m}")
         if self.early:
             raise self.early[0]
+        for stage in sorted(self.resident):
+            raise ScheduleError(
+                f"rank {self.rank} never yields Release({stage}) after its last Gather({stage}): the whole parameters "
+                "would stay"
+            )
         for stage in self.microbatches if self.trained else ():
+            if self.plan.replicas > 1 and stage not in self.scattered:
+                raise ScheduleError(
+                    f"rank {self.rank} never yields Scatter({stage}, {self.rank}): a schedule yields every Scatter, or "
+                    "none"
+                )
             if stage not in self.reduced:
                 raise ScheduleError(
                     f"rank {self.rank} never yields Reduce(stage={stage}): a schedule yields every Reduce, or none"

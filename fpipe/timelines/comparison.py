@@ -201,8 +201,14 @@ class Difference:
             "notices": self.notices,
         }
 
+    @property
+    def cause_names(self) -> tuple[str, ...]:
+        """The causes that either timeline can have."""
+        return tuple(name for name in CAUSES if name in (*self.a.cause_names, *self.b.cause_names))
+
     def _rank(self, rank: int) -> dict[str, Any]:
-        causes = {cause: [self.a.causes[rank][cause], self.b.causes[rank][cause]] for cause in CAUSES}
+        both = self.a.causes[rank], self.b.causes[rank]
+        causes = {cause: [each.get(cause, 0.0) for each in both] for cause in self.cause_names}
         busy, idle = [self.a.busy[rank], self.b.busy[rank]], [self.a.idle[rank], self.b.idle[rank]]
         return {"rank": rank, "busy": busy, "idle": idle, "causes": causes}
 

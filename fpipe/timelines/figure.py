@@ -36,6 +36,8 @@ IDLE = {  # cause -> grey, hatch
     "dependency": ("#d4d4d4", "/////"),
     "transfer": ("#bcbcbc", "-----"),  # not dots: in an SVG they take ten times as many bytes as the rest of the figure
     "drain": ("#eeeeee", "\\\\\\\\\\"),
+    "gather": ("#bcbcbc", "|||||"),
+    "scatter": ("#d4d4d4", "|||||"),
 }
 _STYLE: dict[Any, Any] = {
     "font.size": 8,

@@ -26,6 +26,8 @@ _TRACKS = {
     "compute": "compute",
     "send": "sends",
     "receive": "receives",
+    "gather": "gathers",
+    "scatter": "scatters",
     "host": "host",
 }  # track of the table -> its name in the trace
 _BATCH = 1000  # events in one piece of the output

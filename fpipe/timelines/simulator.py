@@ -1,6 +1,8 @@
 """Predict when each effect runs, from its costs: programs -> timeline. No torch.
 
 - A rank runs its compute in the order of its program. Each effect starts when the rank is free and its needs are there.
+- A gather or a scatter starts when the rank comes to it, its needs are there and its lane is free. It occupies the
+  lane. All replicas do the same at the same time.
 - A transfer starts at its send and occupies no rank. On one edge values arrive in the order of their sends; if the edge
   has a bandwidth, their bytes are sent one after the other.
 """
@@ -21,19 +23,25 @@ from fpipe.plan import Plan, Schedule
 from fpipe.programs.interleaving import turns
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs, plan_of, table_of
-from fpipe.tables import TABLE, Table, fields_of, is_uniform
+from fpipe.tables import LANES, TABLE, Table, fields_of, is_uniform
 from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
 
 
 def simulate(
-    schedule: Schedule, plan: Plan, costs: Costs = Costs(), *, depth: int | None = None, effects: Table = TABLE
+    schedule: Schedule,
+    plan: Plan,
+    costs: Costs = Costs(),
+    *,
+    depth: int | None = None,
+    resident: int | None = None,
+    effects: Table = TABLE,
 ) -> Timeline:
     """Return the predicted timeline of a schedule. The schedule must be correct: check it with `fpipe.verify`.
 
     Args:
         costs: the times and sizes of effects and values; by default one unit for each compute, and 0 for transfers.
-        depth, effects: as in `lower`.
+        depth, resident, effects: as in `lower`.
 
     Raises:
         ScheduleError: the ranks wait for each other in a cycle, or the costs don't fit the plan.
@@ -43,7 +51,7 @@ def simulate(
     0.2727272727272727
     """
     costs.check(plan)
-    return simulate_programs(lower(schedule, plan, depth=depth, effects=effects), costs)
+    return simulate_programs(lower(schedule, plan, depth=depth, resident=resident, effects=effects), costs)
 
 
 def simulate_programs(programs: Programs, costs: Costs) -> Timeline:
@@ -75,6 +83,8 @@ class _Simulation:
         }
         self.free = [0.0 for _ in ranks]
         self.last = [-1 for _ in ranks]  # the span that occupies the rank until it is free
+        self.lane_of = {kind: row.track for kind, row in self.table.effects.items() if row.track in LANES}
+        self.lanes = dict[tuple[int, str], int]()  # the last span on a rank's lane
         self.edge = cache(lambda source, target: _Edge(costs.link(source, target)))
         self.first = [0, *accumulate(len(programs[rank]) for rank in ranks)]
         size = bytes(8 * self.first[-1])
@@ -90,6 +100,8 @@ class _Simulation:
                     self._send(at, rank, effect)
                 elif kind is Recv:
                     self._receive(at, rank, effect)
+                elif kind in self.lane_of:
+                    self._run_beside(at, rank, effect, needs)
                 else:
                     self._run(at, rank, effect, needs)
         whole = [effect for rank in range(len(self.programs)) for effect in self.programs[rank]]
@@ -105,6 +117,14 @@ class _Simulation:
         self.starts[at], self.waited[at] = start, waited
         self.free[rank] = ends[at] = start + took
         self.last[rank] = at
+
+    def _run_beside(self, at: int, rank: int, effect: Any, givers: Sequence[int]) -> None:
+        lane, ends = (rank, self.lane_of[type(effect)]), self.ends
+        before = [self.first[rank] + giver for giver in givers] + ([self.lanes[lane]] if lane in self.lanes else [])
+        start, waited = max([(self.free[rank], self.last[rank]), *((ends[each], each) for each in before)])
+        self.starts[at], self.waited[at] = start, waited
+        ends[at] = start + self.costs.time(effect, self.table)
+        self.lanes[lane] = at
 
     def _bytes(self, value: Any, rank: int) -> float:
         return self.table.values[type(value)].bytes(value, self.costs, self.plan, rank)

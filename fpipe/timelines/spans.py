@@ -17,11 +17,14 @@ CAUSES = {  # cause of idle time -> when a rank is idle by it
     "transfer": "what it needed was under way",
     "imbalance": "other ranks have more to do",
     "drain": "after the rank's last effect",
+    "gather": "its parameters were under way from the other replicas",
+    "scatter": "its gradients were being added over the replicas, after its last effect",
 }
 
 
 class Span(NamedTuple):
-    """One effect on one rank: a compute, a send until it is delivered, a receive from its post to its arrival.
+    """One effect on one rank: a compute, a send until it is delivered, a receive from its post to its arrival, or a
+    gather or a scatter.
 
     `waited_for` is the index of the span whose end allowed this one to start, or None. A receive waits for the end of
     its send; a send that queues behind the bytes of another send waits for that send.

@@ -2,7 +2,8 @@
 
 Conventions (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; our own for those that the paper leaves open):
 
-- the span of a rank is the time from the first start to the last end of its compute; busy is the time in compute;
+- the span of a rank is the time from the first start to the last end of its compute, and of the gather that its first
+  compute waits for, and of its scatters; busy is the time in compute;
 - cost is the largest span: it does not include a late start; makespan includes it;
 - idle is span - busy, and the bubble rate idle / span on the rank with the largest span;
 - a microbatch is in flight on a stage from its forward to its weight gradient or fused backward.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import pairwise
@@ -24,7 +25,6 @@ from fpipe.plan import Plan
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import Life, LiveMemory, Lives
 from fpipe.tables import FORWARD, WEIGHT
-from fpipe.timelines.labels import drawn_rows
 from fpipe.timelines.spans import CAUSES, Gap, Span, Spans
 
 _MAX_DRAWN = 5000  # compute effects in a notebook's drawing
@@ -48,14 +48,18 @@ class Timeline:
 
     def __init__(self, plan: Plan, spans: Spans, costs: Costs = Costs()) -> None:
         self.plan, self.spans, self.costs, self.table = plan, spans, costs, spans.table
-        computes = drawn_rows(self.table)
-        self._computes = [
-            array("q", [at for at in spans.of(rank) if type(spans.effects[at]) in computes])
-            for rank in range(plan.ranks)
-        ]
+        self._computes = self._on("compute")
+        self._gathers, self._scatters = self._on("gather"), self._on("scatter")
 
     def __repr__(self) -> str:
         return f"<timeline of {extent(self.plan)}: makespan {number(self.makespan)}>"
+
+    def _on(self, track: str) -> list[array[int]]:
+        """Return the indices of each rank's spans on a track."""
+        effects, rows = self.spans.effects, self.table.effects
+        kinds = {kind for kind in set(map(type, effects)) if rows[kind].track == track}
+        ranks = map(self.spans.of, range(self.plan.ranks))
+        return [array("q", [at for at in rank if type(effects[at]) in kinds] if kinds else []) for rank in ranks]
 
     def compute(self, rank: int) -> Iterator[Span]:
         """Yield a rank's compute, in order."""
@@ -72,10 +76,24 @@ class Timeline:
     @cached_property
     def _bounds(self) -> list[tuple[float, float]]:
         """Each rank's first start and last end; for a rank without compute, twice the timeline's start."""
-        starts, ends = self.spans.starts, self.spans.ends
-        by_rank = [(starts[indices[0]], ends[indices[-1]]) if indices else None for indices in self._computes]
+        ends = self.spans.ends
+        by_rank = [
+            (self._first(gathers, own[0]), max(ends[at] for at in (own[-1], *scatters))) if own else None
+            for gathers, own, scatters in zip(self._gathers, self._computes, self._scatters, strict=True)
+        ]
         first = min((bounds[0] for bounds in by_rank if bounds), default=0.0)
         return [bounds or (first, first) for bounds in by_rank]
+
+    def _first(self, gathers: Sequence[int], at: int) -> float:
+        """Return the start of a rank's first compute, or of its first gather if that compute waits for one."""
+        starts = self.spans.starts
+        return starts[at] if self._gathering(at) is None else min(starts[gather] for gather in gathers)
+
+    def _gathering(self, at: int) -> float | None:
+        """Return the start of the gather that a compute waited for; None if it waited for something else."""
+        waited = self.spans.waited[at]
+        gathers = waited >= 0 and self.table.effects[type(self.spans.effects[waited])].track == "gather"
+        return self.spans.starts[waited] if gathers else None
 
     @cached_property
     def busy(self) -> list[float]:
@@ -120,16 +138,24 @@ class Timeline:
         start, end = self._bounds[rank]
         if start > first:
             yield Gap(first, start, "warm-up")
+        if computes and start < spans.starts[computes[0]]:
+            yield from self._wait(start, computes[0])
         for before, after in pairwise(computes):
-            begin, until = spans.ends[before], spans.starts[after]
-            if until > begin:
-                sent = self._sent(after, until)
-                if sent > begin:
-                    yield Gap(begin, min(sent, until), "dependency")
-                if sent < until:
-                    yield Gap(max(begin, sent), until, "transfer")
+            if spans.starts[after] > spans.ends[before]:
+                yield from self._wait(spans.ends[before], after)
+        if computes and spans.ends[computes[-1]] < end:
+            yield Gap(spans.ends[computes[-1]], end, "scatter")
         if end < last:
             yield Gap(end, last, "drain")
+
+    def _wait(self, begin: float, at: int) -> Iterator[Gap]:
+        """Yield the gaps from a time until a compute starts."""
+        until, gathered = self.spans.starts[at], self._gathering(at)
+        sent = self._sent(at, until) if gathered is None else gathered
+        if sent > begin:
+            yield Gap(begin, min(sent, until), "dependency")
+        if sent < until:
+            yield Gap(max(begin, sent), until, "transfer" if gathered is None else "gather")
 
     def _sent(self, at: int, otherwise: float) -> float:
         """Return when the value that a compute waited for was sent, if it came from another rank; else `otherwise`."""
@@ -140,17 +166,24 @@ class Timeline:
         return self.spans.starts[sent] if sent >= 0 else otherwise  # the sender was not recorded
 
     @cached_property
+    def cause_names(self) -> tuple[str, ...]:
+        """The causes that this timeline can have: `gather` and `scatter` only with such effects."""
+        lacks = [("gather", self._gathers), ("scatter", self._scatters)]
+        without = {name for name, spans in lacks if not any(spans)}
+        return tuple(name for name in CAUSES if name not in without)
+
+    @cached_property
     def causes(self) -> list[dict[str, float]]:
         """Each rank's makespan less its compute, by cause.
 
-        warm-up and drain are outside the rank's span. Inside it a rank waits for a transfer, or for another rank's
-        compute. The latter counts as imbalance up to the busiest rank's extra compute, which no order can save; the
-        rest is caused by the schedule's dependencies.
+        warm-up and drain are outside the rank's span. Inside it a rank waits for a transfer, for its parameters, for
+        the sum of its gradients, or for another rank's compute. The latter counts as imbalance up to the busiest rank's
+        extra compute, which no order can save; the rest is caused by the schedule's dependencies.
         """
         busiest = max(self.busy)
         causes = []
         for rank, busy in enumerate(self.busy):
-            cause = dict.fromkeys(CAUSES, 0.0)
+            cause = dict.fromkeys(self.cause_names, 0.0)
             for gap in self.gaps(rank):
                 cause[gap.cause] += gap.end - gap.start
             cause["imbalance"] = min(cause["dependency"], busiest - busy)
@@ -178,6 +211,7 @@ class Timeline:
     def critical_spans(self) -> list[int]:
         """The indices of the spans of the critical path."""
         last = [indices[-1] for indices in self._computes if indices]
+        last += [at for scatters in self._scatters for at in scatters[-1:]]
         path = [max(last, key=self.spans.ends.__getitem__)] if last else []
         while path and (waited := self.spans.waited[path[-1]]) >= 0 and len(path) < len(self.spans):
             path.append(waited)  # bounded, because spans that were read from a file may wait in a cycle

@@ -16,7 +16,6 @@ from fpipe.tensorboard.files.writer import Writer
 from fpipe.tensorboard.recording.memory import SlotMemory
 from fpipe.timelines.measurement import Measurement
 from fpipe.timelines.simulator import simulate_programs
-from fpipe.timelines.spans import CAUSES
 from fpipe.timelines.timeline import Timeline
 
 
@@ -136,8 +135,8 @@ class StepCapture:
         if rank in self.memory:
             writer.scalar("memory/held_peak_bytes", max(self.memory[rank].during), self.step, self.wall)
         if not self.alone and not turns:
-            for cause in CAUSES:
-                writer.scalar(f"idle/{cause}_seconds", timeline.causes[rank][cause], self.step, self.wall)
+            for cause, seconds in timeline.causes[rank].items():
+                writer.scalar(f"idle/{cause}_seconds", seconds, self.step, self.wall)
             if rank == 0:
                 self._bubble(writer, timeline)
         if rank == 0 and self.norm is not None and not math.isnan(self.norm):

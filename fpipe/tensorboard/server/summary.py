@@ -24,7 +24,7 @@ def summary(capture: Capture) -> dict[str, Any]:
         "makespan": timeline.makespan if compared else timeline.cost,
         "cost": timeline.cost,
         "bubble_rate": timeline.bubble_rate,
-        "causes": CAUSES,
+        "causes": {name: CAUSES[name] for name in timeline.cause_names},
         "critical": [capture.place(at) for at in timeline.critical_spans],
         "ranks": [_rank(capture, rank) for rank in capture.headers],
         "gaps": _gaps(capture),

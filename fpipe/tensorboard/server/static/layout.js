@@ -1,6 +1,7 @@
 /** The position of each rank's tracks, from the top of the scrolled area; pixels. */
 
 const HEIGHTS = { compute: 26, lane: 10, host: 9, memory: 28 };
+const SMALL = ["send", "receive", "gather", "scatter", "host", "memory"]; // tracks below the compute
 const LEAST = 14; // pixels: smallest height of a compute track
 const GROWTH = 1.6; // largest factor by which tracks grow to fill the height
 const BETWEEN = 2;
@@ -23,7 +24,7 @@ export function layout(main, other, { tracks, collapsed, available }) {
   const wanted = (rank, kind) => tracks.has(kind) && !collapsed.has(rank.number) && filled(rank, kind);
   const small = (number) => {
     const rank = main.ranks.get(number);
-    return rank ? ["send", "receive", "host", "memory"].filter((kind) => wanted(rank, kind)) : [];
+    return rank ? SMALL.filter((kind) => wanted(rank, kind)) : [];
   };
   const computes = other ? 2 : 1;
   const margins = numbers
@@ -47,7 +48,7 @@ export function layout(main, other, { tracks, collapsed, available }) {
       y += tall + BETWEEN;
     };
     const rank = main.ranks.get(number);
-    for (const kind of ["compute", "send", "receive", "host", "memory"]) {
+    for (const kind of ["compute", ...SMALL]) {
       if (kind === "compute") {
         put(main, kind, compute);
         if (other) put(other, kind, compute);

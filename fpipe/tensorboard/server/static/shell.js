@@ -7,6 +7,8 @@ import { COLOURINGS } from "./palette.js";
 export const TOGGLES = [
   ["send", "sends", "sends, from post to delivery", "", true],
   ["receive", "receives", "receives: waiting in grey, transfer in colour", "", true],
+  ["gather", "gathers", "gathers of parameters from the replicas", "", true],
+  ["scatter", "scatters", "sums of gradients over the replicas", "", true],
   ["host", "host", "what the host did around the effects, and reductions", "", true],
   ["memory", "memory", "bytes that a rank holds", "", true],
   ["causes", "causes", "idle time in the colour of its cause", "", true],
