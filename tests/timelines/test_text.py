@@ -131,7 +131,8 @@ def test_a_figure_counts_microbatches():
 
 def test_a_figure_with_every_hatch_is_small(tmp_path):
     figure = pytest.importorskip("fpipe.timelines.figure")
-    timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(2), 3), Costs(communication=0.1))
+    plan = Plan(Placement.loop(2), 3, replicas=2)
+    timeline = simulate(schedules.one_f_one_b, plan, Costs(communication=0.1, gather=0.1, scatter=0.1), resident=1)
     assert {gap.cause for rank in (0, 1) for gap in timeline.gaps(rank)} == set(figure.IDLE)
     figure.save(timeline, tmp_path / "a.svg")
     assert (tmp_path / "a.svg").stat().st_size < 50_000
