@@ -9,13 +9,13 @@ import pytest
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.effects import BackwardInput, BackwardWeight, Forward, Recv, Send
+from fpipe.tables import LANES
 from fpipe.tensorboard.files.captures import columns_of
 from fpipe.tensorboard.files.columns import Clock, Header
 from fpipe.tensorboard.files.reader import CaptureId, find
 from fpipe.tensorboard.files.writer import Writer, write
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
-from fpipe.tables import LANES
 from fpipe.timelines.spans import CAUSES
 from tests import test_own_effects as own_effects
 from tests.support.board import Board

@@ -64,7 +64,8 @@ def test_lanes_are_as_long_as_the_makespan(ranks, microbatches, forward, backwar
     timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(ranks), microbatches), costs)
     for rank in range(ranks):
         cells = list(lane(timeline, rank, scale))
-        assert sum(cell.columns for cell in cells) == int(timeline.makespan * scale + 0.5)
+        whole = timeline.makespan * scale
+        assert sum(cell.columns for cell in cells) == int(whole + 0.5 + 1e-9 * max(1.0, whole))  # halves go up
         assert all(cell.columns > 0 and len(cell.label) <= cell.columns for cell in cells)
         assert sum(c.columns for c in cells if c.effect) == pytest.approx(
             timeline.busy[rank] * scale, abs=2 * microbatches
