@@ -74,11 +74,17 @@ class SavedGraph:
 
 @dataclass(slots=True)
 class DeferredGraph:
-    """The values from which `backward_weight` computes the weight gradients."""
+    """The values from which `backward_weight` computes the weight gradients.
+
+    Args:
+        v: the values that depend on the params alone, as far as they are read; None for a stage without sources, whose
+            whole backward this is: it computes them from the params.
+    """
 
     functions: Functions
     backward: Backward[Function]
     prepared: Prepared
+    v: Leaves | None
     values: Leaves
 
 
@@ -134,13 +140,15 @@ class Functions:
         with running(self.signature):
             v = _v(residuals.prepared, backward.prepare)
             gradients, deferred = backward.input(v, residuals.values, cotangents)
-        return self._by_source(gradients), DeferredGraph(self, backward, residuals.prepared, deferred)
+        read = [x if i in backward.reads else None for i, x in enumerate(v)] if self.signature.sources else None
+        return self._by_source(gradients), DeferredGraph(self, backward, residuals.prepared, read, deferred)
 
     def backward_weight(self, deferred: DeferredGraph, sink: Sink | None) -> WeightGradients:
         """Return the weight gradients that `backward_input` deferred."""
         backward = deferred.backward
         with running(self.signature):
-            weights = backward.weight(_v(deferred.prepared, backward.prepare), deferred.values, sink)
+            v = _v(deferred.prepared, backward.prepare) if deferred.v is None else deferred.v
+            weights = backward.weight(v, deferred.values, sink)
         return WeightGradients(weights, backward.fresh)
 
     def _by_source(self, gradients: Leaves) -> list[Leaves]:
@@ -185,7 +193,7 @@ class Functions:
         )
         expected = tuple([e and AS_OUTPUT for e in blocks.expected]) if self.config.dynamic else blocks.expected
         fresh = frozenset[int]() if self.config.compile else blocks.fresh  # compiled code may share memory
-        return Backward(expected, prepare, fused, by_input, by_weight, fresh)
+        return Backward(expected, prepare, fused, by_input, by_weight, fresh, blocks.reads)
 
 
 NOTHING = nullcontext()

@@ -51,6 +51,7 @@ class Backward(Generic[Part]):
         input: v, residuals, cotangents -> input gradients, deferred.
         weight: v, deferred, sink -> weight gradients.
         fresh: numbers of the weight gradients that share memory with no other value.
+        reads: numbers of the values in `v` that `weight` reads.
     """
 
     expected: Cotangents
@@ -59,6 +60,7 @@ class Backward(Generic[Part]):
     input: Part
     weight: Part
     fresh: frozenset[int]
+    reads: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -305,12 +307,9 @@ class _Partitioner:
         needed = set(ancestors(weights, nodes.__contains__)) - by_input
         rest = [n for n in self.backward if n in needed]
         whole = [n for n in self.backward if n in by_input or n in needed]
-        used = dict.fromkeys(
-            n
-            for n in [*(n for node in rest for n in node.all_input_nodes), *weights]
-            if isinstance(n, fx.Node) and n not in needed and n not in self.constant
-        )
-        deferred = list(used)
+        inputs_of_rest = (n for node in rest for n in node.all_input_nodes)
+        read = dict.fromkeys(n for n in [*inputs_of_rest, *weights] if isinstance(n, fx.Node))
+        deferred: list[fx.Node | None] = [n for n in read if n not in needed and n not in self.constant]
         inputs: dict[str, Sequence[fx.Node | None]] = {"v": v, "r": residuals, "c": c}
         large = frozenset(i for i, x in enumerate(weights) if x is not None and hint(x.meta["val"].nbytes) >= LARGE)
         return Backward(
@@ -320,6 +319,7 @@ class _Partitioner:
             Block("backward_input", inputs, first, [gradients, deferred], "r"),
             Block("backward_weight", {"v": v, "d": deferred}, rest, [weights], "d", large),
             frozenset(i for i, alone in enumerate(self._unshared(weights, [*residuals, *c, *gradients])) if alone),
+            frozenset(i for i, x in enumerate(v) if x in read),
         )
 
     def _unshared(self, values: Sequence[Any], others: Iterable[Any]) -> tuple[bool, ...]:
