@@ -59,6 +59,22 @@ class Channels(Protocol):
     ) -> tuple[Callable[[], None], Callable[[], Any]]:
         """Return two functions: one posts the receive and never waits, one waits for the payload, for effect `by`."""
 
+    def scatter(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], Callable[[], Leaves]]]:
+        """Return two functions: one posts this replica's sums of a stage, one waits until they can be added.
+
+        The second returns a function that returns the sums over all replicas: those of this replica's shard, where the
+        stage's parameters are sharded. None of the three is called twice in a step.
+        """
+
+    def gather(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], None]] | None:
+        """Return two functions: one posts the gathering of a stage's parameters, one waits and puts them into the step.
+
+        None where they are whole at all times.
+        """
+
+    def release(self, stage: int, step: Step) -> None:
+        """Give up a stage's whole parameters."""
+
 
 @dataclass
 class Step:
@@ -68,6 +84,7 @@ class Step:
         prepared: stage -> its prepared params.
         state: stage -> its state, updated by each forward.
         sums: stage of this rank -> sum of its weight gradients.
+        scattered: stage -> function that returns its sums over all replicas; waits for them.
         foreign: (stage, rank) -> leaves of that rank's sum, as received.
         seeds: microbatch -> cotangents of the last stage's output.
     """
@@ -76,13 +93,15 @@ class Step:
     prepared: dict[int, Prepared]
     state: dict[int, Any]
     sums: defaultdict[int, Sum] = field(default_factory=lambda: defaultdict(Sum))
+    scattered: dict[int, Callable[[], Leaves]] = field(default_factory=dict)
     foreign: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     seeds: dict[int, Leaves] = field(default_factory=dict)
     results: Results = field(default_factory=Results)
 
     def sums_of(self, stage: int) -> dict[LeafKey, Any]:
-        """Return this rank's sums of a stage's weight gradients, by path."""
-        return dict(zip(self.prepared[stage].paths, self.sums[stage].read(), strict=True))
+        """Return this rank's sums of a stage's weight gradients, over all replicas, by path."""
+        leaves = self.scattered[stage]() if stage in self.scattered else self.sums[stage].read()
+        return dict(zip(self.prepared[stage].paths, leaves, strict=True))
 
 
 class Calls:
@@ -221,7 +240,8 @@ class Calls:
         def call() -> None:
             step = self.step
             activations, data, rng = {s: slots[i] for s, i in sources}, step.inputs.data[m], step.inputs.rng
-            with UNSEEDED if rng is None else seeded(rng, stage, m, self.device):
+            number = m + step.inputs.first
+            with UNSEEDED if rng is None else seeded(rng, stage, number, self.device):
                 outputs, saved, state = forward(step.prepared[stage], step.state.get(stage), activations, data, keep)
             if residuals is not None:
                 slots[residuals] = saved
@@ -238,13 +258,14 @@ class Calls:
     def _result(self, m: int, outputs: Flat, keep: bool) -> None:
         step = self.step
         cotangents: Leaves = [None] * len(outputs.leaves)
+        number = m + step.inputs.first
         if self.pieces.loss:
             loss, output = outputs.tree
             cotangents[0] = seed(loss, scale := step.inputs.scale(m))
-            step.results.losses[m] = weighted_loss(loss, cotangents[0], scale)
-            step.results.outputs[m] = detached_tree(output)
+            step.results.losses[number] = weighted_loss(loss, cotangents[0], scale)
+            step.results.outputs[number] = detached_tree(output)
         else:
-            step.results.outputs[m] = outputs.tree
+            step.results.outputs[number] = outputs.tree
         if keep:
             step.seeds[m] = cotangents
 
@@ -328,6 +349,26 @@ class Calls:
         post, self.takes[e.value] = self.channels.receiver(e.value, e.rank, self.rank, effect)
         return post
 
+    def _gather(self, e: fx.Gather) -> Instruction | None:
+        functions = self.channels.gather(e.stage, self.rank)
+        if functions is None:
+            return None
+        post, take = functions
+        self.takes[fx.Parameters(e.stage)] = lambda: take(self.step)
+        return lambda: post(self.step)
+
+    def _release(self, e: fx.Release) -> Instruction:
+        return lambda: self.channels.release(e.stage, self.step)
+
+    def _scatter(self, e: fx.Scatter) -> Instruction:
+        post, take = self.channels.scatter(e.stage, self.rank)
+
+        def wait() -> None:
+            self.step.scattered[e.stage] = take(self.step)
+
+        self.takes[fx.WeightGradient(e.stage, self.rank)] = wait
+        return lambda: post(self.step)
+
     def _shared(self, stage: int, target: int) -> Leaves:
         step = self.step
         return sent(self.pipeline, self.plan, step.inputs.params, stage, target, step.sums_of(stage))
@@ -355,6 +396,9 @@ FUNCTIONS: Functions = {
     fx.Send: Calls._send,
     fx.Recv: Calls._recv,
     fx.Reduce: Calls._reduce,
+    fx.Gather: Calls._gather,
+    fx.Release: Calls._release,
+    fx.Scatter: Calls._scatter,
 }
 """Effect class -> `function(calls, effect)`, which returns the instruction that runs the effect, or None for no-op.
 

@@ -42,10 +42,10 @@ class Executor:
                 raise StageError(f"its params can't be used: {error}", rank=self.rank, stage=stage) from error
         self.calls.running = Step(inputs, prepared, dict(inputs.state))
 
-    def set_rows(self, rows: int | None) -> None:
-        """Set the step's number of rows, received from another rank."""
+    def set_rows(self, rows: int | None, here: int | None) -> None:
+        """Set the step's number of rows, of all replicas and of this one, received from other processes."""
         step = self.calls.step
-        step.inputs = replace(step.inputs, rows=rows)
+        step.inputs = replace(step.inputs, rows=rows, here=here)
 
     def run(self, start: int, stop: int) -> None:
         """Run effects `start` to `stop` - 1 of the program.

@@ -1,13 +1,13 @@
-"""Run all ranks in this process, in one deterministic interleaving.
+"""Run all ranks of all replicas in this process, in one deterministic interleaving.
 
-A sent value is passed on without a copy. The interleaving is computed when the programs are compiled, so a
-deadlock is found there.
+A sent value is passed on without a copy. Parameters are whole, so that a gather does nothing. The interleaving is
+computed when the programs are compiled, so a deadlock is found there.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,19 +15,20 @@ from typing import Any
 import torch
 
 from fpipe import effects as fx
-from fpipe.autodiff.interface import DifferentiablePipeline
+from fpipe.autodiff.interface import DifferentiablePipeline, Leaves
 from fpipe.devices import current_device, device_of
-from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
+from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions, Step
 from fpipe.handlers.executor import Executor
-from fpipe.handlers.protocol import Alone, Inputs, Observer, Results, Run
+from fpipe.handlers.gradients import add_leaves
+from fpipe.handlers.protocol import Alone, Inputs, Observer, Replicas, Results, Run
 from fpipe.plan import Plan
-from fpipe.programs.interleaving import turns
-from fpipe.programs.program import Program
+from fpipe.programs.interleaving import Turn, turns
+from fpipe.programs.program import Program, plan_of
 from fpipe.stages.pytree import flatten
 
 
 class Local:
-    """Run all ranks in this process.
+    """Run all ranks of all replicas in this process. Observers see the first replica.
 
     Args:
         devices: one for each rank; sent values are copied between them. By default nothing is moved. A stage's
@@ -56,32 +57,50 @@ class Local:
             raise ValueError(f"Local has {len(self.devices)} devices for {plan.ranks} ranks: give one for each")
         return tuple(range(plan.ranks))
 
+    def replicas(self, plan: Plan) -> Replicas:
+        return Replicas(range(plan.replicas))
+
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
-        mailbox = _Mailbox(self.devices)
         devices = [None] * len(programs) if self.devices is None else list(map(device_of, self.devices))
-        executors = {
-            rank: Executor(Calls(program, pieces, mailbox, observe, devices[rank], self.functions))
-            for rank, program in programs.items()
-        }
-        order = [partial(executors[turn.rank].run, turn.start, turn.stop) for turn in turns(programs)]
+        sums = dict[tuple[int, int], list[Leaves]]()
+        mailboxes = [_Mailbox(self.devices, sums) for _ in range(plan_of(programs).replicas)]
+        replicas = [
+            {
+                rank: Executor(
+                    Calls(program, pieces, mailbox, None if replica else observe, devices[rank], self.functions)
+                )
+                for rank, program in programs.items()
+            }
+            for replica, mailbox in enumerate(mailboxes)
+        ]
+        order = [
+            partial(executors[rank].run, start, stop)
+            for turn in turns(programs)
+            for rank, start, stop in (_in_step(turn, programs) if len(replicas) > 1 else [turn[:3]])
+            for executors in replicas
+        ]
+        executors = [executor for each in replicas for executor in each.values()]
 
         def run(inputs: Inputs) -> Results:
             if inputs.broken:
                 raise inputs.broken
             try:
-                for executor in executors.values():
-                    executor.start(self._inputs_of(inputs, executor))
+                for replica, own in enumerate(replicas):
+                    inputs_of = inputs.of_replica(replica, len(replicas)) if len(replicas) > 1 else inputs
+                    for executor in own.values():
+                        executor.start(self._inputs_of(inputs_of, executor))
                 for turn in order:
                     turn()
                 results = Results()
-                for executor in executors.values():
+                for executor in reversed(executors):  # of equal gradients, those of the first replica stay
                     results.merge(executor.finish(), executor.stages)
                 results.output = pieces.merge(results.outputs)
                 return results
             finally:
-                for executor in executors.values():
+                for executor in executors:
                     executor.calls.clear()
-                mailbox.clear()
+                for mailbox in mailboxes:
+                    mailbox.clear()
 
         return run
 
@@ -99,11 +118,29 @@ class Local:
         return replace(inputs, params=params, data=data)
 
 
-class _Mailbox:
-    """`Channels` within a process: stores each sent payload until its receiver takes it."""
+def _in_step(turn: Turn, programs: Mapping[int, Program]) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts of a turn, as (rank, start, stop), that replicas run one after the other.
 
-    def __init__(self, devices: list[torch.device] | None) -> None:
-        self.devices = devices
+    A part ends before an effect that needs a sum over all replicas, so that all have given theirs.
+    """
+    start, effects, plan = turn.start, programs[turn.rank].effects, programs[turn.rank].plan
+    for at in range(turn.start, turn.stop):
+        needs = programs[turn.rank].table.needs(effects[at], plan)
+        if at > start and any(type(name) is fx.WeightGradient for name in needs):
+            yield turn.rank, start, at
+            start = at
+    yield turn.rank, start, turn.stop
+
+
+class _Mailbox:
+    """`Channels` of one replica within a process: stores each sent payload until its receiver takes it.
+
+    Args:
+        sums: (stage, rank) -> the sums of the replicas so far, in their order; shared by all replicas.
+    """
+
+    def __init__(self, devices: list[torch.device] | None, sums: dict[tuple[int, int], list[Leaves]]) -> None:
+        self.devices, self.sums = devices, sums
         self.payloads: dict[tuple[fx.Value, int], list[Any]] = defaultdict(list)
 
     def sender(self, value: fx.Value, source: int, target: int) -> Callable[[Any], None]:
@@ -118,9 +155,28 @@ class _Mailbox:
     ) -> tuple[Callable[[], None], Callable[[], Any]]:
         return lambda: None, self.payloads[value, target].pop
 
+    def scatter(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], Callable[[], Leaves]]]:
+        def post(step: Step) -> None:
+            self.sums.setdefault((stage, rank), []).append(step.sums[stage].read())
+
+        def wait(step: Step) -> Callable[[], Leaves]:
+            terms = self.sums[stage, rank]
+            if len(terms) > 1:
+                terms[:] = [add_leaves(terms)]
+            return lambda: terms[0]
+
+        return post, wait
+
+    def gather(self, stage: int, rank: int) -> None:
+        return None
+
+    def release(self, stage: int, step: Step) -> None:
+        pass
+
     def clear(self) -> None:
         for box in self.payloads.values():
             box.clear()
+        self.sums.clear()
 
 
 def _copy_tree(tree: Any, device: torch.device) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -96,11 +96,14 @@ class Inputs:
 
     Args:
         params, state: `{stage: tree}` of the stages that this process holds.
-        data: batch and target of each microbatch.
-        rows: rows of the whole batch; None where this process has no part of it.
+        data: batch and target of each microbatch, of all replicas that this process plays.
+        rows: rows of the whole batch, of all replicas; None where this process has no part of it.
         weighed: whether each loss is scaled by its share of the rows.
         rng: (seed, step), or the contexts of a graph; None to draw from the global generators.
         broken: the error that keeps this process from running the step; its peers raise it too.
+        first: the number of the first microbatch, counted over all replicas.
+        total: the number of all replicas' microbatches; None for those in `data`.
+        here: rows of these microbatches; None for all rows.
     """
 
     params: Mapping[int, Any]
@@ -110,6 +113,18 @@ class Inputs:
     weighed: bool = False
     rng: Rng | Seeder | None = None
     broken: Exception | None = None
+    first: int = 0
+    total: int | None = None
+    here: int | None = None
+
+    def of_replica(self, replica: int, replicas: int) -> Inputs:
+        """Return the inputs of one replica, out of those of all."""
+        total = len(self.data)
+        count = total // replicas
+        numbers = range(replica * count, (replica + 1) * count)
+        here = None if self.rows is None else sum(size(self.rows, total, m) for m in numbers)
+        data = self.data[numbers.start : numbers.stop]
+        return replace(self, data=data, first=numbers.start, total=total, here=here)
 
     def scale(self, m: int) -> Scale:
         """Return the factor of a microbatch's loss: the share of the caller's weights, else of the rows."""
@@ -119,7 +134,9 @@ class Inputs:
             return value
         if not self.weighed:
             return None
-        return 1 / count if self.rows is None else size(self.rows, count, m) / self.rows
+        if self.rows is None:
+            return 1 / (self.total or count)
+        return size(self.rows if self.here is None else self.here, count, m) / self.rows
 
 
 @dataclass
@@ -128,9 +145,10 @@ class Results:
 
     Args:
         gradients: for every entry in the params of the step.
-        losses: by microbatch, scaled; all of them on every rank.
-        outputs: of the last stage, by microbatch, where it runs or where they are gathered: aux, or evaluate's output.
-        output: the outputs of all microbatches merged, where this process has them all.
+        losses: by microbatch, counted over all replicas, scaled; all of them on every rank.
+        outputs: of the last stage, by microbatch, counted likewise, where it runs or where they are gathered: aux, or
+            evaluate's output.
+        output: the outputs of all microbatches merged, where this process has them all, or all of its replica.
         state: the new state of the stateful stages of this process.
     """
 
@@ -244,6 +262,19 @@ class Alone:
         return nullcontext()
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas of a plan that one process plays.
+
+    Args:
+        here: their numbers.
+        gather: returns the numbers that all replicas pass, in their order. Each calls it on the same ranks.
+    """
+
+    here: range
+    gather: Callable[[list[float]], list[float]] = list
+
+
 class Handler(Protocol):
     """Runs programs: gives effects their meaning."""
 
@@ -261,6 +292,9 @@ class Handler(Protocol):
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         """Return the ranks that this process plays."""
+
+    def replicas(self, plan: Plan) -> Replicas:
+        """Return the replicas that this process plays; on each of them, the same ranks."""
 
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         """Return a function that runs one step."""

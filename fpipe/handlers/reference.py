@@ -5,7 +5,8 @@ the sums is part of the definition:
 
 - autograd adds the gradients of an output from its highest consumer down: each consumer reads the output through an
   identity of its own, made when the consumer runs;
-- the weight gradients of each stage and copy are added in microbatch order, then over copies, then over ties by stage.
+- the weight gradients of each stage and copy are added in microbatch order, then over the replicas, then over copies,
+  then over ties by stage.
 """
 
 from collections.abc import Mapping
@@ -18,8 +19,8 @@ from fpipe.autodiff.interface import DifferentiablePipeline, detached_tree, has_
 from fpipe.devices import current_device
 from fpipe.effects import Backward, BackwardWeight
 from fpipe.errors import blaming
-from fpipe.handlers.gradients import LeafKey, add, copied, total
-from fpipe.handlers.protocol import Inputs, Observer, Results, Run
+from fpipe.handlers.gradients import LeafKey, Sums, add, copied, total
+from fpipe.handlers.protocol import Inputs, Observer, Replicas, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import Path, alias_leaves, flatten
@@ -27,12 +28,15 @@ from fpipe.stages.rng import seeded
 
 
 class Reference:
-    """Play all ranks in this process, and ignore the order of effects."""
+    """Play all ranks of all replicas in this process, and ignore the order of effects."""
 
     peers = devices = replays = None
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         return tuple(range(plan.ranks))
+
+    def replicas(self, plan: Plan) -> Replicas:
+        return Replicas(range(plan.replicas))
 
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         train = any(isinstance(e, Backward | BackwardWeight) for p in programs.values() for e in p)
@@ -44,7 +48,7 @@ class Reference:
 
 
 class _Step:
-    """One step; `sums` are the weight gradients of each (stage, rank), by path."""
+    """One step; `sums` are the weight gradients of each replica and (stage, rank), by path."""
 
     def __init__(self, plan: Plan, pieces: DifferentiablePipeline, train: bool, inputs: Inputs) -> None:
         if inputs.broken:
@@ -52,19 +56,20 @@ class _Step:
         self.plan, self.pieces, self.pipeline, self.train, self.inputs = plan, pieces, pieces.pipeline, train, inputs
         stages = enumerate(self.pipeline.stages)
         self.params = [prepared(stage, self.pipeline.params_of(inputs.params, s)) for s, stage in stages]
-        self.sums: dict[tuple[int, int], dict[LeafKey, Tensor | None]] = {}
+        self.sums: list[dict[tuple[int, int], dict[LeafKey, Tensor | None]]] = [{} for _ in range(plan.replicas)]
         self.results = Results(state=dict(inputs.state))
 
     def run(self) -> Results:
         results, pipeline, plan = self.results, self.pipeline, self.plan
-        for m in range(plan.microbatches):
+        for m in range(plan.replicas * plan.microbatches):
             output, last_inputs = self._forward(m)
             if self.pieces.loss:
                 loss, output = output
                 self._accumulate(m, self._grads(m, loss, last_inputs))
             results.outputs[m] = detached_tree(output)
         if self.train:
-            results.gradients = copied(total(pipeline, plan, self.inputs.params, range(plan.stages), self.sums))
+            sums = self._over_replicas()
+            results.gradients = copied(total(pipeline, plan, self.inputs.params, range(plan.stages), sums))
         results.output = self.pieces.merge(results.outputs)
         return results
 
@@ -107,9 +112,18 @@ class _Step:
         }
 
     def _accumulate(self, m: int, gradients: Mapping[tuple[int, Path], Tensor | None]) -> None:
+        replica, m = divmod(m, self.plan.microbatches)
         for (s, path), gradient in gradients.items():
-            sums = self.sums.setdefault((s, self.plan.rank_of(s, m)), {})
+            sums = self.sums[replica].setdefault((s, self.plan.rank_of(s, m)), {})
             sums[path] = add(sums.get(path), gradient)
+
+    def _over_replicas(self) -> Sums:
+        """Return the sums of each (stage, rank) over all replicas, in their order."""
+        sums, *others = self.sums
+        for other in others:
+            for key, leaves in other.items():
+                sums[key] = {path: add(sums[key][path], leaf) for path, leaf in leaves.items()}
+        return sums
 
 
 def _zero_gradients(tree: Any) -> None:

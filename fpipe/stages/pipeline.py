@@ -53,14 +53,18 @@ class Pipeline:
         # All uses of each shared param: the param itself first, then by stage.
         self.entries = _entries(ties or {}, len(self.stages))
 
-    def plan(self, placement: Placement, microbatches: int) -> Plan:
+    def plan(self, placement: Placement, microbatches: int, replicas: int = 1) -> Plan:
         """Return the plan for this pipeline's edges and ties.
+
+        Args:
+            microbatches: of each replica.
+            replicas: copies of the whole pipeline, each with its own part of the batch.
 
         Raises:
             ScheduleError: the placement's stages are not this pipeline's.
         """
         ties = tuple(tuple(sorted({stage for stage, _ in uses})) for uses in self.entries.values())
-        return Plan(placement, microbatches, self.edges, ties)
+        return Plan(placement, microbatches, self.edges, ties, replicas)
 
     def __call__(
         self, params: Mapping[int, Any], batch: Any, *target: Any, state: Mapping[int, Any] | None = None

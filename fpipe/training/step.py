@@ -17,12 +17,13 @@ from fpipe.devices import HostCopy, current_device, device_of
 from fpipe.effects import parts
 from fpipe.errors import ScheduleError, StageError
 from fpipe.handlers.captured import Captured
-from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Results, Run
+from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Replicas, Results, Run
 from fpipe.plan import Plan, Schedule
 from fpipe.policies import everything_saveable
 from fpipe.profiling.observers import observing, watches_effects
 from fpipe.programs.lowering import forward_only, lower, wavefront
 from fpipe.programs.program import Programs
+from fpipe.programs.residence import residence
 from fpipe.programs.verifier import check
 from fpipe.stages.microbatch import Microbatch, merge, split
 from fpipe.stages.pipeline import Pipeline, with_loss
@@ -47,6 +48,7 @@ def value_and_grad(
     out_axes: Any = 0,
     gather: bool = False,
     prefetch: int | None = None,
+    resident: int | None = None,
     observe: Observer | None = None,
     autodiff: Autodiff = "auto",
     policy: Policies = everything_saveable,
@@ -72,6 +74,9 @@ def value_and_grad(
         out_axes: how to merge aux; leaves without dimensions are stacked.
         gather: return aux on every rank, not only on the rank of the loss.
         prefetch: the number of receives posted beyond the next one used.
+        resident: the number of stages whose parameters, sharded over the replicas, are whole on a rank at a time; None
+            where they are not sharded. All stages of a rank are gathered once a step; with fewer, memory is saved and
+            more is gathered.
         observe: an observer of every effect: a `Recording`, or `fpipe.tensorboard.Recorder(logdir)`.
         autodiff: "graph" traces each stage once per input signature and splits its backward as a graph. As under
             `jax.jit`, the stage's Python code, its closures and the mode of its modules are read while it is traced.
@@ -111,9 +116,11 @@ def value_and_grad(
     (tensor(21.), {0: tensor(17.), 1: tensor(8.)})
     """
     options = Options(autodiff, policy, compile, dynamic)
-    ranks = handler.ranks(plan)
-    spec = _StepSpec(pipeline, plan, ranks, True, has_aux, reduction, weight, in_axes, out_axes, gather, options)
-    programs = lower(schedule, plan, depth=prefetch, effects=effects)
+    ranks, replicas = handler.ranks(plan), handler.replicas(plan)
+    spec = _StepSpec(
+        pipeline, plan, ranks, replicas, True, has_aux, reduction, weight, in_axes, out_axes, gather, options
+    )
+    programs = lower(schedule, plan, depth=prefetch, resident=resident, effects=effects)
     check(programs)
     all_parts = (part for program in programs.values() for effect in program for part in parts(effect))
     if not any(effects.effects[type(part)].work & WEIGHT for part in all_parts):
@@ -142,6 +149,7 @@ def evaluate(
     gather: bool = False,
     schedule: Schedule | None = None,
     prefetch: int | None = None,
+    resident: int | None = None,
     observe: Observer | None = None,
     autodiff: Autodiff = "auto",
     compile: bool | str = False,  # noqa: A002
@@ -171,9 +179,13 @@ def evaluate(
     if not loss and (has_aux or weight is not None):
         raise ValueError("has_aux and weight need loss=True: both concern the loss")
     options = Options(autodiff, everything_saveable, compile, dynamic)
-    ranks = handler.ranks(plan)
-    spec = _StepSpec(pipeline, plan, ranks, loss, has_aux, reduction, weight, in_axes, out_axes, gather, options)
+    ranks, replicas = handler.ranks(plan), handler.replicas(plan)
+    spec = _StepSpec(
+        pipeline, plan, ranks, replicas, loss, has_aux, reduction, weight, in_axes, out_axes, gather, options
+    )
     programs = forward_only(lower(schedule or wavefront, plan, depth=prefetch, effects=effects))
+    if resident is not None:
+        programs = residence(programs, resident)
     check(programs)
     name = f"evaluate of {_name(schedule or wavefront)}"
     return Step(spec, programs, handler, observe, name, lambda value, _: value)
@@ -370,12 +382,14 @@ class _StepSpec:
 
     Args:
         ranks: the ranks that this process plays.
+        replicas: the replicas that it plays.
         loss: compute the last stage's loss; without it the outputs are the result.
     """
 
     pipeline: Pipeline
     plan: Plan
     ranks: Sequence[int]
+    replicas: Replicas
     loss: bool
     has_aux: bool
     reduction: Reduction
@@ -390,7 +404,7 @@ class _StepSpec:
             raise ValueError(f"reduction must be 'mean' or 'sum', not {self.reduction!r}")
         if self.weight is not None and self.reduction != "mean":
             raise ValueError("weight needs reduction='mean': with 'sum', losses have no weights")
-        if self.plan != self.pipeline.plan(self.plan.placement, self.plan.microbatches):
+        if self.plan != self.pipeline.plan(self.plan.placement, self.plan.microbatches, self.plan.replicas):
             raise ScheduleError(
                 "the plan's edges or ties are not the pipeline's: make it by pipeline.plan(placement, microbatches)"
             )
@@ -399,6 +413,12 @@ class _StepSpec:
                 raise ScheduleError(
                     f"stage {stage} is stateful and has copies on ranks {ranks}: a state needs every microbatch in "
                     "order, so place it on one rank"
+                )
+            if self.pipeline.stages[stage].stateful and self.plan.replicas > 1:
+                raise ScheduleError(
+                    f"stage {stage} is stateful, and the plan has {self.plan.replicas} replicas: a state needs every "
+                    "microbatch in order, so leave the replicas out, or make the stage stateless (such as a norm that "
+                    "needs no running statistics)"
                 )
 
     def pieces(self) -> DifferentiablePipeline:
@@ -410,11 +430,11 @@ class _StepSpec:
         )
 
     def _merge(self, outputs: Mapping[int, Any]) -> Any:
-        return merge([outputs[m] for m in range(self.plan.microbatches)], self.out_axes)
+        return merge([output for _, output in sorted(outputs.items())], self.out_axes)
 
     def total(self, losses: Mapping[int, Tensor]) -> Tensor:
-        """Add the losses in microbatch order."""
-        return functools.reduce(torch.add, (losses[m] for m in range(self.plan.microbatches)))
+        """Add the losses in microbatch order, replica by replica."""
+        return functools.reduce(torch.add, (loss for _, loss in sorted(losses.items())))
 
     def inputs(
         self,
@@ -507,7 +527,7 @@ class _StepSpec:
     ) -> tuple[list[Microbatch], int | None]:
         """Return the microbatches, and the number of rows of the whole batch."""
         self.pipeline.accept(batch)
-        count = self.plan.microbatches
+        count = self.plan.microbatches * len(self.replicas.here)
         axes = self.in_axes if isinstance(self.in_axes, tuple) else (self.in_axes, self.in_axes)
         if len(axes) != 2:
             raise ValueError(f"in_axes must be one axis, or a pair for batch and target, not {self.in_axes!r}")
@@ -523,11 +543,13 @@ class _StepSpec:
         """Return a function of each microbatch's share of the weight; None where the loss is not computed."""
         if not any(self.plan.stages - 1 in self.plan.stages_on(rank) for rank in self.ranks):
             return [None] * len(targets)
-        return _shares(list(map(weight, targets)))
+        return _shares(list(map(weight, targets)), self.replicas)
 
 
-def _shares(numbers: Sequence[Any]) -> Sequence[Callable[[], float]]:
-    """Return functions that return each weight's share of their sum; the first call waits for a copy to the host.
+def _shares(numbers: Sequence[Any], replicas: Replicas) -> Sequence[Callable[[], float]]:
+    """Return functions that return each weight's share of all replicas' sum.
+
+    The first call waits for a copy to the host, and where other processes play other replicas, for their weights.
 
     Which weights are 0 decides what the host launches, so it reads them: all at once, behind what the device ran before
     the step.
@@ -543,7 +565,8 @@ def _shares(numbers: Sequence[Any]) -> Sequence[Callable[[], float]]:
     @functools.cache
     def shares() -> list[float]:
         on_host = copy.read()
-        values: list[float] = (on_host / functools.reduce(torch.add, on_host.unbind())).tolist()
+        total = functools.reduce(torch.add, torch.tensor(replicas.gather(on_host.tolist()), dtype=torch.float64))
+        values: list[float] = (on_host / total).tolist()
         return values
 
     return [functools.partial(lambda m: shares()[m], m) for m in range(len(weights))]
