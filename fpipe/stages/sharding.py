@@ -1,0 +1,185 @@
+"""Leaves of params that the replicas of a pipeline share: DTensors, of which each process holds a piece.
+
+Nothing here communicates. `torch.distributed.tensor` takes half a second to import; who makes DTensors imports it, and
+until then no leaf is one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fpipe.stages.pytree import NAMESPACE, describe
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(leaf, getattr(module, "DTensor", ()))
+
+
+def local(leaf: Tensor) -> Tensor:
+    """Return this process's piece of a DTensor, in its memory; another tensor as it is."""
+    if not is_dtensor(leaf):
+        return leaf
+    with torch.no_grad():
+        return leaf.to_local().detach()
+
+
+def wrap(piece: Tensor, like: Tensor) -> Tensor:
+    """Return a piece as a DTensor that is placed like another one, in the piece's memory; as it is if that is none.
+
+    The piece may have another dtype.
+    """
+    if not is_dtensor(like):
+        return piece
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        return DTensor.from_local(
+            piece, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+
+def locals_of(tree: Any) -> Any:
+    """Return a tree with the pieces of its DTensors in their place."""
+    return optree.tree_map(local, tree, namespace=NAMESPACE)
+
+
+def wrapped(tree: Any, like: Any) -> Any:
+    """Return a tree whose leaves are placed like those of another tree of the same structure. None stays None."""
+    return optree.tree_map(
+        lambda piece, leaf: None if piece is None else wrap(piece, leaf),
+        tree,
+        like,
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The part of a leaf that one replica holds, out of the leaf that its stage reads.
+
+    A leaf is cut along one dimension by the rule of `torch.chunk`: pieces of equal numbers of rows, rounded up, of
+    which the last ones may be smaller or empty.
+
+    Args:
+        shape, stride, dtype: of the leaf that the stage reads, which is dense in memory. If it is cut over other
+            dimensions of the mesh too, such as those of tensor parallelism, it is this process's piece over these.
+        dim: the dimension along which the replicas cut it; None if each holds all of it.
+        shards: the number of pieces.
+        shard: the number of this process's piece.
+        mesh_dim: the dimension of the replicas' mesh over which it is cut; over the others the piece is replicated.
+
+    >>> layout = Layout(torch.Size([5, 2]), (2, 1), torch.float32, dim=0, shards=4, shard=2, mesh_dim=0)
+    >>> layout.sizes, layout.rows
+    ((2, 2, 1, 0), range(4, 5))
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int | None = None
+    shards: int = 1
+    shard: int = 0
+    mesh_dim: int | None = None
+
+    @classmethod
+    def of(cls, leaf: Tensor, replicas: DeviceMesh) -> Layout:
+        """Return the layout of a leaf over the replicas' mesh. A leaf that is no DTensor is whole on every replica.
+
+        Raises:
+            ValueError: the leaf is cut over two dimensions of that mesh, or holds partial sums.
+        """
+        piece = local(leaf)
+        if not is_dtensor(leaf):
+            return cls(piece.shape, piece.stride(), piece.dtype)
+        mesh_dims = _dims_within(replicas, leaf.device_mesh)
+        if any(placement.is_partial() for placement in leaf.placements):
+            raise ValueError(f"a leaf {describe(leaf)} holds partial sums, {leaf.placements}: redistribute it")
+        cut = [(i, at) for i, at in mesh_dims.items() if not leaf.placements[at].is_replicate()]
+        if not cut:
+            return cls(piece.shape, _dense(piece.shape, leaf.stride()), piece.dtype)
+        if len(cut) > 1:
+            raise ValueError(
+                f"a leaf {describe(leaf)} is cut over {len(cut)} dimensions of the replicas' mesh, {leaf.placements}: "
+                "cut it over one, or over one that is flattened from them"
+            )
+        ((mesh_dim, at),) = cut
+        dim: int = leaf.placements[at].dim  # type: ignore[attr-defined]
+        sizes = {i: size for i, size in enumerate(leaf.device_mesh.shape) if i != at}
+        others = prod(size for i, size in sizes.items() if getattr(leaf.placements[i], "dim", None) == dim)
+        shape = torch.Size([*piece.shape[:dim], leaf.shape[dim] // others, *piece.shape[dim + 1 :]])
+        shards, shard = replicas.size(mesh_dim), replicas.get_local_rank(mesh_dim)
+        return cls(shape, _dense(shape, leaf.stride()), piece.dtype, dim, shards, shard, mesh_dim)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of rows of each piece."""
+        rows = 1 if self.dim is None else self.shape[self.dim]
+        chunk = -(-rows // self.shards)
+        return tuple(max(0, min(chunk, rows - chunk * shard)) for shard in range(self.shards))
+
+    @property
+    def rows(self) -> range:
+        """The rows of this process's piece."""
+        stop = [*accumulate(self.sizes)][self.shard]
+        return range(stop - self.sizes[self.shard], stop)
+
+    def pieces(self, whole: Tensor) -> list[Tensor]:
+        """Return the pieces of a whole leaf or gradient, as views."""
+        return [whole] if self.dim is None else [*whole.split_with_sizes(self.sizes, self.dim)]
+
+    def whole(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Join the pieces of all shards, in memory of its own that is laid out by `stride`.
+
+        Raises:
+            ValueError: the pieces are not those of this layout.
+        """
+        whole = torch.empty_strided(self.shape, self.stride, dtype=pieces[0].dtype, device=pieces[0].device)
+        places = self.pieces(whole)
+        if [x.shape for x in pieces] != [x.shape for x in places]:
+            raise ValueError(
+                f"pieces of shapes {[[*x.shape] for x in pieces]} don't make a leaf of {[[*x.shape] for x in places]}"
+            )
+        for place, piece in zip(places, pieces, strict=True):
+            place.copy_(piece)
+        return whole
+
+
+def _dims_within(replicas: DeviceMesh, mesh: DeviceMesh) -> dict[int, int]:
+    """Return the dimension of a leaf's mesh for each of the replicas', by the processes along it."""
+    free = {at: _processes(mesh, at) for at in range(mesh.ndim)}
+    result = dict[int, int]()
+    for i in range(replicas.ndim):
+        processes = _processes(replicas, i)
+        at = next((at for at, others in free.items() if others == processes), None)
+        if at is not None:
+            result[i] = at
+            del free[at]
+    return result
+
+
+def _processes(mesh: DeviceMesh, dim: int) -> list[int]:
+    return dist.get_process_group_ranks(mesh.get_group(dim))
+
+
+def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Return strides for a shape without gaps, in the order of other strides."""
+    order = sorted(range(len(shape)), key=lambda dim: -stride[dim])  # stable: of equal strides, the first is outer
+    sizes = [max(shape[dim], 1) for dim in order]
+    steps = [prod(sizes[at + 1 :]) for at in range(len(sizes))]
+    return tuple(step for _, step in sorted(zip(order, steps, strict=True)))

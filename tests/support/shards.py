@@ -1,0 +1,27 @@
+"""Meshes and sharded trees in the processes of a pool."""
+
+from __future__ import annotations
+
+import functools
+
+import optree
+import torch
+
+
+@functools.cache
+def mesh_of(*shape, names=None):
+    """One mesh of a shape in this process: its groups are made once. Without names, its dimensions are a, b, c."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=names or tuple("abc"[: len(shape)]))
+
+
+def whole(tree):
+    """A tree with the whole tensors in place of DTensors; every process of their mesh calls it."""
+    from torch.distributed.tensor import DTensor
+
+    return optree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree, namespace="fpipe")
+
+
+def values(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
