@@ -72,12 +72,15 @@ def load(
     stages: Iterable[int] | None = None,
     *,
     dtype: torch.dtype | None = None,
+    like: Mapping[int, Tree] | None = None,
 ) -> tuple[dict[int, Tree], dict[int, Tree]]:
     """Load `(params, state)` of some stages from the safetensors of `save_pretrained`.
 
     Args:
         stages: the stages to load: `plan.stages_on(rank)`. By default all. Other tensors are not read.
         dtype: of floating-point tensors, if it differs from the file's.
+        like: params on the meta device that are placed over a mesh, as by `fsdp`: a parameter is placed as there.
+            Tensors are read one by one, and this process's piece of each is kept.
 
     The model itself needs no memory: make it under `torch.device("meta")`, and split it.
 
@@ -89,7 +92,7 @@ def load(
     Tensors that the model lacks, such as those of more layers, cause a warning.
     """
     with ExitStack() as stack:
-        return from_state_dict(pipeline, _Pretrained(Path(folder), pipeline, dtype, stack), stages)
+        return from_state_dict(pipeline, _Pretrained(Path(folder), pipeline, dtype, stack), stages, like=like)
 
 
 class _Front(NamedTuple):

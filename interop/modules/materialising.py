@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from fpipe.interop.modules.functions import Tree, canonical
 from fpipe.interop.modules.skeletons import own_tensors, registered, shallow_clone
-from fpipe.interop.modules.state_dicts import specs_on
+from fpipe.interop.modules.state_dicts import place, specs_on
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import StageFunction
 
@@ -28,6 +28,7 @@ def materialise(
     device: torch.device | str = "cpu",
     init: Init | None = None,
     seed: int = 0,
+    like: Mapping[int, Tree] | None = None,
 ) -> tuple[dict[int, Tree], dict[int, Tree]]:
     """Return `(params, state)` of stages that come from modules, with new tensors, initialised.
 
@@ -39,12 +40,14 @@ def materialise(
             Face's models, use `model._init_weights`.
         seed: seeds the random numbers, together with the submodule's name. A tensor is the same on every rank and for
             every number of stages. The global generators are restored.
+        like: params on the meta device that are placed over a mesh, as by `fsdp`: a parameter is placed as there. A
+            submodule's tensors are made whole, and all but this process's pieces are freed before the next is made.
 
     Buffers that are not in the state_dict keep their values of the time of the split, if they had any.
 
     Raises:
         TypeError: a stage does not come from a module.
-        ValueError: a tensor was not initialised.
+        ValueError: a tensor was not initialised; or `like` lacks one.
     """
     params, state = dict[int, Tree](), dict[int, Tree]()
     unset = list[str]()
@@ -52,12 +55,10 @@ def materialise(
         fn = pipeline.stages[stage].fn
         assert isinstance(fn, StageFunction)
         front = "" if fn.qualified else f"stages.{stage}."
-        make = partial(_entries, fn.skeleton, device=torch.device(device), init=init, seed=(seed, front))
-        new = make({*spec.params, *spec.state}, fill=FIRST)
-        blank = {name for name, x in new.items() if name not in fn.nonpersistent_buffers and _is_blank(x)}
-        again = make(blank, fill=SECOND)
-        unset += [f"{front}{name}" for name, x in again.items() if not torch.equal(_memory(x), _memory(new[name]))]
-        new |= {name: x.to(device) for name, x in fn.nonpersistent_buffers.items() if name in new}
+        trees = {name: None if like is None else like.get(stage, {}) for name in spec.params}
+        making = _Making(fn, torch.device(device), init or _reset, (seed, front), trees)
+        new = making.entries({*spec.params, *spec.state})
+        unset += [f"{front}{name}" for name in making.unset]
         params[stage] = {name: new[name] for name in spec.params}
         state |= {stage: {name: new[name] for name in spec.state}} if spec.state else {}
     if unset:
@@ -68,17 +69,42 @@ def materialise(
     return params, state
 
 
-def _entries(
-    skeleton: nn.Module, wanted: set[str], device: torch.device, init: Init | None, seed: tuple[int, str], fill: int
-) -> Tree:
-    """Return the tensors of these names, initialised."""
-    first, entries = canonical(skeleton), Tree()
-    for prefix, module in skeleton.named_modules():
-        names = {name: first[f"{prefix}.{name}" if prefix else name] for name, _ in own_tensors(module)}
-        if new := {name: entry for name, entry in names.items() if entry in wanted - entries.keys()}:
-            values = _initialised(module, device, init or _reset, _seed(*seed, prefix), fill)
-            entries |= {entry: values[name] for name, entry in new.items()}
-    return entries
+@dataclass
+class _Making:
+    """Makes the tensors of one stage.
+
+    Args:
+        seed: the seed, and the front of the submodules' names.
+        like: by the name of each parameter, the tree that it is placed like.
+        unset: the names of tensors that nothing has set.
+    """
+
+    fn: StageFunction
+    device: torch.device
+    init: Init
+    seed: tuple[int, str]
+    like: Mapping[str, Mapping[str, Tensor] | None]
+    unset: list[str] = field(default_factory=list)
+
+    def entries(self, wanted: set[str]) -> Tree:
+        """Return the tensors of these names, initialised."""
+        first, entries = canonical(self.fn.skeleton), Tree()
+        for prefix, module in self.fn.skeleton.named_modules():
+            names = {name: first[f"{prefix}.{name}" if prefix else name] for name, _ in own_tensors(module)}
+            if new := {name: entry for name, entry in names.items() if entry in wanted - entries.keys()}:
+                entries |= self._of(module, prefix, new)
+        return entries
+
+    def _of(self, module: nn.Module, prefix: str, names: Mapping[str, str]) -> Tree:
+        """Return a submodule's own tensors by entry; they are whole in here alone."""
+        seed, fixed = _seed(*self.seed, prefix), self.fn.nonpersistent_buffers
+        values = _initialised(module, self.device, self.init, seed, FIRST)
+        if blank := [name for name, entry in names.items() if entry not in fixed and _is_blank(values[name])]:
+            again = _initialised(module, self.device, self.init, seed, SECOND)
+            changed = [name for name in blank if not torch.equal(_memory(again[name]), _memory(values[name]))]
+            self.unset += [names[name] for name in changed]
+        values |= {name: fixed[entry].to(self.device) for name, entry in names.items() if entry in fixed}
+        return {entry: place(entry, values.pop(name), self.like.get(entry)) for name, entry in names.items()}
 
 
 def _initialised(module: nn.Module, device: torch.device, init: Init, seed: int, fill: int) -> Tree:
@@ -112,7 +138,10 @@ def _filled(x: Tensor, device: torch.device, fill: int) -> Tensor:
 
 def _is_blank(x: Tensor) -> bool:
     """Whether a tensor may not have been set: its memory has the bytes that it was filled with, or all are NaN."""
-    return x.numel() > 0 and bool((_memory(x) == FIRST).all() or (x != x).all())
+    if not x.numel():
+        return False
+    memory, first = _memory(x), x[(0,) * x.ndim]
+    return bool((memory[0] == FIRST and (memory == FIRST).all()) or (first != first and (x != x).all()))
 
 
 def _memory(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from fpipe.interop.modules.functions import Tree, spec_of
@@ -13,7 +14,11 @@ from fpipe.stages.stage import StageFunction, StageSpec
 
 
 def from_state_dict(
-    pipeline: Pipeline, state_dict: Mapping[str, Tensor], stages: Iterable[int] | None = None
+    pipeline: Pipeline,
+    state_dict: Mapping[str, Tensor],
+    stages: Iterable[int] | None = None,
+    *,
+    like: Mapping[int, Tree] | None = None,
 ) -> tuple[dict[int, Tree], dict[int, Tree]]:
     """Return `(params, state)` for a pipeline whose names are those of its module, as of `split`.
 
@@ -21,12 +26,14 @@ def from_state_dict(
         state_dict: of the whole module: `module.state_dict()`, or another mapping. Only the tensors that are needed
             are read.
         stages: the stages to return, with the entries that they share: `plan.stages_on(rank)`. By default all.
+        like: params, also on the meta device, that are placed over a mesh, as by `fsdp`: a parameter is placed as
+            there. Tensors are read one by one, and this process's piece of each is kept.
 
-    Tensors share memory with the state_dict. Buffers that are not in the state_dict have their values of the time of
-    the split.
+    Tensors that are no DTensors share memory with the state_dict. Buffers that are not in the state_dict have their
+    values of the time of the split.
 
     Raises:
-        ValueError: names are missing or unknown, or shapes differ.
+        ValueError: names are missing or unknown, or shapes differ; or `like` lacks a parameter.
         TypeError: the pipeline's names are not those of one module.
     """
     aliases, nonpersistent = names_in_module(pipeline)
@@ -39,21 +46,42 @@ def from_state_dict(
         raise ValueError(f"the module has no {', '.join(unknown[:5])}{meant}: this is another module's state_dict")
     source = {entry: alias for alias, entry in reversed(aliases.items()) if alias in state_dict}
 
-    def values(tree: Mapping[str, Tensor]) -> Tree:
+    def values(tree: Mapping[str, Tensor], like: Mapping[str, Tensor] | None = None) -> Tree:
         missing = [name for name in tree if name not in source and name not in nonpersistent]
         if missing:
             raise ValueError(
                 f"the state_dict lacks {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}; "
                 "interop.materialise makes tensors that no state_dict has"
             )
-        tensors = {name: state_dict[source[name]] if name in source else nonpersistent[name] for name in tree}
-        for name, x in tensors.items():
-            if x.shape != tree[name].shape:
-                raise ValueError(f"{name} is of shape {list(x.shape)}, and {list(tree[name].shape)} in the module")
-        return {name: x.detach() for name, x in tensors.items()}
+        return {name: value(name, spec.shape, like) for name, spec in tree.items()}
 
-    params = {stage: values(spec.params) for stage, spec in specs.items()}
+    def value(name: str, shape: torch.Size, like: Mapping[str, Tensor] | None) -> Tensor:
+        x = state_dict[source[name]] if name in source else nonpersistent[name]
+        if x.shape != shape:
+            raise ValueError(f"{name} is of shape {list(x.shape)}, and {list(shape)} in the module")
+        return place(name, x.detach(), like)
+
+    trees = {stage: None if like is None else like.get(stage, {}) for stage in specs}
+    params = {stage: values(spec.params, trees[stage]) for stage, spec in specs.items()}
     return params, {stage: values(spec.state) for stage, spec in specs.items() if spec.state}
+
+
+def place(name: str, whole: Tensor, like: Mapping[str, Tensor] | None) -> Tensor:
+    """Return a tensor placed like the one of its name; as it is where there is nothing to be like.
+
+    Raises:
+        ValueError: there is none of its name, or it is of another shape.
+    """
+    if like is None:
+        return whole
+    if name not in like:
+        raise ValueError(f"like lacks {name}: pass the params of all these stages, as of the split on the meta device")
+    from fpipe.interop.sharding import place_like  # takes time, and is for those who shard
+
+    try:
+        return place_like(whole, like[name])
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def to_state_dict(

@@ -5,8 +5,9 @@ import re
 import optree
 import pytest
 import torch
+from torch import nn
 
-from fpipe import interop
+from fpipe import interop, peak_bytes
 from fpipe.stages.sharding import local, locals_of
 from tests.support.jobs import differences
 from tests.support.shards import mesh_of, values, whole
@@ -191,3 +192,101 @@ WRONG = {
 def test_wrong_arguments_say_so(pools):
     for texts in pools(4).run(wrong_calls):
         assert [name for name in WRONG if not re.match(re.escape(WRONG[name]), texts[name])] == [], texts
+
+
+# Without the whole model in any process
+
+
+class Deep(nn.Module):
+    """A model whose largest submodule is a small part of it, with a tie and buffers."""
+
+    def __init__(self, layers=8, width=64):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+        self.norm = nn.BatchNorm1d(width)
+        self.layers[layers - 1].weight = self.layers[0].weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.norm(x)
+
+
+def on_the_meta_device(mesh):
+    """A pipeline of two stages, and its params without values, placed over a mesh."""
+    with torch.device("meta"):
+        module = Deep()
+    pipeline, params = interop.split(module, at=["layers.4"], example=torch.randn(4, 64))
+    assert pipeline.entries
+    return pipeline, interop.fsdp(params, mesh)
+
+
+def made(rank):
+    """Differences from the unsharded tensors, whether all are placed, peak bytes, stored bytes, stages of one stage."""
+    pipeline, like = on_the_meta_device(mesh_of(4))
+    expected, states = interop.materialise(pipeline, seed=3)
+    results = []
+    here = peak_bytes(lambda: results.append(interop.materialise(pipeline, seed=3, like=like)), torch.device("cpu"))
+    params, state = results[0]
+    own, _ = interop.materialise(pipeline, [1], seed=3, like=like)
+    wrong = differences([whole(params), state], [expected, states])
+    wrong += differences(whole(own), {s: {n: expected[s][n] for n in tensors} for s, tensors in own.items()})
+    places = optree.tree_map(lambda x, y: x.placements == y.placements, params, like)
+    stored = sum(local(x).untyped_storage().nbytes() for x in optree.tree_leaves(params))
+    return wrong, all(optree.tree_leaves(places)), here, stored, {*own}
+
+
+def test_a_model_that_no_process_could_hold_is_made_in_shards(pools):
+    layer = 4 * (64 * 64 + 64)
+    for wrong, placed, peak, stored, own in pools(4).run(made):
+        assert wrong == []
+        assert placed
+        assert own == {0, 1}  # stage 1 shares an entry of stage 0
+        assert stored == pytest.approx(7 * layer / 4, rel=0.05)
+        assert stored < peak < stored + 1.5 * layer
+        assert peak < 7 * layer / 2
+
+
+def loaded(rank, folder):
+    """Differences of tensors read in shards from whole ones, from a state_dict and Hugging Face's files."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    pipeline, like = on_the_meta_device(mesh_of(2))
+    torch.manual_seed(0)
+    tensors = Deep().state_dict()
+    expected = interop.from_state_dict(pipeline, tensors)
+    found = interop.from_state_dict(pipeline, tensors, like=like)
+    wrong = differences([whole(found[0]), found[1]], list(expected))
+    stored = [local(x).untyped_storage().nbytes() == local(x).nbytes for x in optree.tree_leaves(found[0])]
+
+    sizes = {"n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 6, "vocab_size": 11}
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(**sizes)).eval()
+    example = {"input_ids": torch.randint(11, (2, 6))}
+    pipeline, params = interop.transformers.split(model, example=example, at=["transformer.h.1"])
+    theirs, _ = interop.transformers.load(folder, pipeline, [rank])
+    ours, _ = interop.transformers.load(folder, pipeline, [rank], like=interop.fsdp(params, mesh_of(2)))
+    rows = optree.tree_map(lambda x: x[: -(-len(x) // 2)] if rank == 0 else x[-(-len(x) // 2) :], theirs)
+    return wrong + differences(locals_of(ours), rows), all(stored)
+
+
+def test_each_process_keeps_its_rows_of_a_state_dict_and_of_a_folder(pools, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 6, "vocab_size": 11}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path)
+    assert pools(2).run(loaded, str(tmp_path)) == [([], True)] * 2
+
+
+def test_params_to_be_like_must_have_every_tensor():
+    pipeline, params = interop.split(Deep(), at=["layers.4"], example=torch.randn(4, 64))
+    for make in (
+        lambda like: interop.materialise(pipeline, like=like),
+        lambda like: interop.from_state_dict(pipeline, Deep().state_dict(), like=like),
+    ):
+        with pytest.raises(ValueError, match=r"like lacks layers\.4\.weight: pass the params of all these stages"):
+            make({0: params[0]})
+        with pytest.raises(ValueError, match=r"layers\.0\.weight: it is of shape \[64, 64\], and \[2\] in like"):
+            make({0: {**params[0], "layers.0.weight": torch.ones(2)}, 1: params[1]})
+        found, _ = make(params)
+        assert found.keys() == params.keys()
