@@ -108,6 +108,12 @@ class Prepared:
     def tree(self) -> Any:
         return self.spec.unflatten(self.own)
 
+    def replace(self, leaves: Leaves) -> None:
+        """Take other leaves of the same kinds, and forget what was computed of those before."""
+        self.leaves[:] = leaves
+        self.computed.clear()
+        self.__dict__.pop("own", None)
+
 
 def prepared(stage: Stage, params: Any) -> Prepared:
     """Flatten a stage's params for one step.

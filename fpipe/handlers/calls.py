@@ -84,6 +84,7 @@ class Step:
         prepared: stage -> its prepared params.
         state: stage -> its state, updated by each forward.
         sums: stage of this rank -> sum of its weight gradients.
+        placed: the params as the caller passed them, where leaves are sharded; `inputs` then has this replica's pieces.
         scattered: stage -> function that returns its sums over all replicas; waits for them.
         foreign: (stage, rank) -> leaves of that rank's sum, as received.
         seeds: microbatch -> cotangents of the last stage's output.
@@ -93,6 +94,7 @@ class Step:
     prepared: dict[int, Prepared]
     state: dict[int, Any]
     sums: defaultdict[int, Sum] = field(default_factory=lambda: defaultdict(Sum))
+    placed: Mapping[int, Any] | None = None
     scattered: dict[int, Callable[[], Leaves]] = field(default_factory=dict)
     foreign: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     seeds: dict[int, Leaves] = field(default_factory=dict)

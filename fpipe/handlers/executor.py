@@ -14,6 +14,7 @@ from fpipe.handlers.captured import uncapturable
 from fpipe.handlers.gradients import received, total
 from fpipe.handlers.protocol import Inputs, Results
 from fpipe.stages.pytree import summary
+from fpipe.stages.sharding import wrapped
 from fpipe.stages.stage import Batch
 
 
@@ -81,11 +82,13 @@ class Executor:
         results, params = step.results, step.inputs.params
         self.calls.clear()
         results.state = {stage: step.state[stage] for stage in self.stages if self.pipeline.stages[stage].stateful}
-        if step.sums:
-            sums = {(stage, self.rank): step.sums_of(stage) for stage in step.sums}
+        if stages := {*step.sums, *step.scattered}:
+            sums = {(stage, self.rank): step.sums_of(stage) for stage in sorted(stages)}
             for (stage, rank), leaves in step.foreign.items():
                 sums[stage, rank] = received(self.pipeline, self.plan, params, stage, self.rank, leaves)
             results.gradients = total(self.pipeline, self.plan, params, self.stages, sums)
+            if step.placed is not None:
+                results.gradients = wrapped(results.gradients, dict(step.placed))
         return results
 
     def _failure(self, effect: Any, error: Exception) -> StageError:

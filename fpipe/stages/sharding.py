@@ -134,6 +134,13 @@ class Layout:
         return tuple(max(0, min(chunk, rows - chunk * shard)) for shard in range(self.shards))
 
     @property
+    def piece_shape(self) -> torch.Size:
+        """The shape of this process's piece."""
+        if self.dim is None:
+            return self.shape
+        return torch.Size([*self.shape[: self.dim], self.sizes[self.shard], *self.shape[self.dim + 1 :]])
+
+    @property
     def rows(self) -> range:
         """The rows of this process's piece."""
         stop = [*accumulate(self.sizes)][self.shard]

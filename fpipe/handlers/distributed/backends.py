@@ -54,11 +54,12 @@ class Backend(Protocol):
 
     asynchronous: bool
 
-    def check(self, device: Device, rank: int, edges: Collection[Edge], owner: Owner) -> str | None:
+    def check(self, device: Device, rank: int, edges: Collection[Edge], lanes: int, owner: Owner) -> str | None:
         """Return why this process can't have these edges; None if it can.
 
         Args:
             edges: of a handler, all of them; those of this process's other handlers count too.
+            lanes: the number of its groups of replicas, which count as edges.
             owner: the handler's connections.
         """
 
@@ -84,7 +85,7 @@ class Gloo:
 
     asynchronous = False
 
-    def check(self, device: Device, rank: int, edges: Collection[Edge], owner: Owner) -> str | None:
+    def check(self, device: Device, rank: int, edges: Collection[Edge], lanes: int, owner: Owner) -> str | None:
         return None
 
     def group(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: float) -> Any:
@@ -126,7 +127,7 @@ class NCCL:
     channels: int = DEFAULT_CHANNELS
     asynchronous = True
 
-    def check(self, device: Device, rank: int, edges: Collection[Edge], owner: Owner) -> str | None:
+    def check(self, device: Device, rank: int, edges: Collection[Edge], lanes: int, owner: Owner) -> str | None:
         for name, reason in DEADLOCKING.items():
             if os.environ.get(name, "0") not in ("", "0"):
                 return f"{name}={os.environ[name]} {reason}: unset it"
@@ -137,7 +138,7 @@ class NCCL:
                 f"torch.cuda.set_device({device.torch_device.index}) first"
             )
         here = [owner for owner, (at, _) in _edges_of.items() if at == current and not owner.closed.is_set()]
-        edges_of = {other: _edges_of[other][1] for other in here} | {owner: sum(rank in edge for edge in edges)}
+        edges_of = {other: _edges_of[other][1] for other in here} | {owner: sum(rank in edge for edge in edges) + lanes}
         units = torch.cuda.get_device_properties(device.torch_device).multi_processor_count
         queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
         why = too_many(sum(edges_of.values()), len(edges_of), self.channels, units, queues)
@@ -147,7 +148,7 @@ class NCCL:
         return None
 
     def group(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: float) -> Any:
-        is_edge = len(ranks) == 2
+        is_edge = name != "results"
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_edge)
         options._timeout = FOREVER
         options.group_name = f"fpipe {name}"  # type: ignore[assignment]

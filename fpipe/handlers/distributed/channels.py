@@ -20,9 +20,12 @@ import torch
 import torch.distributed as dist
 
 from fpipe import effects as fx
+from fpipe.autodiff.interface import Leaves
 from fpipe.errors import StageError
+from fpipe.handlers.calls import Step
 from fpipe.handlers.distributed.connections import Connections, InFlight
 from fpipe.handlers.distributed.handshake import REMEMBERED, Handshake
+from fpipe.handlers.distributed.replicas import ReplicaChannels
 from fpipe.handlers.distributed.signature import Signature, TensorSpec, decode, encode, signature_of
 from fpipe.handlers.distributed.wire import Payload, PayloadCodec
 from fpipe.handlers.protocol import Inputs
@@ -45,12 +48,14 @@ class KnownStep:
         sent: by value and the rank that it is sent to.
         received: by value.
         gathered: of outputs, by microbatch.
+        is_compared: whether the replicas have compared their params.
     """
 
     sent: dict[tuple[fx.Value, int], PayloadCodec] = field(default_factory=dict)
     received: dict[fx.Value, PayloadCodec] = field(default_factory=dict)
     gathered: dict[int, PayloadCodec] = field(default_factory=dict)
     loss_dtype: torch.dtype | None = None
+    is_compared: bool = False
 
 
 @dataclass
@@ -66,12 +71,23 @@ class Channels:
 
     Args:
         receipts: for each value received, how many of this rank's sends to its sender are then complete.
+        replicas: gathers and scatters, where there are replicas.
+        digest: of the step, what every replica must have alike.
         early: receives that came before the end of the handshake, which is when they are posted; None after it.
         unposted: by rank, receives whose signatures have not come.
     """
 
-    def __init__(self, connections: Connections, handshake: Handshake, receipts: Mapping[fx.Value, int]) -> None:
+    def __init__(
+        self,
+        connections: Connections,
+        handshake: Handshake,
+        receipts: Mapping[fx.Value, int],
+        replicas: Callable[[Callable[[], None]], ReplicaChannels] | None = None,
+    ) -> None:
         self.connections, self.handshake, self.receipts = connections, handshake, receipts
+        self.process = connections.grid.process
+        self.replicas = None if replicas is None else replicas(self.agree)
+        self.digest: list[object] = []
         self.receives: list[RecvRoute] = []
         self.steps = lru_cache(REMEMBERED)(lambda name: KnownStep())  # every rank forgets the same one
         self.known = KnownStep()
@@ -84,7 +100,7 @@ class Channels:
 
     def sender(self, value: fx.Value, source: int, target: int) -> Callable[[Any], None]:
         """Return a function that posts the value's payload."""
-        sent, key = self.sent[target], (value, target)
+        sent, key, process = self.sent[target], (value, target), self.process(target)
 
         def send(payload: Payload) -> None:
             if self.early is not None:
@@ -104,7 +120,7 @@ class Channels:
                     raise self._error(
                         value, f"{value} is on {message.device}, and this handler moves values on {where}"
                     )
-            sent.in_flight.append((self.connections.send(messages, target), messages))
+            sent.in_flight.append((self.connections.send(messages, process), messages))
 
         return send
 
@@ -115,6 +131,7 @@ class Channels:
         purpose = f"waiting for {value} from rank {source}, which {by} needs"
         route, receipt, sent = RecvRoute(value, source), self.receipts.get(value, 0), self.sent[source]
         self.receives.append(route)
+        process = self.process(source)
 
         def post() -> None:
             if self.early is not None:
@@ -128,7 +145,7 @@ class Channels:
             while route.arriving is None:
                 self._receive_signature(source, purpose)
             messages, works = route.arriving
-            self.connections.wait(works, source, purpose)
+            self.connections.wait(works, process, purpose)
             route.arriving = None
             if receipt > sent.complete:
                 self._release(source, sent, receipt)
@@ -143,6 +160,17 @@ class Channels:
         self._clear()
         self.handshake.begin(inputs)
 
+    def scatter(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], Callable[[], Leaves]]]:
+        assert self.replicas is not None
+        return self.replicas.scatter(stage, rank)
+
+    def gather(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], None]] | None:
+        return None if self.replicas is None else self.replicas.gather(stage, rank)
+
+    def release(self, stage: int, step: Step) -> None:
+        if self.replicas is not None:
+            self.replicas.release(stage, step)
+
     def agree(self) -> None:
         """Wait for the handshake; only the first call of a step does anything."""
         if self.early is None:
@@ -150,13 +178,16 @@ class Channels:
         early, self.early = self.early, None
         self.handshake.wait()
         self.known = self.steps(self.handshake.name)
+        if self.replicas is not None and not self.known.is_compared:
+            self.handshake.compare(self.digest)
+            self.known.is_compared = True
         for route in early:
             self._post(route)
 
     def end(self) -> None:
         """Finish a step: wait for all sends."""
         for peer, (works, _) in self.signatures:
-            self.connections.wait_for_control(works, peer, f"sending a signature to rank {peer}")
+            self.connections.wait_for_control(works, self.process(peer), f"sending a signature to rank {peer}")
         for peer, sent in self.sent.items():
             self._release(peer, sent, sent.complete + len(sent.in_flight))
 
@@ -181,14 +212,14 @@ class Channels:
             self.unposted[route.source].append(route)
         else:
             messages = codec.buffers()
-            route.arriving = messages, self.connections.receive(messages, route.source)
+            route.arriving = messages, self.connections.receive(messages, self.process(route.source))
 
     def _release(self, peer: int, sent: _Sent, count: int) -> None:
         """Release the first `count` values sent to a peer in this step."""
         while sent.in_flight and sent.complete < count:
             sent.complete += 1
             works, _ = sent.in_flight.popleft()
-            self.connections.wait(works, peer, f"finishing a send to rank {peer}")
+            self.connections.wait(works, self.process(peer), f"finishing a send to rank {peer}")
 
     # While signatures are unknown
 
@@ -199,7 +230,7 @@ class Channels:
             text = encode(signature)
         except TypeError as error:
             raise self._error(value, f"its output can't be sent: {error}") from error
-        self.signatures.append((target, self.connections.send_bytes(text, target)))
+        self.signatures.append((target, self.connections.send_bytes(text, self.process(target))))
         codec = self.known.sent[value, target] = PayloadCodec(signature, self.connections.device.torch_device)
         return codec
 
@@ -207,10 +238,10 @@ class Channels:
         """Receive the signature of the next value of a rank, and post the value's receive."""
         route = self.unposted[source].popleft()
         try:
-            signature = decode(self.connections.recv_bytes(source, purpose))
+            signature = decode(self.connections.recv_bytes(self.process(source), purpose))
         except TypeError as error:
             raise StageError(
-                f"a value from rank {source} can't be decoded here: {error}", rank=self.connections.rank
+                f"a value from rank {source} can't be decoded here: {error}", rank=self.connections.grid.rank
             ) from error
         self.known.received[route.value] = PayloadCodec(signature, self.connections.device.torch_device)
         self._post(route)
@@ -233,7 +264,7 @@ class Channels:
 
     def _error(self, value: fx.Value, message: str) -> StageError:
         places = {field: getattr(value, field, None) for field in ("stage", "microbatch")}
-        return StageError(message, rank=self.connections.rank, **places)
+        return StageError(message, rank=self.connections.grid.rank, **places)
 
 
 def _dense(spec: Any) -> Any:

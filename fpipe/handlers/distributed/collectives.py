@@ -49,6 +49,7 @@ class Collectives:
         rank, size: of this process, and how many there are.
         timeout: seconds that one wait may take; None where the process group has a limit of its own.
         purpose, hint, error: as of `Peers.new_group`.
+        name: of a rank, for messages.
     """
 
     connector: Connector
@@ -58,6 +59,7 @@ class Collectives:
     purpose: str = "peers"
     hint: str = HINT
     error: type[Exception] = TransportError
+    name: Callable[[int], str] = "rank {}".format
     _groups: dict[str, Collectives] = field(default_factory=dict, init=False)
     _calls: int = field(default=0, init=False)
     _call: str = field(default="", init=False)
@@ -90,9 +92,11 @@ class Collectives:
         answers = [_loads(each) for each in self._exchange(message)]
         for rank, (other, reason, _) in enumerate(answers):
             if other != call:
-                raise self.error(f"rank {rank} is at {other} of {self.purpose}, and this one at {call}: {self.hint}")
+                raise self.error(
+                    f"{self.name(rank)} is at {other} of {self.purpose}, and this one at {call}: {self.hint}"
+                )
             if reason is not None:
-                raise self.error(f"rank {rank} failed at {call} of {self.purpose}: {reason}")
+                raise self.error(f"{self.name(rank)} failed at {call} of {self.purpose}: {reason}")
         return result, [shared for *_, shared in answers]
 
     def send(self, number: float, rank: int) -> None:
@@ -141,7 +145,7 @@ class Collectives:
             missing = call_with_timeout(STORE_TIMEOUT, self._missing)
             why = cause_of(error, self.timeout) + (f"; missing: {missing}" if missing else "")
             raise TransportError(
-                f"rank {self.rank} could not reach the other ranks at {self._call} of {self.purpose} ({why}): "
+                f"{self.name(self.rank)} could not reach the other ranks at {self._call} of {self.purpose} ({why}): "
                 f"{self.hint}"
             ) from error
 

@@ -16,10 +16,11 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from fpipe.devices import Device, aside, launch
 from fpipe.errors import StageError
 from fpipe.handlers.distributed.activity import Activity, Markers
 from fpipe.handlers.distributed.backends import Backend, Edge, Gloo, rounds
+from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.lifeline import Lifeline
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
 from fpipe.handlers.distributed.wire import PayloadCodec
@@ -37,6 +39,8 @@ from fpipe.stages.pytree import Flat
 
 log = logging.getLogger("fpipe.transport")
 GLOO = Gloo()
+WEIGHTS = 1  # the tag of numbers between replicas on the control group, whose other messages have the tag 0
+NO_LANES: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 InFlight = tuple[list[dist.Work], list[torch.Tensor]]
 """Works that are not complete, and the tensors that must live until they are."""
@@ -55,7 +59,7 @@ class Connections:
 
     Args:
         store: through which the ranks find each other; under a prefix that nothing else uses.
-        rank, size: of this process, and how many there are.
+        grid: this process among all. Below, a rank is its number.
         device: where values are.
         backend: makes the edges.
         timeout: seconds in which a connection must be made; in which a rank that others wait for must come.
@@ -66,14 +70,14 @@ class Connections:
     def __init__(
         self,
         store: Store,
-        rank: int,
-        size: int,
+        grid: Grid,
         device: Device,
         backend: Backend,
         timeout: float,
         compute_timeout: float,
     ) -> None:
-        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.store, self.grid, self.timeout = store, grid, timeout
+        self.rank, self.size = rank, size = grid.number, grid.size
         self.device, self.backend = device, backend
         self.activity = Activity(Markers(device))
         self.groups = _Groups(backend, self.activity.markers, compute_timeout)
@@ -109,11 +113,12 @@ class Connections:
 
     # Set-up
 
-    def refusal(self, edges: Collection[Edge]) -> str | None:
-        """Return why this process can't have these edges beside those that it has; None if it can."""
-        return self.backend.check(self.device, self.rank, self.planned | set(edges), self)
+    def refusal(self, edges: Collection[Edge], lanes: Collection[str]) -> str | None:
+        """Return why this process can't have these edges and lanes beside those that it has; None if it can."""
+        count = len({*self.groups.lanes, *lanes})
+        return self.backend.check(self.device, self.rank, self.planned | set(edges), count, self)
 
-    def connect(self, edges: Collection[Edge]) -> None:
+    def connect(self, edges: Collection[Edge], lanes: Mapping[str, Sequence[int]] = NO_LANES) -> None:
         """Make the groups that are missing, round by round, and send one message over each. Every rank calls it.
 
         `torch.distributed.new_group` must be called by every rank of the job in the same order, also by those that
@@ -121,6 +126,7 @@ class Connections:
 
         Args:
             edges: of all ranks, which none of them refuses.
+            lanes: the name of a lane -> the ranks of this one's, itself included: its replicas.
         """
         planned = self.planned | set(edges)
         with warnings.catch_warnings():  # it is what an edge is made for
@@ -131,8 +137,12 @@ class Connections:
             for edge in (edge for each in rounds(planned - self.planned) for edge in each):
                 if self.rank in edge:
                     source, target = edge
-                    purpose = f"connecting rank {source} to rank {target}"
+                    purpose = f"connecting {self.grid.name(source)} to {self.grid.name(target)}"
                     self._within_limit(partial(self._connect_edge, edge, purpose), purpose)
+            for lane, ranks in lanes.items():
+                if lane not in self.groups.lanes:
+                    purpose = f"connecting the replicas of rank {self.grid.rank}"
+                    self._within_limit(partial(self._connect_lane, lane, ranks, purpose), purpose)
         self.planned = planned
 
     def _connect_results(self) -> None:
@@ -142,6 +152,16 @@ class Connections:
         ping = torch.ones(1, device=self.device.torch_device)
         self.wait(self._post(None, purpose, group.broadcast, [(ping, 0)]), None, purpose)
         self.groups.shared["results"] = group
+
+    def _connect_lane(self, lane: str, ranks: Sequence[int], purpose: str) -> None:
+        name = f"{lane} {'-'.join(map(str, ranks))}"
+        store = PrefixStore(name, self.store)
+        group = self.backend.group(store, name, ranks.index(self.rank), ranks, self.timeout)
+        if self.closed.is_set():  # this thread was left behind
+            return
+        self.groups.lanes[lane] = group
+        ping = torch.ones(1, device=self.device.torch_device)
+        self.wait(self.all_gather(lane, ping.new_empty(len(ranks)), ping, purpose), None, purpose)
 
     def _connect_edge(self, edge: Edge, purpose: str) -> None:
         source, target = edge
@@ -196,7 +216,7 @@ class Connections:
 
         def post() -> None:
             if edge not in self.edges:
-                raise PeerLost(peer, f"could not {what} rank {peer}")
+                raise PeerLost(peer, f"could not {what} {self.grid.name(peer)}")
             works.extend(self._post_each(getattr(self.edges[edge], operation), sent, side, peer, what))
 
         launch(post)
@@ -224,7 +244,9 @@ class Connections:
     def _post_each(
         self, post: Callable[..., dist.Work], messages: list[torch.Tensor], side: int, peer: int, what: str
     ) -> list[dist.Work]:
-        return self._post(peer, f"could not {what} rank {peer}", post, [([each], side, 0) for each in messages])
+        return self._post(
+            peer, f"could not {what} {self.grid.name(peer)}", post, [([each], side, 0) for each in messages]
+        )
 
     def _post(
         self, peer: int | None, what: str, post: Callable[..., dist.Work], calls: list[tuple[Any, ...]]
@@ -265,7 +287,7 @@ class Connections:
             with self.activity.waits_for("waiting for the device"):
                 self.activity.markers.keep_up()
         except RuntimeError as error:
-            raise StageError(f"its device has failed: {first_line(error)}", rank=self.rank) from error
+            raise StageError(f"its device has failed: {first_line(error)}", rank=self.grid.rank) from error
 
     def abort(self) -> None:
         """Break all connections, so that peers that wait for this process get an error at once.
@@ -280,6 +302,59 @@ class Connections:
     def cut(self) -> None:
         """End all operations that are not complete, and all waits for them. Any thread may call it."""
         self.groups.cut()
+
+    # Collectives among the replicas of this rank
+
+    def all_gather(self, lane: str, whole: torch.Tensor, piece: torch.Tensor, purpose: str) -> list[dist.Work]:
+        """Post the gathering of every replica's piece, in their order. The caller keeps both until it is complete."""
+        return self._launch_on_lane(lane, "_allgather_base", (_as_bytes(whole), _as_bytes(piece)), purpose)
+
+    def exchange(
+        self, parts: torch.Tensor, replicas: int, exact: bool, purpose: str
+    ) -> tuple[list[dist.Work], torch.Tensor]:
+        """Post the exchange of equal parts, one for each replica: it gets all replicas' parts for it, or their sum.
+
+        Args:
+            exact: return the parts, in the order of the replicas; else their sum, in an order of the backend's own.
+        """
+        if exact:
+            received = torch.empty_like(parts)
+            equal: list[int] = []  # parts
+            arguments = _as_bytes(received), _as_bytes(parts), equal, equal
+            return self._launch_on_lane("scatter", "alltoall_base", arguments, purpose), received
+        received = parts.new_empty(parts.numel() // replicas)
+        return self._launch_on_lane("scatter", "_reduce_scatter_base", (received, parts), purpose), received
+
+    def numbers_of_replicas(self, numbers: list[float]) -> list[float]:
+        """Return the numbers of all replicas, in their order; waits for them."""
+        with aside():
+            grid = self.grid
+            mine = torch.tensor(numbers, dtype=torch.float64)
+            purpose = "waiting for the weights of the replicas"
+            works: list[dist.Work] = []
+            sends = []
+            every = [torch.empty_like(mine) for _ in range(grid.replicas)]
+            for process, theirs in zip(grid.same_rank, every, strict=True):
+                if process == self.rank:
+                    theirs.copy_(mine)
+                    continue
+                sends += self._post(process, purpose, self.control.send, [([mine], process, WEIGHTS)])
+                works += self._post(process, purpose, self.control.recv, [([theirs], process, WEIGHTS)])
+            self.wait_for_control(works, None, purpose)
+            self.wait_for_control(sends, None, purpose)
+            gathered: list[float] = torch.cat(every).tolist()
+            return gathered
+
+    def _launch_on_lane(self, lane: str, operation: str, arguments: tuple[Any, ...], purpose: str) -> list[dist.Work]:
+        works = list[dist.Work]()
+
+        def post() -> None:
+            if lane not in self.groups.lanes:
+                raise PeerLost(None, purpose)
+            works.extend(self._post(None, purpose, getattr(self.groups.lanes[lane], operation), [arguments]))
+
+        launch(post)
+        return works
 
     # Collectives, at the ends of a step
 
@@ -322,7 +397,7 @@ class Connections:
             raise StageError(
                 f"{purpose}: they are {signature_of(payload).text()}, where equal inputs gave {codec.signature.text()} "
                 "before",
-                rank=self.rank,
+                rank=self.grid.rank,
             )
         for each in messages:
             self.broadcast(each.reshape(-1).view(torch.uint8), source, purpose)
@@ -334,12 +409,16 @@ class Connections:
             try:
                 text = encode(signature_of(payload))
             except TypeError as error:
-                raise StageError(f"{purpose}: they can't be sent: {error}", rank=self.rank) from error
+                raise StageError(f"{purpose}: they can't be sent: {error}", rank=self.grid.rank) from error
         size = self.broadcast(torch.tensor([len(text)]), source, purpose, control=True)
         body = _as_tensor(text.ljust(int(size), b"\0"))
         self.broadcast(body, source, purpose, control=True)
         signature = decode(body.numpy().tobytes()) if payload is None else signature_of(payload)
         return PayloadCodec(signature, self.device.torch_device)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _as_tensor(text: bytes) -> torch.Tensor:
@@ -377,6 +456,7 @@ class _Groups:
 
     def __init__(self, backend: Backend, markers: Markers, limit: float) -> None:
         self.edges: dict[Edge, Any] = {}
+        self.lanes: dict[str, Any] = {}
         self.shared: dict[str, Any] = {}
         self.closed, self.is_cut = threading.Event(), False
         self.lifeline: Lifeline | None = None
@@ -409,7 +489,9 @@ class _Groups:
         if self.lifeline is not None:
             self.lifeline.close()
         self.edges.clear()
+        self.lanes.clear()
         self.shared.clear()
 
     def _on_device(self) -> list[Any]:
-        return [*dict(self.edges).values(), *(group for name, group in dict(self.shared).items() if name == "results")]
+        own = *dict(self.edges).values(), *dict(self.lanes).values()
+        return [*own, *(group for name, group in dict(self.shared).items() if name == "results")]

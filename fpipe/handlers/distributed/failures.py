@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.distributed.connections import Connections, PeerLost
+from fpipe.handlers.distributed.grid import Grid
 
 log = logging.getLogger("fpipe.transport")
 
@@ -25,12 +26,14 @@ class Failures:
     """The failures of one handler, which its ranks share through the job's store. The first reason under a key stays.
 
     Args:
+        name: of this process, for messages.
         ended: the reason why this handler can't be used any more.
         calls: how many steps and replays on this handler have begun; the same on every rank.
     """
 
-    def __init__(self, rank: int, store: Store) -> None:
-        self.rank, self.store = rank, store
+    def __init__(self, grid: Grid, store: Store) -> None:
+        self.grid, self.rank, self.store = grid, grid.number, store
+        self.name = grid.name(grid.number)
         self.ended: str | None = None
         self.calls = 0
 
@@ -60,21 +63,22 @@ class Failures:
         known = lost.peer if lost.peer != self.rank else None  # a broadcast of this rank's has no particular peer
         if known is None and connections.size == 2:
             known = 1 - self.rank
-        peer = "a peer" if known is None else f"rank {known}"
+        peer = "a peer" if known is None else self.grid.name(known)
         # A rank that fails writes its reason before it breaks its connections; so does this rank's watchdog.
         reason = self.ended or self.wait(0.2)
         if reason is None:
             reason = f"{peer} did not give a reason: did its script end, or was its process killed?"
-            self.post(f"rank {self.rank} lost {peer} while {lost}. {reason}")
+            self.post(f"{self.name} lost {peer} while {lost}. {reason}")
         self.ended = reason
         connections.abort()
-        return TransportError(f"rank {self.rank} lost {peer} while {lost}. {reason}")
+        return TransportError(f"{self.name} lost {peer} while {lost}. {reason}")
 
     def of_own(self, connections: Connections, error: BaseException) -> None:
         """End this handler because this rank failed, and give the reason to the other ranks."""
         placed = isinstance(error, StageError) and error.rank is not None
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self.ended = str(error) if placed else f"rank {self.rank}: {text}"
+        replica = f"replica {self.grid.replica}, " if self.grid.replicas > 1 else ""
+        self.ended = f"{replica}{error}" if placed else f"{self.name}: {text}"
         self.post(self.ended)
         connections.abort()
 

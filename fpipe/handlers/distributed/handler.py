@@ -1,4 +1,4 @@
-"""One rank in each process, over torch.distributed: gloo on the CPU, NCCL on GPUs.
+"""One rank of one replica in each process, over torch.distributed: gloo on the CPU, NCCL on GPUs.
 
 A step begins with the handshake: one sum over all ranks, from which each learns whether the inputs have the signature
 of an earlier step and whether every rank can run the step. Ranks wait for it before the first value is received or
@@ -8,9 +8,10 @@ stays usable. A rank that fails later in the step writes its reason into the job
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,18 +26,21 @@ from fpipe.errors import ScheduleError, StageError, TransportError
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.distributed.backends import NCCL, Backend, Gloo
 from fpipe.handlers.distributed.channels import Channels
-from fpipe.handlers.distributed.collectives import Collectives, fingerprint, process_group
+from fpipe.handlers.distributed.collectives import Collectives, fingerprint, over, process_group
 from fpipe.handlers.distributed.connections import Connections, PeerLost
 from fpipe.handlers.distributed.failures import Failures
+from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.handshake import Handshake, RollCall, StepRejected, tokens
 from fpipe.handlers.distributed.liveness import Watchdog, introduce
 from fpipe.handlers.distributed.rendezvous import meet
+from fpipe.handlers.distributed.replicas import ReplicaChannels
 from fpipe.handlers.executor import Executor
-from fpipe.handlers.protocol import Inputs, Observer, Replays, Results, Run
+from fpipe.handlers.protocol import Inputs, Observer, Replays, Replicas, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.completions import send_completions
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import flatten
+from fpipe.stages.sharding import is_dtensor, locals_of
 
 
 class Distributed:
@@ -45,6 +49,10 @@ class Distributed:
     Args:
         group: a process group whose ranks are the plan's, or one dimension of a DeviceMesh; by default all
             processes of the job.
+        replicas: the other dimensions of the mesh: `Distributed(mesh["pp"], replicas=mesh["dp"])`. A replica's batch is
+            its own; loss and gradients are those of all replicas' batches together. By default there is one replica.
+        exact: add the gradients of the replicas in their order, so that the bits are those of one process; else in an
+            order of the backend's.
         timeout: seconds within which a rank that others wait for must answer, and come to the step.
         compute_timeout: seconds that one effect may compute while others wait for it, with tracing and compilation.
         device: where values are; under NCCL by default the current CUDA device (call `torch.cuda.set_device`
@@ -65,6 +73,8 @@ class Distributed:
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
+        replicas: DeviceMesh | None = None,
+        exact: bool = True,
         timeout: float = 300.0,
         compute_timeout: float = 1800.0,
         device: torch.device | str | Device | None = None,
@@ -73,15 +83,21 @@ class Distributed:
     ) -> None:
         self.functions = functions
         self.group = process_group(group)
-        self.rank, self.size, self.timeout = dist.get_rank(self.group), dist.get_world_size(self.group), timeout
+        self.rank, self.timeout = dist.get_rank(self.group), timeout
         if self.rank < 0:
             raise TransportError("this process is not in the group: make the handler on the group's ranks only")
+        self.mesh, self.exact = replicas, exact
+        self.grid = _grid(self.group, replicas)
+        self.size = self.grid.ranks
         place = device_of(_device(self.group) if device is None else device)
         self.device = place.torch_device
         self.devices = (self.device,)
         backend = backend or (NCCL() if self.device.type == "cuda" else Gloo())
-        self._setup = _Setup(self.group, timeout, compute_timeout, place, backend)
-        self.peers = Collectives(self._setup, self.rank, self.size, timeout) if self.size > 1 else None
+        self._setup = _Setup(self.group, replicas, self.grid, timeout, compute_timeout, place, backend)
+        grid = self.grid
+        self.peers = (
+            Collectives(self._setup, grid.number, grid.size, timeout, name=grid.name) if grid.size > 1 else None
+        )
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         if plan.ranks != self.size:
@@ -89,21 +105,34 @@ class Distributed:
                 f"the plan has {plan.ranks} ranks, the group {self.size} processes: start with "
                 f"torchrun --nproc-per-node {plan.ranks}, or make the plan for {self.size} ranks"
             )
+        if plan.replicas != self.grid.replicas:
+            raise ScheduleError(
+                f"the plan has {plan.replicas} replicas, the handler {self.grid.replicas}: pass "
+                "pipeline.plan(..., replicas=...) and Distributed(mesh['pp'], replicas=mesh['dp']) that agree"
+            )
         return (self.rank,)
+
+    def replicas(self, plan: Plan) -> Replicas:
+        if self.grid.replicas == 1:
+            return Replicas(range(1))
+        return Replicas(range(self.grid.replica, self.grid.replica + 1), self._setup.numbers_of_replicas)
 
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         connections, failures = self._setup.ready()
-        edges = {(rank, e.rank) for rank, p in programs.items() for e in p if isinstance(e, fx.Send)}
-        options = pieces.loss, pieces.gather, () if observe is None else observe.agreed
+        grid, plan = self.grid, programs[self.rank].plan
+        sends = {(rank, e.rank) for rank, p in programs.items() for e in p if isinstance(e, fx.Send)}
+        edges = {(grid.process(a, r), grid.process(b, r)) for a, b in sends for r in range(grid.replicas)}
+        lanes = self._lanes(plan)
+        options = pieces.loss, pieces.gather, self.exact, () if observe is None else observe.agreed
         connections.activity.enter()
         try:
             self._compare(connections, (options, [(p.plan, p.effects) for _, p in sorted(programs.items())]))
-            refusal = connections.refusal(edges)
+            refusal = connections.refusal(edges, lanes)
             roll = RollCall(connections, failures, [], None if refusal is None else TransportError(refusal))
             _, reason = roll.answers("setting up connections")
             if reason is not None:
                 raise TransportError(reason)
-            connections.connect(edges)
+            connections.connect(edges, lanes)
         except PeerLost as lost:
             raise failures.of_peer(connections, lost) from None
         except TransportError:
@@ -112,7 +141,12 @@ class Distributed:
             raise failures.of_peer(connections, PeerLost(None, f"setting up connections ({error})")) from error
         finally:
             connections.activity.leave()
-        channels = Channels(connections, Handshake(connections, failures), send_completions(programs, self.rank))
+        channels = Channels(
+            connections,
+            Handshake(connections, failures),
+            send_completions(programs, self.rank),
+            None if self.mesh is None else partial(ReplicaChannels, connections, self.mesh, self.exact, plan.gathered),
+        )
         device, markers = connections.device, connections.activity.markers
 
         def pace(effect: fx.Effect) -> Callable[[], None]:
@@ -141,6 +175,14 @@ class Distributed:
         """
         self._setup.check()
 
+    def _lanes(self, plan: Plan) -> Mapping[str, Sequence[int]]:
+        """Return the processes with which this one gathers and scatters."""
+        if self.mesh is None:
+            return {}
+        same, inner = self.grid.same_rank, self.mesh.shape[-1]
+        first = self.grid.replica // inner * inner  # parameters are sharded over the mesh's last dimension
+        return {"scatter": same} | ({"gather": same[first : first + inner]} if plan.gathered else {})
+
     def _compare(self, connections: Connections, content: object) -> None:
         """Check that all ranks run the same."""
         number = fingerprint(content)
@@ -157,9 +199,17 @@ class _Setup:
     """The connections of a handler, made at first use; its part in replayed steps."""
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout: float, compute_timeout: float, device: Device, backend: Backend
+        self,
+        group: dist.ProcessGroup,
+        replicas: DeviceMesh | None,
+        grid: Grid,
+        timeout: float,
+        compute_timeout: float,
+        device: Device,
+        backend: Backend,
     ) -> None:
-        self._group, self.timeout, self._compute_timeout = group, timeout, compute_timeout
+        self._group, self._replicas, self._grid = group, replicas, grid
+        self.timeout, self._compute_timeout = timeout, compute_timeout
         self._device, self._backend = device, backend
         self._parts: tuple[Connections, Failures] | None = None
         self._token_of = tokens()
@@ -210,6 +260,10 @@ class _Setup:
         finally:
             markers.paused = False
 
+    def numbers_of_replicas(self, numbers: list[float]) -> list[float]:
+        """Return the numbers of all replicas, in their order; in a step, on the same ranks of each."""
+        return self.ready()[0].numbers_of_replicas(numbers)
+
     def store(self) -> Store:
         return self.ready()[0].store
 
@@ -217,24 +271,54 @@ class _Setup:
         return self.ready()[0].new_group(purpose, timeout)  # type: ignore[no-any-return]
 
     def _make(self) -> tuple[Connections, Failures]:
-        rank, size = self._group.rank(), self._group.size()
-        store = meet(self._group, self.timeout)
-        failures = Failures(rank, store)
+        grid = self._grid
+        store = meet(self._name(), grid.number, grid.size, self.timeout)
+        failures = Failures(grid, store)
         introduce(failures)
         try:
-            connections = Connections(
-                store, rank, size, self._device, self._backend, self.timeout, self._compute_timeout
-            )
+            connections = Connections(store, grid, self._device, self._backend, self.timeout, self._compute_timeout)
         except RuntimeError as error:
             raise TransportError(
-                f"rank {rank} could not connect to the other {size - 1} ranks within {self.timeout:g} s. "
+                f"{failures.name} could not connect to the other {grid.size - 1} ranks within {self.timeout:g} s. "
                 "Do all of them make this handler, and can they reach each other? gloo uses the address of this "
                 "host's name: where that is 127.0.0.1, set GLOO_SOCKET_IFNAME to the interface that leads to the "
                 f"others ({error})"
             ) from error
-        if size > 1:
+        if grid.size > 1:
             Watchdog(failures, connections, self._compute_timeout).start()
         return connections, failures
+
+    def _name(self) -> str:
+        """Return the name of the processes, the same on all of them.
+
+        Raises:
+            ScheduleError: the group and the replicas are no dimensions of one mesh.
+        """
+        if self._replicas is None:
+            return self._group.group_name
+        ranks = over(self._group, "the replicas of a handler", hint="every rank makes the same handler")
+        processes = ranks.gather(self._replicas.mesh.flatten().tolist(), "connecting")
+        if len({process for own in processes for process in own}) < self._grid.size:
+            raise ScheduleError(
+                f"the ranks have the replicas {processes}, which overlap or differ in number: pass two dimensions of "
+                "one mesh, as Distributed(mesh['pp'], replicas=mesh['dp'])"
+            )
+        return f"mesh {processes}"
+
+
+def _grid(group: dist.ProcessGroup, replicas: DeviceMesh | None) -> Grid:
+    """Return the place of this process.
+
+    Raises:
+        TransportError: it is not in the mesh of the replicas.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if replicas is None:
+        return Grid(size, 1, rank, 0)
+    processes = replicas.mesh.flatten().tolist()
+    if dist.get_rank() not in processes:
+        raise TransportError("this process is not in the mesh of the replicas: make the handler on its processes only")
+    return Grid(size, len(processes), rank, processes.index(dist.get_rank()))
 
 
 def _device(group: dist.ProcessGroup) -> str:
@@ -284,6 +368,9 @@ class _CompiledProgram:
         self.plan, self.pieces, self.connections = executor.plan, executor.pieces, channels.connections
 
     def __call__(self, inputs: Inputs) -> Results:
+        if (grid := self.connections.grid).replicas > 1:
+            count = self.plan.microbatches
+            inputs = replace(inputs, first=grid.replica * count, total=grid.replicas * count)
         try:
             with together(self.connections, self.failures, self.executor.effect, self.channels.clear):
                 return self._step(inputs)
@@ -296,14 +383,16 @@ class _CompiledProgram:
         if inputs.broken is None:
             try:
                 executor.start(inputs)
+                inputs = self._placed(inputs)
             except StageError as error:
                 inputs = replace(inputs, broken=error)
         self.channels.begin(inputs)
         if inputs.broken is not None:
             self.channels.agree()
-        if inputs.weighed and inputs.rows is None and self.plan.stages - 1 in executor.stages:
+        unknown = inputs.rows is None or self.plan.replicas > 1
+        if inputs.weighed and unknown and self.plan.stages - 1 in executor.stages:
             self.channels.agree()  # the loss is scaled by rows that only other ranks know
-            executor.set_rows(self.channels.handshake.rows)
+            executor.set_rows(self.channels.handshake.rows, self.channels.handshake.here)
         executor.run(0, len(program))
         self.channels.agree()
         results = executor.finish()
@@ -311,28 +400,45 @@ class _CompiledProgram:
         self.channels.end()
         return results
 
+    def _placed(self, inputs: Inputs) -> Inputs:
+        """Take the params of this replica; return the inputs with its pieces of them."""
+        replicas, step = self.channels.replicas, self.executor.calls.step
+        if replicas is None:
+            return inputs
+        replicas.begin(step)
+        self.channels.digest = replicas.digest(step)
+        if any(is_dtensor(leaf) for leaf in flatten(dict(inputs.params)).leaves):
+            step.placed = inputs.params
+            inputs = step.inputs = replace(inputs, params=locals_of(dict(inputs.params)))
+        return inputs
+
     def _share(self, results: Results) -> None:
         """Send gathered outputs and the losses to every rank; last, so that no rank returns before another fails."""
-        last, rank = self.plan.stages - 1, self.connections.rank
-        blocks = [(home, self.plan.microbatches_of(last, home)) for home in self.plan.placement.holders[last]]
+        plan, grid = self.plan, self.connections.grid
+        last, rank = plan.stages - 1, self.connections.rank
+        blocks = []
+        for replica in range(grid.replicas):
+            for holder in plan.placement.holders[last]:
+                first, own = replica * plan.microbatches, plan.microbatches_of(last, holder)
+                blocks.append((grid.process(holder, replica), range(first + own.start, first + own.stop)))
         for home, block in blocks if self.pieces.gather else ():
             for m in block:
                 output = flatten(results.outputs[m]) if home == rank else None
                 purpose, gathered = f"gathering the outputs of microbatch {m}", self.channels.known.gathered
                 payload, gathered[m] = self.connections.broadcast_payload(output, home, purpose, gathered.get(m))
                 results.outputs[m] = payload.tree
-        if len(results.outputs) == self.plan.microbatches:
+        if len(results.outputs) in (plan.microbatches, plan.microbatches * grid.replicas):
             try:
                 results.output = self.pieces.merge(results.outputs)
             except ValueError as error:
-                raise StageError(f"the outputs can't be merged: {error}", rank=rank, stage=last) from error
+                raise StageError(f"the outputs can't be merged: {error}", rank=grid.rank, stage=last) from error
         for home, block in blocks if self.pieces.loss else ():
             losses = torch.stack([results.losses[m] for m in block]) if home == rank else None
             losses = self._share_losses(losses, home, len(block))
             results.losses |= dict(zip(block, losses.unbind(), strict=True))
 
     def _share_losses(self, losses: Tensor | None, home: int, count: int) -> Tensor:
-        purpose, known = f"waiting for the loss from rank {home}", self.channels.known
+        purpose, known = f"waiting for the loss from {self.connections.grid.name(home)}", self.channels.known
         device = self.connections.device.torch_device
         if known.loss_dtype is None:
             payload = None if losses is None else flatten(losses)
@@ -345,7 +451,7 @@ class _CompiledProgram:
         if losses.dtype != known.loss_dtype:
             raise StageError(
                 f"the loss is {losses.dtype}, where equal inputs gave {known.loss_dtype} before",
-                rank=home,
+                rank=self.connections.grid.rank,
                 stage=self.plan.stages - 1,
             )
         return self.connections.broadcast(losses, home, purpose)

@@ -1,6 +1,7 @@
 """The handshake that begins a step: its signatures, its rows, and whether every rank can run it.
 
-It is one sum of six numbers over all ranks, posted before the first effect and waited for when the first value travels.
+It is one sum of some numbers over all ranks of all replicas, posted before the first effect and waited for when the
+first value travels.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.devices import aside
 from fpipe.errors import StageError, TransportError
+from fpipe.handlers.distributed.collectives import fingerprint
 from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.signature import signature_of
@@ -73,9 +76,7 @@ class RollCall:
         if self._error is not None:
             raise StepRejected(self._error)
         if reason is not None:
-            raise StepRejected(
-                TransportError(f"rank {self._connections.rank} can't run the step, for a peer can't: {reason}")
-            )
+            raise StepRejected(TransportError(f"{self._failures.name} can't run the step, for a peer can't: {reason}"))
         return sums
 
     def clear(self) -> None:
@@ -88,7 +89,8 @@ class Handshake:
 
     Args:
         name: after `wait`, the name of the step's signature, the same on all ranks.
-        rows: after `wait`, the rows of the whole batch, if any rank has them.
+        rows: after `wait`, the rows of the whole batch, of all replicas, if any rank has them.
+        here: those of this replica, if there are several.
     """
 
     def __init__(self, connections: Connections, failures: Failures) -> None:
@@ -101,8 +103,12 @@ class Handshake:
     def begin(self, inputs: Inputs) -> None:
         """Post this rank's part; does not wait."""
         self.rows = inputs.rows
+        self.here: int | None = None
         rows = inputs.rows if inputs.weighed else None
-        known = [0, 0, 0] if rows is None else [1, rows, rows * rows]
+        grid = self.connections.grid
+        known = [0, 0, 0] * grid.replicas
+        if rows is not None:
+            known[3 * grid.replica : 3 * grid.replica + 3] = [1, rows, rows * rows]
         self.roll = RollCall(self.connections, self.failures, [*self._token(inputs), *known], inputs.broken)
 
     def clear(self) -> None:
@@ -133,19 +139,47 @@ class Handshake:
             StepRejected: a rank can't run the step.
         """
         assert self.roll is not None, "begin comes first"
-        first, second, knowing, rows, squares = self.roll.wait()
+        first, second, *known = self.roll.wait()
+        each = [self._rows_of(*known[at : at + 3]) for at in range(0, len(known), 3)]
+        rows = [count for count in each if count is not None]
+        if rows and len(rows) < len(each):
+            raise self._rejected(f"only {len(rows)} of {len(each)} replicas were given a batch with rows")
+        if rows:
+            self.rows = sum(rows)
+            self.here = rows[self.connections.grid.replica] if len(rows) > 1 else None
+        self.name = (first, second)
+
+    def _rows_of(self, knowing: int, rows: int, squares: int) -> int | None:
+        """Return the rows of a replica, from the sums over its ranks."""
         if knowing * squares != rows * rows:  # they are equal only if all ranks have the same rows
             here = "none" if self.rows is None else self.rows
-            raise StepRejected(
-                StageError(
-                    f"the ranks were given batches of different sizes, this one {here} rows, {rows / knowing:g} on "
-                    "average: every rank must be given (its part of) the same batch",
-                    rank=self.connections.rank,
-                )
+            raise self._rejected(
+                f"the ranks were given batches of different sizes, this one {here} rows, {rows / knowing:g} on "
+                "average: every rank must be given (its part of) the same batch"
             )
-        if knowing:
-            self.rows = rows // knowing
-        self.name = (first, second)
+        return rows // knowing if knowing else None
+
+    def _rejected(self, why: str) -> StepRejected:
+        return StepRejected(StageError(why, rank=self.connections.grid.rank))
+
+    def compare(self, digest: object) -> None:
+        """Compare what must be equal on the same rank of every replica; waits for all ranks.
+
+        Raises:
+            StepRejected: it differs.
+        """
+        grid, number = self.connections.grid, fingerprint(digest)
+        numbers = [-1 << 62] * 2 * grid.ranks
+        numbers[2 * grid.rank : 2 * grid.rank + 2] = [number, -number]
+        with aside():
+            extremes, works = self.connections.collect(numbers, dist.ReduceOp.MAX)
+            self.connections.wait_for_control(works, None, "comparing the replicas")
+            pairs = extremes.view(-1, 2).tolist()
+        if wrong := [rank for rank, (most, least) in enumerate(pairs) if most != -least]:
+            raise self._rejected(
+                f"the replicas of rank {wrong[0]} were given different parameters: their shapes, dtypes, shards and "
+                "which of them are trained must be the same"
+            )
 
 
 def tokens() -> Callable[[Hashable], tuple[int, int]]:

@@ -20,7 +20,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 from fpipe.handlers.distributed.activity import State
@@ -35,12 +35,20 @@ SUSPECT, OVERDUE = 0.25, 0.75
 """Of the time limit: how long a rank waits before it asks, and how long it waits for an answer."""
 
 
-def verdict(rank: int, states: States, overdue: Collection[int], timeout: float, compute_timeout: float) -> str | None:
+def verdict(
+    rank: int,
+    states: States,
+    overdue: Collection[int],
+    timeout: float,
+    compute_timeout: float,
+    name: Callable[[int], str] = "rank {}".format,
+) -> str | None:
     """Return why the wait of a rank can't end, or None if it may.
 
     Args:
         states: of all ranks; None where a rank has not answered yet.
         overdue: the ranks that have not answered for too long.
+        name: of a rank, for messages.
 
     >>> waits, computes = State(3, "waiting", "beginning a step", 30.0), State(3, "computing", "Forward(0, 1)", 60.0)
     >>> verdict(0, {0: waits, 1: computes}, (), 30.0, 1800.0)
@@ -57,19 +65,18 @@ def verdict(rank: int, states: States, overdue: Collection[int], timeout: float,
     for other, state in answers.items():
         if state.kind in ("computing", "replaying") and state.seconds >= compute_timeout:
             return (
-                f"rank {other} has been at {state.text} for {state.seconds:.0f} s, longer than "
+                f"{name(other)} has been at {state.text} for {state.seconds:.0f} s, longer than "
                 f"compute_timeout={compute_timeout:g}"
             )
     if answers[rank].kind not in ("waiting", "replaying") or answers[rank].seconds < timeout:
         return None
     for other, state in answers.items():
         if state.kind == "absent" and state.calls < answers[rank].calls and state.seconds >= timeout:
-            return (
-                f"rank {other} has not come within timeout={timeout:g} s: its script is elsewhere, or calls fewer steps"
-            )
+            where = "its script is elsewhere, or calls fewer steps"
+            return f"{name(other)} has not come within timeout={timeout:g} s: {where}"
     if overdue:
         return (
-            f"rank {min(overdue)} does not answer: its process is stopped, its host can not be reached, or an "
+            f"{name(min(overdue))} does not answer: its process is stopped, its host can not be reached, or an "
             "extension holds the GIL"
         )
     late = any(state.kind == "absent" and state.calls < answers[rank].calls for state in answers.values())
@@ -79,7 +86,7 @@ def verdict(rank: int, states: States, overdue: Collection[int], timeout: float,
     stuck = {other: state for other, state in answers.items() if state.kind == "waiting"}
     if min(state.seconds for state in stuck.values()) < timeout:
         return None
-    waits = "; ".join(f"rank {other}, {state.text}" for other, state in sorted(stuck.items()))
+    waits = "; ".join(f"{name(other)}, {state.text}" for other, state in sorted(stuck.items()))
     return f"every rank waits, so a message was lost: {waits}"
 
 
@@ -179,7 +186,7 @@ class Watchdog(threading.Thread):
         try:
             state = self._activity.state()
         except RuntimeError as error:
-            return self._first(f"rank {self._failures.rank}: its device has failed: {first_line(error)}")
+            return self._first(f"{self._failures.name}: its device has failed: {first_line(error)}")
         if (loss := self._groups.loss()) is not None:
             return self._first(loss)
         answer = self._exchange(state)
@@ -192,7 +199,8 @@ class Watchdog(threading.Thread):
         self._interval = self._idle if state.kind == "absent" else self._busy
         reason, states, overdue = answer
         if reason is None and states:
-            reason = verdict(self._failures.rank, states, overdue, self._timeout, self._compute_timeout)
+            limits = self._timeout, self._compute_timeout
+            reason = verdict(self._failures.rank, states, overdue, *limits, self._failures.grid.name)
             if reason is not None:
                 return self._first(reason)
         return reason

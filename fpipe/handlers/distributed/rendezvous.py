@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from fpipe.errors import TransportError
@@ -17,14 +16,17 @@ FIRST_PAUSE, LAST_PAUSE = 0.005, 0.2  # seconds between two looks into the store
 COMPLETE, GIVEN_UP = b"complete", b"given up"
 
 
-def meet(group: dist.ProcessGroup, timeout: float) -> Store:
-    """Return the job's store under a prefix that no other handler has; the same on every rank of the group.
+def meet(name: str, rank: int, size: int, timeout: float) -> Store:
+    """Return the job's store under a prefix that no other handler has; the same on every rank.
+
+    Args:
+        name: of the ranks that meet; others have another name.
+        rank, size: of this process among them, and how many there are.
 
     Raises:
         TransportError: a rank did not come within `timeout` seconds; names the ranks that did not.
     """
-    rank, size = group.rank(), group.size()
-    name = f"fpipe/{group.group_name}"
+    name = f"fpipe/{name}"
     base = _get_default_store().clone()  # type: ignore[attr-defined]  # a client of its own: nothing else blocks it
     store, until = PrefixStore(name, base), time.monotonic() + timeout
     number = _join(store, rank, until)

@@ -1,0 +1,50 @@
+"""The processes of a handler: one for each rank of each replica, numbered replica by replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The place of this process among all of a handler.
+
+    Args:
+        ranks: of one replica.
+        rank, replica: of this process.
+
+    >>> grid = Grid(ranks=2, replicas=3, rank=1, replica=2)
+    >>> grid.number, grid.size, grid.process(0), grid.same_rank
+    (5, 6, 4, (1, 3, 5))
+    >>> grid.name(3), Grid(2).name(1)
+    ('rank 1 of replica 1', 'rank 1')
+    """
+
+    ranks: int
+    replicas: int = 1
+    rank: int = 0
+    replica: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return self.ranks * self.replicas
+
+    @property
+    def number(self) -> int:
+        """The number of this process."""
+        return self.process(self.rank)
+
+    @property
+    def same_rank(self) -> tuple[int, ...]:
+        """The processes of this rank, in the order of the replicas."""
+        return tuple(replica * self.ranks + self.rank for replica in range(self.replicas))
+
+    def process(self, rank: int, replica: int | None = None) -> int:
+        """Return the number of a process, by default of this replica."""
+        return (self.replica if replica is None else replica) * self.ranks + rank
+
+    def name(self, number: int) -> str:
+        """Return the name of a process, for messages."""
+        replica, rank = divmod(number, self.ranks)
+        return f"rank {rank}" + (f" of replica {replica}" if self.replicas > 1 else "")

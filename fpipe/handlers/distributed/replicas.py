@@ -1,0 +1,316 @@
+"""Gathers and scatters between the replicas of a pipeline: whole parameters out of shards, sums of gradients.
+
+A sum is added in the order of the replicas, whatever order the messages take: every replica sends each other one its
+part, which adds them. So the bits are those of one process. With `exact=False` the backend adds, in its own order.
+
+Invariants:
+- each of the two has its own connections, on which operations run in the order of their posts;
+- a post never waits, except for the handshake of the step;
+- what is gathered belongs to the stage until its release; no buffer is used twice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fpipe.autodiff.interface import Leaves
+from fpipe.errors import StageError
+from fpipe.handlers.calls import Step
+from fpipe.handlers.distributed.connections import Connections
+from fpipe.stages.pytree import describe
+from fpipe.stages.sharding import Layout, is_dtensor, local
+
+IN_PLACE = 1 << 18  # bytes from which a parameter is gathered straight into its place; smaller ones are packed
+LANES = ("gather", "scatter")
+
+
+@dataclass
+class Shards:
+    """A stage's sharded parameters in one step.
+
+    Args:
+        pieces: the leaves of the stage's params, in which DTensors are this replica's pieces.
+        layouts: of each tensor among them.
+    """
+
+    pieces: Leaves
+    layouts: dict[int, Layout]
+    arriving: list[Callable[[], None]] = field(default_factory=list)
+    whole: Leaves = field(default_factory=list)
+
+
+class ReplicaChannels:
+    """Gathers and scatters of one program on one process.
+
+    Args:
+        mesh: of the replicas.
+        exact: add in the order of the replicas.
+        agree: waits for the handshake of the step.
+        gathered: the stages that the program gathers.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        mesh: DeviceMesh,
+        exact: bool,
+        gathered: frozenset[int],
+        agree: Callable[[], None],
+    ) -> None:
+        self.connections, self.mesh, self.exact, self.agree, self.gathered = connections, mesh, exact, agree, gathered
+        self.replicas = connections.grid.replicas
+        self.shards: dict[int, Shards] = {}
+
+    def begin(self, step: Step) -> None:
+        """Take the params of a step.
+
+        Raises:
+            StageError: a stage's are sharded where the program gathers nothing, or the other way round.
+        """
+        self.shards = {}
+        for stage, prepared in step.prepared.items():
+            tensors = {i: x for i, x in enumerate(prepared.leaves) if isinstance(x, Tensor)}
+            layouts = {i: self._layout(stage, x) for i, x in tensors.items()}
+            sharded = [i for i, layout in layouts.items() if layout.dim is not None]
+            if sharded and stage not in self.gathered:
+                raise self._wrong(stage, "are sharded over the replicas: pass resident= to value_and_grad and evaluate")
+            plain = [x for x in tensors.values() if not is_dtensor(x)]
+            if stage in self.gathered and plain:
+                raise self._wrong(
+                    stage,
+                    f"must be sharded, for resident= was passed, and {describe(plain[0])} is not: shard all by "
+                    "interop.fsdp(params, mesh), or leave resident out",
+                )
+            self.shards[stage] = Shards(list(map(_piece, prepared.leaves)), layouts)
+            prepared.leaves[:] = self.shards[stage].pieces
+
+    def _layout(self, stage: int, leaf: Tensor) -> Layout:
+        try:
+            return Layout.of(leaf, self.mesh)
+        except ValueError as error:
+            raise StageError(str(error), rank=self.connections.grid.rank, stage=stage) from error
+
+    def _wrong(self, stage: int, what: str) -> StageError:
+        return StageError(f"its parameters {what}", rank=self.connections.grid.rank, stage=stage)
+
+    def digest(self, step: Step) -> list[object]:
+        """Return what must be equal on this rank in all replicas."""
+        trained = {stage: prepared.paths for stage, prepared in step.prepared.items()}
+        layouts = {
+            stage: [(layout.shape, layout.dtype, layout.dim, layout.shards) for layout in shards.layouts.values()]
+            for stage, shards in self.shards.items()
+        }
+        return [trained, layouts]
+
+    # Parameters
+
+    def gather(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], None]]:
+        purpose = f"gathering the parameters of stage {stage}"
+
+        def post(step: Step) -> None:
+            self.agree()
+            shards = self.shards[stage]
+            shards.whole = list(shards.pieces)
+            shards.arriving = list(self._gather(shards, purpose))
+
+        def take(step: Step) -> None:
+            shards, prepared = self.shards[stage], step.prepared[stage]
+            for arrive in shards.arriving:
+                arrive()
+            prepared.replace(shards.whole)
+            shards.arriving, shards.whole = [], []
+
+        return post, take
+
+    def release(self, stage: int, step: Step) -> None:
+        step.prepared[stage].replace(self.shards[stage].pieces)
+
+    def _gather(self, shards: Shards, purpose: str) -> Iterator[Callable[[], None]]:
+        """Post the gathering of a stage's leaves; yield functions that wait, and put whole leaves into their place."""
+        packed = defaultdict[Any, list[int]](list)
+        for i, layout in shards.layouts.items():
+            if layout.dim is None:
+                continue
+            if prod(layout.shape) * layout.dtype.itemsize < IN_PLACE:
+                packed[layout.dtype, shards.pieces[i].device].append(i)
+            else:
+                yield self._gather_one(shards, i, layout, purpose)
+        for numbers in packed.values():
+            yield self._gather_packed(shards, numbers, purpose)
+
+    def _gather_one(self, shards: Shards, i: int, layout: Layout, purpose: str) -> Callable[[], None]:
+        piece = _padded(shards.pieces[i], layout)
+        whole = piece.new_empty((layout.shards * piece.shape[0], *piece.shape[1:]))
+        works = self.connections.all_gather("gather", whole, piece, purpose)
+
+        def arrive() -> None:
+            self.connections.wait(works, None, purpose)
+            shards.whole[i] = _joined(whole, layout)
+
+        return arrive
+
+    def _gather_packed(self, shards: Shards, numbers: list[int], purpose: str) -> Callable[[], None]:
+        layouts = [shards.layouts[i] for i in numbers]
+        pieces = [_padded(shards.pieces[i], layout) for i, layout in zip(numbers, layouts, strict=True)]
+        sizes = [piece.numel() for piece in pieces]
+        own = torch.cat([piece.reshape(-1) for piece in pieces])
+        every = own.new_empty(layouts[0].shards, own.numel())
+        works = self.connections.all_gather("gather", every, own, purpose)
+
+        def arrive() -> None:
+            self.connections.wait(works, None, purpose)
+            for i, layout, piece, part in zip(numbers, layouts, pieces, every.split_with_sizes(sizes, 1), strict=True):
+                whole = part.reshape(layout.shards * piece.shape[0], *piece.shape[1:])
+                shards.whole[i] = _joined(whole, layout)
+
+        return arrive
+
+    # Gradients
+
+    def scatter(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], Callable[[], Leaves]]]:
+        purpose = f"adding the gradients of stage {stage} over the replicas"
+        reductions: list[_Reduction] = []
+
+        def post(step: Step) -> None:
+            self.agree()
+            prepared, layouts = step.prepared[stage], self.shards[stage].layouts
+            terms, of_trained = step.sums.pop(stage).read(), [layouts[i] for i in prepared.trained]
+            pieces = self.shards[stage].pieces
+            same = defaultdict[Any, list[int]](list)
+            for k, layout in enumerate(of_trained):
+                terms[k] = _filled(pieces[prepared.trained[k]], layout) if terms[k] is None else terms[k]
+                same[terms[k].dtype, terms[k].device].append(k)
+            reductions[:] = [_Reduction(self, numbers, of_trained, terms, purpose) for numbers in same.values()]
+
+        def take(step: Step) -> Callable[[], Leaves]:
+            for reduction in reductions:
+                reduction.add()
+
+            def leaves() -> Leaves:
+                result: Leaves = [None] * len(step.prepared[stage].trained)
+                for reduction in reductions:
+                    reduction.put(result)
+                reductions.clear()
+                step.scattered[stage] = lambda: result
+                return result
+
+            return leaves
+
+        return post, take
+
+
+class _Reduction:
+    """The sum of some gradients of a stage over the replicas; they have one dtype and one device.
+
+    Every replica gets its shard of the sharded ones, and an equal part of the others, which is then gathered.
+    """
+
+    def __init__(
+        self, channels: ReplicaChannels, numbers: list[int], layouts: Sequence[Layout], terms: Leaves, purpose: str
+    ) -> None:
+        self.connections, self.purpose, self.replicas = channels.connections, purpose, channels.replicas
+        self.exact = channels.exact
+        self.sharded = [(k, layouts[k]) for k in numbers if layouts[k].dim is not None]
+        self.others = [(k, terms[k].shape) for k in numbers if layouts[k].dim is None]
+        rest = [terms[k].reshape(-1) for k, _ in self.others]
+        self.part = -(-sum(x.numel() for x in rest) // self.replicas)  # of the others, in each replica's care
+        chunks = _cut(torch.cat(rest), self.part, self.replicas) if rest else [[]] * self.replicas
+        shard_of = [_shard_of(channels.mesh, layout.mesh_dim) for _, layout in self.sharded]
+        pieces = [layout.pieces(terms[k]) for k, layout in self.sharded]
+        rows = [
+            [*(own[shards[r]].reshape(-1) for own, shards in zip(pieces, shard_of, strict=True)), *chunks[r]]
+            for r in range(self.replicas)
+        ]
+        sizes = [sum(x.numel() for x in row) for row in rows]
+        like = terms[numbers[0]]
+        parts = [
+            part for row, size in zip(rows, sizes, strict=True) for part in (*row, like.new_zeros(max(sizes) - size))
+        ]
+        self.sent = torch.cat(parts)
+        self.own = sizes[channels.connections.grid.replica]
+        works, received = self.connections.exchange(self.sent, self.replicas, self.exact, purpose)
+        self.works: list[dist.Work] = works
+        self.received: Tensor | None = received
+
+    def add(self) -> None:
+        """Wait for the other replicas' parts, and add them; post the gathering of what every replica needs."""
+        assert self.received is not None
+        self.connections.wait(self.works, None, self.purpose)
+        if self.exact:
+            first, *others = self.received.view(self.replicas, -1)
+            self.sum = first + others[0]
+            for other in others[1:]:
+                self.sum += other
+        else:
+            self.sum = self.received
+        self.received = None
+        del self.sent
+        if self.others:
+            part = self.sum[self.own - self.part : self.own].contiguous()
+            self.rest = part.new_empty(self.replicas * self.part)
+            self.works = self.connections.all_gather("scatter", self.rest, part, self.purpose)
+
+    def put(self, result: Leaves) -> None:
+        """Put the sums into their places."""
+        at = 0
+        for k, layout in self.sharded:
+            shape = layout.piece_shape
+            result[k] = self.sum[at : at + prod(shape)].view(shape)
+            at += prod(shape)
+        if self.others:
+            self.connections.wait(self.works, None, self.purpose)
+            at = 0
+            for k, shape in self.others:
+                result[k] = self.rest[at : at + prod(shape)].view(shape)
+                at += prod(shape)
+
+
+def _piece(leaf: Any) -> Any:
+    return local(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _cut(whole: Tensor, part: int, count: int) -> list[list[Tensor]]:
+    """Return equal parts of a flat tensor, each as a list of tensors to be joined; the last ones are padded."""
+    parts = [whole[at * part : (at + 1) * part] for at in range(count)]
+    return [[x, x.new_zeros(part - x.numel())] for x in parts]
+
+
+def _filled(piece: Tensor, layout: Layout) -> Tensor:
+    """Return the gradient that stands for none: it changes no bit of a sum."""
+    return torch.full(layout.shape, -0.0, dtype=layout.dtype, device=piece.device)
+
+
+def _shard_of(mesh: DeviceMesh, mesh_dim: int | None) -> list[int]:
+    """Return the number of each replica's shard."""
+    assert mesh_dim is not None
+    inner = prod(mesh.shape[mesh_dim + 1 :])
+    return [replica // inner % mesh.shape[mesh_dim] for replica in range(mesh.size())]
+
+
+def _padded(piece: Tensor, layout: Layout) -> Tensor:
+    """Return a piece with its cut dimension first, dense, and with as many rows as the largest piece."""
+    assert layout.dim is not None
+    rows, first = max(layout.sizes), piece.movedim(layout.dim, 0)
+    if first.shape[0] == rows:
+        return first.contiguous()
+    padded = first.new_zeros(rows, *first.shape[1:])
+    padded[: first.shape[0]] = first
+    return padded
+
+
+def _joined(pieces: Tensor, layout: Layout) -> Tensor:
+    """Return the whole leaf, out of the padded pieces one after the other: only the last ones are padded."""
+    assert layout.dim is not None
+    whole = pieces[: layout.shape[layout.dim]].movedim(0, layout.dim)
+    if whole.stride() == layout.stride:
+        return whole
+    return torch.empty_strided(layout.shape, layout.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
