@@ -151,7 +151,7 @@ def test_edges_are_connected_in_few_rounds(schedule, ranks):
 @pytest.mark.parametrize("name", DEADLOCKING)
 def test_an_environment_that_would_deadlock_is_refused(monkeypatch, name):
     monkeypatch.setenv(name, "1")
-    assert re.match(f"{name}=1 makes .*: unset it", NCCL().check(Gpu(), 0, {(0, 1)}, Owner()))
+    assert re.match(f"{name}=1 makes .*: unset it", NCCL().check(Gpu(), 0, {(0, 1)}, 0, Owner()))
 
 
 class Gpu(Cpu):
@@ -169,20 +169,20 @@ def test_the_edges_of_all_handlers_of_a_process_count(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     edges = {(0, 1), (1, 0), (1, 2), (2, 1)}
     training, evaluation, another = Owner(), Owner(), Owner()
-    assert NCCL().check(Gpu(), 1, edges, training) is None
-    assert NCCL().check(Gpu(), 1, edges, evaluation) is None
-    assert NCCL().check(Gpu(), 1, edges, evaluation) is None  # its next program has the same edges
-    assert "rank 1 has 12 edges in 3 handlers of 4 channels each" in NCCL().check(Gpu(), 1, edges, another)
+    assert NCCL().check(Gpu(), 1, edges, 0, training) is None
+    assert NCCL().check(Gpu(), 1, edges, 0, evaluation) is None
+    assert NCCL().check(Gpu(), 1, edges, 0, evaluation) is None  # its next program has the same edges
+    assert "rank 1 has 12 edges in 3 handlers of 4 channels each" in NCCL().check(Gpu(), 1, edges, 0, another)
     evaluation.closed.set()
-    assert NCCL().check(Gpu(), 1, edges, another) is None
+    assert NCCL().check(Gpu(), 1, edges, 0, another) is None
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert "rank 1: its handler is on cuda:0, and the current device is cuda:1: call torch.cuda.set_device(0)" in (
-        NCCL().check(Gpu(), 1, edges, another)
+        NCCL().check(Gpu(), 1, edges, 0, another)
     )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     del training, another
     gc.collect()
-    assert NCCL(channels=8).check(Gpu(), 1, edges, Owner()) is None
+    assert NCCL(channels=8).check(Gpu(), 1, edges, 0, Owner()) is None
 
 
 def test_how_many_edges_a_gpu_can_have():

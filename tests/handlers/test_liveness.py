@@ -15,6 +15,7 @@ from fpipe.handlers.distributed.activity import LEAD, Activity, Markers, State
 from fpipe.handlers.distributed.backends import NCCL, Gloo
 from fpipe.handlers.distributed.connections import _Groups
 from fpipe.handlers.distributed.failures import Failures
+from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.liveness import Watchdog, verdict
 from tests.support import faults
 from tests.support.fake_device import FakeDevice
@@ -156,7 +157,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: now)
     connections.activity.enter()
     connections.activity.waiting = "a value"
-    watchdog = Watchdog(Failures(0, dist.HashStore()), connections, 10.0)
+    watchdog = Watchdog(Failures(Grid(1), dist.HashStore()), connections, 10.0)
     monkeypatch.setattr(watchdog, "_exchange", lambda state: (None, {0: state, 1: state}, []))
     assert watchdog._look() is None
     now += 100
@@ -268,7 +269,7 @@ class OneRank:
 
 
 def test_a_device_that_fails_is_every_ranks_reason():
-    connections, failures = OneRank(FailingDevice()), Failures(2, dist.HashStore())
+    connections, failures = OneRank(FailingDevice()), Failures(Grid(3, rank=2), dist.HashStore())
     connections.activity.markers.add(Forward(0, 0))
     Watchdog(failures, connections, 10.0).run()
     text = "rank 2: its device has failed: CUDA error: an illegal memory access was encountered"

@@ -12,7 +12,7 @@ import pytest
 import fpipe
 from fpipe.handlers.calls import Calls
 from fpipe.handlers.executor import Executor
-from fpipe.handlers.protocol import Results
+from fpipe.handlers.protocol import Replicas, Results
 from tests.support import cases, jobs
 
 
@@ -27,6 +27,9 @@ class Shuffled:
 
     def ranks(self, plan):
         return tuple(range(plan.ranks))
+
+    def replicas(self, plan):
+        return Replicas(range(1))
 
     def check(self):
         """Every step is done when it returns."""

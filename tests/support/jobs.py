@@ -324,7 +324,7 @@ def kept_alive(rank, ranks, autodiff):
 class OneTooMany(handlers.Gloo):
     """gloo, but a rank in the middle may have two edges."""
 
-    def check(self, device, rank, edges, owner):
+    def check(self, device, rank, edges, lanes, owner):
         return f"rank {rank} has too many" if sum(rank in edge for edge in edges) > 2 else None
 
 

@@ -27,6 +27,9 @@ class Sharing:
     def ranks(self, plan):
         return self.handler.ranks(plan)
 
+    def replicas(self, plan):
+        return self.handler.replicas(plan)
+
     @property
     def replays(self):
         return self.handler.replays

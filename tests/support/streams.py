@@ -177,7 +177,7 @@ class RecordedNCCL(NCCL):
         object.__setattr__(self, "checker", checker)
         object.__setattr__(self, "joins", joins)
 
-    def check(self, device, rank, edges, owner):
+    def check(self, device, rank, edges, lanes, owner):
         return None
 
     def group(self, store, name, rank, ranks, timeout):
