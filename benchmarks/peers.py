@@ -105,10 +105,16 @@ def pair(name: str, rank: int, ranks: int, width: int, layers: list[nn.Module], 
 
 
 def peer(
-    name: str, plan: Plan, own: Mapping[int, nn.Module], batch: Tensor | None, target: Tensor | None
+    name: str,
+    plan: Plan,
+    own: Mapping[int, nn.Module],
+    batch: Tensor | None,
+    target: Tensor | None,
+    group: dist.ProcessGroup | None = None,
 ) -> Callable[[], list[Tensor]]:
     """torch's step: it divides the summed gradients by the number of microbatches, for a mean over them."""
-    parts: Any = [PipelineStage(module, stage, plan.stages, torch.device("cpu")) for stage, module in own.items()]
+    cpu = torch.device("cpu")
+    parts: Any = [PipelineStage(module, stage, plan.stages, cpu, group=group) for stage, module in own.items()]
     single = issubclass(SCHEDULES[name], theirs.PipelineScheduleSingle)
     runtime = SCHEDULES[name](parts[0] if single else parts, plan.microbatches, loss_fn=models.loss_fn)
     arguments = () if batch is None else (batch,)
