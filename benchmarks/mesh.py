@@ -27,7 +27,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -52,7 +51,7 @@ class Sharded(peers.Pair):
     """One schedule's step on one rank of one replica."""
 
     def check(self) -> str:
-        loss, grads = self.fpipe()
+        _, grads = self.fpipe()
         self.peer()
         found = []
         for stage, module in self.own.items():
@@ -98,9 +97,7 @@ def pair(
     return Sharded(lambda: step(shards, batch, target), peer, own), gathers, lambda: counted(peer, own)
 
 
-def data(
-    width: int, replica: int, plan: Plan, own: Mapping[int, nn.Module]
-) -> tuple[Tensor | None, Tensor | None]:
+def data(width: int, replica: int, plan: Plan, own: Mapping[int, nn.Module]) -> tuple[Tensor | None, Tensor | None]:
     """Return the batch and the target of a replica, on the ranks that read them."""
     rows = [x.roll(replica, 0) + replica for x in models.data(width)]
     return rows[0] if 0 in own else None, rows[1] if plan.stages - 1 in own else None
@@ -127,7 +124,13 @@ def counted(step: Callable[[], object], own: Mapping[int, nn.Module]) -> int:
 
 
 def job(
-    rank: int, ranks: int, widths: Sequence[int], names: Sequence[str], rooms: Sequence[str], steps: int | None, rounds: int
+    rank: int,
+    ranks: int,
+    widths: Sequence[int],
+    names: Sequence[str],
+    rooms: Sequence[str],
+    steps: int | None,
+    rounds: int,
 ) -> Iterator[list[dict[str, Any]]]:
     """Run one process: yield for every width the rows, as measured on rank 0."""
     mesh = init_device_mesh("cpu", (REPLICAS, RANKS), mesh_dim_names=("dp", "pp"))
@@ -172,7 +175,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     print(f"{'':19}{'resident':26} {'fpipe':>8} {'torch':>8} {'ratio':>7} {'fpipe':>7} {'torch':>7}", end="")
     print(f" {'fpipe':>6} {'torch':>6}")
     for r in rows:
-        print(f"{r['schedule']:19}{r['resident']:26} {r['fpipe_ms']:8.2f} {r['peer_ms']:8.2f} {r['ratio']:7.3f}", end="")
+        print(
+            f"{r['schedule']:19}{r['resident']:26} {r['fpipe_ms']:8.2f} {r['peer_ms']:8.2f} {r['ratio']:7.3f}", end=""
+        )
         print(f" {r['fpipe_bytes'] / 2**20:7.1f} {r['peer_bytes'] / 2**20:7.1f}", end="")
         print(f" {r['gathers']:6} {r['peer_gathers']:6}", flush=True)
 

@@ -363,6 +363,19 @@ class Connections:
         tensor = torch.tensor(numbers, dtype=torch.int64)
         return tensor, self._post(None, "beginning a step", self.control.allreduce, [([tensor], by)])
 
+    def add(self, tensor: torch.Tensor, purpose: str) -> torch.Tensor:
+        """Return the sum of all ranks' tensors, in place."""
+        works = list[dist.Work]()
+
+        def post() -> None:
+            if self.groups.is_cut:
+                raise PeerLost(None, purpose)
+            works.extend(self._post(None, purpose, self.results.allreduce, [([tensor], dist.ReduceOp.SUM)]))
+
+        launch(post)
+        self.wait(works, None, purpose)
+        return tensor
+
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str, control: bool = False) -> torch.Tensor:
         """Return the tensor of rank `source`, on every rank; the others pass a tensor to receive into."""
         if self.size == 1:

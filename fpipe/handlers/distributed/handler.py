@@ -432,10 +432,30 @@ class _CompiledProgram:
                 results.output = self.pieces.merge(results.outputs)
             except ValueError as error:
                 raise StageError(f"the outputs can't be merged: {error}", rank=grid.rank, stage=last) from error
+        dtype = self.channels.known.loss_dtype
+        if self.pieces.loss and grid.replicas > 1 and dtype in (torch.float32, torch.float64):
+            results.losses = self._add_losses(results.losses, dtype)
+            return
         for home, block in blocks if self.pieces.loss else ():
             losses = torch.stack([results.losses[m] for m in block]) if home == rank else None
             losses = self._share_losses(losses, home, len(block))
             results.losses |= dict(zip(block, losses.unbind(), strict=True))
+
+    def _add_losses(self, losses: Mapping[int, Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
+        """Return the losses of all replicas: one sum over all ranks, in which each loss is added to zeros alone."""
+        if wrong := next((loss for loss in losses.values() if loss.dtype != dtype), None):
+            raise self._other_dtype(wrong.dtype)
+        device = self.connections.device.torch_device
+        nothing = torch.full((), -0.0, dtype=dtype, device=device)  # changes no bit
+        count = self.plan.replicas * self.plan.microbatches
+        every = torch.stack([losses.get(m, nothing) for m in range(count)])
+        every = self.connections.add(every, "waiting for the losses of all replicas")
+        return dict(enumerate(every.unbind()))
+
+    def _other_dtype(self, dtype: torch.dtype) -> StageError:
+        known, grid = self.channels.known.loss_dtype, self.connections.grid
+        message = f"the loss is {dtype}, where equal inputs gave {known} before"
+        return StageError(message, rank=grid.rank, stage=self.plan.stages - 1)
 
     def _share_losses(self, losses: Tensor | None, home: int, count: int) -> Tensor:
         purpose, known = f"waiting for the loss from {self.connections.grid.name(home)}", self.channels.known
@@ -449,9 +469,5 @@ class _CompiledProgram:
         if losses is None:
             losses = torch.empty(count, dtype=known.loss_dtype, device=device)
         if losses.dtype != known.loss_dtype:
-            raise StageError(
-                f"the loss is {losses.dtype}, where equal inputs gave {known.loss_dtype} before",
-                rank=self.connections.grid.rank,
-                stage=self.plan.stages - 1,
-            )
+            raise self._other_dtype(losses.dtype)
         return self.connections.broadcast(losses, home, purpose)

@@ -188,7 +188,8 @@ class ReplicaChannels:
             same = defaultdict[Any, list[int]](list)
             for k, layout in enumerate(of_trained):
                 terms[k] = _filled(pieces[prepared.trained[k]], layout) if terms[k] is None else terms[k]
-                same[terms[k].dtype, terms[k].device].append(k)
+                alone = k if terms[k].nbytes >= IN_PLACE else None
+                same[alone, terms[k].dtype, terms[k].device].append(k)
             reductions[:] = [_Reduction(self, numbers, of_trained, terms, purpose) for numbers in same.values()]
 
         def take(step: Step) -> Callable[[], Leaves]:
@@ -221,8 +222,20 @@ class _Reduction:
         self.exact = channels.exact
         self.sharded = [(k, layouts[k]) for k in numbers if layouts[k].dim is not None]
         self.others = [(k, terms[k].shape) for k in numbers if layouts[k].dim is None]
+        count = sum(terms[k].numel() for k, _ in self.others)
+        self.part = -(-count // self.replicas)  # of the others, in each replica's care
+        whole = terms[numbers[0]]
+        if len(numbers) == 1 and _is_cut_in_place(whole, layouts[numbers[0]], self.replicas):
+            self.sent, self.own = whole.view(-1), whole.numel() // self.replicas
+        else:
+            self.sent, self.own = self._packed(channels, layouts, terms)
+        works, received = self.connections.exchange(self.sent, self.replicas, self.exact, purpose)
+        self.works: list[dist.Work] = works
+        self.received: Tensor | None = received
+
+    def _packed(self, channels: ReplicaChannels, layouts: Sequence[Layout], terms: Leaves) -> tuple[Tensor, int]:
+        """Return the parts for all replicas, one after the other and equally long, and the length of this one's own."""
         rest = [terms[k].reshape(-1) for k, _ in self.others]
-        self.part = -(-sum(x.numel() for x in rest) // self.replicas)  # of the others, in each replica's care
         chunks = _cut(torch.cat(rest), self.part, self.replicas) if rest else [[]] * self.replicas
         shard_of = [_shard_of(channels.mesh, layout.mesh_dim) for _, layout in self.sharded]
         pieces = [layout.pieces(terms[k]) for k, layout in self.sharded]
@@ -231,15 +244,10 @@ class _Reduction:
             for r in range(self.replicas)
         ]
         sizes = [sum(x.numel() for x in row) for row in rows]
-        like = terms[numbers[0]]
-        parts = [
-            part for row, size in zip(rows, sizes, strict=True) for part in (*row, like.new_zeros(max(sizes) - size))
-        ]
-        self.sent = torch.cat(parts)
-        self.own = sizes[channels.connections.grid.replica]
-        works, received = self.connections.exchange(self.sent, self.replicas, self.exact, purpose)
-        self.works: list[dist.Work] = works
-        self.received: Tensor | None = received
+        like = next(part for row in rows for part in row)
+        fills = [like.new_zeros(max(sizes) - size) for size in sizes]
+        packed = torch.cat([part for row, fill in zip(rows, fills, strict=True) for part in (*row, fill)])
+        return packed, sizes[channels.connections.grid.replica]
 
     def add(self) -> None:
         """Wait for the other replicas' parts, and add them; post the gathering of what every replica needs."""
@@ -276,6 +284,15 @@ class _Reduction:
 
 def _piece(leaf: Any) -> Any:
     return local(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _is_cut_in_place(whole: Tensor, layout: Layout, replicas: int) -> bool:
+    """Whether the parts for the replicas are equal and follow one another in a gradient's memory."""
+    if not whole.is_contiguous():
+        return False
+    if layout.dim is None:
+        return whole.numel() % replicas == 0
+    return layout.dim == 0 and layout.shards == replicas and whole.shape[0] % replicas == 0
 
 
 def _cut(whole: Tensor, part: int, count: int) -> list[list[Tensor]]:
