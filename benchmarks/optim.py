@@ -4,13 +4,15 @@
     python -m benchmarks.optim --device cuda --width 2048
 
 `torch` is `stepper.step()` on parameters that have their gradients, `donated` an update with `donate=True`, `pure` one
-without. A round runs each once forth and back (A B C C B A); ratios are to torch in the same round. Bytes are peak
-bytes of tensors beyond parameters, gradients and state.
+without. `sharded` and `sharded pure` are these on DTensors, all of whose rows this process has, and `DTensor` is
+`stepper.step()` on such. A round runs each once forth and back (A B C C B A); ratios are to torch in the same round.
+Bytes are peak bytes of tensors beyond parameters, gradients and state.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fpipe import interop, peak_bytes
 
@@ -39,17 +42,35 @@ def model(layers: int, width: int, device: torch.device) -> dict[int, dict[str, 
 
 def ways(layers: int, width: int, device: torch.device, kernel: dict[str, bool]) -> dict[str, Way]:
     """Make each way with its own parameters, gradients and state; one update has filled the state."""
-    grads = model(layers, width, device)
-    theirs = [p.requires_grad_() for tree in model(layers, width, device).values() for p in tree.values()]
-    for p, g in zip(theirs, (g for tree in grads.values() for g in tree.values()), strict=True):
-        p.grad = g
-    stepper = torch.optim.AdamW(theirs, lr=1e-3, **kernel)
-    found: dict[str, Way] = {"torch": lambda: stepper.step()}
+
+    def shards() -> Any:
+        return interop.fsdp(model(layers, width, device), mesh(device))
+
+    found = {"torch": _theirs(model(layers, width, device), model(layers, width, device), kernel)}
     for name, donate in (("donated", True), ("pure", False)):
-        found[name] = _ours(grads, model(layers, width, device), donate, kernel)
+        found[name] = _ours(model(layers, width, device), model(layers, width, device), donate, kernel)
+    for name, donate in (("sharded", True), ("sharded pure", False)):
+        found[name] = _ours(shards(), shards(), donate, kernel)
+    found["DTensor"] = _theirs(shards(), shards(), kernel)
     for way in found.values():
         way()
     return found
+
+
+@functools.cache
+def mesh(device: torch.device) -> dist.DeviceMesh:
+    """Return a mesh of this process alone."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))
+
+
+def _theirs(grads: Any, params: Any, kernel: dict[str, bool]) -> Way:
+    leaves = [p.requires_grad_() for tree in params.values() for p in tree.values()]
+    for p, g in zip(leaves, (g for tree in grads.values() for g in tree.values()), strict=True):
+        p.grad = g
+    stepper = torch.optim.AdamW(leaves, lr=1e-3, **kernel)
+    return lambda: stepper.step()
 
 
 def _ours(grads: Any, params: Any, donate: bool, kernel: dict[str, bool]) -> Way:
@@ -96,10 +117,10 @@ def row(name: str, layers: int, width: int, device: torch.device, rounds: int) -
 
 def show(found: dict[str, Any]) -> None:
     print(f"\n{found['kernel']}, {found['layers']} layers of width {found['width']}")
-    print(f"  {'':8} {'ms':>9} {'ratio':>7} {'bytes at the peak, in parameters':>34}")
+    print(f"  {'':12} {'ms':>9} {'ratio':>7} {'bytes at the peak, in parameters':>34}")
     for way, taken in found["milliseconds"].items():
         share = found["peak_bytes"][way] / found["parameter_bytes"]
-        print(f"  {way:8} {taken:9.3f} {found['ratios'][way]:7.3f} {share:34.2f}", flush=True)
+        print(f"  {way:12} {taken:9.3f} {found['ratios'][way]:7.3f} {share:34.2f}", flush=True)
 
 
 def main() -> None:

@@ -16,10 +16,30 @@ import torch
 from torch import Tensor
 
 from fpipe.stages.pytree import NAMESPACE, Path, describe, paths_of, short
+from fpipe.stages.sharding import is_dtensor, local, placed_alike, wrap
 
 State = Any
 Group = tuple[Callable[[Path, Tensor], bool], Mapping[str, Any]]
 """A predicate of (path, parameter), e.g. of `(stage, name)` in `{stage: {name: tensor}}`, and the group's options."""
+
+
+ELEMENTWISE = {
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+"""The optimizers that treat each number of a parameter alone: they run on the pieces of DTensors, which is faster."""
+
+COUNTS = {"step", "eta", "mu", "mu_product"}
+"""The names of their values of a whole parameter, which every process has."""
 
 
 class Optimizer(NamedTuple):
@@ -44,6 +64,12 @@ def optimizer(
     The state is a pytree: for each parameter the dict of the optimizer's state, empty until the first update. Nothing
     is changed in place unless it is donated.
 
+    A parameter may be a DTensor, as of `fsdp`; then its gradient is one that is placed alike, and so are the values of
+    the state, except for counts. torch's optimizers that treat each number alone (Adam, AdamW, SGD and others, not
+    Muon) update each process's piece without communication, to the bits of the same rows of an unsharded
+    update. With `fused=True` on the CPU these need rows of whole vectors: its kernels round the last numbers of a
+    tensor otherwise.
+
     Args:
         donate: reuse the memory of `params` and `state` for the results, like JAX's donated buffers: nothing is copied,
             and the arguments must not be used again. The change is visible in everything that shares the memory,
@@ -53,9 +79,10 @@ def optimizer(
             computes the group's value from the call's: `{"lr": lambda lr: lr / 10}`.
 
     Raises:
-        TypeError: the optimizer needs a closure (LBFGS), or only sparse gradients (SparseAdam).
-        ValueError: (in update) grads or state differ in structure from params, or a gradient differs in shape, dtype
-            or device from its parameter.
+        TypeError: the optimizer needs a closure (LBFGS), or only sparse gradients (SparseAdam); or (in update) torch
+            can't run it on DTensors (Adafactor).
+        ValueError: (in update) grads or state differ in structure from params, a gradient differs in shape, dtype,
+            device or placement from its parameter, or a value of the state in placement.
 
     >>> init, update = optimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
     >>> params = {0: {"w": torch.tensor([1.0, 2.0])}}
@@ -83,8 +110,12 @@ def optimizer(
         if not trained:
             return params, state
         _check_gradients(gradients, leaves, paths_of(spec))
+        members = _members({i: leaves[i] for i in trained}, paths_of(spec), groups)
+        whole = {i: leaves[i] for i in trained if kind in ELEMENTWISE and is_dtensor(leaves[i])}
+        for i, leaf in whole.items():
+            leaves[i], gradients[i] = local(leaf), local(gradients[i])
+            states[i] = _pieces(states[i], leaf, paths_of(spec)[i])
         parameters = {i: leaves[i].detach() if donate else leaves[i].detach().clone() for i in trained}
-        members = _members(parameters, paths_of(spec), groups)
         options_of_groups = [{**_plain(changed), "params": [parameters[i] for i in here]} for changed, here in members]
         values = {**options, **changes}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -98,10 +129,22 @@ def optimizer(
                 parameters[i].grad = gradients[i]
                 if states[i]:
                     stepper.state[parameters[i]] = _placed(states[i], parameters[i], group, donate)
-        stepper.step()
+        try:
+            stepper.step()
+        except RuntimeError as error:
+            if kind in ELEMENTWISE or not any(is_dtensor(leaves[i]) for i in trained):
+                raise
+            reason = str(error).partition("\n")[0]
+            raise TypeError(
+                f"torch {torch.__version__} can't update DTensors by {kind.__name__} ({reason}): keep these params "
+                "whole, or take an optimizer that treats each number alone, such as AdamW"
+            ) from error
         for i, parameter in parameters.items():
             parameter.grad = None
             leaves[i], states[i] = parameter, stepper.state[parameter]
+        for i, leaf in whole.items():
+            leaves[i] = wrap(leaves[i], leaf)
+            states[i] = {k: wrap(x, leaf) if _is_value(k, x) else x for k, x in states[i].items()}
         return spec.unflatten(leaves), spec.unflatten(states)
 
     return Optimizer(init, update)
@@ -125,16 +168,38 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_gradients(gradients: Sequence[Any], parameters: Sequence[Tensor], paths: Sequence[Path]) -> None:
     for x, parameter, path in zip(gradients, parameters, paths, strict=True):
-        if x is not None and (not isinstance(x, Tensor) or _kind(x) != _kind(parameter)):
-            there = f" on {x.device}" if isinstance(x, Tensor) else ""
+        if x is not None and not (
+            isinstance(x, Tensor) and _kind(x) == _kind(parameter) and placed_alike(x, parameter)
+        ):
+            there = _place(x) if isinstance(x, Tensor) else ""
             raise ValueError(
-                f"grads{short(path)} is {describe(x)}{there}, and its parameter {describe(parameter)} on "
-                f"{parameter.device}: grads go with the params that the step was given"
+                f"grads{short(path)} is {describe(x)}{there}, and its parameter {describe(parameter)}"
+                f"{_place(parameter)}: grads go with the params that the step was given"
             )
 
 
 def _kind(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.dtype, x.device
+
+
+def _place(x: Tensor) -> str:
+    return f" on {x.device}" + (f", placed {x.placements} over {x.device_mesh}" if is_dtensor(x) else "")
+
+
+def _is_value(name: str, x: Any) -> bool:
+    """Whether an optimizer's value has a number for each of its parameter's."""
+    return isinstance(x, Tensor) and name not in COUNTS
+
+
+def _pieces(state: Mapping[str, Any], parameter: Tensor, path: Path) -> dict[str, Any]:
+    """Return the values of a parameter that is a DTensor, with this process's pieces."""
+    for name, x in state.items():
+        if _is_value(name, x) and not placed_alike(x, parameter):
+            raise ValueError(
+                f"state{short((*path, name))} is {describe(x)}{_place(x)}, and its parameter{_place(parameter)}: state "
+                "is sharded like the params it came from; Checkpoints.load with the sharded params makes it so"
+            )
+    return {name: local(x) if isinstance(x, Tensor) else x for name, x in state.items()}
 
 
 def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any], donate: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import math
 
 import optree
@@ -12,8 +13,10 @@ from torch import nn
 import fpipe
 from benchmarks import optim
 from fpipe import Placement, handlers, interop, schedules
+from fpipe.stages.sharding import is_dtensor
 from tests.support import cases, jobs
 from tests.support.jobs import differences
+from tests.support.shards import mesh_of, values, whole
 
 OPTIMIZERS = [
     (torch.optim.SGD, {"lr": 0.1}),
@@ -343,3 +346,127 @@ def test_a_state_of_the_cpu_goes_on_by_fused_kernels_on_a_gpu(donate):
     for grads in steps[10:]:
         params, state = update(moved(grads), state, params, fused=True)
     torch.testing.assert_close(optree.tree_map(torch.Tensor.cpu, params), expected)
+
+
+# Sharded
+
+
+ELEMENTWISE = [
+    *((kind, options) for kind, options in OPTIMIZERS if kind is not torch.optim.Adafactor),
+    (torch.optim.Adamax, {}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.AdamW, {"lr": 0.1, "foreach": True}),
+    (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
+    (torch.optim.Adam, {"lr": 0.1, "fused": True, "amsgrad": True}),
+    (torch.optim.SGD, {"lr": 0.1, "fused": True, "momentum": 0.9}),
+    (torch.optim.Adagrad, {"lr": 0.1, "fused": True}),
+    (torch.optim.NAdam, {"foreach": True}),
+]
+
+
+def numbers(seed, fused):
+    """A tree whose rows no number of processes divides, with a scalar and a plain leaf.
+
+    On the CPU a fused kernel rounds the numbers behind the last whole vector otherwise; then rows are whole vectors.
+    """
+    columns = 16 if fused else 19
+    vector = {} if fused else {"b": values(19, seed=seed + 1)}
+    return {
+        0: {"w": values(37, columns, seed=seed), "scale": values(seed=seed + 2), **vector},
+        1: {"few": values(1, 32, seed=seed + 3), "frozen": values(3, seed=seed), "plain": values(6, 5, seed=seed + 4)},
+    }
+
+
+def placed(tree, mesh):
+    sharded = interop.fsdp(tree, mesh)
+    return {**sharded, 1: {**sharded[1], "plain": tree[1]["plain"]}}
+
+
+def updates(pair, place, donate, fused):
+    """Params and state after some updates, and where these changed arguments that were not donated."""
+    params, changed = place(numbers(0, fused)), []
+    state = pair.init(params)
+    for i in range(3):
+        grads = place(numbers(10 * i + 10, fused))
+        grads[1]["frozen"] = None
+        before = None if donate else copy.deepcopy(whole((grads, state, params)))
+        new = pair.update(grads, state, params)
+        changed += [] if donate else differences(whole((grads, state, params)), before)
+        params, state = new
+    return params, state, changed
+
+
+def sharded_updates(rank, shape):
+    """Where sharded updates differ from unsharded ones, in bits or in placement, by optimizer."""
+    mesh, wrong = mesh_of(*shape), []
+    for (kind, options), donate in itertools.product(ELEMENTWISE, (False, True)):
+        pair, fused = interop.optimizer(kind, donate=donate, **options), options.get("fused", False)
+        params, state, changed = updates(pair, lambda tree: placed(tree, mesh), donate, fused)
+        expected = updates(pair, lambda tree: tree, donate, fused)
+        if at := differences(whole((params, state)), expected[:2]) + changed:
+            wrong.append((kind.__name__, options, donate, at))
+        for s, n in ((0, "w"), (0, "scale"), (1, "few")):
+            for name, x in state[s][n].items():
+                plain = name in ("step", "eta", "mu", "mu_product")
+                if is_dtensor(x) == plain or (not plain and x.placements != params[s][n].placements):
+                    wrong.append((kind.__name__, options, s, n, name))
+        wrong += [kind.__name__] * (is_dtensor(params[1]["plain"]) or state[1]["frozen"] != {})
+    return wrong
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (4,), (2, 2)])
+def test_updates_of_shards_have_the_bits_of_whole_parameters(pools, shape):
+    assert pools(math.prod(shape)).run(sharded_updates, shape) == [[]] * math.prod(shape)
+
+
+def updates_as_dtensors(rank):
+    """How far Muon, which is not elementwise, is off on shards, its state there; and what Adafactor comes to."""
+    params, grads, place = (
+        {0: values(8, 6)},
+        {0: values(8, 6, seed=1)},
+        functools.partial(interop.fsdp, mesh=mesh_of(2)),
+    )
+    init, update = interop.optimizer(torch.optim.Muon, lr=0.1)
+    expected, _ = update(grads, init(params), params)
+    sharded, state = update(place(grads), init(params), place(params))
+    init, update = interop.optimizer(torch.optim.Adafactor, lr=0.1)
+    with pytest.raises(TypeError, match=r"can't update DTensors by Adafactor \(aten\."):
+        update(place(grads), init(params), place(params))
+    return (whole(sharded)[0] - expected[0]).abs().max().item(), {name: is_dtensor(x) for name, x in state[0].items()}
+
+
+def test_optimizers_that_are_not_elementwise_update_dtensors_if_torch_can(pools):
+    for worst, kinds in pools(2).run(updates_as_dtensors):
+        assert worst < 1e-2  # Muon multiplies matrices of bfloat16
+        assert kinds == {"momentum_buffer": True}
+
+
+def misplaced(rank):
+    params = interop.fsdp({0: {"w": values(4, 4)}}, mesh_of(2))
+    init, update = interop.optimizer(torch.optim.AdamW, lr=0.1)
+    _, state = update(params, init(params), params)
+    columns = interop.fsdp({0: {"w": values(4, 4)}}, mesh_of(2), dim=1)
+    texts = []
+    for arguments in (
+        ({0: {"w": values(4, 4)}}, init(params), params),
+        (columns, init(params), params),
+        (params, whole(state), params),
+    ):
+        with pytest.raises(ValueError, match="and its parameter") as caught:
+            update(*arguments)
+        texts.append(str(caught.value))
+    by_size = interop.optimizer(torch.optim.SGD, lr=1.0, groups=[(lambda path, p: p.numel() == 16, {"lr": 0.0})])
+    again, _ = by_size.update(params, by_size.init(params), params)
+    return texts, differences(whole(again), whole(params))
+
+
+def test_gradients_and_state_must_be_placed_like_the_params(pools):
+    for texts, of_group in pools(2).run(misplaced):
+        plain, columns, state = texts
+        assert plain.startswith(
+            "grads[0]['w'] is float32[4, 4] on cpu, and its parameter float32[4, 4] on cpu, placed (S"
+        )
+        assert "placed (Shard(dim=1),) over DeviceMesh((a=2), 'cpu', stride=(1,)), and its parameter" in columns
+        assert state.startswith("state[0]['w']['exp_avg'] is float32[4, 4] on cpu, and its parameter on cpu, placed")
+        assert of_group == []  # a predicate sees the whole parameter
