@@ -13,8 +13,10 @@ from torch import nn
 
 import fpipe
 from fpipe import Placement, Plan, TransportError, handlers, interop, schedules
+from fpipe.stages.sharding import placed_alike
 from tests.support import cases
 from tests.support.jobs import differences, handler
+from tests.support.shards import Replicated, mesh_of, whole
 
 ALONE = Plan(Placement.loop(2), 1)
 PLACES = ["gpipe", "one_f_one_b", "zb_h1", "interleaved_1f1b", "gpipe_v", "zb_v", "dualpipe_v"]
@@ -206,6 +208,11 @@ def test_halves_do_not_overflow_and_nothing_given_changes():
     assert differences(grads, before) == []
 
 
+def test_a_number_keeps_its_dtype():
+    clipped, _ = fpipe.clip_by_global_norm({0: torch.tensor(3.0), 1: None}, 1.0, ALONE, handler=handlers.Local())
+    assert (clipped[0].dtype, clipped[0].item()) == (torch.float32, pytest.approx(1.0, rel=1e-5))
+
+
 def test_complex_and_sparse_gradients():
     sparse = torch.sparse_coo_tensor([[0, 0, 2]], [1.0, 1.0, 2.0], (4,), check_invariants=True)
     grads = {0: torch.tensor([3 + 4j]), 1: sparse}
@@ -222,3 +229,59 @@ def test_stages_without_gradients_count_nothing():
 def test_a_norm_that_is_none_is_refused(max_norm):
     with pytest.raises(ValueError, match="max_norm must be a number of at least 0"):
         fpipe.clip_by_global_norm({0: torch.ones(1)}, max_norm, ALONE, handler=handlers.Local())
+
+
+# Replicas
+
+
+def everybodys():
+    """Gradients of two stages."""
+    numbers = torch.arange(1.0, 36.0).view(7, 5)
+    return {0: {"w": numbers, "b": torch.arange(3.0), "scale": torch.tensor(2.0)}, 1: {"w": numbers.t(), "none": None}}
+
+
+def norms_of_replicas(rank, shape, ranks, sharded):
+    """The norm, what clipping gives, and how it is placed, where each process has one rank of a replica."""
+    replicas, grads = math.prod(shape), everybodys()
+    own = Replicated(replicas)
+    plan = Plan(Placement.loop(ranks, 2 // ranks), 1)
+    grads = {s: grads[s] for s in plan.stages_on(own.rank)}
+    mesh = mesh_of(*shape, ranks, names=(*("copies", "dp")[2 - len(shape) :], "pp"))
+    grads = interop.fsdp(grads, mesh[mesh.mesh_dim_names[:-1]]) if sharded else grads
+    if sharded == "weights":
+        grads = {s: {**tree, "b": everybodys()[s]["b"]} if s == 0 else tree for s, tree in grads.items()}
+    norm = fpipe.global_norm(grads, plan, handler=own)
+    clipped, again = fpipe.clip_by_global_norm(grads, 1.0, plan, handler=own)
+    alike = optree.tree_map(placed_alike, clipped, grads)
+    expected, _ = fpipe.clip_by_global_norm(everybodys(), 1.0, ALONE, handler=handlers.Local())
+    wrong = differences(whole(clipped), {s: expected[s] for s in clipped})
+    return norm.item(), again.item(), wrong, all(optree.tree_leaves(alike))
+
+
+@pytest.mark.parametrize("sharded", [False, True, "weights"])
+@pytest.mark.parametrize(("shape", "ranks"), [((4,), 1), ((3,), 1), ((2, 2), 1), ((2,), 2)])
+def test_the_norm_counts_what_replicas_share_once(pools, shape, ranks, sharded):
+    expected = fpipe.global_norm(everybodys(), ALONE, handler=handlers.Local()).item()
+    found = pools(math.prod(shape) * ranks).run(norms_of_replicas, shape, ranks, sharded)
+    assert found == [(found[0][0], found[0][0], [], True)] * len(found)
+    assert found[0][0] == pytest.approx(expected, rel=1e-14 if sharded else 0)
+
+
+def of_another_mesh(rank):
+    told = []
+    for own, grads in (
+        (handlers.Local(), interop.fsdp(everybodys(), mesh_of(2))),
+        (Replicated(2), interop.fsdp(everybodys(), mesh_of(2, 1)["b"])),
+    ):
+        with pytest.raises(ValueError, match="shard params over the mesh of the handler's replicas") as caught:
+            fpipe.global_norm(grads, Plan(Placement.loop(1, 2), 1), handler=own)
+        told.append(str(caught.value).split(":")[0])
+    return told
+
+
+def test_shards_over_other_processes_than_the_replicas_are_refused(pools):
+    start = "a gradient float32[3] is placed (Shard(dim=0),) over DeviceMesh"
+    for alone, other in pools(2).run(of_another_mesh):
+        assert alone == f"{start}((a=2), 'cpu', stride=(1,)), and the handler has 1 replicas"
+        assert other.startswith(f"{start}((b=1), 'cpu'")
+        assert other.endswith("and the handler has 2 replicas")

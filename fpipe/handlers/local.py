@@ -41,6 +41,7 @@ class Local:
     """
 
     peers = None
+    replicas, replica = 1, 0
     replays = Alone()
 
     def __init__(

@@ -287,6 +287,14 @@ class Handler(Protocol):
         """The other processes; None where this process plays all ranks."""
 
     @property
+    def replicas(self) -> int:
+        """The number of replicas of the pipeline, whose processes are all in `peers`."""
+
+    @property
+    def replica(self) -> int:
+        """The number of the replica of this process: it is process `replica * plan.ranks + rank` of `peers`."""
+
+    @property
     def devices(self) -> Sequence[torch.device] | None:
         """The device of each rank that this process plays; None where the handler moves nothing."""
 

@@ -31,6 +31,7 @@ class Reference:
     """Play all ranks of all replicas in this process, and ignore the order of effects."""
 
     peers = devices = replays = None
+    replicas, replica = 1, 0
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         return tuple(range(plan.ranks))

@@ -2,13 +2,18 @@
 
 Each leaf is reduced to a sum of squares in float64, each stage in the order of its own tree, and the sums of the stages
 are added in order of stage on every rank: the bits depend on no schedule, placement or handler. A tied entry counts
-with the stage that owns it, a stage with copies where its first copy is.
+with the stage that owns it, a stage with copies where its first copy is, a leaf that replicas have in common on the
+first of them.
+
+The squares of a leaf that is sharded over replicas are summed on each, and these sums are added in the order of the
+replicas: where leaves are sharded, the bits depend on the number of shards.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -18,7 +23,8 @@ from torch import Tensor
 from fpipe.errors import TransportError
 from fpipe.handlers.protocol import Handler
 from fpipe.plan import Plan
-from fpipe.stages.pytree import flatten
+from fpipe.stages.pytree import describe, flatten
+from fpipe.stages.sharding import is_dtensor, local, wrap
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 HINT = "every rank calls global_norm or clip_by_global_norm, after the same step; after this, make a new handler"
@@ -28,7 +34,8 @@ def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler) -> Te
     """Return the 2-norm of the gradients of the whole pipeline, on every rank. Every rank calls it.
 
     Args:
-        grads: `{stage: tree}` as a step returns it; None, the gradient of a frozen parameter, counts as nothing.
+        grads: `{stage: tree}` as a step returns it; None, the gradient of a frozen parameter, counts as nothing. Leaves
+            may be DTensors over the handler's replicas.
         plan, handler: the step's own.
 
     Returns:
@@ -47,7 +54,7 @@ def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler) -> Te
     >>> global_norm(grads, Plan(Placement.loop(ranks=2), microbatches=1), handler=handlers.Local())
     tensor(5., dtype=torch.float64)
     """
-    return _norm(lambda: squares(grads, plan, handler.ranks(plan)), handler)
+    return _norm(lambda: squares(grads, plan, handler), handler)
 
 
 def clip_by_global_norm(
@@ -72,18 +79,19 @@ def clip_by_global_norm(
 
     def checked() -> Tensor:
         _check_limit(max_norm)
-        return squares(grads, plan, handler.ranks(plan))
+        return squares(grads, plan, handler)
 
     norm = _norm(checked, handler)
     scale = (max_norm / (norm + EPSILON)).clamp(max=1.0)
-    leaves, spec = flatten(dict(grads))
+    whole, spec = flatten(dict(grads))
+    leaves = [local(leaf) for leaf in whole]
     devices = defaultdict[Any, list[int]](list)
     for i, leaf in enumerate(leaves):
         devices[leaf.device].append(i)
     for device, here in devices.items():
         scaled = torch._foreach_mul([leaves[i] for i in here], scale.to(device))
         for i, leaf in zip(here, scaled, strict=True):
-            leaves[i] = leaf
+            leaves[i] = wrap(leaf.to(whole[i].dtype), whole[i])  # of a tensor without dimensions the product is float64
     clipped: dict[int, Any] = spec.unflatten(leaves)  # type: ignore[assignment]
     return clipped, norm
 
@@ -94,8 +102,8 @@ def _check_limit(max_norm: Any) -> None:
         raise ValueError(f"max_norm must be a number of at least 0, not {max_norm}")
 
 
-def squares(grads: Mapping[int, Any], plan: Plan, ranks: Collection[int]) -> Tensor:
-    """Return the sum of squares of each stage's gradients, in float64; 0 for a stage whose first copy is elsewhere."""
+def squares(grads: Mapping[int, Any], plan: Plan, handler: Handler) -> Tensor:
+    """Return the sum of squares of each stage's gradients that count in this process, in float64."""
     if not isinstance(grads, Mapping):
         raise TypeError(f"grads must be {{stage: tree}}, as a step returns it, not a {type(grads).__name__}")
     if unknown := [stage for stage in grads if stage not in range(plan.stages)]:
@@ -103,20 +111,38 @@ def squares(grads: Mapping[int, Any], plan: Plan, ranks: Collection[int]) -> Ten
             f"grads has an entry for {unknown[0]!r}, and the plan has stages 0 to {plan.stages - 1}: pass "
             "{stage: tree}, as a step returns it"
         )
-    holders = plan.placement.holders
-    sums = {s: _squares(s, tree) for s, tree in sorted(grads.items()) if holders[s][0] in ranks}
+    holders, ranks = plan.placement.holders, handler.ranks(plan)
+    sums = {s: _squares(s, tree, handler) for s, tree in sorted(grads.items()) if holders[s][0] in ranks}
     device = next((x.device for x in sums.values() if x is not None), torch.device("cpu"))
     zero = torch.zeros((), dtype=torch.float64, device=device)
     each = [sums.get(stage) for stage in range(plan.stages)]
     return torch.stack([zero if x is None else x.to(device) for x in each])
 
 
-def _squares(stage: int, tree: Any) -> Tensor | None:
+def _squares(stage: int, tree: Any, handler: Handler) -> Tensor | None:
     leaves = flatten(tree).leaves
     if wrong := [leaf for leaf in leaves if not isinstance(leaf, Tensor)]:
         raise TypeError(f"a gradient of stage {stage} is a {type(wrong[0]).__name__}: it must be a tensor or None")
-    numbers = [_real(leaf.detach()) for leaf in leaves]
+    numbers = [_real(local(leaf).detach()) for leaf in leaves if _counts_here(leaf, handler)]
     return torch.stack(torch._foreach_norm(numbers, 2, torch.float64)).square().sum() if numbers else None
+
+
+def _counts_here(leaf: Tensor, handler: Handler) -> bool:
+    """Whether a leaf's numbers count in this process: it is the first of those that have them.
+
+    Raises:
+        ValueError: the leaf is a DTensor over other processes than the replicas, or of partial sums.
+    """
+    if not is_dtensor(leaf):
+        return handler.replica == 0
+    mesh = leaf.device_mesh
+    if mesh.size() != handler.replicas or any(placement.is_partial() for placement in leaf.placements):
+        raise ValueError(
+            f"a gradient {describe(leaf)} is placed {leaf.placements} over {mesh}, and the handler has "
+            f"{handler.replicas} replicas: shard params over the mesh of the handler's replicas"
+        )
+    coordinates = zip(mesh.get_coordinate() or (), leaf.placements, strict=True)
+    return all(at == 0 for at, placement in coordinates if placement.is_replicate())
 
 
 def _real(leaf: Tensor) -> Tensor:
@@ -130,8 +156,8 @@ def _norm(sums: Callable[[], Tensor], handler: Handler) -> Tensor:
     if handler.peers is None:
         return sums().sum().sqrt()
     group = handler.peers.new_group("the norm of the gradients", hint=HINT)
-    local, shares = group.agree(sums, "global_norm", Tensor.tolist)
+    part, shares = group.agree(sums, "global_norm", Tensor.tolist)
     if len(counts := {len(share) for share in shares}) > 1:
         raise TransportError(f"the ranks have plans of {sorted(counts)} stages: every rank makes the same plan")
-    total = torch.tensor(shares, dtype=torch.float64).sum(0)  # one rank has a stage's sum, the others have 0
-    return total.to(local.device).sum().sqrt()
+    total = functools.reduce(torch.add, torch.tensor(shares, dtype=torch.float64).unbind())  # 0 where it isn't held
+    return total.to(part.device).sum().sqrt()

@@ -25,3 +25,25 @@ def whole(tree):
 
 def values(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Replicated:
+    """A handler for calls between steps: process `replica * ranks + rank` plays a rank of a replica."""
+
+    devices = replays = None
+
+    def __init__(self, replicas, timeout=20.0):
+        import torch.distributed as dist
+
+        from fpipe.handlers.distributed import collectives
+
+        self.replicas, self.size = replicas, dist.get_world_size() // replicas
+        self.replica, self.rank = divmod(dist.get_rank(), self.size)
+        self.peers = collectives.over(None, "the replicas", hint="make the same calls", timeout=timeout)
+
+    def ranks(self, plan):
+        assert plan.ranks == self.size
+        return (self.rank,)
+
+    def check(self):
+        """Nothing runs in the background."""

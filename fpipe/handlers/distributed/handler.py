@@ -69,6 +69,8 @@ class Distributed:
             them) a GPU can't run so many edges, or an environment variable would make ranks wait for ever.
     """
 
+    replicas, replica = 1, 0
+
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,

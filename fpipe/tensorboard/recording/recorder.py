@@ -276,7 +276,7 @@ class Recorder(Observer):
         try:
             measurement: Measurement | ValueError = job.recording.measurement()
             marks = job.marks.keep() if job.marks is not None else None
-            total = self._later(squares(outcome.gradients, job.plan, job.ranks).sum()) if self.gradient_norm else None
+            total = self._later(squares(outcome.gradients, job.plan, job.handler).sum()) if self.gradient_norm else None
         except Exception as error:  # the other ranks wait for this one's share: send them the error
             measurement = ValueError(f"{type(error).__name__}: {error}")
             warnings.warn(f"step {self.step} could not be recorded: {error}", stacklevel=5)
