@@ -280,7 +280,7 @@ def of_another_mesh(rank):
 
 
 def test_shards_over_other_processes_than_the_replicas_are_refused(pools):
-    start = "a gradient float32[3] is placed (Shard(dim=0),) over DeviceMesh"
+    start = "a leaf float32[3] is placed (Shard(dim=0),) over DeviceMesh"
     for alone, other in pools(2).run(of_another_mesh):
         assert alone == f"{start}((a=2), 'cpu', stride=(1,)), and the handler has 1 replicas"
         assert other.startswith(f"{start}((b=1), 'cpu'")

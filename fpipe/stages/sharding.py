@@ -60,6 +60,29 @@ def wrap(piece: Tensor, like: Tensor) -> Tensor:
         )
 
 
+def is_first(leaf: Tensor, replica: int, replicas: int) -> bool:
+    """Whether this process is the first of those that hold its piece of a leaf, so that each piece counts once.
+
+    Args:
+        replica, replicas: the number of this process's replica, and how many there are. A leaf that is no DTensor is
+            the same on all.
+
+    Raises:
+        ValueError: the leaf is a DTensor over other processes than the replicas, or of partial sums.
+    """
+    if not is_dtensor(leaf):
+        return replica == 0
+    mesh = leaf.device_mesh
+    if mesh.size() != replicas or any(placement.is_partial() for placement in leaf.placements):
+        raise ValueError(
+            f"a leaf {describe(leaf)} is placed {leaf.placements} over {mesh}, and the handler has {replicas} "
+            "replicas: shard params over the mesh of the handler's replicas"
+        )
+    coordinates = zip(mesh.get_coordinate() or (), leaf.placements, strict=True)
+    replicated = local(leaf).numel() == 0  # pieces without rows are all the same
+    return all(at == 0 for at, placement in coordinates if replicated or placement.is_replicate())
+
+
 def locals_of(tree: Any) -> Any:
     """Return a tree with the pieces of its DTensors in their place."""
     return optree.tree_map(local, tree, namespace=NAMESPACE)

@@ -23,8 +23,8 @@ from torch import Tensor
 from fpipe.errors import TransportError
 from fpipe.handlers.protocol import Handler
 from fpipe.plan import Plan
-from fpipe.stages.pytree import describe, flatten
-from fpipe.stages.sharding import is_dtensor, local, wrap
+from fpipe.stages.pytree import flatten
+from fpipe.stages.sharding import is_first, local, wrap
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 HINT = "every rank calls global_norm or clip_by_global_norm, after the same step; after this, make a new handler"
@@ -123,26 +123,8 @@ def _squares(stage: int, tree: Any, handler: Handler) -> Tensor | None:
     leaves = flatten(tree).leaves
     if wrong := [leaf for leaf in leaves if not isinstance(leaf, Tensor)]:
         raise TypeError(f"a gradient of stage {stage} is a {type(wrong[0]).__name__}: it must be a tensor or None")
-    numbers = [_real(local(leaf).detach()) for leaf in leaves if _counts_here(leaf, handler)]
+    numbers = [_real(local(leaf).detach()) for leaf in leaves if is_first(leaf, handler.replica, handler.replicas)]
     return torch.stack(torch._foreach_norm(numbers, 2, torch.float64)).square().sum() if numbers else None
-
-
-def _counts_here(leaf: Tensor, handler: Handler) -> bool:
-    """Whether a leaf's numbers count in this process: it is the first of those that have them.
-
-    Raises:
-        ValueError: the leaf is a DTensor over other processes than the replicas, or of partial sums.
-    """
-    if not is_dtensor(leaf):
-        return handler.replica == 0
-    mesh = leaf.device_mesh
-    if mesh.size() != handler.replicas or any(placement.is_partial() for placement in leaf.placements):
-        raise ValueError(
-            f"a gradient {describe(leaf)} is placed {leaf.placements} over {mesh}, and the handler has "
-            f"{handler.replicas} replicas: shard params over the mesh of the handler's replicas"
-        )
-    coordinates = zip(mesh.get_coordinate() or (), leaf.placements, strict=True)
-    return all(at == 0 for at, placement in coordinates if placement.is_replicate())
 
 
 def _real(leaf: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from fpipe.interop.checkpoints.storage import CheckpointError, begun, checkpoint
 from fpipe.plan import Plan
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import describe
+from fpipe.stages.sharding import is_first, local, wrap
 
 T = TypeVar("T")
 
@@ -43,8 +44,12 @@ class Checkpoints:
     name of the caller's (`step`, a seed) and is a tree of tensors, numbers, texts and None, the same on every rank.
 
     A checkpoint is complete or not there, whenever a save is killed; the next save removes what a killed one left. It
-    is a checkpoint of torch.distributed.checkpoint as well. Of several replicas of a pipeline, one saves. No rank may
-    come later than another by more than the handler's timeout.
+    is a checkpoint of torch.distributed.checkpoint as well. No rank may come later than another by more than the
+    handler's timeout.
+
+    Leaves may be DTensors over the replicas of the handler. All replicas save together, each shard once, and the first
+    one what they have in common. What is loaded is placed like the tensors that are passed, whichever way it was saved:
+    over any number of replicas, or whole. A process reads the pieces that have its rows, one at a time.
 
     Args:
         plan, handler: the step's own.
@@ -114,6 +119,7 @@ class Checkpoints:
             TransportError: a rank did not come, or is gone; or a peer failed in a step before.
             OSError: it can't be written.
             TypeError: a leaf is neither a dense tensor, a number, a text nor None.
+            ValueError: a leaf is a DTensor over other processes than the handler's replicas.
         """
         self._begin("save")
         return self._save(lambda: self._share(params=params, state=state, optimizer=optimizer, **rest))
@@ -188,7 +194,8 @@ class Checkpoints:
 
     def _on_first(self, do: Callable[[], T], call: str) -> T:
         """Return on every rank what a function returns on rank 0."""
-        result: T = self._agree(lambda: do() if 0 in self._ranks else None, call)[1][0]
+        here = 0 in self._ranks and self._handler.replica == 0
+        result: T = self._agree(lambda: do() if here else None, call)[1][0]
         return result
 
     def _share(self, **sections: Any) -> _Share:
@@ -204,7 +211,8 @@ class Checkpoints:
             leaf = entry.leaf if entry.is_empty else _storable(entry.name, entry.leaf)
             if entry.stage is None:
                 share.common[entry.name] = "None" if leaf is None else describe(leaf)
-            if entry.stage in saved_here or (entry.stage is None and 0 in self._ranks):
+            is_ours = entry.stage in saved_here if entry.stage is not None else 0 in self._ranks
+            if is_ours and is_first(leaf, self._handler.replica, self._handler.replicas):
                 (share.tensors if isinstance(leaf, Tensor) else share.plain)[entry.name] = leaf
         return share
 
@@ -213,8 +221,8 @@ class Checkpoints:
         sections, missing = map(chain.from_iterable, zip(*answers, strict=True))
         check_complete({*sections}, missing)
         unfinished = self.folder / self._on_first(lambda: begun(self.folder, share.step).name, "save")
-        rank = self._ranks[0]
-        _, parts = self._agree(lambda: (written(unfinished, rank, share.tensors), share.plain, share.common), "save")
+        number = self._handler.replica * self.plan.ranks + self._ranks[0]
+        _, parts = self._agree(lambda: (written(unfinished, number, share.tensors), share.plain, share.common), "save")
 
         def seal() -> str:
             metadata, plain, common = zip(*parts, strict=True)
@@ -270,7 +278,8 @@ class _Share:
         return step if type(step) is int and step >= 0 else None
 
     def copied(self) -> _Share:
-        return replace(self, tensors={name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()})
+        copies = {name: wrap(local(x).to("cpu", copy=True), x) for name, x in self.tensors.items()}
+        return replace(self, tensors=copies)
 
 
 def _storable(name: Name, leaf: Any) -> Any:

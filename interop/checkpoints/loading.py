@@ -13,6 +13,7 @@ from torch import Tensor
 from fpipe.interop.checkpoints.names import Entry, Name, dense, dotted, entries, nested, some
 from fpipe.interop.checkpoints.storage import CheckpointError, CheckpointReader
 from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.sharding import local, wrap
 
 
 class LoadRequest(NamedTuple):
@@ -58,7 +59,7 @@ class LoadPlan:
         elif stored is not None and leaf is None:  # training began without it
             self.tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype, device=self.device)
         elif stored is not None and isinstance(leaf, Tensor) and stored.size == dense(name, leaf).shape:
-            self.tensors[name] = torch.empty_like(leaf, device=self._home(leaf), requires_grad=False)
+            self.tensors[name] = self._memory(leaf, leaf.dtype)
         elif stored is not None or isinstance(leaf, Tensor):
             there = self.reader.plain[name] if stored is None else list(stored.size)
             here = list(leaf.shape) if isinstance(leaf, Tensor) else leaf
@@ -75,8 +76,13 @@ class LoadPlan:
     def _home(self, leaf: Tensor) -> torch.device:
         return self.device if leaf.is_meta else leaf.device
 
+    def _memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return memory for a tensor that is laid out, and placed, like another one."""
+        piece = local(like)
+        return wrap(torch.empty_like(piece, dtype=dtype, device=self._home(piece), requires_grad=False), like)
+
     def _kept(self, name: Name, entry: Entry) -> Tensor:
-        """Return memory for an optimizer's value, laid out as the optimizer would.
+        """Return memory for an optimizer's value, laid out and sharded as the optimizer would.
 
         A value that had its parameter's dtype gets the dtype of the parameter here. Scalars keep their own, and a count
         of steps is on the CPU.
@@ -91,10 +97,11 @@ class LoadPlan:
         saved = self.reader.tensors.get(parameter_name)
         if saved is not None and dtype == saved.properties.dtype and not is_scalar:
             dtype = parameter.dtype
-        device = torch.device("cpu") if is_count else self._home(parameter)
+        if is_count:
+            return torch.empty(stored.size, dtype=dtype)
         if stored.size == parameter.shape:
-            return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
-        return torch.empty(stored.size, dtype=dtype, device=device)
+            return self._memory(parameter, dtype)
+        return torch.empty(stored.size, dtype=dtype, device=self._home(parameter))
 
     def check(self, requests: Sequence[Sequence[Any]]) -> None:
         """Compare the requests of all ranks with the checkpoint.

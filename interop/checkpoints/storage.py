@@ -17,17 +17,23 @@ from collections import ChainMap, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fpipe.interop.checkpoints.names import Name, dotted, nested
+from fpipe.stages.sharding import is_dtensor, local
 
 FORMAT = {"format": "fpipe checkpoint", "version": 2}
 MANIFEST, METADATA = "fpipe.json", ".metadata"
@@ -54,13 +60,15 @@ def begun(folder: Path, step: int | None) -> Path:
     return unfinished
 
 
-def written(folder: Path, rank: int, tensors: Mapping[Name, Tensor]) -> bytes:
-    """Write a rank's tensors; return the pickled metadata, which says where they are."""
+def written(folder: Path, number: int, tensors: Mapping[Name, Tensor]) -> bytes:
+    """Write a process's tensors, of DTensors its pieces; return the pickled metadata, which says where they are."""
     writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
     planner.set_up_planner(nested(tensors), writer.storage_meta(), True)
     writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    plan = writer.prepare_global_plan(plans * (rank + 1))[-1]  # a file is named after the index of its plan
+    local_plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = create_default_global_save_plan([local_plan])  # of this process alone, so nothing is whole yet
+    metadata.planner_data = local_plan.planner_data
+    plan = writer.prepare_global_plan(plans * (number + 1))[-1]  # a file is named after the index of its plan
     results = writer.write_data(planner.finish_plan(plan), planner).wait()
     synced(folder)
     return pickle.dumps(replace(metadata, storage_data={result.index: result.storage_data for result in results}))
@@ -70,14 +78,14 @@ def sealed(folder: Path, parts: Sequence[bytes], plain: Plain, nonpersistent: Se
     """Make a filled folder a checkpoint, and remove all but the last `keep`.
 
     Raises:
-        CheckpointError: a file that another rank wrote is not visible here.
+        CheckpointError: a file that another rank wrote is not visible here, or nobody wrote some rows of a tensor.
     """
     ranks = [unpickled(part) for part in parts]
 
     def joined(column: str) -> dict[Any, Any]:
         return dict(ChainMap(*(getattr(rank, column) for rank in ranks)))
 
-    whole = Metadata(joined("state_dict_metadata"), joined("planner_data"), joined("storage_data"))
+    whole = Metadata(_tensors_of(ranks), joined("planner_data"), joined("storage_data"))
     _write(folder / METADATA, pickle.dumps(whole))
     files = {METADATA, *(info.relative_path for info in whole.storage_data.values())}
     missing = sorted(name for name in files if not (folder / name).exists())
@@ -96,6 +104,27 @@ def sealed(folder: Path, parts: Sequence[bytes], plain: Plain, nonpersistent: Se
     for old in checkpoints(final.parent)[: -keep if keep else 0]:
         shutil.rmtree(old.rename(old.with_name(UNFINISHED + old.name)))
     return final
+
+
+def _tensors_of(ranks: Sequence[Metadata]) -> dict[str, Any]:
+    """Return the metadata of each tensor, with the pieces that all ranks wrote; of several at one place, the first."""
+    pieces = defaultdict[str, dict[tuple[int, ...], dcp.ChunkStorageMetadata]](dict)
+    tensors: dict[str, Any] = {}
+    for rank in ranks:
+        for key, tensor in rank.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            tensors.setdefault(key, tensor)
+            for chunk in tensor.chunks:
+                pieces[key].setdefault(tuple(chunk.offsets), chunk)
+    for key, chunks in pieces.items():
+        numbers, whole = sum(prod(chunk.sizes) for chunk in chunks.values()), prod(tensors[key].size)
+        if numbers != whole:
+            raise CheckpointError(
+                f"{key} has {whole} numbers, of which {numbers} were written: every process passes its piece, over "
+                "the mesh of the handler's replicas"
+            )
+        tensors[key] = replace(tensors[key], chunks=[chunks[offsets] for offsets in sorted(chunks)])
+    return tensors
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -202,8 +231,9 @@ class CheckpointReader:
         return {tuple(metadata.planner_data[key]): each for key, each in metadata.state_dict_metadata.items()}  # type: ignore[misc]
 
     def read(self, into: Mapping[Name, Tensor]) -> None:
-        """Read tensors into others of the same shapes."""
-        flat = {dotted(name): tensor for name, tensor in into.items()}
+        """Read tensors into others of the same shapes; into DTensors, the rows of this process's pieces."""
+        with_rows = {name: tensor for name, tensor in into.items() if not is_dtensor(tensor) or local(tensor).numel()}
+        flat = {dotted(name): tensor for name, tensor in with_rows.items()}
         reader = FileSystemReader(self.path)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:

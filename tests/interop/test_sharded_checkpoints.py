@@ -1,0 +1,204 @@
+"""Checkpoints of shards: saved by all replicas, each shard once, and loaded by any number of them, sharded or whole."""
+
+import os
+from math import prod
+
+import optree
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from fpipe import Pipeline, Placement, TransportError, handlers, interop
+from fpipe.interop import CheckpointError
+from fpipe.stages.sharding import is_dtensor, local, placed_alike
+from tests.support import cases
+from tests.support.jobs import differences
+from tests.support.shards import Replicated, mesh_of, values, whole
+
+adamw = interop.optimizer(torch.optim.AdamW, lr=0.05)
+
+
+class Layers:
+    """A stage of a module that was split, under the module's own names."""
+
+    qualified = True
+
+    def __call__(self, params, x):
+        return x
+
+
+def everything():
+    """The training state after an update, of two stages: rows that no number of replicas divides, few rows, none."""
+    params = {
+        0: {"a.w": values(7, 3), "a.b": values(5, seed=1), "scale": torch.tensor(2.0)},
+        1: {"few": values(1, 4, seed=2), "none": torch.empty(0, 3), "turned": values(4, 6, seed=3).t()},
+    }
+    params, optimizer = adamw.update(params, adamw.init(params), params)
+    return {"params": params, "optimizer": optimizer, "state": {1: {"mean": values(3)}}, "step": 3, "seed": (1, "x")}
+
+
+def part(kept, stages):
+    return {k: {s: v[s] for s in stages if s in v} if isinstance(v, dict) else v for k, v in kept.items()}
+
+
+def sharded(kept, mesh):
+    """A training state with its params and the optimizer's values for them over a mesh."""
+    params = interop.fsdp(kept["params"], mesh)
+    optimizer = optree.tree_map_with_path(
+        lambda path, x: x if path[-1] == "step" else interop.fsdp(x, mesh), kept["optimizer"]
+    )
+    return {**kept, "params": params, "optimizer": optimizer}
+
+
+def zeros(tree):
+    return optree.tree_map(lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else type(x)(), tree)
+
+
+def job(shape, ranks, folder, mesh_names=("copies", "dp")):
+    """Checkpoints over replicas of ranks, the stages of this process, and the mesh of the replicas."""
+    names = (*mesh_names[2 - len(shape) :], "pp")
+    own = Replicated(prod(shape)) if prod(shape) * ranks > 1 else handlers.Local()
+    pipeline = Pipeline([Layers()] * 2, cases.mse)
+    plan = pipeline.plan(Placement.loop(ranks, 2 // ranks), 1)
+    stages = plan.stages_on(own.ranks(plan)[0])
+    mesh = mesh_of(*shape, ranks, names=names)[names[:-1]] if prod(shape) * ranks > 1 else None
+    return interop.Checkpoints(folder, pipeline, plan, handler=own), stages, mesh
+
+
+def save(rank, shape, ranks, folder, is_sharded, background=False):
+    """Save the training state of the replicas; its path."""
+    saved, stages, mesh = job(shape, ranks, folder)
+    kept = part(everything(), stages)
+    kept = sharded(kept, mesh) if is_sharded else kept
+    if not background:
+        return saved.save(**kept).name
+    saving = saved.async_save(**kept)
+    for x in optree.tree_leaves((kept["params"], kept["optimizer"])):
+        local(x).zero_()
+    return saving.wait().name
+
+
+def load(rank, shape, ranks, folder, kind):
+    """Differences from what was saved; whether all is placed like the params, keeps pieces alone, and is sharded."""
+    saved, stages, mesh = job(shape, ranks, folder)
+    expected = part(everything(), stages)
+    like = zeros(expected)
+    if kind == "meta":
+        like["params"] = optree.tree_map(lambda x: x.to("meta"), like["params"])
+    if kind != "whole":
+        like["params"] = interop.fsdp(like["params"], mesh)
+    like["optimizer"] = adamw.init(like["params"]) if kind != "whole" else like["optimizer"]
+    found = saved.load(**like)
+    paths = [(stage, name) for stage in like["params"] for name in like["params"][stage]]
+    params = [found["params"][s][n] for s, n in paths]
+    averages = [found["optimizer"][s][n]["exp_avg"] for s, n in paths]
+    placed = all(placed_alike(x, like["params"][s][n]) for x, (s, n) in zip(params + averages, paths * 2, strict=True))
+    fits = all(local(x).untyped_storage().nbytes() == local(x).nbytes for x in params + averages)
+    return differences(whole(found), expected), placed, fits, is_dtensor(params[0])
+
+
+SAVED = [((4,), 1, True), ((2, 2), 1, True), ((2,), 2, True), ((4,), 1, False), ((1,), 1, False)]
+LOADED = [((3,), 1, "sharded"), ((2, 2), 1, "meta"), ((2,), 2, "sharded"), ((2,), 1, "whole")]
+
+
+@pytest.mark.parametrize(("shape", "ranks", "is_sharded"), SAVED)
+def test_a_checkpoint_is_loaded_over_any_number_of_replicas_and_whole(pools, tmp_path, shape, ranks, is_sharded):
+    size = prod(shape) * ranks
+    names = (
+        {save(0, shape, ranks, str(tmp_path), False)}
+        if size == 1
+        else {*pools(size).run(save, shape, ranks, str(tmp_path), is_sharded)}
+    )
+    assert names == {"000001-step-3"}
+    for other, ranks_there, kind in LOADED:
+        found = pools(prod(other) * ranks_there).run(load, other, ranks_there, str(tmp_path), kind)
+        assert found == [([], True, True, kind != "whole")] * len(found)
+    alone = job((1,), 1, tmp_path)[0].load(**zeros(everything()))
+    assert differences(alone, everything()) == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_each_shard_is_written_once_and_torch_reads_it(pools, tmp_path):
+    name = {*pools(4).run(save, (2, 2), 1, str(tmp_path), True)}.pop()
+    expected, folder = everything()["params"], tmp_path / name
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    rows = {
+        key: [chunk.sizes[0] for chunk in each.chunks]
+        for key, each in metadata.state_dict_metadata.items()
+        if each.size
+    }
+    assert rows["params.a.w"] == [4, 3]
+    assert rows["params.few"] == [1]
+    assert rows["params.none"] == [0]
+    into = {f"params.{n}": torch.zeros_like(x) for tree in expected.values() for n, x in tree.items()}
+    dcp.load(into, checkpoint_id=folder, no_dist=True)
+    assert differences(into, {f"params.{n}": x for tree in expected.values() for n, x in tree.items()}) == []
+    stored = sum(x.nbytes for x in optree.tree_leaves(everything()) if isinstance(x, torch.Tensor))
+    assert sum(path.stat().st_size for path in folder.glob("*.distcp")) < 3 * stored + 60_000
+
+
+def test_a_save_in_the_background_has_the_shards_of_its_call(pools, tmp_path):
+    assert pools(3).run(save, (3,), 1, str(tmp_path), True, True) == ["000001-step-3"] * 3
+    alone = job((1,), 1, tmp_path)[0].load(**zeros(everything()))
+    assert differences(alone, everything()) == []
+
+
+def wrong_saves(rank, folder):
+    """The errors where a replica fails, has another tree, or doesn't shard what another does; and a save after them."""
+    saved, stages, mesh = job((2,), 1, folder)
+    kept = sharded(part(everything(), stages), mesh)
+    other = sharded(part(everything(), stages), mesh_of(2, 1)["b"])
+    calls = [
+        {**kept, "what": object() if rank else 0},
+        {**kept, "epoch": rank},
+        {**kept, "params": everything()["params"]} if rank else kept,
+        {**kept, "params": other["params"]},
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises((CheckpointError, TypeError, ValueError)) as caught:
+            saved.save(**call)
+        texts.append(f"{caught.type.__name__}: {caught.value}")
+    return texts, saved.save(**kept).name
+
+
+def test_an_error_on_one_replica_is_one_on_all_and_the_next_save_works(pools, tmp_path):
+    (first, name), (second, too) = pools(2).run(wrong_saves, str(tmp_path))
+    assert name == too == "000001-step-3"
+    assert first[0].startswith("CheckpointError: rank 1 failed at save of the checkpoints in")
+    assert second[0].startswith("TypeError: what is a object")
+    assert "epoch is 1 on rank 1 and 0 on rank 0" in first[1]
+    assert "of which 3 were written: every process passes its piece, over the mesh of the handler's" in first[2]
+    assert "over DeviceMesh((b=1)" in first[3]
+    assert first[3].endswith("and the handler has 2 replicas: shard params over the mesh of the handler's replicas")
+    assert [path.name for path in tmp_path.iterdir()] == ["000001-step-3"]
+
+
+def die_amid_saving(rank, folder):
+    """Replica 1 ends while it writes the second time."""
+    from fpipe.interop.checkpoints import checkpoints as checkpoint
+
+    saved, stages, mesh = job((2,), 1, folder)
+    kept = sharded(part(everything(), stages), mesh)
+    saved.save(**kept)
+    if rank:
+        checkpoint.written = lambda *args: os._exit(3)
+    saved.save(**{**kept, "step": 4})
+
+
+def test_a_replica_that_dies_amid_a_save_leaves_the_last_whole(fresh_pool, tmp_path):
+    first, second = fresh_pool(2).outcomes(die_amid_saving, str(tmp_path))
+    assert (first.error, second.exitcode) == (TransportError.__name__, 3)
+    saved = job((1,), 1, tmp_path)[0]
+    found = saved.load(**zeros(everything()))
+    assert differences(found, everything()) == []
+    saved.save(**found)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001-step-3", "000002-step-3"]
+
+
+def test_weights_are_exported_whole(pools, tmp_path):
+    load_file = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").load_file
+    pools(4).run(save, (4,), 1, str(tmp_path), True)
+    interop.export_safetensors(tmp_path, tmp_path / "model.safetensors")
+    expected = {name: x for tree in everything()["params"].values() for name, x in tree.items()}
+    assert differences(load_file(tmp_path / "model.safetensors"), {**expected, "mean": values(3)}) == []
