@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fpipe import Pipeline, Placement, TransportError, handlers, interop
+from fpipe import Pipeline, Placement, TransportError, handlers, interop, peak_bytes
 from fpipe.interop import CheckpointError
+from fpipe.interop.checkpoints.safetensors import DTYPES
 from fpipe.stages.sharding import is_dtensor, local, placed_alike
 from tests.support import cases
 from tests.support.jobs import differences
@@ -202,3 +203,19 @@ def test_weights_are_exported_whole(pools, tmp_path):
     interop.export_safetensors(tmp_path, tmp_path / "model.safetensors")
     expected = {name: x for tree in everything()["params"].values() for name, x in tree.items()}
     assert differences(load_file(tmp_path / "model.safetensors"), {**expected, "mean": values(3)}) == []
+
+
+def test_an_export_has_one_tensor_at_a_time_in_memory_and_any_dtype(tmp_path):
+    torch_file = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    saved, _, _ = job((1,), 1, tmp_path)
+    dtypes = [*DTYPES]
+    params = {0: {f"{i}.{dtype}": values(64, 64, seed=i).to(dtype) for i, dtype in enumerate(dtypes)}}
+    params[1] = {f"more.{i}": values(64, 64, seed=i) for i in range(12)} | {"number": torch.tensor(7)}
+    path = saved.save(params=params)
+    peak = peak_bytes(lambda: interop.export_safetensors(path, tmp_path / "model.safetensors"), torch.device("cpu"))
+    found = torch_file.load_file(tmp_path / "model.safetensors")
+    assert differences(found, {**params[0], **params[1]}) == []
+    assert 64 * 64 * 8 <= peak < 3 * 64 * 64 * 8  # the tensor, and the piece that it is read from
+    path = saved.save(params={**params, 1: {"z": torch.zeros(2, dtype=torch.complex128)}})
+    with pytest.raises(CheckpointError, match=r"params\.z of .* is of torch\.complex128, which safetensors can't hold"):
+        interop.export_safetensors(path, tmp_path / "model.safetensors")
