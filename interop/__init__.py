@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fpipe.interop.modules.materialising import materialise as materialise
     from fpipe.interop.modules.state_dicts import from_state_dict as from_state_dict, to_state_dict as to_state_dict
     from fpipe.interop.optim import Optimizer as Optimizer, optimizer as optimizer
+    from fpipe.interop.sampling import rows as rows
     from fpipe.interop.sharding import fsdp as fsdp, shard as shard
     from fpipe.interop.splitting.export import pipe_split as pipe_split
     from fpipe.interop.splitting.partition import End as End

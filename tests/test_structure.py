@@ -80,6 +80,7 @@ LAYOUT = {
         "profiling handlers handlers.distributed autodiff policies stages devices programs tables plan effects errors"
     ),
     "fpipe.interop.torch_csv": "schedules programs plan effects errors",
+    "fpipe.interop.sampling": "",
     "fpipe.interop.sharding": "stages errors",
     "fpipe.interop.modules": "interop.sharding stages plan errors",
     "fpipe.interop.splitting": "interop.modules autodiff.graph stages devices errors",
@@ -236,7 +237,7 @@ SURFACE = {
     "fpipe.tensorboard": "Recorder",
     "fpipe.interop": """
         CheckpointError Checkpoints End Optimizer buffers eval_mode export_safetensors from_csv from_functions
-        from_modules from_pipe from_state_dict fsdp into_modules materialise optimizer pipe_split shard split
+        from_modules from_pipe from_state_dict fsdp into_modules materialise optimizer pipe_split rows shard split
         split_points to_csv to_state_dict transformers
     """,
 }
