@@ -29,6 +29,7 @@ from tests.support import cases, models
 from tests.support.combinations import ALL, sample
 from tests.support.forked import CONTEXT
 from tests.support.jobs import differences, handler
+from tests.support.shards import Replicated, mesh_of
 
 init, update = interop.optimizer(torch.optim.AdamW, lr=0.05)
 
@@ -214,13 +215,19 @@ def keep_saving(folder, ready, steps=None):
         os.write(ready, kept["step"].to_bytes(4, "little"))
 
 
-def save_as_rank(rank, folder, ready):
-    """One of two ranks that save such states together; rank 0 says each that is whole, beginning with what is there."""
+def save_as_rank(rank, folder, ready, replicas):
+    """One of two processes that save such states together; the first says each that is whole, from what is there on.
+
+    Args:
+        replicas: 1 if the processes are ranks; 2 if they are replicas, over which the params are sharded.
+    """
     dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2)
     alone, tree = small(folder)
-    ours = handlers.Distributed(timeout=30)
-    saved = interop.Checkpoints(folder, alone.pipeline, alone.plan, handler=ours, keep=2)
-    kept = saved.load(**zeros({**tree, "params": {rank: tree["params"][rank]}}))
+    ours = Replicated(2, timeout=30) if replicas == 2 else handlers.Distributed(timeout=30)
+    plan = alone.pipeline.plan(Placement.loop(2 // replicas, replicas), 1)
+    saved = interop.Checkpoints(folder, alone.pipeline, plan, handler=ours, keep=2)
+    params = interop.fsdp(tree["params"], mesh_of(2)) if replicas == 2 else {rank: tree["params"][rank]}
+    kept = saved.load(**zeros({**tree, "params": params}))
     while True:
         if rank == 0:
             os.write(ready, kept["step"].to_bytes(4, "little"))
@@ -280,8 +287,8 @@ def kill_at_random(folder, kills):
     return amid
 
 
-def kill_ranks_at_random(folder, kills):
-    """Kill two ranks that save together, again and again: how often a save was under way, or what went wrong."""
+def kill_ranks_at_random(folder, kills, replicas):
+    """Kill two processes that save together, again and again: how often a save was under way, or what went wrong."""
     torch.set_num_threads(1)
     rng, amid = random.Random(0), 0
     ours, theirs = os.pipe()
@@ -291,7 +298,7 @@ def kill_ranks_at_random(folder, kills):
         whole = acknowledged(reading)[-1]
         for _ in range(kills):
             Path(f"{folder}.store").unlink(missing_ok=True)
-            pids = [forked(lambda rank=rank: save_as_rank(rank, folder, theirs)) for rank in (0, 1)]
+            pids = [forked(lambda rank=rank: save_as_rank(rank, folder, theirs, replicas)) for rank in (0, 1)]
             select.select([ours], [], [], 30)
             time.sleep(rng.uniform(0, 0.1))
             for pid in rng.sample(pids, 2):
@@ -361,8 +368,9 @@ def test_kills_at_random_moments_leave_the_last_or_the_next_whole(tmp_path):
     assert amid > kills // 8  # so many were killed within a save
 
 
-def test_kills_of_two_ranks_at_random_moments_leave_the_last_or_the_next_whole(tmp_path):
-    amid = elsewhere(kill_ranks_at_random, str(tmp_path / "saved"), 15)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_kills_of_two_ranks_at_random_moments_leave_the_last_or_the_next_whole(tmp_path, replicas):
+    amid = elsewhere(kill_ranks_at_random, str(tmp_path / "saved"), 15, replicas)
     assert isinstance(amid, int), amid
     assert amid > 3
 
