@@ -66,9 +66,9 @@ def optimizer(
 
     A parameter may be a DTensor, as of `fsdp`; then its gradient is one that is placed alike, and so are the values of
     the state, except for counts. torch's optimizers that treat each number alone (Adam, AdamW, SGD and others, not
-    Muon) update each process's piece without communication, to the bits of the same rows of an unsharded
-    update. With `fused=True` on the CPU these need rows of whole vectors: its kernels round the last numbers of a
-    tensor otherwise.
+    Muon) update each process's piece without communication, to the bits of the same rows of an unsharded update. With
+    `fused=True` on the CPU these bits may differ in the last place, because its kernels round the numbers behind the
+    last whole vector of a tensor differently.
 
     Args:
         donate: reuse the memory of `params` and `state` for the results, like JAX's donated buffers: nothing is copied,

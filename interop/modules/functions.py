@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fpipe.interop.modules.skeletons import call, own_tensors, to_meta, uncompiled, validated
 from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.sharding import is_dtensor
 from fpipe.stages.stage import Read, Stage, StageFunction, StageSpec
 
 Tree = dict[str, Tensor]
@@ -175,12 +176,20 @@ def into_modules(
     """Copy parameters and buffers back into modules, in place. A shared parameter is copied with its owner.
 
     A stage without an entry in `params` is not changed.
+
+    Raises:
+        TypeError: an entry is a DTensor, of which this process has a piece.
     """
     with torch.no_grad():
         for index, module in enumerate(map(uncompiled, modules)):
             for trees, tensors in ((params, module.named_parameters()), (state or {}, module.named_buffers())):
                 by_name = dict(tensors)
                 for name, value in trees.get(index, {}).items():
+                    if is_dtensor(value):
+                        raise TypeError(
+                            f"{name} of stage {index} is a DTensor: pass its full_tensor(), for which every process of "
+                            f"{value.device_mesh} calls it"
+                        )
                     by_name[name].copy_(value)
 
 

@@ -194,6 +194,21 @@ def test_wrong_arguments_say_so(pools):
         assert [name for name in WRONG if not re.match(re.escape(WRONG[name]), texts[name])] == [], texts
 
 
+def into_modules(rank):
+    modules = [nn.Linear(3, 4)]
+    before = [x.clone() for x in modules[0].parameters()]
+    shards = interop.fsdp({0: {"weight": values(4, 3), "bias": values(4)}}, mesh_of(2))
+    with pytest.raises(TypeError, match="weight of stage 0 is a DTensor: pass its full_tensor"):
+        interop.into_modules(modules, shards)
+    unchanged = differences([x.detach() for x in modules[0].parameters()], [x.detach() for x in before])
+    interop.into_modules(modules, whole(shards))
+    return unchanged, torch.equal(modules[0].weight, values(4, 3))
+
+
+def test_modules_take_whole_tensors(pools):
+    assert pools(2).run(into_modules) == [([], True)] * 2
+
+
 # Without the whole model in any process
 
 
