@@ -41,7 +41,6 @@ class Local:
     """
 
     peers = None
-    replicas, replica = 1, 0
     replays = Alone()
 
     def __init__(
@@ -59,7 +58,7 @@ class Local:
         return tuple(range(plan.ranks))
 
     def replicas(self, plan: Plan) -> Replicas:
-        return Replicas(range(plan.replicas))
+        return Replicas(range(plan.replicas), plan.replicas)
 
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         devices = [None] * len(programs) if self.devices is None else list(map(device_of, self.devices))

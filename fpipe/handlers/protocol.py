@@ -264,14 +264,16 @@ class Alone:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas of a plan that one process plays.
+    """The replicas of a plan.
 
     Args:
-        here: their numbers.
+        here: the numbers of those that this process plays; on each of them, the same ranks.
+        count: of all.
         gather: returns the numbers that all replicas pass, in their order. Each calls it on the same ranks.
     """
 
     here: range
+    count: int
     gather: Callable[[list[float]], list[float]] = list
 
 
@@ -284,15 +286,7 @@ class Handler(Protocol):
 
     @property
     def peers(self) -> Peers | None:
-        """The other processes; None where this process plays all ranks."""
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas of the pipeline, whose processes are all in `peers`."""
-
-    @property
-    def replica(self) -> int:
-        """The number of the replica of this process: it is process `replica * plan.ranks + rank` of `peers`."""
+        """The other processes, numbered `replica * ranks + rank`; None where this process plays all."""
 
     @property
     def devices(self) -> Sequence[torch.device] | None:
@@ -302,7 +296,7 @@ class Handler(Protocol):
         """Return the ranks that this process plays."""
 
     def replicas(self, plan: Plan) -> Replicas:
-        """Return the replicas that this process plays; on each of them, the same ranks."""
+        """Return the replicas of a plan, and which of them this process plays."""
 
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         """Return a function that runs one step."""

@@ -31,13 +31,12 @@ class Reference:
     """Play all ranks of all replicas in this process, and ignore the order of effects."""
 
     peers = devices = replays = None
-    replicas, replica = 1, 0
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         return tuple(range(plan.ranks))
 
     def replicas(self, plan: Plan) -> Replicas:
-        return Replicas(range(plan.replicas))
+        return Replicas(range(plan.replicas), plan.replicas)
 
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         train = any(isinstance(e, Backward | BackwardWeight) for p in programs.values() for e in p)

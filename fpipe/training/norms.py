@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import TransportError
-from fpipe.handlers.protocol import Handler
+from fpipe.handlers.protocol import Handler, Replicas
 from fpipe.plan import Plan
 from fpipe.stages.pytree import flatten
 from fpipe.stages.sharding import is_first, local, wrap
@@ -111,19 +111,20 @@ def squares(grads: Mapping[int, Any], plan: Plan, handler: Handler) -> Tensor:
             f"grads has an entry for {unknown[0]!r}, and the plan has stages 0 to {plan.stages - 1}: pass "
             "{stage: tree}, as a step returns it"
         )
-    holders, ranks = plan.placement.holders, handler.ranks(plan)
-    sums = {s: _squares(s, tree, handler) for s, tree in sorted(grads.items()) if holders[s][0] in ranks}
+    holders, ranks, replicas = plan.placement.holders, handler.ranks(plan), handler.replicas(plan)
+    sums = {s: _squares(s, tree, replicas) for s, tree in sorted(grads.items()) if holders[s][0] in ranks}
     device = next((x.device for x in sums.values() if x is not None), torch.device("cpu"))
     zero = torch.zeros((), dtype=torch.float64, device=device)
     each = [sums.get(stage) for stage in range(plan.stages)]
     return torch.stack([zero if x is None else x.to(device) for x in each])
 
 
-def _squares(stage: int, tree: Any, handler: Handler) -> Tensor | None:
+def _squares(stage: int, tree: Any, replicas: Replicas) -> Tensor | None:
     leaves = flatten(tree).leaves
     if wrong := [leaf for leaf in leaves if not isinstance(leaf, Tensor)]:
         raise TypeError(f"a gradient of stage {stage} is a {type(wrong[0]).__name__}: it must be a tensor or None")
-    numbers = [_real(local(leaf).detach()) for leaf in leaves if is_first(leaf, handler.replica, handler.replicas)]
+    first = (leaf for leaf in leaves if is_first(leaf, replicas.here[0], replicas.count))
+    numbers = [_real(local(leaf).detach()) for leaf in first]
     return torch.stack(torch._foreach_norm(numbers, 2, torch.float64)).square().sum() if numbers else None
 
 

@@ -80,7 +80,8 @@ class Checkpoints:
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be at least 1, or None for all, not {keep}")
         self.folder, self.pipeline, self.plan, self.keep = Path(folder), pipeline, plan, keep
-        self._handler, self._ranks = handler, handler.ranks(plan)
+        self._handler, self._ranks, self._replicas = handler, handler.ranks(plan), handler.replicas(plan)
+        self._replica = self._replicas.here[0]
         self._peers = handler.peers and handler.peers.new_group(
             f"the checkpoints in {folder}", hint=HINT, error=CheckpointError
         )
@@ -194,7 +195,7 @@ class Checkpoints:
 
     def _on_first(self, do: Callable[[], T], call: str) -> T:
         """Return on every rank what a function returns on rank 0."""
-        here = 0 in self._ranks and self._handler.replica == 0
+        here = 0 in self._ranks and self._replica == 0
         result: T = self._agree(lambda: do() if here else None, call)[1][0]
         return result
 
@@ -212,7 +213,7 @@ class Checkpoints:
             if entry.stage is None:
                 share.common[entry.name] = "None" if leaf is None else describe(leaf)
             is_ours = entry.stage in saved_here if entry.stage is not None else 0 in self._ranks
-            if is_ours and is_first(leaf, self._handler.replica, self._handler.replicas):
+            if is_ours and is_first(leaf, self._replica, self._replicas.count):
                 (share.tensors if isinstance(leaf, Tensor) else share.plain)[entry.name] = leaf
         return share
 
@@ -221,7 +222,7 @@ class Checkpoints:
         sections, missing = map(chain.from_iterable, zip(*answers, strict=True))
         check_complete({*sections}, missing)
         unfinished = self.folder / self._on_first(lambda: begun(self.folder, share.step).name, "save")
-        number = self._handler.replica * self.plan.ranks + self._ranks[0]
+        number = self._replica * self.plan.ranks + self._ranks[0]
         _, parts = self._agree(lambda: (written(unfinished, number, share.tensors), share.plain, share.common), "save")
 
         def seal() -> str:

@@ -30,7 +30,7 @@ class Shuffled:
         return tuple(range(plan.ranks))
 
     def replicas(self, plan):
-        return Replicas(range(1))
+        return Replicas(range(1), 1)
 
     def check(self):
         """Every step is done when it returns."""

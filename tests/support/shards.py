@@ -7,6 +7,8 @@ import functools
 import optree
 import torch
 
+from fpipe.handlers.protocol import Replicas
+
 
 @functools.cache
 def mesh_of(*shape, names=None):
@@ -37,13 +39,16 @@ class Replicated:
 
         from fpipe.handlers.distributed import collectives
 
-        self.replicas, self.size = replicas, dist.get_world_size() // replicas
+        self.count, self.size = replicas, dist.get_world_size() // replicas
         self.replica, self.rank = divmod(dist.get_rank(), self.size)
         self.peers = collectives.over(None, "the replicas", hint="make the same calls", timeout=timeout)
 
     def ranks(self, plan):
         assert plan.ranks == self.size
         return (self.rank,)
+
+    def replicas(self, plan):
+        return Replicas(range(self.replica, self.replica + 1), self.count)
 
     def check(self):
         """Nothing runs in the background."""

@@ -21,14 +21,6 @@ class Sharing:
         return self.handler.peers
 
     @property
-    def replicas(self):
-        return self.handler.replicas
-
-    @property
-    def replica(self):
-        return self.handler.replica
-
-    @property
     def devices(self):
         return self.handler.devices
 

@@ -69,8 +69,6 @@ class Distributed:
             them) a GPU can't run so many edges, or an environment variable would make ranks wait for ever.
     """
 
-    replicas, replica = 1, 0
-
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -116,8 +114,9 @@ class Distributed:
 
     def replicas(self, plan: Plan) -> Replicas:
         if self.grid.replicas == 1:
-            return Replicas(range(1))
-        return Replicas(range(self.grid.replica, self.grid.replica + 1), self._setup.numbers_of_replicas)
+            return Replicas(range(1), 1)
+        here = range(self.grid.replica, self.grid.replica + 1)
+        return Replicas(here, self.grid.replicas, self._setup.numbers_of_replicas)
 
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         connections, failures = self._setup.ready()
