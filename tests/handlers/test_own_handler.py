@@ -20,7 +20,6 @@ class Shuffled:
     """Run all ranks in this process; each next effect is one of those that can run, drawn at random."""
 
     peers = devices = replays = None
-    replicas, replica = 1, 0
 
     def __init__(self, seed):
         self.random = Random(seed)
