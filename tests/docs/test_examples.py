@@ -108,6 +108,18 @@ def test_one_process_and_two_learn_the_same(capsys, name, options):
     assert "apart" not in texts[1]  # embedding and head
 
 
+def test_sharded_gpt_learns_the_same_on_every_mesh(tmp_path):
+    """Two replicas of two ranks, then one of two from where they stopped; and one replica all the time."""
+    options = ["--layers=2", "--width=32", "--context=16", "--batch=16", "--chunks=1", "--ranks=2"]
+    saved = [f"--checkpoints={tmp_path / 'saved'}"]
+    begun = run("sharded_gpt", *options, *saved, "--microbatches=2", "--steps=2", processes=4)
+    ended = run("sharded_gpt", *options, *saved, "--microbatches=4", "--steps=3", processes=2)
+    alone = run("sharded_gpt", *options, "--microbatches=4", "--steps=3", processes=2)
+    told = [re.findall(r"step (\d): (\S+) bits", out) for out in (begun, ended, alone)]
+    assert [[step for step, _ in each] for each in told] == [["0", "1"], ["2"], ["0", "2"]]
+    assert [told[0][0], *told[1]] == told[2]
+
+
 def test_digits_are_read():
     out = run("digits", "--epochs", "3", processes=3)
     assert float(re.findall(r"accuracy (\S+)%", out)[-1]) > 95
