@@ -317,7 +317,7 @@ def make(name, schedule, ranks, microbatches, rows=ROWS):
 
 
 def built(name, stages, rows=ROWS):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     case = CASES[name](stages)
     case.batch, case.target = optree.tree_map(lambda x: x[:rows], (case.batch, case.target))
     return case

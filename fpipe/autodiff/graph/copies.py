@@ -12,6 +12,8 @@ Invariants:
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
@@ -24,6 +26,7 @@ from fpipe.autodiff.graph.aliasing import nbytes, root, view_of
 from fpipe.autodiff.graph.block import Block
 from fpipe.autodiff.graph.layouts import (
     RESHAPES,
+    VIEWS,
     Order,
     annotate,
     apply,
@@ -50,11 +53,19 @@ from fpipe.autodiff.graph.layouts import (
 from fpipe.autodiff.graph.nodes import written
 
 aten = torch.ops.aten
+COPIES = {*RESHAPES, aten.clone.default}
 
 
 def with_fewer_copies(block: Block) -> Block:
     """Return a block with fewer views and copies. A block that writes in place is returned unchanged."""
-    return block if any(map(written, block.body)) else _Rewriter(block).run()
+    return _Rewriter(block).run() if _may_have_fewer(block) and not any(map(written, block.body)) else block
+
+
+def _may_have_fewer(block: Block) -> bool:
+    """Return whether a rule can apply: each needs a reshape, a copy, two views, or two gradients of parts."""
+    counts = Counter(node.target for node in block.body)
+    views = sum(counts[target] for target in (*VIEWS, operator.getitem))
+    return views > 1 or counts[aten.select_backward.default] > 1 or any(counts[target] for target in COPIES)
 
 
 class _Rewriter:

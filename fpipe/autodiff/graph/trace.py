@@ -22,6 +22,7 @@ import optree
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,14 +107,14 @@ def trace(
     env = ShapeEnv(duck_shape=False) if dynamic else None
     annotator = _Annotator(env)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-    with _settings(), mode, annotator.naming():
+    with _settings(), mode, annotator.naming(), _use_lazy_graph_module(True):  # the joint graph is never run
         specs = [x for x in signature.params.leaves if isinstance(x, Spec)]
         params = [_with_bits(_fake(x), x) for x in specs]
         inputs = [x for x in signature.inputs if isinstance(x, Spec)]
         read = [symbolic(x, f"x{i}", mode) if dynamic else _fake(x) for i, x in enumerate(inputs)]
         fakes = [*params, *(_with_bits(x, spec) for x, spec in zip(read, inputs, strict=True))]
         function = _JointFunction(stage, signature, cotangents, loss, annotator)
-        module = make_fx(function, _allow_non_fake_inputs=True)(fakes)
+        module = make_fx(function, _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(fakes)
     return _assemble(module, function, read)
 
 
@@ -210,13 +211,12 @@ def _with_bits(x: Tensor, spec: Spec) -> Tensor:
 @contextmanager
 def _settings() -> Iterator[None]:
     """Restore the random generators afterwards. Meanwhile run autograd on this thread, and log no errors."""
-    level = LOG.level
-    LOG.setLevel(logging.CRITICAL)  # the caller reports what a stage raises
+    disabled, LOG.disabled = LOG.disabled, True  # the caller reports what a stage raises
     try:
         with restored(all_generators()), torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
-        LOG.setLevel(level)
+        LOG.disabled = disabled
         torch.clear_autocast_cache()  # of casts of fakes
 
 
@@ -254,6 +254,8 @@ class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # often; short for what follows
+            return args[0].fake_device
         kwargs = kwargs or {}
         if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in written_arguments(func, args, kwargs)):
             raise Untraceable("it writes in place to a tensor that it closes over")
