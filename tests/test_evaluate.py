@@ -28,7 +28,7 @@ def test_outputs_equal_the_pipelines(name, placement, way, m):
     case = cases.built(name, placement.stages)
     own = handlers.Reference() if way == "reference" else handlers.Local()
     if way == "graph":
-        own = sharing(own, "evaluate", name, placement.stages)
+        own = sharing(own, name)
     autodiff = "eager" if way == "eager" else "graph"
     run = fpipe.evaluate(case.pipeline, case.pipeline.plan(placement, m), handler=own, autodiff=autodiff)
     outputs = run(case.params, case.batch)

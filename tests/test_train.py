@@ -35,7 +35,7 @@ def test_bits_of_the_parts(pools, name, schedule, m, handler, optimizer, donate,
         assert found == [[], []]
         return
     case, generator, plan = cases.make(name, schedule, 2, m, cases.rows(m))
-    own = handlers.Reference() if handler == "reference" else sharing(handlers.Local(), name, plan.stages)
+    own = handlers.Reference() if handler == "reference" else sharing(handlers.Local(), name)
     assert train_jobs.compare(own, case, generator, plan, None, optimizer, donate, max_norm) == []
 
 

@@ -57,7 +57,7 @@ def is_float(x):
 
 def pair(case, schedule, plan, way="everything", handler=None, **options):
     """A step, and the same step captured."""
-    options = {"handler": handler or handlers.Local(), **jobs.WAYS[way], **case.options, **options}
+    options = {"handler": handler or sharing(handlers.Local(), "pair"), **jobs.WAYS[way], **case.options, **options}
     return [fpipe.value_and_grad(case.pipeline, schedule, plan, capture=c, **options) for c in (False, True)]
 
 
@@ -65,7 +65,7 @@ def pair(case, schedule, plan, way="everything", handler=None, **options):
 def test_bits(name, schedule, m, way):
     """Four steps with other params, data, states and seeds; all results are compared at the end."""
     case, order, plan = cases.make(name, schedule, 2, m, cases.rows(m))
-    plain, captured = pair(case, order, plan, way, sharing(handlers.Local(), name, plan.stages, way))
+    plain, captured = pair(case, order, plan, way, sharing(handlers.Local(), name))
     results, state = [], case.state
     for i in range(4):
         params, batch = changed((case.params, case.batch), i)
@@ -130,7 +130,7 @@ def test_a_rank_that_dies_before_a_replay_is_named(fresh_pool):
 )
 def test_bits_of_training(name, schedule, optimizer, donate, max_norm):
     case, order, plan = cases.make(name, schedule, 2, 3, cases.rows(3))
-    own = sharing(handlers.Local(), name, plan.stages)
+    own = sharing(handlers.Local(), name)
     found = train_jobs.compare(own, case, order, plan, None, optimizer, donate, max_norm, capture=True)
     assert found == []
 

@@ -81,7 +81,7 @@ def train(rank, name, schedule, microbatches, ranks, way="everything", kind="cpu
     case = cases.on_device(case, device)
     params, batch, target, state = cases.own(case, plan, rank)
     expected = expected_on(cases.oracle(name, plan, device), params, plan, rank, case.state is not None)
-    own = sharing(handler(kind), name, plan.stages, way)
+    own = sharing(handler(kind), name)
     step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **WAYS[way], **case.options)
     before = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (params, batch, target, state))
     found = []
@@ -97,7 +97,7 @@ def evaluate_gathered(rank, name, ranks, microbatches, kind="cpu"):
     case = cases.on_device(case, device)
     params, batch, _, state = cases.own(case, plan, rank)
     expected = fpipe.evaluate(case.pipeline, plan, handler=handlers.Reference())
-    run = fpipe.evaluate(case.pipeline, plan, handler=handler(kind), gather=True)
+    run = fpipe.evaluate(case.pipeline, plan, handler=sharing(handler(kind), name), gather=True)
     whole = expected(case.params, case.batch, state=case.state)
     return [d for _ in range(2) for d in differences(run(params, batch, state=state), whole)]
 
@@ -114,7 +114,7 @@ def own_communication(rank, ranks, microbatches):
     case, _, plan = cases.make("tied", "gpipe", ranks, microbatches)
     params, batch, target, _ = cases.own(case, plan, rank)
     expected = expected_on(cases.reference(case, cases.talking, plan), params, plan, rank, False)
-    step = fpipe.value_and_grad(case.pipeline, cases.talking, plan, handler=handler())
+    step = fpipe.value_and_grad(case.pipeline, cases.talking, plan, handler=sharing(handler(), "tied"))
     return [d for _ in range(2) for d in differences(step(params, batch, target), expected)]
 
 
@@ -123,7 +123,8 @@ def shapes_change(rank, ranks, autodiff, kind="cpu"):
     device = place(rank, kind)
     case, schedule, plan = cases.make("attention", "interleaved_1f1b", ranks, 3)
     case = cases.on_device(case, device)
-    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handler(kind), autodiff=autodiff)
+    own = sharing(handler(kind), "attention")
+    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=own, autodiff=autodiff)
     params, *_ = cases.own(case, plan, rank)
     found = []
     for rows in (16, 7, 16, 7, 3):
@@ -141,7 +142,7 @@ def sequences_change(rank, ranks, schedule, dynamic):
     told, tell = [], Connections.send_bytes
     case, generator, plan = cases.make("attention", schedule, ranks, 2, rows=4)
     options = {"autodiff": "graph", "dynamic": dynamic}
-    own = sharing(handler(), "sequences", plan.stages, dynamic)
+    own = sharing(handler(), "attention")
     step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **options)
     params, *_ = cases.own(case, plan, rank)
     found, counts = [], []
@@ -183,7 +184,7 @@ def beside_each_other(rank, ranks):
     params, batch, target, _ = cases.own(case, plan, place)
     expected = expected_on(cases.reference(case, schedule, plan), params, plan, place, False)
     own = handlers.Distributed(mesh["pipeline"], timeout=30)
-    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=own)
+    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=sharing(own, "attention"))
     return [d for _ in range(2) for d in differences(step(params, batch, target), expected)]
 
 
@@ -390,7 +391,7 @@ def captured(rank, name, schedule, microbatches, ranks, way="everything", kind="
     device = place(rank, kind)
     case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(microbatches))
     params, batch, target, state = cases.own(cases.on_device(case, device), plan, rank)
-    own = sharing(handler(kind), name, plan.stages, way)
+    own = sharing(handler(kind), name)
     options = {"handler": own, **WAYS[way], **case.options}
     plain, step = (fpipe.value_and_grad(case.pipeline, generator, plan, capture=c, **options) for c in (False, True))
     results = []

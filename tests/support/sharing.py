@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
+from fpipe.autodiff.options import _alike
 from fpipe.autodiff.traced import Graphs, Traced
+from fpipe.stages.stage import Stage
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """A handler whose steps take what earlier steps of the same pipeline have traced, and trace what is new."""
+    """A handler whose steps take what earlier steps have traced of stages of the same code, and trace what is new."""
 
     handler: Any
-    graphs: dict[int, Graphs]
+    graphs: dict[Hashable, Graphs]
 
     @property
     def peers(self):
@@ -38,15 +42,27 @@ class Sharing:
         self.handler.check()
 
     def compile(self, programs, pieces, observe):
-        for stage, piece in enumerate(pieces.stages):
+        for number, piece in enumerate(pieces.stages):
             if isinstance(piece, Traced):
-                piece.graphs = self.graphs.setdefault(stage, piece.graphs)
+                place, config = (number, len(pieces.stages)), piece.config
+                options = config.loss, config.policy, config.dynamic
+                key = code(piece.stage, place), _alike(piece.stage)[1:], options
+                piece.graphs = self.graphs.setdefault(key, piece.graphs)
         return self.handler.compile(programs, pieces, observe)
+
+
+def code(x: Any, place: Hashable) -> Hashable:
+    """The code of a function and of what it closes over; the place of a stage whose function is no plain one."""
+    if isinstance(x, Stage):
+        return code(x.fn, place)
+    if isinstance(x, FunctionType):
+        return x.__code__, *(code(cell.cell_contents, place) for cell in x.__closure__ or ())
+    return place if callable(x) else repr(x)
 
 
 @functools.cache
 def graphs(*pipeline):
-    """By stage, what was traced of a pipeline of this name and number of stages in this process."""
+    """What was traced of pipelines of this name in this process."""
     return {}
 
 

@@ -13,6 +13,7 @@ from fpipe.handlers.distributed.signature import encode
 from fpipe.handlers.distributed.wire import PayloadCodec
 from tests.support import cases
 from tests.support.jobs import differences, expected_on
+from tests.support.sharing import sharing
 from tests.support.streams import Checker, RecordedDevice, RecordedNCCL
 
 MICROBATCHES = 4
@@ -114,14 +115,14 @@ control = Connections.wait_for_control
 
 def training(rank, own, case, name, generator, plan):
     params, batch, target, state = cases.own(case, plan, rank)
-    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **case.options)
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=sharing(own, name), **case.options)
     expected = expected_on(cases.oracle(name, plan), params, plan, rank, case.state is not None)
     return lambda: step(params, batch, target, state=state, rng=case.rng), expected
 
 
 def gathering(rank, own, case, name, generator, plan):
     params, batch, _, state = cases.own(case, plan, rank)
-    run = fpipe.evaluate(case.pipeline, plan, schedule=generator, handler=own, gather=True)
+    run = fpipe.evaluate(case.pipeline, plan, schedule=generator, handler=sharing(own, name), gather=True)
     reference = fpipe.evaluate(case.pipeline, plan, handler=handlers.Reference())
     return lambda: run(params, batch, state=state), reference(case.params, case.batch, state=case.state)
 

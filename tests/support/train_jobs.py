@@ -26,13 +26,13 @@ OPTIMIZERS = {
 def train(rank, name, schedule, microbatches, ranks, optimizer, donate, max_norm):
     """Steps of `train_step` on this rank against its parts: where the results differ."""
     case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(microbatches))
-    return compare(sharing(handler(), name, plan.stages), case, generator, plan, rank, optimizer, donate, max_norm)
+    return compare(sharing(handler(), name), case, generator, plan, rank, optimizer, donate, max_norm)
 
 
 def train_captured(rank, name, schedule, microbatches, ranks, optimizer, donate):
     """The same, captured."""
     case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(microbatches))
-    own = sharing(handler(), name, plan.stages)
+    own = sharing(handler(), name)
     return compare(own, case, generator, plan, rank, optimizer, donate, None, capture=True)
 
 
