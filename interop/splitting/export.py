@@ -26,8 +26,9 @@ from unittest.mock import patch
 import numpy
 import torch
 from torch import Tensor, fx, nn
+from torch._export.utils import _is_preservable_cia_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim, ExportedProgram, exported_program
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -127,7 +128,8 @@ def _program(module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: 
         block.forward = fx.Interpreter(block).run  # an interpreter keeps the nodes' submodules
     _merge_aliases(program, canonical(module))
     program.graph_module.recompile()
-    return cast(ExportedProgram, program.run_decompositions({aten.copy.default: _copied}))
+    with _keeping_composites(program):
+        return cast(ExportedProgram, program.run_decompositions({aten.copy.default: _copied}))
 
 
 def _named(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -237,6 +239,18 @@ def _merge_aliases(program: ExportedProgram, names: Mapping[str, str]) -> None:
 
 def _inputs(program: ExportedProgram) -> list[tuple[Any, fx.Node]]:
     return list(zip(program.graph_signature.input_specs, program.graph.find_nodes(op="placeholder"), strict=True))
+
+
+@contextmanager
+def _keeping_composites(program: ExportedProgram) -> Iterator[None]:
+    """Let decomposition keep the composite operations that the program has.
+
+    To keep all of torch's, it would patch a thousand of them first, which takes as long as the rest of the export.
+    """
+    targets = {node.target for part in graphs(program.graph_module) for node in part.graph.nodes}
+    kept = {op for op in targets if isinstance(op, torch._ops.OpOverload) and _is_preservable_cia_op(op)}
+    with patch.object(exported_program, "_collect_all_valid_cia_ops", lambda: kept):
+        yield
 
 
 # The exported graph
