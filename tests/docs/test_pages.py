@@ -7,22 +7,19 @@ Each page is one session in an empty folder, from top to bottom:
 - A `diff` block changes the last `python` block; the result is a block like any other.
 - The commands of a `sh` block run in the folder, except those of `UNTESTED`; `make` needs a target in the Makefile.
   `fpipe` is a process forked from one that has imported torch, and so are those of `torchrun`, which itself runs on
-  the README's page alone: it takes seconds.
+  the README's page alone: those that it starts import torch again.
 - A `text` block directly below any of these is what it prints. Below `<!-- numbers vary -->`, numbers are not compared.
 """
 
 import contextlib
 import io
-import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
-from subprocess import PIPE
 from typing import NamedTuple
 
 import pytest
@@ -92,9 +89,7 @@ class Session:
             *flags, processes, name = arguments
             assert flags == ["--standalone", "--nproc-per-node"], command
             if self.page.name == "README.md":
-                quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
-                words = [BIN / program, *arguments]
-                return subprocess.run(words, cwd=self.folder, env=quiet, check=True, text=True, stdout=PIPE).stdout
+                return script(BIN / program, *arguments, cwd=self.folder)
             return script(self.folder / name, processes=int(processes), cwd=self.folder)
         assert program == "fpipe", command
         into = self.folder / arguments[arguments.index(">") + 1] if ">" in arguments else None
