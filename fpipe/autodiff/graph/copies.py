@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
@@ -63,9 +62,9 @@ def with_fewer_copies(block: Block) -> Block:
 
 def _may_have_fewer(block: Block) -> bool:
     """Return whether a rule can apply: each needs a reshape, a copy, two views, or two gradients of parts."""
-    counts = Counter(node.target for node in block.body)
-    views = sum(counts[target] for target in (*VIEWS, operator.getitem))
-    return views > 1 or counts[aten.select_backward.default] > 1 or any(counts[target] for target in COPIES)
+    targets: list[Any] = [node.target for node in block.body]
+    views = sum(target in VIEWS or target is operator.getitem for target in targets)
+    return views > 1 or targets.count(aten.select_backward.default) > 1 or not COPIES.isdisjoint(targets)
 
 
 class _Rewriter:
