@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fpipe.programs.program import Program as Program
     from fpipe.programs.verifier import Report as Report, verify as verify
     from fpipe.stages.pipeline import Pipeline as Pipeline
+    from fpipe.stages.sharding import Sharding as Sharding
     from fpipe.stages.stage import Batch as Batch, Output as Output, Stage as Stage
     from fpipe.training.step import evaluate as evaluate, value_and_grad as value_and_grad
     from fpipe.timelines.measurement import Measurement as Measurement

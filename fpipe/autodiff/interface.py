@@ -19,6 +19,7 @@ from fpipe.autodiff.graph.block import Sink
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import HOW_TO_REGISTER, PLAIN, Flat, Path, as_path, flatten, indices, paths_of, short
+from fpipe.stages.sharding import OWN_DTYPES, Sharding
 from fpipe.stages.stage import Stage
 
 Leaves = list[Any]
@@ -70,6 +71,7 @@ class DifferentiablePipeline:
         loss: the last stage returns (loss, aux), rather than the outputs of `evaluate`.
         gather: return the outputs, or the aux, on every rank.
         merge: merges the outputs, or the aux, of all microbatches.
+        sharding: the dtypes of params and of sums of gradients.
     """
 
     pipeline: Pipeline
@@ -77,6 +79,7 @@ class DifferentiablePipeline:
     loss: bool = True
     gather: bool = False
     merge: Callable[[Mapping[int, Any]], Any] = dict
+    sharding: Sharding = OWN_DTYPES
 
 
 @dataclass(frozen=True)

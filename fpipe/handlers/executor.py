@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fpipe import effects as fx
@@ -11,7 +13,7 @@ from fpipe.devices import CaptureError
 from fpipe.errors import StageError
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import uncapturable
-from fpipe.handlers.gradients import received, total
+from fpipe.handlers.gradients import Sum, received, total
 from fpipe.handlers.protocol import Inputs, Results
 from fpipe.stages.pytree import summary
 from fpipe.stages.sharding import wrapped
@@ -37,11 +39,14 @@ class Executor:
         for stage in self.stages:
             try:
                 prepared[stage] = self.pieces.stages[stage].prepare(self.pipeline.params_of(inputs.params, stage))
+                if self.pieces.sharding.gather is not None:
+                    prepared[stage].replace(list(map(self.pieces.sharding.cast, prepared[stage].leaves)))
             except StageError as error:
                 raise error.on(self.rank) from error.__cause__
             except Exception as error:  # the types of the tree are the user's, and may raise anything
                 raise StageError(f"its params can't be used: {error}", rank=self.rank, stage=stage) from error
-        self.calls.running = Step(inputs, prepared, dict(inputs.state))
+        sums = defaultdict[int, Sum](partial(Sum, self.pieces.sharding))
+        self.calls.running = Step(inputs, prepared, dict(inputs.state), sums)
 
     def set_rows(self, rows: int | None, here: int | None) -> None:
         """Set the step's number of rows, of all replicas and of this one, received from other processes."""
@@ -87,6 +92,7 @@ class Executor:
             for (stage, rank), leaves in step.foreign.items():
                 sums[stage, rank] = received(self.pipeline, self.plan, params, stage, self.rank, leaves)
             results.gradients = total(self.pipeline, self.plan, params, self.stages, sums)
+            results.gradients = self.pieces.sharding.gradients(results.gradients, dict(params))
             if step.placed is not None:
                 results.gradients = wrapped(results.gradients, dict(step.placed))
         return results

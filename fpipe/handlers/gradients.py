@@ -25,6 +25,7 @@ from fpipe.autodiff.interface import Leaves
 from fpipe.plan import Plan
 from fpipe.stages.pipeline import Pipeline, SharedParam
 from fpipe.stages.pytree import ABSENT, Path, flatten, get_at, indices, paths, paths_of
+from fpipe.stages.sharding import OWN_DTYPES, Sharding
 
 LeafKey = Path | tuple[SharedParam, Path, int]
 """The path of a leaf in a stage's params; for a stage on another rank, (shared entry, path of its use, leaf number)."""
@@ -51,7 +52,8 @@ def add_leaves(terms: Iterable[Leaves]) -> Leaves:
 class Sum:
     """The weight gradients of one stage, added leaf by leaf in the order of the calls; None is absent, as in `add`."""
 
-    def __init__(self) -> None:
+    def __init__(self, sharding: Sharding = OWN_DTYPES) -> None:
+        self.sharding = sharding
         self.totals: Leaves = []
         self.owned: set[int] = set()
         self.steady: torch.dtype | None = None
@@ -60,6 +62,10 @@ class Sum:
     def add(self, terms: Leaves, fresh: Collection[int] = ()) -> None:
         """Add a microbatch's gradients; `fresh` are the leaf numbers whose dense memory nothing else uses."""
         assert not self.final, "a sum can't change after it was read"
+        if self.sharding.reduce is not None:
+            cast = list(map(self.sharding.term, terms))
+            fresh = {*fresh, *(i for i, term in enumerate(cast) if term is not terms[i])}
+            terms = cast
         present = [i for i, term in enumerate(terms) if term is not None]
         if self.steady is not None and all(terms[i].dtype is self.steady for i in present):
             self._add_in_place(present, terms)

@@ -56,6 +56,8 @@ class _Step:
         self.plan, self.pieces, self.pipeline, self.train, self.inputs = plan, pieces, pieces.pipeline, train, inputs
         stages = enumerate(self.pipeline.stages)
         self.params = [prepared(stage, self.pipeline.params_of(inputs.params, s)) for s, stage in stages]
+        for each in self.params:
+            each.leaves[:] = map(pieces.sharding.cast, each.leaves)
         self.sums: list[dict[tuple[int, int], dict[LeafKey, Tensor | None]]] = [{} for _ in range(plan.replicas)]
         self.results = Results(state=dict(inputs.state))
 
@@ -69,7 +71,9 @@ class _Step:
             results.outputs[m] = detached_tree(output)
         if self.train:
             sums = self._over_replicas()
-            results.gradients = copied(total(pipeline, plan, self.inputs.params, range(plan.stages), sums))
+            params = self.inputs.params
+            gradients = copied(total(pipeline, plan, params, range(plan.stages), sums))
+            results.gradients = self.pieces.sharding.gradients(gradients, dict(params))
         results.output = self.pieces.merge(results.outputs)
         return results
 
@@ -115,7 +119,7 @@ class _Step:
         replica, m = divmod(m, self.plan.microbatches)
         for (s, path), gradient in gradients.items():
             sums = self.sums[replica].setdefault((s, self.plan.rank_of(s, m)), {})
-            sums[path] = add(sums.get(path), gradient)
+            sums[path] = add(sums.get(path), self.pieces.sharding.term(gradient))
 
     def _over_replicas(self) -> Sums:
         """Return the sums of each (stage, rank) over all replicas, in their order."""

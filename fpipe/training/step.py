@@ -29,6 +29,7 @@ from fpipe.stages.microbatch import Microbatch, merge, split
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.pytree import flatten
 from fpipe.stages.rng import Rng, Seeder
+from fpipe.stages.sharding import OWN_DTYPES, Sharding
 from fpipe.tables import TABLE, WEIGHT, Table
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ def value_and_grad(
     compile: bool | str = False,  # noqa: A002
     dynamic: bool = False,
     capture: bool = False,
+    sharding: Sharding = OWN_DTYPES,
     effects: Table = TABLE,
 ) -> Callable[..., Any]:
     """Return a function that computes the loss and its gradients, microbatch by microbatch.
@@ -93,6 +95,7 @@ def value_and_grad(
             the third on: a CUDA graph, or on the CPU the recorded calls. The bits stay, the arguments are copied into
             the graph's memory, and the results out of it. As under `jax.jit`, Python code runs only while it is
             captured. With `Local` on one device, and with `Distributed`.
+        sharding: the dtypes in which parameters are gathered and gradients are added.
         effects: the table of effects; `TABLE.extended({...})` for your own, whose functions the handler takes.
 
     Returns:
@@ -118,7 +121,7 @@ def value_and_grad(
     options = Options(autodiff, policy, compile, dynamic)
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
     spec = _StepSpec(
-        pipeline, plan, ranks, replicas, True, has_aux, reduction, weight, in_axes, out_axes, gather, options
+        pipeline, plan, ranks, replicas, True, has_aux, reduction, weight, in_axes, out_axes, gather, options, sharding
     )
     programs = lower(schedule, plan, depth=prefetch, resident=resident, effects=effects)
     check(programs)
@@ -154,6 +157,7 @@ def evaluate(
     autodiff: Autodiff = "auto",
     compile: bool | str = False,  # noqa: A002
     dynamic: bool = False,
+    sharding: Sharding = OWN_DTYPES,
     effects: Table = TABLE,
 ) -> Callable[..., Any]:
     """Return a function that runs the pipeline forward: it keeps no residuals and differentiates nothing.
@@ -181,7 +185,7 @@ def evaluate(
     options = Options(autodiff, everything_saveable, compile, dynamic)
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
     spec = _StepSpec(
-        pipeline, plan, ranks, replicas, loss, has_aux, reduction, weight, in_axes, out_axes, gather, options
+        pipeline, plan, ranks, replicas, loss, has_aux, reduction, weight, in_axes, out_axes, gather, options, sharding
     )
     programs = forward_only(lower(schedule or wavefront, plan, depth=prefetch, effects=effects))
     if resident is not None:
@@ -398,6 +402,7 @@ class _StepSpec:
     out_axes: Any
     gather: bool
     options: Options
+    sharding: Sharding
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
@@ -426,7 +431,7 @@ class _StepSpec:
         pipeline = with_loss(self.pipeline, self.has_aux) if self.loss else self.pipeline
         gather = self.gather and (self.has_aux or not self.loss)
         return DifferentiablePipeline(
-            pipeline, self.options.pieces(pipeline, self.loss), self.loss, gather, self._merge
+            pipeline, self.options.pieces(pipeline, self.loss), self.loss, gather, self._merge, self.sharding
         )
 
     def _merge(self, outputs: Mapping[int, Any]) -> Any:

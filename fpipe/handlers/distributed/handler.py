@@ -142,11 +142,12 @@ class Distributed:
             raise failures.of_peer(connections, PeerLost(None, f"setting up connections ({error})")) from error
         finally:
             connections.activity.leave()
+        options_of_replicas = self.exact, plan.gathered, pieces.sharding
         channels = Channels(
             connections,
             Handshake(connections, failures),
             send_completions(programs, self.rank),
-            None if self.mesh is None else partial(ReplicaChannels, connections, self.mesh, self.exact, plan.gathered),
+            None if self.mesh is None else partial(ReplicaChannels, connections, self.mesh, *options_of_replicas),
         )
         device, markers = connections.device, connections.activity.markers
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -27,7 +27,7 @@ from fpipe.errors import StageError
 from fpipe.handlers.calls import Step
 from fpipe.handlers.distributed.connections import Connections
 from fpipe.stages.pytree import describe
-from fpipe.stages.sharding import Layout, is_dtensor, local
+from fpipe.stages.sharding import Layout, Sharding, is_dtensor, local
 
 IN_PLACE = 1 << 18  # bytes from which a parameter is gathered straight into its place; smaller ones are packed
 LANES = ("gather", "scatter")
@@ -56,6 +56,7 @@ class ReplicaChannels:
         exact: add in the order of the replicas.
         agree: waits for the handshake of the step.
         gathered: the stages that the program gathers.
+        sharding: the dtypes of gathered parameters and of sums.
     """
 
     def __init__(
@@ -64,9 +65,11 @@ class ReplicaChannels:
         mesh: DeviceMesh,
         exact: bool,
         gathered: frozenset[int],
+        sharding: Sharding,
         agree: Callable[[], None],
     ) -> None:
         self.connections, self.mesh, self.exact, self.agree, self.gathered = connections, mesh, exact, agree, gathered
+        self.sharding = sharding
         self.replicas = connections.grid.replicas
         self.shards: dict[int, Shards] = {}
 
@@ -90,7 +93,9 @@ class ReplicaChannels:
                     f"must be sharded, for resident= was passed, and {describe(plain[0])} is not: shard all by "
                     "interop.fsdp(params, mesh), or leave resident out",
                 )
-            self.shards[stage] = Shards(list(map(_piece, prepared.leaves)), layouts)
+            pieces = [self.sharding.cast(_piece(leaf)) for leaf in prepared.leaves]
+            layouts = {i: replace(layout, dtype=pieces[i].dtype) for i, layout in layouts.items()}
+            self.shards[stage] = Shards(pieces, layouts)
             prepared.leaves[:] = self.shards[stage].pieces
 
     def _layout(self, stage: int, leaf: Tensor) -> Layout:
@@ -187,7 +192,8 @@ class ReplicaChannels:
             pieces = self.shards[stage].pieces
             same = defaultdict[Any, list[int]](list)
             for k, layout in enumerate(of_trained):
-                terms[k] = _filled(pieces[prepared.trained[k]], layout) if terms[k] is None else terms[k]
+                if terms[k] is None:
+                    terms[k] = self.sharding.term(_filled(pieces[prepared.trained[k]], layout))
                 alone = k if terms[k].nbytes >= IN_PLACE else None
                 same[alone, terms[k].dtype, terms[k].device].append(k)
             reductions[:] = [_Reduction(self, numbers, of_trained, terms, purpose) for numbers in same.values()]
