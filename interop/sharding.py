@@ -109,12 +109,8 @@ def place_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def _distribute(leaf: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    with torch.no_grad():
-        leaf = leaf.detach()
-        placed = distribute_tensor(leaf, mesh, placements, src_data_rank=None)
-        piece = local(placed)
-        shared = piece.is_meta or piece.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()
-        return wrap(piece.clone(), placed) if shared else placed
+    placed = distribute_tensor(leaf.detach(), mesh, placements, src_data_rank=None)
+    return wrap(local(placed).clone(), placed)  # a view would keep the whole alive: the caller's, or its copy on a GPU
 
 
 def _cut_further(leaf: DTensor, mesh: DeviceMesh, placements: list[Placement], path: Path) -> Tensor:

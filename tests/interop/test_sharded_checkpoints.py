@@ -219,3 +219,27 @@ def test_an_export_has_one_tensor_at_a_time_in_memory_and_any_dtype(tmp_path):
     path = saved.save(params={**params, 1: {"z": torch.zeros(2, dtype=torch.complex128)}})
     with pytest.raises(CheckpointError, match=r"params\.z of .* is of torch\.complex128, which safetensors can't hold"):
         interop.export_safetensors(path, tmp_path / "model.safetensors")
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, n_positions=6, vocab_size=11)).eval()
+
+
+def save_gpt2(rank, folder):
+    """Save a Hugging Face model in shards."""
+    pipeline, params = interop.transformers.split(gpt2(), example={"input_ids": torch.zeros(2, 6).long()}, stages=2)
+    plan = pipeline.plan(Placement.loop(1, 2), 1)
+    saved = interop.Checkpoints(folder, pipeline, plan, handler=Replicated(2))
+    saved.save(params=interop.fsdp(params, mesh_of(2)))
+
+
+def test_hugging_face_reads_what_was_sharded(pools, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pools(2).run(save_gpt2, str(tmp_path / "checkpoints"))
+    gpt2().config.save_pretrained(tmp_path / "model")
+    interop.export_safetensors(tmp_path / "checkpoints", tmp_path / "model" / "model.safetensors")
+    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "model")
+    assert differences(dict(found.state_dict()), dict(gpt2().state_dict())) == []
