@@ -208,9 +208,13 @@ def test_halves_do_not_overflow_and_nothing_given_changes():
     assert differences(grads, before) == []
 
 
-def test_a_number_keeps_its_dtype():
-    clipped, _ = fpipe.clip_by_global_norm({0: torch.tensor(3.0), 1: None}, 1.0, ALONE, handler=handlers.Local())
-    assert (clipped[0].dtype, clipped[0].item()) == (torch.float32, pytest.approx(1.0, rel=1e-5))
+def test_a_clipped_gradient_has_the_dtype_of_the_gradient():
+    """A float32 gradient without dimensions, too: the scale is float64."""
+    grads = {0: {"w": torch.tensor(3.0), "b": torch.tensor([4.0]), "h": torch.tensor(0.0, dtype=torch.bfloat16)}}
+    plan = fpipe.Plan(fpipe.Placement.loop(1), 1)
+    clipped, _ = fpipe.clip_by_global_norm(grads, 1.0, plan, handler=handlers.Local())
+    assert [x.dtype for x in clipped[0].values()] == [torch.float32, torch.float32, torch.bfloat16]
+    assert clipped[0]["w"].item() == pytest.approx(0.6, rel=1e-5)
 
 
 def test_complex_and_sparse_gradients():

@@ -226,7 +226,7 @@ def test_an_unknown_name_is_an_attribute_error(package):
 SURFACE = {
     "fpipe": """
         Batch Costs Edges Link LiveBytes Measurement Output Pipeline Placement Plan Program Recording Report
-        ScheduleError Stage StageError Timeline TransportError clip_by_global_norm draw effects evaluate gather
+        ScheduleError Sharding Stage StageError Timeline TransportError clip_by_global_norm draw effects evaluate gather
         global_norm handlers interop lower peak_bytes policies profile schedules simulate tensorboard
         train_step value_and_grad verify
     """,

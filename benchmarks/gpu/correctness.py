@@ -139,18 +139,20 @@ def local_differences(ranks: int, name: str, schedule: str, device: torch.device
 
 
 def captured_bits(setting: Setting) -> None:
-    """Capture steps as graphs: of all ranks in this process, and of each rank with its transfers."""
+    """Capture steps as graphs, whole and piece by piece: of all ranks in this process, and of each rank alone."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    names, generators = (("linear",), ("zb_v",)) if setting.cpu else (cases.CASES, ("zb_v", "one_f_one_b"))
+    names, generators = ("linear",) if setting.cpu else cases.CASES, ("zb_v", "one_f_one_b")
     pool = Ranks(partial(setting.pool, 2))
 
-    def differences(where: str, name: str, schedule: str) -> list[Any]:
+    def differences(where: str, capture: bool | str, name: str, schedule: str) -> list[Any]:
         if where == "local":
-            return device_jobs.captured(name, schedule, setting.device)
-        arguments = (name, schedule, MICROBATCHES, 2, "everything", setting.kind)
+            return device_jobs.captured(name, schedule, setting.device, capture)
+        arguments = (name, schedule, MICROBATCHES, 2, "everything", setting.kind, capture)
         return pool.differences(jobs.captured, *arguments, limit=setting.report.limit(30))
 
-    tasks = [(where, name, schedule) for schedule, name, where in product(generators, names, ("local", "distributed"))]
+    ways = product(enumerate(generators), enumerate(names), ("local", "distributed"))
+    # Each case meets one schedule whole, and the other by pieces.
+    tasks = [(where, (True, "pieces")[(i + j) % 2], name, schedule) for (i, schedule), (j, name), where in ways]
     _each(setting, tasks, differences)
 
 

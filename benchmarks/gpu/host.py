@@ -128,21 +128,25 @@ def post(rank: int, kind: str) -> float:
 
 
 def graph(setting: Setting) -> None:
-    """Compare a step that is captured as a graph with the same step launched by the host: its bits, and its time."""
+    """Compare steps that are captured, whole and by pieces, with the same step launched by the host: bits, times."""
     blocks = Blocks(setting.device, *((32, 1, 8) if setting.cpu else (1024, 2, 128)), torch.float32)
     pipeline, local = Pipeline([autodiff.transformer] * 2, difference), handlers.Local([setting.device] * 2)
     plan, batch, params = pipeline.plan(Placement.loop(2), 4), blocks.batch(8), dict.fromkeys(range(2), blocks.params)
     steps = [
         fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=local, autodiff="graph", capture=capture)
-        for capture in (False, True)
+        for capture in (True, "pieces", False)
     ]
-    launched, captured = (lambda step=step: step(params, batch, batch) for step in steps)
-    results = [captured() for _ in range(4)]  # it is captured in the second call, and replayed from the third on
-    bits = not any(jobs.differences(result, launched()) for result in results)
-    setting.report.add(bits=bits)
-    setting.report.expect(bits, "the graph's results are not those of the step")
-    rounds = [[device_seconds(call, setting.device) for call in (captured, launched)] for _ in range(12)][2:]
+    captured, by_pieces, launched = (lambda step=step: step(params, batch, batch) for step in steps)
+    expected = launched()
+    for name, call in (("graph", captured), ("graphs of pieces", by_pieces)):
+        results = [call() for _ in range(4)]  # it is captured in the second call, and replayed from the third on
+        bits = not any(jobs.differences(result, expected) for result in results)
+        setting.report.add(**{f"bits of the {name}": bits})
+        setting.report.expect(bits, f"the results of the {name} are not those of the step")
+    calls = captured, by_pieces, launched
+    rounds = [[device_seconds(call, setting.device) for call in calls] for _ in range(12)][2:]
     setting.report.add(
         milliseconds=[1e3 * statistics.median(each) for each in zip(*rounds, strict=True)],
-        ratio=statistics.median(a / b for a, b in rounds),
+        ratio=statistics.median(a / c for a, _, c in rounds),
+        ratio_of_pieces=statistics.median(b / c for _, b, c in rounds),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import optree
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe.autodiff.graph.block import Sink
+from fpipe.devices.memory import copy, in_memory
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import HOW_TO_REGISTER, PLAIN, Flat, Path, as_path, flatten, indices, paths_of, short
@@ -116,6 +118,15 @@ class Prepared:
         self.leaves[:] = leaves
         self.computed.clear()
         self.__dict__.pop("own", None)
+
+    def renew(self) -> None:
+        """Compute the cached values again, in their memory, because those of the leaves have changed."""
+        with torch.no_grad(), torch._C._DisableAutocast():
+            for function, values in self.computed.items():
+                if isinstance(function, FunctionType):
+                    pairs = zip(function(self.leaves), values, strict=True)
+                    moved = [(x, old) for x, old in pairs if isinstance(x, Tensor) and x.data_ptr() != old.data_ptr()]
+                    copy([x for x, _ in moved], [in_memory(old) for _, old in moved])  # the others are views of leaves
 
 
 def prepared(stage: Stage, params: Any) -> Prepared:

@@ -7,6 +7,7 @@ scope seeded without a graph.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fpipe.devices.interface import GraphReset
 from fpipe.devices.operators import written_arguments
 from fpipe.devices.tape import storage, tensors_in, written_outside
 
@@ -37,28 +39,60 @@ class CudaGraph:
 
     def __init__(self, device: torch.device, tensors: Sequence[Tensor], keys: Sequence[Hashable]) -> None:
         self.graph = torch.cuda.CUDAGraph()
+        self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.generator = torch.cuda.default_generators[device.index]
         self.states = {key: self.generator.clone_state() for key in keys}
         for state in self.states.values():
             self.graph.register_generator_state(state)
         self.borrowed = _Borrowed(tensors)
+        self.lock, self.is_reset = threading.Lock(), False  # a graph is launched or destroyed by one thread at a time
 
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Capture the work that is launched inside, once. What it computes is there only after a replay."""
         torch.cuda.synchronize(self.stream.device)
         torch.cuda.empty_cache()
-        with torch.cuda.stream(self.stream):
-            self.graph.capture_begin(capture_error_mode="thread_local")
+        with torch.cuda.stream(self.stream), self._spare_state():
+            self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 with self.borrowed:
                     yield
             except BaseException:
-                with suppress(RuntimeError):  # the capture is invalid: the first error has the reason
-                    self.graph.capture_end()
+                self._give_up()
                 raise
+            try:
+                self.graph.capture_end()
+            except RuntimeError:
+                self._free_pool()
+                raise
+
+    @contextmanager
+    def _spare_state(self) -> Iterator[None]:
+        """Let the generator have another state: a capture that fails may leave its state unable to draw."""
+        before = self.generator.graphsafe_get_state()
+        self.generator.graphsafe_set_state(self.generator.clone_state())
+        try:
+            yield
+        finally:
+            self.generator.graphsafe_set_state(before)
+
+    def _give_up(self) -> None:
+        """End a capture whose function has failed; where it is invalid too, the function's error has the reason."""
+        try:
             self.graph.capture_end()
+        except RuntimeError:
+            self._free_pool()
+
+    def _free_pool(self) -> None:
+        """Do what `capture_end` leaves out where it fails: let the allocator go on as before, and free the memory."""
+        index = self.stream.device.index
+        with suppress(RuntimeError):  # it got as far as this
+            torch._C._cuda_endAllocateToPool(index, self.pool)
+        try:
+            self.graph.pool()
+        except RuntimeError:  # the capture has not ended, so the graph's own end does not free it
+            torch._C._cuda_releasePool(index, self.pool)
 
     @contextmanager
     def seeded(self, key: Hashable) -> Iterator[None]:
@@ -77,7 +111,16 @@ class CudaGraph:
         """Launch the work again, on the current stream."""
         for key, state in self.states.items():
             state.manual_seed(seeds[key])
-        self.graph.replay()
+        with self.lock:
+            if self.is_reset:
+                raise GraphReset("the graph was reset")
+            self.graph.replay()
+
+    def reset(self) -> None:
+        """Destroy the graph; what of it runs goes on to its end."""
+        with self.lock:
+            self.is_reset = True
+            self.graph.reset()
 
 
 class _Borrowed(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -27,6 +27,10 @@ class CaptureError(RuntimeError):
         self.traced = traced
 
 
+class GraphReset(RuntimeError):
+    """A graph was reset before this replay."""
+
+
 class Stream(Protocol):
     """A queue of work; nothing here waits on the host."""
 
@@ -64,7 +68,13 @@ class Graph(Protocol):
 
         Args:
             seeds: for every key under which something was drawn.
+
+        Raises:
+            GraphReset: the work has been given up.
         """
+
+    def reset(self) -> None:
+        """Give up the work. Any thread may call it."""
 
 
 class Device(Protocol):

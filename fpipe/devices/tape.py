@@ -12,10 +12,11 @@ values of the host and overwritten results show here too:
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import optree
 import torch
@@ -27,7 +28,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from fpipe.devices.interface import CaptureError
+from fpipe.devices.interface import CaptureError, GraphReset
 from fpipe.devices.operators import arguments, draws, written_arguments
 
 aten = torch.ops.aten
@@ -35,6 +36,7 @@ UNWRITTEN = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided"
 RESIZES = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 HOST_READS = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__: "numpy", Tensor.__repr__: "repr"}
 MASKS = (torch.bool, torch.uint8)
+HOST_WAIT = "called a synchronizing CUDA operation"  # torch's error of the debug mode below
 
 
 class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -47,8 +49,9 @@ class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         drawn: the keys of the scopes in which something was drawn, in order.
 
     Raises:
-        CaptureError: the function reads a tensor on the host, has a result whose shape depends on values, draws outside
-            of a scope or from a generator of its own, or writes to another tensor from outside.
+        CaptureError: the function reads a tensor on the host or waits for CUDA, has a result whose shape depends on
+            values, draws outside of a scope or from a generator of its own, or writes to another tensor from outside.
+            While it runs, most waits of other threads for CUDA are errors too.
     """
 
     supports_higher_order_operators = True  # refused below, but not while a stage is traced
@@ -70,7 +73,7 @@ class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def running(self) -> Iterator[None]:
         """Watch what runs inside; if that fails, give the tensors their values back."""
         try:
-            with _HostReads(), self:
+            with _waits_for_cuda("error"), _HostReads(), self:
                 yield
         except BaseException:
             self.restore()
@@ -116,7 +119,8 @@ class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._write(func, x)
         inputs = tensors_in((args, kwargs))
         read = {storage(x) for x in inputs}
-        results = func(*args, **kwargs)
+        with _explained():
+            results = func(*args, **kwargs)
         if drawing:
             self.states = [generator.get_state() for generator in self.generators]
         outputs = tensors_in(results)
@@ -150,7 +154,8 @@ class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise written_outside(func)
         for i in self.numbers[memory]:
             if i not in self.saved:
-                self.saved[i] = self.tensors[i].detach().to("cpu", copy=True)
+                with _waits_for_cuda("default"):
+                    self.saved[i] = self.tensors[i].detach().to("cpu", copy=True)
 
 
 class Tape:
@@ -167,7 +172,7 @@ class Tape:
         self.calls: list[Callable[[], Any]] = []
         self.seeds: dict[Hashable, int] = {}
         self.recorder = _Recorder(tensors, self.calls, self.seeds)
-        self.draws = False
+        self.draws = self.is_reset = False
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -187,7 +192,12 @@ class Tape:
 
         Args:
             seeds: for every key under which something was drawn.
+
+        Raises:
+            GraphReset: the calls have been given up.
         """
+        if self.is_reset:
+            raise GraphReset("the tape was reset")
         before = torch.default_generator.get_state() if self.draws else None
         self.seeds.update(seeds)
         with torch.no_grad(), torch._C._DisableAutocast():
@@ -195,6 +205,10 @@ class Tape:
                 call()
         if before is not None:
             torch.default_generator.set_state(before)
+
+    def reset(self) -> None:
+        """Give up the calls; a replay that runs in another thread goes on to its end."""
+        self.is_reset, self.calls = True, []
 
 
 class _Recorder(Trial):  # type: ignore[no-untyped-call]
@@ -253,8 +267,43 @@ def is_capturing() -> bool:
 @contextmanager
 def aside() -> Iterator[None]:
     """Run what is the host's own work, and no part of a graph."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    on_trial = any(isinstance(mode, Trial) for mode in _get_current_dispatch_mode_stack())
+    may_wait = _waits_for_cuda("default") if on_trial else nullcontext()
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), may_wait:
         yield
+
+
+@contextmanager
+def _waits_for_cuda(mode: Literal["default", "error"]) -> Iterator[None]:
+    """Set whether a wait of the host for CUDA is an error, as far as torch can say: not of events, nor of a device."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    _set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():  # that it is a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn torch's error of a wait into one of a capture."""
+    try:
+        yield
+    except RuntimeError as error:
+        if HOST_WAIT not in str(error):
+            raise
+        raise CaptureError(
+            "it waits on the host for the device, as .item(), a branch, .cpu() and torch.tensor(..., device='cuda') do"
+        ) from error
 
 
 def _again(func: Any, args: Any, kwargs: Any, results: Any, fresh: set[int]) -> Callable[[], Any]:
@@ -295,7 +344,8 @@ class _HostReads(TorchFunctionMode):
     ) -> Any:
         if func in HOST_READS and not _tracing():
             raise CaptureError(f"it reads a tensor on the host, by {HOST_READS[func]}()")
-        return func(*args, **(kwargs or {}))
+        with _explained():
+            return func(*args, **(kwargs or {}))
 
 
 def _tracing() -> bool:

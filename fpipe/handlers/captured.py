@@ -9,6 +9,7 @@ Invariants:
 - Every other argument is copied into the graph's memory before each replay. A comparison with the one before could not
   tell all changes: of `x.data`, or of memory shared with numpy, no counter tells.
 - All other results are copied out, so a later call changes none of them.
+- The graph's own memory belongs to no stream: a call waits for the last one, whatever their streams are.
 - A call that is refused has changed nothing.
 """
 
@@ -16,11 +17,10 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections import OrderedDict, defaultdict
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import optree
 import torch
@@ -29,7 +29,8 @@ from torch import Tensor
 from fpipe.autodiff.graph.locations import user_line
 from fpipe.autodiff.graph.signature import Untraceable, ambient, leaf_key
 from fpipe.devices import CaptureError, Cpu, Device, device_of
-from fpipe.devices.tape import Trial, storage, whole
+from fpipe.devices.memory import copied, copy, empty_as, given_back_after, in_memory
+from fpipe.devices.tape import Trial, storage
 from fpipe.errors import StageError
 from fpipe.handlers.protocol import Replays
 from fpipe.stages.pytree import flatten, paths_of, short
@@ -37,6 +38,9 @@ from fpipe.stages.rng import Rng, Seeder, seed_of
 
 Function = Callable[[Any, Seeder | None], Any]
 """`function(arguments, seeder) -> results`: both trees; it draws only in the contexts of the seeder."""
+
+
+UNCAPTURED = "leave capture=True out"
 
 
 class Needs(NamedTuple):
@@ -64,6 +68,9 @@ class Captured:
         device: where the function runs; by default that of its arguments.
         limit: the number of graphs. With another signature, the one that was used longest ago is dropped.
 
+    Attributes:
+        graphs: by the name of a step; None for one that has run, and is captured when it comes again.
+
     Raises:
         StageError: the function does what a graph can't hold, or an argument is neither a plain tensor nor plain.
     """
@@ -74,7 +81,8 @@ class Captured:
         self.function, self.replays, self.device, self.limit = function, replays, device, limit
         self.needs: OrderedDict[Hashable, Needs] = OrderedDict()
         self.graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
-        self.memory: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+        self.memory: weakref.WeakValueDictionary[Hashable, Tensor] = weakref.WeakValueDictionary()
+        self.last_uses: dict[torch.device, Any] = {}
         self.warned = False
 
     def __call__(self, arguments: Any, rng: Rng | None) -> Any:
@@ -85,51 +93,31 @@ class Captured:
         """
         try:
             leaves, spec = flatten(arguments)
-            device = _device([x for x in leaves if isinstance(x, Tensor)], self.device)
-            signature = (spec, rng is None, torch.is_grad_enabled(), ambient(), *_keys(leaves, spec))
+            device = common_device([x for x in leaves if isinstance(x, Tensor)], self.device)
+            signature = (spec, rng is None, torch.is_grad_enabled(), ambient(), kernels(), *_keys(leaves, spec))
             needs = self.needs.get(signature)
+            place = None if needs is None else _place(signature, leaves, needs)
         except Exception as error:  # the arguments are the user's, and may raise anything
-            self.replays.agree(None, False, error)  # raises it
-            raise
-        name, known = self.replays.agree(_place(signature, leaves, needs), needs is not None)
+            self.replays.refuse(error)
+        name = self.replays.agree(place)
         try:
-            if needs is None or not known or name not in self.graphs:
-                return self._first(name if known else None, signature, arguments, leaves, rng, device)
+            if needs is None or name not in self.graphs:
+                return self._first(signature, arguments, leaves, rng, device)
             self.needs.move_to_end(signature)
-            graph = self.graphs[name] or self._graph(leaves, spec, needs, rng, device)
+            known = self.graphs[name]
+            graph = known or self._captured(leaves, spec, needs, rng, device)
             _keep(self.graphs, name, graph, self.limit)
-            return graph.replay(leaves, rng)
+            with self.replays.running("a replayed step"):
+                if graph is known:  # else the arguments are in it
+                    graph.copy_in(leaves)
+                return graph.replay(leaves, rng)
         except CaptureError as error:
             raise uncapturable(error) from error
 
-    def _graph(
-        self, leaves: Sequence[Any], spec: optree.PyTreeSpec, needs: Needs, rng: Rng | None, device: Device
-    ) -> _Graph:
-        """Capture the function. No rank replays before all have captured."""
-        try:
-            static = self._static(leaves, needs)
-            graph = _Graph(self.function, self.replays, static, leaves, spec, needs, rng, device)
-        except BaseException as error:
-            with suppress(Exception):  # this one is raised here
-                self.replays.agree(None, False, error if isinstance(error, Exception) else RuntimeError(repr(error)))
-            raise
-        self.replays.agree(None, True)
-        return graph
-
     def _first(
-        self,
-        name: Hashable,
-        signature: Hashable,
-        arguments: Any,
-        leaves: Sequence[Any],
-        rng: Rng | None,
-        device: Device,
+        self, signature: Hashable, arguments: Any, leaves: Sequence[Any], rng: Rng | None, device: Device
     ) -> Any:
-        """Run the function as it is, and note what a graph of it needs.
-
-        Args:
-            name: of the step; None where a rank did not know before what its graph needs.
-        """
+        """Run the function as it is, and note what a graph of it needs. No rank returns before all have run it."""
         numbers = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         tensors = [leaves[i] for i in numbers]
         trial = Trial(tensors, device.generators())
@@ -141,8 +129,7 @@ class Captured:
         with trial.running():
             results = self.function(arguments, None if rng is None else seeder)
             needs = Needs(frozenset(numbers[i] for i in trial.saved), tuple(trial.drawn))
-            if name is None:
-                name, _ = self.replays.agree(_place(signature, leaves, needs), True)
+            name = self.replays.agree(_place(signature, leaves, needs))
         _keep(self.needs, signature, needs, self.limit)
         if len(self.graphs) == self.limit and name not in self.graphs and not self.warned:
             self.warned = True
@@ -154,6 +141,20 @@ class Captured:
         _keep(self.graphs, name, None, self.limit)
         return results
 
+    def _captured(
+        self, leaves: Sequence[Any], spec: optree.PyTreeSpec, needs: Needs, rng: Rng | None, device: Device
+    ) -> _Graph:
+        """Return a graph of the function, with these arguments in it. No rank replays before all have captured."""
+        try:
+            last_use = self.last_uses.setdefault(device.torch_device, device.event())
+            graph = _Graph(self._static(leaves, needs), needs, device, last_use)
+            graph.copy_in(leaves)
+            graph.capture(self.function, self.replays, spec, rng)
+        except BaseException as error:
+            self.replays.refuse(error)
+        self.replays.agree(())
+        return graph
+
     def _static(self, leaves: Sequence[Any], needs: Needs) -> list[Any]:
         """Return the leaves of a graph: donated ones in their own memory, others in memory that all graphs share."""
         static = []
@@ -162,68 +163,89 @@ class Captured:
                 x = x.detach().requires_grad_(x.requires_grad)
             elif isinstance(x, Tensor):
                 memory = self.memory.get((i, leaf_key(x)))
-                x = self.memory[i, leaf_key(x)] = _empty(x) if memory is None else memory
+                x = self.memory[i, leaf_key(x)] = empty_as(x) if memory is None else memory
             static.append(x)
         return static
 
 
 class _Graph:
-    """One captured call: the graph, and the places of arguments and results in its memory."""
+    """One captured call: the graph, and the places of arguments and results in its memory.
 
-    def __init__(
-        self,
-        function: Function,
-        replays: Replays,
-        static: Sequence[Any],
-        leaves: Sequence[Any],
-        spec: optree.PyTreeSpec,
-        needs: Needs,
-        rng: Rng | None,
-        device: Device,
-    ) -> None:
-        self.drawn, self.static, self.replays = needs.drawn, static, replays
-        numbers = [i for i, x in enumerate(static) if isinstance(x, Tensor)]
-        self.copied = [i for i in numbers if i not in needs.donated]
-        self.inputs = [_in_memory(static[i]) for i in self.copied]
-        donated = [static[i] for i in sorted(needs.donated)]
-        self.graph = device.new_graph(donated, needs.drawn)
-        self._copy_in(leaves)
-        with replays.capturing(), self.graph.capture():
-            results = function(spec.unflatten(static), None if rng is None else self._seeded)
+    Args:
+        static: the leaves of the arguments, in that memory.
+        last_use: an event after the last use of memory that is the graph's own, on any stream.
+    """
+
+    def __init__(self, static: Sequence[Any], needs: Needs, device: Device, last_use: Any) -> None:
+        self.drawn, self.static, self.device, self.last_use = needs.drawn, static, device, last_use
+        self.numbers = {id(x): i for i, x in enumerate(static) if isinstance(x, Tensor)}
+        self.copied = [i for i in self.numbers.values() if i not in needs.donated]
+        self.inputs = [in_memory(static[i]) for i in self.copied]
+        self.donated = [static[i] for i in sorted(needs.donated)]
+        self.graph = device.new_graph(self.donated, needs.drawn)
+        given_back_after(self, last_use, device)
+
+    def copy_in(self, leaves: Sequence[Any]) -> None:
+        """Copy arguments into the graph's memory, which the stream of an earlier call may still use."""
+        self.device.current_stream().wait_event(self.last_use)
+        copy([leaves[i] for i in self.copied], self.inputs)
+
+    def capture(self, function: Function, replays: Replays, spec: optree.PyTreeSpec, rng: Rng | None) -> None:
+        """Capture the function. Nothing runs."""
+        with replays.capturing(self.graph), self.graph.capture():
+            results = function(spec.unflatten(self.static), None if rng is None else self._seeded)
         self.results, self.spec = flatten(results)
-        self.arguments = {id(static[i]): i for i in numbers}
-        memory = set(map(storage, donated))
-        tensors = [x for x in self.results if isinstance(x, Tensor) and id(x) not in self.arguments]
-        self.donated = {id(x) for x in tensors if storage(x) in memory}
-        self.copies = {id(x): x for x in tensors if id(x) not in self.donated}
+        donated = set(map(storage, self.donated))
+        tensors = [x for x in self.results if isinstance(x, Tensor) and id(x) not in self.numbers]
+        self.in_place = {id(x) for x in tensors if storage(x) in donated}
+        self.copies = {id(x): x for x in tensors if id(x) not in self.in_place}
 
     def _seeded(self, stage: int, m: int) -> Any:
         return self.graph.seeded((stage, m))
 
-    def _copy_in(self, leaves: Sequence[Any]) -> None:
-        _copy([_in_memory(leaves[i]) for i in self.copied], self.inputs)
-
     def replay(self, leaves: Sequence[Any], rng: Rng | None) -> Any:
-        """Run the graph on these arguments, and return results that belong to the caller."""
-        with self.replays.running():
-            self._copy_in(leaves)
-            self.graph.replay({} if rng is None else {key: seed_of(*rng, *key) for key in self.drawn})
-        copies = {number: torch.empty_like(x, requires_grad=False) for number, x in self.copies.items()}
-        _copy(list(self.copies.values()), list(copies.values()))
+        """Run the graph on the arguments that were copied in, and return results that belong to the caller.
+
+        Args:
+            leaves: of these arguments.
+        """
+        self.graph.replay({} if rng is None else {key: seed_of(*rng, *key) for key in self.drawn})
+        copies = dict(zip(self.copies, copied([*self.copies.values()]), strict=True))
+        self.last_use.record(self.device.current_stream())
         return self.spec.unflatten([self._result(x, leaves, copies) for x in self.results])
 
     def _result(self, x: Any, leaves: Sequence[Any], copies: Mapping[int, Tensor]) -> Any:
         """Return a result for the caller: a copy, an argument as it was passed, or a new tensor in donated memory."""
         if id(x) in copies:
             return copies[id(x)]
-        if id(x) in self.arguments:
-            return leaves[self.arguments[id(x)]]
-        return x.detach() if id(x) in self.donated else x
+        if id(x) in self.numbers:
+            return leaves[self.numbers[id(x)]]
+        return x.detach() if id(x) in self.in_place else x
 
 
-def _place(signature: Hashable, leaves: Sequence[Any], needs: Needs | None) -> Hashable:
+def kernels() -> Hashable:
+    """Return the settings by which operators choose their kernels: a graph has the kernels of its capture."""
+    c = torch._C  # torch.backends has the same, some ten times slower
+    return (
+        c._get_fp32_precision_getter("cuda", "matmul"),
+        c._get_fp32_precision_getter("cuda", "conv"),
+        c._get_fp32_precision_getter("cuda", "rnn"),
+        c._get_fp32_precision_getter("mkldnn", "matmul"),
+        c._get_fp32_precision_getter("mkldnn", "conv"),
+        c._get_fp32_precision_getter("mkldnn", "rnn"),
+        c._get_cublas_allow_fp16_accumulation(),
+        c._get_cublas_allow_fp16_reduced_precision_reduction(),
+        c._get_cublas_allow_bf16_reduced_precision_reduction(),
+        c._get_cudnn_benchmark(),
+        c._get_cudnn_deterministic(),
+        c._get_deterministic_algorithms_warn_only(),
+        c._get_deterministic_fill_uninitialized_memory(),
+    )
+
+
+def _place(signature: Hashable, leaves: Sequence[Any], needs: Needs) -> Hashable:
     """Return the key of a graph: the signature, and the places in memory of what is donated."""
-    return None if needs is None else (signature, *[leaves[i].data_ptr() for i in sorted(needs.donated)])
+    return signature, *[leaves[i].data_ptr() for i in sorted(needs.donated)]
 
 
 def uncapturable(error: CaptureError, **place: Any) -> StageError:
@@ -233,7 +255,7 @@ def uncapturable(error: CaptureError, **place: Any) -> StageError:
         place: rank, stage and microbatch, as far as they are known.
     """
     line = user_line(traceback.extract_tb(error.__traceback__)) or user_line(error.traced or ())
-    return StageError(f"it can't be captured: {error}{line}; or leave capture=True out", **place)
+    return StageError(f"it can't be captured: {error}{line}; or {UNCAPTURED}", **place)
 
 
 def _keys(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Iterable[Hashable]:
@@ -244,7 +266,12 @@ def _keys(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Iterable[Hashable]:
             raise StageError(f"the argument {short(paths_of(spec)[i])} can't be captured: {error}") from error
 
 
-def _device(tensors: Sequence[Tensor], device: torch.device | None) -> Device:
+def common_device(tensors: Sequence[Tensor], device: torch.device | None) -> Device:
+    """Return the device of all tensors, which is this one if it is not None.
+
+    Raises:
+        StageError: they are on several.
+    """
     devices = {x.device for x in tensors} | ({device} if device is not None else set())
     if len(devices) > 1:
         names = " and ".join(sorted(map(str, devices)))
@@ -258,27 +285,3 @@ def _keep(entries: OrderedDict[Hashable, Any], key: Hashable, value: Any, limit:
     entries.move_to_end(key)
     if len(entries) > limit:
         entries.popitem(last=False)
-
-
-def _empty(x: Tensor) -> Tensor:
-    """Return memory with the layout of an argument."""
-    memory = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    memory = memory.conj() if x.is_conj() else memory
-    return (torch._neg_view(memory) if x.is_neg() else memory).requires_grad_(x.requires_grad)
-
-
-def _copy(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    """Copy tensors, those of one dtype by one kernel."""
-    pairs = defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
-    for x, memory in zip(values, into, strict=True):
-        pairs[x.dtype][0].append(memory)
-        pairs[x.dtype][1].append(x)
-    with torch.no_grad():
-        for memories, tensors in pairs.values():
-            torch._foreach_copy_(memories, tensors)
-
-
-def _in_memory(x: Tensor) -> Tensor:
-    """Return each element that is in memory once, as it is there: not repeated, not conjugated and not negated."""
-    x = x.conj() if x.is_conj() else x
-    return whole(torch._neg_view(x) if x.is_neg() else x)

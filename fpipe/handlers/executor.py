@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from fpipe import effects as fx
-from fpipe.devices import CaptureError
+from fpipe.devices import CaptureError, is_capturing
 from fpipe.errors import StageError
 from fpipe.handlers.calls import Calls, Step
-from fpipe.handlers.captured import uncapturable
+from fpipe.handlers.captured import UNCAPTURED, uncapturable
 from fpipe.handlers.gradients import Sum, received, total
 from fpipe.handlers.protocol import Inputs, Results
 from fpipe.stages.pytree import summary
@@ -110,4 +110,6 @@ class Executor:
             if "in-place operation" in str(error):
                 hints.append("a stage may not change its inputs")
             message += f" ({'; '.join(hints)})" if hints else ""
+        if is_capturing():
+            message += f". It is captured as a graph, and there nothing may wait for the device; or {UNCAPTURED}"
         return StageError(message, rank=self.rank, stage=stage, microbatch=m)

@@ -67,8 +67,7 @@ class Sum:
             fresh = {*fresh, *(i for i, term in enumerate(cast) if term is not terms[i])}
             terms = cast
         present = [i for i, term in enumerate(terms) if term is not None]
-        if self.steady is not None and all(terms[i].dtype is self.steady for i in present):
-            self._add_in_place(present, terms)
+        if self.take_all(terms):
             return
         self.totals = self.totals or [None] * len(terms)
         in_place = defaultdict[tuple[Any, Any], list[int]](list)  # one kernel adds all of one dtype and device
@@ -94,6 +93,15 @@ class Sum:
             return False
         assert not self.final, "a sum can't change after it was read"
         self.totals[i].add_(gradient)
+        return True
+
+    def take_all(self, gradients: Leaves) -> bool:
+        """Add a microbatch's gradients now if all totals are owned; return whether they were added."""
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        if self.steady is None or any(gradients[i].dtype is not self.steady for i in present):
+            return False
+        assert not self.final, "a sum can't change after it was read"
+        self._add_in_place(present, gradients)
         return True
 
     def _add_in_place(self, leaves: list[int], terms: Leaves) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from fpipe.autodiff.interface import DifferentiablePipeline, Scale
+from fpipe.devices import Graph
 from fpipe.effects import Effect, Name, Value
 from fpipe.errors import TransportError
 from fpipe.plan import Plan
@@ -226,40 +227,51 @@ class Peers(Protocol):
 
 
 class Replays(Protocol):
-    """The part of a handler in steps that are captured as graphs, and replayed."""
+    """The part of a handler in steps that are captured as graphs, and replayed. All ranks make the same calls."""
 
-    def agree(self, key: Hashable, knows: bool, error: Exception | None = None) -> tuple[Hashable, bool]:
-        """Return a name of the step, and whether all ranks know what its graph needs; the same on every rank.
+    def agree(self, key: Hashable | None) -> Hashable | None:
+        """Return a name of the step, the same on every rank, and another one wherever the key of a rank is another.
 
         Args:
-            key: of the step on this rank. The name differs wherever the key of a rank does.
-            knows: whether this rank does.
-            error: why this rank can't run the step.
+            key: of the step on this rank; None if it has none yet.
+
+        Returns:
+            None if the step has no key on some rank.
 
         Raises:
-            Exception: this rank's error; on the other ranks TransportError, with the reason.
+            TransportError: a rank refuses the step; with its reason.
         """
 
-    def running(self) -> AbstractContextManager[None]:
-        """Return a context in which a replay runs: a failure in it is one of all ranks."""
+    def refuse(self, error: BaseException) -> NoReturn:
+        """Raise an error that keeps this rank from the step; the other ranks, which call `agree`, get its text."""
 
-    def capturing(self) -> AbstractContextManager[None]:
-        """Return a context in which a step is captured, and nothing of it may run."""
+    def running(self, part: str) -> AbstractContextManager[None]:
+        """Return a context in which a part of the step runs: a failure in it is one of all ranks."""
+
+    def capturing(self, graph: Graph) -> AbstractContextManager[None]:
+        """Return a context in which the step is captured into a graph, and nothing of it may run."""
+
+    def add(self, x: Tensor, purpose: str) -> Tensor:
+        """Return the sum over all processes of a new tensor, by an operation that a graph holds."""
 
 
 class Alone:
     """`Replays` of a handler that plays all ranks in this process."""
 
-    def agree(self, key: Hashable, knows: bool, error: Exception | None = None) -> tuple[Hashable, bool]:
-        if error is not None:
-            raise error
-        return key, knows
+    def agree(self, key: Hashable | None) -> Hashable | None:
+        return key
 
-    def running(self) -> AbstractContextManager[None]:
+    def refuse(self, error: BaseException) -> NoReturn:
+        raise error
+
+    def running(self, part: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def capturing(self) -> AbstractContextManager[None]:
+    def capturing(self, graph: Graph) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def add(self, x: Tensor, purpose: str) -> Tensor:
+        return x
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import TransportError
-from fpipe.handlers.protocol import Handler, Replicas
+from fpipe.handlers.protocol import Handler, Replays, Replicas
 from fpipe.plan import Plan
 from fpipe.stages.pytree import flatten
 from fpipe.stages.sharding import is_first, local, wrap
@@ -75,13 +75,25 @@ def clip_by_global_norm(
     >>> clip_by_global_norm({0: torch.tensor([3.0]), 1: torch.tensor([4.0])}, 1.0, plan, handler=handlers.Local())
     ({0: tensor([0.6000]), 1: tensor([0.8000])}, tensor(5., dtype=torch.float64))
     """
-    max_norm = max_norm.detach() if isinstance(max_norm, Tensor) else max_norm
 
     def checked() -> Tensor:
         _check_limit(max_norm)
         return squares(grads, plan, handler)
 
-    norm = _norm(checked, handler)
+    return _clipped(grads, max_norm, _norm(checked, handler))
+
+
+def clip_in_a_graph(
+    grads: Mapping[int, Any], max_norm: float | Tensor, plan: Plan, *, handler: Handler, replays: Replays
+) -> tuple[dict[int, Any], Tensor]:
+    """Do the same in a step that is captured: the sums of the ranks are added where they are, with the same bits."""
+    _check_limit(max_norm)
+    sums = squares(grads, plan, handler, *(handler.devices or ())[:1])
+    return _clipped(grads, max_norm, replays.add(sums, "the norm of the gradients").sum().sqrt())
+
+
+def _clipped(grads: Mapping[int, Any], max_norm: float | Tensor, norm: Tensor) -> tuple[dict[int, Any], Tensor]:
+    max_norm = max_norm.detach() if isinstance(max_norm, Tensor) else max_norm
     scale = (max_norm / (norm + EPSILON)).clamp(max=1.0)
     whole, spec = flatten(dict(grads))
     leaves = [local(leaf) for leaf in whole]
@@ -97,13 +109,17 @@ def clip_by_global_norm(
 
 
 def _check_limit(max_norm: Any) -> None:
-    limit = max_norm.item() if isinstance(max_norm, Tensor) and not max_norm.ndim else max_norm
+    limit = max_norm.detach().item() if isinstance(max_norm, Tensor) and not max_norm.ndim else max_norm
     if not (isinstance(limit, Real) and float(limit) >= 0):
         raise ValueError(f"max_norm must be a number of at least 0, not {max_norm}")
 
 
-def squares(grads: Mapping[int, Any], plan: Plan, handler: Handler) -> Tensor:
-    """Return the sum of squares of each stage's gradients that count in this process, in float64."""
+def squares(grads: Mapping[int, Any], plan: Plan, handler: Handler, device: torch.device | None = None) -> Tensor:
+    """Return the sum of squares of each stage's gradients that count in this process, in float64.
+
+    Args:
+        device: of the result where there are no gradients; by default the CPU.
+    """
     if not isinstance(grads, Mapping):
         raise TypeError(f"grads must be {{stage: tree}}, as a step returns it, not a {type(grads).__name__}")
     if unknown := [stage for stage in grads if stage not in range(plan.stages)]:
@@ -113,7 +129,7 @@ def squares(grads: Mapping[int, Any], plan: Plan, handler: Handler) -> Tensor:
         )
     holders, ranks, replicas = plan.placement.holders, handler.ranks(plan), handler.replicas(plan)
     sums = {s: _squares(s, tree, replicas) for s, tree in sorted(grads.items()) if holders[s][0] in ranks}
-    device = next((x.device for x in sums.values() if x is not None), torch.device("cpu"))
+    device = next((x.device for x in sums.values() if x is not None), device or torch.device("cpu"))
     zero = torch.zeros((), dtype=torch.float64, device=device)
     each = [sums.get(stage) for stage in range(plan.stages)]
     return torch.stack([zero if x is None else x.to(device) for x in each])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -17,12 +17,13 @@ from fpipe.devices import HostCopy, current_device, device_of
 from fpipe.effects import parts
 from fpipe.errors import ScheduleError, StageError
 from fpipe.handlers.captured import Captured
-from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Replicas, Results, Run
+from fpipe.handlers.captured_pieces import CapturedPieces
+from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Replays, Replicas, Results, Run
 from fpipe.plan import Plan, Schedule
 from fpipe.policies import everything_saveable
 from fpipe.profiling.observers import observing, watches_effects
 from fpipe.programs.lowering import forward_only, lower, wavefront
-from fpipe.programs.program import Programs
+from fpipe.programs.program import Programs, plan_of
 from fpipe.programs.residence import residence
 from fpipe.programs.verifier import check
 from fpipe.stages.microbatch import Microbatch, merge, split
@@ -34,6 +35,7 @@ from fpipe.tables import TABLE, WEIGHT, Table
 
 T = TypeVar("T")
 Reduction = Literal["mean", "sum"]
+Capture = bool | Literal["pieces"]
 
 
 def value_and_grad(
@@ -55,7 +57,7 @@ def value_and_grad(
     policy: Policies = everything_saveable,
     compile: bool | str = False,  # noqa: A002
     dynamic: bool = False,
-    capture: bool = False,
+    capture: Capture = False,
     sharding: Sharding = OWN_DTYPES,
     effects: Table = TABLE,
 ) -> Callable[..., Any]:
@@ -94,7 +96,8 @@ def value_and_grad(
         capture: capture the step as one graph at its second call with arguments of the same shapes, and replay it from
             the third on: a CUDA graph, or on the CPU the recorded calls. The bits stay, the arguments are copied into
             the graph's memory, and the results out of it. As under `jax.jit`, Python code runs only while it is
-            captured. With `Local` on one device, and with `Distributed`.
+            captured. With `Local` on one device, and with `Distributed`. With "pieces", each forward and backward of a
+            stage is a graph instead, and the host goes on to run the program: for steps that can't be captured as one.
         sharding: the dtypes in which parameters are gathered and gradients are added.
         effects: the table of effects; `TABLE.extended({...})` for your own, whose functions the handler takes.
 
@@ -134,7 +137,8 @@ def value_and_grad(
         return (value, computed.gradients, computed.state) if stateful else (value, computed.gradients)
 
     if capture:
-        check_capture(handler, observing(observe), compile)
+        check_capture(handler, observing(observe), compile, capture)
+        _check_replicas_captured(spec, programs, handler, capture)
     return Step(spec, programs, handler, observe, _name(schedule), result, capture)
 
 
@@ -232,13 +236,17 @@ class Arguments(NamedTuple):
     more: Any
 
 
+Then = Callable[[Arguments, Computed], tuple[Any, Computed]]
+"""Goes on with the results of a step; returns a result of its own, and the results that are left."""
+
+
 class Step:
     """A function of params, batch and target that runs the programs once.
 
     Args:
         name: of what runs, for the observer and for warnings.
         result: makes the function's result of the loss or outputs and of all that was computed.
-        capture: replay a graph where there is one.
+        capture: replay graphs where there are some: of the whole step, or of its pieces.
     """
 
     def __init__(
@@ -249,16 +257,22 @@ class Step:
         observe: Observer | None,
         name: str,
         result: Callable[[Any, Computed], Any],
-        capture: bool = False,
+        capture: Capture = False,
     ) -> None:
         pieces, observer = spec.pieces(), observing(observe)
         self.spec, self.result, self.replays = spec, result, handler.replays or Alone()
         self.device = next(iter(handler.devices or ()), None)
         self.notices = Observer() if observer is None else observer
         self.notices.on_compile(name, programs, handler)
+        self.pieces: CapturedPieces | None = None
+        if capture == "pieces":
+            holders = spec.plan.placement.holders
+            copies = [sum(rank in spec.ranks for rank in ranks) for ranks in holders]
+            self.pieces = CapturedPieces(pieces, copies, self.device)
+            pieces = self.pieces.pieces
         self.run = handler.compile(programs, pieces, observer)
         self.checked_run = _with_random_check(self.run, name)
-        self.captured = self.capturing(lambda _, computed: (None, computed)) if capture else None
+        self.captured = self.capturing() if capture is True else None
 
     def __call__(
         self,
@@ -272,10 +286,12 @@ class Step:
         if self.captured is None:
             self.notices.on_step_begin()
             inputs = self.spec.inputs(params, batch, target, state, rng)
+            if self.pieces is not None and isinstance(inputs.rng, tuple):
+                inputs = replace(inputs, rng=self.pieces.seed.seeder(inputs.rng))
             computed = _compute(self.spec, self.checked_run, inputs)
             self.notices.on_step_end(computed.outcome)
         else:
-            _, computed = self.captured(params, batch, target, state, rng, None)
+            _, computed = self.captured(params, batch, target, state, rng)
         return self.result(self.value(computed), computed)
 
     def value(self, computed: Computed) -> Any:
@@ -284,39 +300,65 @@ class Step:
             return computed.loss, computed.output
         return computed.output if computed.loss is None else computed.loss
 
-    def capturing(
-        self, then: Callable[[Arguments, Computed], tuple[Any, Computed]]
-    ) -> Callable[..., tuple[Any, Computed]]:
-        """Return a function that is captured: it runs the programs, and returns `then(arguments, computed)`.
+    def capturing(self, then: Then | None = None) -> CapturedStep:
+        """Return the step as a graph, which goes on with `then`."""
+        return CapturedStep(self.spec, self.run, self.notices, self.replays, self.device, then)
 
-        Its arguments are params, batch, target, state, rng and `more`, whatever `then` needs.
-        """
 
-        spec, run, notices = self.spec, self.run, self.notices  # not self, which would keep the graphs alive
-        replays = self.replays
+class CapturedStep:
+    """A step that is captured: it runs the programs, and returns `then(arguments, computed)`.
+
+    Args:
+        then: a function that goes on with the results; by default there is nothing more.
+        device: where this process computes; None if the arguments say it.
+    """
+
+    def __init__(
+        self,
+        spec: _StepSpec,
+        run: Run,
+        notices: Observer,
+        replays: Replays,
+        device: torch.device | None,
+        then: Then | None,
+    ) -> None:
+        self.spec, self.notices, self.replays = spec, notices, replays
 
         def function(arguments: Arguments, seeder: Seeder | None) -> tuple[Any, Computed]:
             params, batch, target, state, weights, zero, _ = arguments
             each = () if weights is None else weights.unbind()
             scales = [0.0 if is_zero else NonZero(w) for w, is_zero in zip(each, zero, strict=True)]
             scale_of = [functools.partial(_identity, scale) for scale in scales]
-            return then(arguments, _compute(spec, run, spec.inputs(params, batch, target, state, seeder, scale_of)))
+            computed = _compute(spec, run, spec.inputs(params, batch, target, state, seeder, scale_of))
+            if then is None:
+                return None, computed
+            with replays.running("the update"):
+                return then(arguments, computed)
 
-        captured = Captured(function, replays, self.device)
+        self.captured = Captured(function, replays, device)
 
-        def call(params: Any, batch: Any, target: Any, state: Any, rng: Rng | None, more: Any) -> tuple[Any, Computed]:
-            notices.on_step_begin()
-            try:
-                arguments = Arguments(params, batch, target, state, *spec.weights(params, batch, target), more)
-                seed = spec.seed(rng)
-            except StageError as error:
-                replays.agree(None, False, error)  # raises it, on all ranks
-                raise
-            result, computed = captured(arguments, seed)
-            notices.on_step_end(computed.outcome)
-            return result, computed
+    def __call__(
+        self, params: Any, batch: Any, target: Any, state: Any, rng: Rng | None, more: Any = None
+    ) -> tuple[Any, Computed]:
+        """Run, capture or replay a step.
 
-        return call
+        Args:
+            more: for `then`.
+        """
+        self.notices.on_step_begin()
+        try:
+            arguments = Arguments(params, batch, target, state, *self.spec.weights(params, batch, target), more)
+            seed = self.spec.seed(rng)
+        except StageError as error:
+            self.replays.refuse(error)
+        result, computed = self.captured(arguments, seed)
+        self.notices.on_step_end(computed.outcome)
+        return result, computed
+
+    @property
+    def graphs(self) -> int:
+        """The number of graphs that this process has captured and keeps."""
+        return sum(graph is not None for graph in self.captured.graphs.values())
 
 
 def _identity(value: T) -> T:
@@ -329,26 +371,46 @@ def _compute(spec: _StepSpec, run: Run, inputs: Inputs) -> Computed:
     return Computed(loss, results.output, results.gradients, results.state, inputs.rows)
 
 
-def check_capture(handler: Handler, observer: Observer | None, compile: bool | str) -> None:  # noqa: A002
+def check_capture(handler: Handler, observer: Observer | None, compile: bool | str, capture: Capture) -> None:  # noqa: A002
     """Check that steps of a handler can be captured.
 
     Raises:
         ValueError: they can't, or the options need what a replay lacks.
     """
+    if capture not in (True, "pieces"):
+        raise ValueError(f"capture must be False, True or 'pieces', not {capture!r}")
     if handler.replays is None:
         raise ValueError(
-            f"capture=True needs a handler that captures its steps, as Local and Distributed, not "
+            f"{capture=} needs a handler that captures its steps, as Local and Distributed, not "
             f"{type(handler).__name__}: leave capture out"
         )
     if len(set(handler.devices or ())) > 1:
-        raise ValueError(f"capture=True needs one device, not {handler.devices}: a graph is of one device")
-    if watches_effects(observer):
+        raise ValueError(f"{capture=} needs one device, not {handler.devices}: a graph is of one device")
+    if capture is True and watches_effects(observer):
         raise ValueError(
             "capture=True with an observer of effects, as FPIPE_LOG=effects is one: a replay runs no effects that it "
-            "could see. Make a step without capture for the steps to be observed; its bits are the same"
+            "could see. Make a step without capture, or with capture='pieces', for the steps to be observed; its bits "
+            "are the same"
         )
     if compile:
-        raise ValueError("capture=True with compile=True: compiled code calls no operators that could be recorded")
+        raise ValueError(f"{capture=} with compile=True: compiled code calls no operators that could be recorded")
+
+
+def _check_replicas_captured(spec: _StepSpec, programs: Programs, handler: Handler, capture: Capture) -> None:
+    """Raise ValueError for replicas, shards and casts whose steps can't be captured."""
+    plan, here = plan_of(programs), len(spec.replicas.here)
+    if plan.gathered and handler.peers is not None:
+        raise ValueError(f"{capture=} with resident=: a graph gathers no shards. Leave one of them out")
+    if plan.replicas > here and spec.weight is not None:
+        raise ValueError(
+            f"{capture=} with weight= and replicas in other processes: their weights are added on the host. Leave one "
+            "of them out"
+        )
+    if capture == "pieces" and (here > 1 or spec.sharding != OWN_DTYPES):
+        raise ValueError(
+            "capture='pieces' with several replicas in one process, or with sharding=: the graphs of a piece read one "
+            "copy of the params as they are. Take capture=True"
+        )
 
 
 def _name(schedule: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from fpipe.handlers.protocol import Handler
 from fpipe.plan import Plan, Schedule
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.rng import Rng
-from fpipe.training.norms import clip_by_global_norm
+from fpipe.training.norms import clip_by_global_norm, clip_in_a_graph
 from fpipe.training.step import Arguments, Computed, Step, value_and_grad
 
 Optimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]
@@ -47,7 +48,7 @@ def train_step(
 
     Raises:
         ScheduleError, StageError, TransportError: as `value_and_grad`; nothing is then updated.
-        ValueError: (at once) as `value_and_grad`; or capture with max_norm, on several processes.
+        ValueError: (at once) as `value_and_grad`.
 
     >>> import torch
     >>> from fpipe import Pipeline, Placement, handlers, interop, schedules
@@ -60,29 +61,29 @@ def train_step(
     ({0: tensor(0.3000), 1: tensor(0.2000)}, {0: {}, 1: {}}, tensor(21.))
     """
     _, update = optimizer
-    if options.get("capture") and max_norm is not None and handler.peers is not None:
-        raise ValueError(
-            "capture=True with max_norm on several processes: their norms are added on the host. Leave one of them out"
-        )
     differentiate = value_and_grad(pipeline, schedule, plan, handler=handler, **options)
     assert isinstance(differentiate, Step)
     stateful = any(stage.stateful for stage in pipeline.stages)
 
-    def updated(params: Any, opt_state: Any, changes: Mapping[str, Any], loss: Any, grads: Any) -> tuple[Any, ...]:
+    def updated(
+        params: Any, opt_state: Any, changes: Mapping[str, Any], loss: Any, grads: Any, clip: Callable[..., Any]
+    ) -> tuple[Any, ...]:
         norm: list[Tensor] = []
         if max_norm is not None:
-            grads, *norm = clip_by_global_norm(grads, max_norm, plan, handler=handler)
+            grads, *norm = clip(grads, max_norm, plan, handler=handler)
         return *update(grads, opt_state, params, **changes), loss, *norm
 
     def then(arguments: Arguments, computed: Computed) -> tuple[tuple[Any, ...], Computed]:
         opt_state, changes = arguments.more
         loss, grads = differentiate.value(computed), computed.gradients
+        clip = functools.partial(clip_in_a_graph, replays=differentiate.replays)
         try:
-            return updated(arguments.params, opt_state, changes, loss, grads), computed._replace(gradients={})
+            results = updated(arguments.params, opt_state, changes, loss, grads, clip)
         except CaptureError as error:
             raise StageError(f"the optimizer's update can't be captured: {error}; {CAPTURABLE}") from error
+        return results, computed._replace(gradients={})
 
-    captured = differentiate.capturing(then) if options.get("capture") else None
+    captured = differentiate.capturing(then) if options.get("capture") is True else None
 
     def step(
         params: Mapping[int, Any],
@@ -96,7 +97,7 @@ def train_step(
     ) -> Any:
         if captured is None:
             loss, grads, *new_state = differentiate(params, batch, target, state=state, rng=rng)
-            return *updated(params, opt_state, changes, loss, grads), *new_state
+            return *updated(params, opt_state, changes, loss, grads, clip_by_global_norm), *new_state
         results, computed = captured(params, batch, target, state, rng, (opt_state, changes))
         return (*results, computed.state) if stateful else results
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fpipe import handlers
-from fpipe.devices import CaptureError, Cuda
+from fpipe.devices import CaptureError, Cuda, GraphReset
 from fpipe.devices.cuda_graph import CudaGraph
 from fpipe.devices.tape import storage
-from tests.support import cases, jobs, train_jobs
+from tests.support import cases, train_jobs
 
 
 class Generator:
@@ -42,16 +42,23 @@ def cuda(monkeypatch):
         def register_generator_state(self, state):
             log.append(f"register {state.state}")
 
-        def capture_begin(self, capture_error_mode):
-            log.append(f"begin {capture_error_mode}")
+        def capture_begin(self, pool, capture_error_mode):
+            log.append(f"begin {capture_error_mode} with {generator.state} and {pool}")
 
         def capture_end(self):
             log.append("end")
             if "fail" in log:
                 raise RuntimeError("the capture is invalid")
 
+        def pool(self):
+            if "fail" in log:
+                raise RuntimeError("without a preceding successful capture")
+
         def replay(self):
             log.append("replay")
+
+        def reset(self):
+            log.append("reset")
 
     class Stream:
         def __init__(self, device):
@@ -69,6 +76,10 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(f"synchronize {device}"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty cache"))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "a pool")
+    for name in ("endAllocateToPool", "releasePool"):
+        note = lambda device, pool, name=name: log.append(f"{name} {device}, {pool}")  # noqa: E731
+        monkeypatch.setattr(torch._C, f"_cuda_{name}", note, raising=False)
     return log, generator
 
 
@@ -89,17 +100,19 @@ def test_each_scope_has_a_state_that_is_registered_before_the_capture_and_seeded
         "synchronize cuda:0",
         "empty cache",
         "on the side stream",
-        "begin thread_local",
+        "clone",
+        "begin thread_local with state 3 and a pool",
         "draw from state 1",
         "draw from state 2",
-        "draw from global",
-        "then global",
+        "draw from state 3",
+        "then state 3",
         "end",
         "off",
         "seed state 1 with 5",
         "seed state 2 with 6",
         "replay",
     ]
+    assert generator.state == "global"
 
 
 def test_the_error_of_a_function_is_raised_rather_than_that_of_its_capture(cuda):
@@ -112,8 +125,37 @@ def test_the_error_of_a_function_is_raised_rather_than_that_of_its_capture(cuda)
 
     with pytest.raises(ValueError, match="no"), graph.capture(), graph.seeded("a"):
         fails()
-    assert log[-2:] == ["fail", "end"]
+    at = log.index("fail")
+    assert log[at:] == ["fail", "end", "endAllocateToPool 0, a pool", "releasePool 0, a pool"]
     assert generator.state == "global"
+
+
+def test_a_capture_that_fails_at_its_end_gives_its_memory_back(cuda):
+    log, generator = cuda
+    graph = CudaGraph(torch.device("cuda", 0), [], ["a"])
+    with pytest.raises(RuntimeError, match="the capture is invalid"), graph.capture():
+        log.append("fail")
+    assert log[-3:] == ["end", "endAllocateToPool 0, a pool", "releasePool 0, a pool"]
+    assert generator.state == "global"
+
+
+def test_the_memory_of_a_capture_whose_function_failed_goes_with_its_graph(cuda):
+    log, _ = cuda
+    graph = CudaGraph(torch.device("cuda", 0), [], [])
+    with pytest.raises(ValueError, match="no"), graph.capture():
+        raise ValueError("no")
+    assert log[-1] == "end"
+
+
+def test_a_graph_that_was_reset_is_not_replayed(cuda):
+    log, _ = cuda
+    graph = CudaGraph(torch.device("cuda", 0), [], [])
+    with graph.capture():
+        pass
+    graph.reset()
+    with pytest.raises(GraphReset, match="the graph was reset"):
+        graph.replay({})
+    assert log[-1] == "reset"
 
 
 def test_tensors_from_outside_are_kept_alive_and_others_are_not(cuda):
@@ -146,7 +188,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no
 @pytest.mark.parametrize("optimizer", ["sgd", "capturable"])
 def test_bits_of_training_on_a_gpu(optimizer, donate):
     case, order, plan = cases.make("dropout", "zb_v", 2, 2)
-    case = jobs.on_device(case, torch.device("cuda"))
+    case = cases.on_device(case, torch.device("cuda"))
     own = handlers.Local()
     assert train_jobs.compare(own, case, order, plan, None, optimizer, donate, 0.1, capture=True) == []
 

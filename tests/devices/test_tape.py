@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fpipe.devices import CaptureError, Cpu
+from fpipe.devices import CaptureError, Cpu, GraphReset, aside
 from fpipe.devices.tape import Trial
 from tests.support.jobs import differences
 
@@ -192,6 +192,13 @@ def test_a_replay_writes_into_the_memory_of_the_recorded_results():
     assert torch.equal(h, before * 2)
 
 
+def test_a_tape_that_was_reset_is_not_replayed():
+    graph, _ = recorded(lambda x, w: [x @ w], values(0))
+    graph.reset()
+    with pytest.raises(GraphReset, match="the tape was reset"):
+        graph.replay({})
+
+
 def test_a_replay_runs_no_python_of_the_function():
     calls = []
     graph, _ = recorded(lambda x, w: calls.append(0) or [x @ w], values(0))
@@ -281,6 +288,38 @@ def test_what_a_graph_cannot_hold_is_refused_with_the_line(function, says):
         with pytest.raises(CaptureError, match=says) as caught, running, scope:
             function(x)
         assert __file__ in {frame.filename for frame in traceback.extract_tb(caught.tb)}
+
+
+@torch.library.custom_op("fpipe_tests::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("called a synchronizing CUDA operation")
+
+
+@pytest.fixture
+def debug_modes(monkeypatch):
+    """The modes in which CUDA is set, which tells of a wait of the host; "warn" is the user's own."""
+    modes = ["warn"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    return modes
+
+
+def test_a_wait_of_the_host_is_refused(debug_modes):
+    x = torch.ones(2)
+
+    def function():
+        x.add_(1)  # its value is saved on the host
+        with aside():  # fpipe's own work
+            pass
+        waits(x)
+
+    says = r"it waits on the host for the device, as \.item\(\)"
+    with pytest.raises(CaptureError, match=says), Trial([x], [torch.default_generator]).running():
+        function()
+    assert debug_modes == ["warn", "error", "default", "error", "default", "error", "warn"]
+    assert x.tolist() == [1.0, 1.0]
 
 
 def test_a_draw_outside_of_a_scope_is_refused():

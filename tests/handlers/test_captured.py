@@ -21,6 +21,8 @@ from fpipe.autodiff.traced import Traced
 from fpipe.devices import Cpu
 from fpipe.devices.tape import Tape
 from fpipe.handlers.captured import Captured
+from fpipe.handlers.distributed import connections
+from fpipe.handlers.distributed.activity import Markers
 from fpipe.handlers.protocol import Alone, Observer
 from fpipe.stages.rng import seeded
 from fpipe.tensorboard import Recorder
@@ -29,6 +31,7 @@ from tests.support.combinations import ALL, combined, sample
 from tests.support.jobs import differences
 from tests.support.oracle import finish, flat, wants
 from tests.support.sharing import sharing
+from tests.support.streams import Checker, RecordedDevice, Stream
 
 CASES, SCHEDULES = [*cases.CASES], [*cases.SCHEDULES]
 
@@ -88,20 +91,87 @@ def test_bits_over_gloo(pools, name, schedule, m, ranks, way):
     schedule=sample(("gpipe", "zb_v", "interleaved_zb"), ("gpipe", "zb_v")),
     optimizer=("sgd", "fused"),
     donate=(False, True),
+    max_norm=(None, 0.1),
 )
-def test_bits_of_training_over_gloo(pools, name, schedule, optimizer, donate):
-    assert pools(2).run(train_jobs.train_captured, name, schedule, 3, 2, optimizer, donate) == [[]] * 2
+def test_bits_of_training_over_gloo(pools, name, schedule, optimizer, donate, max_norm):
+    assert pools(2).run(train_jobs.train_captured, name, schedule, 3, 2, optimizer, donate, max_norm) == [[]] * 2
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("raises", "ZeroDivisionError: division by zero"),
+        ("reads the host", "StageError: the optimizer's update can't be captured: it reads a tensor on the host"),
+    ],
+)
+def test_an_update_that_fails_on_one_rank_ends_the_step_on_all(pools, at, how, says):
+    (first, unchanged), (second, unchanged_there) = pools(2).run(train_jobs.failing_update, at, how)
+    assert (len(first), len(second), unchanged, unchanged_there) == (at + 1, at + 1, True, True)
+    assert second[at].startswith(says)
+    assert re.match(rf"TransportError: .*rank 1: {re.escape(says)}", first[at])
+
+
+def test_a_stage_that_cannot_be_captured_is_refused_on_all_ranks(pools):
+    first, second = pools(2).run(jobs.uncapturable)
+    says = "rank 1, stage 1, microbatch 0: it can't be captured: it reads a tensor on the host"
+    assert second.startswith(f"StageError: {says}")
+    assert first.startswith("TransportError: ")
+    assert says in first
+
+
+def test_a_graph_that_goes_while_it_is_replayed_is_a_lost_peer(pools):
+    first, second = pools(2).run(jobs.captured_reset)
+    assert second.startswith("rank 1 lost rank 0 while a replayed step")
+    assert "rank 1 lost rank 0 while a replayed step" in first
+
+
+class Ended:
+    """What ends, in order: graphs and groups."""
+
+    asynchronous = True
+
+    def __init__(self, log, name="groups"):
+        self.log, self.name = log, name
+
+    def reset(self):
+        self.log.append(f"{self.name} are reset")
+
+    def cut(self, groups):
+        self.log.append(f"{groups} are cut")
+
+    def close(self, groups):
+        self.log.append(f"{groups} are closed")
+
+
+@pytest.mark.parametrize("ends", ["close", "cut"])
+def test_graphs_go_before_the_groups_that_they_hold(ends):
+    log = []
+    groups = connections._Groups(Ended(log), Markers(Cpu()), 1.0)
+    groups.edges[0, 1] = "an edge"
+    graphs = [Ended(log, "graphs"), Ended(log, "dropped graphs")]
+    for graph in graphs:
+        groups.keep(graph)
+    del graphs[1], graph
+    getattr(groups, ends)()
+    if ends == "close":
+        assert log == ["graphs are reset", "['an edge'] are closed"]
+        return
+    assert sorted(log) == ["['an edge'] are cut", "graphs are reset"]  # at once: NCCL waits for its graphs to go
+    late = Ended(log, "later graphs")
+    groups.keep(late)
+    assert log[-1] == "later graphs are reset"
 
 
 def test_shapes_that_one_rank_sees_change_on_all(pools):
     shapes = [4, 4, 4, 6, 4, 6, 6, 4, 6]
-    assert pools(2).run(jobs.captured_shapes, shapes) == [([], [True, True])] * 2
+    assert pools(2).run(jobs.captured_shapes, shapes) == [([], 2)] * 2
 
 
 def test_ranks_forget_the_same_graphs(pools):
     shapes = [*[4] * 3, *[6] * 3, *[8] * 3, *[10] * 3, *[12] * 3, 4, 4, 4, 12]
     with_warnings = pools(2).run(jobs.captured_shapes, shapes)
-    assert with_warnings == [([], [True] * 4)] * 2
+    assert with_warnings == [([], 4)] * 2
 
 
 @pytest.mark.parametrize(
@@ -186,7 +256,58 @@ def test_the_host_only_copies_arguments_and_results(monkeypatch):
             captured(case.params, case.batch, case.target)
         counts.append(sorted(count.names))
     results = 5  # the loss, and two gradients for each stage
-    assert counts[0] == counts[1] == ["_foreach_copy_"] * 2 + ["empty_like"] * results
+    assert counts[0] == counts[1] == ["_foreach_copy_"] * 2 + ["empty_strided"] * results
+
+
+def test_a_call_copies_its_arguments_once():
+    case, _, captured = linear()
+    captured(case.params, case.batch, case.target)
+    for _ in range(2):  # the one that captures, and a replay
+        with Count() as count:
+            captured(case.params, case.batch, case.target)
+        assert count.names.count("_foreach_copy_") == 2  # all arguments, all results
+
+
+class Streams:
+    """A captured function on a device that checks the order of its streams."""
+
+    def __init__(self, monkeypatch, waits=True):
+        self.checker = Checker()
+        device = RecordedDevice(self.checker)
+        monkeypatch.setattr("fpipe.handlers.captured.device_of", lambda _: device)
+        if not waits:
+            monkeypatch.setattr(Stream, "wait_event", lambda stream, event: None)
+        self.captured = Captured(lambda x, _: (x * 2).tanh(), Alone())
+        self.arguments, self.results = [torch.full((3,), float(i)) for i in range(6)], []
+
+    def replay_on(self, *streams):
+        self.results += [self.captured(self.arguments[0], None) for _ in range(2)]
+        for stream, x in zip(streams, self.arguments, strict=False):
+            self.checker.compute = stream
+            with self.checker:
+                self.results.append(self.captured(x, None))
+        expected = [(x * 2).tanh() for x in (self.arguments[0], *self.arguments)]
+        assert all(map(torch.equal, self.results[1:], expected))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_calls_on_other_streams_wait_for_each_other(monkeypatch, waits):
+    streams = Streams(monkeypatch, waits)
+    first, second = streams.checker.compute, Stream("second")
+    streams.replay_on(first, second, second, first, second)
+    assert (streams.checker.faults == []) is waits
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_that_a_graph_gives_up_is_used_by_no_stream(monkeypatch, waits):
+    streams = Streams(monkeypatch, waits)
+    first, second = streams.checker.compute, Stream("second")
+    streams.replay_on(second)
+    assert streams.checker.faults == []
+    streams.captured.graphs.clear()
+    streams.checker.compute = first
+    streams.checker.sweep()
+    assert (streams.checker.faults == []) is waits
 
 
 def test_results_belong_to_the_caller():
@@ -257,11 +378,14 @@ def test_graphs_share_the_memory_of_equal_arguments():
     assert first[0].data_ptr() != w.data_ptr()
 
 
-def test_a_step_that_is_given_up_frees_its_graphs():
+def test_a_step_that_is_given_up_frees_its_graphs(monkeypatch):
+    made, new_graph = [], Cpu.new_graph
+    monkeypatch.setattr(Cpu, "new_graph", lambda *a: made.append(new_graph(*a)) or made[-1])
     case, _, captured = linear()
-    for _ in range(3):
+    for i in range(3):
         captured(case.params, case.batch, case.target)
-    graph = weakref.ref(next(iter(captured.captured.__closure__[0].cell_contents.graphs.values())))
+        assert captured.captured.graphs == min(i, 1)
+    graph = weakref.ref(made.pop())
     gc.collect()
     gc.disable()
     try:
@@ -299,6 +423,26 @@ def test_seeds_change_with_every_step(way):
         losses.append(found[0].item())
     assert len(set(losses)) == 4
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.fixture
+def matmul_precision():
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_another_precision_is_captured_anew(matmul_precision):
+    """A graph has the kernels of its capture."""
+    case, plain, captured = linear()
+    counts = []
+    for precision in ("highest", "high", "highest", "medium"):
+        torch.set_float32_matmul_precision(precision)
+        for _ in range(3):
+            found, expected = (step(case.params, case.batch, case.target) for step in (captured, plain))
+            assert differences(found, expected) == []
+        counts.append(captured.captured.graphs)
+    assert counts == [1, 2, 2, 3]
 
 
 def test_other_settings_of_torch_are_another_signature():
@@ -516,6 +660,26 @@ def test_an_update_that_reads_the_host_is_refused_and_nothing_is_updated():
     with pytest.raises(StageError, match=r"the optimizer's update can't be captured: .* give the optimizer fused=True"):
         step(params, init(params), case.batch, case.target)
     assert differences(params, case.params) == []
+
+
+def test_an_error_while_a_step_is_captured_says_what_a_graph_forbids():
+    calls = []
+
+    def layer(p, x):
+        calls.append(0)
+        if len(calls) > 4:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return x @ p["w"] + p["b"]
+
+    case = cases.built("linear", 2, 8)
+    case = dataclasses.replace(case, pipeline=Pipeline([layer] * 2, cases.mse))
+    _, captured = pair(case, schedules.gpipe, case.pipeline.plan(Placement.loop(2), 2), "eager")
+    captured(case.params, case.batch, case.target)
+    says = (
+        r"stream is capturing\. It is captured as a graph, and there nothing may wait for the device; or leave capture"
+    )
+    with pytest.raises(StageError, match=says):
+        captured(case.params, case.batch, case.target)
 
 
 def test_an_error_of_a_stage_leaves_the_graphs_as_they_were():

@@ -4,13 +4,14 @@ The jobs run on the CPU too, over gloo, in the last test of this file: code that
 """
 
 import os
+import re
 from itertools import pairwise
 
 import pytest
 import torch
 
 import fpipe
-from fpipe import handlers
+from fpipe import StageError, handlers, interop, schedules
 from fpipe.tensorboard import Recorder
 from fpipe.tensorboard.files.reader import CaptureId, find
 from tests.support import cases, device_jobs, jobs
@@ -70,9 +71,10 @@ def test_local_in_every_mode(mode, device):
 
 
 @on_gpus
+@pytest.mark.parametrize("capture", [True, "pieces"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_captured_step_gives_the_references_bits(name, device):
-    assert device_jobs.captured(name, "zb_v" if CASES.index(name) % 2 else "one_f_one_b", device) == []
+def test_a_captured_step_gives_the_references_bits(name, capture, device):
+    assert device_jobs.captured(name, "zb_v" if CASES.index(name) % 2 else "one_f_one_b", device, capture) == []
 
 
 @on_gpus
@@ -123,10 +125,82 @@ def test_nccl_gives_the_references_bits(gpu_pools, name, schedule):
 
 
 @on_gpus
+@pytest.mark.parametrize("capture", [True, "pieces"])
 @pytest.mark.parametrize(("name", "schedule"), sample(SPREAD, [*SPREAD[:: len(SPREAD) // 3]]))
-def test_a_captured_step_over_nccl_has_the_bits_of_one_that_is_not(gpu_pools, name, schedule):
+def test_a_captured_step_over_nccl_has_the_bits_of_one_that_is_not(gpu_pools, name, schedule, capture):
     name = fitting(name, schedule)
-    assert gpu_pools(2).run(jobs.captured, name, schedule, 4, 2, "everything", "cuda", limit=180) == [[]] * 2
+    assert gpu_pools(2).run(jobs.captured, name, schedule, 4, 2, "everything", "cuda", capture, limit=180) == [[]] * 2
+
+
+CAPTURED = [
+    device_jobs.captured_without_gradients,
+    device_jobs.captured_without_tensors,
+    device_jobs.captured_in_turn,
+    device_jobs.captured_on_streams,
+]
+
+
+@on_gpus
+@pytest.mark.parametrize("ask", CAPTURED)
+def test_captured_steps_over_nccl(gpu_pools, ask):
+    assert gpu_pools(2).run(ask, "cuda", limit=180) == [[]] * 2
+
+
+@on_gpus
+def test_a_failure_beside_a_live_graph_is_an_error_on_all_ranks(gpu_pools):
+    """Last: the handler of this test is gone, and so are its communicators."""
+    check_failure(gpu_pools(2).run(device_jobs.captured_failure, "cuda", limit=180))
+
+
+def check_failure(outcomes):
+    (first, soon), (second, soon_there) = outcomes
+    assert (soon, soon_there) == (True, True)
+    assert second.startswith("ZeroDivisionError")
+    assert re.match("TransportError: .*rank 1: ZeroDivisionError: division by zero", first)
+
+
+def syncs_device(p, x):
+    torch.cuda.synchronize()
+    return x * p
+
+
+def syncs_event(p, x):
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+    return x * p
+
+
+WAITS = {
+    "item": (lambda p, x: x * p * x.sum().item(), 1),
+    "constant": (lambda p, x: x * p + torch.tensor([2.0], device=x.device), 1),
+    "to the host": (lambda p, x: x * p * x.sum().cpu().to(x.device), 1),
+    "stream": (lambda p, x: torch.cuda.current_stream().synchronize() or x * p, 1),
+    "device": (syncs_device, 2),
+    "event": (syncs_event, 2),
+}
+"""A stage that waits -> the call that refuses it: torch does not see all waits before they are captured."""
+
+
+@on_gpus
+@pytest.mark.parametrize("kind", WAITS)
+def test_a_stage_that_waits_for_the_device_is_refused_and_nothing_is_updated(kind, device):
+    function, call = WAITS[kind]
+    pipeline = fpipe.Pipeline([lambda p, x: x * p, function], loss=lambda y, t: y.square().mean())
+    plan = pipeline.plan(fpipe.Placement.loop(2), 2)
+    sgd = interop.optimizer(torch.optim.SGD, lr=0.1, donate=True)
+    step = fpipe.train_step(
+        pipeline, schedules.gpipe, plan, sgd, handler=handlers.Local(), capture=True, autodiff="eager"
+    )
+    params = {s: torch.tensor(2.0, device=device) for s in range(2)}
+    x, state = torch.ones(4, device=device), sgd.init(params)
+    for _ in range(call - 1):
+        params, state, _ = step(params, state, x)
+    before = {s: p.item() for s, p in params.items()}
+    with pytest.raises(StageError, match=r"leave capture=True out|called a synchronizing CUDA operation"):
+        step(params, state, x)
+    assert {s: p.item() for s, p in params.items()} == before
+    assert torch.rand(1, device=device).numel() == 1  # the generator can draw
 
 
 @on_gpus
@@ -165,7 +239,11 @@ def test_the_jobs_of_these_tests_are_right_over_gloo(pools, tmp_path):
     assert pools(2).run(device_jobs.norm_and_checkpoint, str(tmp_path), "cpu") == [[], []]
     for mode in ("autocast", "bfloat16", "side stream", "sum"):
         assert pools(2).run(device_jobs.train_in_mode, mode, "cpu") == [[], []], mode
-    assert device_jobs.captured("twice", "one_f_one_b", torch.device("cpu")) == []
+    for capture in (True, "pieces"):
+        assert device_jobs.captured("twice", "one_f_one_b", torch.device("cpu"), capture) == []
+    for ask in CAPTURED:
+        assert pools(2).run(ask, "cpu") == [[], []], ask
+    check_failure(pools(2).run(device_jobs.captured_failure, "cpu"))
     assert local_differences("twice", "zb_v", torch.device("cpu")) == []
     pools(2).run(jobs.record, str(tmp_path / "log"), "cpu")
     assert len(find(tmp_path / "log").read(CaptureId("", "measured", 2)).headers) == 2

@@ -32,6 +32,15 @@ def test_every_use_is_ordered(pools, schedule, name, ranks):
         assert streams == 2 + sum(rank in edge for edge in edges)  # of compute, of results, and one of each edge
 
 
+@pytest.mark.parametrize("job", [stream_jobs.train_captured, stream_jobs.train_by_pieces])
+@pytest.mark.parametrize(("schedule", "name"), [("zb_v", "tied"), ("one_f_one_b", "dropout"), ("gpipe", "skip")])
+def test_every_use_of_a_replayed_step_is_ordered(pools, job, schedule, name):
+    for differences, faults, waits, _ in pools(2).run(job, name, schedule, 2):
+        assert differences == []
+        assert faults == []
+        assert waits <= DOCUMENTED
+
+
 def test_outputs_are_gathered_without_a_wait_of_the_host(pools):
     for differences, faults, waits, _ in pools(2).run(stream_jobs.evaluate, "attention", "gpipe", 2):
         assert differences == []

@@ -6,6 +6,7 @@ Each returns the places where a result differs in bits from the reference's on t
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import replace
 
 import optree
@@ -73,14 +74,109 @@ def _mode(mode, device):
         yield
 
 
-def captured(name, schedule, device):
+def captured(name, schedule, device, capture=True):
     """Four steps of one process, of which two replay a graph."""
     case, generator, plan = cases.make(name, schedule, 2, 4, cases.rows(4))
     case, expected = cases.on_device(case, device), cases.oracle(name, plan, device)
     handler = handlers.Local([device] * plan.ranks)
-    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler, capture=True, **case.options)
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler, capture=capture, **case.options)
     results = [step(case.params, case.batch, case.target, state=case.state, rng=case.rng) for _ in range(4)]
     return [(i, *at) for i, result in enumerate(results) for at in jobs.differences(result, expected)]
+
+
+def captured_pair(handler, stages):
+    """A step of a pipeline of two stages that is not captured, and one that is."""
+    pipeline = Pipeline(stages, loss=lambda y, t: y.square().mean())
+    plan = pipeline.plan(Placement.loop(2), 2)
+    return [
+        fpipe.value_and_grad(pipeline, fpipe.schedules.one_f_one_b, plan, handler=handler, capture=c)
+        for c in (False, True)
+    ]
+
+
+def captured_without_gradients(rank, kind):
+    """The first output has a part that is not differentiable in all microbatches, by the number of rows."""
+    device = jobs.place(rank, kind)
+
+    def last(p, v):
+        return (v[0] + v[1] if len(v[0]) > 1 else v[0]) * p
+
+    plain, step = captured_pair(jobs.handler(kind), [lambda p, x: (x * p, torch.sqrt(x * p)), last])
+    places, params = [], {rank: torch.tensor(1.5, device=device)}
+    for i, rows in enumerate([3, 3, 3, 4, 4, 3, 4, 2, 2, 2]):
+        x = torch.arange(1.0, rows + 1, device=device) + i
+        places += [(i, *at) for at in jobs.differences(step(params, x), plain(params, x))]
+    return places
+
+
+def captured_without_tensors(rank, kind):
+    """A rank that is given no tensor at all; with a norm, to which it adds nothing."""
+    device = jobs.place(rank, kind)
+    pipeline = Pipeline([lambda p, x: x * p, lambda p, x: x * 2], loss=lambda y, t: y.square().mean())
+    plan, sgd = pipeline.plan(Placement.loop(2), 2), interop.optimizer(torch.optim.SGD, lr=0.1)
+    plain, step = (
+        fpipe.train_step(
+            pipeline, fpipe.schedules.gpipe, plan, sgd, handler=jobs.handler(kind), max_norm=0.1, capture=c
+        )
+        for c in (False, True)
+    )
+    params, places = {rank: [torch.tensor(1.5, device=device), {}][rank]}, []
+    x = torch.arange(4.0, device=device) if rank == 0 else None
+    for i in range(4):
+        found, expected = (each(params, sgd.init(params), x) for each in (step, plain))
+        places += [(i, *at) for at in jobs.differences(found, expected)]
+    return places
+
+
+def captured_in_turn(rank, kind):
+    """Two captured steps of one handler, one after the other and back."""
+    device = jobs.place(rank, kind)
+    pairs = [captured_pair(jobs.handler(kind), [lambda p, x, f=f: f(x * p)] * 2) for f in (torch.tanh, torch.sin)]
+    params, places = {rank: torch.tensor(1.5, device=device)}, []
+    for i in range(10):
+        plain, step = pairs[i % 3 % 2]
+        x = torch.arange(4.0, device=device) + i
+        places += [(i, *at) for at in jobs.differences(step(params, x), plain(params, x))]
+    return places
+
+
+def captured_on_streams(rank, kind):
+    """Steps on other streams in turn, which the caller does not order: their arguments are there before."""
+    device = jobs.place(rank, kind)
+    plain, step = captured_pair(jobs.handler(kind), [lambda p, x: torch.tanh(x * p)] * 2)
+    params = {rank: torch.tensor(1.5, device=device)}
+    batches = [torch.arange(4.0, device=device) + i for i in range(8)]
+    expected = [plain(params, x) for x in batches]
+    streams = [contextlib.nullcontext()] * 2
+    if kind == "cuda":
+        streams = [torch.cuda.stream(torch.cuda.Stream(device)) for _ in range(2)]
+        torch.cuda.synchronize()
+    results = []
+    for i, x in enumerate(batches):
+        with streams[i // 3 % 2]:
+            results.append(step(params, x))
+    if kind == "cuda":
+        torch.cuda.synchronize()
+    return jobs.differences(results, expected)
+
+
+def captured_failure(rank, kind):
+    """Rank 1 fails where it would replay a graph, while rank 0 replays one: its error, and whether it came in time."""
+    device = jobs.place(rank, kind)
+    _, step = captured_pair(handlers.Distributed(timeout=20, device=device), [lambda p, x: x * p] * 2)
+    params, x = {rank: torch.tensor(1.5, device=device)}, torch.arange(4.0, device=device)
+    for _ in range(4):
+        step(params, x)
+    if rank == 1:
+        (graph,) = step.captured.captured.graphs.values()
+        graph.graph.replay = lambda seeds: 1 / 0
+    begin, text = time.monotonic(), ""
+    try:
+        for _ in range(3):  # on a GPU the error is the next step's, or that of the one after it
+            step(params, x)[0].item()
+    except (fpipe.TransportError, ZeroDivisionError) as error:
+        text = f"{type(error).__name__}: {error}"
+    return text, time.monotonic() - begin < 15
 
 
 def train_in_mode(rank, mode, kind):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from unittest.mock import patch
 
 import optree
 import torch
 
 import fpipe
 from fpipe import handlers, interop, schedules
+from fpipe.devices import Cpu
 from tests.support import cases
 from tests.support.policies import POLICIES
 from tests.support.sharing import sharing
@@ -386,14 +388,14 @@ def gpt_steps(handler, name, plan, pipeline, params, data, autodiff="graph"):
     return losses, grads, params
 
 
-def captured(rank, name, schedule, microbatches, ranks, way="everything", kind="cpu"):
+def captured(rank, name, schedule, microbatches, ranks, way="everything", kind="cpu", capture=True):
     """Five steps with other params, data and seeds, captured, against the same steps not captured: differences."""
     device = place(rank, kind)
     case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(microbatches))
     params, batch, target, state = cases.own(cases.on_device(case, device), plan, rank)
     own = sharing(handler(kind), name)
     options = {"handler": own, **WAYS[way], **case.options}
-    plain, step = (fpipe.value_and_grad(case.pipeline, generator, plan, capture=c, **options) for c in (False, True))
+    plain, step = (fpipe.value_and_grad(case.pipeline, generator, plan, capture=c, **options) for c in (False, capture))
     results = []
     for i in range(5):
         rng = case.rng and (i, case.rng[1])
@@ -420,8 +422,7 @@ def captured_shapes(rank, shapes):
     for i, rows in enumerate(shapes):
         batch = torch.arange(rows, dtype=torch.float32) + i if rank == 0 else None
         found += differences(step(params, batch), plain(params, batch))
-    graphs = step.captured.__closure__[0].cell_contents.graphs
-    return found, [graph is not None for graph in graphs.values()]
+    return found, step.captured.graphs
 
 
 WRONG = {"missing": {}, "sparse": {1: {"w": torch.ones(1).to_sparse()}}}
@@ -442,6 +443,39 @@ def captured_error(rank, wrong):
         except (fpipe.StageError, fpipe.TransportError) as error:
             results.append(f"{type(error).__name__}: {error}")
     return results
+
+
+def branches(p, x):
+    return x * p if x.sum() > 0 else x
+
+
+def uncapturable(rank):
+    """The error of a step whose stage on rank 1 can't be captured."""
+    pipeline = fpipe.Pipeline([lambda p, x: x * p, branches], loss=lambda y, t: y.sum())
+    plan = pipeline.plan(fpipe.Placement.loop(2), 2)
+    own = handlers.Distributed(timeout=10)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=own, capture=True)
+    try:
+        step({rank: torch.tensor(2.0)}, torch.ones(4))
+    except (fpipe.StageError, fpipe.TransportError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def captured_reset(rank):
+    """The error of a step whose graph on rank 1 is reset when it would be replayed, as the watchdog does."""
+    pipeline = fpipe.Pipeline([lambda p, x: x * p] * 2, loss=lambda y, t: y.sum())
+    plan = pipeline.plan(fpipe.Placement.loop(2), 2)
+    own, graphs, new_graph = handlers.Distributed(timeout=5), [], Cpu.new_graph
+    with patch.object(Cpu, "new_graph", lambda *a: graphs.append(new_graph(*a)) or graphs[-1]):
+        step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=own, capture=True)
+        for _ in range(3):
+            step({rank: torch.tensor(2.0)}, torch.ones(4))
+    if rank == 1:
+        graphs[0].reset()
+    try:
+        step({rank: torch.tensor(2.0)}, torch.ones(4))
+    except fpipe.TransportError as error:
+        return str(error)
 
 
 def captured_loss(rank):

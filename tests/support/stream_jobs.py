@@ -15,6 +15,7 @@ from tests.support import cases
 from tests.support.jobs import differences, expected_on
 from tests.support.sharing import sharing
 from tests.support.streams import Checker, RecordedDevice, RecordedNCCL
+from tests.support.train_jobs import OPTIMIZERS
 
 MICROBATCHES = 4
 
@@ -120,6 +121,29 @@ def training(rank, own, case, name, generator, plan):
     return lambda: step(params, batch, target, state=state, rng=case.rng), expected
 
 
+def capturing(rank, own, case, name, generator, plan):
+    """Steps of a captured `train_step`; of those that are checked, one captures and one replays."""
+    params, batch, target, state = cases.own(case, plan, rank)
+    optimizer = OPTIMIZERS["fused"](donate=False)
+    args = params, optimizer.init(params), batch, target
+    options = {"handler": own, "max_norm": 0.1, **case.options}
+    plain, step = (
+        fpipe.train_step(case.pipeline, generator, plan, optimizer, capture=c, **options) for c in (False, True)
+    )
+    expected = plain(*args, state=state, rng=case.rng)
+    step(*args, state=state, rng=case.rng)
+    return lambda: step(*args, state=state, rng=case.rng), expected
+
+
+def by_pieces(rank, own, case, name, generator, plan):
+    """Steps whose pieces are captured; those that are checked replay them."""
+    params, batch, target, state = cases.own(case, plan, rank)
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, capture="pieces", **case.options)
+    expected = expected_on(cases.oracle(name, plan), params, plan, rank, case.state is not None)
+    step(params, batch, target, state=state, rng=case.rng)
+    return lambda: step(params, batch, target, state=state, rng=case.rng), expected
+
+
 def gathering(rank, own, case, name, generator, plan):
     params, batch, _, state = cases.own(case, plan, rank)
     run = fpipe.evaluate(case.pipeline, plan, schedule=generator, handler=sharing(own, name), gather=True)
@@ -129,6 +153,14 @@ def gathering(rank, own, case, name, generator, plan):
 
 def train(rank, name, schedule, ranks, mutation=None):
     return on_recorded_device(rank, name, schedule, ranks, training, mutation)
+
+
+def train_captured(rank, name, schedule, ranks):
+    return on_recorded_device(rank, name, schedule, ranks, capturing)
+
+
+def train_by_pieces(rank, name, schedule, ranks):
+    return on_recorded_device(rank, name, schedule, ranks, by_pieces)
 
 
 def evaluate(rank, name, schedule, ranks):

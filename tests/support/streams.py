@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fpipe.devices.tape import Tape
 from fpipe.handlers.distributed.backends import FOREVER, NCCL, Gloo
 
 LAG = 0.002  # seconds after which the device has passed an event
@@ -166,6 +167,9 @@ class RecordedDevice:
     def host_memory(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
 
+    def new_graph(self, tensors: Any, keys: Any) -> Tape:
+        return Tape(tensors)
+
     def peak_bytes(self) -> int | None:
         return None
 
@@ -215,6 +219,15 @@ class Group:
             return Work(self, None, None, None)
         return self.write(tensor, "broadcast", lambda message: self.group.broadcast(message, root))
 
+    def allreduce(self, tensors, by):
+        def post(message):
+            with torch.utils._python_dispatch._disable_current_modes():
+                message.copy_(value)
+            return self.group.allreduce([message], by)
+
+        value = self.read(tensors[0], "all-reduce")
+        return self.write(tensors[0], "all-reduce", post)
+
     def read(self, tensor: Tensor, what: str) -> Tensor:
         checker = self.backend.checker
         checker.sweep()
@@ -230,7 +243,8 @@ class Group:
         checker.use(self.stream, tensor, True, what)
         with torch.utils._python_dispatch._disable_current_modes():
             message = torch.empty_like(tensor)
-            tensor.view(torch.uint8).fill_(7) if tensor.dim() else tensor.fill_(0)  # until it has come
+            memory = tensor.detach()
+            memory.view(torch.uint8).fill_(7) if memory.dim() else memory.fill_(0)  # until it has come
         return Work(self, weakref.ref(tensor), message, post(message))
 
     def abort(self):
@@ -249,6 +263,6 @@ class Work:
             self.work.wait(FOREVER)
             with torch.utils._python_dispatch._disable_current_modes():
                 if (tensor := self.target()) is not None:
-                    tensor.copy_(self.message)
+                    tensor.detach().copy_(self.message)
         if backend.joins:
             backend.checker.compute.wait_for(self.end)

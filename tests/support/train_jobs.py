@@ -29,11 +29,45 @@ def train(rank, name, schedule, microbatches, ranks, optimizer, donate, max_norm
     return compare(sharing(handler(), name), case, generator, plan, rank, optimizer, donate, max_norm)
 
 
-def train_captured(rank, name, schedule, microbatches, ranks, optimizer, donate):
+def train_captured(rank, name, schedule, microbatches, ranks, optimizer, donate, max_norm=None):
     """The same, captured."""
     case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(microbatches))
-    own = sharing(handler(), name)
-    return compare(own, case, generator, plan, rank, optimizer, donate, None, capture=True)
+    own = sharing(handler(), name, plan.stages)
+    return compare(own, case, generator, plan, rank, optimizer, donate, max_norm, capture=True)
+
+
+def failing_update(rank, at, how):
+    """Steps of which the update fails on rank 1, in a call that runs its code: errors, and the params at the end."""
+    pipeline = fpipe.Pipeline([lambda p, x: x * p["w"]] * 2, loss=lambda y, t: y.sum())
+    plan = pipeline.plan(fpipe.Placement.loop(2), 2)
+    sgd = interop.optimizer(torch.optim.SGD, lr=0.1, donate=True)
+    calls = []
+
+    def update(grads, state, params, **options):
+        calls.append(0)
+        results = sgd.update(grads, state, params, **options)
+        if rank == 1 and len(calls) == at + 1:
+            FAILURES[how](params[1]["w"])
+        return results
+
+    own = fpipe.handlers.Distributed(timeout=10)
+    step = fpipe.train_step(
+        pipeline, fpipe.schedules.gpipe, plan, (sgd.init, update), handler=own, capture=True, max_norm=1.0
+    )
+    params, texts = {rank: {"w": torch.tensor(2.0)}}, []
+    state = sgd.init(params)
+    for _ in range(3):
+        before = params[rank]["w"].item()
+        try:
+            params, state, *_ = step(params, state, torch.ones(4))
+            texts.append("")
+        except (fpipe.StageError, fpipe.TransportError, ZeroDivisionError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+            return texts, params[rank]["w"].item() == before
+    return texts, False
+
+
+FAILURES = {"raises": lambda w: 1 / 0, "reads the host": lambda w: w.item()}
 
 
 def compare(own, case, generator, plan, rank, optimizer, donate, max_norm, **options):

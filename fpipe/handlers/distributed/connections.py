@@ -6,6 +6,7 @@ order; there is no order between two connections.
 Invariants:
 - a host's wait is known to the watchdog, which ends it (liveness.py);
 - all ranks make the same connections, in one order, or none of them;
+- a graph with operations of a group is reset before the group ends: NCCL waits for the graphs that hold it;
 - connections that have not failed are closed when the device has done everything that was posted on them.
 """
 
@@ -27,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from fpipe.devices import Device, aside, launch
+from fpipe.devices import Device, Graph, aside, launch
 from fpipe.errors import StageError
 from fpipe.handlers.distributed.activity import Activity, Markers
-from fpipe.handlers.distributed.backends import Backend, Edge, Gloo, rounds
+from fpipe.handlers.distributed.backends import CUT_LIMIT, Backend, Edge, Gloo, rounds
 from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.lifeline import Lifeline
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
@@ -363,34 +364,31 @@ class Connections:
         tensor = torch.tensor(numbers, dtype=torch.int64)
         return tensor, self._post(None, "beginning a step", self.control.allreduce, [([tensor], by)])
 
-    def add(self, tensor: torch.Tensor, purpose: str) -> torch.Tensor:
-        """Return the sum of all ranks' tensors, in place."""
-        works = list[dist.Work]()
-
-        def post() -> None:
-            if self.groups.is_cut:
-                raise PeerLost(None, purpose)
-            works.extend(self._post(None, purpose, self.results.allreduce, [([tensor], dist.ReduceOp.SUM)]))
-
-        launch(post)
-        self.wait(works, None, purpose)
-        return tensor
-
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str, control: bool = False) -> torch.Tensor:
         """Return the tensor of rank `source`, on every rank; the others pass a tensor to receive into."""
+        self._run_collective("broadcast", (tensor, source), source, purpose, control)
+        return tensor
+
+    def add(self, tensor: torch.Tensor, purpose: str) -> torch.Tensor:
+        """Return the sum of the tensors of all ranks, in the tensor's own memory."""
+        self._run_collective("allreduce", ([tensor], dist.ReduceOp.SUM), None, purpose)
+        return tensor
+
+    def _run_collective(
+        self, operation: str, arguments: tuple[Any, ...], peer: int | None, purpose: str, control: bool = False
+    ) -> None:
         if self.size == 1:
-            return tensor
+            return
         works, wait = list[dist.Work](), self.wait_for_control if control else self.wait
 
         def post() -> None:
             if self.groups.is_cut:
-                raise PeerLost(source, purpose)
+                raise PeerLost(peer, purpose)
             group = self.control if control else self.results
-            works.extend(self._post(source, purpose, group.broadcast, [(tensor, source)]))
+            works.extend(self._post(peer, purpose, getattr(group, operation), [arguments]))
 
         launch(post)
-        wait(works, source, purpose)
-        return tensor
+        wait(works, peer, purpose)
 
     def broadcast_payload(
         self, payload: Flat | None, source: int, purpose: str, codec: PayloadCodec | None
@@ -473,16 +471,27 @@ class _Groups:
         self.shared: dict[str, Any] = {}
         self.closed, self.is_cut = threading.Event(), False
         self.lifeline: Lifeline | None = None
+        self._graphs: list[weakref.ref[Graph]] = []
         self._backend, self._markers, self._limit = backend, markers, limit
 
     def loss(self) -> str | None:
         """Return which rank's process has ended, if the lifeline knows one."""
         return None if self.lifeline is None else self.lifeline.lost
 
+    def keep(self, graph: Graph) -> None:
+        """Remember a graph that holds operations of these groups."""
+        self._graphs = [*(each for each in self._graphs if each() is not None), weakref.ref(graph)]
+        if self.is_cut:  # by another thread
+            graph.reset()
+
     def cut(self) -> None:
         """End all operations that are not complete."""
         self.is_cut = True
+        # In another thread: a launch that can't go on before the groups are cut holds its graph.
+        resets = threading.Thread(target=self._reset_graphs, daemon=True, name="fpipe-graphs")
+        resets.start()
         self._backend.cut(self._on_device())
+        resets.join(CUT_LIMIT)
         GLOO.cut([group for name, group in dict(self.shared).items() if name == "control"])
 
     def close(self) -> None:
@@ -497,6 +506,7 @@ class _Groups:
             log.warning("the device has not done all its work within %g s: the connections are cut", self._limit)
             self.cut()
         if not self.is_cut:
+            self._reset_graphs()
             self._backend.close(self._on_device())
         self.closed.set()
         if self.lifeline is not None:
@@ -504,6 +514,11 @@ class _Groups:
         self.edges.clear()
         self.lanes.clear()
         self.shared.clear()
+
+    def _reset_graphs(self) -> None:
+        for each in self._graphs:
+            if (graph := each()) is not None:
+                graph.reset()
 
     def _on_device(self) -> list[Any]:
         own = *dict(self.edges).values(), *dict(self.lanes).values()

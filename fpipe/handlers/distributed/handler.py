@@ -9,9 +9,10 @@ stays usable. A rank that fails later in the step writes its reason into the job
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed.distributed_c10d import Store
 
 from fpipe import effects as fx
 from fpipe.autodiff.interface import DifferentiablePipeline
-from fpipe.devices import Device, device_of
+from fpipe.devices import Device, Graph, GraphReset, device_of
 from fpipe.errors import ScheduleError, StageError, TransportError
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.distributed.backends import NCCL, Backend, Gloo
@@ -237,30 +238,45 @@ class _Setup:
                 raise TransportError(f"rank {failures.rank}: its device has failed: {error}") from error
             failures.check()
 
-    def agree(self, key: Hashable, knows: bool, error: Exception | None = None) -> tuple[Hashable, bool]:
+    def agree(self, key: Hashable | None) -> Hashable | None:
+        *name, new = self._call_roll([*((0, 0) if key is None else self._token_of(key)), key is None], None)
+        return None if new else tuple(name)
+
+    def refuse(self, error: BaseException) -> NoReturn:
+        with suppress(Exception):  # this one; or the handler has ended, and all ranks know why
+            self._call_roll([0, 0, True], error)
+        raise error
+
+    def _call_roll(self, numbers: list[int], error: BaseException | None) -> list[int]:
         connections, failures = self.ready()
         with together(connections, failures):
-            token = (0, 0) if error is not None else self._token_of(key)
-            *name, ignorant = RollCall(connections, failures, [*token, not knows], error).wait()
-        return tuple(name), not ignorant
+            return RollCall(connections, failures, numbers, error).wait()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, part: str) -> Iterator[None]:
         connections, failures = self.ready()
-        with together(connections, failures, lambda: "a replayed step"):
-            yield
+        with together(connections, failures, lambda: part):
+            try:
+                yield
+            except GraphReset:
+                raise PeerLost(None, part) from None
             if connections.device.asynchronous:
-                connections.activity.markers.add("a replayed step", "replaying")
+                connections.activity.markers.add(part, "replaying")
                 connections.keep_up()
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
-        markers = self.ready()[0].activity.markers
+    def capturing(self, graph: Graph) -> Iterator[None]:
+        connections, _ = self.ready()
+        markers = connections.activity.markers
         markers.paused = True
         try:
             yield
         finally:
             markers.paused = False
+        connections.groups.keep(graph)
+
+    def add(self, x: Tensor, purpose: str) -> Tensor:
+        return self.ready()[0].add(x, purpose)
 
     def numbers_of_replicas(self, numbers: list[float]) -> list[float]:
         """Return the numbers of all replicas, in their order; in a step, on the same ranks of each."""

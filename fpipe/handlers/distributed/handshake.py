@@ -31,7 +31,7 @@ REMEMBERED = 64  # signatures of steps; the least recently used is dropped
 class StepRejected(Exception):
     """A rank can't run this step. No value has travelled, and the handler stays usable."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
@@ -43,13 +43,13 @@ class RollCall:
     """
 
     def __init__(
-        self, connections: Connections, failures: Failures, numbers: list[int], error: Exception | None
+        self, connections: Connections, failures: Failures, numbers: list[int], error: BaseException | None
     ) -> None:
         failures.calls += 1
         self._connections, self._failures, self._error = connections, failures, error
         self._key = f"refused {failures.calls}"
         if error is not None:
-            failures.post(str(error), self._key)
+            failures.post(str(error) or repr(error), self._key)
         with aside():
             self._sum, self._works = connections.collect([*numbers, error is not None])
 

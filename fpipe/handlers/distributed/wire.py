@@ -156,7 +156,8 @@ class PayloadCodec:
         """Return the message of the flags; in a graph, where no reader looks at them, without a copy from the host."""
         if is_capturing():
             return torch.zeros(len(flags), dtype=torch.uint8, device=self.device)
-        return torch.tensor(flags, dtype=torch.uint8, device=self.device)
+        with aside():
+            return torch.tensor(flags, dtype=torch.uint8, device=self.device)
 
     def _written(self, tensors: dict[int, Tensor]) -> list[Tensor]:
         alone = [tensors[chunk.leaf] for chunk in self.alone]
