@@ -230,7 +230,7 @@ SURFACE = {
         global_norm handlers interop lower peak_bytes policies profile schedules simulate tensorboard
         train_step value_and_grad verify
     """,
-    "fpipe.handlers": "Backend Distributed Gloo Handler Inputs Local NCCL Observer Peers Reference Results",
+    "fpipe.handlers": "Backend Distributed Gloo Handler Inputs Local NCCL Observer Peers Reference Replicas Results",
     "fpipe.schedules": " ".join(
         sorted({*FUNCTIONS, "CATALOGUE", "Found", "from_table", "lower_bound", "pareto", "search"})
     ),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         Inputs as Inputs,
         Observer as Observer,
         Peers as Peers,
+        Replicas as Replicas,
         Results as Results,
     )
     from fpipe.handlers.reference import Reference as Reference
