@@ -92,6 +92,13 @@ def local(leaf: Tensor) -> Tensor:
     return leaf._local_tensor.detach() if is_dtensor(leaf) else leaf
 
 
+def placed_as(leaf: Tensor) -> tuple[object, ...]:
+    """Return what decides the layout of a leaf over the replicas; equal for leaves that are placed alike."""
+    if is_dtensor(leaf):
+        return leaf.shape, leaf.dtype, leaf.placements, leaf.device_mesh
+    return leaf.shape, leaf.dtype, leaf.stride()
+
+
 def wrap(piece: Tensor, like: Tensor) -> Tensor:
     """Return a piece as a DTensor that is placed like another one, in the piece's memory; as it is if that is none.
 

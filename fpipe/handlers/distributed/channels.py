@@ -72,7 +72,7 @@ class Channels:
     Args:
         receipts: for each value received, how many of this rank's sends to its sender are then complete.
         replicas: gathers and scatters, where there are replicas.
-        digest: of the step, what every replica must have alike.
+        digest: returns what every replica must have alike in this step.
         early: receives that came before the end of the handshake, which is when they are posted; None after it.
         unposted: by rank, receives whose signatures have not come.
     """
@@ -87,7 +87,7 @@ class Channels:
         self.connections, self.handshake, self.receipts = connections, handshake, receipts
         self.process = connections.grid.process
         self.replicas = None if replicas is None else replicas(self.agree)
-        self.digest: list[object] = []
+        self.digest: Callable[[], list[object]] = list
         self.receives: list[RecvRoute] = []
         self.steps = lru_cache(REMEMBERED)(lambda name: KnownStep())  # every rank forgets the same one
         self.known = KnownStep()
@@ -179,7 +179,7 @@ class Channels:
         self.handshake.wait()
         self.known = self.steps(self.handshake.name)
         if self.replicas is not None and not self.known.is_compared:
-            self.handshake.compare(self.digest)
+            self.handshake.compare(self.digest())
             self.known.is_compared = True
         for route in early:
             self._post(route)

@@ -424,7 +424,7 @@ class _CompiledProgram:
         if replicas is None:
             return inputs
         replicas.begin(step)
-        self.channels.digest = replicas.digest(step)
+        self.channels.digest = partial(replicas.digest, step)
         if any(is_dtensor(leaf) for leaf in flatten(dict(inputs.params)).leaves):
             step.placed = inputs.params
             inputs = step.inputs = replace(inputs, params=locals_of(dict(inputs.params)))

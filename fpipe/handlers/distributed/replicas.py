@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -27,7 +27,7 @@ from fpipe.errors import StageError
 from fpipe.handlers.calls import Step
 from fpipe.handlers.distributed.connections import Connections
 from fpipe.stages.pytree import describe
-from fpipe.stages.sharding import Layout, Sharding, is_dtensor, local
+from fpipe.stages.sharding import Layout, Sharding, is_dtensor, local, placed_as
 
 IN_PLACE = 1 << 18  # bytes from which a parameter is gathered straight into its place; smaller ones are packed
 LANES = ("gather", "scatter")
@@ -72,6 +72,7 @@ class ReplicaChannels:
         self.sharding = sharding
         self.replicas = connections.grid.replicas
         self.shards: dict[int, Shards] = {}
+        self.known: dict[int, tuple[list[tuple[object, ...]], dict[int, Layout]]] = {}  # by stage, of the step before
 
     def begin(self, step: Step) -> None:
         """Take the params of a step.
@@ -82,7 +83,7 @@ class ReplicaChannels:
         self.shards = {}
         for stage, prepared in step.prepared.items():
             tensors = {i: x for i, x in enumerate(prepared.leaves) if isinstance(x, Tensor)}
-            layouts = {i: self._layout(stage, x) for i, x in tensors.items()}
+            layouts = self._layouts(stage, tensors)
             sharded = [i for i, layout in layouts.items() if layout.dim is not None]
             if sharded and stage not in self.gathered:
                 raise self._wrong(stage, "are sharded over the replicas: pass resident= to value_and_grad and evaluate")
@@ -94,15 +95,20 @@ class ReplicaChannels:
                     "interop.fsdp(params, mesh), or leave resident out",
                 )
             pieces = [self.sharding.cast(_piece(leaf)) for leaf in prepared.leaves]
-            layouts = {i: replace(layout, dtype=pieces[i].dtype) for i, layout in layouts.items()}
+            if self.sharding.gather is not None:
+                layouts = {i: replace(layout, dtype=pieces[i].dtype) for i, layout in layouts.items()}
             self.shards[stage] = Shards(pieces, layouts)
             prepared.leaves[:] = self.shards[stage].pieces
 
-    def _layout(self, stage: int, leaf: Tensor) -> Layout:
-        try:
-            return Layout.of(leaf, self.mesh)
-        except ValueError as error:
-            raise StageError(str(error), rank=self.connections.grid.rank, stage=stage) from error
+    def _layouts(self, stage: int, tensors: Mapping[int, Tensor]) -> dict[int, Layout]:
+        """Return the layouts of a stage's params: those of the step before, where they are placed alike."""
+        places = [placed_as(x) for x in tensors.values()]
+        if stage not in self.known or self.known[stage][0] != places:
+            try:
+                self.known[stage] = places, {i: Layout.of(x, self.mesh) for i, x in tensors.items()}
+            except ValueError as error:
+                raise StageError(str(error), rank=self.connections.grid.rank, stage=stage) from error
+        return self.known[stage][1]
 
     def _wrong(self, stage: int, what: str) -> StageError:
         return StageError(f"its parameters {what}", rank=self.connections.grid.rank, stage=stage)
