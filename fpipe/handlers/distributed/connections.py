@@ -162,7 +162,7 @@ class Connections:
             return
         self.groups.lanes[lane] = group
         ping = torch.ones(1, device=self.device.torch_device)
-        self.wait(self.all_gather(lane, ping.new_empty(len(ranks)), ping, purpose), None, purpose)
+        self.wait_for_replicas(self.all_gather(lane, ping.new_empty(len(ranks)), ping, purpose), purpose)
 
     def _connect_edge(self, edge: Edge, purpose: str) -> None:
         source, target = edge
@@ -325,6 +325,11 @@ class Connections:
             return self._launch_on_lane("scatter", "alltoall_base", arguments, purpose), received
         received = parts.new_empty(parts.numel() // replicas)
         return self._launch_on_lane("scatter", "_reduce_scatter_base", (received, parts), purpose), received
+
+    def wait_for_replicas(self, works: list[dist.Work], purpose: str) -> None:
+        """Wait for works of a lane."""
+        others = [process for process in self.grid.same_rank if process != self.rank]
+        self.wait(works, others[0] if len(others) == 1 else None, purpose)
 
     def numbers_of_replicas(self, numbers: list[float]) -> list[float]:
         """Return the numbers of all replicas, in their order; waits for them."""

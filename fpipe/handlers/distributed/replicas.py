@@ -164,7 +164,7 @@ class ReplicaChannels:
         works = self.connections.all_gather("gather", whole, piece, purpose)
 
         def arrive() -> None:
-            self.connections.wait(works, None, purpose)
+            self.connections.wait_for_replicas(works, purpose)
             shards.whole[i] = _joined(whole, layout)
 
         return arrive
@@ -178,7 +178,7 @@ class ReplicaChannels:
         works = self.connections.all_gather("gather", every, own, purpose)
 
         def arrive() -> None:
-            self.connections.wait(works, None, purpose)
+            self.connections.wait_for_replicas(works, purpose)
             for i, layout, piece, part in zip(numbers, layouts, pieces, every.split_with_sizes(sizes, 1), strict=True):
                 whole = part.reshape(layout.shards * piece.shape[0], *piece.shape[1:])
                 shards.whole[i] = _joined(whole, layout)
@@ -264,7 +264,7 @@ class _Reduction:
     def add(self) -> None:
         """Wait for the other replicas' parts, and add them; post the gathering of what every replica needs."""
         assert self.received is not None
-        self.connections.wait(self.works, None, self.purpose)
+        self.connections.wait_for_replicas(self.works, self.purpose)
         if self.exact:
             first, *others = self.received.view(self.replicas, -1)
             self.sum = first + others[0]
@@ -287,7 +287,7 @@ class _Reduction:
             result[k] = self.sum[at : at + prod(shape)].view(shape)
             at += prod(shape)
         if self.others:
-            self.connections.wait(self.works, None, self.purpose)
+            self.connections.wait_for_replicas(self.works, self.purpose)
             at = 0
             for k, shape in self.others:
                 result[k] = self.rest[at : at + prod(shape)].view(shape)
