@@ -79,8 +79,10 @@ def value_and_grad(
         gather: return aux on every rank, not only on the rank of the loss.
         prefetch: the number of receives posted beyond the next one used.
         resident: the number of stages whose parameters, sharded over the replicas, are whole on a rank at a time; None
+        resident: the number of stages whose parameters, sharded over the replicas, are whole on a rank at a time; None
             where they are not sharded. All stages of a rank are gathered once a step; with fewer, memory is saved and
-            more is gathered.
+            more is gathered. Autograd's tapes keep them until their backwards are done, so that eager autodiff saves
+            no memory.
         observe: an observer of every effect: a `Recording`, or `fpipe.tensorboard.Recorder(logdir)`.
         autodiff: "graph" traces each stage once per input signature and splits its backward as a graph. As under
             `jax.jit`, the stage's Python code, its closures and the mode of its modules are read while it is traced.

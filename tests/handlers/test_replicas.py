@@ -1,5 +1,8 @@
 """Replicas of a pipeline: every handler and schedule gives the bits of the reference, replicated and sharded."""
 
+import re
+import time
+
 import optree
 import pytest
 import torch
@@ -165,3 +168,142 @@ def weighed(rank, grid, unlabelled, which):
     plan = pipeline.plan(plan.placement, 2, replicas=2)
     case = cases.Case(pipeline, params, x, y, options={"weight": labelled})
     return replica_jobs.compare(grid, case, schedule, plan, cases.reference(case, schedule, plan), which)
+
+
+# Memory
+
+
+@combined(
+    name=("linear", "attention"),
+    schedule=("looped_bfs", "interleaved_1f1b", "zb_v", "dualpipe_v"),
+    way=("everything", "nothing"),
+    resident=(1, 2),
+    where=lambda schedule, resident, **_: schedule != "dualpipe_v" or resident == 2,
+)
+def test_what_is_released_is_freed(pools, name, schedule, way, resident):
+    """Residuals, deferred values and caches keep nothing of it alive; on each rank are as many bytes as predicted."""
+    grid, microbatches = Grid("dp2 pp2"), 4
+    outcomes = pools(4).run(replica_jobs.watched, grid, name, schedule, microbatches, resident, way)
+    for gathers, faults, peak, predicted in outcomes:
+        assert faults == []
+        assert peak == predicted > 0
+        if schedule == "looped_bfs":
+            assert gathers == 2 * 2 - resident
+        if schedule == "interleaved_1f1b" and resident == 2:
+            assert gathers == 2
+
+
+# Options
+
+
+@combined(
+    name=("attention", "dictionary", "weighted", "dropout"),
+    which=(None, "least", "all"),
+    gather=(False, True),
+    loss=(False, True),
+    where=lambda name, loss, **_: loss == (name == "weighted"),
+)
+def test_evaluation(pools, name, which, gather, loss):
+    """Outputs of all replicas on every process, or each replica's own on its last rank."""
+    grid = Grid("dp2 pp2")
+    assert pools(4).run(replica_jobs.evaluated, grid, name, which, gather, loss) == [[]] * 4
+
+
+@pytest.mark.parametrize("which", [None, "least"])
+def test_batches_and_aux_along_other_axes(pools, which):
+    assert pools(4).run(replica_jobs.train_axes, Grid("dp2 pp2"), which) == [[]] * 4
+
+
+@pytest.mark.parametrize("options", [{"prefetch": 1}, {"prefetch": 4}, {"dynamic": True}], ids=str)
+def test_options_of_a_step(pools, options):
+    found = pools(4).run(replica_jobs.train_with, Grid("dp2 pp2"), "skip", "interleaved_zb", "least", options)
+    assert found == [[]] * 4
+
+
+@pytest.mark.parametrize("name", ["tied", "weighted", "dropout"])
+@pytest.mark.parametrize("schedule", ["zb_v", "dualpipe"])
+def test_replicas_in_one_process_are_captured(name, schedule):
+    case, generator, plan = replica_jobs.make(name, schedule, 2, 3, 2)
+    local = sharing(handlers.Local(), name, plan.stages, "captured")
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=local, capture=True, **case.options)
+    for _ in range(3):
+        found = step(case.params, case.batch, case.target, rng=case.rng)
+        assert jobs.differences(found, replica_jobs.oracle(name, plan)) == []
+
+
+# Bad input
+
+
+SHARDED = r"rank \d, stage \d: its parameters are sharded over the replicas: pass resident= to value_and_grad"
+WHOLE = (
+    r"rank \d, stage \d: its parameters must be sharded, for resident= was passed, and float32\[8\] is not: shard all"
+)
+OTHERS = r"rank \d: the replicas of rank 1 were given different parameters: their shapes, dtypes, shards and which of "
+PROGRAMS = r"rank \d: the ranks were given different schedules, plans or recorders; every rank of every replica must"
+FAULTS = {
+    "a plain leaf": ([3], WHOLE),
+    "not sharded": ([0, 1, 2, 3], WHOLE),
+    "not resident": ([0, 1, 2, 3], SHARDED),
+    "one replica is sharded": ([2, 3], SHARDED),
+    "few rows": ([2, 3], r"rank \d: (batch|target) \(float32\[1, 8\]\) has 1 rows on axis 0: too few for 2 microbatch"),
+    "other shapes": (..., OTHERS),
+    "other dtypes": (..., OTHERS),
+    "one frozen leaf": (..., OTHERS.replace("of rank 1", "of rank 0")),
+    "other rows": (..., r"the ranks of replica 1 were given batches of different sizes, (this one \d rows, )?5.5 on a"),
+    "rows of one replica": (
+        ...,
+        "only 1 of 2 replicas were given a batch with rows, by which losses are weighed: give",
+    ),
+    "microbatches": (None, PROGRAMS),
+    "schedules": (None, PROGRAMS),
+    "replicas": (
+        None,
+        r"the plan is of replicas=1, the handler of 2: make the plan by pipeline.plan\(..., replicas=2\)",
+    ),
+    "ranks": (None, "the plan has 4 ranks, the group 2 processes: start with torchrun --nproc-per-node 8"),
+    "a state": (None, "stage 0 is stateful, and the plan has 2 replicas"),
+}
+"""Fault -> (the processes that can't run the step, ... for all that compare, None where it is not set up; text)."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_does_not_fit_is_refused_on_every_process(pools, fault):
+    """Before anything travels, so that the handler stays usable."""
+    guilty, text = FAULTS[fault]
+    for rank, ((kind, message), differences) in enumerate(pools(4).run(replica_jobs.wrong, Grid("dp2 pp2"), fault)):
+        if guilty is None:
+            assert kind == "ScheduleError"
+        elif guilty is ... or rank in guilty:
+            assert kind == "StageError"
+        else:
+            assert kind == "TransportError"
+            text = f"^rank {rank % 2} of replica {rank // 2} can't run the step, for a peer can't: replica 1, {text}"
+        assert re.search(text, message), message
+        assert differences == []
+        text = FAULTS[fault][1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "which", "reason"),
+    [
+        (
+            "killed",
+            "dp2 pp2",
+            1,
+            "rank 1 of replica 1 did not give a reason: did its script end, or was its process ki",
+        ),
+        ("killed", "dp3 pp1", None, "while adding the gradients of stage 0 over the replicas .* did not give a reason"),
+        ("stopped", "dp2 pp2", None, "rank 1 of replica 1 does not answer: its process is stopped"),
+    ],
+)
+def test_a_replica_that_is_lost_is_named(fresh_pool, fault, text, which, reason):
+    grid = Grid(text)
+    pool = fresh_pool(grid.size)
+    for pipe in pool.pipes:
+        pipe.send((replica_jobs.lost, (grid, fault, which, 2.0)))
+    until = time.monotonic() + 30
+    for rank in range(grid.size - 1):
+        outcome = pool.outcome(rank, until, replica_jobs.lost)
+        assert outcome.error == "TransportError", outcome.text
+        assert re.search(reason, outcome.text), outcome.text
+        assert outcome.seconds < 15

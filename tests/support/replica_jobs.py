@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import signal
 from dataclasses import dataclass, replace
 from math import prod
 
 import optree
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fpipe
 from fpipe import handlers, interop, schedules
-from fpipe.effects import Overlap, parts
-from fpipe.handlers.protocol import Inputs
+from fpipe.effects import Gather, Overlap, Parameters, Release, parts
+from fpipe.handlers.protocol import Inputs, Observer
 from fpipe.stages.microbatch import Microbatch, merge, size, split
+from fpipe.stages.sharding import locals_of
+from fpipe.tables import TABLE
 from tests.support import cases, jobs
 from tests.support.shards import mesh_of, whole
 from tests.support.sharing import sharing
@@ -214,3 +219,195 @@ def misplaced(grads, params):
             or (isinstance(param, DTensor) and grad.placements != param.placements)
         )
     ]
+
+
+class Whole(Observer):
+    """Watches the whole parameters of the stages of one rank, out of shards.
+
+    Attributes:
+        gathers: how many there were.
+        faults: effects after which other whole parameters are alive than those of the stages that are gathered.
+        peak, predicted: the most bytes of whole parameters after an effect, counted and by the program.
+    """
+
+    def __init__(self, sizes):
+        self.sizes, self.alive, self.resident, self.borrowed = sizes, {}, set(), set()
+        self.gathers, self.faults, self.peak, self.predicted = 0, [], 0, 0
+
+    def on_store(self, rank, store):
+        self.store = store
+
+    def on_step_begin(self):
+        self.alive, self.resident, self.gathers, self.faults, self.peak, self.predicted = {}, set(), 0, [], 0, 0
+
+    def borrow(self, tree):
+        """Take the storages of the caller's tensors."""
+        self.borrowed = {key(x) for x in optree.tree_leaves(tree, namespace="fpipe") if isinstance(x, torch.Tensor)}
+
+    def begin(self, rank, effect):
+        for x in self.store.borrowed():
+            if isinstance(x, torch.Tensor) and key(x) not in self.borrowed:
+                storage = x.untyped_storage()
+                self.alive[key(x)] = StorageWeakRef(storage), storage.nbytes()
+        table = TABLE.needs(effect, self.plan) if type(effect) is not Release else ()
+        self.resident |= {name.stage for name in table if type(name) is Parameters}
+
+    def end(self, rank, effect):
+        self.gathers += type(effect) is Gather
+        self.resident -= {effect.stage} if type(effect) is Release else set()
+        self.alive = {k: (ref, n) for k, (ref, n) in self.alive.items() if not ref.expired()}
+        count = sum(n for _, n in self.alive.values())
+        expected = sum(self.sizes[stage] for stage in self.resident)
+        self.peak, self.predicted = max(self.peak, count), max(self.predicted, expected)
+        if count != expected:
+            self.faults.append((effect, count, expected))
+
+
+def key(x):
+    return x.untyped_storage()._cdata
+
+
+def padded(params, shards):
+    """The bytes of whole parameters, with as many rows as shards of equal size have."""
+    leaves = optree.tree_leaves(params, namespace="fpipe")
+    return sum(x[0].nbytes * -(-len(x) // shards) * shards for x in leaves)
+
+
+def watched(rank, grid, name, schedule, microbatches, resident, way):
+    """(gathers, faults, peak bytes of whole parameters as counted and predicted) of a step on this process."""
+    case, generator, plan = make(name, schedule, grid.ranks, grid.replicas, microbatches)
+    shared = handler(grid)
+    params, batch, target = arguments(case, plan, shared.grid)
+    sizes = {s: padded(case.pipeline.params_of(params, s), grid.replicas) for s in plan.stages_on(shared.rank)}
+    params, observer = interop.fsdp(params, grid.over), Whole(sizes)
+    own = sharing(shared, name, plan.stages, way)
+    options = {"resident": resident, "observe": observer, **jobs.WAYS[way], **case.options}
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **options)
+    observer.plan = replace(plan, gathered=frozenset(range(plan.stages)))
+    observer.borrow((locals_of(params), batch, target))
+    for _ in range(2):  # the first traces
+        step(params, batch, target, rng=case.rng)
+    return observer.gathers, observer.faults, observer.peak, observer.predicted
+
+
+def evaluated(rank, grid, name, which, gather, loss):
+    """Two evaluations on this process against the reference: where they differ."""
+    case, _, plan = make(name, "looped_bfs", grid.ranks, grid.replicas, 3)
+    shared = handler(grid)
+    place = shared.grid
+    params, batch, target = arguments(case, plan, place)
+    options = {"loss": loss, "out_axes": case.options.get("out_axes", 0)} | (case.options if loss else {})
+    options["gather"] = gather
+    whole_run = fpipe.evaluate(case.pipeline, plan, handler=handlers.Reference(), **options)
+    expected = whole_run(case.params, case.batch, case.target if loss else None, rng=case.rng)
+    if not gather:
+        output, own = expected[1] if loss else expected, None
+        if plan.stages - 1 in plan.stages_on(place.rank):
+            own = optree.tree_map(lambda x: part(x, 0, plan, place.replica), output)
+        expected = (expected[0], own) if loss else own
+    resident = None
+    if which is not None:
+        params, resident = interop.fsdp(params, grid.over), {"least": 1, "all": 2}[which]
+    run = fpipe.evaluate(case.pipeline, plan, handler=shared, resident=resident, autodiff="eager", **options)
+    return [
+        difference
+        for _ in range(2)
+        for difference in jobs.differences(run(params, batch, target if loss else None, rng=case.rng), expected)
+    ]
+
+
+def axes(rows):
+    """A case whose batch and aux are cut and joined along other axes than the first."""
+
+    def loss(output, target):
+        return cases.mse(output, target), {"columns": output.T.detach(), "mean": output.mean().detach()}
+
+    case = cases.built("linear", 4, rows)
+    pipeline = fpipe.Pipeline([lambda p, x: torch.tanh(x.T @ p["w"] + p["b"]), *case.pipeline.stages[1:]], loss)
+    options = {"has_aux": True, "in_axes": (1, 0), "out_axes": {"columns": 1, "mean": 0}, "gather": True}
+    return cases.Case(pipeline, case.params, case.batch.T.contiguous(), case.target, options=options)
+
+
+def train_axes(rank, grid, which):
+    case = axes(cases.rows(grid.replicas * 2))
+    plan = case.pipeline.plan(fpipe.Placement.loop(grid.ranks, 2), 2, replicas=grid.replicas)
+    expected = cases.reference(case, schedules.looped_bfs, plan)
+    return compare(grid, case, schedules.looped_bfs, plan, expected, which, autodiff="eager")
+
+
+def train_with(rank, grid, name, schedule, which, options):
+    case, generator, plan = make(name, schedule, grid.ranks, grid.replicas, 3)
+    return compare(grid, case, generator, plan, oracle(name, plan), which, **options)
+
+
+# Bad input
+
+
+def wrong(rank, grid, fault):
+    """(type and text of the error of a wrong step on this process, where a right step after it differs)."""
+    shared = handler(grid)
+    case, generator, plan = make("linear", "looped_bfs", grid.ranks, grid.replicas, 2)
+    params, batch, target = arguments(case, plan, shared.grid)
+    shards, last = interop.fsdp(params, grid.over), shared.grid.replica == grid.replicas - 1
+    guilty, pipeline, used, resident = last and shared.rank == 1, case.pipeline, params, None
+    if fault in ("a plain leaf", "not resident"):
+        used, resident = shards, None if fault == "not resident" else 1
+    if fault == "a plain leaf" and guilty:
+        used = {**shards, 1: {**shards[1], "b": params[1]["b"]}}
+    if fault == "not sharded":
+        resident = 1
+    if fault == "one replica is sharded":
+        used = shards if last else params
+    if fault == "other shapes" and guilty:
+        used = {**params, 1: {**params[1], "more": torch.ones(3)}}
+    if fault == "other dtypes" and guilty:
+        used = {**params, 1: {**params[1], "b": params[1]["b"].double()}}
+    if fault == "one frozen leaf" and last:
+        pipeline = fpipe.Pipeline([fpipe.Stage(stage.fn, frozen=["b"]) for stage in pipeline.stages], cases.mse)
+    if fault == "few rows" and last:
+        batch, target = (x if x is None else x[:1] for x in (batch, target))
+    if fault == "other rows" and guilty:
+        target = target[:-1]
+    if fault == "microbatches" and last:
+        plan = replace(plan, microbatches=3)
+    if fault == "schedules" and last:
+        generator = schedules.interleaved_1f1b
+    if fault == "replicas":
+        plan = replace(plan, replicas=1)
+    if fault == "ranks":
+        plan = pipeline.plan(fpipe.Placement.loop(4), 2, replicas=grid.replicas)
+    if fault == "rows of one replica":
+        pipeline = fpipe.Pipeline([lambda p, x: p["w"].sum() + 0.0, *[lambda p, x: x * p["w"].sum()] * 3])
+        batch, target = None if last else batch, None
+    if fault == "a state":
+        stages = [fpipe.Stage(lambda p, s, x: (x, s), stateful=True), *pipeline.stages[1:]]
+        pipeline = fpipe.Pipeline(stages, cases.mse)
+    error = None
+    try:
+        options = {"resident": resident, "autodiff": "eager"}
+        fpipe.value_and_grad(pipeline, generator, plan, handler=shared, **options)(used, batch, target)
+    except (fpipe.ScheduleError, fpipe.StageError, fpipe.TransportError) as caught:
+        error = type(caught).__name__, str(caught)
+    return error, train(rank, grid, "linear", "looped_bfs", 2, "all")
+
+
+def lost(rank, grid, fault, which, timeout):
+    """The last rank of the last replica is killed or stopped in the third step."""
+    armed = False
+
+    def layer(p, x):
+        if armed and rank == grid.size - 1:
+            os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[fault])
+        return torch.tanh(x @ p["w"])
+
+    pipeline = fpipe.Pipeline([layer] * 2 * grid.ranks, cases.mse)
+    plan = pipeline.plan(fpipe.Placement.loop(grid.ranks, 2), 2, replicas=grid.replicas)
+    own = handlers.Distributed(grid.mesh["pp"], replicas=grid.over, timeout=timeout)
+    params = {s: {"w": torch.eye(4)} for s in plan.stages_on(own.rank)}
+    if which is not None:
+        params = interop.fsdp(params, grid.over)
+    options = {"resident": which, "autodiff": "eager"}
+    step = fpipe.value_and_grad(pipeline, schedules.looped_bfs, plan, handler=own, **options)
+    for i in range(3):
+        armed = i == 2
+        step(params, torch.ones(4, 4), torch.ones(4, 4))

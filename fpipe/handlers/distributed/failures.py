@@ -64,8 +64,9 @@ class Failures:
         if known is None and connections.size == 2:
             known = 1 - self.rank
         peer = "a peer" if known is None else self.grid.name(known)
-        # A rank that fails writes its reason before it breaks its connections; so does this rank's watchdog.
-        reason = self.ended or self.wait(0.2)
+        # A rank that fails writes its reason before it breaks its connections; so does this rank's watchdog. Of those
+        # that have lost a peer, one that knows which comes first.
+        reason = self.ended or self.wait(1.0 if known is None else 0.2)
         if reason is None:
             reason = f"{peer} did not give a reason: did its script end, or was its process killed?"
             self.post(f"{self.name} lost {peer} while {lost}. {reason}")
@@ -75,12 +76,15 @@ class Failures:
 
     def of_own(self, connections: Connections, error: BaseException) -> None:
         """End this handler because this rank failed, and give the reason to the other ranks."""
-        placed = isinstance(error, StageError) and error.rank is not None
-        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        replica = f"replica {self.grid.replica}, " if self.grid.replicas > 1 else ""
-        self.ended = f"{replica}{error}" if placed else f"{self.name}: {text}"
+        self.ended = self.reason(error)
         self.post(self.ended)
         connections.abort()
+
+    def reason(self, error: BaseException) -> str:
+        """Return why this rank failed, for the others."""
+        if isinstance(error, StageError) and error.rank is not None:
+            return (f"replica {self.grid.replica}, " if self.grid.replicas > 1 else "") + str(error)
+        return f"{self.name}: {type(error).__name__}" + (f": {error}" if str(error) else "")
 
 
 def call_with_timeout(seconds: float, call: Callable[[], T]) -> T | None:

@@ -104,12 +104,13 @@ class Distributed:
         if plan.ranks != self.size:
             raise ScheduleError(
                 f"the plan has {plan.ranks} ranks, the group {self.size} processes: start with "
-                f"torchrun --nproc-per-node {plan.ranks}, or make the plan for {self.size} ranks"
+                f"torchrun --nproc-per-node {plan.ranks * self.grid.replicas}, or make the plan for {self.size} ranks"
             )
         if plan.replicas != self.grid.replicas:
             raise ScheduleError(
-                f"the plan has {plan.replicas} replicas, the handler {self.grid.replicas}: pass "
-                "pipeline.plan(..., replicas=...) and Distributed(mesh['pp'], replicas=mesh['dp']) that agree"
+                f"the plan is of replicas={plan.replicas}, the handler of {self.grid.replicas}: make the plan by "
+                f"pipeline.plan(..., replicas={self.grid.replicas}), or the handler by Distributed(mesh['pp'], "
+                f"replicas=mesh['dp']) with {plan.replicas} of them"
             )
         return (self.rank,)
 
@@ -193,8 +194,8 @@ class Distributed:
         connections.wait_for_control(works, None, "comparing programs")
         if extremes.tolist() != [number, -number]:
             raise ScheduleError(
-                f"rank {self.rank}: the ranks were given different schedules, plans or recorders; every rank must make "
-                "the same"
+                f"rank {self.rank}: the ranks were given different schedules, plans or recorders; every rank"
+                f"{' of every replica' if self.grid.replicas > 1 else ''} must make the same"
             )
 
 

@@ -49,7 +49,8 @@ class RollCall:
         self._connections, self._failures, self._error = connections, failures, error
         self._key = f"refused {failures.calls}"
         if error is not None:
-            failures.post(str(error) or repr(error), self._key)
+            text = failures.reason(error) if isinstance(error, StageError) else str(error) or repr(error)
+            failures.post(text, self._key)
         with aside():
             self._sum, self._works = connections.collect([*numbers, error is not None])
 
@@ -140,22 +141,27 @@ class Handshake:
         """
         assert self.roll is not None, "begin comes first"
         first, second, *known = self.roll.wait()
-        each = [self._rows_of(*known[at : at + 3]) for at in range(0, len(known), 3)]
+        each = [self._rows_of(at // 3, *known[at : at + 3]) for at in range(0, len(known), 3)]
         rows = [count for count in each if count is not None]
         if rows and len(rows) < len(each):
-            raise self._rejected(f"only {len(rows)} of {len(each)} replicas were given a batch with rows")
+            raise self._rejected(
+                f"only {len(rows)} of {len(each)} replicas were given a batch with rows, by which losses are weighed: "
+                "give each replica its own rows, or pass weight= or reduction='sum', which need none"
+            )
         if rows:
             self.rows = sum(rows)
             self.here = rows[self.connections.grid.replica] if len(rows) > 1 else None
         self.name = (first, second)
 
-    def _rows_of(self, knowing: int, rows: int, squares: int) -> int | None:
+    def _rows_of(self, replica: int, knowing: int, rows: int, squares: int) -> int | None:
         """Return the rows of a replica, from the sums over its ranks."""
         if knowing * squares != rows * rows:  # they are equal only if all ranks have the same rows
-            here = "none" if self.rows is None else self.rows
+            grid = self.connections.grid
+            ranks = f"the ranks of replica {replica}" if grid.replicas > 1 else "the ranks"
+            here = f"this one {'none' if self.rows is None else self.rows} rows, " if replica == grid.replica else ""
             raise self._rejected(
-                f"the ranks were given batches of different sizes, this one {here} rows, {rows / knowing:g} on "
-                "average: every rank must be given (its part of) the same batch"
+                f"{ranks} were given batches of different sizes, {here}{rows / knowing:g} on average: every rank must "
+                f"be given (its part of) the same batch{' of its replica' if grid.replicas > 1 else ''}"
             )
         return rows // knowing if knowing else None
 
