@@ -79,7 +79,6 @@ def value_and_grad(
         gather: return aux on every rank, not only on the rank of the loss.
         prefetch: the number of receives posted beyond the next one used.
         resident: the number of stages whose parameters, sharded over the replicas, are whole on a rank at a time; None
-        resident: the number of stages whose parameters, sharded over the replicas, are whole on a rank at a time; None
             where they are not sharded. All stages of a rank are gathered once a step; with fewer, memory is saved and
             more is gathered. Autograd's tapes keep them until their backwards are done, so that eager autodiff saves
             no memory.

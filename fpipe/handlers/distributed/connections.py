@@ -162,7 +162,8 @@ class Connections:
             return
         self.groups.lanes[lane] = group
         ping = torch.ones(1, device=self.device.torch_device)
-        self.wait_for_replicas(self.all_gather(lane, ping.new_empty(len(ranks)), ping, purpose), purpose)
+        pings = ping.new_empty(len(ranks))
+        self.wait_for_replicas(self.all_gather(lane, pings, ping, purpose), purpose)
 
     def _connect_edge(self, edge: Edge, purpose: str) -> None:
         source, target = edge
@@ -326,8 +327,8 @@ class Connections:
         received = parts.new_empty(parts.numel() // replicas)
         return self._launch_on_lane("scatter", "_reduce_scatter_base", (received, parts), purpose), received
 
-    def wait_for_replicas(self, works: list[dist.Work], purpose: str) -> None:
-        """Wait for works of a lane."""
+    def wait_for_replicas(self, works: list[dist.Work], purpose: str, *read: torch.Tensor) -> None:
+        """Wait for works of a lane. The tensors that they read are passed too, so that they live until here."""
         others = [process for process in self.grid.same_rank if process != self.rank]
         self.wait(works, others[0] if len(others) == 1 else None, purpose)
 

@@ -164,7 +164,7 @@ class ReplicaChannels:
         works = self.connections.all_gather("gather", whole, piece, purpose)
 
         def arrive() -> None:
-            self.connections.wait_for_replicas(works, purpose)
+            self.connections.wait_for_replicas(works, purpose, piece)
             shards.whole[i] = _joined(whole, layout)
 
         return arrive
@@ -178,7 +178,7 @@ class ReplicaChannels:
         works = self.connections.all_gather("gather", every, own, purpose)
 
         def arrive() -> None:
-            self.connections.wait_for_replicas(works, purpose)
+            self.connections.wait_for_replicas(works, purpose, own)
             for i, layout, piece, part in zip(numbers, layouts, pieces, every.split_with_sizes(sizes, 1), strict=True):
                 whole = part.reshape(layout.shards * piece.shape[0], *piece.shape[1:])
                 shards.whole[i] = _joined(whole, layout)
