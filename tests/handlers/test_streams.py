@@ -1,6 +1,6 @@
 """The order of streams on a GPU, checked on the CPU: each use of a value comes after its arrival."""
 
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 
@@ -8,6 +8,7 @@ from fpipe import lower
 from fpipe.effects import Send
 from tests.support import cases, stream_jobs
 from tests.support.combinations import sample
+from tests.support.replica_jobs import Grid
 
 NAMES = ["attention", "skip", "tied", "layouts", "dictionary", "dropout", "modules", "twice"]
 DOCUMENTED = {"event", "beginning a step: a rank has not come to it"}
@@ -48,7 +49,30 @@ def test_outputs_are_gathered_without_a_wait_of_the_host(pools):
         assert waits <= DOCUMENTED
 
 
+@pytest.mark.parametrize(
+    ("schedule", "which"),
+    [
+        ("one_f_one_b", None),
+        *sample([*product(cases.SCHEDULES, [None, "least"])], [("zb_v", "least"), ("dualpipe", "least")]),
+    ],
+)
+def test_every_use_is_ordered_with_replicas(pools, schedule, which):
+    """Whole parameters after their gather, sums after their exchange; two streams more."""
+    grid = Grid("dp2 pp2")
+    _, generator, plan = cases.make("tied", schedule, 2, stream_jobs.MICROBATCHES)
+    edges = {(rank, e.rank) for rank, program in lower(generator, plan).items() for e in program if isinstance(e, Send)}
+    outcomes = pools(4).run(stream_jobs.train_replicas, "tied", schedule, grid, which)
+    for rank, (differences, faults, waits, streams) in enumerate(outcomes):
+        assert differences == []
+        assert faults == []
+        assert waits <= DOCUMENTED
+        assert streams == 2 + sum(rank % 2 in edge for edge in edges) + (1 if which is None else 2)
+
+
 @pytest.mark.parametrize("mutation", stream_jobs.MUTATIONS)
 def test_a_fault_in_the_order_is_caught(pools, mutation):
-    outcomes = pools(2).run(stream_jobs.train, "attention", "one_f_one_b", 2, mutation)
+    if mutation.endswith(("parameters", "replicas")):
+        outcomes = pools(4).run(stream_jobs.train_replicas, "linear", "looped_bfs", Grid("dp2 pp2"), "least", mutation)
+    else:
+        outcomes = pools(2).run(stream_jobs.train, "attention", "one_f_one_b", 2, mutation)
     assert any(faults for _, faults, *_ in outcomes)

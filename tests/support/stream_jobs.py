@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from unittest.mock import patch
 
 import fpipe
-from fpipe import handlers
+from fpipe import handlers, interop
 from fpipe.handlers.distributed.channels import Channels, _Sent
 from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.signature import encode
 from fpipe.handlers.distributed.wire import PayloadCodec
-from tests.support import cases
+from fpipe.stages.sharding import locals_of
+from tests.support import cases, replica_jobs
 from tests.support.jobs import differences, expected_on
 from tests.support.sharing import sharing
 from tests.support.streams import Checker, RecordedDevice, RecordedNCCL
@@ -69,6 +71,8 @@ MUTATIONS = {
     "no stream waits for a value": (Connections, "wait", only_for("waiting for")),
     "no stream waits for the end of a send": (Connections, "wait", only_for("finishing a send")),
     "no stream waits for the loss": (Connections, "wait", only_for("waiting for the loss")),
+    "no stream waits for whole parameters": (Connections, "wait", only_for("gathering the parameters")),
+    "no stream waits for the sums of replicas": (Connections, "wait", only_for("adding the gradients")),
     "a sent tensor is given up when it is posted": (_Sent, "__init__", forgetful),
     "two receives have one buffer": (PayloadCodec, "buffers", one_buffer),
     "a step ends before its sends": (Channels, "end", lambda channels: None),
@@ -76,20 +80,24 @@ MUTATIONS = {
 """Fault -> (class, method, what takes its place)."""
 
 
-def on_recorded_device(rank, name, schedule, ranks, run, mutation=None):
+def on_recorded_device(rank, name, schedule, ranks, run, mutation=None, grid=None):
     """Call `run(own, case, generator, plan, args)` for its step; check the order of the streams in two more calls.
+
+    Args:
+        grid: of replicas.
 
     Returns the differences from the expected results, the faults of the order, what the host waits for in the last
     call, and the number of streams.
     """
     case, generator, plan = cases.make(name, schedule, ranks, MICROBATCHES, cases.rows(MICROBATCHES))
-    checker, purposes = Checker(), []
+    checker, purposes, mesh = Checker(), [], {} if grid is None else {"group": grid.mesh["pp"], "replicas": grid.over}
     with ExitStack() as stack:
         if mutation is not None:
             owner, method, replacement = MUTATIONS[mutation]
             stack.enter_context(patch.object(owner, method, replacement))
         stack.enter_context(patch.object(Connections, "wait_for_control", noting(purposes)))
-        own = handlers.Distributed(timeout=30, device=RecordedDevice(checker), backend=RecordedNCCL(checker))
+        backend = RecordedNCCL(checker)
+        own = handlers.Distributed(**mesh, timeout=30, device=RecordedDevice(checker), backend=backend)
         step, expected = run(rank, own, case, name, generator, plan)
         found = differences(step(), expected)  # without the checker: no other mode may see a trace
         for _ in range(2):
@@ -151,6 +159,28 @@ def gathering(rank, own, case, name, generator, plan):
     return lambda: run(params, batch, state=state), reference(case.params, case.batch, state=case.state)
 
 
+def replicated(grid, which):
+    """A step of replicas; its parameters are sharded unless `which` is None."""
+
+    def training(rank, own, case, name, generator, plan):
+        case = cases.built(name, plan.stages, cases.rows(grid.replicas * plan.microbatches))
+        plan = replace(plan, replicas=grid.replicas)
+        params, batch, target = replica_jobs.arguments(case, plan, own.grid)
+        expected = expected_on(replica_jobs.oracle(name, plan), params, plan, own.rank, False)
+        if which is not None:
+            params, expected = interop.fsdp(params, grid.over), (expected[0], interop.fsdp(expected[1], grid.over))
+        resident = replica_jobs.room(generator, plan, which)
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, resident=resident, **case.options)
+
+        def run():
+            loss, grads = step(params, batch, target, rng=case.rng)
+            return loss, locals_of(grads)
+
+        return run, (expected[0], locals_of(expected[1]))
+
+    return training
+
+
 def train(rank, name, schedule, ranks, mutation=None):
     return on_recorded_device(rank, name, schedule, ranks, training, mutation)
 
@@ -165,3 +195,7 @@ def train_by_pieces(rank, name, schedule, ranks):
 
 def evaluate(rank, name, schedule, ranks):
     return on_recorded_device(rank, name, schedule, ranks, gathering)
+
+
+def train_replicas(rank, name, schedule, grid, which, mutation=None):
+    return on_recorded_device(rank, name, schedule, grid.ranks, replicated(grid, which), mutation, grid)

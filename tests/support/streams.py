@@ -8,7 +8,7 @@ host orders nothing. Each stream has a vector clock, and each storage remembers 
 from __future__ import annotations
 
 import time
-import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,6 +228,20 @@ class Group:
         value = self.read(tensors[0], "all-reduce")
         return self.write(tensors[0], "all-reduce", post)
 
+    def _allgather_base(self, whole, piece):
+        return self.both(whole, piece, "all-gather", self.group._allgather_base)
+
+    def alltoall_base(self, received, sent, *sizes):
+        return self.both(
+            received, sent, "all-to-all", lambda target, source: self.group.alltoall_base(target, source, *sizes)
+        )
+
+    def both(self, written: Tensor, read: Tensor, what: str, post: Any) -> Work:
+        message = self.read(read, what)
+        work = self.write(written, what, lambda received: post(received, message))
+        self.sending.append((message, work.work))
+        return work
+
     def read(self, tensor: Tensor, what: str) -> Tensor:
         checker = self.backend.checker
         checker.sweep()
@@ -245,10 +259,22 @@ class Group:
             message = torch.empty_like(tensor)
             memory = tensor.detach()
             memory.view(torch.uint8).fill_(7) if memory.dim() else memory.fill_(0)  # until it has come
-        return Work(self, weakref.ref(tensor), message, post(message))
+        return Work(self, again(tensor), message, post(message))
 
     def abort(self):
         Gloo().cut([self.group])
+
+
+def again(tensor: Tensor) -> Callable[[], Tensor | None]:
+    """A function that returns the tensor, or None when nothing else keeps its memory."""
+    place = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+    memory = StorageWeakRef(tensor.untyped_storage())
+
+    def target() -> Tensor | None:
+        storage, (dtype, *where) = torch.UntypedStorage._new_with_weak_ptr(memory.cdata), place
+        return None if storage is None else torch.empty(0, dtype=dtype).set_(storage, *where)
+
+    return target
 
 
 class Work:
