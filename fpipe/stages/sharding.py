@@ -187,15 +187,23 @@ class Layout:
         """Return the layout of a leaf over the replicas' mesh. A leaf that is no DTensor is whole on every replica.
 
         Raises:
-            ValueError: the leaf is cut over two dimensions of that mesh, or holds partial sums.
+            ValueError: the leaf is cut over two dimensions of that mesh, or over another mesh of replicas, or holds
+                partial sums.
         """
         piece = local(leaf)
         if not is_dtensor(leaf):
             return cls(piece.shape, piece.stride(), piece.dtype)
-        mesh_dims = _dims_within(replicas, leaf.device_mesh)
+        mesh = leaf.device_mesh
+        mesh_dims = _dims_within(replicas, mesh)
         if any(placement.is_partial() for placement in leaf.placements):
             raise ValueError(f"a leaf {describe(leaf)} holds partial sums, {leaf.placements}: redistribute it")
         cut = [(i, at) for i, at in mesh_dims.items() if not leaf.placements[at].is_replicate()]
+        elsewhere = [at for at, kind in enumerate(leaf.placements) if at not in mesh_dims.values() and kind.is_shard()]
+        if any(len({*_processes(mesh, at)} & {*replicas.mesh.flatten().tolist()}) > 1 for at in elsewhere):
+            raise ValueError(
+                f"a leaf {describe(leaf)} is cut over {mesh}, and the replicas are those of {replicas}: cut it over "
+                "the mesh that is passed to the handler"
+            )
         if not cut:
             return cls(piece.shape, _dense(piece.shape, leaf.stride()), piece.dtype)
         if len(cut) > 1:

@@ -157,7 +157,7 @@ def train_uneven(rank, grid, name, schedule, microbatches, rows, which):
     """Two steps of replicas with numbers of rows of their own, against the reference's run of their microbatches."""
     case, generator, plan = cases.make(name, schedule, grid.ranks, microbatches, sum(rows))
     plan = replace(plan, replicas=grid.replicas)
-    return compare(grid, case, generator, plan, uneven(case, plan, rows), which, rows)
+    return compare(grid, case, generator, plan, uneven(case, plan, rows), which, rows, autodiff="eager")
 
 
 def uneven(case, plan, rows):
@@ -340,7 +340,48 @@ def train_with(rank, grid, name, schedule, which, options):
     return compare(grid, case, generator, plan, oracle(name, plan), which, **options)
 
 
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+
+
+def mixed():
+    """A stage whose parameters have several dtypes, one of them without dimensions and one without elements."""
+    values = torch.linspace(-1, 1, 15).view(5, 3)
+    params = {str(dtype): (values * (1 + i)).to(dtype) for i, dtype in enumerate(DTYPES)}
+    params |= {"scale": torch.tensor(0.7), "none": torch.ones(0, 3), "transposed": values.T.contiguous().T * 0.3}
+
+    def layer(p, x):
+        parts = [x @ (p[str(dtype)].real if dtype.is_complex else p[str(dtype)]).float() for dtype in DTYPES]
+        return torch.tanh(sum(parts) + x @ p["transposed"] + p["none"].sum()) * p["scale"]
+
+    pipeline = fpipe.Pipeline([layer, lambda p, x: x * p["w"]], cases.mse)
+    params = {0: params, 1: {"w": torch.linspace(0.5, 1, 3)}}
+    return cases.Case(pipeline, params, torch.linspace(-1, 1, 60).view(12, 5), torch.linspace(0, 1, 36).view(12, 3))
+
+
+def train_mixed(rank, grid, which, exact):
+    """Where a step differs from the reference; inexact sums within the rounding of their dtypes."""
+    case = mixed()
+    plan = case.pipeline.plan(fpipe.Placement.loop(grid.ranks, 2 // grid.ranks), 2, replicas=grid.replicas)
+    expected = cases.reference(case, schedules.gpipe, plan)
+    if exact:
+        return compare(grid, case, schedules.gpipe, plan, expected, which, autodiff="eager")
+    shared = handler(grid, exact=False)
+    params, batch, target = arguments(case, plan, shared.grid)
+    expected = jobs.expected_on(expected, params, plan, shared.rank, False)
+    params = params if which is None else interop.fsdp(params, grid.over)
+    options = {"resident": room(schedules.gpipe, plan, which), "autodiff": "eager"}
+    step = fpipe.value_and_grad(case.pipeline, schedules.gpipe, plan, handler=shared, **options)
+    loss, grads = step(params, batch, target)
+    torch.testing.assert_close((loss, whole(grads)), expected)
+    return []
+
+
 # Bad input
+
+
+@functools.cache
+def alone_on(grid):
+    return handlers.Distributed(grid.mesh["pp"], timeout=30)
 
 
 def wrong(rank, grid, fault):
@@ -356,6 +397,10 @@ def wrong(rank, grid, fault):
         used = {**shards, 1: {**shards[1], "b": params[1]["b"]}}
     if fault == "not sharded":
         resident = 1
+    if fault == "another mesh":
+        used, resident = interop.fsdp(params, mesh_of(grid.size)), 1
+    if fault == "no replicas":
+        shared, used, plan = alone_on(grid), shards, replace(plan, replicas=1)
     if fault == "one replica is sharded":
         used = shards if last else params
     if fault == "other shapes" and guilty:

@@ -423,6 +423,12 @@ class _CompiledProgram:
         """Take the params of this replica; return the inputs with its pieces of them."""
         replicas, step = self.channels.replicas, self.executor.calls.step
         if replicas is None:
+            if any(is_dtensor(leaf) for prepared in step.prepared.values() for leaf in prepared.leaves):
+                raise StageError(
+                    "params has DTensors, and the handler has no replicas: pass Distributed(mesh['pp'], "
+                    "replicas=mesh['dp']), and a plan of as many replicas",
+                    rank=self.connections.grid.rank,
+                )
             return inputs
         replicas.begin(step)
         self.channels.digest = partial(replicas.digest, step)
