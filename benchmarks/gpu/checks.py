@@ -40,8 +40,15 @@ CHECKS: dict[str, Check] = dict(
     [
         _check("a", 20, "machine", "always: versions, free memory, whether MPS is there"),
         _check("a", 40, "transport", "two processes on one GPU exchange equal bytes over NCCL"),
-        _check("a", 140, "local_bits", "every case under every schedule has the reference's bits, in one process"),
-        _check("a", 170, "nccl_bits", "so it has over NCCL, on 2 and 4 ranks, in two steps each", "transport"),
+        _check("a", 110, "local_bits", "every case under every schedule has the reference's bits, in one process"),
+        _check("a", 140, "nccl_bits", "so it has over NCCL, on 2 and 4 ranks, in two steps each", "transport"),
+        _check(
+            "a",
+            60,
+            "replica_bits",
+            "so it has with replicas, whole and sharded parameters, on 2 x 2 ranks",
+            "transport",
+        ),
         _check(
             "a",
             70,

@@ -24,7 +24,7 @@ import fpipe
 from benchmarks.gpu.setting import Ranks, Setting
 from benchmarks.gpu.solo import Solo
 from fpipe import Pipeline, handlers, schedules
-from tests.support import cases, device_jobs, jobs
+from tests.support import cases, device_jobs, jobs, replica_jobs
 from tests.support.sharing import sharing
 
 MICROBATCHES = 4
@@ -103,6 +103,18 @@ def nccl_bits(setting: Setting) -> None:
         return pools[ranks].differences(jobs.train, *arguments, limit=setting.report.limit(60))
 
     _each(setting, tasks, differences)
+
+
+def replica_bits(setting: Setting) -> None:
+    """Run two replicas of two ranks, with whole parameters and with sharded ones."""
+    pool = Ranks(partial(setting.pool, 4))
+    names, generators = (("linear",), EVERY_KIND[:1]) if setting.cpu else (OF_FOUR, EVERY_KIND)
+
+    def differences(which: str | None, name: str, schedule: str) -> list[str]:
+        arguments = ("dp2 pp2", name, schedule, MICROBATCHES, which, setting.kind)
+        return pool.differences(replica_jobs.train_on_device, *arguments, limit=setting.report.limit(60))
+
+    _each(setting, list(product((None, "least", "all"), names, generators)), differences)
 
 
 def _each(setting: Setting, tasks: Sequence[tuple[Any, str, str]], differences: Callable[..., list[Any]]) -> None:

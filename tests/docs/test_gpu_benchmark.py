@@ -24,7 +24,8 @@ from tests.support.pool import NCCL_ON_ONE_GPU, Gpus
 FORM = ["part", "check", "result", "seconds", "reason", "figures"]
 LIMIT = 2.0  # seconds of a check that hangs
 SLOW = {  # other tests run what they run, or much of it
-    *("features", "failures", "local_bits", "nccl_bits", "captured_bits", "large_messages", "memory", "host_time"),
+    *("features", "failures", "local_bits", "nccl_bits", "replica_bits"),
+    *("captured_bits", "large_messages", "memory", "host_time"),
     *("stolen_sms", "many_handlers", "transport", "dropped_handler", "saved_after_failure", "cut"),
 }
 

@@ -33,9 +33,11 @@ class Grid:
 
     Args:
         text: such as "dp2 shard2 pp1".
+        kind: of the devices.
     """
 
     text: str
+    kind: str = "cpu"
 
     @property
     def shape(self):
@@ -55,7 +57,7 @@ class Grid:
 
     @property
     def mesh(self):
-        return mesh_of(*self.shape.values(), names=tuple(self.shape))
+        return mesh_of(*self.shape.values(), names=tuple(self.shape), kind=self.kind)
 
     @property
     def over(self):
@@ -67,7 +69,8 @@ class Grid:
 @functools.cache
 def handler(grid, exact=True):
     """One handler for all jobs of this process on a grid: its connections are made once."""
-    return handlers.Distributed(grid.mesh["pp"], replicas=grid.over, exact=exact, timeout=30)
+    device = None if grid.kind == "cpu" else torch.device(grid.kind, torch.cuda.current_device())
+    return handlers.Distributed(grid.mesh["pp"], replicas=grid.over, exact=exact, timeout=30, device=device)
 
 
 def make(name, schedule, ranks, replicas, microbatches):
@@ -134,6 +137,14 @@ def train(rank, grid, name, schedule, microbatches, which, way="eager"):
     case, generator, plan = make(name, schedule, grid.ranks, grid.replicas, microbatches)
     shared = sharing(handler(grid), name, plan.stages, way)
     return compare(grid, case, generator, plan, oracle(name, plan), which, own=shared, **jobs.WAYS[way])
+
+
+def train_on_device(rank, text, name, schedule, microbatches, which, kind):
+    """The same on a device, traced, against the reference there."""
+    device, grid = jobs.place(rank, kind), Grid(text, kind)
+    case, generator, plan = make(name, schedule, grid.ranks, grid.replicas, microbatches)
+    case = cases.on_device(case, device)
+    return compare(grid, case, generator, plan, cases.reference(case, schedules.gpipe, plan), which)
 
 
 def compare(grid, case, schedule, plan, expected, which, rows=None, own=None, **options):

@@ -11,11 +11,11 @@ from fpipe.handlers.protocol import Replicas
 
 
 @functools.cache
-def mesh_of(*shape, names=None):
+def mesh_of(*shape, names=None, kind="cpu"):
     """One mesh of a shape in this process: its groups are made once. Without names, its dimensions are a, b, c."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", shape, mesh_dim_names=names or tuple("abc"[: len(shape)]))
+    return init_device_mesh(kind, shape, mesh_dim_names=names or tuple("abc"[: len(shape)]))
 
 
 def whole(tree):
