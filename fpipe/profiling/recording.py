@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from math import isnan, nan
 
-from fpipe.effects import Effect, Recv, Value
+from fpipe.effects import Effect, Name, Recv
 from fpipe.errors import ScheduleError
 from fpipe.profiling.observers import HostTimed
-from fpipe.programs.program import Programs, plan_of
+from fpipe.programs.program import Program, Programs, plan_of
+from fpipe.tables import LANES
 from fpipe.timelines.measurement import Columns, Measurement
 
 
@@ -25,14 +28,20 @@ class _Lane:
     Args:
         effects: of the rank's program; the first is None, so that the first effect of a step always takes the slow
             path, and one more None ends the list.
+        posts: value -> indices of the effects that post its receive, its gather or its scatter, in ascending order.
         at: the index of the current effect.
     """
 
-    __slots__ = ("arrivals", "at", "begun", "effects", "ends", "receives", "starts", "waits")
+    __slots__ = ("arrivals", "at", "begun", "effects", "ends", "posts", "starts", "waits")
 
-    def __init__(self, effects: list[Effect | None], receives: dict[Value, int]) -> None:
-        self.effects, self.receives, self.at, self.begun = effects, receives, 0, False
+    def __init__(self, effects: list[Effect | None], posts: Mapping[Name, Sequence[int]]) -> None:
+        self.effects, self.posts, self.at, self.begun = effects, posts, 0, False
         self.starts, self.ends, self.waits, self.arrivals = (array("d", [nan]) * (len(effects) - 1) for _ in range(4))
+
+    def posted(self, value: Name) -> int:
+        """Return the index of the last effect so far that posted a value: a stage is gathered several times."""
+        posts = self.posts[value]
+        return posts[0] if len(posts) == 1 else posts[bisect_right(posts, self.at) - 1]
 
     @property
     def complete(self) -> bool:
@@ -67,10 +76,14 @@ class Recording(HostTimed):
         plan_of(programs)  # one of each rank
         self.programs, self.clock = programs, clock
         self._has_warned = clock is not time.perf_counter
-        self._effects: dict[int, tuple[list[Effect | None], dict[Value, int]]] = {}
+        self._effects: dict[int, tuple[list[Effect | None], Mapping[Name, Sequence[int]]]] = {}
         self._lanes: dict[int, _Lane] = {}  # of the current step
         self._last: dict[int, _Lane] = {}  # of the complete step before it, if there is one
         self._before = 0  # complete steps before the current one
+
+    def on_step_begin(self) -> None:
+        if not _complete(self._lanes):  # the step before failed
+            self._start_over()
 
     def begin(self, rank: int, effect: Effect) -> None:
         lane = self._lanes.get(rank) or self._lane(rank)
@@ -84,33 +97,32 @@ class Recording(HostTimed):
         lane.ends[lane.at] = now
         lane.at += 1
 
-    def wait(self, rank: int, value: Value) -> None:
+    def wait(self, rank: int, value: Name) -> None:
         lane = self._lanes[rank]
-        lane.waits[lane.receives[value]] = self.clock()
+        lane.waits[lane.posted(value)] = self.clock()
 
-    def arrive(self, rank: int, value: Value) -> None:
+    def arrive(self, rank: int, value: Name) -> None:
         now = self.clock()
         lane = self._lanes[rank]
-        lane.arrivals[lane.receives[value]] = now
+        lane.arrivals[lane.posted(value)] = now
 
     def _lane(self, rank: int) -> _Lane:
         if rank not in self._effects:
-            effects = self.programs[rank].effects
-            receives = {effect.value: at for at, effect in enumerate(effects) if isinstance(effect, Recv)}
-            self._effects[rank] = [None, *effects[1:], None], receives
+            program = self.programs[rank]
+            self._effects[rank] = [None, *program.effects[1:], None], _posts(program)
         self._lanes[rank] = lane = _Lane(*self._effects[rank])
         return lane
 
     def _placed(self, lane: _Lane, rank: int, effect: Effect) -> _Lane:
         """Return the lane of an effect that is not the object in the lane's current place."""
         effects, at = self.programs[rank].effects, lane.at
-        if effect == effects[0]:
+        if 0 < at < len(effects) and effect == effects[at]:
+            lane.effects[at] = effect  # the next step finds this object without a comparison
+        elif effect == effects[0]:
             if lane.begun:
                 self._start_over()
                 lane = self._lanes[rank]
             lane.begun = True
-        elif at < len(effects) and effect == effects[at]:
-            lane.effects[at] = effect  # the next step finds this object without a comparison
         else:
             expected = effects[at] if at < len(effects) else "ended"
             raise ScheduleError(
@@ -144,10 +156,11 @@ class Recording(HostTimed):
             raise ValueError("no complete step has been recorded: pass observe=recording, and run a step")
         lanes = self._lanes if _complete(self._lanes) else self._last
         for rank, lane in lanes.items():
-            for value, at in lane.receives.items():
-                if isnan(lane.arrivals[at]):
+            for at, effect in enumerate(self.programs[rank]):
+                if isinstance(effect, Recv) and isnan(lane.arrivals[at]):
                     raise ValueError(
-                        f"rank {rank}'s handler never reported that {value} arrived: a handler calls observe.arrive"
+                        f"rank {rank}'s handler never reported that {effect.value} arrived: a handler calls "
+                        "observe.arrive"
                     )
         return Measurement(
             self.programs,
@@ -156,6 +169,16 @@ class Recording(HostTimed):
                 for rank, lane in sorted(lanes.items())
             },
         )
+
+
+def _posts(program: Program) -> Mapping[Name, Sequence[int]]:
+    """Return for each value that arrives later the indices of the effects that post it."""
+    posts = defaultdict[Name, list[int]](list)
+    for at, effect in enumerate(program):
+        if program.table.effects[type(effect)].track in ("receive", *LANES):
+            for name in program.table.gives(effect, program.plan):
+                posts[name].append(at)
+    return dict(posts)
 
 
 def _complete(lanes: Mapping[int, _Lane]) -> bool:

@@ -35,7 +35,7 @@ class Turn(NamedTuple):
     """A rank runs its program from index `start` to `stop`.
 
     `givers` has for each of these effects the indices, in the same program, of the effects that gave the names that it
-    needs: of the receive, if a name came from another rank. Empty for sends and receives.
+    needs: of the receive, if a name came from another rank. Empty for receives.
     """
 
     rank: int
@@ -83,7 +83,7 @@ class _Scheduler:
                 if (missing := self._post(rank, at, effect)) is not None:
                     self.waits_for[rank] = missing
                     break
-                givers.append(())
+                givers.append(() if kind is Recv else (here[interning.id(effect.value)],))
                 continue
             needs, gives, frees = interning.ids(effect)
             try:

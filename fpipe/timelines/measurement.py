@@ -1,4 +1,4 @@
-"""A measured step: its receives, split in waiting and transfer; each rank's account of time; its timeline. No torch.
+"""A measured step: its transfers and waits, each rank's account of time, its timeline. No torch.
 
 Times of two ranks are compared only if both were read from one clock, or the clocks' offset was measured. An arrival is
 reported only to a waiting caller: for a value that was there at its first use, only an upper bound is known.
@@ -9,20 +9,34 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import inf
+from math import inf, isnan
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fpipe._format import aligned
 from fpipe.costs import Costs
-from fpipe.effects import Backward, BackwardInput, BackwardWeight, Effect, Forward, Overlap, Recv, Send, Value, parts
+from fpipe.effects import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Effect,
+    Forward,
+    Gather,
+    Name,
+    Overlap,
+    Recv,
+    Scatter,
+    Send,
+    Value,
+    parts,
+)
 from fpipe.plan import Plan
 from fpipe.programs.program import Programs, plan_of, table_of
-from fpipe.tables import TABLE, Table, fields_of
+from fpipe.tables import LANES, TABLE, Table, fields_of
 from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
 
@@ -34,9 +48,10 @@ class Columns(NamedTuple):
     """One rank's times of a step, by the index of the effect in its program; seconds.
 
     Args:
-        starts, ends: of each effect on the host. Sends and receives only post; but the first message of a step waits
-            until the ranks have agreed on the step.
-        waits, arrivals: of each receive, when its first use began to wait for the value, and when it got the value.
+        starts, ends: of each effect on the host. Sends, receives, gathers and scatters only post; but the first message
+            of a step waits until the ranks have agreed on the step.
+        waits, arrivals: of each receive, gather and scatter, when the first use of its value began to wait for it, and
+            when it got the value; NaN for others, and for a gather where parameters are whole at all times.
     """
 
     starts: array[float]
@@ -94,6 +109,37 @@ class Receive(NamedTuple):
         return self.arrived - max(self.left, self.used)
 
 
+class Collective(NamedTuple):
+    """A gather or a scatter over the replicas, as its rank measured it; seconds.
+
+    Args:
+        posted: when its post began.
+        began: `posted`, or if that was later, the arrival of the one before it, if the rank waited for that.
+        used, arrived: when its value's first use began to wait for it, and when it got the value.
+    """
+
+    effect: Effect
+    posted: float
+    began: float
+    used: float
+    arrived: float
+
+    @property
+    def transfer(self) -> float:
+        """The time until its value was there: an upper bound if it was there at its first use."""
+        return self.arrived - self.began
+
+    @property
+    def waited(self) -> float:
+        """The part of that time in which the rank only waited for it."""
+        return self.arrived - self.used
+
+    @property
+    def there(self) -> bool:
+        """Whether the value was there at its first use, judged by a short wait."""
+        return self.waited <= max(SHORT_WAIT, LAST_SHARE * self.transfer)
+
+
 class Account(NamedTuple):
     """An account of the time of one rank's step; seconds.
 
@@ -101,13 +147,15 @@ class Account(NamedTuple):
         compute: time in pieces.
         between: for each two consecutive pieces, the time between them without waits for values: host time, and once a
             step the ranks' agreement. If one process runs several ranks, it contains the work of the other ranks.
-        posting: time in sends and receives.
+        posting: time in sends, receives, and posts of gathers and scatters.
         waiting: time in waits for values from other ranks.
         exposed: the part of `waiting` in which the value was being transferred; None, as are the next two, if a sender
             was not recorded here.
         hidden: transfers under compute, of values that the rank finally waited for.
         hidden_at_most: transfers under compute of all values, including those with only a bound.
         receives, there: the number of receives, and of those whose value was there at its first use.
+        gathering: time in waits for parameters that are gathered over the replicas.
+        scattering: time in waits for gradients that are added over the replicas.
     """
 
     compute: float
@@ -119,14 +167,17 @@ class Account(NamedTuple):
     hidden_at_most: float | None
     receives: int
     there: int
+    gathering: float = 0.0
+    scattering: float = 0.0
 
-    def _cells(self) -> tuple[str, ...]:
+    def _cells(self, replicas: bool) -> tuple[str, ...]:
         """Return the cells of a row of the table, in milliseconds."""
         hidden = "-" if self.hidden is None else f"{_ms(self.hidden)} to {_ms(self.hidden_at_most)}"
         return (
             *map(_ms, (self.compute, sum(self.between), median(self.between) if self.between else 0.0)),
             *map(_ms, (self.posting, self.waiting, self.exposed)),
             *(hidden, f"{self.there} of {self.receives}"),
+            *(map(_ms, (self.gathering, self.scattering)) if replicas else ()),
         )
 
 
@@ -161,7 +212,10 @@ class Measurement:
         return table_of(self.programs)
 
     def _computes(self, effect: Effect) -> bool:
-        return self.table.effects[type(effect)].track == "compute"
+        return self._track(effect) == "compute"
+
+    def _track(self, effect: Effect) -> str:
+        return self.table.effects[type(effect)].track
 
     def receives(self, rank: int) -> list[Receive]:
         """Return a rank's receives, in the order of their posts."""
@@ -175,6 +229,25 @@ class Measurement:
             for at, effect in enumerate(self.programs[rank])
             if isinstance(effect, Recv)
         }
+
+    def collectives(self, rank: int) -> list[Collective]:
+        """Return a rank's gathers and scatters over the replicas, in the order of their posts."""
+        return list(self._collectives(rank).values())
+
+    def _collectives(self, rank: int) -> dict[int, Collective]:
+        """Return a rank's gathers and scatters, by their indices in its program."""
+        columns, collectives, free = self.columns[rank], dict[int, Collective](), dict[str, float]()
+        for at, effect in enumerate(self.programs[rank]):
+            if (track := self._track(effect)) in LANES:
+                posted, done = columns.starts[at], columns.ends[at]
+                used, arrived = columns.waits[at], columns.arrivals[at]
+                if isnan(arrived):
+                    used = arrived = done
+                began = max(posted, min(free.get(track, posted), arrived))
+                collectives[at] = collective = Collective(effect, posted, began, used, arrived)
+                if not collective.there:
+                    free[track] = arrived
+        return collectives
 
     def _sent(self, receive: Recv, rank: int) -> float | None:
         sender = self.columns.get(receive.rank)
@@ -195,30 +268,42 @@ class Measurement:
         columns, effects, receives = self.columns[rank], self.programs[rank].effects, self.receives(rank)
         spans = list(zip(columns.starts, columns.ends, strict=True))
         pieces = [span for effect, span in zip(effects, spans, strict=True) if self._computes(effect)]
-        computed, waited = _Intervals(pieces), _Intervals(sorted((r.used, r.arrived) for r in receives))
-        posts = [span for effect, span in zip(effects, spans, strict=True) if isinstance(effect, Send | Recv)]
+        collectives = self.collectives(rank)
+        computed = _Intervals(pieces)
+        waits = {
+            track: _Intervals(sorted((c.used, c.arrived) for c in collectives if self._track(c.effect) == track))
+            for track in LANES
+        }
+        arrivals = _Intervals(sorted((r.used, r.arrived) for r in receives))
+        waited = _Intervals(sorted((r.used, r.arrived) for r in (*receives, *collectives)))
+        posting = ("send", "receive", *LANES)
+        posts = [span for effect, span in zip(effects, spans, strict=True) if self._track(effect) in posting]
         hidden = [(r.there, computed.within(r.left, r.arrived)) for r in receives if r.sent is not None]
         known = len(hidden) == len(receives)
         return Account(
             computed.total,
             [start - end - waited.within(end, start) for (_, end), (start, _) in pairwise(pieces)],
             sum(end - start for start, end in posts),
-            waited.total,
+            arrivals.total,
             sum(r.exposed for r in receives) if known else None,
             sum(took for there, took in hidden if not there) if known else None,
             sum(took for _, took in hidden) if known else None,
             len(receives),
             sum(r.there for r in receives),
+            *(waits[track].total for track in LANES),
         )
 
     def __str__(self) -> str:
+        replicas = self.plan.replicas > 1 or bool(self.plan.gathered)
         head = ("rank", "compute", "between", "each", "posting", "waiting", "exposed", "hidden", "there")
-        rows = [head, *((str(rank), *self.account(rank)._cells()) for rank in self.columns)]
+        head += ("gathering", "scattering") * replicas
+        rows = [head, *((str(rank), *self.account(rank)._cells(replicas)) for rank in self.columns)]
         clocks = f"; clocks within {_ms(max(self.uncertainty.values()))}" if any(self.uncertainty.values()) else ""
         legend = (
             f"milliseconds{clocks}; between two pieces, in all and the median; posting sends and receives;\nwaiting "
             "for values, exposed of it with the value under way; hidden: transfers under compute, what is known and at "
             "most;\nthere: values that came before their first use, of all received"
+            + (";\ngathering, scattering: waits for parameters and sums of gradients over the replicas" * replicas)
         )
         return "\n".join([*aligned(rows), legend])
 
@@ -226,7 +311,8 @@ class Measurement:
         """Return the timeline of all ranks, in seconds from the first start.
 
         A send ends when its value arrives. If the value was there at its first use, the true end of its send and
-        receive may be earlier. A compute waited for a receive if the value was not there. Host time in a gap counts as
+        receive may be earlier; that of a gather or a scatter too. A compute waited for these if the value was not
+        there. Host time in a gap counts as
         the wait in that gap, by default a dependency.
 
         Args:
@@ -252,8 +338,8 @@ class Measurement:
     def costs(self) -> Costs:
         """Return measured costs in seconds: medians for each kind of effect and stage, and for each edge's transfers.
 
-        For transfers, the median of those waited for; if none was, the smallest upper bound. A kind that a stage never
-        ran costs 0, so use these costs to `simulate` the same schedule.
+        For transfers, gathers and scatters, the median of those waited for; if none was, the smallest upper bound. A
+        kind that a stage never ran costs 0, so use these costs to `simulate` the same schedule.
         """
         taken = defaultdict[tuple[type, int], list[float]](list)
         for rank, columns in self.columns.items():
@@ -273,17 +359,28 @@ class Measurement:
             backward=times(Backward),
             overlap=times(Overlap),
             communication=self._transfers(),
+            gather=self._lane_times(Gather),
+            scatter=self._lane_times(Scatter),
+            replicas=self.plan.replicas,
             extra={kind: times(kind) if "stage" in fields_of(kind) else times(kind)[0] for kind in extra},
         )
 
     def _transfers(self) -> dict[tuple[int, int], float]:
-        late, there = (defaultdict[tuple[int, int], list[float]](list) for _ in range(2))
-        for rank in self.columns:
-            for receive in self.receives(rank):
-                if receive.sent is not None:
-                    (there if receive.there else late)[receive.effect.rank, rank].append(receive.transfer)
-        bounds = {edge: min(times) for edge, times in there.items()}
-        return bounds | {edge: median(times) for edge, times in late.items()}
+        return _times(
+            ((receive.effect.rank, rank), receive)
+            for rank in self.columns
+            for receive in self.receives(rank)
+            if receive.sent is not None
+        )
+
+    def _lane_times(self, kind: type[Gather | Scatter]) -> list[float]:
+        times = _times(
+            (collective.effect.stage, collective)
+            for rank in self.columns
+            for collective in self.collectives(rank)
+            if isinstance(collective.effect, kind)
+        )
+        return [times.get(stage, 0.0) for stage in range(self.plan.stages)]
 
     def _spans(self) -> Spans:
         ranks = range(self.plan.ranks)
@@ -300,24 +397,50 @@ class Measurement:
                     waited[index] = sent = first[receive.effect.rank] + self._sends[receive.effect.value, rank]
                     ends[sent] = arrived = max(starts[sent], arrived)
                 ends[index] = max(starts[index], arrived)
+            for at, collective in self._collectives(rank).items():
+                index = first[rank] + at
+                starts[index], ends[index] = collective.began - origin, collective.arrived - origin
             for at, before in self._waited(rank):
                 waited[first[rank] + at] = -1 if before is None else first[rank] + before
         effects = [effect for rank in here for effect in self.programs[rank]]
         return Spans(first, effects, starts, ends, waited, self.table)
 
     def _waited(self, rank: int) -> Iterator[tuple[int, int | None]]:
-        """Yield the index of each effect but receives, and that of the effect or late receive that it waited for."""
-        late = {r.effect.value: (r.arrived, at) for at, r in self._receives(rank).items() if not r.there}
+        """Yield the index of each effect but receives, and that of the effect or late value that it waited for."""
+        receives, collectives = self._receives(rank), self._collectives(rank)
+        late = dict[Name, tuple[float, int]]()
+        lanes = dict[str, int]()  # the last one of a lane that was waited for
         last: int | None = None
         ended = -inf
         for at, effect in enumerate(self.programs[rank]):
-            if isinstance(effect, Send):
+            post = receives.get(at) or collectives.get(at)
+            if post is not None:
+                for name in self.table.gives(effect, self.plan):
+                    late[name] = (-inf if post.there else post.arrived, at)
+            if at in collectives:
+                track = self._track(effect)
+                yield at, lanes[track] if collectives[at].began > collectives[at].posted else last
+                if not collectives[at].there:
+                    lanes[track] = at
+            elif isinstance(effect, Send):
                 yield at, last
             elif not isinstance(effect, Recv):
                 arrivals = [late[name] for name in self.table.needs(effect, self.plan) if name in late]
                 arrived, received = max(arrivals, default=(-inf, -1))
                 yield at, received if arrived > ended else last
                 last, ended = at, self.columns[rank].ends[at]
+
+
+Key = TypeVar("Key")
+
+
+def _times(transfers: Iterable[tuple[Key, Receive | Collective]]) -> dict[Key, float]:
+    """Return the median time of the transfers that were waited for; for a key without these, the smallest bound."""
+    late, there = (defaultdict[Key, list[float]](list) for _ in range(2))
+    for key, transfer in transfers:
+        (there if transfer.there else late)[key].append(transfer.transfer)
+    bounds = {key: min(times) for key, times in there.items()}
+    return bounds | {key: median(times) for key, times in late.items()}
 
 
 class _Intervals:

@@ -97,7 +97,7 @@ class _Simulation:
             for at, effect, needs in zip(range(first + start, first + stop), effects[start:stop], givers, strict=True):
                 kind = type(effect)
                 if kind is Send:
-                    self._send(at, rank, effect)
+                    self._send(at, rank, effect, needs)
                 elif kind is Recv:
                     self._receive(at, rank, effect)
                 elif kind in self.lane_of:
@@ -129,7 +129,10 @@ class _Simulation:
     def _bytes(self, value: Any, rank: int) -> float:
         return self.table.values[type(value)].bytes(value, self.costs, self.plan, rank)
 
-    def _send(self, at: int, rank: int, effect: Send) -> None:
+    def _send(self, at: int, rank: int, effect: Send, givers: Sequence[int]) -> None:
+        for giver in givers:  # only a scatter ends after the rank is free
+            if self.ends[self.first[rank] + giver] > self.free[rank]:
+                self.free[rank], self.last[rank] = self.ends[self.first[rank] + giver], self.first[rank] + giver
         edge = self.edge(rank, effect.rank)
         posted = left = self.free[rank]
         waited = self.last[rank]

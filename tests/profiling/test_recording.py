@@ -8,10 +8,10 @@ import torch
 
 import fpipe
 from fpipe import Costs, Link, Measurement, Placement, Plan, ScheduleError, StageError, handlers, lower, schedules
-from fpipe.effects import Activation, Backward, Forward, Gradient, Recv, Reduce, Send
+from fpipe.effects import Activation, Backward, Forward, Gather, Gradient, Recv, Reduce, Scatter, Send
 from fpipe.profiling.gathering import gather
 from fpipe.profiling.recording import Recording
-from fpipe.tables import TABLE
+from fpipe.tables import LANES, TABLE
 from fpipe.timelines.measurement import Account
 from fpipe.timelines.simulator import simulate_programs
 from tests.support import cases, jobs
@@ -66,15 +66,15 @@ def drive(programs, predicted):
         coming, free = {}, 0.0
         for effect, at in zip(program, predicted.spans.of(rank), strict=True):
             span = predicted.spans[at]
-            if isinstance(effect, Recv):
-                coming[effect.value] = span.end
-            if isinstance(effect, Send | Recv):
-                driven.run(rank, effect, span.start, span.start)
-                continue
             waits = []
             for value in TABLE.needs(effect, program.plan):
                 if value in coming:
                     waits.append((value, free, free := max(free, coming.pop(value))))
+            if span.track in ("receive", *LANES):
+                coming |= dict.fromkeys(TABLE.gives(effect, program.plan), span.end)
+            if span.track not in ("compute", "host"):
+                driven.run(rank, effect, free, free, *waits)
+                continue
             driven.run(rank, effect, span.start, span.end, *waits)
             free = span.end
     return driven.recording
@@ -123,6 +123,99 @@ def test_a_receive_is_waiting_and_transfer_and_waits_are_dependency_and_transfer
         exposed = sum(r.exposed for r in inside)
         # of several values that a piece waits for, a timeline counts the last alone
         assert exposed >= causes["transfer"] if measurement.plan.edges.skips else exposed == causes["transfer"]
+
+
+SHARDED = {
+    "bfs": (schedules.looped_bfs, Plan(Placement.loop(2, 3), 4, replicas=2), 1),
+    "zb_v": (schedules.zb_v, Plan(Placement.v(3), 6, replicas=3), 1),
+    "dualpipe": (schedules.dualpipe, Plan(Placement.both_ways(4), 8, replicas=2), 2),
+    "ties": (schedules.gpipe, Plan(Placement.loop(4), 3, ties=((0, 3),), replicas=2), 1),
+    "whole": (schedules.one_f_one_b, Plan(Placement.loop(3), 6, replicas=2), None),
+}
+
+
+def sharded(name, **costs):
+    schedule, plan, resident = SHARDED[name]
+    programs = lower(schedule, plan, resident=resident)
+    return programs, simulate_programs(programs, Costs(1, 1.5, 0.5, **costs))
+
+
+@pytest.mark.parametrize(("gather", "scatter"), [(0, 0), (0.25, 0.25), (3, 5)])
+@pytest.mark.parametrize("name", SHARDED)
+def test_gathers_and_scatters_that_go_as_predicted_have_the_predicted_timeline(name, gather, scatter):
+    programs, predicted = sharded(name, gather=gather, scatter=scatter, communication=0.25)
+    measurement = drive(programs, predicted).measurement()
+    measured = measurement.timeline()
+    for rank in programs:
+        assert list(measured.compute(rank)) == list(predicted.compute(rank))
+        both = [[s for s in line.spans if s.rank == rank and s.track in LANES] for line in (measured, predicted)]
+        assert len(both[0]) == len(both[1]) == len(measurement.collectives(rank))
+        for collective, a, b in zip(measurement.collectives(rank), *both, strict=True):
+            assert (a.effect, a.track) == (b.effect, b.track)
+            assert a.start <= b.start
+            assert a.end >= b.end
+            if not collective.there:
+                assert a.end == b.end
+                assert collective.waited <= collective.transfer
+    assert measured.plan.gathered == predicted.plan.gathered
+    if gather == 3:  # every first use waited for its parameters
+        assert measured.causes == predicted.causes
+        assert measured.makespan == predicted.makespan
+
+
+def test_waits_for_gathers_and_scatters_are_accounts_of_their_own():
+    plan = Plan(Placement((0, 0)), 1, replicas=2)
+    programs = lower(schedules.gpipe, plan, resident=1)
+    predicted = simulate_programs(programs, Costs(1, 1, 1, gather=0.5, scatter=0.25))
+    measurement = drive(programs, predicted).measurement()
+    account = measurement.account(0)
+    # stage 0, then 1, then 0 is gathered before its use; the scatter of stage 1 ran beside the backward of stage 0
+    assert (account.gathering, account.scattering, account.waiting) == (1.5, 0.25, 0)
+    assert (account.compute, account.between) == (6, [0.0] * 3)
+    assert [(c.effect, c.posted, c.arrived, c.there) for c in measurement.collectives(0)] == [
+        (Gather(0), 0, 0.5, False),
+        (Gather(1), 1.5, 2, False),
+        (Gather(0), 5, 5.5, False),
+        (Scatter(1, 0), 5, 7.75, True),
+        (Scatter(0, 0), 7.5, 7.75, False),
+    ]
+    costs = measurement.costs()
+    assert (costs.gather, costs.scatter, costs.replicas) == ((0.5, 0.5), (0.25, 2.75), 2)
+    assert str(measurement).splitlines()[0].split()[-2:] == ["gathering", "scattering"]
+    assert measurement.timeline().causes[0]["gather"] == 1.5
+
+
+def test_what_was_posted_behind_another_began_when_that_arrived():
+    plan = Plan(Placement((0, 0)), 1, replicas=2)
+    programs = lower(schedules.gpipe, plan, resident=2)
+    predicted = simulate_programs(programs, Costs(0.125, 1, 1, gather=0.5))
+    measurement = drive(programs, predicted).measurement()
+    first, second, *_ = measurement.collectives(0)
+    assert (first.posted, first.began, second.posted, second.began, second.arrived) == (0, 0, 0, 0.5, 1)
+    assert measurement.costs().gather == (0.5, 0.5)
+    spans = [span for span in measurement.timeline().spans if span.track == "gather"]
+    assert [(span.start, span.end) for span in spans] == [(0, 0.5), (0.5, 1)]
+    assert measurement.timeline().spans[spans[1].waited_for].effect == spans[0].effect
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_replicas_in_one_process_are_recorded(name):
+    """There parameters are whole, so that a gather takes no time."""
+    schedule, plan, resident = SHARDED[name]
+    pipeline = fpipe.Pipeline([lambda p, x: x * p] * plan.stages, loss=lambda y, t: y.sum())
+    plan = pipeline.plan(plan.placement, plan.microbatches, replicas=plan.replicas)
+    recording = Recording(programs := lower(schedule, plan, resident=resident))
+    step = fpipe.value_and_grad(
+        pipeline, schedule, plan, handler=handlers.Local(), observe=recording, resident=resident
+    )
+    params = {stage: torch.tensor(1.5) for stage in range(plan.stages)}
+    for _ in range(2):
+        step(params, torch.arange(float(plan.microbatches * plan.replicas)))
+    timeline = recording.measurement().timeline()
+    for rank in programs:
+        effects = [span.effect for span in timeline.spans if span.rank == rank]
+        assert effects == list(programs[rank])
+        assert all(span.end >= span.start for span in timeline.spans)
 
 
 A, G = Activation(0, 0), Gradient(0, 1, 0)

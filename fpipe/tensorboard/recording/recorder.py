@@ -179,6 +179,7 @@ class Recorder(Observer):
     def on_step_begin(self) -> None:
         job, captured = self._own, self.captures(self.step) and not self._ended
         job.ran = True
+        job.recording.on_step_begin()
         self._measures_memory = not self._ended and (self.captures(self.step + 1) or (captured and not job.memory))
         if self._measures_memory:
             job.memory = {rank: SlotMemory(job.programs[rank], store) for rank, store in job.stores.items()}
