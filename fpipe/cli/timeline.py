@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _SUFFIXES = (".json", ".svg", ".png", ".pdf", ".csv")
 _MOST_CHARACTERS = 200  # shown of a name
 _MOST_STEPS = 4  # suggested in place of a missing one
+_MOST_REPLICAS = 8  # whose makespans are shown
 Kind = Literal["measured", "predicted"]
 
 
@@ -48,7 +49,9 @@ def timeline(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN...", help="A run's folder, as DIR, DIR@STEP or DIR/predicted; two of them are compared."
+            metavar="RUN...",
+            help="A run's folder, as DIR, DIR@STEP or DIR/predicted; two of them are compared. The first replica of a "
+            "pipeline is in DIR, the second in DIR/replica1.",
         ),
     ],
     diff: Annotated[
@@ -129,6 +132,11 @@ def _remarks(run: Run, predicted: Run | None) -> Iterator[str]:
         yield f"peak memory: {format_bytes(peaks[most][0])} on rank {most} ({plain(peaks[most][1])})"
     if len(capture.headers) > 1 and (apart := uncertainty(capture)):
         yield f"clocks agree within {number(apart * 1e6)} µs"
+    if makespans := capture.header.makespans:
+        scale = scale_of(line.makespan, capture.unit)
+        listed = ", ".join(map(scale.full, makespans[:_MOST_REPLICAS])) + ", …" * (len(makespans) > _MOST_REPLICAS)
+        slowest = makespans.index(max(makespans))
+        yield f"makespans of the replicas: {listed} (this is replica {capture.header.replica}, the slowest {slowest})"
     if predicted and predicted.capture.unit == capture.unit:
         other = predicted.capture.timeline.makespan
         ratio = other / line.makespan - 1 if line.makespan else 0.0
@@ -160,7 +168,7 @@ def _opened(name: str, kind: Kind | None, step: int | None) -> Run:
         kind = "measured" if "measured" in kinds else "predicted"
     if kind not in kinds:
         raise typer.BadParameter(f"{plain(folder)} has nothing {kind}, only {kinds.pop()}", param_hint="--kind")
-    steps = listing.steps(listing.experiments[0], kind)
+    steps = listing.steps(_experiments(listing)[0], kind)
     if step is not None and step not in steps:
         near = sorted(sorted(steps, key=lambda each: abs(each - step))[:_MOST_STEPS])
         known = ", ".join(map(str, near))
@@ -185,20 +193,30 @@ def _listed(folder: str) -> "Listing":
             f"no step was captured below {plain(folder)}: record some with fpipe.tensorboard.Recorder, or write a "
             "simulation with fpipe simulate --logdir"
         )
-    if len(listing.experiments) > 1:
-        known = ", ".join(plain(name) or "." for name in listing.experiments[:20])
-        more = ", …" if len(listing.experiments) > 20 else ""
+    if len(experiments := _experiments(listing)) > 1:
+        known = ", ".join(plain(name) or "." for name in experiments[:20])
+        more = ", …" if len(experiments) > 20 else ""
         raise typer.BadParameter(
             f"{plain(folder)} holds several runs, {known}{more}: name one of them", param_hint="RUN"
         )
     return listing
 
 
+def _experiments(listing: "Listing") -> list[str]:
+    """Return the runs of a folder; the later replicas of a pipeline, in folders of their own, belong to the first."""
+    names = listing.experiments
+    return [
+        name
+        for name in names
+        if not (replica := re.fullmatch(r"(?:(.*)/)?replica\d+", name, re.DOTALL)) or (replica[1] or "") not in names
+    ]
+
+
 def _read(name: str, listing: "Listing", kind: Kind, step: int) -> Run:
     from fpipe.tensorboard.files.columns import BadColumns
     from fpipe.tensorboard.files.reader import CaptureId
 
-    key = CaptureId(listing.experiments[0], kind, step)
+    key = CaptureId(_experiments(listing)[0], kind, step)
     try:
         capture = listing.read(key)
     except BadColumns as error:
@@ -237,6 +255,7 @@ def _as_json(run: Run, predicted: Run | None) -> dict[str, object]:
         "clock_uncertainty": uncertainty(capture),
         "critical_path": [segment._asdict() for segment in path_segments(line)],
         "shares": path_shares(line),
+        **attributes(capture.header, "replica", "makespans"),
         "predicted_makespan": predicted.capture.timeline.makespan if predicted else None,
         "notices": [*run.listing.notices, *capture.notices],
     }

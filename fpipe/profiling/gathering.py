@@ -1,8 +1,8 @@
-"""Gather the recordings of all ranks, on the clock of rank 0.
+"""Gather the recordings of all ranks of all replicas, on the clock of the first rank.
 
-Ranks of one machine read one clock. Any other clock is compared with rank 0's by round trips of a message: the reading
-at the other end lies between send and return, which bounds the difference from both sides, however long either way
-takes.
+Ranks of one machine read one clock. Any other clock is compared with that rank's by round trips of a message: the
+reading at the other end lies between send and return, which bounds the difference from both sides, however long either
+way takes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -35,20 +36,22 @@ def gather(recording: Recording, group: dist.ProcessGroup | DeviceMesh | None = 
     """Return the last complete step of all ranks, on rank 0's clock. Every rank calls it, after the same step.
 
     Args:
-        group: as `Distributed` has it: its ranks are the plan's. By default all processes of the job.
+        group: processes that play all ranks of one replica of the pipeline, or of all replicas; or one dimension of a
+            DeviceMesh. By default all processes of the job.
 
     Returns:
-        The same times on every rank; `uncertainty` bounds the error of each rank's times, with the drift since the
-        step.
+        The same times on every rank of a replica; `uncertainty` bounds the error of each rank's times, with the drift
+        since the step. If the group has several replicas, `replicas` has the measurement of each, on the clock of rank
+        0 of the first.
 
     Raises:
-        ScheduleError: a process does not play its rank of the group, or the recorded programs differ.
+        ScheduleError: a process plays no rank or several, two play the same, or the recorded programs differ.
         ValueError: a rank has no complete step, or more of them than another.
         TransportError: a peer can't be reached.
     """
     peers = over(group, "the recordings", hint=HINT, error=ValueError)
-    ranks, programs = len(recording.programs), digest(recording.programs)
-    return gathered(recording.measurement, ranks, programs, recording.steps, recording.clock, peers)
+    step = Step(digest(recording.programs), recording.replica, recording.steps)
+    return gathered(recording.measurement, step, recording.clock, peers)
 
 
 def digest(programs: Programs) -> int:
@@ -56,70 +59,85 @@ def digest(programs: Programs) -> int:
     return fingerprint([(program.plan, program.effects) for _, program in sorted(programs.items())])
 
 
-class _Share(NamedTuple):
-    """A rank's part of the exchange.
+class Step(NamedTuple):
+    """A recorded step.
 
     Args:
-        plays: whether the process plays the rank of its number, and no other.
-        clock: a number of the clock; 0 where no other rank may read the same one.
-        columns: the bytes of the rank's times.
+        programs: their digest.
+        replica: the one that this process plays.
+        number: the same on every rank.
     """
 
     programs: int
-    plays: bool
-    steps: int
+    replica: int
+    number: int
+
+
+class _Share(NamedTuple):
+    """A process's part of the exchange.
+
+    Args:
+        ranks: those that the process plays.
+        clock: a number of the clock; 0 where no other process may read the same one.
+        columns: the bytes of the first of these ranks' times.
+    """
+
+    step: Step
+    ranks: tuple[int, ...]
     clock: int
     columns: list[bytes]
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The replica and the rank."""
+        return self.step.replica, self.ranks[0]
 
-def gathered(
-    measure: Callable[[], Measurement],
-    ranks: int,
-    programs: int,
-    steps: int,
-    clock: Callable[[], float],
-    peers: Peers,
-) -> Measurement:
+
+def gathered(measure: Callable[[], Measurement], step: Step, clock: Callable[[], float], peers: Peers) -> Measurement:
     """Gather a step that was not measured by a `Recording` alone; otherwise as `gather`.
 
     Args:
         measure: returns this process's measurement, or raises an error, which reaches all ranks.
-        ranks: of the programs.
-        programs: their digest.
-        steps: a number of the step, the same on every rank.
         clock: the one that its times were read from.
     """
 
     def share(local: Measurement) -> tuple[object, ...]:
-        plays = peers.size == ranks and list(local.columns) == [peers.rank]
-        columns = [column.tobytes() for column in local.columns[peers.rank]] if plays else []
-        return tuple(_Share(programs, plays, steps, _clock_number(clock), columns))
+        ranks = tuple(local.columns)
+        columns = [column.tobytes() for column in local.columns[ranks[0]]] if len(ranks) == 1 else []
+        return tuple(step), ranks, _clock_number(clock), columns
 
     local, answers = peers.agree(measure, "gather", share)
-    shares = [_Share(*answer) for answer in answers]
-    _check(shares, ranks)
-    differences = _differences([each.clock for each in shares], clock, peers)
-    columns = {rank: _shifted(each.columns, differences[rank][0]) for rank, each in enumerate(shares)}
-    start = min(each.starts[0] for each in columns.values())
-    age = clock() - differences[peers.rank][0] - start
-    return Measurement(
-        local.programs,
-        columns,
-        {rank: offset for rank, (offset, _) in enumerate(differences)},
-        {rank: width + DRIFT * age * (width > 0) for rank, (_, width) in enumerate(differences)},
-    )
+    shares = [_Share(Step(*of), *rest) for of, *rest in answers]
+    _check(shares, len(local.programs))
+    differences = _differences(shares, clock, peers)
+    times = [_shifted(each.columns, offset) for each, (offset, _) in zip(shares, differences, strict=True)]
+    age = clock() - differences[peers.rank][0] - min(columns.starts[0] for columns in times)
+    replicas: dict[int, Measurement] = {}
+    for number in sorted(range(len(shares)), key=lambda number: shares[number].place):
+        (replica, rank), (offset, width) = shares[number].place, differences[number]
+        own = replicas.setdefault(replica, Measurement(local.programs, {}))
+        replicas[replica] = replace(
+            own,
+            columns={**own.columns, rank: times[number]},
+            offsets={**own.offsets, rank: offset},
+            uncertainty={**own.uncertainty, rank: width + DRIFT * age * (width > 0)},
+        )
+    return replace(replicas[step.replica], replicas=tuple(replicas.values()) if len(replicas) > 1 else ())
 
 
 def _check(shares: Sequence[_Share], ranks: int) -> None:
-    steps = [share.steps for share in shares]
-    for rank, share in enumerate(shares):
-        if not share.plays:
+    places, replicas = set[tuple[int, int]](), {share.step.replica for share in shares}
+    for number, share in enumerate(shares):
+        if len(share.ranks) != 1 or share.place in places or len(shares) != ranks * len(replicas):
             raise ScheduleError(
-                f"rank {rank} of {len(shares)} processes does not play that rank alone of {ranks} recorded ones: "
-                "gather wants rank r in process r; a process that plays all ranks has recording.measurement()"
+                f"rank {number} of {len(shares)} processes does not play that rank alone of {ranks} recorded ones: "
+                "gather wants each rank, of one replica or of all, in one process; a process that plays all ranks has "
+                "recording.measurement()"
             )
-    if len({share.programs for share in shares}) > 1:
+        places.add(share.place)
+    if len({share.step.programs for share in shares}) > 1:
         raise ScheduleError("the ranks recorded different programs: every rank makes its Recording of the same ones")
+    steps = [share.step.number for share in shares]
     if len(set(steps)) > 1:
         lowest, highest = steps.index(min(steps)), steps.index(max(steps))
         raise ValueError(
@@ -128,16 +146,17 @@ def _check(shares: Sequence[_Share], ranks: int) -> None:
         )
 
 
-def _differences(clocks: Sequence[int], clock: Callable[[], float], peers: Peers) -> list[tuple[float, float]]:
-    """Return for each rank how far its clock is ahead of rank 0's, and the error of that, in seconds."""
-    differences = [(0.0, 0.0)] * len(clocks)
-    for rank in range(1, len(clocks)):
-        if not clocks[0] or clocks[rank] != clocks[0]:
-            if peers.rank == 0:
-                differences[rank] = _difference(rank, clock, peers)
-            elif peers.rank == rank:
-                _answer(clock, peers)
-    return peers.gather(differences, "gather")[0]
+def _differences(shares: Sequence[_Share], clock: Callable[[], float], peers: Peers) -> list[tuple[float, float]]:
+    """Return for each process how far its clock is ahead of the first rank's, and the error of that, in seconds."""
+    differences = [(0.0, 0.0)] * len(shares)
+    first = min(range(len(shares)), key=lambda number: shares[number].place)
+    for number, share in enumerate(shares):
+        if number != first and (not share.clock or share.clock != shares[first].clock):
+            if peers.rank == first:
+                differences[number] = _difference(number, clock, peers)
+            elif peers.rank == number:
+                _answer(clock, peers, first)
+    return peers.gather(differences, "gather")[first]
 
 
 def _difference(peer: int, clock: Callable[[], float], peers: Peers) -> tuple[float, float]:
@@ -151,10 +170,10 @@ def _difference(peer: int, clock: Callable[[], float], peers: Peers) -> tuple[fl
     return (lowest + highest) / 2, abs(highest - lowest) / 2
 
 
-def _answer(clock: Callable[[], float], peers: Peers) -> None:
+def _answer(clock: Callable[[], float], peers: Peers, to: int) -> None:
     for _ in range(ROUNDS):
-        peers.receive(0)
-        peers.send(clock(), 0)
+        peers.receive(to)
+        peers.send(clock(), to)
 
 
 def _shifted(columns: Sequence[bytes], offset: float) -> Columns:

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,10 +67,12 @@ def profile(
 
     Returns:
         `Costs` in seconds for `forward`, `backward`, `backward_input` and `backward_weight`, as `Local` runs them, with
-        the addition of weight gradients to their sums; in bytes for `activation`, `residuals` and `deferred`.
-        Parameters and the batch are not counted. `shared` lists the memory that several of these have in common,
+        the addition of weight gradients to their sums; in bytes for `activation`, `residuals`, `deferred`, and for
+        `parameters`, which are whole also where they are sharded. In the others neither parameters nor the batch are
+        counted. `shared` lists the memory that several of these have in common,
         `reads` what a stage reads of an output if it does not read all of it.
-        Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`.
+        Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`,
+        and likewise `gather` and `scatter` with `replicas`. `Measurement.costs` has them as they were in a step.
 
     Raises:
         StageError: an argument is wrong, or a stage failed.
@@ -103,7 +106,13 @@ def profile(
     for _ in range(repeats):
         fused(inputs)
         halves(inputs)
-    return profiler.costs(plan)
+    return replace(profiler.costs(plan), parameters=[_parameter_bytes(params[stage]) for stage in range(plan.stages)])
+
+
+def _parameter_bytes(params: Any) -> int:
+    """Return the bytes of a stage's parameters; a DTensor counts whole."""
+    leaves = {id(x): x for x in flatten(params).leaves if isinstance(x, Tensor)}
+    return sum(x.numel() * x.element_size() for x in leaves.values())
 
 
 def _effects(plan: Plan, backward: Iterable[Any]) -> Iterator[fx.Effect]:

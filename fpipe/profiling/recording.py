@@ -10,16 +10,15 @@ from __future__ import annotations
 import time
 from array import array
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from math import isnan, nan
 
 from fpipe.effects import Effect, Name, Recv
 from fpipe.errors import ScheduleError
+from fpipe.handlers.protocol import Handler
 from fpipe.profiling.observers import HostTimed
-from fpipe.programs.program import Program, Programs, plan_of
-from fpipe.tables import LANES
-from fpipe.timelines.measurement import Columns, Measurement
+from fpipe.programs.program import Programs, plan_of
+from fpipe.timelines.measurement import Columns, Measurement, posts_of
 
 
 class _Lane:
@@ -58,6 +57,8 @@ class Recording(HostTimed):
         programs: those that run: `lower(schedule, plan, depth=prefetch)`, with the prefetch of `value_and_grad`.
         clock: returns seconds since any origin; the default is the same clock for all ranks of one machine.
 
+    A process that plays several replicas of the pipeline records the first of them.
+
     Raises:
         ScheduleError: (in the step) other programs run.
 
@@ -80,6 +81,11 @@ class Recording(HostTimed):
         self._lanes: dict[int, _Lane] = {}  # of the current step
         self._last: dict[int, _Lane] = {}  # of the complete step before it, if there is one
         self._before = 0  # complete steps before the current one
+        self.replica = 0
+
+    def on_compile(self, name: str, programs: Programs, handler: Handler) -> None:
+        super().on_compile(name, programs, handler)
+        self.replica = handler.replicas(plan_of(programs)).here[0]
 
     def on_step_begin(self) -> None:
         if not _complete(self._lanes):  # the step before failed
@@ -109,7 +115,7 @@ class Recording(HostTimed):
     def _lane(self, rank: int) -> _Lane:
         if rank not in self._effects:
             program = self.programs[rank]
-            self._effects[rank] = [None, *program.effects[1:], None], _posts(program)
+            self._effects[rank] = [None, *program.effects[1:], None], posts_of(program)
         self._lanes[rank] = lane = _Lane(*self._effects[rank])
         return lane
 
@@ -169,16 +175,6 @@ class Recording(HostTimed):
                 for rank, lane in sorted(lanes.items())
             },
         )
-
-
-def _posts(program: Program) -> Mapping[Name, Sequence[int]]:
-    """Return for each value that arrives later the indices of the effects that post it."""
-    posts = defaultdict[Name, list[int]](list)
-    for at, effect in enumerate(program):
-        if program.table.effects[type(effect)].track in ("receive", *LANES):
-            for name in program.table.gives(effect, program.plan):
-                posts[name].append(at)
-    return dict(posts)
 
 
 def _complete(lanes: Mapping[int, _Lane]) -> bool:

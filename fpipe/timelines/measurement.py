@@ -35,7 +35,7 @@ from fpipe.effects import (
     parts,
 )
 from fpipe.plan import Plan
-from fpipe.programs.program import Programs, plan_of, table_of
+from fpipe.programs.program import Program, Programs, plan_of, table_of
 from fpipe.tables import LANES, TABLE, Table, fields_of
 from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
@@ -58,6 +58,16 @@ class Columns(NamedTuple):
     ends: array[float]
     waits: array[float]
     arrivals: array[float]
+
+
+def posts_of(program: Program) -> Mapping[Name, Sequence[int]]:
+    """Return for each value that arrives later the indices of the effects that post it."""
+    posts = defaultdict[Name, list[int]](list)
+    for at, effect in enumerate(program):
+        if program.table.effects[type(effect)].track in ("receive", *LANES):
+            for name in program.table.gives(effect, program.plan):
+                posts[name].append(at)
+    return dict(posts)
 
 
 class Receive(NamedTuple):
@@ -191,15 +201,18 @@ class Measurement:
 
     Args:
         programs: the programs of all ranks.
-        columns: the times of the recorded ranks; those of several processes are on rank 0's clock.
-        offsets: seconds by which a rank's clock is ahead of rank 0's.
+        columns: the times of the recorded ranks; those of several processes are on the clock of rank 0, of the first
+            replica.
+        offsets: seconds by which a rank's clock is ahead of that one.
         uncertainty: seconds by which the offset may be wrong; 0 if both ranks read the same clock.
+        replicas: the measurements of all replicas, this one among them, on one clock; empty where only one is known.
     """
 
     programs: Programs
     columns: Mapping[int, Columns]
     offsets: Mapping[int, float] = field(default_factory=dict)
     uncertainty: Mapping[int, float] = field(default_factory=dict)
+    replicas: Sequence[Measurement] = ()
 
     @property
     def plan(self) -> Plan:
@@ -308,7 +321,7 @@ class Measurement:
         return "\n".join([*aligned(rows), legend])
 
     def timeline(self, costs: Costs = Costs(), *, partial: bool = False) -> Timeline:
-        """Return the timeline of all ranks, in seconds from the first start.
+        """Return the timeline of all ranks of this replica, in seconds from the first start of any replica.
 
         A send ends when its value arrives. If the value was there at its first use, the true end of its send and
         receive may be earlier; that of a gather or a scatter too. A compute waited for these if the value was not
@@ -332,8 +345,9 @@ class Measurement:
 
     @property
     def origin(self) -> float:
-        """The start of the first effect of any rank, on the clock of the columns."""
-        return min(start for columns in self.columns.values() for start in columns.starts)
+        """The start of the first effect of any rank, also of other replicas, on the clock of the columns."""
+        every = self.replicas or (self,)
+        return min(start for replica in every for columns in replica.columns.values() for start in columns.starts)
 
     def costs(self) -> Costs:
         """Return measured costs in seconds: medians for each kind of effect and stage, and for each edge's transfers.

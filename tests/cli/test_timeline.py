@@ -73,6 +73,24 @@ def runs(tmp_path):
     return tmp_path
 
 
+def test_replicas_of_a_pipeline_stand_in_one_folder(tmp_path):
+    plan = replace(PLAN, replicas=2)
+    timeline = simulate(schedules.one_f_one_b, plan, MS)
+    for replica, folder in enumerate((tmp_path, tmp_path / "replica1")):
+        for rank in range(3):
+            with Writer(folder, "measured", rank) as file:
+                about = Header("measured", 4, rank, "1f1b", plan, replica=replica, makespans=(0.015, 0.018))
+                file.timeline(about, columns_of(timeline, rank))
+    for replica, folder in enumerate((tmp_path, tmp_path / "replica1")):
+        text = " ".join(run("timeline", folder).stdout.split())
+        assert f"makespans of the replicas: 15 ms, 18 ms (this is replica {replica}, the slowest 1)" in text
+        found = told("timeline", folder)
+        assert (found["replica"], found["makespans"]) == (replica, [0.015, 0.018])
+    assert "A - B" in run("timeline", tmp_path, tmp_path / "replica1").stdout
+    measure(tmp_path / "another", 1)
+    assert "holds several runs, ., another: name one of them" in said(run("timeline", tmp_path, status=2))
+
+
 def test_it_says_what_a_step_took(runs):
     timeline = simulate(schedules.one_f_one_b, PLAN, MS)
     shown = run("timeline", runs / "mine").stdout.splitlines()

@@ -14,7 +14,7 @@ from fpipe.profiling.recording import Recording
 from fpipe.tables import LANES, TABLE
 from fpipe.timelines.measurement import Account
 from fpipe.timelines.simulator import simulate_programs
-from tests.support import cases, jobs
+from tests.support import cases, grid_jobs, jobs
 
 PLANS = {
     "gpipe": (schedules.gpipe, Plan(Placement.loop(3), 4)),
@@ -578,3 +578,44 @@ def test_a_step_over_gloo(pools, schedule):
             for receive in measurement.receives(rank):
                 assert receive.sent < receive.arrived
         assert len(table.splitlines()) == 1 + 2 + 3
+
+
+def on_grid(rank, skew):
+    """What each process of a grid gathers over all of them, and over its own replica; by clocks that differ."""
+    _, plan = grid_jobs.pipeline_and_plan()
+    programs = lower(schedules.looped_bfs, plan, resident=1)
+    recording = Recording(programs, (lambda: time.perf_counter() + 10 * rank) if skew else time.perf_counter)
+    handler, *_ = grid_jobs.run(2, recording)
+    whole, replica = gather(recording), gather(recording, handler.group)
+    return (handler.grid.replica, handler.rank), whole, replica
+
+
+@pytest.mark.parametrize("skew", [False, True])
+def test_recordings_of_replicas_are_gathered(pools, skew):
+    found = pools(4).run(on_grid, skew)
+    assert [place for place, _, _ in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for (replica, rank), whole, alone in found:
+        assert len(whole.replicas) == 2
+        starts = [{rank: c.starts for rank, c in each.columns.items()} for each in whole.replicas]
+        assert starts == [{rank: c.starts for rank, c in each.columns.items()} for each in found[0][1].replicas]
+        assert {rank: c.starts for rank, c in whole.columns.items()} == starts[replica]
+        assert alone.replicas == ()
+        assert sorted(alone.columns) == [0, 1]
+        if skew:  # process r * 2 + rank is ahead by ten seconds for each of its number
+            for r, each in enumerate(whole.replicas):
+                for other in range(2):
+                    expected = 10 * (2 * r + other)
+                    assert abs(each.offsets[other] - expected) <= each.uncertainty[other] < 0.1
+            assert abs(alone.offsets[1] - 10) <= alone.uncertainty[1] < 0.1
+        timeline = whole.timeline()
+        assert min(min(line.starts[0] for line in each.columns.values()) for each in whole.replicas) == whole.origin
+        assert {span.track for span in timeline.spans} >= {"gather", "scatter"}
+        account = whole.account(rank)
+        assert account.gathering > 0
+        assert account.scattering > 0
+        costs = whole.costs()
+        assert min(*costs.gather, *costs.scatter) > 0
+        predicted = simulate_programs(whole.programs, costs)
+        assert [(s.rank, s.track, s.effect) for s in predicted.spans] == [
+            (s.rank, s.track, s.effect) for s in timeline.spans
+        ]

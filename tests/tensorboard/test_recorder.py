@@ -26,7 +26,7 @@ from fpipe.tensorboard.files.writer import Writer
 from fpipe.tensorboard.recording import recorder as recorder_of
 from fpipe.tensorboard.recording.device_clock import NUMBERS, Kept, Marks, Numbers
 from fpipe.timelines.measurement import Columns
-from tests.support import cases, jobs, live_jobs
+from tests.support import cases, grid_jobs, jobs, live_jobs
 from tests.support.fake_device import FakeDevice
 
 TURNS = ("the ranks took turns in one process: a rank idles while the others compute",)
@@ -290,6 +290,46 @@ def test_two_processes_write_one_capture(pools, tmp_path, schedule):
     assert curves["step/gradient_norm"][2] == pytest.approx(math.sqrt(sum(whole.values())), rel=1e-6)
     assert curves["step/loss"][2] == pytest.approx(found[1][1])
     assert "step/loss" not in scalars(tmp_path, "measured/rank1")
+
+
+def replicated(rank, logdir):
+    """This process's share of a run of two replicas with parameters in shards; what it warned of."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with Recorder(logdir, steps=[1, 2]) as recorder:
+            grid_jobs.run(3, recorder)
+            recorder.scalar("mine", 1.0)
+    return [str(w.message) for w in told if "record" in str(w.message)]
+
+
+def test_every_replica_writes_its_own_timeline(pools, tmp_path):
+    assert pools(4).run(replicated, str(tmp_path)) == [[]] * 4
+    listing = find(tmp_path)
+    assert listing.experiments == ["", "replica1"]
+    spans = []
+    for replica, experiment in enumerate(listing.experiments):
+        for kind in ("measured", "predicted"):
+            assert listing.steps(experiment, kind) == [1, 2]
+            capture = listing.read(CaptureId(experiment, kind, 2))
+            assert capture.notices == ()
+            assert capture.header.replica == replica
+            assert (capture.timeline.plan.replicas, capture.timeline.plan.gathered) == (2, {0, 1, 2, 3})
+            assert sorted(capture.headers) == [0, 1]
+            tracks = [(span.rank, span.track, span.effect) for span in capture.timeline.spans]
+            assert {"gather", "scatter"} <= {track for _, track, _ in tracks}
+            spans.append(tracks)
+    assert all(tracks == spans[0] for tracks in spans)
+    measured = [listing.read(CaptureId(experiment, "measured", 2)) for experiment in listing.experiments]
+    makespans = [capture.timeline.makespan for capture in measured]
+    for capture in measured:
+        assert [header.makespans for header in capture.headers.values()] == [pytest.approx(makespans)] * 2
+    assert min(min(capture.timeline.spans.starts) for capture in measured) == 0  # they are on one clock
+    assert {"step/loss", "mine", "bubble/makespan_seconds"} <= set(scalars(tmp_path, "measured/rank0"))
+    others = scalars(tmp_path, "replica1/measured/rank0")
+    assert others["bubble/makespan_seconds"][2] == pytest.approx(makespans[1])
+    assert not {"step/loss", "mine", "step/gradient_norm"} & set(others)
+    idle = [name for name in others if name.startswith("idle/")]
+    assert {"idle/gather_seconds", "idle/scatter_seconds"} <= set(idle)
 
 
 def skewed(rank, logdir):

@@ -150,7 +150,7 @@ def _unfit(rank: int, header: Header, first: Header) -> str:
     if header.plan != first.plan:
         return f"rank {rank} has another plan than rank {first.rank}"
     if header.job != first.job and header.job and first.job:
-        return f"rank {rank} is of another job than rank {first.rank} (each takes a folder of its own, replicas too)"
+        return f"rank {rank} is of another job than rank {first.rank} (each takes a folder of its own)"
     return ""
 
 

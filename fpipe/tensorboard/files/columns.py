@@ -24,7 +24,7 @@ from fpipe.tables import TABLE, Table, fields_of
 from fpipe.tensorboard.files.kinds import COLUMNS, LIMITS, Kind, described, read, rows_of
 
 MAGIC = b"FPT1"
-FORMAT = 2
+FORMAT = 3
 MAX_UNPACKED_BYTES = 1 << 29  # of one rank's step
 MAX_TIME = 1e12  # in any unit; as milliseconds, still below 2**63 nanoseconds
 MAX_BYTES = 1 << 60  # of memory or a message
@@ -60,6 +60,8 @@ class Header:
         device: the device that the rank computes on.
         turns: whether the ranks ran in turn in one process; a rank is then idle while others compute.
         job: identifies the job, the same on all its ranks; "" if the ranks did not exchange it.
+        replica: the number of the replica of the pipeline.
+        makespans: of the step in each replica; empty if they were not gathered, or there is one.
     """
 
     kind: str
@@ -75,6 +77,8 @@ class Header:
     device: str = ""
     turns: bool = False
     job: str = ""
+    replica: int = 0
+    makespans: Sequence[float] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +147,8 @@ def _packed(header: Header, arrays: Mapping[str, NDArray[Any]], kinds: Sequence[
             "microbatches": plan.microbatches,
             "reads": plan.edges.reads,
             "ties": plan.ties,
+            "replicas": plan.replicas,
+            "gathered": sorted(plan.gathered),
         },
         "format": FORMAT,
         "ranks": plan.ranks,
@@ -210,9 +216,12 @@ def _header(content: Mapping[str, Any]) -> Header:
             plan["microbatches"],
             Edges(plan["reads"]),
             tuple(map(tuple, plan["ties"])),
+            plan["replicas"],
+            frozenset(map(int, plan["gathered"])),
         ),
         clock=None if clock is None else Clock(float(clock["offset"]), float(clock["uncertainty"])),
         peak=None if peak is None else (float(peak[0]), str(peak[1])),
+        makespans=tuple(map(float, content["makespans"])),
         host=tuple((str(what), float(start), float(end)) for what, start, end in content["host"]),
         **{name: convert(content[name]) for name, convert in simple.items()},
     )
@@ -229,10 +238,12 @@ def _problems(
     lengths = {len(columns[name]) for name in ("kind", *COLUMNS, *_STORED[:4], *optional)}
     yield "columns of different lengths", len(lengths) > 1 or len(columns["memory_at"]) != len(columns["memory"])
     yield f"rank {header.rank} of a plan of {plan.ranks}", not 0 <= header.rank < plan.ranks
+    yield f"replica {header.replica} of a plan of {plan.replicas}", not 0 <= header.replica < plan.replicas
+    yield f"{len(header.makespans)} makespans of {plan.replicas}", len(header.makespans) not in (0, plan.replicas)
     yield f"step {header.step} is out of range", not 0 <= header.step < 10**18
     yield "a date that is out of range", not 0 <= header.wall < MAX_TIME
     host = np.array([time for _, start, end in header.host for time in (start, end)])
-    times = [columns["start"], columns["end"], columns["memory_at"], host]
+    times = [columns["start"], columns["end"], columns["memory_at"], host, np.array(header.makespans)]
     yield "times that are out of range", not all((np.abs(each) < MAX_TIME).all() for each in times)
     yield "times that end before they start", (columns["end"] < columns["start"]).any()
     clock = (header.clock.uncertainty, abs(header.clock.offset)) if header.clock else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,11 @@ from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
 
 
+def folder_of(logdir: Path, replica: int) -> Path:
+    """Return the folder of a replica of the pipeline: the first one's is the logdir."""
+    return logdir / f"replica{replica}" if replica else logdir
+
+
 @dataclass
 class Files:
     """The files of the ranks that this process plays, and what is the same for every step.
@@ -26,7 +32,8 @@ class Files:
     Args:
         name: the schedule's.
         devices: descriptions by rank.
-        turns: whether the ranks take turns in one process, so that each idles while the others compute.
+        turns: whether ranks or replicas take turns in one process, so that each idles while the others compute.
+        replica: the number of this one of the pipeline.
         job: a name of the job that all its ranks share.
     """
 
@@ -35,6 +42,7 @@ class Files:
     devices: Mapping[int, str]
     turns: bool
     job: str = ""
+    replica: int = 0
     _writers: dict[tuple[str, int], Writer] = field(default_factory=dict)
 
     def writer(self, kind: str, rank: int) -> Writer:
@@ -85,7 +93,7 @@ class StepCapture:
             )
             writer = files.writer("measured", rank)
             writer.timeline(header, self._columns(timeline, rank, used))
-            self._curves(writer, timeline, rank, files.turns)
+            self._curves(writer, timeline, rank, files.turns, files.replica)
         if not self.alone:
             self._predict(files)
 
@@ -99,7 +107,19 @@ class StepCapture:
                 writer.flush()
 
     def _header(self, kind: str, rank: int, files: Files) -> Header:
-        return Header(kind, self.step, rank, files.name, self.measurement.plan, wall=self.wall, job=files.job)
+        makespans = () if kind == "predicted" else self._makespans
+        return Header(
+            *(kind, self.step, rank, files.name, self.measurement.plan),
+            wall=self.wall,
+            job=files.job,
+            replica=files.replica,
+            makespans=makespans,
+        )
+
+    @cached_property
+    def _makespans(self) -> tuple[float, ...]:
+        """The makespan of the step in each replica; empty where they were not gathered, or there is one."""
+        return tuple(replica.timeline().makespan for replica in self.measurement.replicas)
 
     def _columns(self, timeline: Timeline, rank: int, used: ArrayLike = ()) -> Columns:
         sizes = self.memory[rank].sizes if rank in self.memory else ()
@@ -125,7 +145,7 @@ class StepCapture:
                 yield spans.starts[at], during
                 yield spans.ends[at], after
 
-    def _curves(self, writer: Writer, timeline: Timeline, rank: int, turns: bool) -> None:
+    def _curves(self, writer: Writer, timeline: Timeline, rank: int, turns: bool, replica: int) -> None:
         """Write a rank's curves; none of idle time where ranks take turns, for that is the others' compute."""
         for kind, seconds in timeline.kinds[rank].items():
             writer.scalar(f"time/{kind.__name__}_seconds", seconds, self.step, self.wall)
@@ -139,7 +159,7 @@ class StepCapture:
                 writer.scalar(f"idle/{cause}_seconds", seconds, self.step, self.wall)
             if rank == 0:
                 self._bubble(writer, timeline)
-        if rank == 0 and self.norm is not None and not math.isnan(self.norm):
+        if rank == 0 and replica == 0 and self.norm is not None and not math.isnan(self.norm):
             writer.scalar("step/gradient_norm", self.norm, self.step, self.wall)
         writer.flush()
 

@@ -30,12 +30,12 @@ from fpipe.devices import Device, device_of
 from fpipe.effects import Effect, Value
 from fpipe.errors import ScheduleError
 from fpipe.handlers.protocol import Handler, Observer, Outcome, Peers, ValueStore
-from fpipe.profiling.gathering import digest, gathered
+from fpipe.profiling.gathering import Step, digest, gathered
 from fpipe.profiling.recording import Recording
 from fpipe.programs.program import Programs
 from fpipe.tensorboard.files.writer import Writer
 from fpipe.tensorboard.recording.background import Background
-from fpipe.tensorboard.recording.captured import Files, StepCapture
+from fpipe.tensorboard.recording.captured import Files, StepCapture, folder_of
 from fpipe.tensorboard.recording.device_clock import Kept, Later, Marks, Numbers
 from fpipe.tensorboard.recording.memory import SlotMemory
 from fpipe.timelines.measurement import Measurement
@@ -56,8 +56,9 @@ class Recorder(Observer):
     Times are the host's; on a GPU, those at which the device passed the effects, read after the next step. The curve
     `time/launch_bound_seconds` is then an upper bound of the time in which the device waited for the host's launches.
     Ranks in several processes compare their clocks after each captured step, so all of them record, with equal
-    arguments, and `close` together. Each replica of a pipeline has its own folder. A failure here is a warning, and
-    training goes on.
+    arguments, and `close` together. The first replica of a pipeline writes into `logdir`, and has the curves of every
+    step; the others write into `logdir/replica1`, `logdir/replica2`, with the times of their own ranks. A process that
+    plays several replicas records the first. A failure here is a warning, and training goes on.
 
     Args:
         logdir: the folder of this run; `tensorboard --logdir` takes it, or a folder above it.
@@ -311,7 +312,7 @@ class Recorder(Observer):
     def _gather(
         self, step: int, measurement: Measurement | ValueError, width: float, squares: float | None, peers: Peers
     ) -> tuple[Measurement | ValueError, float | None]:
-        """Return all ranks' times on rank 0's clock, and their sum of squares; on a failure this process's own times.
+        """Return all ranks' times on one clock, and their sum of squares; on a failure this process's own times.
 
         Args:
             width: the error of this process's times, in seconds.
@@ -326,9 +327,10 @@ class Recorder(Observer):
         try:
             timeout = GATHER_TIMEOUT if peers.timeout is None else min(GATHER_TIMEOUT, peers.timeout / 2)
             group = peers.new_group("the recorder", timeout=timeout, error=ValueError)
-            shares = group.gather((secrets.randbits(62), squares, width), "capture")
+            place = job.replica, job.ranks[0]
+            shares = group.gather((secrets.randbits(62), squares, width, place), "capture")
             job.files.job = job.files.job or f"{shares[0][0]:x}"
-            whole = gathered(share, len(job.programs), job.digest, step + 1, time.perf_counter, group)
+            whole = gathered(share, Step(job.digest, job.replica, step + 1), time.perf_counter, group)
         except (ScheduleError, RuntimeError) as error:
             job.alone = True
             warnings.warn(f"from step {step} on this rank is recorded alone: {error}", stacklevel=5)
@@ -336,8 +338,9 @@ class Recorder(Observer):
         except ValueError as error:
             return error, None  # a rank has not captured the step, which is an error on all ranks
         if squares is not None:
-            squares = sum(each for _, each, _ in shares if each is not None)
-        uncertainty = {rank: error + shares[rank][2] for rank, error in whole.uncertainty.items()}
+            squares = sum(each for _, each, *_ in shares if each is not None)
+        widths = {rank: width for *_, width, (replica, rank) in shares if replica == job.replica}
+        uncertainty = {rank: error + widths[rank] for rank, error in whole.uncertainty.items()}
         return replace(whole, uncertainty=uncertainty), squares
 
 
@@ -364,6 +367,7 @@ class _Job:
         self.programs, self.handler = programs, handler
         self.plan, self.digest = programs[0].plan, digest(programs)
         self.ranks = handler.ranks(self.plan)
+        self.replica = handler.replicas(self.plan).here[0]
         devices = [device or "cpu"] * len(self.ranks) if handler.devices is None else handler.devices
         self.devices = {rank: device_of(at) for rank, at in zip(self.ranks, devices, strict=True)}
         first, *others = self.devices.values()
@@ -376,7 +380,8 @@ class _Job:
         self.memory: dict[int, SlotMemory] = {}
         launched = "" if self.marks else ", times of launching"
         texts = {r: f"{at.torch_device}{launched if at.asynchronous else ''}" for r, at in self.devices.items()}
-        self.files = Files(logdir, name, texts, turns=len(self.ranks) > 1 and is_one)
+        turns = len(self.ranks) * len(handler.replicas(self.plan).here) > 1 and is_one
+        self.files = Files(folder_of(logdir, self.replica), name, texts, turns=turns, replica=self.replica)
         if len(self.ranks) == self.plan.ranks:
             self.files.job = f"{secrets.randbits(62):x}"
         self.start = 0.0
@@ -397,7 +402,7 @@ class _Job:
 
 
 def _is_first(job: _Job | None) -> bool:
-    """Whether this process plays rank 0, whose run has the curves."""
+    """Whether this process plays rank 0 of the first replica, whose run has the curves."""
     if job is not None:
-        return 0 in job.ranks
+        return 0 in job.ranks and job.replica == 0
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -24,6 +24,8 @@ def summary(capture: Capture) -> dict[str, Any]:
         "makespan": timeline.makespan if compared else timeline.cost,
         "cost": timeline.cost,
         "bubble_rate": timeline.bubble_rate,
+        "replica": capture.header.replica,
+        "makespans": list(capture.header.makespans),
         "causes": {name: CAUSES[name] for name in timeline.cause_names},
         "critical": [capture.place(at) for at in timeline.critical_spans],
         "ranks": [_rank(capture, rank) for rank in capture.headers],

@@ -5,6 +5,7 @@ import { change, percent, time } from "./format.js";
 import * as routes from "./routes.js";
 
 const NOTHING = 1e-9; // share of the makespan that counts as rounding error
+const MOST_REPLICAS = 4; // whose makespans are all shown
 
 export class Figures {
   /**
@@ -91,6 +92,7 @@ export class Figures {
       if (Math.abs(summary.cost - summary.makespan) > NOTHING * summary.makespan)
         parts.push(figure("cost", time(summary.cost, unit)));
     }
+    if (summary?.makespans.length) parts.push(...replicas(summary, unit));
     if (answer) {
       const [a, b] = answer.makespan;
       parts.push(figure(`${names[1]} makespan`, `${time(b, unit)} (${names[0]} is ${change(a, b) || "0%"})`));
@@ -103,3 +105,13 @@ export class Figures {
 }
 
 const figure = (name, text) => element("span", { class: "figure" }, `${name} `, element("b", {}, text));
+
+/** The makespans of a few replicas: of all, or where there are many, of the shown one and the slowest. */
+function replicas({ replica, makespans }, unit) {
+  const slowest = makespans.indexOf(Math.max(...makespans));
+  const shown = makespans.length <= MOST_REPLICAS ? makespans.map((_, at) => at) : [...new Set([replica, slowest])];
+  return shown.map((at) => {
+    const took = element(at === replica ? "b" : "span", {}, time(makespans[at], unit));
+    return element("span", { class: "figure", title: at === replica ? "shown here" : "" }, `replica ${at} `, took);
+  });
+}
