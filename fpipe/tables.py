@@ -510,7 +510,7 @@ TABLE = Table(
             where=_of_rank,
             time=partial(_over_replicas, "scatter"),
             track="scatter",
-            letter="S",
+            letter="C",
             label="scatter",
             colour=PURPLE,
         ),

@@ -64,8 +64,9 @@ class PathStep(NamedTuple):
 class Difference:
     """The difference of two timelines. Pairs are in the order (a, b), and a difference is a's value less b's.
 
-    Two effects match if they are equal and ran on the same rank. Compute matches also on another rank, because a stage
-    runs a microbatch once. An effect that only one timeline has is left out, and `notices` reports it.
+    Two effects match if they are equal and ran on the same rank; of equal ones, such as gathers of a stage, the first
+    match, the second, and so on. Compute matches also on another rank, because a stage runs a microbatch once. An
+    effect that only one timeline has is left out, and `notices` reports it.
 
     Args:
         a, b: the timelines, in the same unit.
@@ -221,10 +222,12 @@ class Difference:
 def _keys(timeline: Timeline) -> Iterator[tuple[int, int, tuple[object, ...]]]:
     """Yield index, rank and key of each span; effects with equal keys match."""
     for rank in range(timeline.plan.ranks):
+        before = Counter[Effect]()
         for at in timeline.spans.of(rank):
             effect = timeline.spans.effects[at]
             works = any(timeline.table.effects[type(each)].work for each in parts(effect))
-            yield at, rank, (effect,) if works else (rank, effect)
+            yield at, rank, (effect,) if works else (rank, effect, before[effect])
+            before[effect] += not works
 
 
 def path_steps(timeline: Timeline) -> list[PathStep]:

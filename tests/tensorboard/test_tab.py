@@ -1,15 +1,17 @@
 """The Pipeline tab in a real browser: what it shows is what Python says."""
 
+import dataclasses
 import json
 import re
 import struct
 from importlib.resources import files
 
+import numpy as np
 import pytest
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
-from fpipe.effects import BackwardInput, BackwardWeight, Forward, Recv, Send
-from fpipe.tables import LANES
+from fpipe.effects import BackwardInput, BackwardWeight, Forward, Gather, Recv, Release, Scatter, Send
+from fpipe.tables import LANES, TABLE
 from fpipe.tensorboard.files.captures import columns_of
 from fpipe.tensorboard.files.columns import Clock, Header
 from fpipe.tensorboard.files.reader import CaptureId, find
@@ -52,6 +54,7 @@ def logdir(tmp_path_factory, pools):
             writer.timeline(Header("measured", 7, rank, "1f1b", one.plan, "s", clock), columns_of(one, rank))
     write(logdir / "wide", simulate(schedules.one_f_one_b, Plan(Placement.loop(64), 80)), schedule="1f1b")
     write(logdir / "own", own_effects.predicted(), schedule="loading")
+    replicated(logdir / "shards")
     captured(logdir / "many", range(MANY))
     captured(logdir / "grows", [1])
     captured(logdir / "cut", [1, 2], ranks=2)
@@ -69,10 +72,25 @@ def captured(logdir, steps, ranks=1):
                 writer.timeline(Header("measured", step, rank, "1f1b", found.plan), columns_of(found, rank))
 
 
+def replicated(logdir):
+    """One step of two replicas that gather their parameters, as a recorder writes it."""
+    plan = Plan(Placement.loop(2, 2), 4, replicas=2)
+    costs = Costs(1e-3, 1e-3, 1e-3, gather=5e-4, scatter=1e-3, communication=2e-4)
+    found = simulate(schedules.looped_bfs, plan, costs, resident=1)
+    for replica, folder in enumerate((logdir, logdir / "replica1")):
+        for rank in range(2):
+            with Writer(folder, "measured", rank) as writer:
+                header = Header("measured", 1, rank, "bfs", found.plan, replica=replica, makespans=(0.03, 0.04))
+                columns = columns_of(found, rank)
+                lanes = [TABLE.effects[type(effect)].track in LANES for effect in columns.effects]
+                columns = dataclasses.replace(columns, used=np.where(lanes, columns.ends - 1e-4, np.nan))
+                writer.timeline(header, columns)
+
+
 @pytest.fixture(scope="module")
 def board(logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == MANY + 14)
+        board.until(lambda captures: len(captures) == MANY + 16)
         yield board
 
 
@@ -175,6 +193,44 @@ def test_hovering_a_receive_says_how_long_it_waited_and_travelled(tab, logdir):
     assert amount(re.search(r"waiting\s+(\S+ \S+)", text)[1]) == close(left - span.start)
     assert amount(re.search(r"transfer\s+(\S+ \S+)", text)[1]) == close(span.end - left)
     assert amount(re.search(r"bytes\s+(\S+ \S+)", text)[1]) == close(own.bytes[row])
+
+
+def test_gathers_and_scatters_of_replicas(tab, logdir):
+    """Their tracks, boxes, details, colours and letters; and the makespans of all replicas."""
+    tab.show("shards/measured", other="nothing")
+    assert re.search(r"replica 0\s+30 ms", headline := tab.text("#headline"))
+    assert re.search(r"replica 1\s+40 ms", headline)
+    assert re.search(r"waiting", legend := tab.text("#legend"))
+    assert re.findall(r"gather|scatter", legend) == ["gather", "scatter", "gather", "scatter"]  # effects, then causes
+    effects = capture(logdir, "shards", step=1).columns[0].effects
+    rows = {
+        kind: [row for row, e in enumerate(effects) if type(e) is kind] for kind in (Gather, Release, Scatter, Send)
+    }
+    text = tab.hover(0, rows[Gather][0])
+    assert text.startswith("gather 0")
+    for pattern in (r"kind\s+gather", r"stage\s+0", r"duration\s+500 µs", r"first use\s+.*which waited 100 µs for it"):
+        assert re.search(pattern, text), text
+    left, right, top, bottom = tab.box(0, rows[Gather][0])
+    assert tab.colour((left + right) / 2, (top + bottom) / 2 - 2) == [0xF0, 0xE4, 0x42]
+    text = tab.hover(0, rows[Scatter][0])
+    assert text.startswith("scatter 2")
+    assert re.search(r"waited for\s+B3b on rank 0", text)
+    counts = {kind: 2 * len(of) for kind, of in rows.items()}  # the ranks have as many
+    for query, count in {
+        "kind=gather": counts[Gather],
+        "kind=G": counts[Gather],
+        "kind=scatter stage=2": 1,
+        "kind=C": counts[Scatter],
+        "kind=release": counts[Release],
+        "kind=S": counts[Send],
+        "gather": counts[Gather],
+    }.items():
+        tab.frame.fill("#search", query)
+        tab.until("count => document.querySelector('#search-count').textContent === count", str(count))
+    tab.frame.fill("#search", "")
+    tab.show("shards/replica1/measured", other="shards/measured")
+    assert re.search(r"replica 1\s+40 ms", tab.text("#headline"))
+    assert not [row for row in tab.table("difference") if "not in the other" in " ".join(row)]
 
 
 def test_hovering_where_a_rank_idles_says_why(tab, logdir):

@@ -31,7 +31,10 @@ export function facts(capture, spot, twin = null) {
     }
   } else if (kind.value) {
     found.push(["value", value(rank, row)], ...peer(rank, row));
-  } else for (const [field, column] of Object.entries(kind.columns)) found.push([field, String(rank[column][row])]);
+  } else {
+    const numbers = Object.entries(kind.columns).filter(([field]) => field !== "rank");
+    for (const [field, column] of numbers) found.push([field, String(rank[column][row])]);
+  }
   found.push(
     ["kind", kind.name],
     ["start", when(start)],
@@ -39,6 +42,7 @@ export function facts(capture, spot, twin = null) {
     ["duration", time(end - start, capture.unit)],
   );
   if (kind.track === "receive") found.push(...receiving(capture, rank, row));
+  if (kind.track === "gather" || kind.track === "scatter") found.push(...use(capture, rank, row));
   if (kind.value && rank.bytes.length && !Number.isNaN(rank.bytes[row])) found.push(["bytes", bytes(rank.bytes[row])]);
   if (kind.name !== "host") found.push(["waited for", waited(capture, spot)]);
   if (twin) found.push(...difference(capture, spot, twin));
@@ -55,17 +59,21 @@ function peer(rank, row) {
 const device = (rank) => (rank.header.device ? `${rank.number}, ${rank.header.device}` : String(rank.number));
 
 function receiving(capture, rank, row) {
-  const [start, left, end] = [rank.start[row], rank.left[row], rank.end[row]];
+  const [start, left] = [rank.start[row], rank.left[row]];
   const took = (span) => time(span, capture.unit);
   const found = [];
   if (Number.isNaN(left)) found.push(["waiting", "unknown: its send is not on this clock, or not recorded"]);
   else found.push(["waiting", took(left - start)], ["transfer", transfer(capture, rank, row)]);
+  return [...found, ...use(capture, rank, row)];
+}
+
+/** The first use of a value that came later than it was asked for, where that was measured. */
+function use(capture, rank, row) {
   const used = rank.used.length ? rank.used[row] : NaN;
-  if (!Number.isNaN(used)) {
-    const wait = end > used ? `which waited ${took(end - used)} for it` : "when it was there";
-    found.push(["first use", `${time(used, capture.unit, 6)}, ${wait}`]);
-  }
-  return found;
+  if (Number.isNaN(used)) return [];
+  const waited = rank.end[row] - used;
+  const wait = waited > 0 ? `which waited ${time(waited, capture.unit)} for it` : "when it was there";
+  return [["first use", `${time(used, capture.unit, 6)}, ${wait}`]];
 }
 
 /** The transfer time; an upper bound if it was measured and nothing waited for the value. */

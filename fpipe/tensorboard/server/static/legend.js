@@ -20,10 +20,14 @@ export function legend(place, capture, colouring, theme) {
           ...hues.slice(0, HUES).map((colour, at) => key(colour, at + 1 < HUES ? `${at}, ${at + HUES}` : "…")),
         ];
   const untold = ranks.some((rank) => rank.tracks.receive.rows.some((row) => Number.isNaN(rank.left[row])));
+  const lanes = new Map((capture?.kinds ?? []).filter(besides).map((kind) => [kind.name, kind]));
+  const beside = colouring === "kind" ? Array.from(lanes.values(), ({ name, hue }) => key(hues[hue], name)) : [];
   const receives = [key(hues[WAITING], "waiting"), ...(untold ? [key(hues[UNTOLD], "receive, not told apart")] : [])];
   const causes = Object.keys(capture?.summary?.causes ?? {}).map((name, at) => key(theme.causes[causeHue(at)], name));
-  place.replaceChildren(...meaning, ...receives, faint("idle:"), ...causes);
+  place.replaceChildren(...meaning, ...beside, ...receives, faint("idle:"), ...causes);
 }
+
+const besides = ({ track }) => track === "gather" || track === "scatter";
 
 const faint = (text) => element("span", { class: "faint" }, text);
 

@@ -184,16 +184,28 @@ export class Rank {
     return Number.isNaN(this.left[row]) ? this.start[row] : this.left[row];
   }
 
-  /** A key of an effect that is the same in other runs. */
+  /** A key of an effect that is the same in other runs; equal effects are told apart by their order. */
   key(row) {
-    const numbers = COLUMNS.map((name) => this[name][row]);
-    return [this.kindOf(row).key, ...numbers].join(" ");
+    return this._keys[row];
   }
 
   /** The row of an effect, -1 if this rank has none. */
   find(key) {
-    this._found ??= new Map(Array.from({ length: this.recorded }, (_, row) => [this.key(row), row]));
+    this._found ??= new Map(this._keys.map((own, row) => [own, row]));
     return this._found.get(key) ?? -1;
+  }
+
+  get _keys() {
+    if (!this._named) {
+      const counts = new Map();
+      this._named = Array.from({ length: this.recorded }, (_, row) => {
+        const name = [this.kindOf(row).key, ...COLUMNS.map((column) => this[column][row])].join(" ");
+        const count = counts.get(name) ?? 0;
+        counts.set(name, count + 1);
+        return count ? `${name} again ${count}` : name;
+      });
+    }
+    return this._named;
   }
 }
 

@@ -52,7 +52,7 @@ const LIGHT = {
   waiting: "#cdcdcd",
   untold: "#a7bdb9",
   overview: "#90a4ae",
-  causes: ["#cfd8dc", "#ffcdd2", "#ffe082", "#e1bee7", "#b0bec5", "#fff3b0", "#d7ccc8"],
+  causes: ["#cfd8dc", "#ffcdd2", "#ffe082", "#e1bee7", "#b0bec5", "#dce775", "#d7ccc8"],
 };
 const DARK = {
   page: "#303030",
@@ -72,7 +72,7 @@ const DARK = {
   waiting: "#6a6a6a",
   untold: "#4f6b68",
   overview: "#78909c",
-  causes: ["#546e7a", "#6d3b40", "#6d5a1e", "#5d4066", "#455a64", "#5f5a2e", "#4e443f"],
+  causes: ["#546e7a", "#6d3b40", "#6d5a1e", "#5d4066", "#455a64", "#4b6130", "#4e443f"],
 };
 
 export const theme = (dark) => (dark ? DARK : LIGHT);
