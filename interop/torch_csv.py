@@ -9,11 +9,11 @@ Empty cells are bubbles and are ignored. torch's `_Action` (torch 2.13) in fpipe
 | `(2F5;1B3)OVERLAP_F_B` | `Overlap` of the two, in either order |
 | `2SEND_F5`, `2RECV_F5` | `Send` of stage 2's activation, `Recv` of stage 1's |
 | `2SEND_B5`, `2RECV_B5` | `Send` of the gradient for stage 1, `Recv` of the one from stage 3 |
-| `2REDUCE_GRAD` | `Reduce` |
-| `2UNSHARD`, `2RESHARD` | none: gather a stage's sharded parameters, and release them |
+| `2REDUCE_GRAD` | `Reduce`; with replicas `Scatter`, after which lowering adds `Reduce` |
+| `2UNSHARD`, `2RESHARD` | with replicas `Gather`, `Release`; else none: gather and release sharded parameters |
 
-The last two follow from the order of the others: `from_csv` drops them, and `to_csv` derives them as torch's own
-lowering does.
+In a plan with one replica the last two follow from the order of the others: `from_csv` drops them, and `to_csv` derives
+them as torch's own lowering does.
 
 A file with communication is for `_PipelineScheduleRuntime._load_csv(file, format="compute_comms")`, one without for
 `_load_csv(file)`, which adds communication itself. torchtitan's option takes one without:
@@ -34,6 +34,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
@@ -45,17 +46,20 @@ from fpipe.effects import (
     Compute,
     Effect,
     Forward,
+    Gather,
     Gradient,
     Overlap,
     Recv,
     Reduce,
+    Release,
+    Scatter,
     Send,
     parts,
 )
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
 from fpipe.programs.lowering import lockstep, lower
-from fpipe.programs.program import Programs
+from fpipe.programs.program import Program, Programs
 from fpipe.programs.verifier import check
 from fpipe.schedules.table import from_table
 
@@ -67,7 +71,9 @@ _OVERLAP = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 Item = Effect | str  # an effect, or the text of an action of torch for which fpipe has no effect
 
 
-def to_csv(schedule: Schedule, plan: Plan, *, communication: bool = True, gathered: int = 3) -> str:
+def to_csv(
+    schedule: Schedule, plan: Plan, *, communication: bool = True, gathered: int = 3, resident: int | None = None
+) -> str:
     """Return a schedule as torch's CSV.
 
     Args:
@@ -77,6 +83,8 @@ def to_csv(schedule: Schedule, plan: Plan, *, communication: bool = True, gather
             transport runs it, and it equals the output of torch's own lowering.
         gathered: with communication, how many stages' parameters, sharded by FSDP, a rank has gathered at once (more
             where more overlap). For other modules UNSHARD and RESHARD do nothing; 0 leaves them out.
+        resident: as in `lower`, for a plan with replicas: UNSHARD and RESHARD are then fpipe's own gathers and
+            releases, as they are where the schedule yields these.
 
     Raises:
         ScheduleError: the schedule is wrong for the plan, or torch's runtime can't express it: copies of a stage,
@@ -94,27 +102,30 @@ def to_csv(schedule: Schedule, plan: Plan, *, communication: bool = True, gather
     if gathered < 0:
         raise ScheduleError(f"gathered must be at least 0, not {gathered}")
     _refuse_plan(plan)
-    programs = lower(schedule, plan)
+    programs = lower(schedule, plan, resident=resident)
     check(programs, ordered=False)
+    if programs[0].plan.gathered:
+        gathered = 0
     _refuse_order(programs, plan)
     communicates = any(isinstance(e, Send | Recv) for rank in range(plan.ranks) for e in schedule(rank, plan))
     rows: Mapping[int, Sequence[Item]]
     if not communication:
         rows = {rank: [e for e in program if isinstance(e, Compute | Overlap)] for rank, program in programs.items()}
     elif communicates:
-        rows = {rank: tuple(_gather(program.effects, gathered)) for rank, program in programs.items()}
+        rows = {rank: tuple(_gather(_without_reduce(program), gathered)) for rank, program in programs.items()}
     else:
-        compute = {r: [e for e in program if not isinstance(e, Send | Recv)] for r, program in programs.items()}
+        compute = {r: [e for e in _without_reduce(p) if not isinstance(e, Send | Recv)] for r, p in programs.items()}
         complete = lockstep({rank: tuple(_gather(row, gathered)) for rank, row in compute.items()}, plan)
         assert complete is not None  # the schedule was verified
         rows = complete
     return "".join(",".join(map(_cell, rows[rank])) + "\n" for rank in range(plan.ranks))
 
 
-def from_csv(text: str) -> tuple[Schedule, Plan]:
+def from_csv(text: str, *, replicas: int = 1) -> tuple[Schedule, Plan]:
     """Return the schedule in torch's CSV, and its plan: a chain, with placement and size derived from the actions.
 
-    Sends and receives are kept; in a file without them, lowering adds them as for any schedule. Check the schedule with
+    Sends and receives are kept; in a file without them, lowering adds them as for any schedule. With several replicas,
+    so are the gathers and releases of sharded parameters, and the reductions over replicas. Check the schedule with
     `fpipe.verify(schedule, plan)`, and with `ordered=False` for an order like torch's looped BFS.
 
     Raises:
@@ -132,7 +143,7 @@ def from_csv(text: str) -> tuple[Schedule, Plan]:
         [_read(rank, column, cell.strip()) for column, cell in enumerate(row) if cell.strip()]
         for rank, row in enumerate(csv.reader(text.strip("\r\n").splitlines()))
     ]
-    plan = _plan(rows)
+    plan = replace(_plan(rows), replicas=replicas)
     return from_table({rank: [e for cell in row for e in _effects(cell, plan)] for rank, row in enumerate(rows)}), plan
 
 
@@ -207,7 +218,9 @@ def _effect(action: _Action, cell: _Cell, plan: Plan) -> Iterator[Effect]:
     stage, kind, microbatch = action
     if microbatch is None:
         if kind == "REDUCE_GRAD":
-            yield Reduce(stage)
+            yield Reduce(stage) if plan.replicas == 1 else Scatter(stage, cell.rank)
+        elif plan.replicas > 1:
+            yield Gather(stage) if kind == "UNSHARD" else Release(stage)
     elif kind in _COMPUTE:
         yield _COMPUTE[kind](stage, microbatch)
     elif kind == "SEND_F":
@@ -266,6 +279,11 @@ def _refuse_order(programs: Programs, plan: Plan) -> None:
             )
 
 
+def _without_reduce(program: Program) -> list[Effect]:
+    """Return the effects; with replicas, without the additions of copies and ties after the sums over replicas."""
+    return [e for e in program if program.plan.replicas == 1 or not isinstance(e, Reduce)]
+
+
 def _gather(row: Sequence[Effect], most: int) -> Iterator[Item]:
     """Before each compute effect, gather the `most` stages that run next and release the others."""
     soon: tuple[int, ...] = ()
@@ -298,8 +316,12 @@ def _cell(item: Item) -> str:
             return f"{stage}SEND_B{microbatch}"
         case Recv(Gradient(stage, _, microbatch)):
             return f"{stage}RECV_B{microbatch}"
-        case Reduce(stage):
+        case Reduce(stage) | Scatter(stage, _):
             return f"{stage}REDUCE_GRAD"
+        case Gather(stage):
+            return f"{stage}UNSHARD"
+        case Release(stage):
+            return f"{stage}RESHARD"
         case Forward() | Backward() | BackwardInput() | BackwardWeight():
             return f"{item.stage}{_LETTER[type(item)]}{item.microbatch}"
         case _:

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import hypothesis
@@ -11,17 +12,20 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import fpipe
-from fpipe import Edges, Placement, Plan, ScheduleError
+from fpipe import Edges, Placement, Plan, ScheduleError, lower, schedules
 from fpipe.effects import (
     Activation,
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
+    Gather,
     Gradient,
     Overlap,
     Recv,
     Reduce,
+    Release,
+    Scatter,
     Send,
 )
 from fpipe.interop.torch_csv import from_csv, to_csv
@@ -405,3 +409,37 @@ def test_the_text_needs_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("resident", [1, 2])
+@pytest.mark.parametrize("name", ["looped_bfs", "interleaved_1f1b", "zb_v"])
+def test_replicas_and_shards_there_and_back(name, resident):
+    place = Placement.v(2) if name == "zb_v" else Placement.loop(2, 2)
+    plan, schedule = Plan(place, 4, replicas=2), getattr(schedules, name)
+    text = to_csv(schedule, plan, resident=resident)
+    own = lower(schedule, plan, resident=resident)
+    again, read = from_csv(text, replicas=2)
+    assert read == plan
+    programs = lower(again, read)
+    fpipe.verify(again, read, ordered=False)
+    assert programs[0].plan.gathered == own[0].plan.gathered == set(range(4))
+    for rank in range(2):
+        kinds = [Gather, Release, Scatter, Forward, Backward, BackwardInput, BackwardWeight]
+        rows = [[e for e in each[rank] if type(e) in kinds] for each in (own, programs)]
+        assert rows[0] == rows[1]
+        assert Counter(map(type, programs[rank])) == Counter(map(type, own[rank]))
+    assert to_csv(again, read) == text
+    # torch reads it, and one replica's plan drops what is for several
+    for row in text.splitlines():
+        for cell in row.split(","):
+            assert str(torch_schedules._Action.from_str(cell)) == cell
+    assert from_csv(text)[1] == Plan(place, 4)
+    assert {type(e) for e in lower(*from_csv(text))[0]}.isdisjoint({Gather, Release, Scatter})
+
+
+def test_replicas_with_whole_parameters_reduce_once_a_stage():
+    plan = Plan(Placement.loop(2), 2, replicas=3)
+    text = to_csv(schedules.gpipe, plan, gathered=0)
+    assert text == to_csv(schedules.gpipe, Plan(Placement.loop(2), 2), gathered=0)
+    schedule, read = from_csv(text, replicas=3)
+    assert [e for e in lower(schedule, read)[0] if type(e) in (Scatter, Reduce)] == [Scatter(0, 0), Reduce(0)]
