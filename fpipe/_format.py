@@ -84,20 +84,23 @@ def percent(share: float) -> str:
 
 
 def extent(plan: Plan) -> str:
-    """Format the numbers of ranks, stages and microbatches of a plan.
+    """Format the numbers of ranks, stages and microbatches of a plan, and of its replicas if there are several.
 
     >>> from fpipe import Placement
-    >>> extent(Plan(Placement.v(4), 8))
-    '4 ranks, 8 stages, 8 microbatches'
+    >>> extent(Plan(Placement.v(4), 8)), extent(Plan(Placement((0,)), 1, replicas=2))
+    ('4 ranks, 8 stages, 8 microbatches', '1 rank, 1 stage, 1 microbatch, 2 replicas')
     """
     counts = {"rank": plan.ranks, "stage": plan.stages, "microbatch": plan.microbatches}
-    ending = {"rank": "s", "stage": "s", "microbatch": "es"}
+    if plan.replicas > 1:
+        counts["replica"] = plan.replicas
+    ending = {"rank": "s", "stage": "s", "microbatch": "es", "replica": "s"}
     return ", ".join(f"{count} {noun}{ending[noun] if count != 1 else ''}" for noun, count in counts.items())
 
 
 def sized(costs: Costs) -> bool:
     """Whether any size is positive, so that memory can be shown in bytes."""
-    return bool(costs.extra) or any(map(_is_positive, (costs.activation, costs.residuals, costs.deferred)))
+    sizes = costs.activation, costs.residuals, costs.deferred, costs.parameters
+    return bool(costs.extra) or any(map(_is_positive, sizes))
 
 
 def _is_positive(cost: float | Sequence[float]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf, isfinite
 from typing import Any, NamedTuple, SupportsFloat
 
@@ -14,7 +14,7 @@ from fpipe.tables import TABLE, Table, fields_of
 
 PerStage = float | Sequence[float]
 Edge = tuple[int, int]  # source rank, target rank; or stage, reader
-NOT_BY_STAGE = {"communication", "shared", "reads", "extra", "scale", "sizes", "replicas"}
+NOT_BY_STAGE = {"communication", "shared", "reads", "extra", "scale", "sizes", "replicas", "optimizer"}
 OVER_REPLICAS = ("gather", "scatter")
 SIZES = {"activation", "residuals", "deferred"}
 BY_DEFAULT = {"backward": ("backward_input", "backward_weight")}
@@ -88,8 +88,10 @@ class Costs:
         shared: memory that these have in common. By default none: an output that residuals contain counts twice.
         parameters: bytes of a stage's whole parameters, and of their gradients.
         gather, scatter: the cost of a `Gather`, and of a `Scatter`: a time, as of the others, or a `Link`, over which a
-            rank gets (replicas - 1) / replicas of the bytes.
-        replicas: how many there are, for a `Link` of `gather` or `scatter`.
+            rank gets (replicas - 1) / replicas of the bytes. A `Scatter` of parameters that are not sharded travels
+            twice, because every replica needs the whole sum.
+        replicas: how many there are, for a `Link` of `gather` or `scatter`; by default those of the plan.
+        optimizer: bytes of the optimizer's state for each byte of a parameter: 2 for Adam in the parameters' dtype.
         reads: {(stage, reader): bytes} where a stage reads only a part of another's output: the bytes that its rank
             receives, and the size of the gradient that it computes.
         extra: {class: cost} of effects and values that you define: the time of an effect, the bytes of a value.
@@ -120,6 +122,7 @@ class Costs:
     gather: PerStage | Link = 0.0
     scatter: PerStage | Link = 0.0
     replicas: int = 1
+    optimizer: float = 2.0
     shared: Sequence[Shared] = ()
     reads: Mapping[Edge, float] = _ByKey()
     extra: Mapping[type, PerStage] = _ByKey()
@@ -137,6 +140,8 @@ class Costs:
                 if not isinstance(value, int) or value < 1:
                     raise ScheduleError(f"replicas must be a whole number of at least 1, not {value!r}")
                 normal = value
+            elif field.name == "optimizer":
+                normal = _number(field.name, value)
             elif field.name == "shared":
                 normal = tuple(Shared(_number("shared", size), tuple(names)) for size, names in value)
             elif field.name == "reads":
@@ -175,12 +180,33 @@ class Costs:
         return _at(per_stage, both[0].stage) * factor
 
     def replica_transfer(self, cost: str, stage: int) -> float:
-        """Return the time of a `gather` or a `scatter` of a stage."""
+        """Return the time of a `gather`, or of a `scatter` to shards, of a stage."""
         price = getattr(self, cost)
         if not isinstance(price, Link):
             return _at(price, stage)
         share = (self.replicas - 1) / self.replicas
         return price.latency + share * _at(self.parameters, stage) / price.bandwidth
+
+    def over(self, plan: Plan) -> Costs:
+        """Return the costs with the links of gathers and scatters as times, for the plan's replicas and its shards.
+
+        Raises:
+            ScheduleError: the costs have another number of replicas.
+        """
+        if self.replicas not in (1, plan.replicas):
+            raise ScheduleError(
+                f"the costs are those of {self.replicas} replicas, the plan has {plan.replicas}: leave "
+                "Costs(replicas=...) out"
+            )
+        if not any(isinstance(getattr(self, cost), Link) for cost in OVER_REPLICAS):
+            return self
+        costs = replace(self, replicas=plan.replicas)
+        times = {cost: [costs.replica_transfer(cost, s) for s in range(plan.stages)] for cost in OVER_REPLICAS}
+        if isinstance(self.scatter, Link):
+            times["scatter"] = [
+                time * (1 if stage in plan.gathered else 2) for stage, time in enumerate(times["scatter"])
+            ]
+        return replace(costs, **times)
 
     def extra_of(self, of: Any, factors: Sequence[float]) -> float:
         """Return the cost in `extra` of an effect's or a value's class, times the factor of its microbatch."""

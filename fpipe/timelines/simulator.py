@@ -20,6 +20,7 @@ from typing import Any
 from fpipe.costs import Costs, Link
 from fpipe.effects import Recv, Send
 from fpipe.plan import Plan, Schedule
+from fpipe.programs.footprint import enforce, footprint
 from fpipe.programs.interleaving import turns
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs, plan_of, table_of
@@ -35,6 +36,7 @@ def simulate(
     *,
     depth: int | None = None,
     resident: int | None = None,
+    memory_limit_bytes: float | None = None,
     effects: Table = TABLE,
 ) -> Timeline:
     """Return the predicted timeline of a schedule. The schedule must be correct: check it with `fpipe.verify`.
@@ -42,21 +44,27 @@ def simulate(
     Args:
         costs: the times and sizes of effects and values; by default one unit for each compute, and 0 for transfers.
         depth, resident, effects: as in `lower`.
+        memory_limit_bytes: bytes that a rank has, for all that `fpipe.programs.footprint` counts.
 
     Raises:
-        ScheduleError: the ranks wait for each other in a cycle, or the costs don't fit the plan.
+        ScheduleError: the ranks wait for each other in a cycle, a rank needs more than the limit, or the costs don't
+            fit the plan.
 
     >>> from fpipe import Costs, Placement, Plan, schedules
     >>> simulate(schedules.gpipe, Plan(Placement.loop(4), 8), Costs(forward=1, backward=2)).bubble_rate
     0.2727272727272727
     """
     costs.check(plan)
-    return simulate_programs(lower(schedule, plan, depth=depth, resident=resident, effects=effects), costs)
+    programs = lower(schedule, plan, depth=depth, resident=resident, effects=effects)
+    if memory_limit_bytes is not None:
+        enforce(footprint(programs, costs), memory_limit_bytes)
+    return simulate_programs(programs, costs)
 
 
 def simulate_programs(programs: Programs, costs: Costs) -> Timeline:
     """Return the predicted timeline of complete programs."""
-    return Timeline(plan_of(programs), _Simulation(programs, costs).spans(), costs)
+    plan = plan_of(programs)
+    return Timeline(plan, _Simulation(programs, costs.over(plan)).spans(), costs)
 
 
 class _Edge:

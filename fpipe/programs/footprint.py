@@ -1,0 +1,113 @@
+"""The account of all bytes that a rank has in a step. No torch.
+
+On a rank there are, for the stages that are on it:
+
+- its parameters: the whole ones, or where they are sharded over D replicas a D-th of them;
+- the state of the optimizer, in proportion to these, for the stages that are trained;
+- the sums of weight gradients: each is as large as the whole parameters from the stage's first weight gradient to its
+  scatter. After that, what is left has the size of the parameters that the rank has at all times. A sum that comes from
+  another rank, of a copy or a tie, counts from its receive on;
+- the live values (`fpipe.programs.memory`): activations, residuals, deferred values, gradients, and the whole
+  parameters of sharded stages from their gather to their release.
+
+The peak is the largest sum of these at the end of an effect, in the order of the program. Not counted are the batch,
+temporaries inside a piece, buffers of communication, and the memory of the process itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from fpipe._format import format_bytes
+from fpipe.costs import Costs
+from fpipe.effects import Parameters, Recv, Scatter, WeightGradient, parts
+from fpipe.errors import ScheduleError
+from fpipe.programs.interning import Interning
+from fpipe.programs.memory import live_bytes
+from fpipe.programs.program import Program, Programs, plan_of, table_of
+from fpipe.tables import WEIGHT
+
+ROUNDING = 1e-9
+
+
+class RankBytes(NamedTuple):
+    """The bytes on a rank when they are most."""
+
+    parameters: float
+    optimizer: float
+    gradients: float
+    live: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    def __str__(self) -> str:
+        named = (f"{format_bytes(size)} of {name}" for name, size in self._asdict().items() if size)
+        return ", ".join(named).replace("of live", "of live values").replace("of optimizer", "of optimizer state")
+
+
+def footprint(programs: Programs, costs: Costs) -> tuple[RankBytes, ...]:
+    """Return the account of each rank at its peak, from the sizes in the costs.
+
+    >>> from fpipe import Costs, Placement, Plan, lower, schedules
+    >>> plan = Plan(Placement.loop(ranks=1, chunks=2), microbatches=1, replicas=2)
+    >>> costs = Costs(parameters=100, residuals=5)
+    >>> footprint(lower(schedules.gpipe, plan, resident=1), costs)
+    (RankBytes(parameters=100.0, optimizer=200.0, gradients=150.0, live=100.0),)
+    >>> footprint(lower(schedules.gpipe, plan), costs)
+    (RankBytes(parameters=200.0, optimizer=400.0, gradients=200.0, live=0.0),)
+    """
+    lives = live_bytes(programs, costs, Interning(plan_of(programs), table_of(programs)))
+    return tuple(_peak(programs[rank], live, costs) for rank, live in enumerate(lives))
+
+
+def _peak(program: Program, live: Sequence[float], costs: Costs) -> RankBytes:
+    plan = program.plan
+
+    def whole(stage: int) -> float:
+        return costs.at("parameters", Parameters(stage))
+
+    def lasting(stage: int) -> float:
+        return whole(stage) / (plan.replicas if stage in plan.gathered else 1)
+
+    gradients, total = dict[tuple[int, int], float](), list[float]()
+    for change in _sums(program):
+        if change is not None:
+            stage, rank, is_scattered = change
+            gradients[stage, rank] = lasting(stage) if is_scattered else whole(stage)
+        total.append(sum(gradients.values()))
+    stages = plan.stages_on(program.rank)
+    trained = {stage for stage, rank in gradients if rank == program.rank}
+    parameters = sum(map(lasting, stages))
+    optimizer = costs.optimizer * sum(lasting(stage) for stage in stages if stage in trained)
+    at = max(range(len(live)), key=lambda at: live[at] + total[at], default=0)
+    return RankBytes(parameters, optimizer, total[at] if total else 0.0, live[at] if live else 0.0)
+
+
+def _sums(program: Program) -> Iterator[tuple[int, int, bool] | None]:
+    """Yield for each effect the stage and the rank of the sum that it begins, adds to or scatters, and whether it does
+    the latter."""
+    effects, scatters = program.table.effects, program.plan.replicas > 1
+    for effect in program:
+        if isinstance(effect, Recv) and isinstance(effect.value, WeightGradient):
+            yield effect.value.stage, effect.value.rank, scatters
+        elif isinstance(effect, Scatter):
+            yield effect.stage, effect.rank, True
+        else:
+            added = (part.stage for part in parts(effect) if effects[type(part)].work & WEIGHT)
+            stage = next(added, None)
+            yield None if stage is None else (stage, program.rank, False)
+
+
+def enforce(footprints: Sequence[RankBytes], limit: float) -> None:
+    """Raise ScheduleError if a rank needs more than a limit in bytes."""
+    rank = max(range(len(footprints)), key=lambda rank: footprints[rank].total)
+    needed = footprints[rank]
+    if needed.total > limit * (1 + ROUNDING):
+        raise ScheduleError(
+            f"rank {rank} needs {format_bytes(needed.total)}, {format_bytes(needed.total - limit)} more than the limit "
+            f"of {format_bytes(limit)}: {needed}; more replicas with sharded parameters, fewer resident stages, or "
+            "another schedule (fpipe search --memory-limit-bytes) need less"
+        )

@@ -1,0 +1,83 @@
+"""The account of all bytes of a rank, by hand and by closed forms."""
+
+from dataclasses import replace
+
+import pytest
+
+from fpipe import Costs, Link, Placement, Plan, ScheduleError, lower, schedules, simulate, verify
+from fpipe.programs.footprint import footprint
+from fpipe.programs.lowering import forward_only
+from tests.support.catalogue import FUNCTIONS
+
+GIB = 2.0**30
+
+
+def totals(programs, costs):
+    return [each.total for each in footprint(programs, costs)]
+
+
+def test_one_stage_on_each_rank_by_hand():
+    """Parameters, a sum of gradients and Adam's two moments: four times the parameters, and the residuals."""
+    plan = Plan(Placement.loop(2), 4)
+    costs = Costs(parameters=[100, 40], residuals=[1, 2])
+    accounts = footprint(lower(schedules.gpipe, plan), costs)
+    # at the last forward there is no sum yet; at the end of the first backward one microbatch is gone
+    assert [tuple(each) for each in accounts] == [(100, 200, 100, 3), (40, 80, 40, 6)]
+    assert totals(lower(schedules.gpipe, plan), replace(costs, optimizer=0)) == [203, 86]
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_shards_are_a_part_of_parameters_and_state(replicas):
+    plan = Plan(Placement.loop(2, chunks=2), 4, replicas=replicas)
+    costs = Costs(parameters=96)
+    whole = footprint(lower(schedules.looped_bfs, plan), costs)
+    assert {tuple(each) for each in whole} == {(192, 384, 192, 0)}
+    for resident in (1, 2):
+        for each in footprint(lower(schedules.looped_bfs, plan, resident=resident), costs):
+            assert (each.parameters, each.optimizer) == (192 / replicas, 384 / replicas)
+            # while the second stage's sum is whole, the first one's is a shard
+            assert each.gradients <= 96 + 96 / replicas
+            assert each.live <= 96 * resident
+            assert each.total <= 576 / replicas + 96 * resident + 96 + 96 / replicas
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_account_of_every_schedule_is_bounded(name):
+    plan = replace(FUNCTIONS[name].plan(4, 8), replicas=2)
+    schedule, costs = FUNCTIONS[name].schedule(plan), Costs(parameters=10, residuals=1, activation=0.25)
+    programs = lower(schedule, plan)
+    report = verify(schedule, plan, costs=costs, ordered=False)
+    for rank, each in enumerate(footprint(programs, costs)):
+        own = 10 * len(plan.stages_on(rank))
+        assert (each.parameters, each.optimizer) == (own, 2 * own)
+        assert own <= each.gradients + 1e-9 + own * (each.live > 0)
+        assert max(own * 4, own * 3 + report.peak_bytes[rank]) <= each.total + 1e-9
+        assert each.total <= own * 5 + report.peak_bytes[rank] + 1e-9  # sums of copies too
+
+
+def test_what_is_not_trained_has_neither_gradients_nor_state():
+    plan = Plan(Placement.loop(2), 4)
+    programs = forward_only(lower(schedules.gpipe, plan))
+    assert [tuple(each) for each in footprint(programs, Costs(parameters=10))] == [(10, 0, 0, 0)] * 2
+
+
+def test_a_limit_refuses_with_the_account():
+    plan = Plan(Placement.loop(2, chunks=2), 4, replicas=4)
+    costs = Costs(parameters=8 * GIB, residuals=GIB)
+    needed = totals(lower(schedules.looped_bfs, plan, resident=1), costs)
+    simulate(schedules.looped_bfs, plan, costs, resident=1, memory_limit_bytes=max(needed))
+    with pytest.raises(
+        ScheduleError,
+        match=r"rank 0 needs 67 GiB, 27 GiB more than the limit of 40 GiB: 16 GiB of parameters, 32 GiB of optimizer "
+        r"state, 16 GiB of gradients, 3 GiB of live values; more replicas",
+    ):
+        simulate(schedules.looped_bfs, plan, costs, memory_limit_bytes=40 * GIB)
+
+
+def test_what_is_not_sharded_travels_twice():
+    plan = Plan(Placement((0,)), 1, replicas=4)
+    costs = Costs(0, 0, 0, parameters=100, scatter=Link(0.25, 50))
+    assert simulate(schedules.gpipe, plan, costs, resident=1).makespan == 0.25 + 75 / 50
+    assert simulate(schedules.gpipe, plan, costs).makespan == 2 * (0.25 + 75 / 50)
+    with pytest.raises(ScheduleError, match="the costs are those of 2 replicas, the plan has 4"):
+        simulate(schedules.gpipe, plan, replace(costs, replicas=2))
