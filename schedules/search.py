@@ -7,15 +7,21 @@ model split that way (`recut`), so that all schedules are compared on the same w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, floor, inf
 
+from fpipe._format import format_bytes, sized
 from fpipe.costs import Costs
 from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, Forward, Gradient, Name, Overlap
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
+from fpipe.programs.footprint import RankBytes, footprint
+from fpipe.programs.lowering import lower
+from fpipe.programs.program import Programs, plan_of
+from fpipe.programs.residence import residence
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, recut, shares
-from fpipe.timelines.simulator import simulate
+from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
 
 CHUNKS = (1, 2, 3, 4, 6, 8)  # the numbers of stages on a rank to try
@@ -29,8 +35,11 @@ class Found:
 
     Args:
         name: in `CATALOGUE`.
-        schedule, plan, costs: run it by `value_and_grad(pipeline, schedule, plan)`, or simulate it again.
+        schedule, plan, costs: run it by `value_and_grad(pipeline, schedule, plan, resident=resident)`, or simulate it
+            again.
         lower_bound: no program on any of the tried plans has a lower cost.
+        resident: the number of stages that are whole on a rank at a time; None where parameters are not sharded.
+        footprint: the account of each rank's bytes.
     """
 
     name: str
@@ -39,11 +48,18 @@ class Found:
     costs: Costs
     timeline: Timeline
     lower_bound: float
+    resident: int | None = None
+    footprint: tuple[RankBytes, ...] = ()
 
     @property
     def peak(self) -> float:
         """The most in flight on a rank, in microbatches of a rank's share of the model (1/ranks of it)."""
         return max(shares(self.timeline))
+
+    @property
+    def bytes(self) -> float:
+        """The most bytes on a rank, as `fpipe.programs.footprint` counts them."""
+        return max(account.total for account in self.footprint)
 
 
 def search(
@@ -51,19 +67,24 @@ def search(
     costs: Costs = Costs(),
     memory_limit: float | None = None,
     *,
+    memory_limit_bytes: float | None = None,
     chunks: Sequence[int] = CHUNKS,
     progress: Callable[[str], None] | None = None,
 ) -> Found:
     """Return the named schedule of least cost within a memory limit, each at its best number of chunks.
 
+    With replicas, parameters that are whole on each of them are tried, and shards, with several numbers of stages that
+    are whole at a time.
+
     Args:
-        plan: ranks, microbatches and the stages of the costs. A chain is split anew for a schedule with another number
-            of stages; with other edges or with ties, only schedules with as many stages are tried.
+        plan: ranks, microbatches, replicas and the stages of the costs. A chain is split anew for a schedule with
+            another number of stages; with other edges or with ties, only schedules with as many stages are tried.
         memory_limit: microbatches in flight on a rank, of its share of the model (1/ranks of it).
+        memory_limit_bytes: bytes on a rank, of all that `fpipe.programs.footprint` counts from the sizes in the costs.
         chunks: the numbers of stages on a rank to try, if the model can be split that way.
         progress: called with the name of each candidate.
 
-    Of equal costs the lower peak wins.
+    Of equal costs the lower peak wins: in bytes if the costs have parameters, else in microbatches.
 
     Raises:
         ScheduleError: the costs do not fit the plan, or no schedule fits the limit; the message gives the least that
@@ -73,17 +94,55 @@ def search(
     >>> result = search(Plan(Placement.loop(4), 8), memory_limit=4)
     >>> result.name, result.plan.placement, result.timeline.cost, result.lower_bound
     ('zb-v', Placement((0, 1, 2, 3, 3, 2, 1, 0)), 24.0, 24.0)
+    >>> costs = Costs(parameters=100, residuals=10, gather=0.25, scatter=0.5)
+    >>> result = search(Plan(Placement.loop(2), 8, replicas=4), costs, memory_limit_bytes=270, chunks=(1, 2))
+    >>> result.name, result.resident, result.bytes
+    ('zb-auto', 2, 245.0)
     """
     _check(plan, costs, memory_limit, chunks)
-    candidates = list(_candidates(plan, costs, memory_limit, chunks, progress))
-    within = [result for result in candidates if memory_limit is None or result.peak <= memory_limit * (1 + ROUNDING)]
+    if memory_limit_bytes is None:
+        candidates = list(_candidates(plan, costs, memory_limit, chunks, progress))
+    else:
+        candidates = _every(plan, costs, chunks, progress, memory_limit)
+    within = [
+        result
+        for result in candidates
+        if (memory_limit is None or result.peak <= memory_limit * (1 + ROUNDING))
+        and (memory_limit_bytes is None or result.bytes <= memory_limit_bytes * (1 + ROUNDING))
+    ]
     if not within:
-        least = min(result.peak for result in _candidates(plan, costs, max(1.0, memory_limit or 1.0), chunks, None))
-        raise ScheduleError(
-            f"no schedule that is known keeps to {memory_limit:g} microbatches in flight: the least is {least:g}"
-        )
+        raise _too_small(plan, costs, memory_limit, memory_limit_bytes, chunks, candidates)
     bound = min(result.lower_bound for result in candidates)
     return replace(_best(within), lower_bound=bound)
+
+
+def _too_small(
+    plan: Plan,
+    costs: Costs,
+    memory_limit: float | None,
+    memory_limit_bytes: float | None,
+    chunks: Sequence[int],
+    candidates: Sequence[Found],
+) -> ScheduleError:
+    if memory_limit_bytes is not None:
+        least = min(candidates, key=lambda result: result.bytes)
+        how = f"{least.name} with {describe_chunks(least)}"
+        return ScheduleError(
+            f"no schedule that is known keeps to {format_bytes(memory_limit_bytes)} on a rank"
+            + ("" if memory_limit is None else f" and to {memory_limit:g} microbatches in flight")
+            + f": the least is {format_bytes(least.bytes)}, of {how}; more replicas or ranks need less"
+        )
+    lowest = min(result.peak for result in _candidates(plan, costs, max(1.0, memory_limit or 1.0), chunks, None))
+    return ScheduleError(
+        f"no schedule that is known keeps to {memory_limit:g} microbatches in flight: the least is {lowest:g}"
+    )
+
+
+def describe_chunks(result: Found) -> str:
+    """Return the number of stages on a rank, and how many of them are whole."""
+    count = max(len(result.plan.stages_on(rank)) for rank in range(result.plan.ranks))
+    stages = f"{count} stage{'s' if count > 1 else ''} on a rank"
+    return stages if result.resident is None else f"{stages}, {result.resident} of them whole at a time"
 
 
 def _check(plan: Plan, costs: Costs, memory_limit: float | None, chunks: Sequence[int]) -> None:
@@ -100,20 +159,51 @@ def pareto(
     plan: Plan,
     costs: Costs = Costs(),
     *,
+    memory_limit_bytes: float | None = None,
     chunks: Sequence[int] = CHUNKS,
     progress: Callable[[str], None] | None = None,
 ) -> list[Found]:
-    """Return the Pareto front of cost and peak memory, smallest peak first."""
+    """Return the Pareto front of cost and peak memory, smallest peak first.
+
+    Memory is in bytes if the costs have parameters or there is a limit in bytes, else in microbatches in flight.
+    """
     _check(plan, costs, None, chunks)
-    every = list(_candidates(plan, costs, None, chunks, progress))
-    largest = _best(every).peak
-    for limit in _limits(largest):
-        every += _candidates(plan, costs, limit, chunks, progress, [e for e in CATALOGUE.values() if e.limited])
+    every = _every(plan, costs, chunks, progress)
+    by_bytes = _has_parameters(costs) or memory_limit_bytes is not None
+    if memory_limit_bytes is not None:
+        within = [result for result in every if result.bytes <= memory_limit_bytes * (1 + ROUNDING)]
+        if not within:
+            raise _too_small(plan, costs, None, memory_limit_bytes, chunks, every)
+        every = within
+
+    def memory(result: Found) -> float:
+        return result.bytes if by_bytes else result.peak
+
     front: list[Found] = []
-    for result in sorted(every, key=lambda result: (result.peak, result.timeline.cost, result.timeline.makespan)):
+    for result in sorted(every, key=lambda result: (memory(result), result.timeline.cost, result.timeline.makespan)):
         if not front or result.timeline.cost < front[-1].timeline.cost * (1 - ROUNDING):
             front.append(result)
     return front
+
+
+def _every(
+    plan: Plan,
+    costs: Costs,
+    chunks: Sequence[int],
+    progress: Callable[[str], None] | None,
+    memory_limit: float | None = None,
+) -> list[Found]:
+    """Return all candidates; those that order under a limit also at lower limits than the given one."""
+    every = list(_candidates(plan, costs, memory_limit, chunks, progress))
+    for limit in _limits(_best(every).peak):
+        limited = [entry for entry in CATALOGUE.values() if entry.limited]
+        with suppress(ScheduleError):  # none takes this limit
+            every += _candidates(plan, costs, limit, chunks, progress, limited)
+    return every
+
+
+def _has_parameters(costs: Costs) -> bool:
+    return any(costs.parameters) if isinstance(costs.parameters, tuple) else bool(costs.parameters)
 
 
 def _limits(largest: float, most: int = 16) -> list[float]:
@@ -127,7 +217,10 @@ def _best(results: Sequence[Found]) -> Found:
     enough = min(result.timeline.cost for result in results) * (1 + ROUNDING)
     return min(
         (result for result in results if result.timeline.cost <= enough),
-        key=lambda result: (result.peak, result.timeline.makespan),
+        key=lambda result: (
+            result.bytes if _has_parameters(result.costs) else result.peak,
+            result.timeline.makespan,
+        ),
     )
 
 
@@ -149,14 +242,36 @@ def _candidates(
                 candidate = _plan_of(plan, entry, v)
                 scaled = recut(costs, plan.stages, candidate.stages)
                 schedule = entry.schedule(candidate, scaled, limit)
-                timeline = simulate(schedule, candidate, scaled)
+                played = list(_played(lower(schedule, candidate), scaled))
             except ScheduleError as error:
                 refused.append(error)  # it does not take the plan, or the limit
-            else:
+                continue
+            bound = lower_bound(candidate, scaled, limit)
+            for timeline, resident, account in played:
                 count += 1
-                yield Found(entry.name, schedule, candidate, scaled, timeline, lower_bound(candidate, scaled, limit))
+                yield Found(entry.name, schedule, candidate, scaled, timeline, bound, resident, account)
     if not count:
         raise refused[0]
+
+
+def _played(programs: Programs, costs: Costs) -> Iterator[tuple[Timeline, int | None, tuple[RankBytes, ...]]]:
+    """Yield the timeline of programs, the number of whole stages, and the bytes; with replicas, for several numbers."""
+    plan = plan_of(programs)
+    for resident in _residents(plan):
+        try:
+            placed = programs if resident is None else residence(programs, resident)
+        except ScheduleError:  # an overlap needs more stages at once
+            continue
+        bytes_ = footprint(placed, costs) if sized(costs) else (RankBytes(0.0, 0.0, 0.0, 0.0),) * plan.ranks
+        yield simulate_programs(placed, costs), resident, bytes_
+
+
+def _residents(plan: Plan) -> list[int | None]:
+    """Return the numbers of whole stages to try: powers of two, and all of a rank's stages."""
+    if plan.replicas == 1:
+        return [None]
+    most = max(len(plan.stages_on(rank)) for rank in range(plan.ranks))
+    return [None, *sorted({2**k for k in range(most.bit_length())} & {*range(1, most)} | {most})]
 
 
 def _tried(entry: CatalogueEntry, chunks: Sequence[int]) -> Sequence[int]:
@@ -167,8 +282,8 @@ def _tried(entry: CatalogueEntry, chunks: Sequence[int]) -> Sequence[int]:
 
 def _plan_of(plan: Plan, entry: CatalogueEntry, chunks: int) -> Plan:
     """Return the entry's own plan for the same model."""
-    candidate = entry.plan(plan.ranks, plan.microbatches, chunks)
-    if plan == Plan(plan.placement, plan.microbatches):
+    candidate = replace(entry.plan(plan.ranks, plan.microbatches, chunks), replicas=plan.replicas)
+    if plan == Plan(plan.placement, plan.microbatches, replicas=plan.replicas):
         return candidate
     return replace(candidate, edges=plan.edges, ties=plan.ties)
 

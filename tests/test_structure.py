@@ -65,7 +65,7 @@ LAYOUT = {
     "fpipe._format": "costs plan",
     "fpipe.programs": "_format tables costs plan effects errors",
     "fpipe.timelines": "_format programs tables costs plan effects errors",
-    "fpipe.schedules": "timelines programs tables costs plan effects errors",
+    "fpipe.schedules": "timelines programs tables _format costs plan effects errors",
     "fpipe.devices": "",
     "fpipe.stages": "_format devices plan effects errors",
     "fpipe.policies": "",

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe import Costs, Edges, Placement, Plan, ScheduleError, handlers, simulate, verify
+from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, handlers, lower, simulate, verify
+from fpipe.programs.footprint import footprint
 from fpipe.schedules import CATALOGUE, lower_bound, pareto, search
 from fpipe.schedules.catalogue import recut, shares
 from fpipe.schedules.search import CHUNKS
@@ -150,3 +151,48 @@ def test_what_was_found_runs_like_any_other(limit):
     expected = cases.reference(case, found.schedule, found.plan)
     assert torch.equal(loss, expected[0])
     assert jobs.differences(grads, expected[1]) == []
+
+
+def layouts(memory_limit_bytes, **costs):
+    """Costs of one model of two ranks, each with one stage; four replicas."""
+    plan = Plan(Placement.loop(2), 4, replicas=4)
+    costs = Costs(2, 2, 2, residuals=40, parameters=100, gather=Link(0, 150), scatter=Link(0, 150), **costs)
+    return search(plan, costs, memory_limit_bytes=memory_limit_bytes, chunks=(1, 2)), plan, costs
+
+
+def test_the_layout_of_replicas_is_searched_too():
+    found, _, _ = layouts(None)
+    assert found.plan.replicas == 4
+    # whole parameters are summed twice as long; shards are gathered beside the compute
+    assert found.resident is not None
+    programs = lower(found.schedule, found.plan, resident=found.resident)
+    assert found.footprint == footprint(programs, found.costs)
+    assert (
+        found.timeline.makespan == simulate(found.schedule, found.plan, found.costs, resident=found.resident).makespan
+    )
+    free, *_ = layouts(None, optimizer=0)
+    assert free.bytes < found.bytes
+
+
+@pytest.mark.parametrize("room", [2.6, 3, 4, 6])
+def test_what_is_found_keeps_to_a_limit_in_bytes_and_is_the_fastest_of_those(room):
+    found, plan, costs = layouts(100 * room)
+    assert found.bytes <= 100 * room
+    every = pareto(plan, costs, chunks=(1, 2))
+    within = [each.timeline.cost for each in every if each.bytes <= 100 * room]
+    assert found.timeline.cost == pytest.approx(min(within))
+    assert [each.bytes for each in every] == sorted(each.bytes for each in every)
+    limited = pareto(plan, costs, memory_limit_bytes=100 * room, chunks=(1, 2))
+    assert [each.timeline.cost for each in limited] == pytest.approx(within)
+
+
+def test_a_limit_in_bytes_that_nothing_keeps_to():
+    with pytest.raises(ScheduleError, match=r"keeps to 10 B on a rank: the least is \d+ B, of .* whole at a time"):
+        layouts(10)
+    with pytest.raises(ScheduleError, match="no schedule that is known keeps to 10 B on a rank: the least is"):
+        pareto(Plan(Placement.loop(2), 4), Costs(parameters=100), memory_limit_bytes=10)
+
+
+def test_one_replica_is_not_sharded():
+    found = search(Plan(Placement.loop(2), 4), Costs(parameters=100), memory_limit_bytes=400, chunks=(1,))
+    assert (found.resident, found.bytes) == (None, 400)
