@@ -1,6 +1,6 @@
 """The verbs' options, in groups: plans, models and costs; and their parsers. No torch."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import inf, nan
 from typing import Annotated, Any
@@ -18,14 +18,44 @@ def _per_stage(text: str | float) -> PerStage:
     return numbers if len(numbers) > 1 else numbers[0]
 
 
-def _number(text: str) -> float:
+def _number(text: str, example: str = "0.5, or one a stage as 1,1,2,1") -> float:
     try:
         value = float(text)
     except ValueError:
         value = nan
     if not 0 <= value < inf:
-        raise typer.BadParameter(f"{text!r} is no number of at least 0: give one as 0.5, or one a stage as 1,1,2,1")
+        raise typer.BadParameter(f"{text!r} is no number of at least 0: give one as {example}")
     return value
+
+
+def _bytes(text: str | float) -> float:
+    """Parse 8e9, 80GiB or 512 MB.
+
+    >>> _bytes("8e9"), _bytes("1.5KiB"), _bytes("2 MB")
+    (8000000000.0, 1536.0, 2000000.0)
+    """
+    whole = str(text).strip()
+    unit = next((unit for unit in UNITS if whole.lower().endswith(unit.lower())), "")
+    return _number(whole.removesuffix(whole[len(whole) - len(unit) :]) or "none", "8e9 or 80GiB") * UNITS.get(unit, 1)
+
+
+def _bytes_per_stage(text: str | float) -> PerStage:
+    sizes = tuple(_bytes(part) for part in str(text).split(","))
+    return sizes if len(sizes) > 1 else sizes[0]
+
+
+def _over_replicas(option: str | float) -> PerStage | Link:
+    """Parse 0.1, one time a stage as 0.1,0.2, or a latency and a bandwidth as 0.01:1e9."""
+    text = str(option)
+    if ":" not in text:
+        return _per_stage(text)
+    try:
+        return _transfer(text)  # a Link
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is no time: give one as 0.1, one a stage as 0.1,0.2, or a latency and a bandwidth (more than 0) "
+            "as 0.01:1e9"
+        ) from None
 
 
 def _transfers(option: str | float) -> float | Link | dict[Edge, float | Link]:
@@ -54,6 +84,9 @@ def _edge(text: str) -> Edge:
     return source, target
 
 
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+
+
 def at_least_one(text: str) -> tuple[int, ...]:
     try:
         numbers = tuple(map(int, text.split(",")))
@@ -77,7 +110,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PerStageOption = partial(typer.Option, parser=_per_stage)
 Time = partial(PerStageOption, metavar="TIME", rich_help_panel="Costs: one number, or one a stage")
 Bytes = partial(
-    PerStageOption, show_default=False, metavar="BYTES", rich_help_panel="Sizes: one number, or one a stage"
+    typer.Option,
+    parser=_bytes_per_stage,
+    show_default=False,
+    metavar="BYTES",
+    rich_help_panel="Sizes, as 8e9 or 80GiB: one number, or one a stage",
+)
+OverReplicas = partial(
+    typer.Option, parser=_over_replicas, metavar="TIME|LATENCY:BANDWIDTH", rich_help_panel="Transfers"
 )
 InPlan = partial(typer.Option, rich_help_panel="Plan")
 Count = partial(InPlan, min=1, metavar="N")
@@ -87,6 +127,20 @@ Limit = Annotated[
     float | None,
     InPlan("--memory-limit", min=0, metavar="K", help="Most microbatches of a whole rank in flight on it."),
 ]
+LimitBytes = Annotated[
+    Any,
+    InPlan(
+        "--memory-limit-bytes",
+        metavar="BYTES",
+        parser=_bytes,
+        help="Bytes that a rank has for parameters, gradients, optimizer state and live values, as 80GiB.",
+    ),
+]
+Resident = Annotated[
+    int | None,
+    Count(help="Shard the parameters over the replicas; so many stages are whole on a rank at a time."),
+]
+Replicas = Annotated[int, Count(help="How many replicas of the pipeline.")]
 
 
 @dataclass(frozen=True)
@@ -103,9 +157,13 @@ class PlanOptions:
             help="loop, v, both-ways, or ranks by stage as 0,1,1,0 (copies: 0+1,1+0). By default the schedule's own.",
         ),
     ] = None
+    replicas: Replicas = 1
 
     def plan(self, entry: CatalogueEntry | None) -> Plan:
         """Return the plan of a named schedule, or of a schedule without a placement of its own."""
+        return replace(self._plan(entry), replicas=self.replicas)
+
+    def _plan(self, entry: CatalogueEntry | None) -> Plan:
         if self.placement and self.placement not in PLACES:
             return self.check_consistent(Plan(_listed(self.placement), self._required("microbatches")), self.placement)
         ranks, microbatches = self._required("ranks"), self._required("microbatches")
@@ -119,7 +177,7 @@ class PlanOptions:
         for option, has in counts(plan).items():
             if getattr(self, option) not in (None, has):
                 raise typer.BadParameter(f"{source} has {has}, not {getattr(self, option)}", param_hint=f"--{option}")
-        return plan
+        return replace(plan, replicas=self.replicas)
 
     def _required(self, option: str) -> int:
         count: int | None = getattr(self, option)
@@ -153,11 +211,12 @@ class ModelOptions:
     chunks: Annotated[
         int, Count(help="Costs are those of a stage when a rank has so many; other cuts take their share of them.")
     ] = 1
+    replicas: Replicas = 1
 
     @property
     def plan(self) -> Plan:
         """The plan of the costs."""
-        return Plan(Placement.loop(self.ranks, self.chunks), self.microbatches)
+        return Plan(Placement.loop(self.ranks, self.chunks), self.microbatches, replicas=self.replicas)
 
 
 @dataclass(frozen=True)
@@ -181,6 +240,20 @@ class CostOptions:
     activation: Annotated[Any, Bytes(help="What a stage puts out for a microbatch.")] = 0
     residuals: Annotated[Any, Bytes(help="What a forward keeps for its backward.")] = 0
     deferred: Annotated[Any, Bytes(help="What an input gradient keeps for its weight gradient.")] = 0
+    parameters: Annotated[Any, Bytes(help="The whole parameters of a stage; their gradients are as large.")] = 0
+    optimizer: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="RATIO",
+            help="State of the optimizer: bytes for each byte of parameters. Adam's two moments are 2.",
+            rich_help_panel="Sizes, as 8e9 or 80GiB: one number, or one a stage",
+        ),
+    ] = 2.0
+    gather: Annotated[
+        Any, OverReplicas(help="The gathering of a stage's parameters from all replicas; times may be one a stage.")
+    ] = 0
+    scatter: Annotated[Any, OverReplicas(help="The sum of a stage's gradients over all replicas.")] = 0
 
     @property
     def costs(self) -> Costs:

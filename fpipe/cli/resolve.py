@@ -14,10 +14,11 @@ import typer
 
 from fpipe._format import number
 from fpipe.cli.app import OWN
-from fpipe.cli.options import CostOptions, Limit, PlanOptions, ScheduleArg
+from fpipe.cli.options import CostOptions, Limit, LimitBytes, PlanOptions, Resident, ScheduleArg
 from fpipe.costs import Costs
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
+from fpipe.programs.footprint import RankBytes, enforce, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.verifier import check
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry
@@ -32,6 +33,7 @@ class Job(NamedTuple):
     schedule: Schedule
     plan: Plan
     costs: Costs
+    resident: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +42,12 @@ class ScheduleOptions(CostOptions, PlanOptions):
 
     name: ScheduleArg
     limit: Limit = None
+    limit_bytes: LimitBytes = None
+    resident: Resident = None
 
     def resolve(self) -> Job:
         """Return the schedule; raise if the costs do not fit its plan."""
-        return resolve(self.name, self, self.validated, self.limit)
+        return resolve(self.name, self, self.validated, self.limit)._replace(resident=self.resident)
 
 
 def resolve(name: str, asked: PlanOptions, costs: Callable[[Plan], Costs], limit: float | None) -> Job:
@@ -55,7 +59,7 @@ def resolve(name: str, asked: PlanOptions, costs: Callable[[Plan], Costs], limit
     if name.endswith(".csv"):
         from fpipe.interop.torch_csv import from_csv
 
-        schedule, plan = from_csv(read(name))
+        schedule, plan = from_csv(read(name), replicas=asked.replicas)
         return Job(name, schedule, asked.check_consistent(plan, name), costs(plan))
     if name.endswith(".py") or ".py:" in name:
         plan = asked.plan(None)
@@ -119,13 +123,23 @@ def read(file: str) -> str:
         raise typer.BadParameter(f"{file} can't be read: {error}") from None
 
 
-def played(job: Job, step: Callable[[str], None] = lambda what: None) -> Timeline:
-    """Verify a schedule, with any order of microbatches, and simulate it."""
-    programs = lower(job.schedule, job.plan)
+class Played(NamedTuple):
+    """A simulated schedule: its timeline, and the account of each rank's bytes."""
+
+    timeline: Timeline
+    footprint: tuple[RankBytes, ...]
+
+
+def played(job: Job, step: Callable[[str], None] = lambda what: None, limit_bytes: float | None = None) -> Played:
+    """Verify a schedule, with any order of microbatches, and simulate it; raise if a rank needs more bytes."""
+    programs = lower(job.schedule, job.plan, resident=job.resident)
     step(f"verify {job.name}")
     check(programs, ordered=False)
+    accounts = footprint(programs, job.costs)
+    if limit_bytes is not None:
+        enforce(accounts, limit_bytes)
     step(f"simulate {job.name}")
-    return simulate_programs(programs, job.costs)
+    return Played(simulate_programs(programs, job.costs), accounts)
 
 
 def enforce_limit(peaks: Sequence[float], limit: float | None) -> None:

@@ -17,6 +17,7 @@ from rich.text import Text
 from fpipe._format import Scale, extent, format_bytes, lighter, number, percent, sized
 from fpipe.cli.options import counts
 from fpipe.effects import Effect, parts
+from fpipe.programs.footprint import RankBytes
 from fpipe.programs.verifier import Report
 from fpipe.tables import Table as Effects
 from fpipe.timelines.comparison import Difference
@@ -26,6 +27,7 @@ from fpipe.timelines.text import Cell, lane
 from fpipe.timelines.timeline import Timeline
 
 if TYPE_CHECKING:
+    from fpipe.schedules.search import Found
     from fpipe.timelines.comparison import PathSegment
 
 _MAX_BLOCKS = 40  # of lanes, one below the other, without --scale
@@ -246,22 +248,37 @@ def _marked(figure: str, best: bool) -> Text:
     return Text(figure + "*", "bold green") if best else Text(figure + " ")
 
 
-def discovery(results: Sequence[tuple[str, Timeline, float, float]]) -> Group:
+def discovery(results: Sequence[Found]) -> Group:
     """Return a table of a search's schedules, and how far each is above the lower bound."""
-    shown = table(["schedule", "v", "makespan", "cost", "bubble", "peak", "bound", "above"], words=["schedule"])
-    for name, timeline, peak, bound in results:
-        figures = [number(timeline.makespan), number(timeline.cost), percent(timeline.bubble_rate), number(peak)]
-        above = percent(timeline.cost / bound - 1) if bound else ""
-        shown.add_row(Text(name), str(counts(timeline.plan)["chunks"]), *figures, number(bound), above)
-    return Group(shown, Text("bound: no schedule costs less   above: what this one costs more than that", "dim"))
+    replicas = any(each.plan.replicas > 1 for each in results)
+    memory = any(each.bytes for each in results)
+    columns = ["schedule", "v", *(["resident"] if replicas else []), "makespan", "cost", "bubble", "peak"]
+    shown = table([*columns, *(["memory"] if memory else []), "bound", "above"], words=["schedule"])
+    for each in results:
+        line, bound = each.timeline, each.lower_bound
+        resident = ["all, unsharded" if each.resident is None else str(each.resident)] if replicas else []
+        figures = [number(line.makespan), number(line.cost), percent(line.bubble_rate), number(each.peak)]
+        figures += [format_bytes(each.bytes)] if memory else []
+        above = percent(line.cost / bound - 1) if bound else ""
+        shown.add_row(Text(each.name), str(counts(line.plan)["chunks"]), *resident, *figures, number(bound), above)
+    lines = ["bound: no schedule costs less   above: what this one costs more than that"]
+    if replicas:
+        lines.append("resident: stages whose sharded parameters are whole on a rank at a time")
+    if memory:
+        lines.append("memory: of the rank that needs most, with parameters, gradients and the optimizer's state")
+    return Group(shown, Text("\n".join(lines), "dim"))
 
 
 def verdict(name: str, report: Report, *notes: str) -> Group:
     """Return the verifier's report of a valid schedule, after further notes."""
     memory = report.peak_bytes
-    ranks = table(["rank", "effects", "in flight", *(["memory"] if memory else [])])
+    resident = report.peak_resident if any(report.peak_resident) else None
+    ranks = table(
+        ["rank", "effects", "in flight", *(["resident"] if resident else []), *(["memory"] if memory else [])]
+    )
     for rank, (effects, peak) in enumerate(zip(report.effects, report.peak_in_flight, strict=True)):
-        ranks.add_row(str(rank), str(effects), number(peak), *([format_bytes(memory[rank])] if memory else []))
+        stages = [str(resident[rank])] if resident else []
+        ranks.add_row(str(rank), str(effects), number(peak), *stages, *([format_bytes(memory[rank])] if memory else []))
     edges = table(["from", "to", "messages", *(["bytes"] if report.bytes else [])])
     for (source, target), count in report.messages.items():
         sent = [format_bytes(report.bytes[source, target])] if report.bytes else []
@@ -269,6 +286,17 @@ def verdict(name: str, report: Report, *notes: str) -> Group:
     totals = f"{sum(report.effects)} effects, {sum(report.messages.values())} messages"
     head = f": {extent(report.plan)}\nright over the {report.transport} transport: {totals}"
     return Group(Text.assemble((name, "bold"), head), *map(Text, notes), Columns([ranks, edges], padding=(0, 4)))
+
+
+def memory_of(accounts: Sequence[RankBytes]) -> list[Table]:
+    """Return a table of all bytes of each rank, if parameters are known."""
+    if not any(each.parameters for each in accounts):
+        return []
+    parts = RankBytes._fields
+    result = table(["rank", *parts, "in all"])
+    for rank, each in enumerate(accounts):
+        result.add_row(str(rank), *map(format_bytes, each), format_bytes(each.total))
+    return [result]
 
 
 _MAX_SEGMENTS = 12  # of a critical path, at each end

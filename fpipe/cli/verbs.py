@@ -19,17 +19,21 @@ from fpipe.cli.options import (
     InPlan,
     Json,
     Limit,
+    LimitBytes,
     ModelOptions,
     PlanOptions,
+    Replicas,
+    Resident,
     ToFile,
     counts,
     known,
 )
 from fpipe.cli.output import attributes, console, print_json, progress, replacing, show
-from fpipe.cli.resolve import ScheduleOptions, enforce_limit, played, read, resolve
+from fpipe.cli.resolve import Played, ScheduleOptions, enforce_limit, played, read, resolve
 from fpipe.effects import Effect, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
+from fpipe.programs.footprint import enforce, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs
 from fpipe.programs.verifier import check
@@ -44,18 +48,21 @@ _CHUNKS = ",".join(map(str, CHUNKS))
 _MAX_COLUMNS = 100_000  # of a drawing with --scale
 
 
-def _simulated(options: ScheduleOptions) -> tuple[str, Timeline]:
+def _simulated(options: ScheduleOptions) -> tuple[str, Played]:
     with progress(f"lower {options.name}", 3) as step:
         job = options.resolve()
-        timeline = played(job, step)
-    enforce_limit(timeline.peak_in_flight, options.limit)
-    return job.name, timeline
+        simulated = played(job, step, options.limit_bytes)
+    enforce_limit(simulated.timeline.peak_in_flight, options.limit)
+    return job.name, simulated
 
 
-def result(name: str, timeline: Timeline) -> dict[str, object]:
+def result(name: str, simulated: Played, resident: int | None = None) -> dict[str, object]:
     """Return the results of a simulation for `--json`. Other programs read this: keep the keys and their order."""
+    timeline, accounts = simulated
     figures = attributes(timeline, "makespan", "cost", "bubble_rate", "idle", "peak_in_flight")
-    return {"schedule": name, **counts(timeline.plan), **figures}
+    about = {"replicas": timeline.plan.replicas, "resident": resident}
+    memory = [{**account._asdict(), "total": account.total} for account in accounts]
+    return {"schedule": name, **counts(timeline.plan), **figures, **about, "memory": memory}
 
 
 @verb("fpipe schedules")
@@ -87,24 +94,28 @@ def verify(
     """Check a schedule: complete, in order, free of deadlock."""
     with progress(f"lower {options.name}", 2) as step:
         job = options.resolve()
-        programs = lower(job.schedule, job.plan, transport=transport)
+        programs = lower(job.schedule, job.plan, transport=transport, resident=job.resident)
         step(f"verify {options.name}")
         report = check(
             programs, transport=transport, ordered=not unordered, costs=job.costs if sized(job.costs) else None
         )
     enforce_limit(report.peak_in_flight, options.limit)
+    accounts = footprint(programs, job.costs)
+    if options.limit_bytes is not None:
+        enforce(accounts, options.limit_bytes)
     if as_json:
         edges = [
             {"from": source, "to": target, "messages": count, "bytes": (report.bytes or {}).get((source, target))}
             for (source, target), count in report.messages.items()
         ]
         checks = {"transport": transport, "ordered": not unordered, "effects": report.effects, "edges": edges}
-        peaks = {"peak_in_flight": report.peak_in_flight, "peak_bytes": report.peak_bytes}
+        peaks = attributes(report, "peak_in_flight", "peak_bytes", "peak_resident")
+        peaks["memory"] = [{**account._asdict(), "total": account.total} for account in accounts]
         print_json({"schedule": job.name, **counts(job.plan), **checks, **peaks})
         return
-    from fpipe.cli.tables import verdict
+    from fpipe.cli.tables import memory_of, verdict
 
-    show(verdict(job.name, report))
+    show(verdict(job.name, report), *memory_of(accounts))
 
 
 @verb(
@@ -122,17 +133,18 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Simulate a schedule: time, idle time, memory."""
-    name, timeline = _simulated(options)
+    name, simulated = _simulated(options)
+    timeline = simulated.timeline
     unit = "s" if seconds else ""
     if logdir:
         _write(logdir, name, timeline, unit)
     if as_json:
-        print_json(result(name, timeline))
+        print_json(result(name, simulated, options.resident))
         return
-    from fpipe.cli.tables import account, headline
+    from fpipe.cli.tables import account, headline, memory_of
 
     scale = scale_of(timeline.makespan, unit)
-    show(headline(name, timeline, scale), account(timeline, scale))
+    show(headline(name, timeline, scale), account(timeline, scale), *memory_of(simulated.footprint))
     if logdir:
         print(f"See it in the Pipeline tab of: tensorboard --logdir {shlex.quote(str(logdir))}")
 
@@ -169,7 +181,8 @@ def draw(
     """
     if out and out.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise typer.BadParameter(f"{out} ends in no known format: take .svg, .png or .pdf", param_hint="--out")
-    name, timeline = _simulated(options)
+    name, simulated = _simulated(options)
+    timeline = simulated.timeline
     if scale and scale * timeline.makespan > _MAX_COLUMNS:
         largest = number(floor(1000 * _MAX_COLUMNS / timeline.makespan) / 1000)
         raise typer.BadParameter(
@@ -180,7 +193,7 @@ def draw(
     if out:
         _draw_into(out, name, timeline)
     if as_json:
-        print_json(result(name, timeline) | {"spans": list(_computes(timeline))})
+        print_json(result(name, simulated, options.resident) | {"spans": list(_computes(timeline))})
     elif not out:
         from fpipe.cli.tables import gantt, headline
 
@@ -225,6 +238,8 @@ def compare(
     ] = None,
     loops: Annotated[Any, Chunks(help="Chunks to try with schedules that loop.")] = "2,4",
     limit: Limit = None,
+    limit_bytes: LimitBytes = None,
+    resident: Resident = None,
     as_json: Json = False,
 ) -> None:
     """Compare schedules on one model.
@@ -233,29 +248,32 @@ def compare(
     --chunks of them; with v stages on a rank, each takes chunks/v of that.
     Peaks and the limit count microbatches of a rank's share of the model.
     """
-    entrants: list[tuple[str, Timeline, float]] = []
+    entrants: list[tuple[str, Played, float]] = []
     refused: dict[str, str] = {}
     candidates = [(name, chunks) for name in names or CATALOGUE for chunks in _tried(name, loops)]
     with progress("compare", len(candidates)) as step:
         for name, chunks in candidates:
             step(name)
             try:
-                options = PlanOptions(model.ranks, model.microbatches, chunks)
-                job = resolve(name, options, partial(costs.recut, model), limit)
-                timeline = played(job)
-                peaks = shares(timeline)
+                options = PlanOptions(model.ranks, model.microbatches, chunks, replicas=model.replicas)
+                job = resolve(name, options, partial(costs.recut, model), limit)._replace(resident=resident)
+                simulated = played(job, limit_bytes=limit_bytes)
+                peaks = shares(simulated.timeline)
                 enforce_limit(peaks, limit)
-                entrants.append((job.name, timeline, max(peaks)))
+                entrants.append((job.name, simulated, max(peaks)))
             except ScheduleError as error:
                 refused[name if chunks is None else f"{name} ({chunks} chunk{'s' if chunks > 1 else ''})"] = str(error)
-    entrants.sort(key=lambda entrant: (entrant[1].cost, entrant[1].makespan))
+    entrants.sort(key=lambda entrant: (entrant[1].timeline.cost, entrant[1].timeline.makespan))
     if as_json:
-        rows = [result(name, line) | {"peak": peak, "causes": line.causes} for name, line, peak in entrants]
+        rows = [
+            result(name, each, resident) | {"peak": peak, "causes": each.timeline.causes}
+            for name, each, peak in entrants
+        ]
         print_json({"schedules": rows, "refused": refused})
     else:
         from fpipe.cli.tables import comparison
 
-        show(comparison(entrants, refused))
+        show(comparison([(name, each.timeline, peak) for name, each, peak in entrants], refused))
     if refused and (names or not entrants):
         raise typer.Exit(1)
 
@@ -270,11 +288,15 @@ def _tried(name: str, loops: tuple[int, ...]) -> tuple[int | None, ...]:
     return loops if entry.chunks > 1 else (None,)
 
 
-@verb("fpipe search --ranks 4 --microbatches 8 --backward-weight 0.5 --memory-limit 4")
+@verb(
+    "fpipe search --ranks 4 --microbatches 8 --backward-weight 0.5 --memory-limit 4",
+    "fpipe search --ranks 2 --microbatches 4 --replicas 2 --parameters 4GiB --memory-limit-bytes 20GiB",
+)
 def search(
     model: ModelOptions,
     costs: CostOptions,
     limit: Limit = None,
+    limit_bytes: LimitBytes = None,
     loops: Annotated[Any, Chunks(help="Chunks to try with schedules that take any.")] = _CHUNKS,
     frontier: Annotated[bool, typer.Option("--pareto", help="Show time against peak memory, not the fastest.")] = False,
     out: Annotated[Path | None, ToFile(help="Write what was found as torch's CSV, which every verb reads.")] = None,
@@ -284,29 +306,34 @@ def search(
 
     Costs are those of a stage when a rank has --chunks of them; with v stages
     on a rank, each takes chunks/v of that. Peaks and the limit count
-    microbatches of a rank's share of the model.
+    microbatches of a rank's share of the model. With replicas, it also finds
+    whether to shard the parameters, and how many stages are whole at a time.
     """
     if frontier and out:
         raise typer.BadParameter("one schedule is written: take --memory-limit, not --pareto", param_hint="--out")
     plan, stage_costs = model.plan, costs.validated(model.plan)
     with progress("search") as step:
-        options = {"chunks": loops, "progress": step}
+        options: dict[str, Any] = {"chunks": loops, "progress": step}
+        options |= {"memory_limit_bytes": limit_bytes}
         results = pareto(plan, stage_costs, **options) if frontier else [find(plan, stage_costs, limit, **options)]
     if frontier and limit is not None:
         enforce_limit([min(each.peak for each in results)], limit)
         results = [each for each in results if each.peak <= limit + 1e-9]
     if as_json:
-        rows = [result(each.name, each.timeline) | {"lower_bound": each.lower_bound} for each in results]
+        rows = [
+            result(each.name, Played(each.timeline, each.footprint), each.resident) | {"lower_bound": each.lower_bound}
+            for each in results
+        ]
         print_json(rows if frontier else rows[0])
     else:
         from fpipe.cli.tables import discovery
 
-        show(discovery([(each.name, each.timeline, each.peak, each.lower_bound) for each in results]))
+        show(discovery(results))
     if out:
         from fpipe.interop.torch_csv import to_csv
 
         with replacing(out) as file:
-            file.write_text(to_csv(results[0].schedule, results[0].plan))
+            file.write_text(to_csv(results[0].schedule, results[0].plan, resident=results[0].resident))
 
 
 @verb("fpipe export zb-v --ranks 4 --microbatches 8 --format torch-csv --out zb-v.csv")
@@ -325,7 +352,7 @@ def export(
     job = options.resolve()
     if options.limit is not None:
         enforce_limit(check(lower(job.schedule, job.plan), ordered=False).peak_in_flight, options.limit)
-    text = to_csv(job.schedule, job.plan, communication=form == "torch-csv")
+    text = to_csv(job.schedule, job.plan, communication=form == "torch-csv", resident=job.resident)
     if out:
         with replacing(out) as file:
             file.write_text(text)
@@ -344,12 +371,13 @@ def export(
 )
 def import_(
     file: Annotated[str, typer.Argument(metavar="FILE", help="CSV of torch.distributed.pipelining; - is stdin.")],
+    replicas: Replicas = 1,
     as_json: Json = False,
 ) -> None:
     """Read a schedule of torch.distributed.pipelining, and describe it."""
     from fpipe.interop.torch_csv import from_csv
 
-    schedule, plan = from_csv(read(file))
+    schedule, plan = from_csv(read(file), replicas=replicas)
     programs = lower(schedule, plan)
     report = check(programs, ordered=False)
     ordered = _is_ordered(programs)

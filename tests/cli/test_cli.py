@@ -18,6 +18,7 @@ import fpipe
 from fpipe import Costs, Placement, Plan
 from fpipe.cli import app
 from fpipe.cli.tables import gantt
+from fpipe.programs.footprint import footprint
 from fpipe.programs.verifier import verify
 from fpipe.schedules.catalogue import CATALOGUE, recut, shares
 
@@ -128,7 +129,8 @@ def test_the_json_of_simulate_is_fixed():
     times = ("--forward", "1.0", "--backward-input", "1.0", "--backward-weight", "1.0", "--communication", "0.1")
     found = told("simulate", "1f1b", "--ranks", "4", "--microbatches", "8", *times)
     assert list(found) == [
-        *("schedule", "ranks", "microbatches", "chunks", "makespan", "cost", "bubble_rate", "idle", "peak_in_flight")
+        *("schedule", "ranks", "microbatches", "chunks", "makespan", "cost", "bubble_rate", "idle", "peak_in_flight"),
+        *("replicas", "resident", "memory"),
     ]
     assert (found["schedule"], found["ranks"], found["microbatches"], found["chunks"]) == ("1f1b", 4, 8, 1)
     cost = (8 + 4 - 1) * 3 + 0.1 * (2 * 3 * 8 / 4 + 2 * 2)  # FIGURES: 1F1B (Narayanan et al. 2019; ZB table 2)
@@ -686,3 +688,69 @@ def test_a_recut_model_takes_as_long(into):
     assert costs.residuals * into == 16
     assert costs.activation[-1] == 8
     assert costs.backward is None
+
+
+SHARDED = ("--ranks", "2", "--microbatches", "4", "--replicas", "2", "--parameters", "8GiB", "--residuals", "1GiB")
+
+
+def test_replicas_and_shards_are_the_librarys():
+    plan = Plan(Placement.loop(2, 2), 4, replicas=2)
+    costs = Costs(parameters=8 * 2**30, residuals=2**30, gather=fpipe.Link(0.5, 16e9), scatter=[0.1, 0.2, 0.3, 0.4])
+    args = ("looped-bfs", *SHARDED, "--chunks", "2", "--resident", "1")
+    found = told("simulate", *args, "--gather", "0.5:16e9", "--scatter", "0.1,0.2,0.3,0.4")
+    timeline = fpipe.simulate(fpipe.schedules.looped_bfs, plan, costs, resident=1)
+    assert found["makespan"] == timeline.makespan
+    assert (found["replicas"], found["resident"]) == (2, 1)
+    accounts = footprint(fpipe.lower(fpipe.schedules.looped_bfs, plan, resident=1), costs)
+    assert [rank["total"] for rank in found["memory"]] == [account.total for account in accounts]
+    verified = told("verify", *args)
+    assert verified["peak_resident"] == [1, 1]
+    assert verified["memory"] == found["memory"]
+    shown = run("verify", *args).stdout
+    assert "resident" in shown
+    assert "2 replicas" in shown
+    assert re.search(r"rank +parameters +optimizer +gradients +live +in all", shown)
+    assert "resident" not in run("verify", "gpipe", *SMALL).stdout
+
+
+@pytest.mark.parametrize("verb", ["verify", "simulate", "draw", "search", "compare"])
+def test_every_verb_keeps_to_a_limit_in_bytes(verb):
+    name = () if verb in ("search", "compare") else ("gpipe",)
+    loops = ("--loops", "1") if verb == "search" else ()
+    run(verb, *name, *SHARDED, "--memory-limit-bytes", "64GiB", *loops)
+    found = run(verb, *name, *SHARDED, "--memory-limit-bytes", "5e9", *loops, status=1)
+    assert "4.657 GiB" in found.output + found.stderr
+
+
+def test_search_says_how_to_lay_out_a_model():
+    found = told("search", *SHARDED, "--gather", "0:100e9", "--scatter", "0:100e9", "--memory-limit-bytes", "32GiB")
+    assert found["resident"] >= 1
+    assert max(rank["total"] for rank in found["memory"]) <= 32 * 2**30
+    shown = run("search", *SHARDED, "--memory-limit-bytes", "32GiB").stdout
+    assert "resident: stages whose sharded parameters are whole on a rank at a time" in shown
+    front = told("search", *SHARDED, "--pareto", "--loops", "1,2")
+    totals = [max(rank["total"] for rank in each["memory"]) for each in front]
+    assert totals == sorted(totals)
+
+
+def test_shards_are_exported_and_come_back(tmp_path):
+    file = tmp_path / "shards.csv"
+    run("export", "looped-bfs", *SHARDED, "--chunks", "2", "--resident", "1", "--out", file)
+    assert "0UNSHARD" in file.read_text()
+    again = told("verify", file, "--replicas", "2", "--unordered")
+    assert again["peak_resident"] == [1, 1]
+    assert told("verify", file, "--unordered")["peak_resident"] == [0, 0]
+    assert "2 replicas" in run("import", file, "--replicas", "2").stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8e9", 8e9), ("80GiB", 80 * 2**30), ("1.5 MB", 1.5e6), ("2kib", 2048), ("7", 7)]
+)
+def test_sizes_have_units(text, size):
+    found = told("simulate", "gpipe", *SMALL, "--parameters", text, "--optimizer", "0")
+    assert {rank["parameters"] for rank in found["memory"]} == {size}
+
+
+@pytest.mark.parametrize("text", ["80GiBB", "GiB", "-1GiB", "1,x"])
+def test_sizes_that_are_none_are_refused(text):
+    assert "give one as 8e9 or 80GiB" in said(run("simulate", "gpipe", *SMALL, f"--parameters={text}", status=2))
