@@ -43,10 +43,14 @@ function named(context, theme, group, main, middle) {
   } else if (!rank.header.clock) context.fillText("⚠", 66, middle);
 }
 
-function trackName({ kind, rank, capture }, { other, memoryText }) {
+function trackName({ kind, rank, capture }, { main, other, memoryText }) {
   if (kind === "memory") return memoryText(rank);
-  if (kind === "compute") return other ? capture.entry.kind : "";
-  return NAMES[kind];
+  if (kind !== "compute") return NAMES[kind];
+  if (!other) return "";
+  const beside = other.ranks.get(rank.number);
+  const alike = main.entry.kind === other.entry.kind && beside;
+  const apart = alike && main.ranks.get(rank.number)?.header.replica !== beside.header.replica;
+  return apart ? `replica ${rank.header.replica}` : capture.entry.kind;
 }
 
 /** Times along the top. */

@@ -52,7 +52,7 @@ const LIGHT = {
   waiting: "#cdcdcd",
   untold: "#a7bdb9",
   overview: "#90a4ae",
-  causes: ["#cfd8dc", "#ffcdd2", "#ffe082", "#e1bee7", "#b0bec5", "#dce775", "#d7ccc8"],
+  causes: ["#cfd8dc", "#ffcdd2", "#ffe082", "#e1bee7", "#b0bec5", "#e6ee9c", "#d7ccc8"],
 };
 const DARK = {
   page: "#303030",
