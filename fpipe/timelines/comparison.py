@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fpipe._format import extent
 from fpipe.effects import Effect, Recv, parts
-from fpipe.tables import Row, Table
+from fpipe.tables import LANES, Row, Table
 from fpipe.timelines.labels import drawn_rows
 from fpipe.timelines.spans import CAUSES, Spans
 from fpipe.timelines.timeline import Timeline
@@ -143,8 +143,8 @@ class Difference:
         the steps of the path: the duration of each step, from the end of the span that it waited for, and the gap
         before it, in which no recorded effect ran. The same steps are looked up in the second.
 
-        - A kind of compute by its name, and `transfer`: durations in the first less those in the second. `Reduce`
-          counts as host.
+        - A kind of compute by its name, `transfer`, and with replicas `gather` and `scatter`: durations in the first
+          less those in the second. `Reduce` and `Release` count as host.
         - `host`: the gaps in the first, less the gaps of those steps that waited for the same span in the second.
         - `unmatched`: durations of steps that the second doesn't have; absent if there are none.
         - `elsewhere`: minus the rest of the second's makespan, in which effects ran that are not on this path. It is
@@ -248,6 +248,8 @@ def part(effect: Effect, table: Table) -> str:
     row = table.effects[type(effect)]
     if row.track == "compute":
         return row.label
+    if row.track in LANES:
+        return row.track
     return TRANSFER if row.track in ("send", "receive") else HOST
 
 
@@ -260,12 +262,17 @@ def _totals(timeline: Timeline) -> dict[str, float]:
 
 
 def _known(timeline: Timeline) -> set[int]:
-    """Return the spans whose ends a measurement knows: all but the transfers that no compute waited for."""
-    spans = timeline.spans
-    computes = [at for at, effect in enumerate(spans.effects) if part(effect, timeline.table) != TRANSFER]
-    received = {spans.waited[at] for at in computes}
-    received = {at for at in received if at >= 0 and isinstance(spans.effects[at], Recv)}
-    return {*computes, *received, *(spans.waited[at] for at in received if spans.waited[at] >= 0)}
+    """Return the spans whose ends a measurement knows: all but transfers, gathers and scatters that nothing waited for.
+
+    For a transfer, compute must have waited.
+    """
+    spans, table = timeline.spans, timeline.table
+    under_way = (TRANSFER, *LANES)
+    computes = [at for at, effect in enumerate(spans.effects) if part(effect, table) not in under_way]
+    waited = {spans.waited[at] for at in computes} - {-1}
+    besides = {at for at in waited if part(spans.effects[at], table) in LANES}
+    received = {at for at in waited if isinstance(spans.effects[at], Recv)}
+    return {*computes, *besides, *received, *(spans.waited[at] for at in received if spans.waited[at] >= 0)}
 
 
 def _took(spans: Spans, at: int) -> float:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
-from fpipe.effects import Forward, Recv, Send
+from fpipe.effects import Forward, Gather, Recv, Send
 from fpipe.tables import TABLE
-from fpipe.timelines.comparison import Difference, path_steps
+from fpipe.timelines.comparison import Difference, path_shares, path_steps
 from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
 
@@ -224,3 +224,20 @@ def test_a_timeline_without_compute_compares():
     assert found.lies == {"forward": 0.0, "backward": 0.0, "transfer": 0.0, "host": 0.0, "elsewhere": -EQUAL.makespan}
     assert found.effects == []
     assert "only the second has ranks 0, 1, 2" in found.notices
+
+
+def test_gathers_and_scatters_are_parts_of_their_own():
+    """Where both paths go through the same gathers, the difference is that of their durations."""
+    plan = Plan(Placement((0, 0)), 1, replicas=2)
+    slow, fast = (
+        simulate(schedules.gpipe, plan, Costs(1, 1, 1, gather=gather, scatter=scatter), resident=1)
+        for gather, scatter in ((0.75, 0.5), (0.5, 0.25))
+    )
+    difference = Difference(slow, fast)
+    assert difference.notices == []  # the second gather of a stage is compared with the second
+    assert difference.lies["gather"] == pytest.approx(3 * 0.25)
+    assert difference.lies["scatter"] == pytest.approx(0.25)
+    assert sum(difference.lies.values()) == pytest.approx(slow.makespan - fast.makespan)
+    assert path_shares(slow)["gather"] == pytest.approx(3 * 0.75)
+    gathers = [each for each in difference.effects if type(each.effect) is Gather]
+    assert [each.took for each in gathers] == [(0.75, 0.5)] * 3
