@@ -288,7 +288,8 @@ class Measurement:
             for track in LANES
         }
         arrivals = _Intervals(sorted((r.used, r.arrived) for r in receives))
-        waited = _Intervals(sorted((r.used, r.arrived) for r in (*receives, *collectives)))
+        both: Sequence[Receive | Collective] = [*receives, *collectives]
+        waited = _Intervals(sorted((each.used, each.arrived) for each in both))
         posting = ("send", "receive", *LANES)
         posts = [span for effect, span in zip(effects, spans, strict=True) if self._track(effect) in posting]
         hidden = [(r.there, computed.within(r.left, r.arrived)) for r in receives if r.sent is not None]
@@ -309,8 +310,8 @@ class Measurement:
     def __str__(self) -> str:
         replicas = self.plan.replicas > 1 or bool(self.plan.gathered)
         head = ("rank", "compute", "between", "each", "posting", "waiting", "exposed", "hidden", "there")
-        head += ("gathering", "scattering") * replicas
-        rows = [head, *((str(rank), *self.account(rank)._cells(replicas)) for rank in self.columns)]
+        more = ("gathering", "scattering") if replicas else ()
+        rows = [(*head, *more), *((str(rank), *self.account(rank)._cells(replicas)) for rank in self.columns)]
         clocks = f"; clocks within {_ms(max(self.uncertainty.values()))}" if any(self.uncertainty.values()) else ""
         legend = (
             f"milliseconds{clocks}; between two pieces, in all and the median; posting sends and receives;\nwaiting "

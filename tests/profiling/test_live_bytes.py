@@ -205,6 +205,7 @@ def test_of_a_view_its_own_elements_travel():
     costs = fpipe.profile(pipeline, params, x, x[:, :1], repeats=1)
     assert costs.activation[0] == 8 * 4
     assert costs.residuals[0] == 8 * 16 * 4
+    assert costs.parameters == (16 * 16 * 4, 4)
     assert all(n <= 8 * 4 for n, names in costs.shared if Activation(0, 0) in names)
 
 
