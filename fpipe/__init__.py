@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fpipe.profiling.live_bytes import LiveBytes as LiveBytes, peak_bytes as peak_bytes
     from fpipe.profiling.profiler import profile as profile
     from fpipe.profiling.recording import Recording as Recording
+    from fpipe.programs.footprint import footprint as footprint
     from fpipe.programs.lowering import lower as lower
     from fpipe.programs.program import Program as Program
     from fpipe.programs.verifier import Report as Report, verify as verify

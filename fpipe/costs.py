@@ -200,13 +200,13 @@ class Costs:
             )
         if not any(isinstance(getattr(self, cost), Link) for cost in OVER_REPLICAS):
             return self
-        costs = replace(self, replicas=plan.replicas)
-        times = {cost: [costs.replica_transfer(cost, s) for s in range(plan.stages)] for cost in OVER_REPLICAS}
-        if isinstance(self.scatter, Link):
-            times["scatter"] = [
-                time * (1 if stage in plan.gathered else 2) for stage, time in enumerate(times["scatter"])
-            ]
-        return replace(costs, **times)
+        costs, stages = replace(self, replicas=plan.replicas), range(plan.stages)
+        both_ways = [2 if isinstance(self.scatter, Link) and s not in plan.gathered else 1 for s in stages]
+        return replace(
+            costs,
+            gather=[costs.replica_transfer("gather", s) for s in stages],
+            scatter=[times * costs.replica_transfer("scatter", s) for s, times in zip(stages, both_ways, strict=True)],
+        )
 
     def extra_of(self, of: Any, factors: Sequence[float]) -> float:
         """Return the cost in `extra` of an effect's or a value's class, times the factor of its microbatch."""

@@ -58,7 +58,7 @@ class Found:
 
     @property
     def bytes(self) -> float:
-        """The most bytes on a rank, as `fpipe.programs.footprint` counts them."""
+        """The most bytes on a rank, as `fpipe.footprint` counts them."""
         return max(account.total for account in self.footprint)
 
 
@@ -80,7 +80,7 @@ def search(
         plan: ranks, microbatches, replicas and the stages of the costs. A chain is split anew for a schedule with
             another number of stages; with other edges or with ties, only schedules with as many stages are tried.
         memory_limit: microbatches in flight on a rank, of its share of the model (1/ranks of it).
-        memory_limit_bytes: bytes on a rank, of all that `fpipe.programs.footprint` counts from the sizes in the costs.
+        memory_limit_bytes: bytes on a rank, of all that `fpipe.footprint` counts from the sizes in the costs.
         chunks: the numbers of stages on a rank to try, if the model can be split that way.
         progress: called with the name of each candidate.
 

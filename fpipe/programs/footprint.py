@@ -17,7 +17,7 @@ temporaries inside a piece, buffers of communication, and the memory of the proc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fpipe._format import format_bytes
 from fpipe.costs import Costs
@@ -96,9 +96,8 @@ def _sums(program: Program) -> Iterator[tuple[int, int, bool] | None]:
         elif isinstance(effect, Scatter):
             yield effect.stage, effect.rank, True
         else:
-            added = (part.stage for part in parts(effect) if effects[type(part)].work & WEIGHT)
-            stage = next(added, None)
-            yield None if stage is None else (stage, program.rank, False)
+            adding: list[Any] = [part for part in parts(effect) if effects[type(part)].work & WEIGHT]
+            yield (adding[0].stage, program.rank, False) if adding else None
 
 
 def enforce(footprints: Sequence[RankBytes], limit: float) -> None:

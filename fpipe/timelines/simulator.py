@@ -44,7 +44,7 @@ def simulate(
     Args:
         costs: the times and sizes of effects and values; by default one unit for each compute, and 0 for transfers.
         depth, resident, effects: as in `lower`.
-        memory_limit_bytes: bytes that a rank has, for all that `fpipe.programs.footprint` counts.
+        memory_limit_bytes: bytes that a rank has, for all that `fpipe.footprint` counts.
 
     Raises:
         ScheduleError: the ranks wait for each other in a cycle, a rank needs more than the limit, or the costs don't
