@@ -265,7 +265,7 @@ def discovery(results: Sequence[Found]) -> Group:
     if replicas:
         lines.append("resident: stages whose sharded parameters are whole on a rank at a time")
     if memory:
-        lines.append("memory: of the rank that needs most, with parameters, gradients and the optimizer's state")
+        lines.append("memory: of all kinds, on the rank that needs most")
     return Group(shown, Text("\n".join(lines), "dim"))
 
 

@@ -255,6 +255,7 @@ def _as_json(run: Run, predicted: Run | None) -> dict[str, object]:
         "clock_uncertainty": uncertainty(capture),
         "critical_path": [segment._asdict() for segment in path_segments(line)],
         "shares": path_shares(line),
+        "replicas": line.plan.replicas,
         **attributes(capture.header, "replica", "makespans"),
         "predicted_makespan": predicted.capture.timeline.makespan if predicted else None,
         "notices": [*run.listing.notices, *capture.notices],
