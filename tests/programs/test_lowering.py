@@ -306,7 +306,7 @@ def test_turns_are_the_runs_of_the_interleaving(work):
         effects = programs[rank].effects
         order += [(rank, effect) for effect in effects[start:stop]]
         for effect, places in zip(effects[start:stop], givers, strict=True):
-            wanted = () if isinstance(effect, Send | Recv) else TABLE.needs(effect, plan)
+            wanted = () if isinstance(effect, Recv) else TABLE.needs(effect, plan)
             assert all(name in TABLE.gives(effects[at], plan) for name, at in zip(wanted, places, strict=True))
     assert tuple(order) == interleave(programs)
 
