@@ -293,17 +293,19 @@ def test_two_processes_write_one_capture(pools, tmp_path, schedule):
 
 
 def replicated(rank, logdir):
-    """This process's share of a run of two replicas with parameters in shards; what it warned of."""
+    """This process's share of a run of two replicas with parameters in shards; what it warned of, and the norm."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with Recorder(logdir, steps=[1, 2]) as recorder:
-            grid_jobs.run(3, recorder)
+        with Recorder(logdir, steps=[1, 2], gradient_norm=True) as recorder:
+            handler, _, grads = grid_jobs.run(3, recorder)
             recorder.scalar("mine", 1.0)
-    return [str(w.message) for w in told if "record" in str(w.message)]
+    norm = fpipe.global_norm(grads, grid_jobs.pipeline_and_plan()[1], handler=handler)
+    return [str(w.message) for w in told if "record" in str(w.message)], norm.item()
 
 
 def test_every_replica_writes_its_own_timeline(pools, tmp_path):
-    assert pools(4).run(replicated, str(tmp_path)) == [[]] * 4
+    outcomes = pools(4).run(replicated, str(tmp_path))
+    assert [told for told, _ in outcomes] == [[]] * 4
     listing = find(tmp_path)
     assert listing.experiments == ["", "replica1"]
     spans = []
@@ -325,6 +327,7 @@ def test_every_replica_writes_its_own_timeline(pools, tmp_path):
         assert [header.makespans for header in capture.headers.values()] == [pytest.approx(makespans)] * 2
     assert min(min(capture.timeline.spans.starts) for capture in measured) == 0  # they are on one clock
     assert {"step/loss", "mine", "bubble/makespan_seconds"} <= set(scalars(tmp_path, "measured/rank0"))
+    assert scalars(tmp_path, "measured/rank0")["step/gradient_norm"][2] == pytest.approx(outcomes[0][1])
     others = scalars(tmp_path, "replica1/measured/rank0")
     assert others["bubble/makespan_seconds"][2] == pytest.approx(makespans[1])
     assert not {"step/loss", "mine", "step/gradient_norm"} & set(others)
