@@ -13,7 +13,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "tests.support.jobs", "tests.support.pool", "tests.support.warm"])
+CONTEXT.set_forkserver_preload(
+    [
+        *("torch.distributed", "torch.distributed.tensor"),
+        *("tests.support.jobs", "tests.support.pool", "tests.support.warm"),
+    ]
+)
 
 
 def free_port() -> int:

@@ -351,6 +351,25 @@ def train_with(rank, grid, name, schedule, which, options):
     return compare(grid, case, generator, plan, oracle(name, plan), which, **options)
 
 
+def train_steps(rank, grid, which):
+    """Three steps on this process against those of the reference: where losses and params differ."""
+    case, generator, plan = make("linear", "zb_v", grid.ranks, grid.replicas, 2)
+    shared, sgd = handler(grid), interop.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    params, batch, target = arguments(case, plan, shared.grid)
+    stages = list(params)
+    if which is not None:
+        params = interop.fsdp(params, grid.over)
+    options = {"handler": shared, "resident": room(generator, plan, which), "autodiff": "eager"}
+    step = fpipe.train_step(case.pipeline, generator, plan, sgd, **options)
+    alone = fpipe.train_step(case.pipeline, generator, plan, sgd, handler=handlers.Reference(), autodiff="eager")
+    state, (all_params, all_state), found = sgd.init(params), (case.params, sgd.init(case.params)), []
+    for _ in range(3):
+        params, state, loss = step(params, state, batch, target)
+        all_params, all_state, expected = alone(all_params, all_state, case.batch, case.target)
+        found += jobs.differences((loss, whole(params)), (expected, {s: all_params[s] for s in stages}))
+    return found
+
+
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 
 
