@@ -132,9 +132,13 @@ class Text(str):
 
 
 def alias_leaves(tree: Any) -> Any:
-    """Return a tree with a new view of every tensor. All gradients of the tensor accumulate at that view."""
+    """Return a tree with a new view of every tensor. All gradients of the tensor accumulate at that view.
+
+    It has the strides of the tensor, which `view` would choose anew for dimensions of size 1: some kernels tell a memory
+    format by them.
+    """
     leaves, spec = flatten(tree)
-    return spec.unflatten([x.view_as(x) if isinstance(x, torch.Tensor) else x for x in leaves])
+    return spec.unflatten([torch.ops.aten.alias.default(x) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
 def check_plain(payload: Flat, rank: int, stage: int, microbatch: int) -> None:

@@ -85,3 +85,15 @@ def test_reference_is_the_plain_function(name, m):
     expected, whole = torch.func.grad_and_value(case.pipeline)(params, batch, target)
     torch.testing.assert_close(loss, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "modules"])  # batch norm takes two rows
+def test_microbatches_of_one_row(name):
+    """A dimension of size 1 has any stride, by which some kernels choose their algorithm."""
+    case, generator, plan = cases.make(name, "one_f_one_b", 3, 3, 3)
+    steps = [
+        fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler, **case.options)
+        for handler in (sharing(handlers.Local(), name, plan.stages, "one row"), handlers.Reference())
+    ]
+    found, expected = (step(case.params, case.batch, case.target, state=case.state, rng=case.rng) for step in steps)
+    assert jobs.differences(found, expected) == []
