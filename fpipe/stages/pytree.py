@@ -134,8 +134,8 @@ class Text(str):
 def alias_leaves(tree: Any) -> Any:
     """Return a tree with a new view of every tensor. All gradients of the tensor accumulate at that view.
 
-    It has the strides of the tensor, which `view` would choose anew for dimensions of size 1: some kernels tell a memory
-    format by them.
+    It has the strides of the tensor. A `view` chooses those of dimensions of size 1 anew, by which some kernels tell a
+    memory format.
     """
     leaves, spec = flatten(tree)
     return spec.unflatten([torch.ops.aten.alias.default(x) if isinstance(x, torch.Tensor) else x for x in leaves])
