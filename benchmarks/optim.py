@@ -12,11 +12,11 @@ Bytes are peak bytes of tensors beyond parameters, gradients and state.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,11 +40,13 @@ def model(layers: int, width: int, device: torch.device) -> dict[int, dict[str, 
     }
 
 
-def ways(layers: int, width: int, device: torch.device, kernel: dict[str, bool]) -> dict[str, Way]:
+def ways(
+    layers: int, width: int, device: torch.device, kernel: dict[str, bool], mesh: dist.DeviceMesh
+) -> dict[str, Way]:
     """Make each way with its own parameters, gradients and state; one update has filled the state."""
 
     def shards() -> Any:
-        return interop.fsdp(model(layers, width, device), mesh(device))
+        return interop.fsdp(model(layers, width, device), mesh)
 
     found = {"torch": _theirs(model(layers, width, device), model(layers, width, device), kernel)}
     for name, donate in (("donated", True), ("pure", False)):
@@ -57,12 +59,14 @@ def ways(layers: int, width: int, device: torch.device, kernel: dict[str, bool])
     return found
 
 
-@functools.cache
-def mesh(device: torch.device) -> dist.DeviceMesh:
-    """Return a mesh of this process alone."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return dist.init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))
+@contextmanager
+def alone(device: torch.device) -> Iterator[dist.DeviceMesh]:
+    """Yield a mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))
+    finally:
+        dist.destroy_process_group()
 
 
 def _theirs(grads: Any, params: Any, kernel: dict[str, bool]) -> Way:
@@ -97,7 +101,13 @@ def _settled(device: torch.device) -> None:
 
 
 def row(name: str, layers: int, width: int, device: torch.device, rounds: int) -> dict[str, Any]:
-    found = ways(layers, width, device, KERNELS[name])
+    with alone(device) as mesh:
+        return _row(name, ways(layers, width, device, KERNELS[name], mesh), layers, width, device, rounds)
+
+
+def _row(
+    name: str, found: Mapping[str, Way], layers: int, width: int, device: torch.device, rounds: int
+) -> dict[str, Any]:
     times: dict[str, list[float]] = {way: [] for way in found}
     for _ in range(rounds):
         for way in (*found, *reversed(found)):

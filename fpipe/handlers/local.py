@@ -92,8 +92,9 @@ class Local:
                 for turn in order:
                     turn()
                 results = Results()
-                for executor in reversed(executors):  # of equal gradients, those of the first replica stay
-                    results.merge(executor.finish(), executor.stages)
+                for own in reversed(replicas):  # of equal gradients, those of the first replica stay
+                    for executor in own.values():
+                        results.merge(executor.finish(), executor.stages)
                 results.output = pieces.merge(results.outputs)
                 return results
             finally:

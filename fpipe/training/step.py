@@ -633,8 +633,10 @@ def _shares(numbers: Sequence[Any], replicas: Replicas) -> Sequence[Callable[[],
     @functools.cache
     def shares() -> list[float]:
         on_host = copy.read()
-        total = functools.reduce(torch.add, torch.tensor(replicas.gather(on_host.tolist()), dtype=torch.float64))
-        values: list[float] = (on_host / total).tolist()
+        every = on_host
+        if len(replicas.here) < replicas.count:
+            every = torch.tensor(replicas.gather(on_host.tolist()), dtype=torch.float64, device="cpu")
+        values: list[float] = (on_host / functools.reduce(torch.add, every.unbind())).tolist()
         return values
 
     return [functools.partial(lambda m: shares()[m], m) for m in range(len(weights))]
