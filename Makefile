@@ -42,6 +42,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.autodiff
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.optim
 	$(BIN)/python -m benchmarks.peers
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.mesh
 	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.tab
 
