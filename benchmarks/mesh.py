@@ -51,24 +51,17 @@ class Sharded(peers.Pair):
     """One schedule's step on one rank of one replica."""
 
     def check(self) -> str:
+        """Return the gradients that differ; fpipe's loss is of all replicas, torch's of one."""
         _, grads = self.fpipe()
         self.peer()
-        found = []
-        for stage, module in self.own.items():
-            for name, p in module.named_parameters():
-                if p.grad is None or not peers.near(_local(grads[stage][name]), _local(p.grad)):
-                    found.append(f"the gradient of stage {stage}, {name}")
-        peers.forget(self.own.values())
-        return ", ".join(found)
-
-
-def _local(x: Any) -> Tensor:
-    piece: Tensor = x.to_local() if hasattr(x, "to_local") else x
-    return piece
+        return ", ".join(self.different_gradients(grads))
 
 
 def is_case(name: str, resident: str) -> bool:
-    """Whether a schedule is measured so. Resharding after forward, torch's split backward gives wrong gradients."""
+    """Whether the benchmark measures a schedule with this number of resident stages.
+
+    With `reshard_after_forward=True`, torch computes wrong gradients where the backward is split, as in zb-v.
+    """
     if CATALOGUE[name].plan(RANKS, models.MICROBATCHES).stages == RANKS:
         return resident == ALL
     return name != "zb-v" or resident != AGAIN
@@ -138,21 +131,21 @@ def job(
     for width in widths:
         layers = models.layers(width)
         cases = [(name, room) for name in names for room in rooms if is_case(name, room)]
-        made = {case: pair(*case, mesh, width, layers, handler) for case in cases}
+        steps_of = {case: pair(*case, mesh, width, layers, handler) for case in cases}
         keys = {case: ", resident ".join(case) for case in cases}
-        found = {}
-        for case, (both, ours, count) in made.items():
+        figures = {}
+        for case, (both, ours, count) in steps_of.items():
             peers.agree(keys[case], ranks, both.check())
             gathers: list[Any] = [None] * ranks
             dist.all_gather_object(gathers, (ours, count()))
             peers.forget(both.own.values())
             memory = peers.memory(both, ranks)
             most = [max(column) for column in zip(*gathers, strict=True)]
-            found[case] = {key: max(each) for key, each in memory.items()}
-            found[case] |= {"gathers": most[0], "peer_gathers": most[1]}
-        pairs = {keys[case]: both for case, (both, *_) in made.items()}
+            figures[case] = {key: max(each) for key, each in memory.items()}
+            figures[case] |= {"gathers": most[0], "peer_gathers": most[1]}
+        pairs = {keys[case]: both for case, (both, *_) in steps_of.items()}
         times = peers.measure(pairs, {}, steps or max(1, models.WIDTHS[-1] // width // 2), rounds)
-        yield [row(case, keys[case], width, times) | found[case] for case in cases] if rank == 0 else []
+        yield [row(case, keys[case], width, times) | figures[case] for case in cases] if rank == 0 else []
 
 
 def row(case: tuple[str, str], key: str, width: int, times: peers.Times) -> dict[str, Any]:
@@ -196,10 +189,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     arguments = options.width, options.schedules, options.resident, options.steps, options.rounds
     try:
-        for found in models.in_processes(job, RANKS * REPLICAS, *arguments, limit=options.limit):
-            rows += found
+        for of_width in models.in_processes(job, RANKS * REPLICAS, *arguments, limit=options.limit):
+            rows += of_width
             if not options.json:
-                show(found)
+                show(of_width)
     except (TimeoutError, ProcessException) as error:
         sys.exit(f"mesh: {str(error).strip()}")
     if options.json:

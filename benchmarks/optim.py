@@ -48,15 +48,15 @@ def ways(
     def shards() -> Any:
         return interop.fsdp(model(layers, width, device), mesh)
 
-    found = {"torch": _theirs(model(layers, width, device), model(layers, width, device), kernel)}
+    by_name = {"torch": _theirs(model(layers, width, device), model(layers, width, device), kernel)}
     for name, donate in (("donated", True), ("pure", False)):
-        found[name] = _ours(model(layers, width, device), model(layers, width, device), donate, kernel)
+        by_name[name] = _ours(model(layers, width, device), model(layers, width, device), donate, kernel)
     for name, donate in (("sharded", True), ("sharded pure", False)):
-        found[name] = _ours(shards(), shards(), donate, kernel)
-    found["DTensor"] = _theirs(shards(), shards(), kernel)
-    for way in found.values():
+        by_name[name] = _ours(shards(), shards(), donate, kernel)
+    by_name["DTensor"] = _theirs(shards(), shards(), kernel)
+    for way in by_name.values():
         way()
-    return found
+    return by_name
 
 
 @contextmanager
@@ -106,13 +106,13 @@ def row(name: str, layers: int, width: int, device: torch.device, rounds: int) -
 
 
 def _row(
-    name: str, found: Mapping[str, Way], layers: int, width: int, device: torch.device, rounds: int
+    name: str, by_name: Mapping[str, Way], layers: int, width: int, device: torch.device, rounds: int
 ) -> dict[str, Any]:
-    times: dict[str, list[float]] = {way: [] for way in found}
+    times: dict[str, list[float]] = {way: [] for way in by_name}
     for _ in range(rounds):
-        for way in (*found, *reversed(found)):
-            times[way].append(timed(found[way], device))
-    ratios = {way: statistics.median(a / b for a, b in zip(times[way], times["torch"], strict=True)) for way in found}
+        for way in (*by_name, *reversed(by_name)):
+            times[way].append(timed(by_name[way], device))
+    ratios = {way: statistics.median(a / b for a, b in zip(times[way], times["torch"], strict=True)) for way in by_name}
     parameters = layers * (width * width + width) * 4
     return {
         "kernel": name,
@@ -121,7 +121,7 @@ def _row(
         "milliseconds": {way: 1e3 * statistics.median(taken) for way, taken in times.items()},
         "ratios": ratios,
         "parameter_bytes": parameters,
-        "peak_bytes": {way: peak_bytes(call, device) for way, call in found.items()},
+        "peak_bytes": {way: peak_bytes(call, device) for way, call in by_name.items()},
     }
 
 

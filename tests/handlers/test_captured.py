@@ -64,11 +64,8 @@ def pair(case, schedule, plan, way="everything", handler=None, **options):
     return [fpipe.value_and_grad(case.pipeline, schedule, plan, capture=c, **options) for c in (False, True)]
 
 
-@combined(name=CASES, schedule=SCHEDULES, m=(2, 3), way=("everything", "eager", "nothing"), where=possible)
-def test_bits(name, schedule, m, way):
+def check_steps(case, plain, captured):
     """Four steps with other params, data, states and seeds; all results are compared at the end."""
-    case, order, plan = cases.make(name, schedule, 2, m, cases.rows(m))
-    plain, captured = pair(case, order, plan, way, sharing(handlers.Local(), name))
     results, state = [], case.state
     for i in range(4):
         params, batch = changed((case.params, case.batch), i)
@@ -79,6 +76,12 @@ def test_bits(name, schedule, m, way):
         assert differences((params, batch, case.target, state), before) == []
         state = state and expected[-1]
     assert [differences(*each) for each in results] == [[]] * 4
+
+
+@combined(name=CASES, schedule=SCHEDULES, m=(2, 3), way=("everything", "eager", "nothing"), where=possible)
+def test_bits(name, schedule, m, way):
+    case, order, plan = cases.make(name, schedule, 2, m, cases.rows(m))
+    check_steps(case, *pair(case, order, plan, way, sharing(handlers.Local(), name)))
 
 
 @combined(name=CASES, schedule=SCHEDULES, m=(2, 3), ranks=(2, 4), way=("everything", "eager"), where=possible_over_gloo)

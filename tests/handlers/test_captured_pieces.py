@@ -17,7 +17,7 @@ from fpipe import Pipeline, Placement, StageError, handlers, interop, lower, sch
 from fpipe import effects as fx
 from fpipe.devices.tape import Tape
 from fpipe.handlers.protocol import Observer
-from tests.handlers.test_captured import changed, counted
+from tests.handlers.test_captured import changed, check_steps, counted
 from tests.support import cases, jobs
 from tests.support.combinations import ALL, combined
 from tests.support.jobs import differences
@@ -53,19 +53,9 @@ def linear(rows=8, m=4, schedule=schedules.one_f_one_b, **options):
 
 @combined(name=CASES, schedule=SCHEDULES, m=(2, 3), way=("everything", "eager", "nothing"), where=possible)
 def test_bits(name, schedule, m, way):
-    """Four steps with other params, data, states and seeds; all results are compared at the end."""
     case, order, plan = cases.make(name, schedule, 2, m, cases.rows(m))
     plain, captured = pair(case, order, plan, way, sharing(handlers.Local(), name, plan.stages, way, "pieces"))
-    results, state = [], case.state
-    for i in range(4):
-        params, batch = changed((case.params, case.batch), i)
-        rng = case.rng and (i, case.rng[1])
-        expected = plain(params, batch, case.target, state=state, rng=rng)
-        before = copy.deepcopy((params, batch, case.target, state))
-        results.append((captured(params, batch, case.target, state=state, rng=rng), expected))
-        assert differences((params, batch, case.target, state), before) == []
-        state = state and expected[-1]
-    assert [differences(*each) for each in results] == [[]] * 4
+    check_steps(case, plain, captured)
     assert captured.pieces.graphs > 0
 
 

@@ -40,7 +40,7 @@ def test_replicas_are_copies_of_each_stage(name, replicas, microbatches):
 @pytest.mark.parametrize("name", ["linear", "attention", "dictionary", "skip", "tied"])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_the_reference_is_the_plain_function(name, replicas):
-    """Within rounding: torch.func sums over the whole batch at once."""
+    """Within rounding of float64: torch.func sums over the whole batch at once, in another order."""
     case, _, plan = replica_jobs.make(name, "gpipe", 2, replicas, 2)
     params, batch, target = optree.tree_map(
         lambda x: x.double() if x.is_floating_point() else x, (case.params, case.batch, case.target)

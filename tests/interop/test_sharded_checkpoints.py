@@ -237,7 +237,7 @@ def save_gpt2(rank, folder):
 
 
 def test_hugging_face_reads_what_was_sharded(pools, tmp_path):
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pools(2).run(save_gpt2, str(tmp_path / "checkpoints"))
     gpt2().config.save_pretrained(tmp_path / "model")
     interop.export_safetensors(tmp_path / "checkpoints", tmp_path / "model" / "model.safetensors")
