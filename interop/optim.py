@@ -187,7 +187,7 @@ def _place(x: Tensor) -> str:
 
 
 def _is_value(name: str, x: Any) -> bool:
-    """Whether an optimizer's value has a number for each of its parameter's."""
+    """Whether a value of the optimizer's state has one number for each number of its parameter."""
     return isinstance(x, Tensor) and name not in COUNTS
 
 

@@ -79,7 +79,7 @@ def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
 
 
 def placed_alike(leaf: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are placed alike over one mesh, or neither is a DTensor."""
+    """Whether two DTensors have one mesh and equal placements; true of two plain tensors."""
     if not (is_dtensor(leaf) and is_dtensor(other)):
         return is_dtensor(leaf) == is_dtensor(other)
     if leaf._spec is other._spec:
@@ -92,8 +92,8 @@ def local(leaf: Tensor) -> Tensor:
     return leaf._local_tensor.detach() if is_dtensor(leaf) else leaf
 
 
-def placed_as(leaf: Tensor) -> tuple[object, ...]:
-    """Return what decides the layout of a leaf over the replicas; equal for leaves that are placed alike."""
+def layout_key(leaf: Tensor) -> tuple[object, ...]:
+    """Return a key of a leaf: leaves with equal keys have equal layouts over the replicas."""
     if is_dtensor(leaf):
         return leaf.shape, leaf.dtype, leaf.placements, leaf.device_mesh
     return leaf.shape, leaf.dtype, leaf.stride()
@@ -116,7 +116,7 @@ def wrap(piece: Tensor, like: Tensor) -> Tensor:
 
 
 def is_first(leaf: Tensor, replica: int, replicas: int) -> bool:
-    """Whether this process is the first of those that hold its piece of a leaf, so that each piece counts once.
+    """Whether this process is the first that holds its piece of a leaf, so that sums over processes count it once.
 
     Args:
         replica, replicas: the number of this process's replica, and how many there are. A leaf that is no DTensor is

@@ -27,10 +27,9 @@ from fpipe.errors import StageError
 from fpipe.handlers.calls import Step
 from fpipe.handlers.distributed.connections import Connections
 from fpipe.stages.pytree import describe
-from fpipe.stages.sharding import Layout, Sharding, is_dtensor, local, placed_as
+from fpipe.stages.sharding import Layout, Sharding, is_dtensor, layout_key, local
 
 IN_PLACE = 1 << 18  # bytes from which a parameter is gathered straight into its place; smaller ones are packed
-LANES = ("gather", "scatter")
 
 
 @dataclass
@@ -94,7 +93,7 @@ class ReplicaChannels:
                     f"must be sharded, for resident= was passed, and {describe(plain[0])} is not: shard all by "
                     "interop.fsdp(params, mesh), or leave resident out",
                 )
-            pieces = [self.sharding.cast(_piece(leaf)) for leaf in prepared.leaves]
+            pieces = [self.sharding.cast(local(leaf)) for leaf in prepared.leaves]
             if self.sharding.gather is not None:
                 layouts = {i: replace(layout, dtype=pieces[i].dtype) for i, layout in layouts.items()}
             self.shards[stage] = Shards(pieces, layouts)
@@ -102,7 +101,7 @@ class ReplicaChannels:
 
     def _layouts(self, stage: int, tensors: Mapping[int, Tensor]) -> dict[int, Layout]:
         """Return the layouts of a stage's params: those of the step before, where they are placed alike."""
-        places = [placed_as(x) for x in tensors.values()]
+        places = [layout_key(x) for x in tensors.values()]
         if stage not in self.known or self.known[stage][0] != places:
             try:
                 self.known[stage] = places, {i: Layout.of(x, self.mesh) for i, x in tensors.items()}
@@ -294,12 +293,8 @@ class _Reduction:
                 at += prod(shape)
 
 
-def _piece(leaf: Any) -> Any:
-    return local(leaf) if isinstance(leaf, Tensor) else leaf
-
-
 def _is_cut_in_place(whole: Tensor, layout: Layout, replicas: int) -> bool:
-    """Whether the parts for the replicas are equal and follow one another in a gradient's memory."""
+    """Whether a gradient's memory consists of the parts for the replicas, one after the other and equally long."""
     if not whole.is_contiguous():
         return False
     if layout.dim is None:

@@ -402,7 +402,7 @@ class _Job:
 
 
 def _is_first(job: _Job | None) -> bool:
-    """Whether this process plays rank 0 of the first replica, whose run has the curves."""
+    """Whether this process plays rank 0 of replica 0, which writes the curves."""
     if job is not None:
         return 0 in job.ranks and job.replica == 0
     return not dist.is_initialized() or dist.get_rank() == 0
