@@ -101,7 +101,7 @@ def median(function: Callable[[], object], repeats: int = REPEATS) -> float:
 
 def inputs(stages: range | tuple[int, ...], microbatches: int) -> Inputs:
     data = [Microbatch(None, None)] * microbatches
-    return Inputs({s: {} for s in stages}, {}, data, rows=8 * microbatches, weighed=True)
+    return Inputs({s: {} for s in stages}, [{}], data, rows=8 * microbatches, weighed=True)
 
 
 def in_process() -> None:

@@ -410,7 +410,7 @@ def test_what_a_backward_uses_up_is_its_alone(name, schedule):
     pieces = DifferentiablePipeline(pipeline, tuple(map(Watching, pipeline.stages)))
     microbatches = map(Microbatch, case.batch.chunk(4), case.target.chunk(4))
     LIVING.clear()
-    handlers.Local().compile(programs, pieces, None)(handlers.Inputs(case.params, {}, list(microbatches)))
+    handlers.Local().compile(programs, pieces, None)(handlers.Inputs(case.params, [{}], list(microbatches)))
     backward = (Backward, BackwardInput, BackwardWeight)
     assert len(LIVING) == sum(isinstance(e, backward) for p in programs.values() for each in p for e in parts(each))
     assert [living for living in LIVING if living] == []

@@ -64,7 +64,7 @@ class Solo:
         channels = _Copies(values, programs, rank, device)
         self.program = programs[rank]
         self._executor = Executor(Calls(self.program, pieces, channels, observe, device_of(device)))
-        self._inputs = Inputs(pipeline.params_on(params, plan, rank), {}, data)
+        self._inputs = Inputs(pipeline.params_on(params, plan, rank), [{}], data)
         self._channels = channels
 
     def step(self) -> Results:
@@ -85,7 +85,7 @@ def _values(
     channels = _Recorded()
     executors = {rank: Executor(Calls(program, pieces, channels, None)) for rank, program in programs.items()}
     for rank, executor in executors.items():
-        executor.start(Inputs(pieces.pipeline.params_on(params, programs[rank].plan, rank), {}, data))
+        executor.start(Inputs(pieces.pipeline.params_on(params, programs[rank].plan, rank), [{}], data))
     for turn in turns(programs):
         executors[turn.rank].run(turn.start, turn.stop)
     for executor in executors.values():

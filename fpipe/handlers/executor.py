@@ -46,7 +46,8 @@ class Executor:
             except Exception as error:  # the types of the tree are the user's, and may raise anything
                 raise StageError(f"its params can't be used: {error}", rank=self.rank, stage=stage) from error
         sums = defaultdict[int, Sum](partial(Sum, self.pieces.sharding))
-        self.calls.running = Step(inputs, prepared, dict(inputs.state), sums)
+        (state,) = inputs.state
+        self.calls.running = Step(inputs, prepared, dict(state), sums)
 
     def set_rows(self, rows: int | None, here: int | None) -> None:
         """Set the step's number of rows, of all replicas and of this one, received from other processes."""
@@ -86,7 +87,7 @@ class Executor:
         step = self.calls.step
         results, params = step.results, step.inputs.params
         self.calls.clear()
-        results.state = {stage: step.state[stage] for stage in self.stages if self.pipeline.stages[stage].stateful}
+        results.state = [{stage: step.state[stage] for stage in self.stages if self.pipeline.stages[stage].stateful}]
         if stages := {*step.sums, *step.scattered}:
             sums = {(stage, self.rank): step.sums_of(stage) for stage in sorted(stages)}
             for (stage, rank), leaves in step.foreign.items():

@@ -91,10 +91,10 @@ class Local:
                         executor.start(self._inputs_of(inputs_of, executor))
                 for turn in order:
                     turn()
-                results = Results()
-                for own in reversed(replicas):  # of equal gradients, those of the first replica stay
-                    for executor in own.values():
-                        results.merge(executor.finish(), executor.stages)
+                results = Results(state=[{} for _ in replicas])
+                for replica in reversed(range(len(replicas))):  # of equal gradients, those of the first one stay
+                    for executor in replicas[replica].values():
+                        results.merge(executor.finish(), executor.stages, replica)
                 results.output = pieces.merge(results.outputs)
                 return results
             finally:

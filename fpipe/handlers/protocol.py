@@ -96,7 +96,8 @@ class Inputs:
     """The arguments of one step, split into microbatches.
 
     Args:
-        params, state: `{stage: tree}` of the stages that this process holds.
+        params: `{stage: tree}` of the stages that this process holds.
+        state: likewise, of each replica that this process plays.
         data: batch and target of each microbatch, of all replicas that this process plays.
         rows: rows of the whole batch, of all replicas; None where this process has no part of it.
         weighed: whether each loss is scaled by its share of the rows.
@@ -108,7 +109,7 @@ class Inputs:
     """
 
     params: Mapping[int, Any]
-    state: Mapping[int, Any]
+    state: Sequence[Mapping[int, Any]]
     data: Sequence[Microbatch]
     rows: int | None = None
     weighed: bool = False
@@ -125,7 +126,8 @@ class Inputs:
         numbers = range(replica * count, (replica + 1) * count)
         here = None if self.rows is None else sum(size(self.rows, total, m) for m in numbers)
         data = self.data[numbers.start : numbers.stop]
-        return replace(self, data=data, first=numbers.start, total=total, here=here)
+        state = self.state[replica : replica + 1]
+        return replace(self, state=state, data=data, first=numbers.start, total=total, here=here)
 
     def scale(self, m: int) -> Scale:
         """Return the factor of a microbatch's loss: the share of the caller's weights, else of the rows."""
@@ -150,21 +152,25 @@ class Results:
         outputs: of the last stage, by microbatch, counted likewise, where it runs or where they are gathered: aux, or
             evaluate's output.
         output: the outputs of all microbatches merged, where this process has them all, or all of its replica.
-        state: the new state of the stateful stages of this process.
+        state: the new state of the stateful stages of this process, `{stage: tree}`, of each replica that it plays.
     """
 
     gradients: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     output: Any = None
-    state: dict[int, Any] = field(default_factory=dict)
+    state: list[dict[int, Any]] = field(default_factory=lambda: [{}])
 
-    def merge(self, other: Results, stages: Collection[int]) -> None:
-        """Add the results of a rank that holds some stages; its other gradients are parts of tied parameters."""
+    def merge(self, other: Results, stages: Collection[int], replica: int = 0) -> None:
+        """Add the results of a rank that holds some stages; its other gradients are parts of tied parameters.
+
+        Args:
+            replica: the number of its replica among those of this process.
+        """
         self.gradients |= {stage: tree for stage, tree in other.gradients.items() if stage in stages}
         self.losses |= other.losses
         self.outputs |= other.outputs
-        self.state |= other.state
+        self.state[replica] |= other.state[0]
 
 
 Run = Callable[[Inputs], Results]

@@ -59,7 +59,7 @@ class _Step:
         for each in self.params:
             each.leaves[:] = map(pieces.sharding.cast, each.leaves)
         self.sums: list[dict[tuple[int, int], dict[LeafKey, Tensor | None]]] = [{} for _ in range(plan.replicas)]
-        self.results = Results(state=dict(inputs.state))
+        self.results = Results(state=[*map(dict, inputs.state)])
 
     def run(self) -> Results:
         results, pipeline, plan = self.results, self.pipeline, self.plan
@@ -79,7 +79,8 @@ class _Step:
 
     def _forward(self, m: int) -> tuple[Any, Any]:
         """Return the last stage's output, and the outputs that it read."""
-        data, outputs, read, state = self.inputs.data[m], dict[int, Any](), dict[int, Any](), self.results.state
+        data, outputs, read = self.inputs.data[m], dict[int, Any](), dict[int, Any]()
+        state = self.results.state[m // self.plan.microbatches]
         for s, stage in enumerate(self.pipeline.stages):
             with torch.set_grad_enabled(self.train), seeded(self.inputs.rng, s, m), blaming(s, m):
                 read = {source: alias_leaves(outputs[source]) for source in self.plan.sources(s)}

@@ -91,9 +91,9 @@ def profile(
     pieces = DifferentiablePipeline(pipeline, Options(autodiff, policy, compile).pieces(pipeline, loss=True))
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
     batches, targets = (split(tree, microbatches, axis)[0] for tree, axis in zip((batch, target), axes, strict=True))
-    inputs = Inputs(params, state or {}, list(map(Microbatch, batches, targets)), rng=rng or (0, 0))
+    inputs = Inputs(params, [state or {}], list(map(Microbatch, batches, targets)), rng=rng or (0, 0))
     plan = pipeline.plan(Placement.loop(1, chunks=len(pipeline.stages)), microbatches)
-    profiler = _Profiler(pipeline, flatten((dict(params), inputs.state, list(inputs.data))).leaves)
+    profiler = _Profiler(pipeline, flatten((dict(params), [*inputs.state], list(inputs.data))).leaves)
     fused, halves = (
         Local().compile({0: Program(plan, 0, tuple(_effects(plan, backward)))}, pieces, profiler)
         for backward in ([fx.Backward], [fx.BackwardInput, fx.BackwardWeight])

@@ -36,6 +36,9 @@ from fpipe.tables import TABLE, WEIGHT, Table
 T = TypeVar("T")
 Reduction = Literal["mean", "sum"]
 Capture = bool | Literal["pieces"]
+Buffers = Literal["own"]
+State = Mapping[int, Any] | Sequence[Mapping[int, Any]]
+"""`{stage: tree}`; of a process that plays several replicas, a list with one for each."""
 
 
 def value_and_grad(
@@ -59,6 +62,7 @@ def value_and_grad(
     dynamic: bool = False,
     capture: Capture = False,
     sharding: Sharding = OWN_DTYPES,
+    buffers: Buffers | None = None,
     effects: Table = TABLE,
 ) -> Callable[..., Any]:
     """Return a function that computes the loss and its gradients, microbatch by microbatch.
@@ -100,12 +104,15 @@ def value_and_grad(
             captured. With `Local` on one device, and with `Distributed`. With "pieces", each forward and backward of a
             stage is a graph instead, and the host goes on to run the program: for steps that can't be captured as one.
         sharding: the dtypes in which parameters are gathered and gradients are added.
+        buffers: "own" lets each replica keep a state of its own, as of batch norm, which its microbatches alone update.
+            By default stages with state have no replicas.
         effects: the table of effects; `TABLE.extended({...})` for your own, whose functions the handler takes.
 
     Returns:
         `step(params, batch, target=None, *, state=None, rng=None) -> (loss, grads)`; with `has_aux`,
         `((loss, aux), grads)`; with stateful stages, the new state is a last element. `params`, `grads` and
-        `state` are `{stage: tree}` of the stages that this process holds; `rng` is `(seed, step)`. The step
+        `state` are `{stage: tree}` of the stages that this process holds; `rng` is `(seed, step)`. Where a process
+        plays several replicas, `state` is a list with one `{stage: tree}` for each, and so is the new state. The step
         changes none of its arguments. Every rank returns the loss.
 
     Raises:
@@ -124,9 +131,8 @@ def value_and_grad(
     """
     options = Options(autodiff, policy, compile, dynamic)
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
-    spec = _StepSpec(
-        pipeline, plan, ranks, replicas, True, has_aux, reduction, weight, in_axes, out_axes, gather, options, sharding
-    )
+    how = has_aux, reduction, weight, in_axes, out_axes, gather, options, sharding, buffers
+    spec = _StepSpec(pipeline, plan, ranks, replicas, True, *how)
     programs = lower(schedule, plan, depth=prefetch, resident=resident, effects=effects)
     check(programs)
     all_parts = (part for program in programs.values() for effect in program for part in parts(effect))
@@ -163,6 +169,7 @@ def evaluate(
     compile: bool | str = False,  # noqa: A002
     dynamic: bool = False,
     sharding: Sharding = OWN_DTYPES,
+    buffers: Buffers | None = None,
     effects: Table = TABLE,
 ) -> Callable[..., Any]:
     """Return a function that runs the pipeline forward: it keeps no residuals and differentiates nothing.
@@ -189,9 +196,8 @@ def evaluate(
         raise ValueError("has_aux and weight need loss=True: both concern the loss")
     options = Options(autodiff, everything_saveable, compile, dynamic)
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
-    spec = _StepSpec(
-        pipeline, plan, ranks, replicas, loss, has_aux, reduction, weight, in_axes, out_axes, gather, options, sharding
-    )
+    how = has_aux, reduction, weight, in_axes, out_axes, gather, options, sharding, buffers
+    spec = _StepSpec(pipeline, plan, ranks, replicas, loss, *how)
     programs = forward_only(lower(schedule or wavefront, plan, depth=prefetch, effects=effects))
     if resident is not None:
         programs = residence(programs, resident)
@@ -211,7 +217,7 @@ class Computed(NamedTuple):
     loss: Tensor | None
     output: Any
     gradients: dict[int, Any]
-    state: dict[int, Any]
+    state: State
     rows: int | None
 
     @property
@@ -231,7 +237,7 @@ class Arguments(NamedTuple):
     params: Mapping[int, Any]
     batch: Any
     target: Any
-    state: Mapping[int, Any] | None
+    state: State | None
     weights: Tensor | None
     zero: tuple[bool, ...]
     more: Any
@@ -281,7 +287,7 @@ class Step:
         batch: Any,
         target: Any = None,
         *,
-        state: Mapping[int, Any] | None = None,
+        state: State | None = None,
         rng: Rng | None = None,
     ) -> Any:
         if self.captured is None:
@@ -369,7 +375,8 @@ def _identity(value: T) -> T:
 def _compute(spec: _StepSpec, run: Run, inputs: Inputs) -> Computed:
     results = run(inputs)
     loss = spec.total(results.losses) if spec.loss else None
-    return Computed(loss, results.output, results.gradients, results.state, inputs.rows)
+    state = results.state if len(spec.replicas.here) > 1 else results.state[0]
+    return Computed(loss, results.output, results.gradients, state, inputs.rows)
 
 
 def check_capture(handler: Handler, observer: Observer | None, compile: bool | str, capture: Capture) -> None:  # noqa: A002
@@ -466,10 +473,13 @@ class _StepSpec:
     gather: bool
     options: Options
     sharding: Sharding
+    buffers: Buffers | None
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f"reduction must be 'mean' or 'sum', not {self.reduction!r}")
+        if self.buffers not in ("own", None):
+            raise ValueError(f"buffers must be 'own' or None, not {self.buffers!r}")
         if self.weight is not None and self.reduction != "mean":
             raise ValueError("weight needs reduction='mean': with 'sum', losses have no weights")
         if self.plan != self.pipeline.plan(self.plan.placement, self.plan.microbatches, self.plan.replicas):
@@ -482,11 +492,12 @@ class _StepSpec:
                     f"stage {stage} is stateful and has copies on ranks {ranks}: a state needs every microbatch in "
                     "order, so place it on one rank"
                 )
-            if self.pipeline.stages[stage].stateful and self.plan.replicas > 1:
+            if self.pipeline.stages[stage].stateful and self.plan.replicas > 1 and self.buffers is None:
                 raise ScheduleError(
-                    f"stage {stage} is stateful, and the plan has {self.plan.replicas} replicas: a state needs every "
-                    "microbatch in order, so leave the replicas out, or make the stage stateless (such as a norm that "
-                    "needs no running statistics)"
+                    f"stage {stage} is stateful, and the plan has {self.plan.replicas} replicas: pass buffers='own' to "
+                    "value_and_grad, train_step and evaluate, and each replica keeps a state of its own, which its "
+                    "microbatches alone update; or make the stage stateless (such as a norm that needs no running "
+                    "statistics)"
                 )
 
     def pieces(self) -> DifferentiablePipeline:
@@ -509,7 +520,7 @@ class _StepSpec:
         params: Mapping[int, Any],
         batch: Any,
         target: Any,
-        state: Mapping[int, Any] | None,
+        state: State | None,
         rng: Rng | Seeder | None,
         scales: Sequence[Any] | None = None,
     ) -> Inputs:
@@ -521,11 +532,11 @@ class _StepSpec:
         try:
             rng = rng if callable(rng) else _seed(rng)
             self._check_params(params)
-            self._check_state(state or {})
+            states = self._states(state)
             data, rows = self._split(batch, target, scales)
         except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
-            return Inputs({}, {}, (), broken=self._stage_error(error))
-        return Inputs(params, state or {}, data, rows, self.reduction == "mean" and self.weight is None, rng)
+            return Inputs({}, (), (), broken=self._stage_error(error))
+        return Inputs(params, states, data, rows, self.reduction == "mean" and self.weight is None, rng)
 
     def seed(self, rng: Any) -> Rng | None:
         """Check a seed.
@@ -577,16 +588,35 @@ class _StepSpec:
                 "pass pipeline.params_on(params, plan, rank)"
             )
 
-    def _check_state(self, state: Mapping[int, Any]) -> None:
+    def _states(self, state: State | None) -> Sequence[Mapping[int, Any]]:
+        """Return the state of each replica that this process plays."""
+        count = len(self.replicas.here)
+        if count == 1:
+            states: Any = [{} if state is None else state]
+        else:
+            states = state or [{}] * count
+            if not isinstance(states, Sequence) or len(states) != count:
+                raise ValueError(
+                    f"this process plays {count} replicas, each with a state of its own: pass a list with one "
+                    f"{{stage: tree}} for each, such as [state] * {count}"
+                )
+        for replica, each in enumerate(states):
+            name = "state" if count == 1 else f"state[{replica}]"
+            if not isinstance(each, Mapping):
+                raise TypeError(f"{name} must be {{stage: tree}}, not a {type(each).__name__}")
+            self._check_state(each, name)
+        return states  # type: ignore[no-any-return]
+
+    def _check_state(self, state: Mapping[int, Any], name: str) -> None:
         local = {stage for rank in self.ranks for stage in self.plan.stages_on(rank)}
         stateful = {stage for stage in local if self.pipeline.stages[stage].stateful}
         for stage in sorted(stateful - set(state)):
             raise StageError(
-                f"the stage is stateful, but state has no entry for it: pass state={{{stage}: tree}}", stage=stage
+                f"the stage is stateful, but {name} has no entry for it: pass {{{stage}: tree}}", stage=stage
             )
         for stage in sorted(set(state) - stateful, key=repr):
             raise StageError(
-                f"state has an entry for stage {stage}, which is not a stateful stage of this process: "
+                f"{name} has an entry for stage {stage}, which is not a stateful stage of this process: "
                 "pass pipeline.state_on(state, plan, rank)"
             )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,8 +23,17 @@ from torch import Tensor
 from fpipe.handlers.protocol import Handler
 from fpipe.interop.checkpoints.completeness import Missing, check_complete, missing_entries, nonpersistent
 from fpipe.interop.checkpoints.loading import LoadPlan
-from fpipe.interop.checkpoints.names import Name, dense, dotted, entries, sections_of
-from fpipe.interop.checkpoints.storage import CheckpointError, begun, checkpoints, last, opened, sealed, written
+from fpipe.interop.checkpoints.names import Name, dense, dotted, entries, kind_of, sections_of, state_of
+from fpipe.interop.checkpoints.storage import (
+    CheckpointError,
+    CheckpointReader,
+    begun,
+    checkpoints,
+    last,
+    opened,
+    sealed,
+    written,
+)
 from fpipe.plan import Plan
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import describe
@@ -50,6 +60,9 @@ class Checkpoints:
     Leaves may be DTensors over the replicas of the handler. All replicas save together, each shard once, and the first
     one what they have in common. What is loaded is placed like the tensors that are passed, whichever way it was saved:
     over any number of replicas, or whole. A process reads the pieces that have its rows, one at a time.
+
+    Where replicas have a state of their own (`buffers="own"`), `state` is what a step takes and returns, and each
+    replica's is saved. As many replicas load each its own; any other number loads the first one's, with a warning.
 
     Args:
         plan, handler: the step's own.
@@ -85,6 +98,8 @@ class Checkpoints:
         self._peers = handler.peers and handler.peers.new_group(
             f"the checkpoints in {folder}", hint=HINT, error=CheckpointError
         )
+        self._owns_state = self._replicas.count > 1 and any(stage.stateful for stage in pipeline.stages)
+        self._states = list(map(state_of, self._replicas.here))  # the section with the state of each replica here
         self._device = (handler.devices or [torch.device("cpu")])[0]
         self._thread = ThreadPoolExecutor(1, "fpipe-checkpoint")
         self._pending: Saving | None = None
@@ -104,14 +119,15 @@ class Checkpoints:
         self,
         *,
         params: Mapping[int, Any] | None = None,
-        state: Mapping[int, Any] | None = None,
+        state: Any = None,
         optimizer: Mapping[int, Any] | None = None,
         **rest: Any,
     ) -> Path:
         """Save a training state; return its path, on every rank.
 
         Args:
-            params, state, optimizer: `{stage: tree}` of the stages that this process holds.
+            params, state, optimizer: `{stage: tree}` of the stages that this process holds. Where it plays several
+                replicas with a state of their own, `state` is a list with one for each, as in a step.
             rest: trees that are the same on every rank; an int called `step` is in the name of the checkpoint.
 
         Raises:
@@ -146,7 +162,7 @@ class Checkpoints:
         /,
         *,
         params: Mapping[int, Any] | None = None,
-        state: Mapping[int, Any] | None = None,
+        state: Any = None,
         optimizer: Mapping[int, Any] | None = None,
         **rest: Any,
     ) -> dict[str, Any]:
@@ -169,14 +185,49 @@ class Checkpoints:
         self._begin("load")
         at = self.folder / self._on_first(lambda: last(self.folder).name, "load") if path is None else Path(path)
 
+        stored: dict[str, str] = {}  # the section that is loaded for each state
+
         def planned() -> LoadPlan:
-            like = sections_of(self.pipeline, params=params, state=state, optimizer=optimizer, **rest)
-            return LoadPlan(opened(at), like, self.pipeline, self._device)
+            like = self._sections(params=params, state=state, optimizer=optimizer, **rest)
+            reader = opened(at)
+            stored.update(self._stored_states(reader, warns=state is not None))
+            like = {stored.get(section, section): tree for section, tree in like.items()}
+            return LoadPlan(reader, like, self.pipeline, self._device)
 
         plan, requests = self._agree(planned, "load", lambda plan: tuple(plan.request))
         plan.check(requests)
         self._agree(lambda: plan.reader.read(plan.tensors), "load")
-        return plan.tree()
+        tree = plan.tree()
+        if self._owns_state and state is not None:
+            states = [tree[stored[section]] for section in self._states]
+            tree["state"] = states if len(states) > 1 else states[0]
+        return {name: tree[name] for name in ("params", "state", "optimizer", *rest) if name in tree}
+
+    def _stored_states(self, reader: CheckpointReader, warns: bool) -> dict[str, str]:
+        """Return the section of a checkpoint that has the state for each of this process's sections."""
+        saved = sum(kind_of(section) == "state" for section in {name[0] for name in reader.names})
+        if saved == self._replicas.count:
+            return dict(zip(self._states, self._states, strict=True))
+        if warns and saved > 1 and 0 in self._ranks and self._replica == 0:
+            warnings.warn(
+                f"{reader.path} has the states of {saved} replicas, and {self._replicas.count} load it: each gets that "
+                f"of the first one; for each its own, load it with {saved} replicas",
+                stacklevel=5,
+            )
+        return dict.fromkeys(self._states, state_of(0))
+
+    def _sections(self, **sections: Any) -> dict[str, Any]:
+        """Return the sections of a training state, in which each replica's own state has one of its own."""
+        if self._owns_state and sections.get("state") is not None:
+            count, state = len(self._states), sections.pop("state")
+            states = [state] if count == 1 else state
+            if not isinstance(states, Sequence) or len(states) != count:
+                raise ValueError(
+                    f"this process plays {count} replicas, each with a state of its own: pass a list with one "
+                    "{stage: tree} for each, as a step returns it"
+                )
+            sections |= dict(zip(self._states, states, strict=True))
+        return sections_of(self.pipeline, **sections)
 
     def _begin(self, call: str) -> None:
         pending, self._pending = self._pending, None
@@ -202,7 +253,7 @@ class Checkpoints:
     def _share(self, **sections: Any) -> _Share:
         """Return the part of a training state that this process saves, which no failed step has touched."""
         self._handler.check()
-        sections = sections_of(self.pipeline, **sections)
+        sections = self._sections(**sections)
         saved_here = {s: ranks[0] for s, ranks in enumerate(self.plan.placement.holders) if ranks[0] in self._ranks}
         missing = missing_entries(sections, self.pipeline, saved_here)
         share = _Share({}, {}, {}, [*sections], missing)
@@ -213,7 +264,8 @@ class Checkpoints:
             if entry.stage is None:
                 share.common[entry.name] = "None" if leaf is None else describe(leaf)
             is_ours = entry.stage in saved_here if entry.stage is not None else 0 in self._ranks
-            if is_ours and is_first(leaf, self._replica, self._replicas.count):
+            is_own = self._owns_state and kind_of(entry.name[0]) == "state"
+            if is_ours and (is_own or is_first(leaf, self._replica, self._replicas.count)):
                 (share.tensors if isinstance(leaf, Tensor) else share.plain)[entry.name] = leaf
         return share
 

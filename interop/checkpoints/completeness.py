@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from fpipe.interop.checkpoints.names import Name, name_of, some
+from fpipe.interop.checkpoints.names import Name, kind_of, name_of, some
 from fpipe.interop.checkpoints.storage import CheckpointError
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import StageFunction
 
 Missing = tuple[str, str]
-"""`params` or `state`, and a text that says what it lacks."""
+"""The section of params or of a state, and a text that says what it lacks."""
 
 
 def missing_entries(sections: Mapping[str, Any], pipeline: Pipeline, ranks: Mapping[int, int]) -> list[Missing]:
@@ -25,10 +25,11 @@ def missing_entries(sections: Mapping[str, Any], pipeline: Pipeline, ranks: Mapp
     """
     tied = {use for uses in pipeline.entries.values() for use in uses[1:]}
     missing: list[Missing] = []
-    for section, stage in product(("params", "state"), ranks):
+    states = [section for section in sections if kind_of(section) == "state"] or ["state"]
+    for section, stage in product(("params", *states), ranks):
         tree, each, lack = sections.get(section, {}), pipeline.stages[stage], ""
         if isinstance(each.fn, StageFunction):
-            declared = {name for name in getattr(each.fn.spec, section) if (stage, (name,)) not in tied}
+            declared = {name for name in getattr(each.fn.spec, kind_of(section)) if (stage, (name,)) not in tied}
             if names := sorted(declared - tree.get(stage, {}).keys()):
                 lack = f"lacks {some(names)}"
         elif stage not in tree and (section == "params" or each.stateful):
@@ -48,7 +49,8 @@ def check_complete(sections: Collection[str], missing: Iterable[Missing]) -> Non
     Raises:
         CheckpointError: says which ranks hold it.
     """
-    if texts := [text for section, text in missing if section in sections]:
+    saved = {*map(kind_of, sections)}
+    if texts := [text for section, text in missing if kind_of(section) in saved]:
         raise CheckpointError(
             f"{some(texts, '; ')}: pipeline.params_on(params, plan, rank) and pipeline.state_on(state, plan, rank) "
             "return what a rank needs"

@@ -2,7 +2,8 @@
 
 The sections `params`, `state` and `optimizer` are `{stage: tree}`. There the entries of a module that was split have
 the module's own names (`layers.0.weight`), whichever stage holds them; other entries are `stages.2.` and their path. An
-optimizer's values for a parameter have the parameter's name in theirs. Every other section is one tree, the same on all
+optimizer's values for a parameter have the parameter's name in theirs. Where replicas have a state of their own,
+`state` is that of the first one, and `state@2` that of replica 2. Every other section is one tree, the same on all
 ranks.
 """
 
@@ -25,6 +26,16 @@ Name = tuple[str, ...]
 
 BY_STAGE = ("params", "state", "optimizer")
 SHOWN = 4  # names of a kind in a message
+
+
+def state_of(replica: int) -> str:
+    """Return the name of the section with a replica's own state."""
+    return f"state@{replica}" if replica else "state"
+
+
+def kind_of(section: str) -> str:
+    """Return the name of a section without the replica's number."""
+    return section.partition("@")[0]
 
 
 class Entry(NamedTuple):
@@ -59,8 +70,8 @@ def sections_of(pipeline: Pipeline, /, **sections: Any) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: a section that must be `{stage: tree}` is not.
     """
-    sections = {name: tree for name, tree in sections.items() if tree is not None or name not in BY_STAGE}
-    for section in [name for name in BY_STAGE if name in sections]:
+    sections = {name: tree for name, tree in sections.items() if tree is not None or kind_of(name) not in BY_STAGE}
+    for section in [name for name in sections if kind_of(name) in BY_STAGE]:
         tree = sections[section]
         if not isinstance(tree, Mapping):
             raise TypeError(f"{section} must be {{stage: tree}}, not a {type(tree).__name__}")
@@ -81,7 +92,7 @@ def entries(sections: Mapping[str, Any], pipeline: Pipeline) -> tuple[list[Entry
     parameters = {path: (name_of("params", path, pipeline), leaf) for path, leaf in _parameters(sections, pipeline)}
 
     def entry(section: str, *path: Any, leaf: Any) -> Entry:
-        if section not in BY_STAGE:
+        if kind_of(section) not in BY_STAGE:
             return Entry((section, *map(str, path)), leaf)
         if not path:
             return Entry((section,), leaf, stage=0)  # a section without stages

@@ -44,7 +44,8 @@ def export_safetensors(folder: str | os.PathLike[str], file: str | os.PathLike[s
 
     Buffers with `persistent=False`, which no state_dict has, are left out. A tied parameter is written once, under its
     owner's name. One process calls it, and has one whole tensor at a time in its memory, also if the checkpoint is of
-    shards. In a folder with the config of a Hugging Face model, the file `model.safetensors` is its weights.
+    shards. Of replicas with a state of their own, the first one's is written. In a folder with the config of a Hugging
+    Face model, the file `model.safetensors` is its weights.
 
     Args:
         folder: a checkpoint, or a folder of them, of which the last one is exported.

@@ -130,7 +130,7 @@ def steps(name, way, ranks=2):
 
 def inputs_of(case):
     data = list(map(Microbatch, case.batch.chunk(MICROBATCHES), case.target.chunk(MICROBATCHES)))
-    return handlers.Inputs(case.params, case.state or {}, data, rng=case.rng)
+    return handlers.Inputs(case.params, [case.state or {}], data, rng=case.rng)
 
 
 def tensors_of(results):

@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from itertools import product
 
 import optree
@@ -212,6 +213,64 @@ def weighed(rank, grid, unlabelled, which):
     )
 
 
+# A state of their own
+
+
+@pytest.mark.parametrize(
+    ("replicas", "schedule", "options"),
+    [
+        (2, "interleaved_zb", {"autodiff": "eager"}),
+        (3, "zb_v", {"autodiff": "eager"}),
+        (3, "one_f_one_b", {"autodiff": "graph"}),
+        (2, "one_f_one_b", {"autodiff": "graph", "capture": True}),
+    ],
+    ids=str,
+)
+def test_a_state_of_each_replica(replicas, schedule, options):
+    """Each is that of a pipeline without replicas, which has run the replica's microbatches alone."""
+    case, generator, plan = replica_jobs.make("modules", schedule, 2, replicas, 2)
+    states = replace(case, state=[case.state] * replicas)
+    expected = replica_jobs.buffered(states, generator, plan, handlers.Reference(), autodiff="eager")
+    assert jobs.differences(replica_jobs.buffered(states, generator, plan, handlers.Local(), **options), expected) == []
+    for replica, found in enumerate(expected[0][-1]):
+        batch, target = (replica_jobs.part(tree, 0, plan, replica) for tree in (case.batch, case.target))
+        alone = replace(case, batch=batch, target=target)
+        assert jobs.differences(found, cases.reference(alone, generator, replace(plan, replicas=1))[-1]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule", "which"),
+    [("dp2 pp2", "interleaved_zb", None), ("dp3 pp2", "zb_v", "least"), ("dp3 pp1", "one_f_one_b", "all")],
+)
+def test_a_state_of_each_replica_over_gloo(pools, tmp_path, text, schedule, which):
+    """Steps and outputs have the reference's bits; a checkpoint has each replica's own."""
+    grid = Grid(text)
+    found = pools(grid.size).run(replica_jobs.train_buffered, grid, schedule, which, str(tmp_path))
+    assert found == [[]] * grid.size
+
+
+STATES = {
+    "none": (None, r"stage 0: the stage is stateful, but state\[0\] has no entry for it: pass \{0: tree\}"),
+    "one": ({0: {}}, r"plays 2 replicas, each with a state of its own: pass a list .*, such as \[state\] \* 2"),
+    "too few": (
+        [{0: {}}],
+        r"plays 2 replicas, each with a state of its own: pass a list with one \{stage: tree",
+    ),
+    "no trees": ([{}, 3], r"the stage is stateful, but state\[0\] has no entry for it"),
+}
+
+
+@pytest.mark.parametrize("wrong", STATES)
+def test_a_wrong_state_is_refused(wrong):
+    case, generator, plan = replica_jobs.make("modules", "gpipe", 2, 2, 2)
+    state, text = STATES[wrong]
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), buffers="own")
+    with pytest.raises(fpipe.StageError, match=text):
+        step(case.params, case.batch, case.target, state=state)
+    with pytest.raises(ValueError, match="buffers must be 'own' or None, not 'mine'"):
+        fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), buffers="mine")
+
+
 # Memory
 
 
@@ -335,7 +394,10 @@ FAULTS = {
         r"the plan is of replicas=1, the handler of 2: make the plan by pipeline.plan\(..., replicas=2\)",
     ),
     "ranks": (None, "the plan has 4 ranks, the group 2 processes: start with torchrun --nproc-per-node 8"),
-    "a state": (None, "stage 0 is stateful, and the plan has 2 replicas"),
+    "a state": (
+        None,
+        "stage 0 is stateful, and the plan has 2 replicas: pass buffers='own' to value_and_grad, train",
+    ),
 }
 """Fault -> (the processes that can't run the step, ... for all that compare, None where it is not set up; text)."""
 

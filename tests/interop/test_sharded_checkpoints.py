@@ -1,6 +1,7 @@
 """Checkpoints of shards: saved by all replicas, each shard once, and loaded by any number of them, sharded or whole."""
 
 import os
+from dataclasses import replace
 from math import prod
 
 import optree
@@ -77,6 +78,31 @@ def save(rank, shape, ranks, folder, is_sharded, background=False):
     for x in optree.tree_leaves((kept["params"], kept["optimizer"])):
         local(x).zero_()
     return saving.wait().name
+
+
+def test_states_of_replicas_are_saved_and_loaded(tmp_path):
+    """Each replica's own; where their number changes, the first one's, with a warning."""
+    case, _, plan = cases.make("modules", "zb_v", 2, 2)
+    three = [optree.tree_map(lambda x, i=i: x + i, case.state) for i in range(3)]
+
+    def of(replicas):
+        own = replace(plan, replicas=replicas)
+        return interop.Checkpoints(tmp_path, case.pipeline, own, handler=handlers.Local(), keep=1)
+
+    of(3).save(params=case.params, state=three, step=1)
+    assert differences(of(3).load(state=[case.state] * 3, step=0), {"state": three, "step": 1}) == []
+    text = r"has the states of 3 replicas, and {} load it: each gets that of the first one; for each its own, load it"
+    with pytest.warns(UserWarning, match=text.format(2)):
+        assert differences(of(2).load(state=[case.state] * 2)["state"], three[:1] * 2) == []
+    with pytest.warns(UserWarning, match=text.format(1)):
+        assert differences(of(1).load(state=case.state)["state"], three[0]) == []
+    assert of(2).load(step=0) == {"step": 1}
+    with pytest.raises(ValueError, match=r"this process plays 3 replicas, .*: pass a list with one \{stage: tree\}"):
+        of(3).save(state=case.state)
+    with pytest.raises(CheckpointError, match=r"rank 0 holds stage 0, of which state@1 lacks 1.num_batches_tracked"):
+        of(3).save(params=case.params, state=[three[0], {}, three[2]])
+    of(1).save(params=case.params, state=case.state)
+    assert differences(of(3).load(state=three)["state"], [case.state] * 3) == []
 
 
 def load(rank, shape, ranks, folder, kind):

@@ -180,7 +180,7 @@ def uneven(case, plan, rows):
         shares = [size(rows[replica], plan.microbatches, m) / total for m in range(plan.microbatches)]
         data += [Microbatch(*both, lambda share=share: share) for *both, share in zip(*halves, shares, strict=True)]
     step = fpipe.value_and_grad(case.pipeline, schedules.gpipe, plan, handler=handlers.Reference(), autodiff="eager")
-    results = step.run(Inputs(case.params, {}, data, rng=case.rng))
+    results = step.run(Inputs(case.params, [{}] * plan.replicas, data, rng=case.rng))
     return step.spec.total(results.losses), results.gradients
 
 
@@ -193,7 +193,7 @@ def alone(case, plan, replica):
     data = [Microbatch(batch[m], target[m], lambda m=m: size(rows, total, m) / rows) for m in numbers]
     plan = replace(plan, replicas=1)
     step = fpipe.value_and_grad(case.pipeline, schedules.gpipe, plan, handler=handlers.Reference(), autodiff="eager")
-    return step.run(Inputs(case.params, {}, data)).gradients
+    return step.run(Inputs(case.params, [{}], data)).gradients
 
 
 def added(trees):
@@ -344,6 +344,45 @@ def train_axes(rank, grid, which):
     plan = case.pipeline.plan(fpipe.Placement.loop(grid.ranks, 2), 2, replicas=grid.replicas)
     expected = cases.reference(case, schedules.looped_bfs, plan)
     return compare(grid, case, schedules.looped_bfs, plan, expected, which, autodiff="eager")
+
+
+def buffered(case, schedule, plan, handler, **options):
+    """(loss, gradients, states) of three steps of replicas with a state of their own, and outputs from the last states.
+
+    The case's state is that of the replicas which this process plays.
+    """
+    options = {"handler": handler, "buffers": "own", **options}
+    step = fpipe.value_and_grad(case.pipeline, schedule, plan, **options)
+    options.pop("capture", None)
+    run = fpipe.evaluate(interop.eval_mode(case.pipeline), plan, gather=True, **options)
+    results, state = [], case.state
+    for _ in range(3):
+        results.append(step(case.params, case.batch, case.target, state=state))
+        state = results[-1][-1]
+    return *results, run(case.params, case.batch, state=state)
+
+
+def train_buffered(rank, grid, schedule, which, folder):
+    """Steps, outputs and a checkpoint of replicas with a state of their own: where they differ from the reference's."""
+    case, generator, plan = make("modules", schedule, grid.ranks, grid.replicas, 2)
+    shared = handler(grid)
+    place = shared.grid
+    params, batch, target = arguments(case, plan, place)
+    all_states = replace(case, state=[case.state] * grid.replicas)
+    *steps, outputs = buffered(all_states, generator, plan, handlers.Reference(), autodiff="eager")
+    stages = plan.stages_on(place.rank)
+    states = [{s: all_of[place.replica][s] for s in stages} for _, _, all_of in steps]
+    pairs = zip(steps, states, strict=True)
+    expected = *((loss, {s: grads[s] for s in stages}, own) for (loss, grads, _), own in pairs), outputs
+    own = {s: case.state[s] for s in stages}
+    used = params if which is None else interop.fsdp(params, grid.over)
+    mine = cases.Case(case.pipeline, used, batch, target, own)
+    options = {"autodiff": "eager", "resident": room(generator, plan, which)}
+    found = whole(buffered(mine, generator, plan, shared, **options))
+    checkpoints = interop.Checkpoints(folder, case.pipeline, plan, handler=shared)
+    checkpoints.save(params=used, state=found[-2][-1])
+    loaded = checkpoints.load(params=used, state=own)["state"]
+    return jobs.differences(found, expected) + [("loaded", *path) for path in jobs.differences(loaded, states[-1])]
 
 
 def train_with(rank, grid, name, schedule, which, options):

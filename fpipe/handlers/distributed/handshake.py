@@ -122,7 +122,7 @@ class Handshake:
         if inputs.broken is not None:
             return (0, 0)
         data = [(microbatch.batch, microbatch.target) for microbatch in inputs.data]
-        flat = flatten((dict(inputs.params), dict(inputs.state), data))
+        flat = flatten((dict(inputs.params), [*map(dict, inputs.state)], data))
         ambient = _ambient(inputs)
         looks = [look(leaf) for leaf in flat.leaves]
         if self.last is not None and self.last[:2] == (flat.spec, ambient) and alike(self.last[2], looks):
