@@ -247,11 +247,14 @@ def everybodys():
 def norms_of_replicas(rank, shape, ranks, sharded):
     """The norm, what clipping gives, and how it is placed, where each process has one rank of a replica."""
     replicas, grads = math.prod(shape), everybodys()
-    own = Replicated(replicas)
+    mesh = mesh_of(*shape, ranks, names=(*("copies", "dp")[2 - len(shape) :], "pp"))
+    over = mesh[mesh.mesh_dim_names[:-1]]
+    own = Replicated(replicas, mesh=over)
     plan = Plan(Placement.loop(ranks, 2 // ranks), 1)
     grads = {s: grads[s] for s in plan.stages_on(own.rank)}
-    mesh = mesh_of(*shape, ranks, names=(*("copies", "dp")[2 - len(shape) :], "pp"))
-    grads = interop.fsdp(grads, mesh[mesh.mesh_dim_names[:-1]]) if sharded else grads
+    if sharded == "inside":  # over the last dimension alone
+        over = over[over.mesh_dim_names[-1]]
+    grads = interop.fsdp(grads, over) if sharded else grads
     if sharded == "weights":
         grads = {s: {**tree, "b": everybodys()[s]["b"]} if s == 0 else tree for s, tree in grads.items()}
     norm = fpipe.global_norm(grads, plan, handler=own)
@@ -262,8 +265,13 @@ def norms_of_replicas(rank, shape, ranks, sharded):
     return norm.item(), again.item(), wrong, all(optree.tree_leaves(alike))
 
 
-@pytest.mark.parametrize("sharded", [False, True, "weights"])
-@pytest.mark.parametrize(("shape", "ranks"), [((4,), 1), ((3,), 1), ((2, 2), 1), ((2,), 2)])
+SHAPES = [((4,), 1), ((3,), 1), ((2, 2), 1), ((2,), 2)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "sharded"),
+    [*((*shape, sharded) for shape in SHAPES for sharded in (False, True, "weights")), ((2, 2), 1, "inside")],
+)
 def test_the_norm_counts_what_replicas_share_once(pools, shape, ranks, sharded):
     expected = fpipe.global_norm(everybodys(), ALONE, handler=handlers.Local()).item()
     found = pools(math.prod(shape) * ranks).run(norms_of_replicas, shape, ranks, sharded)
@@ -272,20 +280,20 @@ def test_the_norm_counts_what_replicas_share_once(pools, shape, ranks, sharded):
 
 
 def of_another_mesh(rank):
-    told = []
+    """The errors where one process plays all, and where as many processes as replicas have the shards: the ranks."""
+    mesh, told = mesh_of(2, 2), []
     for own, grads in (
-        (handlers.Local(), interop.fsdp(everybodys(), mesh_of(2))),
-        (Replicated(2), interop.fsdp(everybodys(), mesh_of(2, 1)["b"])),
+        (handlers.Local(), interop.fsdp(everybodys(), mesh["a"])),
+        (Replicated(2, mesh=mesh["a"]), interop.fsdp(everybodys(), mesh["b"])),
     ):
         with pytest.raises(ValueError, match="shard params over the mesh of the handler's replicas") as caught:
-            fpipe.global_norm(grads, Plan(Placement.loop(1, 2), 1), handler=own)
+            fpipe.global_norm(grads, ALONE, handler=own)
         told.append(str(caught.value).split(":")[0])
     return told
 
 
 def test_shards_over_other_processes_than_the_replicas_are_refused(pools):
-    start = "a leaf float32[3] is placed (Shard(dim=0),) over DeviceMesh"
-    for alone, other in pools(2).run(of_another_mesh):
-        assert alone == f"{start}((a=2), 'cpu', stride=(1,)), and the handler has 1 replicas"
-        assert other.startswith(f"{start}((b=1), 'cpu'")
-        assert other.endswith("and the handler has 2 replicas")
+    start = r"a leaf float32\[(3|5, 7)\] is placed \(Shard\(dim=0\),\) over DeviceMesh"
+    for alone, other in pools(4).run(of_another_mesh):
+        assert re.fullmatch(rf"{start}\(\(a=2\), 'cpu', .*, and the handler has no mesh of replicas", alone)
+        assert re.fullmatch(rf"{start}\(\(b=2\), 'cpu', .*, and the handler has the replicas of DeviceMesh.*", other)

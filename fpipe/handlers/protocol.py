@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.autodiff.interface import DifferentiablePipeline, Scale
 from fpipe.devices import Graph
@@ -288,11 +289,13 @@ class Replicas:
         here: the numbers of those that this process plays; on each of them, the same ranks.
         count: of all.
         gather: returns the numbers that all replicas pass, in their order. Each calls it on the same ranks.
+        mesh: of the replicas, where they are in several processes.
     """
 
     here: range
     count: int
     gather: Callable[[list[float]], list[float]] = list
+    mesh: DeviceMesh | None = None
 
 
 class Handler(Protocol):

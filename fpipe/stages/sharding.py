@@ -115,27 +115,36 @@ def wrap(piece: Tensor, like: Tensor) -> Tensor:
         )
 
 
-def is_first(leaf: Tensor, replica: int, replicas: int) -> bool:
+def is_first(leaf: Tensor, replica: int, replicas: DeviceMesh | None) -> bool:
     """Whether this process is the first that holds its piece of a leaf, so that sums over processes count it once.
 
     Args:
-        replica, replicas: the number of this process's replica, and how many there are. A leaf that is no DTensor is
-            the same on all.
+        replica: the number of this process's replica. A leaf that is no DTensor is the same on all.
+        replicas: their mesh; None where one process plays all.
 
     Raises:
-        ValueError: the leaf is a DTensor over other processes than the replicas, or of partial sums.
+        ValueError: the leaf is cut over other processes than the replicas, or holds partial sums.
     """
     if not is_dtensor(leaf):
         return replica == 0
     mesh = leaf.device_mesh
-    if mesh.size() != replicas or any(placement.is_partial() for placement in leaf.placements):
-        raise ValueError(
-            f"a leaf {describe(leaf)} is placed {leaf.placements} over {mesh}, and the handler has {replicas} "
-            "replicas: shard params over the mesh of the handler's replicas"
-        )
-    coordinates = zip(mesh.get_coordinate() or (), leaf.placements, strict=True)
-    replicated = local(leaf).numel() == 0  # pieces without rows are all the same
-    return all(at == 0 for at, placement in coordinates if replicated or placement.is_replicate())
+    mesh_dims = {} if replicas is None else _dims_within(replicas, mesh)
+    for at, placement in enumerate(leaf.placements):
+        is_cut_elsewhere = placement.is_shard() and mesh.size(at) > 1 and at not in mesh_dims.values()
+        if is_cut_elsewhere or placement.is_partial():
+            raise ValueError(
+                f"a leaf {describe(leaf)} is placed {leaf.placements} over {mesh}, and the handler has "
+                f"{'no mesh of replicas' if replicas is None else f'the replicas of {replicas}'}: shard params over "
+                "the mesh of the handler's replicas, for other dimensions (tensor parallelism) are not supported yet"
+            )
+    if replicas is None:
+        return replica == 0
+    is_empty = local(leaf).numel() == 0  # pieces without rows are all the same
+    return all(
+        at == 0
+        for dim, at in enumerate(replicas.get_coordinate() or ())
+        if is_empty or dim not in mesh_dims or leaf.placements[mesh_dims[dim]].is_replicate()
+    )
 
 
 def locals_of(tree: Any) -> Any:
@@ -262,6 +271,8 @@ class Layout:
 
 def _dims_within(replicas: DeviceMesh, mesh: DeviceMesh) -> dict[int, int]:
     """Return the dimension of a leaf's mesh for each of the replicas', by the processes along it."""
+    if replicas is mesh or replicas == mesh:
+        return {i: i for i in range(mesh.ndim)}
     free = {at: _processes(mesh, at) for at in range(mesh.ndim)}
     result = dict[int, int]()
     for i in range(replicas.ndim):

@@ -139,7 +139,7 @@ def _squares(stage: int, tree: Any, replicas: Replicas) -> Tensor | None:
     leaves = flatten(tree).leaves
     if wrong := [leaf for leaf in leaves if not isinstance(leaf, Tensor)]:
         raise TypeError(f"a gradient of stage {stage} is a {type(wrong[0]).__name__}: it must be a tensor or None")
-    first = (leaf for leaf in leaves if is_first(leaf, replicas.here[0], replicas.count))
+    first = (leaf for leaf in leaves if is_first(leaf, replicas.here[0], replicas.mesh))
     numbers = [_real(local(leaf).detach()) for leaf in first]
     return torch.stack(torch._foreach_norm(numbers, 2, torch.float64)).square().sum() if numbers else None
 

@@ -265,7 +265,7 @@ class Checkpoints:
                 share.common[entry.name] = "None" if leaf is None else describe(leaf)
             is_ours = entry.stage in saved_here if entry.stage is not None else 0 in self._ranks
             is_own = self._owns_state and kind_of(entry.name[0]) == "state"
-            if is_ours and (is_own or is_first(leaf, self._replica, self._replicas.count)):
+            if is_ours and (is_own or is_first(leaf, self._replica, self._replicas.mesh)):
                 (share.tensors if isinstance(leaf, Tensor) else share.plain)[entry.name] = leaf
         return share
 

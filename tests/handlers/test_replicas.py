@@ -174,10 +174,33 @@ def test_an_inexact_sum_is_as_good(pools, name, schedule, which):
         assert error < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("text", "which"),
+    [*(("dp2 shard2 pp1", which) for which in (None, "least", "all")), ("dp2 shard2 pp2", "least")],
+)
+def test_an_inexact_sum_over_two_dimensions_has_two_levels(pools, text, which):
+    """Each part of the gradients crosses the first dimension once; no operation is over all four replicas.
+
+    Gradients of float32 are within 1e-5 of their largest, and the loss has the reference's bits.
+    """
+    grid = Grid(text)
+    for (loss, error), processes, moved, size in pools(grid.size).run(
+        replica_jobs.two_levels, grid, "linear", "interleaved_zb", which
+    ):
+        assert loss == []
+        assert error < 1e-5
+        assert {*processes.values()} == {2}
+        assert moved["scatter", "_reduce_scatter_base"] == size
+        assert moved["replicate", "allreduce"] == size / 2
+        assert moved.get(("scatter", "_allgather_base")) == (size if which is None else None)
+        assert (moved.get(("gather", "_allgather_base"), 0) >= size) == (which is not None)
+
+
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("which", [None, "least"])
 def test_every_dtype_is_added(pools, which, exact):
     assert pools(6).run(replica_jobs.train_mixed, Grid("dp3 pp2"), which, exact) == [[]] * 6
+    assert pools(4).run(replica_jobs.train_mixed, Grid("dp2 shard2 pp1"), which, exact) == [[]] * 4
 
 
 @pytest.mark.parametrize("which", [None, "least", "all"])
@@ -362,11 +385,18 @@ def test_replicas_in_one_process_are_captured(name, schedule):
 # Bad input
 
 
-SHARDED = r"rank \d, stage \d: its parameters are sharded over the replicas: pass resident= to value_and_grad"
-WHOLE = (
-    r"rank \d, stage \d: its parameters must be sharded, for resident= was passed, and float32\[8\] is not: shard all"
+SHARDED = (
+    r"rank \d, stage \d: its parameters are sharded over the replicas, as params\['b'\] is: pass resident= to value_and"
 )
-OTHERS = r"rank \d: the replicas of rank 1 were given different parameters: their shapes, dtypes, shards and which of "
+WHOLE = (
+    r"rank \d, stage \d: its parameters must be sharded, for resident= was passed, and params\['b'\], float32\[8\], "
+    "is not: shard all"
+)
+OTHERS = r"rank \d: the replicas of rank 1 were given different parameters: "
+TENSOR_PARALLEL = (
+    r"rank \d, stage \d: params\['b'\], float32\[8\], is cut over other dimensions than the replicas', "
+    r"\(Shard\(dim=0\),\) over DeviceMesh\(\(pp=2\), .*\): tensor parallelism is not supported yet"
+)
 PROGRAMS = r"rank \d: the ranks were given different schedules, plans or recorders; every rank of every replica must"
 FAULTS = {
     "a plain leaf": ([3], WHOLE),
@@ -374,14 +404,31 @@ FAULTS = {
     "not resident": ([0, 1, 2, 3], SHARDED),
     "one replica is sharded": ([2, 3], SHARDED),
     "few rows": ([2, 3], r"rank \d: (batch|target) \(float32\[1, 8\]\) has 1 rows on axis 0: too few for 2 microbatch"),
-    "another mesh": (..., r"is cut over DeviceMesh\(.*\), and the replicas are those of DeviceMesh\(.*: cut it over"),
+    "a mesh of another size": ([3], r"rank 1, stage 1: params\['b'\]: a leaf float32\[8\] is cut over DeviceMesh\("),
+    "the ranks' mesh": (..., TENSOR_PARALLEL),
+    "the ranks' mesh, whole": (..., TENSOR_PARALLEL),
+    "along another dimension": (
+        ...,
+        OTHERS
+        + r"params\[1\]\['w'\] is float32\[8, 8\] in 2 shards along dimension 0 on replica 0 and float32\[8, 8\] in 2 "
+        "shards along dimension 1 on replica 1; their shapes, dtypes, shards and which of them are trained must be",
+    ),
+    "another mesh": (
+        ...,
+        r"params\['b'\]: a leaf float32\[8\] is cut over DeviceMesh\(.*\), and the replicas are those of DeviceMesh\(.*"
+        ": cut it over",
+    ),
     "no replicas": (
         ...,
         r"rank \d: params has DTensors, and the handler has no replicas: pass Distributed\(mesh\['pp'",
     ),
-    "other shapes": (..., OTHERS),
-    "other dtypes": (..., OTHERS),
-    "one frozen leaf": (..., OTHERS.replace("of rank 1", "of rank 0")),
+    "other shapes": (..., OTHERS + r"params\[1\]\['more'\] is missing on replica 0 and float32\[3\] on replica 1;"),
+    "other dtypes": (..., OTHERS + r"params\[1\]\['b'\] is float32\[8\] on replica 0 and float64\[8\] on replica 1;"),
+    "one frozen leaf": (
+        ...,
+        OTHERS.replace("of rank 1", "of rank 0")
+        + r"params\[0\]\['b'\] is float32\[8\] on replica 0 and float32\[8\], frozen on replica 1;",
+    ),
     "other rows": (..., r"the ranks of replica 1 were given batches of different sizes, (this one \d rows, )?5.5 on a"),
     "rows of one replica": (
         ...,
@@ -417,6 +464,37 @@ def test_what_does_not_fit_is_refused_on_every_process(pools, fault):
         assert re.search(text, message), message
         assert differences == []
         text = FAULTS[fault][1]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "error"),
+    [
+        (
+            "dp2 shard2 pp1",
+            "over the copies",
+            r"stage 0: params\['b'\], float32\[8\], is cut over dimension 0 of the replicas' mesh, .*, and shards are "
+            "gathered over its last one: shard it by",
+        ),
+        (
+            "dp2 pp2",
+            "the ranks as replicas",
+            r"replicas \[\[[02], [13]\], \[[02], [13]\]\], which overlap or differ in number: pass two",
+        ),
+        (
+            "dp2 pp2",
+            "all as replicas",
+            r"the ranks have the replicas \[\[0, 1, 2, 3\], .* which overlap or differ in number",
+        ),
+        (
+            "dp2 pp2",
+            "several",
+            r"the ranks have the replicas \[\[[02], [02]\], \[0, 1, 2, 3\]\], which overlap or differ in n",
+        ),
+    ],
+)
+def test_wrong_meshes_are_refused_on_every_process(pools, text, fault, error):
+    for found in pools(4).run(replica_jobs.wrong_mesh, Grid(text), fault):
+        assert re.search(error, found), found
 
 
 @pytest.mark.parametrize(

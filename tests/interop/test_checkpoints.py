@@ -223,7 +223,7 @@ def save_as_rank(rank, folder, ready, replicas):
     """
     dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2)
     alone, tree = small(folder)
-    ours = Replicated(2, timeout=30) if replicas == 2 else handlers.Distributed(timeout=30)
+    ours = Replicated(2, timeout=30, mesh=mesh_of(2)) if replicas == 2 else handlers.Distributed(timeout=30)
     plan = alone.pipeline.plan(Placement.loop(2 // replicas, replicas), 1)
     saved = interop.Checkpoints(folder, alone.pipeline, plan, handler=ours, keep=2)
     params = interop.fsdp(tree["params"], mesh_of(2)) if replicas == 2 else {rank: tree["params"][rank]}

@@ -59,11 +59,11 @@ def zeros(tree):
 def job(shape, ranks, folder, mesh_names=("copies", "dp")):
     """Checkpoints over replicas of ranks, the stages of this process, and the mesh of the replicas."""
     names = (*mesh_names[2 - len(shape) :], "pp")
-    own = Replicated(prod(shape)) if prod(shape) * ranks > 1 else handlers.Local()
     pipeline = Pipeline([Layers()] * 2, cases.mse)
     plan = pipeline.plan(Placement.loop(ranks, 2 // ranks), 1)
-    stages = plan.stages_on(own.ranks(plan)[0])
     mesh = mesh_of(*shape, ranks, names=names)[names[:-1]] if prod(shape) * ranks > 1 else None
+    own = Replicated(prod(shape), mesh=mesh) if prod(shape) * ranks > 1 else handlers.Local()
+    stages = plan.stages_on(own.ranks(plan)[0])
     return interop.Checkpoints(folder, pipeline, plan, handler=own), stages, mesh
 
 
@@ -171,10 +171,14 @@ def test_a_save_in_the_background_has_the_shards_of_its_call(pools, tmp_path):
 
 
 def wrong_saves(rank, folder):
-    """The errors where a replica fails, has another tree, or doesn't shard what another does; and a save after them."""
-    saved, stages, mesh = job((2,), 1, folder)
+    """The errors where a replica fails, has another tree, or doesn't shard what another does; and a save after them.
+
+    The two replicas have two ranks each, so that the last error is of shards over as many processes, but the ranks.
+    """
+    saved, stages, mesh = job((2,), 2, folder)
     kept = sharded(part(everything(), stages), mesh)
-    other = sharded(part(everything(), stages), mesh_of(2, 1)["b"])
+    other = sharded(part(everything(), stages), mesh_of(2, 2, names=("dp", "pp"))["pp"])
+    rank = saved._replica
     calls = [
         {**kept, "what": object() if rank else 0},
         {**kept, "epoch": rank},
@@ -190,14 +194,16 @@ def wrong_saves(rank, folder):
 
 
 def test_an_error_on_one_replica_is_one_on_all_and_the_next_save_works(pools, tmp_path):
-    (first, name), (second, too) = pools(2).run(wrong_saves, str(tmp_path))
+    (first, name), _, (second, too), _ = pools(4).run(wrong_saves, str(tmp_path))
     assert name == too == "000001-step-3"
-    assert first[0].startswith("CheckpointError: rank 1 failed at save of the checkpoints in")
+    assert first[0].startswith("CheckpointError: rank 2 failed at save of the checkpoints in")
     assert second[0].startswith("TypeError: what is a object")
-    assert "epoch is 1 on rank 1 and 0 on rank 0" in first[1]
+    assert "epoch is 1 on rank 2 and 0 on rank 0" in first[1]
     assert "of which 3 were written: every process passes its piece, over the mesh of the handler's" in first[2]
-    assert "over DeviceMesh((b=1)" in first[3]
-    assert first[3].endswith("and the handler has 2 replicas: shard params over the mesh of the handler's replicas")
+    assert "is placed (Shard(dim=0),) over DeviceMesh((pp=2)" in first[3]
+    assert (
+        "and the handler has the replicas of DeviceMesh((dp=2), 'cpu', stride=(2,)): shard params over the" in first[3]
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["000001-step-3"]
 
 
@@ -258,7 +264,7 @@ def save_gpt2(rank, folder):
     """Save a Hugging Face model in shards."""
     pipeline, params = interop.transformers.split(gpt2(), example={"input_ids": torch.zeros(2, 6).long()}, stages=2)
     plan = pipeline.plan(Placement.loop(1, 2), 1)
-    saved = interop.Checkpoints(folder, pipeline, plan, handler=Replicated(2))
+    saved = interop.Checkpoints(folder, pipeline, plan, handler=Replicated(2, mesh=mesh_of(2)))
     saved.save(params=interop.fsdp(params, mesh_of(2)))
 
 

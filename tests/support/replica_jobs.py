@@ -6,6 +6,8 @@ import functools
 import os
 import re
 import signal
+import unittest.mock
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -213,6 +215,29 @@ def inexact(rank, grid, name, schedule, which):
     loss, grads = step(params, batch, target, rng=case.rng)
     pairs = zip(*(optree.tree_leaves(tree, namespace="fpipe") for tree in (whole(grads), expected[1])), strict=True)
     return jobs.differences(loss, expected[0]), max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def two_levels(rank, grid, name, schedule, which):
+    """The outcome of `inexact`; the number of processes, and the bytes, of each operation among the replicas.
+
+    And the bytes of the parameters on this rank.
+    """
+    connections, _ = handler(grid, exact=False)._setup.ready()
+    launch, processes, moved = connections._launch_on_lane, {}, Counter()
+
+    def watched(lane, operation, arguments, purpose):
+        tensor = arguments[{"_allgather_base": 0, "_reduce_scatter_base": 1, "allreduce": 0}[operation]]
+        processes[lane, operation] = len(connections.lanes[lane])
+        if not purpose.startswith("connecting"):
+            moved[lane, operation] += sum(x.nbytes for x in tensor) if operation == "allreduce" else tensor.nbytes
+        return launch(lane, operation, arguments, purpose)
+
+    with unittest.mock.patch.object(connections, "_launch_on_lane", watched):
+        outcome = inexact(rank, grid, name, schedule, which)
+    case, _, plan = make(name, schedule, grid.ranks, grid.replicas, 2)
+    params = case.pipeline.params_on(case.params, plan, rank % grid.ranks)
+    size = sum(x.nbytes for x in optree.tree_leaves(params, namespace="fpipe"))
+    return outcome, processes, dict(moved), size
 
 
 def misplaced(grads, params):
@@ -468,6 +493,12 @@ def wrong(rank, grid, fault):
         resident = 1
     if fault == "another mesh":
         used, resident = interop.fsdp(params, mesh_of(grid.size)), 1
+    if fault == "a mesh of another size":
+        used, resident = interop.fsdp(params, mesh_of(grid.size) if guilty else grid.over), 1
+    if fault in ("the ranks' mesh", "the ranks' mesh, whole"):
+        used, resident = interop.fsdp(params, grid.mesh["pp"]), None if fault.endswith("whole") else 1
+    if fault == "along another dimension":
+        used, resident = interop.fsdp(params, grid.over, dim=1 if guilty else 0), 1
     if fault == "no replicas":
         shared, used, plan = alone_on(grid), shards, replace(plan, replicas=1)
     if fault == "one replica is sharded":
@@ -503,6 +534,27 @@ def wrong(rank, grid, fault):
     except (fpipe.ScheduleError, fpipe.StageError, fpipe.TransportError) as caught:
         error = type(caught).__name__, str(caught)
     return error, train(rank, grid, "linear", "looped_bfs", 2, "all")
+
+
+def wrong_mesh(rank, grid, fault):
+    """The error of a step where the params, or the handler, have another mesh."""
+    own, resident = handler(grid), 1
+    case, generator, plan = make("linear", "looped_bfs", grid.ranks, grid.replicas, 2)
+    params, batch, target = arguments(case, plan, own.grid)
+    if fault == "over the copies":
+        params = interop.fsdp(params, grid.mesh["dp"])
+    else:
+        all_of_them = mesh_of(grid.size)
+        meshes = {"the ranks as replicas": grid.mesh["pp"], "all as replicas": all_of_them}
+        over = meshes.get(fault, all_of_them if own.rank else grid.over)
+        own, resident = handlers.Distributed(grid.mesh["pp"], replicas=over, timeout=30), None
+        plan = replace(plan, replicas=own.grid.replicas)
+    try:
+        options = {"handler": own, "resident": resident, "autodiff": "eager"}
+        fpipe.value_and_grad(case.pipeline, generator, plan, **options)(params, batch, target)
+    except (fpipe.ScheduleError, fpipe.StageError) as error:
+        return str(error)
+    return "no error"
 
 
 def lost(rank, grid, fault, which, timeout):

@@ -34,12 +34,12 @@ class Replicated:
 
     devices = replays = None
 
-    def __init__(self, replicas, timeout=20.0):
+    def __init__(self, replicas, timeout=20.0, mesh=None):
         import torch.distributed as dist
 
         from fpipe.handlers.distributed import collectives
 
-        self.count, self.size = replicas, dist.get_world_size() // replicas
+        self.mesh, self.count, self.size = mesh, replicas, dist.get_world_size() // replicas
         self.replica, self.rank = divmod(dist.get_rank(), self.size)
         self.peers = collectives.over(None, "the replicas", hint="make the same calls", timeout=timeout)
 
@@ -48,7 +48,7 @@ class Replicated:
         return (self.rank,)
 
     def replicas(self, plan):
-        return Replicas(range(self.replica, self.replica + 1), self.count)
+        return Replicas(range(self.replica, self.replica + 1), self.count, mesh=self.mesh)
 
     def check(self):
         """Nothing runs in the background."""

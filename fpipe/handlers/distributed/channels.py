@@ -87,7 +87,7 @@ class Channels:
         self.connections, self.handshake, self.receipts = connections, handshake, receipts
         self.process = connections.grid.process
         self.replicas = None if replicas is None else replicas(self.agree)
-        self.digest: Callable[[], list[object]] = list
+        self.digest: Callable[[], dict[str, str]] = dict
         self.receives: list[RecvRoute] = []
         self.steps = lru_cache(REMEMBERED)(lambda name: KnownStep())  # every rank forgets the same one
         self.known = KnownStep()

@@ -84,6 +84,7 @@ class Connections:
         self.groups = _Groups(backend, self.activity.markers, compute_timeout)
         self.edges, self.closed = self.groups.edges, self.groups.closed
         self.planned: frozenset[Edge] = frozenset()  # of all ranks
+        self.lanes: dict[str, Sequence[int]] = {}  # the processes of each
         # Also at the interpreter's exit: gloo's threads must not outlive it.
         weakref.finalize(self, self.groups.close)
         self.groups.shared["control"] = GLOO.group(PrefixStore("control", store), "control", rank, range(size), timeout)
@@ -127,7 +128,7 @@ class Connections:
 
         Args:
             edges: of all ranks, which none of them refuses.
-            lanes: the name of a lane -> the ranks of this one's, itself included: its replicas.
+            lanes: the name of a lane -> the ranks of this one's, itself included: some of its replicas, or all.
         """
         planned = self.planned | set(edges)
         with warnings.catch_warnings():  # it is what an edge is made for
@@ -160,10 +161,10 @@ class Connections:
         group = self.backend.group(store, name, ranks.index(self.rank), ranks, self.timeout)
         if self.closed.is_set():  # this thread was left behind
             return
-        self.groups.lanes[lane] = group
+        self.groups.lanes[lane], self.lanes[lane] = group, ranks
         ping = torch.ones(1, device=self.device.torch_device)
         pings = ping.new_empty(len(ranks))
-        self.wait_for_replicas(self.all_gather(lane, pings, ping, purpose), purpose)
+        self.wait_on_lane(lane, self.all_gather(lane, pings, ping, purpose), purpose)
 
     def _connect_edge(self, edge: Edge, purpose: str) -> None:
         source, target = edge
@@ -308,28 +309,31 @@ class Connections:
     # Collectives among the replicas of this rank
 
     def all_gather(self, lane: str, whole: torch.Tensor, piece: torch.Tensor, purpose: str) -> list[dist.Work]:
-        """Post the gathering of every replica's piece, in their order. The caller keeps both until it is complete."""
+        """Post the gathering of the pieces of a lane, in its order. The caller keeps both until it is complete."""
         return self._launch_on_lane(lane, "_allgather_base", (_as_bytes(whole), _as_bytes(piece)), purpose)
 
-    def exchange(
-        self, parts: torch.Tensor, replicas: int, exact: bool, purpose: str
-    ) -> tuple[list[dist.Work], torch.Tensor]:
-        """Post the exchange of equal parts, one for each replica: it gets all replicas' parts for it, or their sum.
+    def exchange(self, parts: torch.Tensor, exact: bool, purpose: str) -> tuple[list[dist.Work], torch.Tensor]:
+        """Post the exchange of equal parts on the lane "scatter", one for each process: it gets all parts for it, or
+        their sum.
 
         Args:
-            exact: return the parts, in the order of the replicas; else their sum, in an order of the backend's own.
+            exact: return the parts, in the order of the lane; else their sum, in an order of the backend's own.
         """
         if exact:
             received = torch.empty_like(parts)
             equal: list[int] = []  # parts
             arguments = _as_bytes(received), _as_bytes(parts), equal, equal
             return self._launch_on_lane("scatter", "alltoall_base", arguments, purpose), received
-        received = parts.new_empty(parts.numel() // replicas)
+        received = parts.new_empty(parts.numel() // len(self.lanes["scatter"]))
         return self._launch_on_lane("scatter", "_reduce_scatter_base", (received, parts), purpose), received
 
-    def wait_for_replicas(self, works: list[dist.Work], purpose: str, *read: torch.Tensor) -> None:
+    def all_reduce(self, lane: str, tensor: torch.Tensor, purpose: str) -> list[dist.Work]:
+        """Post the sum over a lane, in place, in an order of the backend's own."""
+        return self._launch_on_lane(lane, "allreduce", ([tensor], dist.ReduceOp.SUM), purpose)
+
+    def wait_on_lane(self, lane: str, works: list[dist.Work], purpose: str, *read: torch.Tensor) -> None:
         """Wait for works of a lane. The tensors that they read are passed too, so that they live until here."""
-        others = [process for process in self.grid.same_rank if process != self.rank]
+        others = [process for process in self.lanes[lane] if process != self.rank]
         self.wait(works, others[0] if len(others) == 1 else None, purpose)
 
     def numbers_of_replicas(self, numbers: list[float]) -> list[float]:

@@ -34,7 +34,7 @@ from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.handshake import Handshake, RollCall, StepRejected, tokens
 from fpipe.handlers.distributed.liveness import Watchdog, introduce
 from fpipe.handlers.distributed.rendezvous import meet
-from fpipe.handlers.distributed.replicas import ReplicaChannels
+from fpipe.handlers.distributed.replicas import ReplicaChannels, lanes
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Inputs, Observer, Replays, Replicas, Results, Run
 from fpipe.plan import Plan
@@ -53,7 +53,8 @@ class Distributed:
         replicas: the other dimensions of the mesh: `Distributed(mesh["pp"], replicas=mesh["dp"])`. A replica's batch is
             its own; loss and gradients are those of all replicas' batches together. By default there is one replica.
         exact: add the gradients of the replicas in their order, so that the bits are those of one process; else in an
-            order of the backend's.
+            order of the backend's. Over a mesh of several dimensions, these are then added over the last one first, and
+            each part of the sum over the others.
         timeout: seconds within which a rank that others wait for must answer, and come to the step.
         compute_timeout: seconds that one effect may compute while others wait for it, with tracing and compilation.
         device: where values are; under NCCL by default the current CUDA device (call `torch.cuda.set_device`
@@ -116,26 +117,26 @@ class Distributed:
 
     def replicas(self, plan: Plan) -> Replicas:
         if self.grid.replicas == 1:
-            return Replicas(range(1), 1)
+            return Replicas(range(1), 1, mesh=self.mesh)
         here = range(self.grid.replica, self.grid.replica + 1)
-        return Replicas(here, self.grid.replicas, self._setup.numbers_of_replicas)
+        return Replicas(here, self.grid.replicas, self._setup.numbers_of_replicas, self.mesh)
 
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         connections, failures = self._setup.ready()
         grid, plan = self.grid, programs[self.rank].plan
         sends = {(rank, e.rank) for rank, p in programs.items() for e in p if isinstance(e, fx.Send)}
         edges = {(grid.process(a, r), grid.process(b, r)) for a, b in sends for r in range(grid.replicas)}
-        lanes = self._lanes(plan)
+        own_lanes = self._lanes(plan)
         options = pieces.loss, pieces.gather, self.exact, () if observe is None else observe.agreed
         connections.activity.enter()
         try:
             self._compare(connections, (options, [(p.plan, p.effects) for _, p in sorted(programs.items())]))
-            refusal = connections.refusal(edges, lanes)
+            refusal = connections.refusal(edges, own_lanes)
             roll = RollCall(connections, failures, [], None if refusal is None else TransportError(refusal))
             _, reason = roll.answers("setting up connections")
             if reason is not None:
                 raise TransportError(reason)
-            connections.connect(edges, lanes)
+            connections.connect(edges, own_lanes)
         except PeerLost as lost:
             raise failures.of_peer(connections, lost) from None
         except TransportError:
@@ -183,9 +184,7 @@ class Distributed:
         """Return the processes with which this one gathers and scatters."""
         if self.mesh is None:
             return {}
-        same, inner = self.grid.same_rank, self.mesh.shape[-1]
-        first = self.grid.replica // inner * inner  # parameters are sharded over the mesh's last dimension
-        return {"scatter": same} | ({"gather": same[first : first + inner]} if plan.gathered else {})
+        return lanes(self.mesh, self.grid, self.exact, bool(plan.gathered))
 
     def _compare(self, connections: Connections, content: object) -> None:
         """Check that all ranks run the same."""
@@ -317,7 +316,8 @@ class _Setup:
             return self._group.group_name
         ranks = over(self._group, "the replicas of a handler", hint="every rank makes the same handler")
         processes = ranks.gather(self._replicas.mesh.flatten().tolist(), "connecting")
-        if len({process for own in processes for process in own}) < self._grid.size:
+        every = {process for own in processes for process in own}
+        if len({len(own) for own in processes}) > 1 or len(every) < self._grid.size:
             raise ScheduleError(
                 f"the ranks have the replicas {processes}, which overlap or differ in number: pass two dimensions of "
                 "one mesh, as Distributed(mesh['pp'], replicas=mesh['dp'])"

@@ -6,8 +6,9 @@ first value travels.
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -168,8 +169,11 @@ class Handshake:
     def _rejected(self, why: str) -> StepRejected:
         return StepRejected(StageError(why, rank=self.connections.grid.rank))
 
-    def compare(self, digest: object) -> None:
+    def compare(self, digest: Mapping[str, str]) -> None:
         """Compare what must be equal on the same rank of every replica; waits for all ranks.
+
+        Args:
+            digest: descriptions by name.
 
         Raises:
             StepRejected: it differs.
@@ -183,9 +187,27 @@ class Handshake:
             pairs = extremes.view(-1, 2).tolist()
         if wrong := [rank for rank, (most, least) in enumerate(pairs) if most != -least]:
             raise self._rejected(
-                f"the replicas of rank {wrong[0]} were given different parameters: their shapes, dtypes, shards and "
-                "which of them are trained must be the same"
+                f"the replicas of rank {wrong[0]} were given different parameters{self._difference(wrong[0], digest)}; "
+                "their shapes, dtypes, shards and which of them are trained must be the same"
             )
+
+    def _difference(self, rank: int, digest: Mapping[str, str]) -> str:
+        """Return a text about the first name whose descriptions differ between the replicas of a rank, if it is known.
+
+        They travel through the job's store, once the digests are known to differ.
+        """
+        grid, key = self.connections.grid, f"params {self.failures.calls} {rank} "
+        if rank == grid.rank:
+            self.failures.post(json.dumps(digest), key + str(grid.replica))
+        texts = (self.failures.wait(5.0, key + str(replica)) for replica in range(grid.replicas))
+        replicas = [{} if text is None else json.loads(text) for text in texts]
+        first = replicas[0]
+        for replica, other in enumerate(replicas):
+            for name in dict.fromkeys([*first, *other]):
+                if first.get(name) != other.get(name):
+                    here, there = (each.get(name, "missing") for each in (first, other))
+                    return f": {name} is {here} on replica 0 and {there} on replica {replica}"
+        return ""
 
 
 def tokens() -> Callable[[Hashable], tuple[int, int]]:

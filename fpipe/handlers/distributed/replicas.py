@@ -1,10 +1,12 @@
 """Gathers and scatters between the replicas of a pipeline: whole parameters out of shards, sums of gradients.
 
 A sum is added in the order of the replicas, whatever order the messages take: every replica sends each other one its
-part, which adds them. So the bits are those of one process. With `exact=False` the backend adds, in its own order.
+part, which adds them. So the bits are those of one process. With `exact=False` the backend adds, in its own order, and
+over a mesh of several dimensions on two levels: gradients are scattered over the last one, that of the shards, and each
+part is then added over the others. So all but a part of the bytes stays where the links are fast.
 
 Invariants:
-- each of the two has its own connections, on which operations run in the order of their posts;
+- gathers, scatters and the second level have their own connections; on each, operations run in the order of posts;
 - a post never waits, except for the handshake of the step;
 - what is gathered belongs to the stage until its release; no buffer is used twice.
 """
@@ -15,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +28,24 @@ from fpipe.autodiff.interface import Leaves
 from fpipe.errors import StageError
 from fpipe.handlers.calls import Step
 from fpipe.handlers.distributed.connections import Connections
-from fpipe.stages.pytree import describe
+from fpipe.handlers.distributed.grid import Grid
+from fpipe.stages.pytree import describe, paths_of, short
 from fpipe.stages.sharding import Layout, Sharding, is_dtensor, layout_key, local
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 IN_PLACE = 1 << 18  # bytes from which a parameter is gathered straight into its place; smaller ones are packed
+
+
+def lanes(mesh: DeviceMesh, grid: Grid, exact: bool, gathers: bool) -> dict[str, Sequence[int]]:
+    """Return the processes with which this one gathers and scatters; parameters are sharded over the last dimension."""
+    shards = mesh.shape[-1]
+    first, at = grid.replica // shards * shards, grid.replica % shards
+    same_copy, same_shard = grid.same_rank[first : first + shards], grid.same_rank[at::shards]
+    two_levels = not exact and len(same_copy) > 1 and len(same_shard) > 1
+    own: dict[str, Sequence[int]] = {"scatter": same_copy if two_levels else grid.same_rank}
+    return own | ({"replicate": same_shard} if two_levels else {}) | ({"gather": same_copy} if gathers else {})
 
 
 @dataclass
@@ -69,7 +85,7 @@ class ReplicaChannels:
     ) -> None:
         self.connections, self.mesh, self.exact, self.agree, self.gathered = connections, mesh, exact, agree, gathered
         self.sharding = sharding
-        self.replicas = connections.grid.replicas
+        self.members = connections.lanes["scatter"]
         self.shards: dict[int, Shards] = {}
         self.known: dict[int, tuple[list[tuple[object, ...]], dict[int, Layout]]] = {}  # by stage, of the step before
 
@@ -82,16 +98,22 @@ class ReplicaChannels:
         self.shards = {}
         for stage, prepared in step.prepared.items():
             tensors = {i: x for i, x in enumerate(prepared.leaves) if isinstance(x, Tensor)}
-            layouts = self._layouts(stage, tensors)
+            names = [f"params{short(path)}" for path in paths_of(prepared.spec)]
+            layouts = self._layouts(stage, tensors, names)
             sharded = [i for i, layout in layouts.items() if layout.dim is not None]
             if sharded and stage not in self.gathered:
-                raise self._wrong(stage, "are sharded over the replicas: pass resident= to value_and_grad and evaluate")
-            plain = [x for x in tensors.values() if not is_dtensor(x)]
+                raise self._wrong(
+                    stage,
+                    f"its parameters are sharded over the replicas, as {names[sharded[0]]} is: pass resident= to "
+                    "value_and_grad and evaluate",
+                )
+            plain = [i for i, x in tensors.items() if not is_dtensor(x)]
             if stage in self.gathered and plain:
                 raise self._wrong(
                     stage,
-                    f"must be sharded, for resident= was passed, and {describe(plain[0])} is not: shard all by "
-                    "interop.fsdp(params, mesh), or leave resident out",
+                    f"its parameters must be sharded, for resident= was passed, and {names[plain[0]]}, "
+                    f"{describe(tensors[plain[0]])}, is not: shard all by interop.fsdp(params, mesh), or leave "
+                    "resident out",
                 )
             pieces = [self.sharding.cast(local(leaf)) for leaf in prepared.leaves]
             if self.sharding.gather is not None:
@@ -99,27 +121,47 @@ class ReplicaChannels:
             self.shards[stage] = Shards(pieces, layouts)
             prepared.leaves[:] = self.shards[stage].pieces
 
-    def _layouts(self, stage: int, tensors: Mapping[int, Tensor]) -> dict[int, Layout]:
+    def _layouts(self, stage: int, tensors: Mapping[int, Tensor], names: Sequence[str]) -> dict[int, Layout]:
         """Return the layouts of a stage's params: those of the step before, where they are placed alike."""
         places = [layout_key(x) for x in tensors.values()]
         if stage not in self.known or self.known[stage][0] != places:
-            try:
-                self.known[stage] = places, {i: Layout.of(x, self.mesh) for i, x in tensors.items()}
-            except ValueError as error:
-                raise StageError(str(error), rank=self.connections.grid.rank, stage=stage) from error
+            self.known[stage] = places, {i: self._layout(stage, x, names[i]) for i, x in tensors.items()}
         return self.known[stage][1]
 
-    def _wrong(self, stage: int, what: str) -> StageError:
-        return StageError(f"its parameters {what}", rank=self.connections.grid.rank, stage=stage)
+    def _layout(self, stage: int, leaf: Tensor, name: str) -> Layout:
+        try:
+            layout = Layout.of(leaf, self.mesh)
+        except ValueError as error:
+            raise self._wrong(stage, f"{name}: {error}") from error
+        if is_dtensor(leaf) and layout.shape != leaf.shape:
+            raise self._wrong(
+                stage,
+                f"{name}, {describe(leaf)}, is cut over other dimensions than the replicas', {_placed(leaf)}: tensor "
+                "parallelism is not supported yet. Shard it by interop.fsdp(params, mesh) over the replicas alone",
+            )
+        if is_dtensor(leaf) and layout.mesh_dim not in (None, self.mesh.ndim - 1):
+            raise self._wrong(
+                stage,
+                f"{name}, {describe(leaf)}, is cut over dimension {layout.mesh_dim} of the replicas' mesh, "
+                f"{_placed(leaf)}, and shards are gathered over its last one: shard it by interop.fsdp(params, mesh), "
+                "or pass the mesh's dimensions to the handler in the other order",
+            )
+        return layout
 
-    def digest(self, step: Step) -> list[object]:
-        """Return what must be equal on this rank in all replicas."""
-        trained = {stage: prepared.paths for stage, prepared in step.prepared.items()}
-        layouts = {
-            stage: [(layout.shape, layout.dtype, layout.dim, layout.shards) for layout in shards.layouts.values()]
-            for stage, shards in self.shards.items()
-        }
-        return [trained, layouts]
+    def _wrong(self, stage: int, message: str) -> StageError:
+        return StageError(message, rank=self.connections.grid.rank, stage=stage)
+
+    def digest(self, step: Step) -> dict[str, str]:
+        """Return descriptions of the params, by name: they must be equal on this rank in all replicas."""
+        rows = {}
+        for stage, prepared in step.prepared.items():
+            names = paths_of(prepared.spec)
+            for i, layout in self.shards[stage].layouts.items():
+                dtype = str(layout.dtype).removeprefix("torch.")
+                pieces = "" if layout.dim is None else f" in {layout.shards} shards along dimension {layout.dim}"
+                frozen = "" if i in prepared.trained else ", frozen"
+                rows[f"params[{stage}]{short(names[i])}"] = f"{dtype}{[*layout.shape]}{pieces}{frozen}"
+        return rows
 
     # Parameters
 
@@ -163,7 +205,7 @@ class ReplicaChannels:
         works = self.connections.all_gather("gather", whole, piece, purpose)
 
         def arrive() -> None:
-            self.connections.wait_for_replicas(works, purpose, piece)
+            self.connections.wait_on_lane("gather", works, purpose, piece)
             shards.whole[i] = _joined(whole, layout)
 
         return arrive
@@ -177,7 +219,7 @@ class ReplicaChannels:
         works = self.connections.all_gather("gather", every, own, purpose)
 
         def arrive() -> None:
-            self.connections.wait_for_replicas(works, purpose, own)
+            self.connections.wait_on_lane("gather", works, purpose, own)
             for i, layout, piece, part in zip(numbers, layouts, pieces, every.split_with_sizes(sizes, 1), strict=True):
                 whole = part.reshape(layout.shards * piece.shape[0], *piece.shape[1:])
                 shards.whole[i] = _joined(whole, layout)
@@ -206,6 +248,8 @@ class ReplicaChannels:
         def take(step: Step) -> Callable[[], Leaves]:
             for reduction in reductions:
                 reduction.add()
+            for reduction in reductions:
+                reduction.share()
 
             def leaves() -> Leaves:
                 result: Leaves = [None] * len(step.prepared[stage].trained)
@@ -223,49 +267,51 @@ class ReplicaChannels:
 class _Reduction:
     """The sum of some gradients of a stage over the replicas; they have one dtype and one device.
 
-    Every replica gets its shard of the sharded ones, and an equal part of the others, which is then gathered.
+    Every process of the lane "scatter" gets its shard of the sharded ones, and an equal part of the others, which is
+    then gathered.
     """
 
     def __init__(
         self, channels: ReplicaChannels, numbers: list[int], layouts: Sequence[Layout], terms: Leaves, purpose: str
     ) -> None:
-        self.connections, self.purpose, self.replicas = channels.connections, purpose, channels.replicas
-        self.exact = channels.exact
+        self.connections, self.purpose, self.exact = channels.connections, purpose, channels.exact
+        self.members, self.two_levels = channels.members, "replicate" in channels.connections.lanes
         self.sharded = [(k, layouts[k]) for k in numbers if layouts[k].dim is not None]
         self.others = [(k, terms[k].shape) for k in numbers if layouts[k].dim is None]
         count = sum(terms[k].numel() for k, _ in self.others)
-        self.part = -(-count // self.replicas)  # of the others, in each replica's care
+        self.part = -(-count // len(self.members))  # of the others, in the care of each process
         whole = terms[numbers[0]]
-        if len(numbers) == 1 and _is_cut_in_place(whole, layouts[numbers[0]], self.replicas):
-            self.sent, self.own = whole.view(-1), whole.numel() // self.replicas
+        if len(numbers) == 1 and _is_cut_in_place(whole, layouts[numbers[0]], len(self.members)):
+            self.sent, self.own = whole.view(-1), whole.numel() // len(self.members)
         else:
             self.sent, self.own = self._packed(channels, layouts, terms)
-        works, received = self.connections.exchange(self.sent, self.replicas, self.exact, purpose)
+        works, received = self.connections.exchange(self.sent, self.exact, purpose)
         self.works: list[dist.Work] = works
         self.received: Tensor | None = received
 
     def _packed(self, channels: ReplicaChannels, layouts: Sequence[Layout], terms: Leaves) -> tuple[Tensor, int]:
-        """Return the parts for all replicas, one after the other and equally long, and the length of this one's own."""
+        """Return the parts for all processes, one after another and equally long, and the length of this one's own."""
         rest = [terms[k].reshape(-1) for k, _ in self.others]
-        chunks = _cut(torch.cat(rest), self.part, self.replicas) if rest else [[]] * self.replicas
+        chunks = _cut(torch.cat(rest), self.part, len(self.members)) if rest else [[]] * len(self.members)
         shard_of = [_shard_of(channels.mesh, layout.mesh_dim) for _, layout in self.sharded]
         pieces = [layout.pieces(terms[k]) for k, layout in self.sharded]
+        grid = channels.connections.grid
         rows = [
-            [*(own[shards[r]].reshape(-1) for own, shards in zip(pieces, shard_of, strict=True)), *chunks[r]]
-            for r in range(self.replicas)
+            [*(own[shards[r // grid.ranks]].reshape(-1) for own, shards in zip(pieces, shard_of, strict=True)), *chunk]
+            for r, chunk in zip(self.members, chunks, strict=True)
         ]
         sizes = [sum(x.numel() for x in row) for row in rows]
         like = next(part for row in rows for part in row)
         fills = [like.new_zeros(max(sizes) - size) for size in sizes]
         packed = torch.cat([part for row, fill in zip(rows, fills, strict=True) for part in (*row, fill)])
-        return packed, sizes[channels.connections.grid.replica]
+        return packed, sizes[self.members.index(grid.number)]
 
     def add(self) -> None:
-        """Wait for the other replicas' parts, and add them; post the gathering of what every replica needs."""
+        """Wait for the others' parts, and add them; post the sum of the second level."""
         assert self.received is not None
-        self.connections.wait_for_replicas(self.works, self.purpose)
+        self.connections.wait_on_lane("scatter", self.works, self.purpose)
         if self.exact:
-            first, *others = self.received.view(self.replicas, -1)
+            first, *others = self.received.view(len(self.members), -1)
             self.sum = first + others[0]
             for other in others[1:]:
                 self.sum += other
@@ -273,9 +319,16 @@ class _Reduction:
             self.sum = self.received
         self.received = None
         del self.sent
+        if self.two_levels:
+            self.works = self.connections.all_reduce("replicate", self.sum, self.purpose)
+
+    def share(self) -> None:
+        """Wait for the second level; post the gathering of the sums that every replica needs."""
+        if self.two_levels:
+            self.connections.wait_on_lane("replicate", self.works, self.purpose)
         if self.others:
             part = self.sum[self.own - self.part : self.own].contiguous()
-            self.rest = part.new_empty(self.replicas * self.part)
+            self.rest = part.new_empty(len(self.members) * self.part)
             self.works = self.connections.all_gather("scatter", self.rest, part, self.purpose)
 
     def put(self, result: Leaves) -> None:
@@ -286,20 +339,24 @@ class _Reduction:
             result[k] = self.sum[at : at + prod(shape)].view(shape)
             at += prod(shape)
         if self.others:
-            self.connections.wait_for_replicas(self.works, self.purpose)
+            self.connections.wait_on_lane("scatter", self.works, self.purpose)
             at = 0
             for k, shape in self.others:
                 result[k] = self.rest[at : at + prod(shape)].view(shape)
                 at += prod(shape)
 
 
-def _is_cut_in_place(whole: Tensor, layout: Layout, replicas: int) -> bool:
-    """Whether a gradient's memory consists of the parts for the replicas, one after the other and equally long."""
+def _placed(leaf: DTensor) -> str:
+    return f"{leaf.placements} over {leaf.device_mesh}"
+
+
+def _is_cut_in_place(whole: Tensor, layout: Layout, count: int) -> bool:
+    """Whether a gradient's memory consists of the parts for so many processes, one after another and equally long."""
     if not whole.is_contiguous():
         return False
     if layout.dim is None:
-        return whole.numel() % replicas == 0
-    return layout.dim == 0 and layout.shards == replicas and whole.shape[0] % replicas == 0
+        return whole.numel() % count == 0
+    return layout.dim == 0 and layout.shards == count and whole.shape[0] % count == 0
 
 
 def _cut(whole: Tensor, part: int, count: int) -> list[list[Tensor]]:
