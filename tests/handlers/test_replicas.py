@@ -506,7 +506,12 @@ def test_wrong_meshes_are_refused_on_every_process(pools, text, fault, error):
             1,
             "rank 1 of replica 1 did not give a reason: did its script end, or was its process ki",
         ),
-        ("killed", "dp3 pp1", None, "while adding the gradients of stage 0 over the replicas .* did not give a reason"),
+        (
+            "killed",
+            "dp3 pp1",
+            None,
+            "while adding the gradients of stage 0 over the replicas .* the process of rank 0 of replica 2 has ended",
+        ),
         ("stopped", "dp2 pp2", None, "rank 1 of replica 1 does not answer: its process is stopped"),
     ],
 )

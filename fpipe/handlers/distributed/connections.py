@@ -133,8 +133,10 @@ class Connections:
         planned = self.planned | set(edges)
         with warnings.catch_warnings():  # it is what an edge is made for
             warnings.filterwarnings("ignore", message="An unbatched P2P op")
-            if self.backend.asynchronous and self.size > 1 and self.groups.lifeline is None:
-                self.groups.lifeline = Lifeline(self.store, self.rank, self.size, self.timeout)
+            # gloo's errors name the peer of an edge, but not that of a lane.
+            if (self.backend.asynchronous or self.grid.replicas > 2) and self.groups.lifeline is None and self.size > 1:
+                self.groups.lifeline = Lifeline(self.store, self.rank, self.size, self.timeout, self.grid.name)
+            if self.backend.asynchronous and self.size > 1 and "results" not in self.groups.shared:
                 self._within_limit(self._connect_results, "connecting all ranks")
             for edge in (edge for each in rounds(planned - self.planned) for edge in each):
                 if self.rank in edge:

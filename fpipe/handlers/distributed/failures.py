@@ -66,13 +66,21 @@ class Failures:
         peer = "a peer" if known is None else self.grid.name(known)
         # A rank that fails writes its reason before it breaks its connections; so does this rank's watchdog. Of those
         # that have lost a peer, one that knows which comes first.
-        reason = self.ended or self.wait(1.0 if known is None else 0.2)
+        reason = self.ended or self._reason_of_others(connections, 1.0 if known is None else 0.2)
         if reason is None:
             reason = f"{peer} did not give a reason: did its script end, or was its process killed?"
             self.post(f"{self.name} lost {peer} while {lost}. {reason}")
         self.ended = reason
         connections.abort()
         return TransportError(f"{self.name} lost {peer} while {lost}. {reason}")
+
+    def _reason_of_others(self, connections: Connections, seconds: float) -> str | None:
+        """Return the first reason that a rank wrote, or that the lifeline notices here; None if there is none."""
+        until = time.monotonic() + seconds
+        while (reason := self.wait(0.05)) is None and time.monotonic() < until:
+            if (loss := connections.groups.loss()) is not None:
+                self.post(loss)
+        return reason
 
     def of_own(self, connections: Connections, error: BaseException) -> None:
         """End this handler because this rank failed, and give the reason to the other ranks."""

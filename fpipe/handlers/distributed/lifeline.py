@@ -6,6 +6,7 @@ Each rank watches the next one, in a ring. Where several ranks end, one that liv
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -22,10 +23,13 @@ class Lifeline:
     """The connections to the two neighbours in the ring. All ranks make it together.
 
     Args:
+        name: of a rank, for messages.
         lost: why the next rank is gone, once it is.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: float, name: Callable[[int], str] = "rank {}".format
+    ) -> None:
         following, before = (rank + 1) % size, (rank - 1) % size
         self._watched: Any = None
         self._watching: Any = None
@@ -38,7 +42,7 @@ class Lifeline:
                 self._watched = group
         self.lost: str | None = None
         self._closing = False
-        reason = f"the process of rank {following} has ended"
+        reason = f"the process of {name(following)} has ended"
         threading.Thread(target=self._watch, args=(reason,), daemon=True, name="fpipe-lifeline").start()
 
     def _watch(self, reason: str) -> None:
