@@ -252,6 +252,13 @@ class Layout:
         """Return the pieces of a whole leaf or gradient, as views."""
         return [whole] if self.dim is None else [*whole.split_with_sizes(self.sizes, self.dim)]
 
+    def laid_out(self, x: Tensor) -> Tensor:
+        """Return a piece, or the whole, in memory in the order of `stride`; as it is if it is laid out so."""
+        stride = _dense(x.shape, self.stride)
+        return (
+            x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+        )
+
     def whole(self, pieces: Sequence[Tensor]) -> Tensor:
         """Join the pieces of all shards, in memory of its own that is laid out by `stride`.
 

@@ -203,6 +203,15 @@ def test_every_dtype_is_added(pools, which, exact):
     assert pools(4).run(replica_jobs.train_mixed, Grid("dp2 shard2 pp1"), which, exact) == [[]] * 4
 
 
+@pytest.mark.parametrize("which", [None, "least"])
+def test_memory_formats_stay(pools, which):
+    """Stages see parameters with their strides, also where these are contiguous too; gradients have the same."""
+    for different, seen, of_gradients, of_params in pools(3).run(replica_jobs.train_images, Grid("dp3 pp1"), which):
+        assert different == []
+        assert seen == {(5, 1, 5, 5)}
+        assert of_gradients == of_params
+
+
 @pytest.mark.parametrize("which", [None, "least", "all"])
 def test_a_mesh_of_one_replica(pools, which):
     found = pools(2).run(replica_jobs.train, Grid("dp1 pp2"), "tied", "interleaved_zb", 3, which)

@@ -13,6 +13,7 @@ from math import prod
 
 import optree
 import torch
+import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fpipe
@@ -468,6 +469,46 @@ def train_mixed(rank, grid, which, exact):
     loss, grads = step(params, batch, target)
     torch.testing.assert_close((loss, whole(grads)), expected)
     return []
+
+
+def images(replicas):
+    """Convolutions whose weights are channels last: one of 3 x 3, and one of 1 x 1, which is contiguous as well.
+
+    Attributes of the layer: the strides that it has seen of the latter.
+    """
+
+    def layer(p, x):
+        layer.strides.add(p["one"].stride())
+        return torch.relu(F.conv2d(x, p["one"]) + F.conv2d(x, p["three"], padding=1))
+
+    layer.strides = set()
+    torch.manual_seed(0)
+    params = {
+        s: {
+            name: torch.randn(5, size, size, 5).mul(0.4).permute(0, 3, 1, 2)
+            for name, size in (("one", 1), ("three", 3))
+        }
+        for s in range(2)
+    }
+    rows = cases.rows(2 * replicas)
+    return layer, cases.Case(
+        fpipe.Pipeline([layer] * 2, cases.mse), params, torch.randn(rows, 5, 4, 4), torch.randn(rows, 5, 4, 4)
+    )
+
+
+def train_images(rank, grid, which):
+    """Where steps differ from the reference; strides of a weight as stages see it, and of gradients, and of params."""
+    layer, case = images(grid.replicas)
+    plan = case.pipeline.plan(fpipe.Placement.loop(grid.ranks, 2 // grid.ranks), 2, replicas=grid.replicas)
+    expected = cases.reference(case, schedules.gpipe, plan)
+    layer.strides.clear()
+    different = compare(grid, case, schedules.gpipe, plan, expected, which, autodiff="eager")
+    params, batch, target = arguments(case, plan, handler(grid).grid)
+    used = params if which is None else interop.fsdp(params, grid.over)
+    options = {"resident": room(schedules.gpipe, plan, which), "autodiff": "eager", "handler": handler(grid)}
+    _, grads = fpipe.value_and_grad(case.pipeline, schedules.gpipe, plan, **options)(used, batch, target)
+    strides = [[x.stride() for x in optree.tree_leaves(locals_of(tree), namespace="fpipe")] for tree in (grads, used)]
+    return different, layer.strides, *strides
 
 
 # Bad input

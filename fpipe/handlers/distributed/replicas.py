@@ -277,7 +277,7 @@ class _Reduction:
         self.connections, self.purpose, self.exact = channels.connections, purpose, channels.exact
         self.members, self.two_levels = channels.members, "replicate" in channels.connections.lanes
         self.sharded = [(k, layouts[k]) for k in numbers if layouts[k].dim is not None]
-        self.others = [(k, terms[k].shape) for k in numbers if layouts[k].dim is None]
+        self.others = [(k, layouts[k]) for k in numbers if layouts[k].dim is None]
         count = sum(terms[k].numel() for k, _ in self.others)
         self.part = -(-count // len(self.members))  # of the others, in the care of each process
         whole = terms[numbers[0]]
@@ -332,17 +332,18 @@ class _Reduction:
             self.works = self.connections.all_gather("scatter", self.rest, part, self.purpose)
 
     def put(self, result: Leaves) -> None:
-        """Put the sums into their places."""
+        """Put the sums into their places, in the memory order of the parameters, as autograd accumulates gradients."""
         at = 0
         for k, layout in self.sharded:
             shape = layout.piece_shape
-            result[k] = self.sum[at : at + prod(shape)].view(shape)
+            result[k] = layout.laid_out(self.sum[at : at + prod(shape)].view(shape))
             at += prod(shape)
         if self.others:
             self.connections.wait_on_lane("scatter", self.works, self.purpose)
             at = 0
-            for k, shape in self.others:
-                result[k] = self.rest[at : at + prod(shape)].view(shape)
+            for k, layout in self.others:
+                shape = layout.shape
+                result[k] = layout.laid_out(self.rest[at : at + prod(shape)].view(shape))
                 at += prod(shape)
 
 
@@ -391,7 +392,4 @@ def _padded(piece: Tensor, layout: Layout) -> Tensor:
 def _joined(pieces: Tensor, layout: Layout) -> Tensor:
     """Return the whole leaf, out of the padded pieces one after the other: only the last ones are padded."""
     assert layout.dim is not None
-    whole = pieces[: layout.shape[layout.dim]].movedim(0, layout.dim)
-    if whole.stride() == layout.stride:
-        return whole
-    return torch.empty_strided(layout.shape, layout.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
+    return layout.laid_out(pieces[: layout.shape[layout.dim]].movedim(0, layout.dim))
