@@ -13,9 +13,10 @@ an invalid schedule the result is best effort.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from fpipe.effects import Effect, Forward, Gather, Recv, Reduce, Scatter, Send, Value, WeightGradient, parts
@@ -53,7 +54,8 @@ def lower(
         effects: the table of effects and values; `TABLE.extended({...})` for effects that you define.
 
     Raises:
-        ScheduleError: the schedule yields a non-effect, or names a stage, microbatch or rank that the plan lacks.
+        ScheduleError: the schedule yields a non-effect, or names a stage, microbatch or rank that the plan lacks; or it
+            yields more effects than the plan has a use for, as one that never ends.
 
     >>> from fpipe import Placement, Plan, schedules
     >>> lower(schedules.gpipe, Plan(Placement.loop(2), 1))[1].effects[:3]
@@ -77,13 +79,39 @@ def collect(schedule: Schedule, plan: Plan, table: Table = TABLE) -> Programs:
             raise ScheduleError(
                 f"on rank {rank} the schedule returns {yielded!r}: it yields effects, or returns a list"
             )
-        effects = tuple(yielded)
+        limit = _most_effects(rank, plan, table)
+        effects = tuple(islice(yielded, limit + 1))
         check_names(effects, rank, plan, table)
+        if len(effects) > limit:
+            effect, count = Counter(effects).most_common(1)[0]
+            own = "" if table is TABLE else ", else let each of your own effects do more"
+            raise ScheduleError(
+                f"rank {rank} yields more than {limit} effects, for which this plan has no use, among them {effect} "
+                f"{count} times: if the schedule never ends, check the condition of its loop{own}"
+            )
         programs[rank] = Program(plan, rank, effects, table)
     if stages := gathered(programs):
         plan = replace(plan, gathered=stages)
         return {rank: replace(program, plan=plan) for rank, program in programs.items()}
     return programs
+
+
+OWN_EFFECTS = 256
+"""The number of effects of the user's own that a schedule may yield for each effect that runs a stage."""
+
+
+def _most_effects(rank: int, plan: Plan, table: Table) -> int:
+    """Return a number of effects that no correct program of a rank exceeds."""
+    total = 0
+    for stage in plan.stages_on(rank):
+        neighbours = len(plan.sources(stage)) + len(plan.consumers(stage))
+        # A forward and two halves of a backward, each between a gather and a release; an activation and a gradient by
+        # each edge. Then the sums of gradients from and to each sharer, a scatter and a reduce.
+        total += len(plan.microbatches_of(stage, rank)) * (3 * 3 + 2 * neighbours)
+        total += 2 * len(plan.sharers(stage)) + 2
+        if table is not TABLE:
+            total += len(plan.microbatches_of(stage, rank)) * 3 * OWN_EFFECTS
+    return total
 
 
 def gathered(programs: Programs) -> frozenset[int]:

@@ -1,18 +1,33 @@
 """From compute order to complete programs, and to one order over all ranks."""
 
 from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, cycle
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe import Edges, Placement, Plan, ScheduleError, lower
-from fpipe.effects import Activation, Backward, BackwardWeight, Forward, Overlap, Recv, Reduce, Send, WeightGradient
+from fpipe.effects import (
+    Activation,
+    Backward,
+    BackwardWeight,
+    Forward,
+    Gather,
+    Overlap,
+    Recv,
+    Reduce,
+    Release,
+    Send,
+    WeightGradient,
+)
 from fpipe.programs.interleaving import interleave, turns
 from fpipe.programs.interning import Interning
 from fpipe.programs.lowering import collect, communicate, forward_only, prefetch, reduce
 from fpipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
-from fpipe.tables import TABLE
+from fpipe.tables import TABLE, Row
 from tests.support.combinations import examples
 from tests.support.programs import (
     B0,
@@ -332,6 +347,41 @@ def test_what_is_left_of_a_program_without_its_backward_still_runs(work):
     assert posts(programs, Send) == posts(programs, Recv)
     assert legal(programs)
     assert len(interleave(programs)) == sum(map(len, programs.values()))
+
+
+@dataclass(frozen=True)
+class Note:
+    number: int
+
+
+NOTES = TABLE.extended({Note: Row()})
+
+
+@pytest.mark.parametrize(
+    ("forever", "table", "message"),
+    [
+        (
+            [F0],
+            TABLE,
+            r"rank 0 yields more than 15 effects.*Forward\(stage=0, microbatch=0\) 16 times: if .* never ends",
+        ),
+        ([F0, Send(A, 1), Recv(G, 1)], TABLE, r"rank 0 .* more than 15 effects.*among them .* 6 times"),
+        ([F0, Gather(0), Release(0)], TABLE, r"rank 0 .* more than 15 effects.*among them .* 6 times"),
+        (map(partial(Forward, 0), count()), TABLE, r"microbatch=1\), but there are stages .* microbatches 0 to 0"),
+        ([Note(0)], NOTES, r"rank 0 .* more than 783 effects.*Note\(number=0\) 784 times"),
+        (map(Note, count()), NOTES, r"rank 0 .* more than 783 effects"),
+    ],
+    ids=["compute", "communication", "gathers", "microbatches", "its own", "its own, each another"],
+)
+def test_a_schedule_that_never_ends_is_refused(forever, table, message):
+    with pytest.raises(ScheduleError, match=message):
+        lower(lambda rank, plan: cycle(forever), PAIR, effects=table)
+
+
+def test_a_schedule_may_have_many_effects_of_its_own():
+    notes = [Note(i) for i in range(700)]
+    program = lower(written([*notes, F0, B0], [F1, B1]), PAIR, effects=NOTES)[0]
+    assert [effect for effect in program if isinstance(effect, Note)] == notes
 
 
 OWN = [[F0, Send(A, 1), Recv(G, 1), B0, Reduce(0)], [Recv(A, 0), F1, B1, Send(G, 0), Reduce(1)]]
