@@ -34,10 +34,11 @@ class StageError(RuntimeError):
         super().__init__(f"{where}: {message}" if where else message)
         self.message, self.rank, self.stage, self.microbatch = message, rank, stage, microbatch
 
-    def on(self, rank: int | None, microbatch: int | None = None) -> "StageError":
-        """Return the same error with its rank, and with its microbatch if it had none."""
+    def on(self, rank: int | None, stage: int | None = None, microbatch: int | None = None) -> "StageError":
+        """Return the same error with its rank, and with its stage and its microbatch if it had none."""
+        stage = stage if self.stage is None else self.stage
         microbatch = microbatch if self.microbatch is None else self.microbatch
-        error = StageError(self.message, rank=rank, stage=self.stage, microbatch=microbatch)
+        error = StageError(self.message, rank=rank, stage=stage, microbatch=microbatch)
         error.__cause__ = self.__cause__
         return error
 
@@ -47,8 +48,8 @@ def blaming(stage: int, microbatch: int) -> Iterator[None]:
     """Turn an exception of a stage's forward into a `StageError` with the stage and the microbatch."""
     try:
         yield
-    except StageError:
-        raise
+    except StageError as error:
+        raise error.on(None, stage, microbatch) from error.__cause__
     except Exception as error:  # a stage is the user's, and may raise anything
         message = f"Forward raised {type(error).__name__}: {error}"
         raise StageError(message, stage=stage, microbatch=microbatch) from error

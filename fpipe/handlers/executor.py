@@ -68,7 +68,8 @@ class Executor:
             if error.rank is not None:
                 raise
             effect = self.calls.computes.get(self.at)
-            raise error.on(self.rank, getattr(effect, "microbatch", None)) from error.__cause__
+            stage, m = (getattr(effect, name, None) for name in ("stage", "microbatch"))
+            raise error.on(self.rank, stage, m) from error.__cause__
         except CaptureError as error:
             effect = self.calls.computes.get(self.at)
             place = {"stage": getattr(effect, "stage", None), "microbatch": getattr(effect, "microbatch", None)}

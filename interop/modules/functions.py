@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from fpipe.errors import StageError
+from fpipe.interop.modules.shared_memory import overlapping, refuse_overlapping_params
 from fpipe.interop.modules.skeletons import call, own_tensors, to_meta, uncompiled, validated
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.sharding import is_dtensor
@@ -27,20 +29,31 @@ class ModuleFunction:
         stateful: the module has buffers.
         qualified: names are those of the whole module that this one is a part of.
         original_mode: the skeleton in the mode of the original module, if that is another one.
+        shared: the buffers whose memory another one has too, as of a module that is in two stages; with its name.
     """
 
     skeleton: nn.Module
     stateful: bool
     qualified: bool = False
     original_mode: nn.Module | None = None
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, params: Tree, *inputs: Any) -> Any:
         if not self.stateful:
             return call(self.skeleton, params, inputs)[0]
         state, *rest = inputs
-        tensors = {**params, **{name: buffer.clone() for name, buffer in state.items()}}
-        outputs, module = call(self.skeleton, tensors, rest)
-        return outputs, {name: module.get_buffer(name) for name in state}  # changed in place, or assigned anew
+        with torch.inference_mode(False):  # else they would count no changes
+            own = {name: buffer.clone() for name, buffer in state.items()}
+        versions = {name: own[name]._version for name in self.shared}
+        outputs, module = call(self.skeleton, {**params, **own}, rest)
+        new = {name: module.get_buffer(name) for name in state}  # changed in place, or assigned anew
+        for name, version in versions.items():
+            if new[name] is not own[name] or new[name]._version != version:
+                raise StageError(
+                    f"forward changes its buffer {name}, which is {self.shared[name]} as well: a buffer that changes "
+                    "belongs to one stage. Put all its uses into one stage, or register a buffer for each"
+                )
+        return outputs, new
 
     @property
     def spec(self) -> StageSpec:
@@ -82,8 +95,9 @@ def from_modules(
     The modules are not changed. The parameters share their memory.
 
     Raises:
-        StageError: a module has hooks on gradients of parameters, tensors without a shape, or an attribute that cannot
-            be copied.
+        StageError: a module has hooks on gradients of parameters, tensors without a shape, an attribute that cannot
+            be copied, or a parameter over another tensor's memory; or, in a step, it changes a buffer whose memory
+            another one has too, as of one batch norm in two stages.
 
     >>> pipeline, params = from_modules(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False)), at=[2])
     >>> {stage: {name: tuple(p.shape) for name, p in tree.items()} for stage, tree in params.items()}
@@ -94,6 +108,7 @@ def from_modules(
     if at is not None:
         modules = _cut(modules, at)
     modules = [validated(module, stage=stage) for stage, module in enumerate(modules)]
+    shared = _shared_buffers(modules)
     home: dict[int, tuple[int, str]] = {}
     ties: dict[tuple[int, str], tuple[int, str]] = {}
     params: dict[int, Tree] = {}
@@ -105,9 +120,31 @@ def from_modules(
         params[index] = {name: parameter.detach() for name, parameter in named.items() if (index, name) not in ties}
         frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
         stateful = any(True for _ in module.buffers())
-        function = ModuleFunction(to_meta(module, index), stateful, at is not None)
+        function = ModuleFunction(to_meta(module, index), stateful, at is not None, shared=shared.get(index, {}))
         stages.append(Stage(function, (reads or {}).get(index), stateful, tuple(frozen)))
     return Pipeline(stages, loss, ties=ties), params
+
+
+def _shared_buffers(modules: Sequence[nn.Module]) -> dict[int, dict[str, str]]:
+    """Return by stage the buffers whose memory another one has too, each with the other's place.
+
+    Raises:
+        StageError: a parameter has memory that another tensor has too.
+    """
+    buffers = {f"{name} of stage {s}": (s, name, x) for s, m in enumerate(modules) for name, x in m.named_buffers()}
+    params = {f"{name} of stage {s}": x for s, m in enumerate(modules) for name, x in m.named_parameters()}
+    tensors = {place: x for place, (_, _, x) in buffers.items()}
+    refuse_overlapping_params(params | tensors)
+    pairs = [
+        *overlapping(tensors),
+        *((a, b) for a, b in itertools.combinations(tensors, 2) if tensors[a] is tensors[b]),
+    ]
+    shared: dict[int, dict[str, str]] = {}
+    for one, other in pairs:
+        for place, twin in ((one, other), (other, one)):
+            stage, name, _ = buffers[place]
+            shared.setdefault(stage, {})[name] = twin
+    return shared
 
 
 def _cut(modules: Sequence[nn.Module] | nn.Sequential, at: Sequence[int]) -> list[nn.Module]:

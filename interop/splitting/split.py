@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fpipe.errors import StageError
 from fpipe.interop.modules.functions import Tree, aliases_of, canonical, named_tensors
+from fpipe.interop.modules.shared_memory import overlapping, refuse_overlapping_params
 from fpipe.interop.modules.skeletons import to_meta, validated
 from fpipe.interop.modules.state_dicts import specs_on
 from fpipe.interop.splitting.balance import CutCandidate, bytes_of, chosen, estimate, places
@@ -65,6 +66,7 @@ def split(
 
     Raises:
         StageError: the module cannot be exported, or changes its arguments. The message has the line of the model.
+            Or two of its parameters, or buffers of which one changes, are over the same memory.
         ValueError: a split point does not exist, or a stage would be empty.
         TypeError: forward cannot be called with the example.
 
@@ -95,8 +97,10 @@ def split(
             n: x for n, x in values.items() if n == names[n] and n not in aliases and x.device.type != "meta"
         },
     )
+    refuse_overlapping_params({name: x for name, x in named_tensors(module) if name == names[name]})
     exported = export(split_spec.skeleton, split_spec.call, split_spec.dynamic_shapes, split_spec.device)
     _refuse_captured(exported.constants.values(), values)
+    _refuse_changes((exported.tensors[node] for node in exported.changed), values)
     flow = Flow(exported)
     times = None
     if at is not None:
@@ -147,6 +151,17 @@ def _refuse_captured(constants: Iterable[Tensor], values: Mapping[str, Tensor]) 
                 f"forward reads {name} of the module itself, not of the one it is called on, as a lambda, a patched "
                 "method or a hook does that closes over the module: it would stay as it is now. Write a method, which "
                 "takes it from self"
+            )
+
+
+def _refuse_changes(changed: Iterable[str], values: Mapping[str, Tensor]) -> None:
+    """Raise StageError if forward changes a buffer whose memory another one has too."""
+    changes = set(changed)
+    for pair in overlapping(values) if changes else ():
+        if changes.intersection(pair):
+            raise StageError(
+                f"forward changes {' and '.join(sorted(changes.intersection(pair)))}, and {pair[0]} and {pair[1]} are "
+                "two buffers over the same memory: register one of them, and take the other from it in forward"
             )
 
 

@@ -73,6 +73,85 @@ def test_shared_parameters_are_tied():
     torch.testing.assert_close(grads[0]["inner.weight"], weight.grad)
 
 
+class Averaging(nn.Module):
+    """Subtracts a moving average, which it changes in place or assigns anew."""
+
+    def __init__(self, assign):
+        super().__init__()
+        self.assign = assign
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x):
+        average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        if self.assign:
+            self.average = average
+        else:
+            self.average.copy_(average)
+        return x - average
+
+
+@pytest.mark.parametrize(
+    ("make", "autodiff"),
+    [
+        (lambda: nn.BatchNorm1d(4), "graph"),
+        (lambda: nn.BatchNorm1d(4), "eager"),
+        (lambda: Averaging(False), "graph"),
+        (lambda: Averaging(True), "eager"),
+    ],
+    ids=["batch norm", "batch norm, eager", "in place", "assigned"],
+)
+def test_a_buffer_of_several_stages_may_not_change(make, autodiff):
+    part = make()
+    modules = [nn.Sequential(nn.Linear(4, 4), part), nn.Sequential(nn.Linear(4, 4), part)]
+    pipeline, params = interop.from_modules(modules, loss=mse)
+    plan, state = pipeline.plan(Placement.loop(2), 2), interop.buffers(modules)
+    x = torch.randn(8, 4)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff=autodiff)
+    with pytest.raises(StageError, match=r"stage 0, microbatch 0: .*buffer 1\.\w+, which is 1\.\w+ of stage 1 as well"):
+        step(params, x, x, state=state)
+    run = fpipe.evaluate(pipeline, plan, handler=handlers.Local(), autodiff=autodiff)
+    with torch.inference_mode(), pytest.raises(StageError, match=r"is 1.* of stage 1 as well"):
+        run(params, x, state=state)
+    if isinstance(part, nn.BatchNorm1d):  # it changes nothing in evaluation
+        run = fpipe.evaluate(interop.eval_mode(pipeline), plan, handler=handlers.Local(), autodiff=autodiff)
+        with torch.inference_mode():
+            assert torch.equal(run(params, x, state=state), nn.Sequential(*modules).eval()(x))
+
+
+def over_one_memory(kind):
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    whole = torch.randn(4, 8)
+    if kind == "parameters":
+        first.weight, second.weight = nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, 3:7])
+    elif kind == "buffer of a parameter":
+        second.register_buffer("old", first.weight.detach())
+    elif kind == "parts":
+        first.weight, second.weight = nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, 4:])
+    return [first, second]
+
+
+@pytest.mark.parametrize("kind", ["parameters", "buffer of a parameter", "parts"])
+def test_parameters_over_one_memory_are_refused(kind):
+    modules = over_one_memory(kind)
+    whole = nn.Sequential(*modules)
+    cuts = (lambda: interop.from_modules(modules), lambda: interop.split(whole, at=["1"], example=torch.randn(8, 4)))
+    for cut in cuts:
+        if kind == "parts":  # of one storage, without an element in common
+            assert cut()[0].entries == {}
+        else:
+            with pytest.raises(
+                StageError, match=r"weight.* and .* two tensors over the same memory.*one nn\.Parameter"
+            ):
+                cut()
+
+
+def test_split_refuses_a_buffer_that_changes_over_the_memory_of_another():
+    module = nn.Sequential(nn.Linear(4, 4), Averaging(False))
+    module.register_buffer("seen", module[1].average[:2])
+    with pytest.raises(StageError, match=r"changes 1\.average, and .*seen.* are two buffers over the same memory"):
+        interop.split(module, at=["1"], example=torch.randn(8, 4))
+
+
 def test_frozen_parameters_get_none():
     modules = chain()
     modules[0][0].weight.requires_grad_(False)
