@@ -12,7 +12,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
-from fpipe import Batch, Output, Pipeline, Placement, Plan, ScheduleError, Stage, handlers, interop, schedules
+from fpipe import (
+    Batch,
+    Output,
+    Pipeline,
+    Placement,
+    Plan,
+    ScheduleError,
+    Stage,
+    StageError,
+    handlers,
+    interop,
+    schedules,
+)
 from fpipe.autodiff.eager import Eager
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, parts
@@ -35,6 +47,25 @@ def affine_case(stages=2, rows=10, dtype=torch.float64):
     torch.manual_seed(1)
     params = {s: {"w": torch.randn(4, 4, dtype=dtype), "b": torch.randn(4, dtype=dtype)} for s in range(stages)}
     return params, torch.randn(rows, 4, dtype=dtype), torch.randn(rows, 4, dtype=dtype)
+
+
+@both
+@each_way
+def test_a_step_needs_autograd_and_evaluate_does_not(handler, autodiff):
+    params, x, y = affine_case()
+    pipeline = Pipeline([affine] * 2, loss=F.mse_loss)
+    plan = pipeline.plan(Placement.loop(2), 2)
+    options = {"handler": handler, "autodiff": autodiff}
+    step = fpipe.value_and_grad(pipeline, schedules.zb_h1, plan, **options)
+    evaluate = fpipe.evaluate(pipeline, plan, **options)
+    expected = step(params, x, y), evaluate(params, x)
+    with torch.no_grad():
+        assert jobs.differences((step(params, x, y), evaluate(params, x)), expected) == []
+    with torch.inference_mode():
+        assert torch.equal(evaluate(params, x), expected[1])
+        with pytest.raises(StageError, match=r"torch\.inference_mode\(\) switches autograd off.*call it outside"):
+            step(params, x, y)
+    assert jobs.differences(step(params, x, y), expected[0]) == []
 
 
 def plain(params, x):

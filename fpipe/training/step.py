@@ -113,13 +113,13 @@ def value_and_grad(
         `((loss, aux), grads)`; with stateful stages, the new state is a last element. `params`, `grads` and
         `state` are `{stage: tree}` of the stages that this process holds; `rng` is `(seed, step)`. Where a process
         plays several replicas, `state` is a list with one `{stage: tree}` for each, and so is the new state. The step
-        changes none of its arguments. Every rank returns the loss.
+        changes none of its arguments. Every rank returns the loss. Under `torch.no_grad()` it returns the same.
 
     Raises:
         ScheduleError: (at once) the schedule is wrong, or the plan does not fit this pipeline or this handler.
         ValueError: (at once) options that don't go together.
         StageError: (in the step) an argument is wrong, a stage failed, or it can't be captured: it draws without `rng`,
-            reads a tensor on the host, or has shapes that depend on values.
+            reads a tensor on the host, or has shapes that depend on values. Or it runs under `torch.inference_mode()`.
         TransportError: (in the step) another rank failed.
 
     >>> from fpipe import Pipeline, Placement, handlers, schedules
@@ -132,7 +132,7 @@ def value_and_grad(
     options = Options(autodiff, policy, compile, dynamic)
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
     how = has_aux, reduction, weight, in_axes, out_axes, gather, options, sharding, buffers
-    spec = _StepSpec(pipeline, plan, ranks, replicas, True, *how)
+    spec = _StepSpec(pipeline, plan, ranks, replicas, True, *how, differentiated=True)
     programs = lower(schedule, plan, depth=prefetch, resident=resident, effects=effects)
     check(programs)
     all_parts = (part for program in programs.values() for effect in program for part in parts(effect))
@@ -354,6 +354,7 @@ class CapturedStep:
         """
         self.notices.on_step_begin()
         try:
+            self.spec.check_mode()
             arguments = Arguments(params, batch, target, state, *self.spec.weights(params, batch, target), more)
             seed = self.spec.seed(rng)
         except StageError as error:
@@ -458,6 +459,7 @@ class _StepSpec:
         ranks: the ranks that this process plays.
         replicas: the replicas that it plays.
         loss: compute the last stage's loss; without it the outputs are the result.
+        differentiated: compute gradients.
     """
 
     pipeline: Pipeline
@@ -474,6 +476,7 @@ class _StepSpec:
     options: Options
     sharding: Sharding
     buffers: Buffers | None
+    differentiated: bool = False
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
@@ -531,12 +534,21 @@ class _StepSpec:
         """
         try:
             rng = rng if callable(rng) else _seed(rng)
+            self.check_mode()
             self._check_params(params)
             states = self._states(state)
             data, rows = self._split(batch, target, scales)
         except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
             return Inputs({}, (), (), broken=self._stage_error(error))
         return Inputs(params, states, data, rows, self.reduction == "mean" and self.weight is None, rng)
+
+    def check_mode(self) -> None:
+        """Raise StageError for gradients under `torch.inference_mode`, where autograd records nothing."""
+        if self.differentiated and torch.is_inference_mode_enabled():
+            raise StageError(
+                "the step computes gradients, and torch.inference_mode() switches autograd off for good: call it "
+                "outside. evaluate runs inside, and under torch.no_grad() both do"
+            )
 
     def seed(self, rng: Any) -> Rng | None:
         """Check a seed.
