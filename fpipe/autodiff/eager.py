@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fpipe.autodiff.graph.block import Sink
+from fpipe.autodiff.graph.lost_gradients import refuse_lost
 from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients, detached, detached_tree, prepared
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Flat, alias_leaves, flatten
@@ -64,7 +65,9 @@ class Eager:
         output = Flat([detached(x, keep) for x in leaves], spec)
         if not keep:
             return output, None, detached_tree(new)
-        if Eager not in prepared.computed:
+        if Eager not in prepared.computed:  # once a step
+            own = [*prepared.own, *(x for values in inputs.values() for x in values)]
+            refuse_lost(leaves, own, lambda x: isinstance(x, nn.Parameter))
             prepared.computed[Eager] = [get_gradient_edge(prepared.own[i]) for i in prepared.trained]
         edges = {source: list(map(_edge, values)) for source, values in inputs.items()}
         residuals = SavedTape(list(map(_edge, leaves)), edges, prepared.computed[Eager])

@@ -19,8 +19,10 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from optree import PyTreeSpec
+from torch import Tensor
 
 from fpipe import effects as fx
+from fpipe.autodiff.graph.lost_gradients import CONSTANT_LOSS
 from fpipe.autodiff.interface import (
     DifferentiablePipeline,
     Leaves,
@@ -32,7 +34,7 @@ from fpipe.autodiff.interface import (
     zeros,
 )
 from fpipe.devices import Device
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, StageError
 from fpipe.handlers.gradients import LeafKey, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results
 from fpipe.programs.program import Program
@@ -88,6 +90,7 @@ class Step:
         scattered: stage -> function that returns its sums over all replicas; waits for them.
         foreign: (stage, rank) -> leaves of that rank's sum, as received.
         seeds: microbatch -> cotangents of the last stage's output.
+        differentiable: whether the loss of a microbatch so far requires a gradient.
     """
 
     inputs: Inputs
@@ -98,6 +101,7 @@ class Step:
     scattered: dict[int, Callable[[], Leaves]] = field(default_factory=dict)
     foreign: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     seeds: dict[int, Leaves] = field(default_factory=dict)
+    differentiable: bool = False
     results: Results = field(default_factory=Results)
 
     def sums_of(self, stage: int) -> dict[LeafKey, Any]:
@@ -144,6 +148,9 @@ class Calls:
         self.slots: list[Any] = []
         self.touched: list[tuple[int, ...]] = []
         self.running: Step | None = None
+        last = self.plan.stages - 1
+        is_last = last in self.plan.stages_on(self.rank)
+        self.last_microbatch = self.plan.microbatches_of(last, self.rank)[-1] if is_last else None
         self._compile()
 
     @property
@@ -266,10 +273,21 @@ class Calls:
             cotangents[0] = seed(loss, scale := step.inputs.scale(m))
             step.results.losses[number] = weighted_loss(loss, cotangents[0], scale)
             step.results.outputs[number] = detached_tree(output)
+            step.differentiable |= loss.requires_grad
+            if keep and m == self.last_microbatch and not step.differentiable:
+                self._refuse_constant_loss(m)
         else:
             step.results.outputs[number] = outputs.tree
         if keep:
             step.seeds[m] = cotangents
+
+    def _refuse_constant_loss(self, m: int) -> None:
+        """Raise StageError if a parameter is trained, as far as this rank can know: its own, or one before it."""
+        last = self.plan.stages - 1
+        read = [self.slots[self.slot(fx.Activation(s, m))].leaves for s in self.plan.sources(last)]
+        is_trained = any(prepared.trained for prepared in self.step.prepared.values())
+        if is_trained or any(isinstance(x, Tensor) and x.requires_grad for leaves in read for x in leaves):
+            raise StageError(CONSTANT_LOSS)
 
     def _cotangents(self, stage: int, m: int) -> Callable[[], Leaves]:
         slots, gradients = self.slots, tuple(self.slot(fx.Gradient(stage, c, m)) for c in self.plan.consumers(stage))

@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fpipe.autodiff.graph.lost_gradients import CONSTANT_LOSS, refuse_lost
 from fpipe.autodiff.interface import DifferentiablePipeline, detached_tree, has_weight, prepared, seed, weighted_loss
 from fpipe.devices import current_device
 from fpipe.effects import Backward, BackwardWeight
-from fpipe.errors import blaming
+from fpipe.errors import StageError, blaming
 from fpipe.handlers.gradients import LeafKey, Sums, add, copied, total
 from fpipe.handlers.protocol import Inputs, Observer, Replicas, Results, Run
 from fpipe.plan import Plan
@@ -60,6 +61,7 @@ class _Step:
             each.leaves[:] = map(pieces.sharding.cast, each.leaves)
         self.sums: list[dict[tuple[int, int], dict[LeafKey, Tensor | None]]] = [{} for _ in range(plan.replicas)]
         self.results = Results(state=[*map(dict, inputs.state)])
+        self.differentiable = False  # whether the loss of a microbatch so far requires a gradient
 
     def run(self) -> Results:
         results, pipeline, plan = self.results, self.pipeline, self.plan
@@ -70,6 +72,8 @@ class _Step:
                 self._accumulate(m, self._grads(m, loss, last_inputs))
             results.outputs[m] = detached_tree(output)
         if self.train:
+            if not self.differentiable and any(params.trained for params in self.params):
+                raise StageError(CONSTANT_LOSS)
             sums = self._over_replicas()
             params = self.inputs.params
             gradients = copied(total(pipeline, plan, params, range(plan.stages), sums))
@@ -105,6 +109,9 @@ class _Step:
             for s, params in enumerate(self.params)
             for i, path in zip(params.trained, params.paths, strict=True)
         }
+        if m == 0:
+            refuse_lost([loss], leaves.values(), lambda x: isinstance(x, nn.Parameter))
+        self.differentiable |= loss.requires_grad
         if not loss.requires_grad or not leaves:
             return dict.fromkeys(leaves)
         if not has_weight(scale):

@@ -14,7 +14,7 @@ import operator
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -26,6 +26,7 @@ import torch.utils.checkpoint
 from torch import Tensor, fx
 from torch._functorch import utils as functorch
 from torch._functorch.autograd_function import custom_function_call
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
@@ -33,6 +34,7 @@ from torch.utils import _pytree as pytree
 
 from fpipe.autodiff.graph.aliasing import storage
 from fpipe.autodiff.graph.locations import LIBRARIES, user_line
+from fpipe.autodiff.graph.lost_gradients import refuse_lost
 from fpipe.autodiff.graph.nodes import written
 from fpipe.errors import StageError
 
@@ -113,8 +115,12 @@ def _refuse(what: str, way: str) -> NoReturn:
     raise StageError(f"forward {what}, which export would lose{where}: {way}. {MANUAL}")
 
 
-def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that marks blocks without gradients, and raises StageError for custom gradients."""
+def watched(forward: Callable[..., Any], own: Collection[int] = ()) -> Callable[..., Any]:
+    """Return a forward that marks blocks without gradients, and raises StageError for gradients that would be lost.
+
+    Args:
+        own: the storages of tensors from outside that the caller refuses itself.
+    """
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +128,11 @@ def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
         _enable(True)
         try:
             with _Watched(), _intercepting():
-                return forward(*args, **kwargs)
+                output = forward(*args, **kwargs)
+            refuse_lost(
+                pytree.tree_leaves(output), (), lambda x: not isinstance(x, FakeTensor) and storage(x) not in own
+            )
+            return output
         finally:
             _enable(was)
 

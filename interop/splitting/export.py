@@ -16,7 +16,7 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import wraps
@@ -91,11 +91,14 @@ def pipe_split() -> None:
         pipelining.pipe_split()  # type: ignore[no-untyped-call]
 
 
-def export(module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: torch.device) -> Exported:
+def export(
+    module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: torch.device, own: Collection[int] = ()
+) -> Exported:
     """Export a module as if it and its example were on `device`.
 
     Args:
         dynamic_shapes: as of `torch.export.export`; None leaves axis 0 of every tensor free where the module lets it.
+        own: the storages of the original module's tensors, which the caller refuses among the constants.
 
     Raises:
         StageError: it cannot be exported, or forward is not a pure function.
@@ -103,20 +106,22 @@ def export(module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: to
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)  # torch's own
         try:
-            program = _program(module, call, dynamic_shapes, device)
+            program = _program(module, call, dynamic_shapes, device, own)
         except StageError:
             raise
         except Exception as error:
             if dynamic_shapes is not None or _needs_values(error):
                 raise StageError(_why(error, module)) from error
-            return export(module, call, {}, device)  # some modules have one size alone
+            return export(module, call, {}, device, own)  # some modules have one size alone
     return _read(program, module, device)
 
 
-def _program(module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: torch.device) -> ExportedProgram:
+def _program(
+    module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: torch.device, own: Collection[int]
+) -> ExportedProgram:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake, args, kwargs = _fakes(module, call, mode, device)
-    fake.forward = _named(watched(_noticing(rebinding_attributes(fake), fake)), kwargs)
+    fake.forward = _named(watched(_noticing(rebinding_attributes(fake), fake), own), kwargs)
     if dynamic_shapes is None:
         example = inspect.signature(fake.forward).bind(*args, **kwargs).arguments
         dynamic_shapes = pytree.tree_map(lambda x: {0: Dim.AUTO} if isinstance(x, Tensor) and x.ndim else None, example)

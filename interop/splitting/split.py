@@ -98,8 +98,9 @@ def split(
         },
     )
     refuse_overlapping_params({name: x for name, x in named_tensors(module) if name == names[name]})
-    exported = export(split_spec.skeleton, split_spec.call, split_spec.dynamic_shapes, split_spec.device)
-    _refuse_captured(exported.constants.values(), values)
+    own = {x.untyped_storage()._cdata: name for name, x in values.items() if x.device.type != "meta"}
+    exported = export(split_spec.skeleton, split_spec.call, split_spec.dynamic_shapes, split_spec.device, own)
+    _refuse_captured(exported.constants.values(), own)
     _refuse_changes((exported.tensors[node] for node in exported.changed), values)
     flow = Flow(exported)
     times = None
@@ -142,9 +143,12 @@ def _check_choice(at: Any, stages: int | None, policy: str) -> None:
         raise ValueError(f"stages= is a number from 1, not {stages}")
 
 
-def _refuse_captured(constants: Iterable[Tensor], values: Mapping[str, Tensor]) -> None:
-    """Raise StageError if forward reads a tensor of the module from elsewhere, as from a closure."""
-    names = {x.untyped_storage()._cdata: name for name, x in values.items() if x.device.type != "meta"}
+def _refuse_captured(constants: Iterable[Tensor], names: Mapping[int, str]) -> None:
+    """Raise StageError if forward reads a tensor of the module from elsewhere, as from a closure.
+
+    Args:
+        names: the names of the module's tensors by their storages.
+    """
     for constant in constants:
         if name := names.get(constant.untyped_storage()._cdata):
             raise StageError(

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import policies
 from fpipe.autodiff.graph.guards import symbolic
+from fpipe.autodiff.graph.lost_gradients import refuse_lost
 from fpipe.autodiff.graph.signature import Leaf, Signature, Spec, Static, Untraceable
 from fpipe.devices import all_generators, device_of
 from fpipe.devices.operators import draws, written_arguments
@@ -102,6 +103,7 @@ def trace(
         dynamic: make the sizes of all inputs symbols.
 
     Raises:
+        StageError: the gradient of a tensor that it closes over would be lost.
         Exception: whatever the stage raises on tensors without values.
     """
     env = ShapeEnv(duck_shape=False) if dynamic else None
@@ -152,6 +154,7 @@ class _JointFunction:
             trained = [leaves[0][i] for i in signature.trained]
             self.weights, self.gradients = self._gradients(trained, list(itertools.chain.from_iterable(leaves[1:])))
         if (env := self.annotator.env) is not None:
+            refuse_lost(self.outputs.leaves, itertools.chain(*leaves), lambda x: not isinstance(x, FakeTensor))
             _check_sizes([*self.outputs.leaves, *self.state.leaves], env)
         results = (self.outputs.leaves, self.state.leaves, self.weights, self.gradients)
         return [x for leaves in results for x in leaves if _is_traced(x)]

@@ -99,9 +99,15 @@ def closed_over_tensor():
 
 @example
 def closed_over_parameter():
-    """It wants a gradient that nobody takes, and so do outputs that depend on it alone."""
+    """It requires a gradient, and is read without."""
     scale = wants(WIDTH)
-    return on(lambda p, x: (x @ p["w"] * scale, scale * 2, x.detach() * scale), wants(ROWS, WIDTH), w=square())
+
+    def fn(p, x):
+        with torch.no_grad():
+            factor = scale * 2
+        return x @ p["w"] * scale.detach(), factor, x.detach() * factor
+
+    return on(fn, wants(ROWS, WIDTH), w=square())
 
 
 @example
