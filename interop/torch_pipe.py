@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -65,7 +65,8 @@ def _traced(stage: Stage, module: nn.Module) -> Stage:
     """Return the stage with a check of the sizes that its graph was traced for."""
     assert isinstance(stage.fn, ModuleFunction)
     sizes = tuple(_sizes(node) for node in module.graph.nodes if node.op == "placeholder")  # type: ignore[union-attr]
-    return replace(stage, fn=TracedFunction(**vars(stage.fn), sizes=sizes))
+    own = {field.name: getattr(stage.fn, field.name) for field in fields(stage.fn) if field.init}
+    return replace(stage, fn=TracedFunction(**own, sizes=sizes))
 
 
 def _sizes(node: fx.Node) -> Sizes | None:

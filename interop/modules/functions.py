@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fpipe.errors import StageError
 from fpipe.interop.modules.shared_memory import overlapping, refuse_overlapping_params
@@ -36,16 +37,19 @@ class ModuleFunction:
     stateful: bool
     qualified: bool = False
     original_mode: nn.Module | None = None
-    shared: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict, hash=False)
+    _has_run: set[bool] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __call__(self, params: Tree, *inputs: Any) -> Any:
+        watched = get_proxy_mode() is not None or not self._has_run  # in each trace, and in the first run without
+        self._has_run.add(True)
         if not self.stateful:
-            return call(self.skeleton, params, inputs)[0]
+            return call(self.skeleton, params, inputs, watched)[0]
         state, *rest = inputs
         with torch.inference_mode(False):  # else they would count no changes
             own = {name: buffer.clone() for name, buffer in state.items()}
         versions = {name: own[name]._version for name in self.shared}
-        outputs, module = call(self.skeleton, {**params, **own}, rest)
+        outputs, module = call(self.skeleton, {**params, **own}, rest, watched)
         new = {name: module.get_buffer(name) for name in state}  # changed in place, or assigned anew
         for name, version in versions.items():
             if new[name] is not own[name] or new[name]._version != version:
@@ -92,7 +96,8 @@ def from_modules(
         loss: `loss(output, target) -> loss | (loss, aux)`.
         reads: the reads of stages that do not read the output of the stage before.
 
-    The modules are not changed. The parameters share their memory.
+    The modules are not changed. The parameters share their memory. A warning names attributes that forward reads and
+    then changes: the stages do not pass them on from call to call.
 
     Raises:
         StageError: a module has hooks on gradients of parameters, tensors without a shape, an attribute that cannot

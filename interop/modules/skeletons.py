@@ -13,6 +13,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -22,9 +23,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from fpipe.errors import StageError
+from fpipe.interop.modules.attributes import REGISTERED, attributes, warning_of_changes
 from fpipe.stages.pytree import flatten
 
-REGISTERED = ("_parameters", "_buffers", "_modules")
 INSIDE = "_orig_mod"
 """The name under which torch.compile stores the module that it wraps."""
 
@@ -125,14 +126,6 @@ def registered(tensor: Tensor, like: Tensor) -> Tensor:
     return nn.Parameter(tensor, like.requires_grad) if isinstance(like, nn.Parameter) else tensor
 
 
-def attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """Yield the attributes of all submodules that are not registered: submodule's name, submodule, name and value."""
-    for prefix, part in module.named_modules():
-        for name, value in part.__dict__.items():
-            if name not in REGISTERED:
-                yield prefix, part, name, value
-
-
 def _uncopied(module: nn.Module, memo: Mapping[int, Any]) -> str:
     """Return the attribute that cannot be copied, or the module's type."""
     for prefix, _, name, value in attributes(module):
@@ -169,7 +162,7 @@ def bind_tensors(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Modul
 def shallow_clone(module: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
     """Return a copy of a module, without its submodules, that has these tensors and shares everything else."""
     twin: nn.Module = object.__new__(module.__class__)  # each GraphModule has its own class
-    twin.__dict__.update({k: list(v) if type(v) is list else v for k, v in module.__dict__.items()})
+    twin.__dict__.update({k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in module.__dict__.items()})
     for kind in ("_parameters", "_buffers"):
         twin.__dict__[kind] = {name: tensors.get(id(x), x) for name, x in module.__dict__[kind].items()}
     return twin
@@ -219,8 +212,13 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, x) for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
 
 
-def call(skeleton: nn.Module, tensors: Mapping[str, Tensor], inputs: Sequence[Any]) -> tuple[Any, nn.Module]:
+def call(
+    skeleton: nn.Module, tensors: Mapping[str, Tensor], inputs: Sequence[Any], watched: bool
+) -> tuple[Any, nn.Module]:
     """Run the module with these parameters and buffers. Return its output, and the module that has them.
+
+    Args:
+        watched: warn of attributes that forward reads and then changes.
 
     Raises:
         StageError: forward has read a tensor of the skeleton.
@@ -232,7 +230,8 @@ def call(skeleton: nn.Module, tensors: Mapping[str, Tensor], inputs: Sequence[An
         "from where it is registered"
     )
     try:
-        outputs = module(*inputs)
+        with warning_of_changes(module) if watched else nullcontext():
+            outputs = module(*inputs)
     except RuntimeError as error:
         if re.search(r"\bmeta\b", str(error)) and not _on_meta((tensors, inputs)):
             raise StageError(ungiven) from error

@@ -12,7 +12,6 @@ import copy
 import inspect
 import io
 import logging
-import random
 import sys
 import traceback
 import warnings
@@ -23,7 +22,6 @@ from functools import wraps
 from typing import Any, cast
 from unittest.mock import patch
 
-import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch._export.utils import _is_preservable_cia_op
@@ -35,8 +33,9 @@ from torch.utils import _pytree as pytree
 
 from fpipe.autodiff.graph.locations import user_line
 from fpipe.errors import StageError
+from fpipe.interop.modules.attributes import warning_of_changes
 from fpipe.interop.modules.functions import canonical
-from fpipe.interop.modules.skeletons import attributes, rebinding_attributes, registered
+from fpipe.interop.modules.skeletons import rebinding_attributes, registered
 from fpipe.interop.splitting.autograd_checks import (
     MANUAL,
     graphs,
@@ -46,6 +45,7 @@ from fpipe.interop.splitting.autograd_checks import (
 )
 from fpipe.interop.splitting.example import ExampleCall, leaves
 from fpipe.stages.pytree import Path
+from fpipe.stages.rng import host_generators
 
 aten = torch.ops.aten
 
@@ -149,44 +149,21 @@ def _named(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[.
 
 
 def _noticing(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """Return forward with two checks: no random numbers but torch's, and a warning for counters in attributes."""
+    """Return forward with two checks: of random numbers other than torch's, and of attributes that pass values on."""
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        generators, numbers = _generators(), _numbers(module)
-        output = forward(*args, **kwargs)
-        if generators != _generators():
+        before = host_generators()
+        with warning_of_changes(module):
+            output = forward(*args, **kwargs)
+        if host_generators() != before:
             raise StageError(
                 "forward draws from the random numbers of Python or NumPy, and the stages would draw the same for "
                 f"good: draw from torch's. {MANUAL}"
             )
-        for (name, attribute), now in _numbers(module).items():
-            if (was := numbers.get((name, attribute), now)) != now:
-                warnings.warn(
-                    f"forward changes {name or 'the module'}.{attribute} from {was} to {now}, which the stages don't "
-                    "do again: make it a buffer if it is to change",
-                    stacklevel=2,
-                )
         return output
 
     return run
-
-
-NUMBERS = (bool, int, float)
-
-
-def _generators() -> tuple[Any, ...]:
-    return random.getstate(), *map(str, numpy.random.get_state())
-
-
-def _numbers(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the attributes that may be counters: numbers, and lists and dicts of numbers."""
-    return {(part, name): copy.copy(value) for part, _, name, value in attributes(module) if _counts(value)}
-
-
-def _counts(value: Any) -> bool:
-    numbers = value.values() if type(value) is dict else value if type(value) is list else [value]
-    return all(type(x) in NUMBERS for x in numbers)
 
 
 @contextmanager

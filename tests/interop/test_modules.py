@@ -1,8 +1,12 @@
 """Modules of torch as pure functions, against torch itself."""
 
 import copy
+import random
+import re
 import threading
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -335,6 +339,100 @@ def test_what_a_stage_was_not_given_is_said_when_it_runs(kind, autodiff):
     state = {1: {"shift": torch.ones(4)}}
     with pytest.raises(StageError, match="forward reads a tensor that a stage isn't given"):
         step(params, torch.randn(8, 4), torch.randn(8, 4), state=state)
+
+
+# What a forward passes on to the next
+
+
+class Passing(nn.Module):
+    """Its forward passes something on to the next by an attribute, or only leaves something."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.calls, self.before, self.seen = kind, 0, None, []
+        self.generator = np.random.default_rng(0)
+
+    def forward(self, x):
+        match self.kind:
+            case "counter":
+                self.calls += 1
+                return x * self.calls
+            case "tensor":
+                before, self.before = self.before, x.detach()
+                return x if before is None else x + before
+            case "list":
+                self.seen.append(1)
+                return x * len(self.seen)
+            case "generator":
+                return x * float(self.generator.random())
+            case "new":
+                x = x + self.new if hasattr(self, "new") else x
+                self.new = x.detach()
+                return x
+        self.left = {"sum": x.sum()}
+        return x * self.left["sum"]
+
+
+@pytest.mark.parametrize("autodiff", ["graph", "eager"])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("counter", r"attribute 1\.calls of a Passing, and then changes it from 0 to 1.*make it a buffer"),
+        ("tensor", r"attribute 1\.before of a Passing, and then changes it from None to float32\[4, 4\]"),
+        ("list", r"attribute 1\.seen of a Passing, and then changes what is in it"),
+        ("generator", r"attribute 1\.generator of a Passing, and then changes what is in it"),
+        ("new", r"attribute 1\.new of a Passing, and then changes it from nothing to float32\[4, 4\]"),
+        ("left", None),
+    ],
+)
+def test_attributes_that_pass_something_on_are_named(kind, message, autodiff):
+    pipeline, params = interop.from_modules([nn.Sequential(nn.Linear(4, 4), Passing(kind)), nn.Linear(4, 4)], loss=mse)
+    step = fpipe.value_and_grad(
+        pipeline, schedules.gpipe, pipeline.plan(Placement.loop(2), 2), handler=handlers.Local(), autodiff=autodiff
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(params, torch.ones(8, 4), torch.ones(8, 4))
+        step(params, torch.ones(8, 4), torch.ones(8, 4))
+    texts = [str(each.message) for each in caught if "forward reads the attribute" in str(each.message)]
+    assert len(texts) == (message is not None)
+    assert message is None or re.search(message, texts[0])
+    assert pipeline.stages[0].fn.skeleton[1].seen == []
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+def test_random_numbers_that_are_not_torchs_are_drawn_anew(draw):
+    class Drawing(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * float(draw())
+
+    pipeline, params = interop.from_modules([Drawing(4, 4), nn.Linear(4, 4)], loss=mse)
+    plan = pipeline.plan(Placement.loop(2), 2)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())
+    x = torch.ones(8, 4)
+    with pytest.warns(UserWarning, match="stage 0 .*eager.*draws from the random numbers of Python or NumPy"):
+        first = step(params, x, x)[0]
+    assert not torch.equal(step(params, x, x)[0], first)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff="graph")
+    with pytest.raises(StageError, match="draws from the random numbers of Python or NumPy"):
+        step(params, x, x)
+
+
+def test_a_trace_gives_the_host_generators_their_states_back():
+    def drawing(p, x):
+        return x * p * random.random() * float(np.random.rand())
+
+    random.seed(0)
+    np.random.seed(0)
+    expected = random.random() * np.random.rand()
+    random.seed(0)
+    np.random.seed(0)
+    pipeline = fpipe.Pipeline([drawing], loss=lambda output, target: output.sum())
+    plan = pipeline.plan(Placement.loop(1), 1)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())
+    with pytest.warns(UserWarning, match="Python or NumPy"):
+        loss, _ = step({0: torch.ones(())}, torch.ones(1))
+    assert loss.item() == pytest.approx(expected)
 
 
 @each_kind

@@ -34,7 +34,7 @@ from fpipe.autodiff.graph.signature import Leaf, Signature, Spec, Static, Untrac
 from fpipe.devices import all_generators, device_of
 from fpipe.devices.operators import draws, written_arguments
 from fpipe.stages.pytree import Flat, alias_leaves, flatten
-from fpipe.stages.rng import restored
+from fpipe.stages.rng import host_generators, restored, set_host_generators
 from fpipe.stages.stage import Stage
 
 Cotangent = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
@@ -148,13 +148,17 @@ class _JointFunction:
         torch.set_autocast_cache_enabled(True)  # as outside of make_fx, which restores the setting
         with self.annotator, torch.set_grad_enabled(signature.keep):
             arguments = self.stage.arguments(dict(zip(self.stage.sources, sources, strict=True)), data)
+            drawn = host_generators()
             result, new = self.stage(params, state, arguments)
+            if host_generators() != drawn:
+                set_host_generators(drawn)
+                raise Untraceable("it draws from the random numbers of Python or NumPy, which a graph would repeat")
             self.outputs, self.state = flatten(alias_leaves(result)), flatten(alias_leaves(new))
+            refuse_lost(self.outputs.leaves, itertools.chain(*leaves), lambda x: not isinstance(x, FakeTensor))
             self.annotator.start_backward()
             trained = [leaves[0][i] for i in signature.trained]
             self.weights, self.gradients = self._gradients(trained, list(itertools.chain.from_iterable(leaves[1:])))
         if (env := self.annotator.env) is not None:
-            refuse_lost(self.outputs.leaves, itertools.chain(*leaves), lambda x: not isinstance(x, FakeTensor))
             _check_sizes([*self.outputs.leaves, *self.state.leaves], env)
         results = (self.outputs.leaves, self.state.leaves, self.weights, self.gradients)
         return [x for leaves in results for x in leaves if _is_traced(x)]
