@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+from weakref import ReferenceType
 
 from torch import Tensor, nn
 
@@ -43,6 +44,19 @@ class Target:
 Read = Output | Batch | Target
 
 
+class Original(NamedTuple):
+    """A parameter of the module that a stage was made of.
+
+    Args:
+        parameter: it, if the module still exists.
+        trained: whether it required a gradient when the stage was made.
+    """
+
+    name: str
+    parameter: ReferenceType[nn.Parameter]
+    trained: bool
+
+
 class StageSpec(NamedTuple):
     """The tensors that a stage holds and returns, on the meta device.
 
@@ -69,6 +83,7 @@ class StageFunction(Protocol):
         skeleton: the module, on the meta device.
         aliases: the entry of params or state for each name in the module's state_dict.
         nonpersistent_buffers: the values of buffers that are not in the state_dict.
+        originals: the parameters of the module that it comes from.
     """
 
     @property
@@ -85,6 +100,9 @@ class StageFunction(Protocol):
 
     @property
     def nonpersistent_buffers(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def originals(self) -> Sequence[Original]: ...
 
     def accepts(self, batch: Any) -> None:
         """Raise ValueError if the stages would ignore a part of the batch."""

@@ -537,6 +537,7 @@ class _StepSpec:
             self.check_mode()
             self._check_params(params)
             states = self._states(state)
+            self._warn_of_changes()
             data, rows = self._split(batch, target, scales)
         except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
             return Inputs({}, (), (), broken=self._stage_error(error))
@@ -598,6 +599,15 @@ class _StepSpec:
             raise StageError(
                 f"params has entries for stages {foreign}, but this process holds only {sorted(needed)}: "
                 "pass pipeline.params_on(params, plan, rank)"
+            )
+
+    def _warn_of_changes(self) -> None:
+        if self.differentiated and (names := self.pipeline.changed_parameters()):
+            warnings.warn(
+                f"requires_grad of {', '.join(names[:3])}{' and more' if len(names) > 3 else ''} has changed in the "
+                "module since the pipeline was made, where it is fixed which params are trained: make the pipeline of "
+                "the module again, and go on with the same params",
+                stacklevel=2,
             )
 
     def _states(self, state: State | None) -> Sequence[Mapping[int, Any]]:

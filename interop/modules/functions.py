@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,7 +17,7 @@ from fpipe.interop.modules.shared_memory import overlapping, refuse_overlapping_
 from fpipe.interop.modules.skeletons import call, own_tensors, to_meta, uncompiled, validated
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.sharding import is_dtensor
-from fpipe.stages.stage import Read, Stage, StageFunction, StageSpec
+from fpipe.stages.stage import Original, Read, Stage, StageFunction, StageSpec
 
 Tree = dict[str, Tensor]
 
@@ -30,6 +31,7 @@ class ModuleFunction:
         stateful: the module has buffers.
         qualified: names are those of the whole module that this one is a part of.
         original_mode: the skeleton in the mode of the original module, if that is another one.
+        originals: the parameters of the original module.
         shared: the buffers whose memory another one has too, as of a module that is in two stages; with its name.
     """
 
@@ -37,6 +39,7 @@ class ModuleFunction:
     stateful: bool
     qualified: bool = False
     original_mode: nn.Module | None = None
+    originals: Sequence[Original] = field(default=(), compare=False)
     shared: Mapping[str, str] = field(default_factory=dict, hash=False)
     _has_run: set[bool] = field(default_factory=set, init=False, repr=False, compare=False)
 
@@ -87,9 +90,10 @@ def from_modules(
     """Return a pipeline with a stage for each module, and the parameters by stage, under the modules' own names.
 
     A parameter that several modules share is tied; the lowest stage owns it. Parameters with `requires_grad=False` are
-    frozen. A module with buffers becomes a stateful stage: `buffers(modules)` is its first state. The mode, train or
-    eval, is fixed here; `eval_mode` makes a pipeline in the other. A module that torch.compile wraps is unwrapped:
-    `value_and_grad(..., compile=True)` compiles stages.
+    frozen; that is fixed here, and a step warns if it has changed in the module. A module with buffers becomes a
+    stateful stage: `buffers(modules)` is its first state. The mode, train or eval, is fixed here too; `eval_mode` makes
+    a pipeline in the other. A module that torch.compile wraps is unwrapped: `value_and_grad(..., compile=True)`
+    compiles stages.
 
     Args:
         at: the indices of the modules of an `nn.Sequential` that begin a stage; names are then those of the whole.
@@ -125,7 +129,8 @@ def from_modules(
         params[index] = {name: parameter.detach() for name, parameter in named.items() if (index, name) not in ties}
         frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
         stateful = any(True for _ in module.buffers())
-        function = ModuleFunction(to_meta(module, index), stateful, at is not None, shared=shared.get(index, {}))
+        skeleton, originals = to_meta(module, index), originals_of(named)
+        function = ModuleFunction(skeleton, stateful, at is not None, None, originals, shared.get(index, {}))
         stages.append(Stage(function, (reads or {}).get(index), stateful, tuple(frozen)))
     return Pipeline(stages, loss, ties=ties), params
 
@@ -233,6 +238,12 @@ def into_modules(
                             f"{value.device_mesh} calls it"
                         )
                     by_name[name].copy_(value)
+
+
+def originals_of(named: Mapping[str, Tensor]) -> tuple[Original, ...]:
+    """Return references to the parameters among a module's tensors."""
+    parameters = {name: x for name, x in named.items() if isinstance(x, nn.Parameter)}
+    return tuple(Original(name, weakref.ref(x), x.requires_grad) for name, x in parameters.items())
 
 
 def spec_of(pipeline: Pipeline, stage: int) -> StageSpec:

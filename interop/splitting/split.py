@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fpipe.errors import StageError
-from fpipe.interop.modules.functions import Tree, aliases_of, canonical, named_tensors
+from fpipe.interop.modules.functions import Tree, aliases_of, canonical, named_tensors, originals_of
 from fpipe.interop.modules.shared_memory import overlapping, refuse_overlapping_params
 from fpipe.interop.modules.skeletons import to_meta, validated
 from fpipe.interop.modules.state_dicts import specs_on
@@ -87,6 +87,7 @@ def split(
     module = validated(module, exported=True)
     values = {name: x.detach() for name, x in named_tensors(module)}
     names, aliases = canonical(module), aliases_of(module)
+    tensors = {name: x for name, x in named_tensors(module) if name == names[name]}
     split_spec = SplitSpec(
         skeleton=to_meta(module),
         call=ExampleCall(*map(stand_in, call)),
@@ -96,8 +97,9 @@ def split(
         nonpersistent_buffers={
             n: x for n, x in values.items() if n == names[n] and n not in aliases and x.device.type != "meta"
         },
+        originals=originals_of(tensors),
     )
-    refuse_overlapping_params({name: x for name, x in named_tensors(module) if name == names[name]})
+    refuse_overlapping_params(tensors)
     own = {x.untyped_storage()._cdata: name for name, x in values.items() if x.device.type != "meta"}
     exported = export(split_spec.skeleton, split_spec.call, split_spec.dynamic_shapes, split_spec.device, own)
     _refuse_captured(exported.constants.values(), own)

@@ -19,7 +19,7 @@ from fpipe.interop.splitting.export import Exported
 from fpipe.interop.splitting.partition import Point, StagePart
 from fpipe.interop.splitting.size_guards import Sizes, as_expression, conditions
 from fpipe.stages.pytree import Path
-from fpipe.stages.stage import Batch, Output, Read, StageSpec
+from fpipe.stages.stage import Batch, Original, Output, Read, StageSpec
 
 aten = torch.ops.aten
 
@@ -33,6 +33,7 @@ class SplitSpec:
         call: the arguments of forward, on the meta device.
         names: the entry for each name in the module's state_dict.
         nonpersistent_buffers: values of the buffers that are not in the state_dict.
+        originals: the parameters of the original module.
         points: where the stages after the first begin.
         homes: the stage that owns each entry.
         state: the entries that forward changes.
@@ -44,6 +45,7 @@ class SplitSpec:
     device: torch.device
     names: Mapping[str, str]
     nonpersistent_buffers: Mapping[str, Tensor]
+    originals: tuple[Original, ...]
     points: tuple[Point, ...] = ()
     homes: Mapping[str, int] = field(default_factory=dict)
     state: frozenset[str] = frozenset()
@@ -91,6 +93,11 @@ class GraphFunction:
     def nonpersistent_buffers(self) -> Mapping[str, Tensor]:
         """Values of the buffers that are not in the state_dict."""
         return self.split_spec.nonpersistent_buffers
+
+    @cached_property
+    def originals(self) -> Sequence[Original]:
+        """The parameters of the module that this stage has."""
+        return [original for original in self.split_spec.originals if original.name in self.spec.params]
 
     def accepts(self, batch: Any) -> None:
         """Raise ValueError if the stages would ignore a part of the batch."""

@@ -17,6 +17,17 @@ from tests.support.cases import mse
 from tests.support.jobs import differences
 
 
+def cut_by_hand(module, loss=None):
+    return interop.from_modules([nn.Linear(4, 4), module], loss=loss)
+
+
+def exported(module, loss=None):
+    return interop.split(nn.Sequential(nn.Linear(4, 4), module), at=["1"], example=torch.randn(8, 4), loss=loss)
+
+
+each_kind = pytest.mark.parametrize("cut", [cut_by_hand, exported])
+
+
 def chain():
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 4))]
@@ -167,6 +178,28 @@ def test_frozen_parameters_get_none():
     assert grads[0]["0.bias"].shape == (6,)
 
 
+@each_kind
+def test_freezing_a_parameter_later_is_named(cut):
+    module = nn.Linear(4, 4)
+    pipeline, params = cut(module, mse)
+    plan = pipeline.plan(Placement.loop(2), 2)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())
+    x = torch.ones(8, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(params, x, x)
+    module.bias.requires_grad_(False)
+    with pytest.warns(
+        UserWarning, match=r"requires_grad of (1\.)?bias of stage 1 has changed.*make the pipeline"
+    ):
+        step(params, x, x)
+    frozen, _ = cut(module, mse)
+    del module
+    step = fpipe.value_and_grad(frozen, schedules.gpipe, plan, handler=handlers.Local())
+    _, grads = step(params, x, x)
+    assert {name.removeprefix("1.") for name, gradient in grads[1].items() if gradient is None} == {"bias"}
+
+
 def test_eval_mode_is_the_module_in_eval():
     modules = chain()
     pipeline, params = interop.from_modules(modules)
@@ -185,16 +218,6 @@ def test_a_wrong_tree_names_the_missing_key():
 
 # What a module may hold
 
-
-def cut_by_hand(module, loss=None):
-    return interop.from_modules([nn.Linear(4, 4), module], loss=loss)
-
-
-def exported(module, loss=None):
-    return interop.split(nn.Sequential(nn.Linear(4, 4), module), at=["1"], example=torch.randn(8, 4), loss=loss)
-
-
-each_kind = pytest.mark.parametrize("cut", [cut_by_hand, exported])
 each_way = pytest.mark.parametrize("autodiff", ["graph", "eager"])
 
 
