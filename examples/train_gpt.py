@@ -4,9 +4,9 @@
     python examples/train_gpt.py --ranks 2                             all ranks in this process
 
 With --checkpoints FOLDER it saves regularly, and resumes from there when it is started again: with the same bits, on
-any number of ranks. With another seed, text or number of steps it raises an error. Ctrl-C ends all ranks,
-after which torchrun shows a traceback of its own. On several machines, start
-`torchrun --nnodes 2 --rdzv-endpoint HOST:PORT ...` on each.
+any number of ranks, if each process has the same number of threads (OMP_NUM_THREADS). With another seed, text or number
+of steps it raises an error. Ctrl-C ends all ranks, after which torchrun shows a traceback of its own. On several
+machines, start `torchrun --nnodes 2 --rdzv-endpoint HOST:PORT ...` on each.
 """
 
 import math
@@ -224,12 +224,10 @@ def main(
         train, validation = (source.to(device) for source in read(text))
         if len(validation) <= context:
             fail(f"{len(validation)} bytes are left for validation: too few for a context of {context}")
-        recorder = stack.enter_context(Recorder(folder(logdir), every, tokens=context))
         torch.manual_seed(seed)
         model = GPT(layers, width, context, dropout).to(device)
         example = torch.zeros(batch // microbatches, context, dtype=torch.uint8, device=device)
         pipeline, params = interop.split(model, at=cuts(model, plan.stages), example=example, loss=cross_entropy)
-        step = fpipe.value_and_grad(pipeline, order, plan, handler=handler, observe=recorder)
         evaluate = fpipe.evaluate(interop.eval_mode(pipeline), plan, handler=handler, loss=True)
         count = sum(p.numel() for tree in params.values() for p in tree.values())
         if isinstance(handler, handlers.Distributed):
@@ -241,6 +239,8 @@ def main(
         saved = checkpoints and interop.Checkpoints(checkpoints, pipeline, plan, handler=handler, keep=2)
         kept = begin(saved, kept) if saved else kept
         params, optimizer, begun = kept["params"], kept["optimizer"], kept["step"]
+        recorder = stack.enter_context(Recorder(folder(logdir), every, first=begun, tokens=context))
+        step = fpipe.value_and_grad(pipeline, order, plan, handler=handler, observe=recorder)
 
         def bits_per_byte() -> float:
             losses = [evaluate(params, *windows(validation, batch, context, i)).item() for i in range(8)]

@@ -11,6 +11,7 @@ import typer
 
 from examples import train_gpt as example
 from tests.support.combinations import sample
+from tests.support.curves import scalars
 from tests.support.forked import ROOT, script
 
 
@@ -47,6 +48,8 @@ def test_train_gpt_in_two_processes_and_on_from_there_in_one(tmp_path, capsys):
     assert {path.name for path in places["logdir"].glob("*/measured/*")} == {"rank0", "rank1"}
     ended, (again, after, steps) = here(**places, schedule="interleaved-1f1b", ranks=1)
     assert (until, again, steps) == ("3", between, "6")
+    runs = places["logdir"].glob("*/measured/rank0")
+    assert sorted(sorted(scalars(run, ".")["step/loss"]) for run in runs) == [[0, 1, 2], [3, 4, 5]]
     assert here(schedule="1f1b", ranks=2) == (begun + ended, (before, after, "6"))
     assert [len(begun), len(ended)] == [3, 3]
 

@@ -11,7 +11,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import fpipe
 from fpipe import handlers
@@ -27,20 +26,10 @@ from fpipe.tensorboard.recording import recorder as recorder_of
 from fpipe.tensorboard.recording.device_clock import NUMBERS, Kept, Marks, Numbers
 from fpipe.timelines.measurement import Columns
 from tests.support import cases, grid_jobs, jobs, live_jobs
+from tests.support.curves import scalars
 from tests.support.fake_device import FakeDevice
 
 TURNS = ("the ranks took turns in one process: a rank idles while the others compute",)
-
-
-def scalars(logdir, run):
-    """name -> {step: value} of a run, and the steps in the order in which they were written."""
-    found = defaultdict(dict)
-    for file in sorted((logdir / run).iterdir()):
-        for event in EventFileLoader(str(file)).Load():
-            for value in event.summary.value:
-                if value.metadata.plugin_data.plugin_name == "scalars":
-                    found[value.tag][event.step] = value.tensor.float_val[0]
-    return dict(found)
 
 
 def train(recorder, steps, schedule="one_f_one_b", case="attention", ranks=2, microbatches=4, **options):
