@@ -3,7 +3,8 @@
     python examples/digits.py                                              all ranks in this process
     torchrun --standalone --nproc-per-node 3 examples/digits.py            one rank in each process, over gloo
 
-Each stage's running statistics are its state: an argument and a result of every step.
+Each stage's running statistics are its state: an argument and a result of every step. The two print the same if both
+have the same number of threads: torchrun sets OMP_NUM_THREADS=1, which a single process needs as well.
 """
 
 import argparse

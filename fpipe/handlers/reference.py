@@ -1,7 +1,7 @@
 """The definition of the result: `torch.autograd.grad` of the stages composed in order, microbatch by microbatch.
 
-It uses no schedule, no split backward and no communication. Every other handler must give the same bits. The order of
-the sums is part of the definition:
+It uses no schedule, no split backward and no communication. Every other handler must give the same bits, on the
+same number of threads. The order of the sums is part of the definition:
 
 - autograd adds the gradients of an output from its highest consumer down: each consumer reads the output through an
   identity of its own, made when the consumer runs;

@@ -189,9 +189,7 @@ def test_freezing_a_parameter_later_is_named(cut):
         warnings.simplefilter("error")
         step(params, x, x)
     module.bias.requires_grad_(False)
-    with pytest.warns(
-        UserWarning, match=r"requires_grad of (1\.)?bias of stage 1 has changed.*make the pipeline"
-    ):
+    with pytest.warns(UserWarning, match=r"requires_grad of (1\.)?bias of stage 1 has changed.*make the pipeline"):
         step(params, x, x)
     frozen, _ = cut(module, mse)
     del module
