@@ -53,8 +53,8 @@ class Distributed:
         replicas: the other dimensions of the mesh: `Distributed(mesh["pp"], replicas=mesh["dp"])`. A replica's batch is
             its own; loss and gradients are those of all replicas' batches together. By default there is one replica.
         exact: add the gradients of the replicas in their order, so that the bits are those of one process with the same
-            number of threads; else in an order of the backend's. Over a mesh of several dimensions, these are then added
-            over the last one first, and each part of the sum over the others.
+            number of threads; else in an order of the backend's. Over a mesh of several dimensions, they are then
+            added over the last one first, and each part of the sum over the others.
         timeout: seconds within which a rank that others wait for must answer, and come to the step.
         compute_timeout: seconds that one effect may compute while others wait for it, with tracing and compilation.
         device: where values are; under NCCL by default the current CUDA device (call `torch.cuda.set_device`
