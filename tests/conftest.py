@@ -12,6 +12,8 @@ import pytest
 from tests.support.combinations import examples
 from tests.support.pool import Gpus, Pool
 
+collect_ignore = ["support"]  # has no doctests, and imports much
+
 hypothesis.settings.register_profile("shared machine", deadline=None, max_examples=examples(100))
 hypothesis.settings.load_profile("shared machine")
 

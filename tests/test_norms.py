@@ -30,7 +30,7 @@ def made(name, schedule):
 
 def clipped(case, schedule, plan, handler, max_norm=0.5):
     """Gradients of one step after clipping, and the norm before, on the ranks that are played here."""
-    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handler, **case.options)
+    step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handler, autodiff="eager", **case.options)
     params, batch, target, state = case.params, case.batch, case.target, case.state
     if len(ranks := handler.ranks(plan)) == 1 < plan.ranks:
         params, batch, target, state = cases.own(case, plan, *ranks)

@@ -1,5 +1,6 @@
 """The benchmarks over several processes: what they print, what they refuse, and that they end."""
 
+import importlib
 import json
 import sys
 import time
@@ -9,8 +10,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
-from benchmarks import models, peers, scale
-from benchmarks.scale import grown
+from benchmarks import models
 from fpipe import Costs
 from tests.support.combinations import ALL
 
@@ -18,23 +18,29 @@ PEERS = {"schedule", "ranks", "width", "fpipe_ms", "peer_ms", "ratio", "limit_sh
 SCALE = {"schedule", "ranks", "sequences_per_second", "bubble", "peak_bytes"}
 
 
+def benchmark(name):
+    """Imported where it is used: figures and torch's schedules take seconds."""
+    return importlib.import_module(f"benchmarks.{name}")
+
+
 @pytest.fixture
 def printed(monkeypatch, capsys):
     """`printed(benchmark, *options)`: what a benchmark gives as JSON."""
 
-    def call(benchmark, *options):
-        monkeypatch.setattr(sys, "argv", [benchmark.__name__, "--json", *options])
-        benchmark.main()
+    def call(name, *options):
+        monkeypatch.setattr(sys, "argv", [name, "--json", *options])
+        benchmark(name).main()
         return json.loads(capsys.readouterr().out)
 
     return call
 
 
+@pytest.mark.skipif(not ALL, reason="torch's schedules take ten seconds to import and run: FPIPE_TESTS=all runs it")
 def test_peers(tmp_path, printed):
     schedule = "zb-v"
     figure = tmp_path / "peers.svg"
     options = ("--width", "32", "--schedules", schedule, "--steps", "1", "--rounds", "1", "--out", str(figure))
-    (row,) = printed(peers, "--ranks", "2", *options)
+    (row,) = printed("peers", "--ranks", "2", *options)
     assert row.keys() >= PEERS
     assert (row["schedule"], row["ranks"], row["width"]) == (schedule, 2, 32)
     assert row["ratio"] == pytest.approx(row["fpipe_ms"] / row["peer_ms"])
@@ -45,7 +51,7 @@ def test_peers(tmp_path, printed):
 @pytest.mark.skipif(not ALL, reason="a prediction of a large model takes half a minute: FPIPE_TESTS=all runs it")
 def test_scale(printed):
     options = ("--ranks", "4", "--microbatches", "4", "--width", "32", "--schedules", "1f1b")
-    found = printed(scale, *options, "--rounds", "1")
+    found = printed("scale", *options, "--rounds", "1")
     (predicted,), (row,) = found["prediction"], found["scale"]
     assert sum(predicted["more_ms"].values()) == pytest.approx(predicted["measured_ms"] - predicted["predicted_ms"])
     assert row.keys() >= SCALE
@@ -56,7 +62,7 @@ def test_scale(printed):
 def test_a_wrong_option_says_what_is_possible(option, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["peers", *option])
     with pytest.raises(SystemExit, match="2"):
-        peers.main()
+        benchmark("peers").main()
     possible = {"--ranks": "2, 4", "--width": "32, 256, 512", "--schedules": "'zb-v'", "--out": ".json, .svg or .png"}
     assert possible[option[0]] in capsys.readouterr().err
 
@@ -73,7 +79,9 @@ def test_what_differs_is_named(off):
             p.grad = torch.ones_like(p)
         return [torch.tensor(1.0), torch.tensor(3.0)]
 
-    pair = peers.Pair(lambda: (torch.tensor(1.0 if off == "loss" else 2.0), {3: gradients()}), peer, {3: module})
+    pair = benchmark("peers").Pair(
+        lambda: (torch.tensor(1.0 if off == "loss" else 2.0), {3: gradients()}), peer, {3: module}
+    )
     expected = {"loss": "the loss", None: ""}.get(off, f"the gradient of stage 3, {off}")
     assert pair.check() == expected
 
@@ -100,6 +108,6 @@ def test_processes_that_hang_or_fail_end(job, limit, error):
 
 def test_costs_of_a_model_that_grows():
     same = dict.fromkeys(("backward_input", "backward_weight", "backward", "residuals", "deferred"), [1] * 5)
-    found = grown(Costs(forward=[1, 2, 4, 6, 9], activation=[5] * 5, **same), count=8, stages=4)
+    found = benchmark("scale").grown(Costs(forward=[1, 2, 4, 6, 9], activation=[5] * 5, **same), count=8, stages=4)
     assert found.forward == (5, 8, 8, 13)
     assert found.activation == (5, 5, 5, 5)

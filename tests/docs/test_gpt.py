@@ -48,8 +48,8 @@ def test_local(name, m, ranks):
 
 @pytest.mark.parametrize(("ranks", "m"), sample([(2, 12), (2, 4), (4, 4)], [(4, 4)]))
 def test_gloo(pools, m, ranks):
-    """In one job, so that what is trained is sent once. By default two schedules."""
-    names = sample(CATALOGUE, [*CATALOGUE][1::7])
+    """In one job, so that what is trained is sent once. By default one schedule."""
+    names = sample(CATALOGUE, ["1f1b"])
     plans = {CATALOGUE[name].plan(ranks, m) for name in names}
     arguments = (pipelines(), data(m), {plan: expected(plan) for plan in plans})
     assert pools(ranks).run(jobs.train_gpt, names, ranks, m, *arguments, limit=300) == [[]] * ranks

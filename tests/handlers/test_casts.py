@@ -9,6 +9,7 @@ import torch
 import fpipe
 from fpipe import Pipeline, Placement, Sharding, handlers, schedules
 from tests.support import cases, jobs
+from tests.support.combinations import combined
 
 MIXED = Sharding(gather=torch.bfloat16, reduce=torch.float32)
 
@@ -26,9 +27,11 @@ def mixed(name, schedule, ranks=2, microbatches=4, replicas=1):
     return case, generator, replace(plan, replicas=replicas)
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("schedule", ["gpipe", "zb_v", "interleaved_1f1b", "dualpipe"])
-@pytest.mark.parametrize("name", ["linear", "tied", "skip"])
+@combined(
+    name=["linear", "tied", "skip"],
+    schedule=["gpipe", "zb_v", "interleaved_1f1b", "dualpipe"],
+    replicas=[1, 3],
+)
 def test_every_schedule_has_the_references_bits(name, schedule, replicas):
     case, generator, plan = mixed(name, schedule, replicas=replicas)
     steps = [

@@ -15,6 +15,7 @@ from benchmarks import optim
 from fpipe import Placement, handlers, interop, schedules
 from fpipe.stages.sharding import is_dtensor
 from tests.support import cases, jobs
+from tests.support.combinations import ALL, sample
 from tests.support.jobs import differences
 from tests.support.shards import mesh_of, values, whole
 
@@ -400,7 +401,9 @@ def updates(pair, place, donate, fused):
 def sharded_updates(rank, shape):
     """Where sharded updates differ from unsharded ones, in bits or in placement, by optimizer."""
     mesh, wrong = mesh_of(*shape), []
-    for (kind, options), donate in itertools.product(ELEMENTWISE, (False, True)):
+    for number, ((kind, options), donate) in enumerate(itertools.product(ELEMENTWISE, (False, True))):
+        if not ALL and (number + number // 2 + len(shape)) % 2:  # by default a shape meets each optimizer one way
+            continue
         pair, fused = interop.optimizer(kind, donate=donate, **options), options.get("fused", False)
         params, state, changed = updates(pair, lambda tree: placed(tree, mesh), donate, fused)
         expected = updates(pair, lambda tree: tree, donate, fused)
@@ -415,7 +418,7 @@ def sharded_updates(rank, shape):
     return wrong
 
 
-@pytest.mark.parametrize("shape", [(1,), (3,), (4,), (2, 2)])
+@pytest.mark.parametrize("shape", sample([(1,), (3,), (4,), (2, 2)], [(3,), (2, 2)]))
 def test_updates_of_shards_have_the_bits_of_whole_parameters(pools, shape):
     assert pools(math.prod(shape)).run(sharded_updates, shape) == [[]] * math.prod(shape)
 

@@ -16,7 +16,7 @@ from tests.support.jobs import differences, same
 from tests.support.sharing import sharing
 
 EVERY = [(name, n) for name in split_cases.CASES for n in (2, 4)]
-FOUR = [(name, 4) for name in split_cases.CASES]
+FOUR = [(name, 4) for name in ("unet", "gpt", "llama", "t5")]
 QUICK = [("unet", 4), ("gpt", 4)]  # skips and buffers, ties: each meets every schedule
 EACH = pytest.mark.parametrize(("name", "stages"), sample(EVERY, QUICK))
 
@@ -95,7 +95,7 @@ def trained(name):
     return case.module.state_dict()
 
 
-@pytest.mark.parametrize("name", sample(split_cases.CASES, ("unet",)))
+@pytest.mark.parametrize("name", sample(split_cases.CASES, ("gpt",)))
 def test_in_float32(name):
     case, pipeline, params, state = split_cases.split(name, 4, torch.float32)
     found = split_cases.run(split_cases.step(pipeline, handlers.Local()), case, params, state)

@@ -1,4 +1,4 @@
-"""Imported by the process that tests fork from: what a first trace, a first split and a first model import, it has."""
+"""Imported by the process that tests fork from, so that it has all modules that a first use imports."""
 
 import gc
 
@@ -7,6 +7,7 @@ from torch import nn
 from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, T5ForConditionalGeneration  # noqa: F401
 
 import fpipe
+from examples import train_gpt  # noqa: F401
 from fpipe import Placement, handlers, interop, schedules
 
 
@@ -17,6 +18,8 @@ def warm_up() -> None:
     plan = pipeline.plan(Placement.loop(1), 1)
     fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff="graph")(params, x, x)
 
+
+LAZY = (handlers.Distributed, interop.Checkpoints, fpipe.tensorboard.Recorder, fpipe.Recording, fpipe.profile)
 
 if not torch.cuda.device_count():  # else autograd starts threads, and a process that has some can't be forked
     warm_up()
