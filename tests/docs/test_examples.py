@@ -10,7 +10,7 @@ import torch
 import typer
 
 from examples import train_gpt as example
-from tests.support.combinations import sample
+from tests.support.combinations import ALL, sample
 from tests.support.curves import scalars
 from tests.support.forked import ROOT, script
 
@@ -112,15 +112,16 @@ def test_one_process_and_two_learn_the_same(capsys, name, options):
 
 
 def test_sharded_gpt_learns_the_same_on_every_mesh(tmp_path):
-    """Two replicas of two ranks, then one of two from where they stopped; and one replica all the time."""
+    """Two replicas of two ranks, then one of two from where they stopped; by default, not one replica all the time."""
     options = ["--layers=2", "--width=32", "--context=16", "--batch=16", "--chunks=1", "--ranks=2"]
     saved = [f"--checkpoints={tmp_path / 'saved'}"]
     begun = run("sharded_gpt", *options, *saved, "--microbatches=2", "--steps=2", processes=4)
     ended = run("sharded_gpt", *options, *saved, "--microbatches=4", "--steps=3", processes=2)
-    alone = run("sharded_gpt", *options, "--microbatches=4", "--steps=3", processes=2)
-    told = [re.findall(r"step (\d): (\S+) bits", out) for out in (begun, ended, alone)]
-    assert [[step for step, _ in each] for each in told] == [["0", "1"], ["2"], ["0", "2"]]
-    assert [told[0][0], *told[1]] == told[2]
+    told = [re.findall(r"step (\d): (\S+) bits", out) for out in (begun, ended)]
+    assert [[step for step, _ in each] for each in told] == [["0", "1"], ["2"]]
+    if ALL:
+        alone = run("sharded_gpt", *options, "--microbatches=4", "--steps=3", processes=2)
+        assert [told[0][0], *told[1]] == re.findall(r"step (\d): (\S+) bits", alone)
 
 
 def test_digits_are_read():

@@ -76,6 +76,7 @@ def test_a_check_is_killed_with_its_children_at_its_limit():
         time.sleep(0.05)
 
 
+@pytest.mark.timing
 def test_a_part_has_its_time_and_a_check_its_needs():
     checks = {
         "hanging": check("hanging"),
