@@ -224,16 +224,22 @@ def two_levels(rank, grid, name, schedule, which):
     And the bytes of the parameters on this rank.
     """
     connections, _ = handler(grid, exact=False)._setup.ready()
-    launch, processes, moved = connections._launch_on_lane, {}, Counter()
+    processes, moved = {}, Counter()
 
-    def watched(lane, operation, arguments, purpose):
-        tensor = arguments[{"_allgather_base": 0, "_reduce_scatter_base": 1, "allreduce": 0}[operation]]
-        processes[lane, operation] = len(connections.lanes[lane])
-        if not purpose.startswith("connecting"):
-            moved[lane, operation] += sum(x.nbytes for x in tensor) if operation == "allreduce" else tensor.nbytes
-        return launch(lane, operation, arguments, purpose)
+    def watched(operation):
+        post = getattr(connections, operation)
 
-    with unittest.mock.patch.object(connections, "_launch_on_lane", watched):
+        def call(*arguments):
+            lane, tensor = ("scatter", arguments[0]) if operation == "exchange" else arguments[:2]
+            processes[lane, operation] = len(connections.lanes[lane])
+            if not arguments[-1].startswith("connecting"):  # the purpose
+                moved[lane, operation] += tensor.nbytes
+            return post(*arguments)
+
+        return call
+
+    operations = {operation: watched(operation) for operation in ("all_gather", "all_reduce", "exchange")}
+    with unittest.mock.patch.multiple(connections, **operations):
         outcome = inexact(rank, grid, name, schedule, which)
     case, _, plan = make(name, schedule, grid.ranks, grid.replicas, 2)
     params = case.pipeline.params_on(case.params, plan, rank % grid.ranks)

@@ -31,7 +31,9 @@ log = logging.getLogger("fpipe.transport")
 Edge = tuple[int, int]
 FOREVER = timedelta(days=30)
 CUT_TAG = 1 << 20  # of a receive that nobody sends for; messages have the tag 0
+GATHER_TAG = 2
 CUT_LIMIT = 10.0  # seconds that cutting may take
+SMALL = 1 << 15  # bytes of all pieces up to which one post with copies costs less than a post for each rank
 DEFAULT_CHANNELS = 4
 RESULT_CHANNELS = 1  # the losses are small
 
@@ -45,8 +47,8 @@ class Owner(Protocol):
 class Backend(Protocol):
     """Makes groups of processes that exchange tensors, as torch's `ProcessGroupGloo` and `ProcessGroupNCCL` do.
 
-    A group has `send([tensor], rank, tag)`, `recv([tensor], rank, tag)` and `broadcast(tensor, root)`, which post an
-    operation on the current stream and return a work.
+    A group has `send([tensor], rank, tag)`, `recv([tensor], rank, tag)`, `broadcast(tensor, root)` and the collectives
+    of torch's, which post an operation on the current stream and return a work.
 
     Args:
         asynchronous: whether a wait for a work makes the device's current stream wait, and not the host.
@@ -68,6 +70,9 @@ class Backend(Protocol):
 
     def message(self, tensor: Tensor) -> Tensor:
         """Return a contiguous tensor as one of a dtype that can travel; shares its memory."""
+
+    def all_gather(self, group: Any, whole: Tensor, piece: Tensor) -> list[Any]:
+        """Post the gathering of every rank's piece, in their order; return its works. Both tensors are flat bytes."""
 
     def wait(self, work: Any) -> None:
         """Wait for a work: the host, or the current stream."""
@@ -95,6 +100,17 @@ class Gloo:
 
     def message(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def all_gather(self, group: Any, whole: Tensor, piece: Tensor) -> list[Any]:
+        """Send the piece to every rank. gloo's own sends twice as many messages, one after the other round a ring."""
+        if whole.numel() <= SMALL:
+            equal: list[int] = []  # parts
+            return [group.alltoall_base(whole, piece.repeat(group.size()), equal, equal)]
+        pieces = whole.view(group.size(), -1)
+        pieces[group.rank()] = piece
+        others = [rank for rank in range(group.size()) if rank != group.rank()]
+        receives = [group.recv([pieces[rank]], rank, GATHER_TAG) for rank in others]
+        return receives + [group.send([piece], rank, GATHER_TAG) for rank in others]
 
     def wait(self, work: Any) -> None:
         work.wait(FOREVER)
@@ -161,6 +177,9 @@ class NCCL:
 
     def message(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.dtype in NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)
+
+    def all_gather(self, group: Any, whole: Tensor, piece: Tensor) -> list[Any]:
+        return [group._allgather_base(whole, piece)]
 
     def wait(self, work: Any) -> None:
         work.wait()

@@ -22,7 +22,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,11 @@ from fpipe.stages.pytree import Flat
 log = logging.getLogger("fpipe.transport")
 GLOO = Gloo()
 WEIGHTS = 1  # the tag of numbers between replicas on the control group, whose other messages have the tag 0
+T = TypeVar("T")
 NO_LANES: Mapping[str, Sequence[int]] = MappingProxyType({})
 
+Operation = Callable[[Any], list[dist.Work]]
+"""Posts an operation of a group."""
 InFlight = tuple[list[dist.Work], list[torch.Tensor]]
 """Works that are not complete, and the tensors that must live until they are."""
 
@@ -253,9 +256,7 @@ class Connections:
             peer, f"could not {what} {self.grid.name(peer)}", post, [([each], side, 0) for each in messages]
         )
 
-    def _post(
-        self, peer: int | None, what: str, post: Callable[..., dist.Work], calls: list[tuple[Any, ...]]
-    ) -> list[dist.Work]:
+    def _post(self, peer: int | None, what: str, post: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
         if self.groups.is_cut:
             raise PeerLost(peer, what)
         try:
@@ -312,7 +313,8 @@ class Connections:
 
     def all_gather(self, lane: str, whole: torch.Tensor, piece: torch.Tensor, purpose: str) -> list[dist.Work]:
         """Post the gathering of the pieces of a lane, in its order. The caller keeps both until it is complete."""
-        return self._launch_on_lane(lane, "_allgather_base", (_as_bytes(whole), _as_bytes(piece)), purpose)
+        tensors = _as_bytes(whole), _as_bytes(piece)
+        return self._launch_on_lane(lane, lambda group: self.backend.all_gather(group, *tensors), purpose)
 
     def exchange(self, parts: torch.Tensor, exact: bool, purpose: str) -> tuple[list[dist.Work], torch.Tensor]:
         """Post the exchange of equal parts on the lane "scatter", one for each process: it gets all parts for it, or
@@ -325,13 +327,13 @@ class Connections:
             received = torch.empty_like(parts)
             equal: list[int] = []  # parts
             arguments = _as_bytes(received), _as_bytes(parts), equal, equal
-            return self._launch_on_lane("scatter", "alltoall_base", arguments, purpose), received
-        received = parts.new_empty(parts.numel() // len(self.lanes["scatter"]))
-        return self._launch_on_lane("scatter", "_reduce_scatter_base", (received, parts), purpose), received
+            return self._launch_on_lane("scatter", lambda group: [group.alltoall_base(*arguments)], purpose), received
+        sums = parts.new_empty(parts.numel() // len(self.lanes["scatter"]))
+        return self._launch_on_lane("scatter", lambda group: [group._reduce_scatter_base(sums, parts)], purpose), sums
 
     def all_reduce(self, lane: str, tensor: torch.Tensor, purpose: str) -> list[dist.Work]:
         """Post the sum over a lane, in place, in an order of the backend's own."""
-        return self._launch_on_lane(lane, "allreduce", ([tensor], dist.ReduceOp.SUM), purpose)
+        return self._launch_on_lane(lane, lambda group: [group.allreduce([tensor], dist.ReduceOp.SUM)], purpose)
 
     def wait_on_lane(self, lane: str, works: list[dist.Work], purpose: str, *read: torch.Tensor) -> None:
         """Wait for works of a lane. The tensors that they read are passed too, so that they live until here."""
@@ -358,37 +360,45 @@ class Connections:
             gathered: list[float] = torch.cat(every).tolist()
             return gathered
 
-    def _launch_on_lane(self, lane: str, operation: str, arguments: tuple[Any, ...], purpose: str) -> list[dist.Work]:
+    def _launch_on_lane(self, lane: str, operation: Operation, purpose: str) -> list[dist.Work]:
         works = list[dist.Work]()
 
         def post() -> None:
             if lane not in self.groups.lanes:
                 raise PeerLost(None, purpose)
-            works.extend(self._post(None, purpose, getattr(self.groups.lanes[lane], operation), [arguments]))
+            works.extend(*self._post(None, purpose, operation, [(self.groups.lanes[lane],)]))
 
         launch(post)
         return works
 
     # Collectives, at the ends of a step
 
-    def collect(self, numbers: list[int], by: Any = dist.ReduceOp.SUM) -> tuple[torch.Tensor, list[dist.Work]]:
-        """Post the reduction of whole numbers over all ranks."""
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        return tensor, self._post(None, "beginning a step", self.control.allreduce, [([tensor], by)])
+    def collect(self, numbers: list[int]) -> tuple[torch.Tensor, list[dist.Work]]:
+        """Post the gathering of every rank's whole numbers: the tensor has a row for each."""
+        own = torch.tensor(numbers, dtype=torch.int64)
+        rows = own.new_empty(self.size, len(numbers))
+        arguments = self.control, _as_bytes(rows), _as_bytes(own)
+        (works,) = self._post(None, "beginning a step", GLOO.all_gather, [arguments])
+        return rows, works
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str, control: bool = False) -> torch.Tensor:
         """Return the tensor of rank `source`, on every rank; the others pass a tensor to receive into."""
-        self._run_collective("broadcast", (tensor, source), source, purpose, control)
+        self._run_collective(lambda group: [group.broadcast(tensor, source)], source, purpose, control)
         return tensor
 
     def add(self, tensor: torch.Tensor, purpose: str) -> torch.Tensor:
         """Return the sum of the tensors of all ranks, in the tensor's own memory."""
-        self._run_collective("allreduce", ([tensor], dist.ReduceOp.SUM), None, purpose)
+        self._run_collective(lambda group: [group.allreduce([tensor], dist.ReduceOp.SUM)], None, purpose)
         return tensor
 
-    def _run_collective(
-        self, operation: str, arguments: tuple[Any, ...], peer: int | None, purpose: str, control: bool = False
-    ) -> None:
+    def gather(self, tensor: torch.Tensor, purpose: str) -> torch.Tensor:
+        """Return the equal tensors of all ranks, in their order, along a new first dimension."""
+        every = tensor.new_empty(self.size, *tensor.shape)
+        arguments = _as_bytes(every), _as_bytes(tensor)
+        self._run_collective(lambda group: self.backend.all_gather(group, *arguments), None, purpose)
+        return every
+
+    def _run_collective(self, operation: Operation, peer: int | None, purpose: str, control: bool = False) -> None:
         if self.size == 1:
             return
         works, wait = list[dist.Work](), self.wait_for_control if control else self.wait
@@ -397,7 +407,7 @@ class Connections:
             if self.groups.is_cut:
                 raise PeerLost(peer, purpose)
             group = self.control if control else self.results
-            works.extend(self._post(peer, purpose, getattr(group, operation), [arguments]))
+            works.extend(*self._post(peer, purpose, operation, [(group,)]))
 
         launch(post)
         wait(works, peer, purpose)

@@ -1,14 +1,14 @@
 """One rank of one replica in each process, over torch.distributed: gloo on the CPU, NCCL on GPUs.
 
-A step begins with the handshake: one sum over all ranks, from which each learns whether the inputs have the signature
-of an earlier step and whether every rank can run the step. Ranks wait for it before the first value is received or
+A step begins with the handshake: numbers of all ranks, from which each learns whether the inputs have the signature of
+an earlier step and whether every rank can run the step. Ranks wait for it before the first value is received or
 sent. If the inputs of a rank are wrong, it raises, its peers raise `TransportError` with its reason, and the handler
 stays usable. A rank that fails later in the step writes its reason into the job's store and breaks its connections.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -188,10 +188,9 @@ class Distributed:
 
     def _compare(self, connections: Connections, content: object) -> None:
         """Check that all ranks run the same."""
-        number = fingerprint(content)
-        extremes, works = connections.collect([number, -number], dist.ReduceOp.MAX)
+        numbers, works = connections.collect([fingerprint(content)])
         connections.wait_for_control(works, None, "comparing programs")
-        if extremes.tolist() != [number, -number]:
+        if len(set(numbers.flatten().tolist())) > 1:
             raise ScheduleError(
                 f"rank {self.rank}: the ranks were given different schedules, plans or recorders; every rank"
                 f"{' of every replica' if self.grid.replicas > 1 else ''} must make the same"
@@ -239,15 +238,16 @@ class _Setup:
             failures.check()
 
     def agree(self, key: Hashable | None) -> Hashable | None:
-        *name, new = self._call_roll([*((0, 0) if key is None else self._token_of(key)), key is None], None)
-        return None if new else tuple(name)
+        numbers = self._call_roll([*((0, 0) if key is None else self._token_of(key)), key is None], None)
+        first, second, new = map(sum, zip(*numbers, strict=True))
+        return None if new else (first, second)
 
     def refuse(self, error: BaseException) -> NoReturn:
         with suppress(Exception):  # this one; or the handler has ended, and all ranks know why
             self._call_roll([0, 0, True], error)
         raise error
 
-    def _call_roll(self, numbers: list[int], error: BaseException | None) -> list[int]:
+    def _call_roll(self, numbers: list[int], error: BaseException | None) -> list[list[int]]:
         connections, failures = self.ready()
         with together(connections, failures):
             return RollCall(connections, failures, numbers, error).wait()
@@ -458,24 +458,29 @@ class _CompiledProgram:
             except ValueError as error:
                 raise StageError(f"the outputs can't be merged: {error}", rank=grid.rank, stage=last) from error
         dtype = self.channels.known.loss_dtype
-        if self.pieces.loss and grid.replicas > 1 and dtype in (torch.float32, torch.float64):
-            results.losses = self._add_losses(results.losses, dtype)
+        if self.pieces.loss and grid.replicas > 1 and dtype is not None:
+            results.losses = self._gather_losses(results.losses, dtype, blocks)
             return
         for home, block in blocks if self.pieces.loss else ():
             losses = torch.stack([results.losses[m] for m in block]) if home == rank else None
             losses = self._share_losses(losses, home, len(block))
             results.losses |= dict(zip(block, losses.unbind(), strict=True))
 
-    def _add_losses(self, losses: Mapping[int, Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
-        """Return the losses of all replicas: one sum over all ranks, in which each loss is added to zeros alone."""
-        if wrong := next((loss for loss in losses.values() if loss.dtype != dtype), None):
-            raise self._other_dtype(wrong.dtype)
-        device = self.connections.device.torch_device
-        nothing = torch.full((), -0.0, dtype=dtype, device=device)  # changes no bit
-        count = self.plan.replicas * self.plan.microbatches
-        every = torch.stack([losses.get(m, nothing) for m in range(count)])
-        every = self.connections.add(every, "waiting for the losses of all replicas")
-        return dict(enumerate(every.unbind()))
+    def _gather_losses(
+        self, losses: Mapping[int, Tensor], dtype: torch.dtype, blocks: Iterable[tuple[int, range]]
+    ) -> dict[int, Tensor]:
+        """Return the losses of all replicas at once.
+
+        Args:
+            blocks: the processes that compute them, and the microbatches of each.
+        """
+        if others := [loss.dtype for loss in losses.values() if loss.dtype != dtype]:
+            raise self._other_dtype(others[0])
+        nothing = torch.zeros((), dtype=dtype, device=self.connections.device.torch_device)
+        first, count = self.connections.grid.replica * self.plan.microbatches, self.plan.microbatches
+        here = torch.stack([losses.get(first + m, nothing) for m in range(count)])
+        every = self.connections.gather(here, "waiting for the losses of all replicas").unbind()
+        return {m: every[home][m % count] for home, block in blocks for m in block}
 
     def _other_dtype(self, dtype: torch.dtype) -> StageError:
         known, grid = self.channels.known.loss_dtype, self.connections.grid

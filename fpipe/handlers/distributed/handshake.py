@@ -1,19 +1,18 @@
 """The handshake that begins a step: its signatures, its rows, and whether every rank can run it.
 
-It is one sum of some numbers over all ranks of all replicas, posted before the first effect and waited for when the
-first value travels.
+All ranks of all replicas send each other some numbers, posted before the first effect and waited for when the first
+value travels.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.devices import aside
@@ -26,6 +25,7 @@ from fpipe.handlers.distributed.wire import alike, look
 from fpipe.handlers.protocol import Inputs
 from fpipe.stages.pytree import PLAIN, Flat, flatten
 
+UNKNOWN = -1  # rows
 REMEMBERED = 64  # signatures of steps; the least recently used is dropped
 
 
@@ -37,7 +37,7 @@ class StepRejected(Exception):
 
 
 class RollCall:
-    """One sum of whole numbers over all ranks; the host waits for it. A rank that can't go on gives its reason.
+    """Whole numbers of all ranks; the host waits for them. A rank that can't go on gives its reason.
 
     Args:
         error: why this rank can't.
@@ -53,33 +53,34 @@ class RollCall:
             text = failures.reason(error) if isinstance(error, StageError) else str(error) or repr(error)
             failures.post(text, self._key)
         with aside():
-            self._sum, self._works = connections.collect([*numbers, error is not None])
+            self._rows, self._works = connections.collect([*numbers, error is not None])
 
-    def answers(self, purpose: str) -> tuple[list[int], str | None]:
-        """Return the sums, and the reason of a rank that can't go on, if there is one.
+    def answers(self, purpose: str) -> tuple[list[list[int]], str | None]:
+        """Return the numbers of each rank, and the reason of one that can't go on, if there is one.
 
         Args:
             purpose: of the wait.
         """
         with aside():
             self._connections.wait_for_control(self._works, None, purpose)
-            *sums, refusals = self._sum.tolist()
-        if not refusals:
-            return sums, None
-        return sums, self._failures.wait(5.0, self._key) or "its reason could not be read"
+            rows = self._rows.tolist()
+        numbers = [row[:-1] for row in rows]
+        if not any(refused for *_, refused in rows):
+            return numbers, None
+        return numbers, self._failures.wait(5.0, self._key) or "its reason could not be read"
 
-    def wait(self) -> list[int]:
-        """Return the sums.
+    def wait(self) -> list[list[int]]:
+        """Return the numbers of each rank.
 
         Raises:
             StepRejected: a rank can't run the step.
         """
-        sums, reason = self.answers("beginning a step: a rank has not come to it")
+        numbers, reason = self.answers("beginning a step: a rank has not come to it")
         if self._error is not None:
             raise StepRejected(self._error)
         if reason is not None:
             raise StepRejected(TransportError(f"{self._failures.name} can't run the step, for a peer can't: {reason}"))
-        return sums
+        return numbers
 
     def clear(self) -> None:
         """Drop the works: a pending one would keep its connection open."""
@@ -106,12 +107,8 @@ class Handshake:
         """Post this rank's part; does not wait."""
         self.rows = inputs.rows
         self.here: int | None = None
-        rows = inputs.rows if inputs.weighed else None
-        grid = self.connections.grid
-        known = [0, 0, 0] * grid.replicas
-        if rows is not None:
-            known[3 * grid.replica : 3 * grid.replica + 3] = [1, rows, rows * rows]
-        self.roll = RollCall(self.connections, self.failures, [*self._token(inputs), *known], inputs.broken)
+        rows = inputs.rows if inputs.weighed and inputs.rows is not None else UNKNOWN
+        self.roll = RollCall(self.connections, self.failures, [*self._token(inputs), rows], inputs.broken)
 
     def clear(self) -> None:
         """Drop what a failed step left."""
@@ -135,14 +132,15 @@ class Handshake:
         return token
 
     def wait(self) -> None:
-        """Wait for the sum of all ranks.
+        """Wait for the numbers of all ranks.
 
         Raises:
             StepRejected: a rank can't run the step.
         """
         assert self.roll is not None, "begin comes first"
-        first, second, *known = self.roll.wait()
-        each = [self._rows_of(at // 3, *known[at : at + 3]) for at in range(0, len(known), 3)]
+        grid = self.connections.grid
+        first, second, known = zip(*self.roll.wait(), strict=True)
+        each = [self._rows_of(replica, known) for replica in range(grid.replicas)]
         rows = [count for count in each if count is not None]
         if rows and len(rows) < len(each):
             raise self._rejected(
@@ -151,20 +149,24 @@ class Handshake:
             )
         if rows:
             self.rows = sum(rows)
-            self.here = rows[self.connections.grid.replica] if len(rows) > 1 else None
-        self.name = (first, second)
+            self.here = rows[grid.replica] if len(rows) > 1 else None
+        self.name = sum(first), sum(second)
 
-    def _rows_of(self, replica: int, knowing: int, rows: int, squares: int) -> int | None:
-        """Return the rows of a replica, from the sums over its ranks."""
-        if knowing * squares != rows * rows:  # they are equal only if all ranks have the same rows
-            grid = self.connections.grid
+    def _rows_of(self, replica: int, known: Sequence[int]) -> int | None:
+        """Return the rows of a replica, of those that each rank knows."""
+        grid = self.connections.grid
+        counts = dict[int, int]()  # -> the first rank that knows it
+        for rank in range(grid.ranks):
+            counts.setdefault(known[grid.process(rank, replica)], rank)
+        counts.pop(UNKNOWN, None)
+        if len(counts) > 1:
             ranks = f"the ranks of replica {replica}" if grid.replicas > 1 else "the ranks"
-            here = f"this one {'none' if self.rows is None else self.rows} rows, " if replica == grid.replica else ""
+            each = ", ".join(f"rank {rank} {count} rows" for count, rank in counts.items())
             raise self._rejected(
-                f"{ranks} were given batches of different sizes, {here}{rows / knowing:g} on average: every rank must "
-                f"be given (its part of) the same batch{' of its replica' if grid.replicas > 1 else ''}"
+                f"{ranks} were given batches of different sizes, {each}: every rank must be given (its part of) the "
+                f"same batch{' of its replica' if grid.replicas > 1 else ''}"
             )
-        return rows // knowing if knowing else None
+        return next(iter(counts), None)
 
     def _rejected(self, why: str) -> StepRejected:
         return StepRejected(StageError(why, rank=self.connections.grid.rank))
@@ -178,14 +180,11 @@ class Handshake:
         Raises:
             StepRejected: it differs.
         """
-        grid, number = self.connections.grid, fingerprint(digest)
-        numbers = [-1 << 62] * 2 * grid.ranks
-        numbers[2 * grid.rank : 2 * grid.rank + 2] = [number, -number]
         with aside():
-            extremes, works = self.connections.collect(numbers, dist.ReduceOp.MAX)
+            rows, works = self.connections.collect([fingerprint(digest)])
             self.connections.wait_for_control(works, None, "comparing the replicas")
-            pairs = extremes.view(-1, 2).tolist()
-        if wrong := [rank for rank, (most, least) in enumerate(pairs) if most != -least]:
+            numbers = rows.view(-1, self.connections.grid.ranks).tolist()  # of each replica
+        if wrong := [rank for rank, same in enumerate(zip(*numbers, strict=True)) if len(set(same)) > 1]:
             raise self._rejected(
                 f"the replicas of rank {wrong[0]} were given different parameters{self._difference(wrong[0], digest)}; "
                 "their shapes, dtypes, shards and which of them are trained must be the same"
