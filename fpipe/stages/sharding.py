@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -228,14 +229,14 @@ class Layout:
         shards, shard = replicas.size(mesh_dim), replicas.get_local_rank(mesh_dim)
         return cls(shape, _dense(shape, leaf.stride()), piece.dtype, dim, shards, shard, mesh_dim)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The number of rows of each piece."""
         rows = 1 if self.dim is None else self.shape[self.dim]
         chunk = -(-rows // self.shards)
         return tuple(max(0, min(chunk, rows - chunk * shard)) for shard in range(self.shards))
 
-    @property
+    @cached_property
     def piece_shape(self) -> torch.Size:
         """The shape of this process's piece."""
         if self.dim is None:
