@@ -9,6 +9,7 @@ import pathlib
 import platform
 import queue
 import socket
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from fpipe import Link
+
 LAYERS, HEADS, MICROBATCHES, ROWS = 8, 4, 8, 2
+PINGS, REPEATS = 200, 5  # messages there and back, steps that are profiled
 WIDTHS, RANKS = (32, 256, 512), (2, 4)
 TIMEOUT = 120.0  # seconds that a rank waits for another
 loss_fn = nn.functional.mse_loss
@@ -41,6 +45,28 @@ def data(width: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     batch, target = torch.randn(2, MICROBATCHES * ROWS, 8 if width == 32 else 64, width, generator=generator)
     return batch, target
+
+
+def ping(rank: int, value: Tensor) -> Link:
+    """Measure half of a round trip of a message between ranks 0 and 1, empty and as large as an activation."""
+
+    def seconds(message: Tensor) -> float:
+        times = []
+        for _ in range(PINGS):
+            start = time.perf_counter()
+            if rank == 0:
+                dist.send(message, 1)
+                dist.recv(message, 1)
+            elif rank == 1:
+                dist.recv(message, 0)
+                dist.send(message, 0)
+            times.append((time.perf_counter() - start) / 2)
+        return statistics.median(times)
+
+    took: list[Any] = [seconds(torch.empty(1)), seconds(torch.empty_like(value))]
+    dist.broadcast_object_list(took, 0)  # every rank takes rank 0's
+    least, whole = took
+    return Link(least, value.nbytes / max(whole - least, 1e-9))
 
 
 def cores() -> int:

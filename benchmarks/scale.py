@@ -32,7 +32,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -56,7 +55,7 @@ SCHEDULES: dict[str, Schedule] = {
     "v-min": schedules.v_min,
     "dualpipe-v": schedules.dualpipe_v,
 }
-PER_RANK, PINGS, REPEATS = 2, 200, 5  # layers, messages there and back, profiled steps
+PER_RANK = 2  # layers
 TIMES = ("forward", "backward_input", "backward_weight", "backward")
 SIZES = ("activation", "residuals", "deferred")
 PARTS = ("compute", "waiting", "host", "ends")
@@ -65,54 +64,25 @@ PARTS = ("compute", "waiting", "host", "ends")
 def job(rank: int, ranks: int, width: int, names: Sequence[str], rounds: int) -> Iterator[tuple[str, Any]]:
     """Run one of the processes: yield ("prediction", row) for each schedule, then ("layers", their costs)."""
     handler, layers = handlers.Distributed(timeout=models.TIMEOUT), models.layers(width)
-    link = ping(rank, models.data(width)[0][: models.ROWS])
+    link = models.ping(rank, models.data(width)[0][: models.ROWS])
     profiled: dict[int, Costs] = {}
     for name in sorted(names, key=lambda name: CATALOGUE[name].chunks):
         placement = CATALOGUE[name].plan(ranks, models.MICROBATCHES).placement
         if placement.stages not in profiled:
-            profiled[placement.stages] = profile(rank, ranks, layers, width, placement.stages, link)
+            profiled[placement.stages] = profile(handler, layers, width, placement.stages, link)
         pipeline, _ = interop.from_modules(models.stages(layers, placement.stages), loss=models.loss_fn)
         plan = pipeline.plan(placement, models.MICROBATCHES)
         predicted = account(fpipe.simulate(SCHEDULES[name], plan, profiled[placement.stages]))
         measured = run(name, rank, plan, layers, width, handler, rounds)
         yield "prediction", compared(name, ranks, width, predicted, measured)
-    yield "layers", profile(rank, ranks, layers, width, models.LAYERS, link)
+    yield "layers", profile(handler, layers, width, models.LAYERS, link)
 
 
-def ping(rank: int, value: torch.Tensor) -> Link:
-    """Measure half of a round trip of a message, empty and as large as an activation."""
-
-    def seconds(message: torch.Tensor) -> float:
-        found = []
-        for _ in range(PINGS):
-            start = time.perf_counter()
-            if rank == 0:
-                dist.send(message, 1)
-                dist.recv(message, 1)
-            else:
-                dist.recv(message, 0)
-                dist.send(message, 0)
-            found.append((time.perf_counter() - start) / 2)
-        return statistics.median(found)
-
-    took: list[Any] = [seconds(torch.empty(1)), seconds(torch.empty_like(value))]
-    dist.broadcast_object_list(took, 0)  # both ranks take rank 0's
-    least, whole = took
-    return Link(least, value.nbytes / max(whole - least, 1e-9))
-
-
-def profile(rank: int, ranks: int, layers: list[nn.Module], width: int, stages: int, link: Link) -> Costs:
-    """Return the costs of the stages, as means over processes that all profile at the same time."""
+def profile(handler: handlers.Distributed, layers: list[nn.Module], width: int, stages: int, link: Link) -> Costs:
+    """Return the costs of the stages, as all processes measure them at the same time."""
     pipeline, params = interop.from_modules(models.stages(layers, stages), loss=models.loss_fn)
-    batch, target = models.data(width)
-    dist.barrier()
-    own = fpipe.profile(pipeline, params, batch, target, microbatches=models.MICROBATCHES, repeats=REPEATS)
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, {name: getattr(own, name) for name in TIMES})
-    means: dict[str, Any] = {
-        name: [statistics.mean(costs[name][stage] for costs in found) for stage in range(stages)] for name in TIMES
-    }
-    return replace(own, communication=link, **means)
+    options: dict[str, Any] = {"microbatches": models.MICROBATCHES, "repeats": models.REPEATS, "handler": handler}
+    return replace(fpipe.profile(pipeline, params, *models.data(width), **options), communication=link)
 
 
 def run(

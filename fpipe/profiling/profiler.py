@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,26 +18,32 @@ from fpipe import effects as fx
 from fpipe.autodiff.functions import SavedGraph
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
-from fpipe.costs import Costs, Shared
+from fpipe.costs import OVER_REPLICAS, Costs, Shared
 from fpipe.devices import device_of
 from fpipe.handlers.calls import paths_read
+from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.distributed.strides import buffer, strides_of
 from fpipe.handlers.local import Local
-from fpipe.handlers.protocol import Inputs, Observer, ValueStore
+from fpipe.handlers.protocol import Inputs, Observer, Peers, ValueStore
 from fpipe.plan import Placement, Plan
 from fpipe.policies import everything_saveable
+from fpipe.profiling import replicas
+from fpipe.profiling.replicas import Seconds
 from fpipe.profiling.storages import StorageBytes, leaves_of
 from fpipe.programs.program import Program
 from fpipe.stages.microbatch import Microbatch, split
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.pytree import flatten, indices
+from fpipe.stages.sharding import is_dtensor
 
-PIECES = {
-    "forward": fx.Forward,
-    "backward": fx.Backward,
-    "backward_input": fx.BackwardInput,
-    "backward_weight": fx.BackwardWeight,
+T = TypeVar("T")
+PIECES: Mapping[type, str] = {
+    fx.Forward: "forward",
+    fx.Backward: "backward",
+    fx.BackwardInput: "backward_input",
+    fx.BackwardWeight: "backward_weight",
 }
+HINT = "every process calls profile with the handler"
 
 
 def profile(
@@ -55,15 +61,20 @@ def profile(
     policy: Policies = everything_saveable,
     compile: bool | str = False,  # noqa: A002
     repeats: int = 10,
+    handler: Distributed | None = None,
 ) -> Costs:
     """Measure what each stage costs on this machine, for `simulate`, `search` and schedules that order by costs.
 
     Args:
-        params, state: of all stages.
+        params, state: of all stages. With a handler of several replicas, params may be sharded over these: each process
+            gets them whole.
         batch, target: split into `microbatches`. The costs are those of one microbatch: the median over all of them.
         rng: (seed, step), by default (0, 0).
-        repeats: the number of measured steps with fused backwards, and of those with split ones, after unmeasured
-            ones.
+        repeats: the number of measured steps with fused backwards, of those with split ones, and of gathers and
+            scatters of each stage, after unmeasured ones.
+        handler: measure in all its processes at the same time, and return the same costs in each: the medians over
+            them. Every process calls `profile`. Where it has replicas, `gather` and `scatter` are measured as it runs
+            them, on all ranks at once and with no compute beside them; `gather` is 0 where params are not sharded.
 
     Returns:
         `Costs` in seconds for `forward`, `backward`, `backward_input` and `backward_weight`, as `Local` runs them, with
@@ -72,10 +83,13 @@ def profile(
         counted. `shared` lists the memory that several of these have in common,
         `reads` what a stage reads of an output if it does not read all of it.
         Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`,
-        and likewise `gather` and `scatter` with `replicas`. `Measurement.costs` has them as they were in a step.
+        and likewise `gather` and `scatter` without a handler. `Measurement.costs` has all of them as they were in a
+        step.
 
     Raises:
         StageError: an argument is wrong, or a stage failed.
+        ScheduleError: the handler has more ranks than there are stages.
+        TransportError: (with a handler) `profile` failed in another process; with its reason.
         ValueError: `repeats` is below 1.
 
     >>> from fpipe import Pipeline
@@ -89,24 +103,71 @@ def profile(
         raise ValueError(f"repeats must be at least 1, not {repeats}")
     pipeline = with_loss(pipeline, has_aux)
     pieces = DifferentiablePipeline(pipeline, Options(autodiff, policy, compile).pieces(pipeline, loss=True))
-    axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
-    batches, targets = (split(tree, microbatches, axis)[0] for tree, axis in zip((batch, target), axes, strict=True))
-    inputs = Inputs(params, [state or {}], list(map(Microbatch, batches, targets)), rng=rng or (0, 0))
     plan = pipeline.plan(Placement.loop(1, chunks=len(pipeline.stages)), microbatches)
-    profiler = _Profiler(pipeline, flatten((dict(params), [*inputs.state], list(inputs.data))).leaves)
-    fused, halves = (
-        Local().compile({0: Program(plan, 0, tuple(_effects(plan, backward)))}, pieces, profiler)
-        for backward in ([fx.Backward], [fx.BackwardInput, fx.BackwardWeight])
+
+    def prepared() -> _Run:
+        axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
+        batches, targets = (split(x, microbatches, axis)[0] for x, axis in zip((batch, target), axes, strict=True))
+        data = list(map(Microbatch, batches, targets))
+        return _Run(pieces, plan, Inputs(_whole(params), [state or {}], data, rng=rng or (0, 0)))
+
+    peers = None if handler is None or handler.peers is None else handler.peers.new_group("a profile", hint=HINT)
+    run = _agreed(peers, prepared, "tracing stages")
+    seconds = _agreed(peers, lambda: run.seconds(repeats), "measuring stages")
+    if handler is not None and handler.grid.replicas > 1:
+        seconds |= replicas.measure(pieces, params, run.inputs.state, handler, run.profiler.now, repeats)
+    if peers is not None:
+        seconds = _joined(peers.gather(seconds, "comparing times"))
+    return replace(
+        run.profiler.costs(plan, seconds),
+        parameters=[_parameter_bytes(params[stage]) for stage in range(plan.stages)],
+        replicas=1 if handler is None else handler.grid.replicas,
     )
-    fused(inputs)  # it traces the stages; under the hooks of `sizing` they would be traced too
-    halves(inputs)
-    with profiler.sizing():
-        halves(inputs)
-    profiler.seconds.clear()
-    for _ in range(repeats):
-        fused(inputs)
-        halves(inputs)
-    return replace(profiler.costs(plan), parameters=[_parameter_bytes(params[stage]) for stage in range(plan.stages)])
+
+
+def _agreed(peers: Peers | None, do: Callable[[], T], call: str) -> T:
+    """Call a function in every process, at about the same time; an error in one is raised in all."""
+    return do() if peers is None else peers.agree(do, call, lambda result: None)[0]
+
+
+class _Run:
+    """The steps of one process that are measured; made by unmeasured ones."""
+
+    def __init__(self, pieces: DifferentiablePipeline, plan: Plan, inputs: Inputs) -> None:
+        self.inputs = inputs
+        leaves = flatten((dict(inputs.params), [*inputs.state], list(inputs.data))).leaves
+        self.profiler = profiler = _Profiler(pieces.pipeline, leaves)
+        self.fused, self.halves = (
+            Local().compile({0: Program(plan, 0, tuple(_effects(plan, backward)))}, pieces, profiler)
+            for backward in ([fx.Backward], [fx.BackwardInput, fx.BackwardWeight])
+        )
+        self.fused(inputs)  # it traces the stages; under the hooks of `sizing` they would be traced too
+        self.halves(inputs)
+        with profiler.sizing():
+            self.halves(inputs)
+
+    def seconds(self, repeats: int) -> Seconds:
+        """Return the times of each piece."""
+        self.profiler.seconds.clear()
+        for _ in range(repeats):
+            self.fused(self.inputs)
+            self.halves(self.inputs)
+        return dict(self.profiler.seconds)
+
+
+def _whole(params: Mapping[int, Any]) -> Any:
+    """Return params with whole tensors in place of DTensors; every process of their mesh calls it."""
+    leaves, spec = flatten(dict(params))
+    return spec.unflatten([x.full_tensor() if is_dtensor(x) else x for x in leaves])
+
+
+def _joined(shares: Iterable[Seconds]) -> Seconds:
+    """Return the times of all processes."""
+    joined: Seconds = defaultdict(list)
+    for seconds in shares:
+        for key, times in seconds.items():
+            joined[key] += times
+    return joined
 
 
 def _parameter_bytes(params: Any) -> int:
@@ -130,7 +191,7 @@ class _Profiler(Observer):
 
     Args:
         excluded: tensors that do not count.
-        seconds: of each run, by (class of effect, stage, microbatch).
+        seconds: of each run.
         activations, reads: bytes that are sent of a whole output, and of what a stage reads of it if that is less.
         saved: tensors that eager autograd has saved in the running effect: the residuals of a stage that can't be
             traced. None except in the step whose memory is measured.
@@ -140,7 +201,7 @@ class _Profiler(Observer):
     def __init__(self, pipeline: Pipeline, excluded: list[Any]) -> None:
         self.stages, self.storages = pipeline.stages, StorageBytes[fx.Name](excluded)
         self.devices = [device_of(device) for device in {x.device for x in excluded if isinstance(x, Tensor)}]
-        self.seconds: dict[tuple[type, int, int], list[float]] = defaultdict(list)
+        self.seconds: Seconds = defaultdict(list)
         self.activations: dict[fx.Name, int] = {}
         self.reads: dict[tuple[int, int], float] = {}
         self.saved: list[Tensor] | None = None
@@ -152,14 +213,14 @@ class _Profiler(Observer):
     def begin(self, rank: int, effect: fx.Effect) -> None:
         if self.saved is not None:
             self.saved.clear()
-        self.start = self._now()
+        self.start = self.now()
 
     def end(self, rank: int, effect: Any) -> None:
-        self.seconds[type(effect), effect.stage, effect.microbatch].append(self._now() - self.start)
+        self.seconds[PIECES[type(effect)], effect.stage, effect.microbatch].append(self.now() - self.start)
         if self.saved is not None and effect.microbatch == 0:
             self._measure(effect, self.saved)
 
-    def _now(self) -> float:
+    def now(self) -> float:
         """Return the time when the devices have done all their work."""
         for device in self.devices:
             device.synchronize()
@@ -208,13 +269,15 @@ class _Profiler(Observer):
         self.storages.add(name, leaves)
         return leaves
 
-    def costs(self, plan: Plan) -> Costs:
-        """Return medians over repeats, and then over microbatches."""
+    def costs(self, plan: Plan, seconds: Seconds) -> Costs:
+        """Return medians over repeats and processes, and then over microbatches."""
         stages, median = range(plan.stages), statistics.median
-        times: dict[str, Any] = {
-            piece: [median(median(self.seconds[kind, s, m]) for m in range(plan.microbatches)) for s in stages]
-            for piece, kind in PIECES.items()
-        }
+
+        def time(cost: str, stage: int) -> float:
+            keys = [(cost, stage, m) for m in range(plan.microbatches)]
+            return median([median(seconds[key]) for key in keys if key in seconds] or [0.0])
+
+        times: Any = {cost: [time(cost, s) for s in stages] for cost in (*PIECES.values(), *OVER_REPLICAS)}
         return Costs(
             **times,
             activation=[self.activations[fx.Activation(s, 0)] for s in stages],
