@@ -43,6 +43,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.optim
 	$(BIN)/python -m benchmarks.peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.mesh
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.timed
 	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.tab
 

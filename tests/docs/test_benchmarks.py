@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
-from benchmarks import models
+from benchmarks import models, timed
 from fpipe import Costs
 from tests.support.combinations import ALL
 
 PEERS = {"schedule", "ranks", "width", "fpipe_ms", "peer_ms", "ratio", "limit_share", "fpipe_bytes", "peer_bytes"}
+TIMED = {"predicted_ms", "measured_ms", "ratio", "ratio_quartiles"}
 SCALE = {"schedule", "ranks", "sequences_per_second", "bubble", "peak_bytes"}
 
 
@@ -46,6 +47,23 @@ def test_peers(tmp_path, printed):
     assert row["ratio"] == pytest.approx(row["fpipe_ms"] / row["peer_ms"])
     assert [len(row[key]) for key in ("fpipe_bytes", "peer_bytes")] == [2, 2]
     assert schedule in figure.read_text()
+
+
+def of_timed_stages(rank, table, layer):
+    """The rows of a table in a process, of one round."""
+    (rows,) = timed.job(rank, 4, table, ["looped-bfs"], layer, 2 * layer, 1)
+    return rows
+
+
+def test_timed_stages(pools):
+    layer = 0.5e-3
+    rows = pools(4).run(of_timed_stages, "2x2", layer)[0]
+    assert [(row["resident"], row["gathers"]) for row in rows] == [(2, 2), (1, 3)]
+    for row in rows:
+        assert row.keys() >= TIMED
+        assert row["ratio"] == pytest.approx(row["measured_ms"] / row["predicted_ms"])
+        slept = 3 * layer * models.MICROBATCHES * models.LAYERS / 2 + 2 * 2 * (2 * layer)
+        assert min(row["predicted_ms"], row["measured_ms"]) >= 1e3 * slept
 
 
 @pytest.mark.skipif(not ALL, reason="a prediction of a large model takes half a minute: FPIPE_TESTS=all runs it")

@@ -1,0 +1,323 @@
+"""Compare predicted with measured steps of replicas and shards, by timed stages: each piece sleeps for its cost.
+
+    python -m benchmarks.timed                                     # three tables
+    python -m benchmarks.timed --tables 2x2 --schedules gpipe zb-v
+    python -m benchmarks.timed --json                              # a list of objects, and nothing else
+
+Ranks that sleep need no cores, so that a few cores play as many ranks as there are. The model has eight layers, of
+which a schedule's stages have equal numbers. Each layer sleeps 10 ms in its forward, 10 ms in its input gradient and
+10 ms in its weight gradient; tensors, graphs and transfers are real. There are 8 microbatches.
+
+Parameters are sharded over the replicas. Their gathers and scatters are real ones over gloo, which end no earlier than
+they would over a link of a bandwidth: `SlowLink`, a backend that is passed to the handler. So the time of a gather is
+known, and far above that which gloo and the host add to it.
+
+A prediction is `simulate` with costs from `fpipe.profile`, which times pieces, gathers and scatters through the same
+handler, and with a measured link between the ranks. The ratio is measured over predicted: medians of rounds, with
+quartiles. Gathers are those of the rank with the most, as is the number of microbatches in flight.
+
+- 2x2: two ranks times two replicas, every schedule with all its stages resident, and with one; a layer's gather takes
+  as long as its forward.
+- 4x1: four ranks without replicas.
+- residence: two times two, looped BFS and interleaved 1F1B with four stages on each rank, by the number of resident
+  stages. A layer's gather, and its scatter, take as long as its forward; and as its forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import ProcessException
+
+import fpipe
+from benchmarks import models
+from fpipe import Costs, Pipeline, Placement, Plan, handlers, interop
+from fpipe.effects import Gather
+from fpipe.handlers.distributed.backends import Gloo
+from fpipe.schedules.catalogue import CATALOGUE
+
+SIDE = 128  # a layer's parameters are SIDE x SIDE
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-v")
+LOOPED = ("interleaved-1f1b", "looped-bfs")
+
+
+class Table(NamedTuple):
+    """A table of measured steps; `gathers` are the times of a layer's gather, in times of its forward."""
+
+    ranks: int
+    replicas: int
+    schedules: Sequence[str] = SCHEDULES
+    gathers: Sequence[float] = (1,)
+
+
+TABLES = {"2x2": Table(2, 2), "4x1": Table(4, 1, gathers=(0,)), "residence": Table(2, 2, LOOPED, gathers=(1, 3))}
+
+
+# Timed stages
+
+
+@torch.library.custom_op("timed::forward", mutates_args=())
+def forward(x: Tensor, w: Tensor, seconds: float) -> Tensor:
+    """Return x times the mean of w, after a sleep."""
+    time.sleep(seconds)
+    return x * w.mean()
+
+
+@torch.library.custom_op("timed::backward_input", mutates_args=())
+def backward_input(cotangent: Tensor, w: Tensor, seconds: float) -> Tensor:
+    time.sleep(seconds)
+    return cotangent * w.mean()
+
+
+@torch.library.custom_op("timed::backward_weight", mutates_args=())
+def backward_weight(cotangent: Tensor, x: Tensor, w: Tensor, seconds: float) -> Tensor:
+    time.sleep(seconds)
+    return torch.ones_like(w) * ((cotangent * x).sum() / w.numel())
+
+
+@forward.register_fake
+@backward_input.register_fake
+def _like_first(x: Tensor, w: Tensor, seconds: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@backward_weight.register_fake
+def _like_weight(cotangent: Tensor, x: Tensor, w: Tensor, seconds: float) -> Tensor:
+    return torch.empty_like(w)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.seconds = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, w = ctx.saved_tensors
+    to_x, to_w, _ = ctx.needs_input_grad
+    return (
+        backward_input(cotangent, w, ctx.seconds) if to_x else None,
+        backward_weight(cotangent, x, w, ctx.seconds) if to_w else None,
+        None,
+    )
+
+
+forward.register_autograd(_backward, setup_context=_save)
+
+
+def stages(count: int, layer: float) -> tuple[Pipeline, dict[int, Tensor]]:
+    """Return a pipeline of all layers in `count` stages, and its params; `layer` is the seconds of one's forward."""
+    each = models.LAYERS // count
+    pipeline = Pipeline([lambda w, x: forward(x, w, each * layer)] * count, lambda y, t: (y - t).square().mean())
+    return pipeline, {stage: torch.ones(each * SIDE, SIDE) for stage in range(count)}
+
+
+def data(microbatches: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(microbatches, SIDE), torch.zeros(microbatches, SIDE)
+
+
+# A link of a known bandwidth
+
+
+class Late:
+    """A work that is complete no earlier than at a time."""
+
+    def __init__(self, work: dist.Work, until: float) -> None:
+        self.work, self.until = work, until
+
+    def wait(self, *limit: Any) -> None:
+        self.work.wait(*limit)
+        time.sleep(max(0.0, self.until - time.perf_counter()))
+
+
+class SlowGroup:
+    """A process group of replicas, each of whose operations occupies the link for a time, one after another."""
+
+    def __init__(self, group: Any, bandwidth: float) -> None:
+        self.group, self.bandwidth, self.free = group, bandwidth, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def _allgather_base(self, whole: Tensor, *arguments: Any) -> Late:
+        return self._late(self.group._allgather_base(whole, *arguments), whole)
+
+    def alltoall_base(self, received: Tensor, *arguments: Any) -> Late:
+        return self._late(self.group.alltoall_base(received, *arguments), received)
+
+    def _late(self, work: dist.Work, received: Tensor) -> Late:
+        share = 1 - 1 / self.group.size()
+        self.free = max(self.free, time.perf_counter()) + share * received.nbytes / self.bandwidth
+        return Late(work, self.free)
+
+
+@dataclass(frozen=True)
+class SlowLink(Gloo):
+    """gloo, with a link of a bandwidth (bytes a second) between the replicas of a rank."""
+
+    bandwidth: float
+
+    def group(self, *arguments: Any) -> Any:
+        _, name, *_ = arguments
+        group = super().group(*arguments)
+        return SlowGroup(group, self.bandwidth) if name.startswith(("gather", "scatter")) else group
+
+
+# Steps
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step that is measured; `resident` is None where nothing is sharded."""
+
+    schedule: str
+    plan: Plan
+    resident: int | None
+
+
+def cases(name: str, schedules: Sequence[str]) -> Iterator[Case]:
+    ranks, replicas, *_ = TABLES[name]
+    for schedule in schedules:
+        placement = CATALOGUE[schedule].plan(ranks, models.MICROBATCHES).placement
+        if name == "residence":
+            placement = Placement.loop(ranks, models.LAYERS // ranks)
+        plan, chunks = Plan(placement, models.MICROBATCHES, replicas=replicas), placement.stages // ranks
+        rooms = range(1, chunks + 1) if name == "residence" else sorted({chunks, 1}, reverse=True)
+        for room in rooms if replicas > 1 else [None]:
+            yield Case(schedule, plan, room)
+
+
+class Process:
+    """One process of a table.
+
+    Args:
+        layer, gather: seconds of a layer's forward, and of its gather and its scatter.
+    """
+
+    def __init__(self, rank: int, table: Table, layer: float, gather: float) -> None:
+        mesh = init_device_mesh("cpu", (table.replicas, table.ranks), mesh_dim_names=("dp", "pp"))
+        self.layer, self.replicas = layer, mesh["dp"] if table.replicas > 1 else None
+        received = (1 - 1 / table.replicas) * SIDE * SIDE * torch.float32.itemsize
+        backend = SlowLink(received / gather) if gather else Gloo()
+        self.handler = handlers.Distributed(mesh["pp"], replicas=self.replicas, backend=backend, timeout=models.TIMEOUT)
+        self.link = models.ping(rank, torch.ones(1, SIDE))
+
+    def profile(self, count: int) -> Costs:
+        pipeline, params = stages(count, self.layer)
+        options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph", "repeats": models.REPEATS}
+        costs = fpipe.profile(pipeline, self.sharded(params), *data(1), **options)
+        return replace(costs, communication=self.link)
+
+    def step(self, case: Case) -> Callable[[], object]:
+        pipeline, params = stages(case.plan.stages, self.layer)
+        own = self.sharded(pipeline.params_on(params, case.plan, self.handler.rank))
+        schedule = CATALOGUE[case.schedule].schedule(case.plan)
+        options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph", "resident": case.resident}
+        step = fpipe.value_and_grad(pipeline, schedule, case.plan, **options)
+        return partial(step, own, *data(models.MICROBATCHES))
+
+    def sharded(self, params: Any) -> Any:
+        return params if self.replicas is None else interop.fsdp(params, self.replicas)
+
+
+def job(
+    rank: int, processes: int, name: str, schedules: Sequence[str], layer: float, gather: float, rounds: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Run one process: yield the rows of a table with one time of a gather, as measured on rank 0."""
+    process, chosen = Process(rank, TABLES[name], layer, gather), list(cases(name, schedules))
+    costs = {count: process.profile(count) for count in sorted({case.plan.stages for case in chosen})}
+    steps = {case: process.step(case) for case in chosen}
+    times = {case: list[float]() for case in chosen}
+    for step in steps.values():
+        step()
+    for _ in range(rounds):
+        for case, step in steps.items():
+            times[case].append(milliseconds(step))
+    rows = [row(case, costs[case.plan.stages], times[case]) for case in chosen]
+    yield [{"table": name, "layer_ms": 1e3 * layer, "gather_ms": 1e3 * gather} | each for each in rows]
+
+
+def milliseconds(step: Callable[[], object]) -> float:
+    """Return the time of a step, from a barrier to a barrier."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    dist.barrier()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def row(case: Case, costs: Costs, times: Sequence[float]) -> dict[str, Any]:
+    schedule, plan = CATALOGUE[case.schedule].schedule(case.plan), case.plan
+    programs = fpipe.lower(schedule, plan, resident=case.resident)
+    timeline = fpipe.simulate(schedule, plan, costs, resident=case.resident)
+    predicted = 1e3 * timeline.makespan
+    ratios = [ms / predicted for ms in times]
+    return {
+        "schedule": case.schedule,
+        "ranks": plan.ranks,
+        "replicas": plan.replicas,
+        "stages": plan.stages,
+        "resident": case.resident,
+        "gathers": max(sum(type(e) is Gather for e in program) for program in programs.values()),
+        "in_flight": max(timeline.peak_in_flight),
+        "predicted_ms": predicted,
+        "measured_ms": statistics.median(times),
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": statistics.quantiles(ratios)[::2] if len(ratios) > 1 else ratios * 2,
+        "rounds": len(times),
+    }
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    print("\n{table}: {ranks} ranks x {replicas} replicas, {rounds} rounds; ms a layer: ".format(**rows[0]), end="")
+    print("forward {layer_ms:g}, gather {gather_ms:g}".format(**rows[0]))
+    print(f"{'':19}{'stages':>7} {'resident':>9} {'gathers':>8} {'in flight':>10}", end="")
+    print(f" {'predicted':>10} {'measured':>9} {'ratio':>6} {'quartiles':>13}")
+    for r in rows:
+        resident = "-" if r["resident"] is None else r["resident"]
+        print(f"{r['schedule']:19}{r['stages']:7} {resident:>9} {r['gathers']:8} {r['in_flight']:10g}", end="")
+        print(f" {r['predicted_ms']:10.1f} {r['measured_ms']:9.1f} {r['ratio']:6.3f}", end="")
+        print(f" {'{:.3f}-{:.3f}'.format(*r['ratio_quartiles']):>13}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--layer", type=models.positive, default=10, help="milliseconds of a layer's forward")
+    parser.add_argument("--rounds", type=models.positive, default=5)
+    parser.add_argument("--limit", type=models.positive, default=600, help="seconds until processes are ended")
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    options = parser.parse_args()
+    print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
+    rows: list[dict[str, Any]] = []
+    layer = 1e-3 * options.layer
+    try:
+        for name, table in [(name, TABLES[name]) for name in options.tables]:
+            chosen = [schedule for schedule in options.schedules if schedule in table.schedules]
+            for gather in table.gathers if chosen else ():
+                arguments = name, chosen, layer, gather * layer, options.rounds
+                processes = table.ranks * table.replicas
+                for measured in models.in_processes(job, processes, *arguments, limit=options.limit):
+                    rows += measured
+                    if not options.json:
+                        show(measured)
+    except (TimeoutError, ProcessException) as error:
+        sys.exit(f"timed: {str(error).strip()}")
+    if options.json:
+        print(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
