@@ -34,7 +34,7 @@ from fpipe.programs.program import Program
 from fpipe.stages.microbatch import Microbatch, split
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.pytree import flatten, indices
-from fpipe.stages.sharding import is_dtensor
+from fpipe.stages.sharding import OWN_DTYPES, Sharding, is_dtensor
 
 T = TypeVar("T")
 PIECES: Mapping[type, str] = {
@@ -59,6 +59,7 @@ def profile(
     in_axes: Any = 0,
     autodiff: Autodiff = "auto",
     policy: Policies = everything_saveable,
+    sharding: Sharding = OWN_DTYPES,
     compile: bool | str = False,  # noqa: A002
     repeats: int = 10,
     handler: Distributed | None = None,
@@ -70,6 +71,7 @@ def profile(
             gets them whole.
         batch, target: split into `microbatches`. The costs are those of one microbatch: the median over all of them.
         rng: (seed, step), by default (0, 0).
+        sharding: the dtypes of the step, as of `value_and_grad`.
         repeats: the number of measured steps with fused backwards, of those with split ones, and of gathers and
             scatters of each stage, after unmeasured ones.
         handler: measure in all its processes at the same time, and return the same costs in each: the medians over
@@ -79,8 +81,8 @@ def profile(
     Returns:
         `Costs` in seconds for `forward`, `backward`, `backward_input` and `backward_weight`, as `Local` runs them, with
         the addition of weight gradients to their sums; in bytes for `activation`, `residuals`, `deferred`, and for
-        `parameters`, which are whole also where they are sharded. In the others neither parameters nor the batch are
-        counted. `shared` lists the memory that several of these have in common,
+        `parameters`, which are whole also where they are sharded, in the dtype in which they are passed. In the others
+        neither parameters nor the batch are counted. `shared` lists the memory that several of these have in common,
         `reads` what a stage reads of an output if it does not read all of it.
         Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`,
         and likewise `gather` and `scatter` without a handler. `Measurement.costs` has all of them as they were in a
@@ -102,7 +104,8 @@ def profile(
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, not {repeats}")
     pipeline = with_loss(pipeline, has_aux)
-    pieces = DifferentiablePipeline(pipeline, Options(autodiff, policy, compile).pieces(pipeline, loss=True))
+    stages = Options(autodiff, policy, compile).pieces(pipeline, loss=True)
+    pieces = DifferentiablePipeline(pipeline, stages, sharding=sharding)
     plan = pipeline.plan(Placement.loop(1, chunks=len(pipeline.stages)), microbatches)
 
     def prepared() -> _Run:

@@ -6,17 +6,21 @@ import pytest
 import torch
 
 import fpipe
+from benchmarks.timed import SlowLink
 from fpipe import Placement, handlers, interop, schedules, simulate
 from fpipe.effects import Gather, Scatter
 from tests.support import grid_jobs
 from tests.support.shards import mesh_of
 
 STAGES = grid_jobs.RANKS * grid_jobs.CHUNKS
+BYTES = 4 * (grid_jobs.WIDTH**2 + grid_jobs.WIDTH)  # of a stage's parameters
+SENT, SECONDS = BYTES / 2, 2e-3  # of a float32 gather, and how long it takes over the link
 
 
 def profiled(rank, which):
     mesh = mesh_of(grid_jobs.REPLICAS, grid_jobs.RANKS, names=("dp", "pp"))
-    handler = handlers.Distributed(mesh["pp"], replicas=mesh["dp"], timeout=30)
+    backend = SlowLink(SENT / SECONDS)
+    handler = handlers.Distributed(mesh["pp"], replicas=mesh["dp"], backend=backend, timeout=30)
     pipeline, _ = grid_jobs.pipeline_and_plan()
     params = grid_jobs.params_of(range(STAGES))
     batch = grid_jobs.batch_of([handler.grid.replica])
@@ -32,6 +36,7 @@ def profiled(rank, which):
             options["state"] = {0: torch.zeros(())}
         if which == "sharded":
             params = interop.fsdp(params, mesh["dp"])
+            batch, options["sharding"] = batch.double(), fpipe.Sharding(gather=torch.float64, reduce=torch.float32)
         return fpipe.profile(pipeline, params, batch, torch.zeros_like(batch), **options)
     except (fpipe.ScheduleError, fpipe.StageError, fpipe.TransportError) as error:
         return f"{type(error).__name__}: {error}"
@@ -41,8 +46,10 @@ def test_gathers_and_scatters_are_timed_and_predicted(pools):
     costs, *others = pools(4).run(profiled, "sharded")
     assert others == [costs] * 3
     assert costs.replicas == 2
-    assert all(0 < seconds < 10 for cost in (costs.gather, costs.scatter) for seconds in cost)
-    assert costs.parameters == (4 * (grid_jobs.WIDTH**2 + grid_jobs.WIDTH),) * STAGES
+    assert all(2 * SECONDS <= seconds < 10 for seconds in costs.gather)  # in float64
+    assert all(SECONDS <= seconds < 10 for seconds in costs.scatter)
+    assert costs.parameters == (BYTES,) * STAGES
+    assert costs.activation[0] == 2 * grid_jobs.WIDTH * torch.float64.itemsize
     assert min(costs.forward + costs.backward + costs.backward_input + costs.backward_weight) > 0
     plan = fpipe.Plan(Placement.loop(grid_jobs.RANKS, grid_jobs.CHUNKS), grid_jobs.MICROBATCHES, replicas=2)
     timeline = simulate(schedules.interleaved_1f1b, plan, costs, resident=1)
@@ -59,7 +66,7 @@ def test_gathers_and_scatters_are_timed_and_predicted(pools):
 def test_whole_parameters_are_not_gathered(pools):
     costs = pools(4).run(profiled, "whole")[0]
     assert costs.gather == (0,) * STAGES
-    assert all(0 < seconds < 10 for seconds in costs.scatter)
+    assert all(2 * SECONDS <= seconds < 10 for seconds in costs.scatter)  # the sum goes to every replica
 
 
 def test_what_is_wrong_in_one_process_is_raised_in_all(pools):
