@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
-from weakref import ReferenceType
 
 from torch import Tensor, nn
 
@@ -44,17 +43,25 @@ class Target:
 Read = Output | Batch | Target
 
 
+def nothing() -> None:
+    """Return None, as a reference to what does not exist."""
+
+
 class Original(NamedTuple):
     """A parameter of the module that a stage was made of.
 
     Args:
-        parameter: it, if the module still exists.
+        parameter: returns it, if the module still exists: a weak reference.
         trained: whether it required a gradient when the stage was made.
     """
 
     name: str
-    parameter: ReferenceType[nn.Parameter]
+    parameter: Callable[[], nn.Parameter | None]
     trained: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the module behind in a copy for another process."""
+        return Original, (self.name, nothing, self.trained)
 
 
 class StageSpec(NamedTuple):
