@@ -103,7 +103,7 @@ def split(
     own = {x.untyped_storage()._cdata: name for name, x in values.items() if x.device.type != "meta"}
     exported = export(split_spec.skeleton, split_spec.call, split_spec.dynamic_shapes, split_spec.device, own)
     _refuse_captured(exported.constants.values(), own)
-    _refuse_changes((exported.tensors[node] for node in exported.changed), values)
+    _refuse_changes((exported.tensors[node] for node in exported.changed), tensors)
     flow = Flow(exported)
     times = None
     if at is not None:
