@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fpipe.autodiff.graph.block import Sink
+from fpipe.autodiff.graph.input_writes import PARAMETER_WRITTEN, refusing_writes
 from fpipe.autodiff.graph.lost_gradients import refuse_lost
 from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients, detached, detached_tree, prepared
 from fpipe.stages.microbatch import Microbatch
@@ -60,7 +61,9 @@ class Eager:
         inputs = {source: [detached(x, keep) for x in value.leaves] for source, value in sources.items()}
         outputs = {source: sources[source].spec.unflatten(leaves) for source, leaves in inputs.items()}
         with torch.set_grad_enabled(keep):
-            tree, new = self.stage(prepared.tree, state, self.stage.arguments(outputs, self.stage.given(data)))
+            arguments = self.stage.arguments(outputs, self.stage.given(data))
+            with refusing_writes(arguments), refusing_writes(prepared.own, PARAMETER_WRITTEN):
+                tree, new = self.stage(prepared.tree, state, arguments)
             leaves, spec = flatten(alias_leaves(tree))
         output = Flat([detached(x, keep) for x in leaves], spec)
         if not keep:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpipe.autodiff.graph.input_writes import PARAMETER_WRITTEN, refusing_writes
 from fpipe.autodiff.graph.lost_gradients import CONSTANT_LOSS, refuse_lost
 from fpipe.autodiff.interface import DifferentiablePipeline, detached_tree, has_weight, prepared, seed, weighted_loss
 from fpipe.devices import current_device
@@ -89,7 +90,9 @@ class _Step:
             with torch.set_grad_enabled(self.train), seeded(self.inputs.rng, s, m), blaming(s, m):
                 read = {source: alias_leaves(outputs[source]) for source in self.plan.sources(s)}
                 arguments = stage.arguments(read, stage.given(data))
-                output, new_state = stage(self.params[s].tree, state.get(s), arguments)
+                own = self.params[s].own
+                with refusing_writes(arguments), refusing_writes(own, PARAMETER_WRITTEN):
+                    output, new_state = stage(self.params[s].tree, state.get(s), arguments)
                 outputs[s] = alias_leaves(output)
             if stage.stateful:
                 state[s] = detached_tree(new_state)

@@ -16,6 +16,7 @@ from fpipe.errors import StageError
 
 NAMESPACE = "fpipe"
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 HOW_TO_REGISTER = (
     "only tensors, plain values and registered trees do; register its type with "
     f"optree.register_pytree_node(cls, flatten, unflatten, namespace={NAMESPACE!r})"
@@ -136,9 +137,22 @@ def alias_leaves(tree: Any) -> Any:
 
     It has the strides of the tensor. A `view` chooses those of dimensions of size 1 anew, by which some kernels tell a
     memory format.
+
+    Raises:
+        TypeError: a tensor is sparse.
     """
     leaves, spec = flatten(tree)
-    return spec.unflatten([torch.ops.aten.alias.default(x) if isinstance(x, torch.Tensor) else x for x in leaves])
+    return spec.unflatten([_alias(x) if isinstance(x, torch.Tensor) else x for x in leaves])
+
+
+def _alias(x: torch.Tensor) -> torch.Tensor:
+    if x.layout in SPARSE:
+        raise TypeError(
+            f"a tensor of layout {x.layout} can't go from stage to stage: return it as to_dense(), or return its "
+            "indices and values, and make it again where it is read"
+        )
+    alias: torch.Tensor = torch.ops.aten.alias.default(x)
+    return alias
 
 
 def check_plain(payload: Flat, rank: int, stage: int, microbatch: int) -> None:

@@ -32,8 +32,7 @@ INSIDE = "_orig_mod"
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that torch.compile wraps, or the module itself."""
-    inside = module._modules.get(INSIDE)
-    return module if inside is None else inside
+    return dict(module._modules).get(INSIDE) or module
 
 
 def validated(module: nn.Module, *, exported: bool = False, stage: int | None = None) -> nn.Module:
@@ -45,8 +44,14 @@ def validated(module: nn.Module, *, exported: bool = False, stage: int | None = 
         stage: the stage's number, for messages.
 
     Raises:
-        StageError: the module has hooks that would be lost, or tensors without a shape.
+        StageError: the module has hooks that would be lost, tensors without a shape, or parts of torch.jit.
     """
+    if scripted := [name or "it" for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]:
+        raise StageError(
+            f"{_some(scripted)} is a module of torch.jit, whose code reads its own tensors alone: take the module that "
+            "was scripted or traced",
+            stage=stage,
+        )
     module = uncompiled(module)
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     if lazy := [name for name, x in tensors if is_lazy(x)]:

@@ -78,6 +78,7 @@ _REFUSED: dict[Any, tuple[str, str]] = {
     torch.detach_: _DETACH,
     _ATTRIBUTES["data"].__set__: ("assigns .data of a tensor", "copy into it under torch.no_grad()"),
     _ATTRIBUTES["requires_grad"].__set__: _FREEZE,
+    torch.autograd.grad: ("takes gradients of its own", OPERATION),  # torch.func.grad calls it too
     # a new object at each access, which export cannot follow
     _ATTRIBUTES["grad_fn"].__get__: ("asks for a tensor's grad_fn", OPERATION),
 }

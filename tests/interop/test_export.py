@@ -525,6 +525,38 @@ def test_numbers_that_forward_counts():
     assert module.calls == 3
 
 
+@pytest.mark.parametrize("way", ["autograd", "func"])
+def test_gradients_that_forward_takes(way):
+    def forward(m, x):
+        if way == "func":
+            return m.a(torch.func.grad(lambda y: m.a(y).tanh().sum())(x))
+        y = x.detach().requires_grad_()
+        return m.a(torch.autograd.grad(m.a(y).tanh().sum(), y, create_graph=True)[0])
+
+    with pytest.raises(StageError, match=r"forward takes gradients of its own.*custom_op.*interop\.from_modules takes"):
+        interop.split(Forward(forward), at=["b"], example=torch.randn(4, 6))
+
+
+class CausalModel(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options, self.head = options, nn.Linear(8, 2)
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.head(self.transformer(x, x, tgt_mask=mask, **self.options))
+
+
+def test_a_mask_of_a_transformer_comes_with_what_it_is():
+    x = torch.randn(2, 3, 8)
+    with pytest.raises(StageError, match=r"looks at the values of a mask: give the transformer tgt_is_causal="):
+        interop.split(CausalModel(), at=["head"], example=x)
+    module = CausalModel(tgt_is_causal=True).eval()
+    pipeline, params = interop.split(module, at=["head"], example=x)
+    torch.testing.assert_close(pipeline(params, x), module(x))
+
+
 def branching(m, x):
     h = m.a(x)
     return h if h.sum() > 0 else -h

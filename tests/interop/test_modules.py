@@ -457,6 +457,45 @@ def test_a_trace_gives_the_host_generators_their_states_back():
 
 
 @each_kind
+def test_modules_of_torch_jit_are_refused(cut):
+    module = torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4))
+    with pytest.raises(StageError, match=r"(it|1) is a module of torch\.jit, .*: take the module that was scripted or"):
+        cut(module)
+
+
+class Sparse(nn.Module):
+    def forward(self, x):
+        return x.to_sparse()
+
+
+WRITES = r"writes in place to an input, .*a first layer with inplace=True.*a clone"
+
+
+@pytest.mark.parametrize(("handler", "autodiff"), [("local", "graph"), ("local", "eager"), ("reference", "eager")])
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        (lambda: nn.ReLU(inplace=True), WRITES),
+        (
+            lambda: nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Flatten()),
+            r"a parameter, as Embedding\(max_norm",
+        ),
+        (Sparse, r"layout torch\.sparse_coo can't go from stage to stage: return it as to_dense\(\)"),
+    ],
+    ids=["in place", "embedding", "sparse"],
+)
+def test_what_a_first_stage_may_not_do(first, message, handler, autodiff):
+    module = first()
+    x = torch.arange(8)[:, None] if isinstance(module, nn.Sequential) else torch.randn(8, 4)
+    pipeline, params = interop.from_modules([module, nn.Linear(4, 4)], loss=mse)
+    handler = handlers.Local() if handler == "local" else handlers.Reference()
+    plan = pipeline.plan(Placement.loop(2), 2)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handler, autodiff=autodiff)
+    with pytest.raises(StageError, match=message):
+        step(params, x, torch.ones(8, 4))
+
+
+@each_kind
 def test_lazy_modules_are_run_first(cut):
     with pytest.raises(StageError, match=r"no shape is known yet of (1\.)?weight.*run the module once on an example"):
         cut(nn.LazyLinear(4))

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.autodiff.graph.aliasing import storage
+from fpipe.autodiff.graph.input_writes import INPUT_WRITTEN, PARAMETER_WRITTEN
 from fpipe.autodiff.graph.nodes import returns_itself, written
 from fpipe.autodiff.graph.signature import Impure, Untraceable
 from fpipe.autodiff.graph.trace import Joint
@@ -143,7 +144,7 @@ class _Functionalizer:
         if storage(x) not in self.memories:
             first = self.first[storage(x)]
             if first.op == "placeholder":
-                raise Impure("it writes in place to an input, which others read as well: write to a clone of it")
+                raise Impure(PARAMETER_WRITTEN if first in self.joint.params else INPUT_WRITTEN)
             if first.op == "get_attr":
                 raise Untraceable("it writes in place to a tensor that it closes over")
             self.memories[storage(x)] = _Memory(first, first.meta["val"].storage_offset())
