@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from math import inf, isfinite
 from typing import Any, NamedTuple, SupportsFloat
 
-from fpipe.effects import Name, parts
+from fpipe.effects import Name, Parameters, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan
 from fpipe.tables import TABLE, Table, fields_of
@@ -17,7 +17,12 @@ Edge = tuple[int, int]  # source rank, target rank; or stage, reader
 NOT_BY_STAGE = {"communication", "shared", "reads", "extra", "scale", "sizes", "replicas", "optimizer"}
 OVER_REPLICAS = ("gather", "scatter")
 SIZES = {"activation", "residuals", "deferred"}
-BY_DEFAULT = {"backward": ("backward_input", "backward_weight")}
+BY_DEFAULT = {
+    "backward": ("backward_input", "backward_weight"),
+    "gathered": ("parameters",),
+    "gradients": ("gathered",),
+}
+UNSCALED = {"parameters", "gathered", "gradients"}  # by the factors of microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,10 @@ class Costs:
         residuals: bytes that a forward saves for its backward.
         deferred: bytes that an input gradient saves for its weight gradient.
         shared: memory that these have in common. By default none: an output that residuals contain counts twice.
-        parameters: bytes of a stage's whole parameters, and of their gradients.
+        parameters: bytes of a stage's whole parameters.
+        gathered: bytes of a stage's whole parameters in the dtype in which it computes, where they are cast
+            (`Sharding(gather=...)`); by default they are not.
+        gradients: bytes of a stage's whole sum of gradients; by default those of the parameters with which it computes.
         gather, scatter: the cost of a `Gather`, and of a `Scatter`: a time, as of the others, or a `Link`, over which a
             rank gets (replicas - 1) / replicas of the bytes. A `Scatter` of parameters that are not sharded travels
             twice, because every replica needs the whole sum.
@@ -123,6 +131,8 @@ class Costs:
     scatter: PerStage | Link = 0.0
     replicas: int = 1
     optimizer: float = 2.0
+    gathered: PerStage | None = None
+    gradients: PerStage | None = None
     shared: Sequence[Shared] = ()
     reads: Mapping[Edge, float] = _ByKey()
     extra: Mapping[type, PerStage] = _ByKey()
@@ -175,7 +185,7 @@ class Costs:
         if per_stage is None:
             halves = BY_DEFAULT.get(cost, ())
             return sum(self.at(half, of) for half in halves) if halves else sum(map(self.time, both))
-        factors = () if cost == "parameters" else self.sizes if cost in SIZES else self.scale
+        factors = () if cost in UNSCALED else self.sizes if cost in SIZES else self.scale
         factor = sum(factors[part.microbatch] for part in both) / len(both) if factors else 1.0
         return _at(per_stage, both[0].stage) * factor
 
@@ -185,7 +195,8 @@ class Costs:
         if not isinstance(price, Link):
             return _at(price, stage)
         share = (self.replicas - 1) / self.replicas
-        return price.latency + share * _at(self.parameters, stage) / price.bandwidth
+        size = self.at("gathered" if cost == "gather" else "gradients", Parameters(stage))
+        return price.latency + share * size / price.bandwidth
 
     def over(self, plan: Plan) -> Costs:
         """Return the costs with the links of gathers and scatters as times, for the plan's replicas and its shards.

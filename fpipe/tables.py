@@ -532,7 +532,7 @@ TABLE = Table(
         ),
         Residuals: ValueRow(bytes=_cost("residuals"), label="residuals"),
         Deferred: ValueRow(bytes=_cost("deferred"), label="deferred", backward=True),
-        Parameters: ValueRow(bytes=_cost("parameters"), label="parameters", colour=YELLOW),
+        Parameters: ValueRow(bytes=_cost("gathered"), label="parameters", colour=YELLOW),
         Partials: ValueRow(
             bytes=_free, label="gradient sum", colour=PURPLE, sums=True, backward=True, exists=_has_copy
         ),

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from fpipe.costs import OVER_REPLICAS, Costs, Link, PerStage
+from fpipe.costs import OVER_REPLICAS, UNSCALED, Costs, Link, PerStage
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
@@ -166,8 +166,8 @@ CATALOGUE = {entry.name: entry for entry in _ENTRIES}
 def recut(costs: Costs, stages: int, into: int) -> Costs:
     """Return the costs of the same model, split into another number of equal stages.
 
-    Times, residuals, deferred values and parameters are spread evenly over a stage; its output stays as large. Memory
-    that stages share, and the parts of outputs that they read, are unknown for another cut.
+    Times, residuals, deferred values, parameters and gradients are spread evenly over a stage; its output stays as
+    large. Memory that stages share, and the parts of outputs that they read, are unknown for another cut.
 
     Args:
         costs: of a cut into `stages`.
@@ -179,7 +179,7 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     (3.0, 9.0)
     """
     names = ("forward", "backward_input", "backward_weight", "backward", "overlap", "residuals", "deferred")
-    per_stage = {name: getattr(costs, name) for name in (*names, "parameters", *OVER_REPLICAS)}
+    per_stage = {name: getattr(costs, name) for name in (*names, *UNSCALED, *OVER_REPLICAS)}
     spread: dict[str, Any] = {
         name: _spread(cost, stages, into)
         for name, cost in per_stage.items()

@@ -240,7 +240,9 @@ class CostOptions:
     activation: Annotated[Any, Bytes(help="What a stage puts out for a microbatch.")] = 0
     residuals: Annotated[Any, Bytes(help="What a forward keeps for its backward.")] = 0
     deferred: Annotated[Any, Bytes(help="What an input gradient keeps for its weight gradient.")] = 0
-    parameters: Annotated[Any, Bytes(help="The whole parameters of a stage; their gradients are as large.")] = 0
+    parameters: Annotated[Any, Bytes(help="The whole parameters of a stage.")] = 0
+    gathered: Annotated[Any, Bytes(help="They as the stage computes with them, where it casts them.")] = None
+    gradients: Annotated[Any, Bytes(help="A stage's whole sum of gradients. By default as large.")] = None
     optimizer: Annotated[
         float,
         typer.Option(

@@ -68,10 +68,11 @@ class Channels(Protocol):
         stage's parameters are sharded. None of the three is called twice in a step.
         """
 
-    def gather(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], None]] | None:
+    def gather(self, stage: int, rank: int) -> tuple[Callable[[Step], Leaves], Callable[[Step], Leaves]] | None:
         """Return two functions: one posts the gathering of a stage's parameters, one waits and puts them into the step.
 
-        None where they are whole at all times.
+        Both return tensors whose memory the whole parameters take: buffers on the way, and the parameters. None where
+        they are whole at all times.
         """
 
     def release(self, stage: int, step: Step) -> None:
@@ -374,11 +375,22 @@ class Calls:
         if functions is None:
             return None
         post, take = functions
+        slots, slot = self.slots, self.slot(fx.Parameters(e.stage))
         self.takes[fx.Parameters(e.stage)] = lambda: take(self.step)
-        return lambda: post(self.step)
+
+        def call() -> None:
+            slots[slot] = post(self.step)
+
+        return call
 
     def _release(self, e: fx.Release) -> Instruction:
-        return lambda: self.channels.release(e.stage, self.step)
+        slots, slot = self.slots, self.slot(fx.Parameters(e.stage))
+
+        def call() -> None:
+            slots[slot] = None
+            self.channels.release(e.stage, self.step)
+
+        return call
 
     def _scatter(self, e: fx.Scatter) -> Instruction:
         post, take = self.channels.scatter(e.stage, self.rank)

@@ -81,8 +81,8 @@ def profile(
     Returns:
         `Costs` in seconds for `forward`, `backward`, `backward_input` and `backward_weight`, as `Local` runs them, with
         the addition of weight gradients to their sums; in bytes for `activation`, `residuals`, `deferred`, and for
-        `parameters`, which are whole also where they are sharded, in the dtype in which they are passed. In the others
-        neither parameters nor the batch are counted. `shared` lists the memory that several of these have in common,
+        `parameters`, which are whole also where they are sharded, in the dtype in which they are passed; `gathered` and
+        `gradients` if these have others. In the others neither parameters nor the batch are counted. `shared` lists the memory that several of these have in common,
         `reads` what a stage reads of an output if it does not read all of it.
         Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`,
         and likewise `gather` and `scatter` without a handler. `Measurement.costs` has all of them as they were in a
@@ -112,7 +112,7 @@ def profile(
         axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
         batches, targets = (split(x, microbatches, axis)[0] for x, axis in zip((batch, target), axes, strict=True))
         data = list(map(Microbatch, batches, targets))
-        return _Run(pieces, plan, Inputs(_whole(params), [state or {}], data, rng=rng or (0, 0)))
+        return _Run(pieces, plan, Inputs(_whole(params, sharding), [state or {}], data, rng=rng or (0, 0)))
 
     peers = None if handler is None or handler.peers is None else handler.peers.new_group("a profile", hint=HINT)
     run = _agreed(peers, prepared, "tracing stages")
@@ -123,7 +123,7 @@ def profile(
         seconds = _joined(peers.gather(seconds, "comparing times"))
     return replace(
         run.profiler.costs(plan, seconds),
-        parameters=[_parameter_bytes(params[stage]) for stage in range(plan.stages)],
+        **_sizes(params, range(plan.stages), sharding),
         replicas=1 if handler is None else handler.grid.replicas,
     )
 
@@ -158,10 +158,10 @@ class _Run:
         return dict(self.profiler.seconds)
 
 
-def _whole(params: Mapping[int, Any]) -> Any:
-    """Return params with whole tensors in place of DTensors; every process of their mesh calls it."""
+def _whole(params: Mapping[int, Any], sharding: Sharding) -> Any:
+    """Return params as stages compute with them, whole in place of DTensors; every process of their mesh calls it."""
     leaves, spec = flatten(dict(params))
-    return spec.unflatten([x.full_tensor() if is_dtensor(x) else x for x in leaves])
+    return spec.unflatten([sharding.cast(x.full_tensor() if is_dtensor(x) else x) for x in leaves])
 
 
 def _joined(shares: Iterable[Seconds]) -> Seconds:
@@ -173,10 +173,21 @@ def _joined(shares: Iterable[Seconds]) -> Seconds:
     return joined
 
 
-def _parameter_bytes(params: Any) -> int:
-    """Return the bytes of a stage's parameters; a DTensor counts whole."""
+def _sizes(params: Mapping[int, Any], stages: Iterable[int], sharding: Sharding) -> dict[str, Any]:
+    """Return the sizes of parameters and of sums that `Costs` have, without those that are the same as others."""
+    dtypes = {"parameters": None, "gathered": sharding.gather, "gradients": sharding.reduce or sharding.gather}
+    return {
+        cost: [_parameter_bytes(params[stage], dtype) for stage in stages]
+        for cost, dtype in dtypes.items()
+        if dtype is not None or cost == "parameters"
+    }
+
+
+def _parameter_bytes(params: Any, dtype: torch.dtype | None) -> int:
+    """Return the bytes of a stage's parameters, with those of floating point in a dtype; a DTensor counts whole."""
     leaves = {id(x): x for x in flatten(params).leaves if isinstance(x, Tensor)}
-    return sum(x.numel() * x.element_size() for x in leaves.values())
+    cast = {i: x.dtype if dtype is None or not x.is_floating_point() else dtype for i, x in leaves.items()}
+    return sum(x.numel() * cast[i].itemsize for i, x in leaves.items())
 
 
 def _effects(plan: Plan, backward: Iterable[Any]) -> Iterator[fx.Effect]:

@@ -2,10 +2,11 @@
 
 On a rank there are, for the stages that are on it:
 
-- its parameters: the whole ones, or where they are sharded over D replicas a D-th of them;
-- the state of the optimizer, in proportion to these, for the stages that are trained;
-- the sums of weight gradients: each is as large as the whole parameters from the stage's first weight gradient to its
-  scatter. After that, what is left has the size of the parameters that the rank has at all times. A sum that comes from
+- its parameters: the whole ones, or where they are sharded over D replicas a D-th of them; and where they are cast, as
+  much in the dtype in which stages compute;
+- the state of the optimizer, in proportion to the former, for the stages that are trained;
+- the sums of weight gradients: each is as large as the whole parameters, in the dtype of sums, from the stage's first
+  weight gradient to its scatter, and then a D-th of this where the parameters are sharded. A sum that comes from
   another rank, of a copy or a tie, counts from its receive on;
 - the live values (`fpipe.programs.memory`): activations, residuals, deferred values, gradients, and the whole
   parameters of sharded stages from their gather to their release.
@@ -66,22 +67,23 @@ def footprint(programs: Programs, costs: Costs) -> tuple[RankBytes, ...]:
 def _peak(program: Program, live: Sequence[float], costs: Costs) -> RankBytes:
     plan = program.plan
 
-    def whole(stage: int) -> float:
-        return costs.at("parameters", Parameters(stage))
+    def whole(cost: str, stage: int) -> float:
+        return costs.at(cost, Parameters(stage))
 
-    def lasting(stage: int) -> float:
-        return whole(stage) / (plan.replicas if stage in plan.gathered else 1)
+    def lasting(cost: str, stage: int) -> float:
+        return whole(cost, stage) / (plan.replicas if stage in plan.gathered else 1)
 
     gradients, total = dict[tuple[int, int], float](), list[float]()
     for change in _sums(program):
         if change is not None:
             stage, rank, is_scattered = change
-            gradients[stage, rank] = lasting(stage) if is_scattered else whole(stage)
+            gradients[stage, rank] = lasting("gradients", stage) if is_scattered else whole("gradients", stage)
         total.append(sum(gradients.values()))
     stages = plan.stages_on(program.rank)
     trained = {stage for stage, rank in gradients if rank == program.rank}
-    parameters = sum(map(lasting, stages))
-    optimizer = costs.optimizer * sum(lasting(stage) for stage in stages if stage in trained)
+    kinds = ("parameters",) if costs.gathered is None else ("parameters", "gathered")
+    parameters = sum(lasting(kind, stage) for kind in kinds for stage in stages)
+    optimizer = costs.optimizer * sum(lasting("parameters", stage) for stage in stages if stage in trained)
     at = max(range(len(live)), key=lambda at: live[at] + total[at], default=0)
     return RankBytes(parameters, optimizer, total[at] if total else 0.0, live[at] if live else 0.0)
 

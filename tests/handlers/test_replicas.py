@@ -341,6 +341,23 @@ def test_what_is_released_is_freed(pools, name, schedule, way, resident):
             assert gathers == 2
 
 
+@pytest.mark.parametrize(
+    ("schedule", "resident", "sharding"),
+    [
+        ("looped_bfs", 1, fpipe.Sharding()),
+        ("interleaved_1f1b", 2, fpipe.Sharding(torch.bfloat16, torch.float32)),
+        ("zb_v", 1, fpipe.Sharding(torch.bfloat16)),
+        ("gpipe_v", None, fpipe.Sharding(torch.bfloat16, torch.float32)),
+    ],
+    ids=str,
+)
+def test_a_recorder_measures_what_the_account_has(pools, schedule, resident, sharding):
+    """Live values with gathered parameters, parameters with their copies in another dtype, and sums: within 2 %."""
+    for pairs in pools(2).run(replica_jobs.measured, Grid("dp2 pp1"), schedule, resident, sharding):
+        for found, predicted in pairs:
+            assert found == pytest.approx(predicted, rel=0.02)
+
+
 # Options
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fpipe import Costs, Link, Placement, Plan, ScheduleError, lower, schedules, simulate, verify
+from fpipe.effects import Parameters
 from fpipe.programs.footprint import footprint
 from fpipe.programs.lowering import forward_only
 from tests.support.catalogue import FUNCTIONS
@@ -39,6 +40,23 @@ def test_shards_are_a_part_of_parameters_and_state(replicas):
             assert each.gradients <= 96 + 96 / replicas
             assert each.live <= 96 * resident
             assert each.total <= 576 / replicas + 96 * resident + 96 + 96 / replicas
+
+
+@pytest.mark.parametrize("resident", [None, 1, 2])
+def test_casts_by_hand(resident):
+    """A rank has its parameters twice, in two dtypes; what is gathered has the second, a sum a third."""
+    plan = Plan(Placement.loop(1, chunks=2), 1, replicas=2)
+    costs = Costs(0, 0, 0, parameters=96, gathered=48, gradients=72, gather=Link(0, 24), scatter=Link(0, 36))
+    (account,) = footprint(lower(schedules.gpipe, plan, resident=resident), costs)
+    if resident is None:
+        assert account == (2 * (96 + 48), 2 * 2 * 96, 2 * 72, 0)
+        assert simulate(schedules.gpipe, plan, costs).makespan == 2 * 2
+    else:  # the peak is in the backward of stage 1: with stage 0 whole too, when both are
+        assert (account.parameters, account.optimizer) == (96 + 48, 2 * 96)
+        assert (account.gradients, account.live) in {1: [(72 + 36, 48)], 2: [(72, 48 * 2)]}[resident]
+        timeline = simulate(schedules.gpipe, plan, costs, resident=2)
+        assert timeline.makespan == 2 * 1 + 2 * 1  # two gathers, and two scatters to shards
+    assert replace(costs, gathered=None, gradients=None).at("gradients", Parameters(0)) == 96
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

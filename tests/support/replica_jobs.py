@@ -20,10 +20,15 @@ import fpipe
 from fpipe import handlers, interop, schedules
 from fpipe.effects import Gather, Overlap, Parameters, Release, parts
 from fpipe.handlers.protocol import Inputs, Observer
+from fpipe.programs.footprint import footprint
+from fpipe.programs.interning import Interning
+from fpipe.programs.memory import live_bytes
+from fpipe.programs.program import plan_of
 from fpipe.stages.microbatch import Microbatch, merge, size, split
-from fpipe.stages.sharding import locals_of
+from fpipe.stages.sharding import local, locals_of
 from fpipe.tables import TABLE
-from tests.support import cases, jobs
+from fpipe.tensorboard.recording.memory import SlotMemory
+from tests.support import cases, jobs, live_jobs
 from tests.support.shards import mesh_of, whole
 from tests.support.sharing import sharing
 
@@ -331,6 +336,65 @@ def watched(rank, grid, name, schedule, microbatches, resident, way):
     for _ in range(2):  # the first traces
         step(params, batch, target, rng=case.rng)
     return observer.gathers, observer.faults, observer.peak, observer.predicted
+
+
+class Memory(Observer):
+    """Measures the memory of a rank as a `Recorder` does, and its sums of gradients and parameters.
+
+    Attributes:
+        sums: the most bytes of each stage's sum.
+        own: the bytes of the parameters that the rank has all the time, as stages compute with them.
+    """
+
+    def __init__(self, programs):
+        self.programs, self.sums = programs, Counter()
+
+    def on_store(self, rank, store):
+        self.store, self.program = store, self.programs[rank]
+
+    def on_step_begin(self):
+        self.slots, self.own = SlotMemory(self.program, self.store), None
+
+    def begin(self, rank, effect):
+        if self.own is None:
+            leaves = [x for prepared in self.store.step.prepared.values() for x in prepared.leaves]
+            self.own = sum(x.nbytes for x in leaves)
+        self.slots.begin(effect)
+
+    def end(self, rank, effect):
+        self.slots.end(effect)
+        for stage, total in self.store.step.sums.items():
+            self.sums[stage] = max(self.sums[stage], sum(x.nbytes for x in total.totals if x is not None))
+
+
+def measured(rank, grid, schedule, resident, sharding):
+    """Bytes as they were on this process, and as predicted: of live values by effect, of parameters, and of sums."""
+    generator, place = cases.SCHEDULES[schedule]
+    placement = place(grid.ranks)
+    torch.manual_seed(0)
+    pipeline, params, batch_of = live_jobs.layers(placement.stages)
+    plan = pipeline.plan(placement, 4, replicas=grid.replicas)
+    batch, target = batch_of(1).to(sharding.gather or torch.float32)
+    costs = fpipe.profile(pipeline, params, batch, target, microbatches=4, sharding=sharding, repeats=1)
+    programs, shared = fpipe.lower(generator, plan, resident=resident), handler(grid)
+    observer = Memory(programs)
+    own = pipeline.params_on(params, plan, shared.rank)
+    own = own if resident is None else interop.fsdp(own, grid.over)
+    options = {"handler": shared, "resident": resident, "sharding": sharding, "observe": observer}
+    step = fpipe.value_and_grad(pipeline, generator, plan, **options)
+    for _ in range(2):  # the first traces
+        step(own, batch, target)
+    account = footprint(programs, costs)[shared.rank]
+    live = list(live_bytes(programs, costs, Interning(plan_of(programs), TABLE)))[shared.rank]
+    stages = plan.stages_on(shared.rank)
+    given = sum(local(x).nbytes for x in optree.tree_leaves(own, namespace="fpipe"))
+    copies = 0 if sharding.gather is None else observer.own
+    sums = [costs.at("gradients", Parameters(stage)) for stage in stages]
+    return (
+        (observer.slots.after, live),
+        (given + copies, account.parameters),
+        ([observer.sums[stage] for stage in stages], sums),
+    )
 
 
 def evaluated(rank, grid, name, which, gather, loss):

@@ -164,7 +164,7 @@ class Channels:
         assert self.replicas is not None
         return self.replicas.scatter(stage, rank)
 
-    def gather(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], None]] | None:
+    def gather(self, stage: int, rank: int) -> tuple[Callable[[Step], Leaves], Callable[[Step], Leaves]] | None:
         return None if self.replicas is None else self.replicas.gather(stage, rank)
 
     def release(self, stage: int, step: Step) -> None:

@@ -165,29 +165,38 @@ class ReplicaChannels:
 
     # Parameters
 
-    def gather(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], None]]:
+    def gather(self, stage: int, rank: int) -> tuple[Callable[[Step], Leaves], Callable[[Step], Leaves]]:
         purpose = f"gathering the parameters of stage {stage}"
 
-        def post(step: Step) -> None:
+        def post(step: Step) -> Leaves:
             self.agree()
             shards = self.shards[stage]
             shards.whole = list(shards.pieces)
-            shards.arriving = list(self._gather(shards, purpose))
+            buffers: Leaves = []
+            for arrive, buffer in self._gather(shards, purpose):
+                shards.arriving.append(arrive)
+                buffers.append(buffer)
+            return buffers
 
-        def take(step: Step) -> None:
+        def take(step: Step) -> Leaves:
             shards, prepared = self.shards[stage], step.prepared[stage]
             for arrive in shards.arriving:
                 arrive()
             prepared.replace(shards.whole)
+            gathered = [x for x, piece in zip(shards.whole, shards.pieces, strict=True) if x is not piece]
             shards.arriving, shards.whole = [], []
+            return gathered
 
         return post, take
 
     def release(self, stage: int, step: Step) -> None:
         step.prepared[stage].replace(self.shards[stage].pieces)
 
-    def _gather(self, shards: Shards, purpose: str) -> Iterator[Callable[[], None]]:
-        """Post the gathering of a stage's leaves; yield functions that wait, and put whole leaves into their place."""
+    def _gather(self, shards: Shards, purpose: str) -> Iterator[tuple[Callable[[], None], Tensor]]:
+        """Post the gathering of a stage's leaves; yield functions that wait, and put whole leaves into their place.
+
+        Each comes with the buffer into which its leaves are gathered.
+        """
         packed = defaultdict[Any, list[int]](list)
         for i, layout in shards.layouts.items():
             if layout.dim is None:
@@ -199,7 +208,7 @@ class ReplicaChannels:
         for numbers in packed.values():
             yield self._gather_packed(shards, numbers, purpose)
 
-    def _gather_one(self, shards: Shards, i: int, layout: Layout, purpose: str) -> Callable[[], None]:
+    def _gather_one(self, shards: Shards, i: int, layout: Layout, purpose: str) -> tuple[Callable[[], None], Tensor]:
         piece = _padded(shards.pieces[i], layout)
         whole = piece.new_empty((layout.shards * piece.shape[0], *piece.shape[1:]))
         works = self.connections.all_gather("gather", whole, piece, purpose)
@@ -208,9 +217,9 @@ class ReplicaChannels:
             self.connections.wait_on_lane("gather", works, purpose, piece)
             shards.whole[i] = _joined(whole, layout)
 
-        return arrive
+        return arrive, whole
 
-    def _gather_packed(self, shards: Shards, numbers: list[int], purpose: str) -> Callable[[], None]:
+    def _gather_packed(self, shards: Shards, numbers: list[int], purpose: str) -> tuple[Callable[[], None], Tensor]:
         layouts = [shards.layouts[i] for i in numbers]
         pieces = [_padded(shards.pieces[i], layout) for i, layout in zip(numbers, layouts, strict=True)]
         sizes = [piece.numel() for piece in pieces]
@@ -224,7 +233,7 @@ class ReplicaChannels:
                 whole = part.reshape(layout.shards * piece.shape[0], *piece.shape[1:])
                 shards.whole[i] = _joined(whole, layout)
 
-        return arrive
+        return arrive, every
 
     # Gradients
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fpipe.effects import Effect, Recv
+from fpipe.effects import Effect, Gather, Parameters, Recv
 from fpipe.handlers.protocol import ValueStore
 from fpipe.profiling.storages import StorageBytes, leaves_of, storage_bytes
 from fpipe.programs.program import Program
@@ -11,8 +11,9 @@ from fpipe.programs.program import Program
 class SlotMemory:
     """Measures one rank's store through one step, in bytes.
 
-    Counted: values in slots, which are outputs, gradients, residuals and deferred values. Not counted: parameters and
-    microbatches, which the caller owns; accumulators of weight gradients, which live for the whole step; and tensors
+    Counted: values in slots, which are outputs, gradients, residuals, deferred values, and the whole parameters of a
+    stage from their gather to their release. Not counted: the parameters that the rank has all the time, and
+    microbatches; accumulators of weight gradients, which live for the whole step; and tensors
     that eager autograd saves.
 
     Args:
@@ -25,6 +26,7 @@ class SlotMemory:
         self.store = store
         count = len(program)
         self.during, self.after, self.sizes = [0.0] * count, [0.0] * count, [float("nan")] * count
+        self._gathered = {store.slot(Parameters(e.stage)) for e in program if isinstance(e, Gather)}
         self._receives = {store.slot(e.value): at for at, e in enumerate(program) if isinstance(e, Recv)}
         self._seen = set[int]()  # slots whose value is counted
         self._bytes: StorageBytes[int] | None = None
@@ -48,7 +50,7 @@ class SlotMemory:
         assert self._bytes is not None
         slots, touched = self.store.slots, self.store.touched[at]
         for slot in touched:
-            if slots[slot] is None:
+            if slots[slot] is None or slot in self._gathered:  # parameters follow the buffers in which they came
                 self._seen.discard(slot)
                 self._bytes.remove(slot)
         for slot in touched:
