@@ -408,6 +408,24 @@ def test_replicas_in_one_process_are_captured(name, schedule):
         assert jobs.differences(found, replica_jobs.oracle(name, plan)) == []
 
 
+UNCAPTURED = {
+    "shards": "capture={} with resident=: a graph gathers no shards. Leave one of them out",
+    "weights": "capture={} with weight= and replicas in other processes: their weights are added on the host. Leave",
+}
+
+
+def test_what_can_not_be_captured_says_the_way_out(pools):
+    """At once, on every process; replicas in one process, and casts, take capture=True."""
+    for texts in pools(4).run(replica_jobs.uncaptured, Grid("dp2 pp2")):
+        for (fault, capture), text in texts.items():
+            assert re.match(re.escape(UNCAPTURED[fault].format(repr(capture))), text), text
+    case, generator, plan = replica_jobs.make("linear", "gpipe", 2, 2, 2)
+    casts = {"plan": replace(plan, replicas=1), "sharding": fpipe.Sharding(gather=torch.bfloat16)}
+    for options in ({"plan": plan}, casts):
+        with pytest.raises(ValueError, match=r"several replicas in one process, or with sharding=.* Take capture=True"):
+            fpipe.value_and_grad(case.pipeline, generator, handler=handlers.Local(), capture="pieces", **options)
+
+
 # Bad input
 
 

@@ -9,6 +9,7 @@ import signal
 import unittest.mock
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 import optree
@@ -645,6 +646,20 @@ def wrong(rank, grid, fault):
     except (fpipe.ScheduleError, fpipe.StageError, fpipe.TransportError) as caught:
         error = type(caught).__name__, str(caught)
     return error, train(rank, grid, "linear", "looped_bfs", 2, "all")
+
+
+def uncaptured(rank, grid):
+    """The errors of steps that can't be captured, by fault and kind of capture."""
+    case, generator, plan = make("linear", "looped_bfs", grid.ranks, grid.replicas, 2)
+    faults = {"shards": {"resident": 1}, "weights": {"weight": len}}
+    texts = {}
+    for (fault, options), capture in product(faults.items(), (True, "pieces")):
+        try:
+            fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler(grid), capture=capture, **options)
+        except ValueError as error:
+            texts[fault, capture] = str(error)
+    assert len(texts) == 4
+    return texts
 
 
 def wrong_mesh(rank, grid, fault):
