@@ -82,8 +82,8 @@ def profile(
         `Costs` in seconds for `forward`, `backward`, `backward_input` and `backward_weight`, as `Local` runs them, with
         the addition of weight gradients to their sums; in bytes for `activation`, `residuals`, `deferred`, and for
         `parameters`, which are whole also where they are sharded, in the dtype in which they are passed; `gathered` and
-        `gradients` if these have others. In the others neither parameters nor the batch are counted. `shared` lists the memory that several of these have in common,
-        `reads` what a stage reads of an output if it does not read all of it.
+        `gradients` if these have others. In the others neither parameters nor the batch are counted. `shared` lists the
+        memory that several of these have in common, `reads` what a stage reads of an output if it does not read all.
         Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`,
         and likewise `gather` and `scatter` without a handler. `Measurement.costs` has all of them as they were in a
         step.
