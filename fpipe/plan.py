@@ -5,7 +5,7 @@ No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,6 +37,11 @@ class Placement:
     holders: tuple[tuple[int, ...], ...]
 
     def __init__(self, ranks: Sequence[int | Sequence[int]]) -> None:
+        if not isinstance(ranks, Iterable) or isinstance(ranks, str):
+            raise ScheduleError(
+                f"a placement names the rank of each stage, as in Placement((0, 1, 1, 0)), not {ranks!r}: for one "
+                "stage on each of 4 ranks take Placement.loop(4)"
+            )
         holders = tuple((r,) if isinstance(r, int) else tuple(r) for r in ranks)
         object.__setattr__(self, "holders", holders)
         if not holders:
@@ -46,10 +51,10 @@ class Placement:
                 raise ScheduleError(f"stage {stage} has no rank: name one, as in Placement((0, 1, 1, 0))")
             if min(copies) < 0 or len(set(copies)) < len(copies):
                 raise ScheduleError(f"stage {stage} is placed on ranks {copies}: take different ranks, from 0")
-        used = {rank for copies in holders for rank in copies}
-        idle = sorted(set(range(max(used) + 1)) - used)
-        if idle:
-            raise ScheduleError(f"rank {idle[0]} has no stage: ranks are numbered 0 to {max(used)} without gaps")
+        used = sorted({rank for copies in holders for rank in copies})
+        if used[-1] >= len(used):
+            idle = next(rank for rank, each in enumerate(used) if rank != each)
+            raise ScheduleError(f"rank {idle} has no stage: ranks are numbered 0 to {used[-1]} without gaps")
 
     @classmethod
     def loop(cls, ranks: int, chunks: int = 1) -> Placement:
@@ -103,8 +108,10 @@ class Edges:
             for source in sources:
                 if not 0 <= source < stage:
                     raise ScheduleError(
-                        f"stage {stage} reads stage {source}: an edge goes from a lower stage to a higher one"
+                        f"stage {stage} reads stage {source}: an edge goes from a lower stage to a higher one, and "
+                        f"there are stages 0 to {last}"
                     )
+        for stage in range(len(self.reads)):
             if stage < last and not self.consumers(stage):
                 raise ScheduleError(
                     f"stage {stage} is read by no stage, and only the last stage's output ({last}) leaves the pipeline"
@@ -163,6 +170,10 @@ class Plan:
     gathered: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.placement, Placement):
+            raise ScheduleError(
+                f"placement must be a Placement, such as Placement.loop(ranks=2), not {self.placement!r}"
+            )
         _positive(microbatches=self.microbatches, replicas=self.replicas)
         if not self.edges.reads:
             object.__setattr__(self, "edges", Edges.chain(self.stages))
@@ -204,8 +215,15 @@ class Plan:
         return {"stage": self.stages, "consumer": self.stages, "microbatch": self.microbatches, "rank": self.ranks}
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank, lowest first."""
-        return self._stages_on[rank]
+        """Return the stages of a rank, lowest first.
+
+        Raises:
+            ScheduleError: the plan has no such rank.
+        """
+        try:
+            return self._stages_on[rank]
+        except KeyError:
+            raise ScheduleError(f"there is no rank {rank!r}: the plan has ranks 0 to {self.ranks - 1}") from None
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """Return the rank that runs a stage for a microbatch."""
@@ -236,9 +254,12 @@ class Plan:
         return self._sharers[stage]
 
     @cached_property
-    def _stages_on(self) -> tuple[tuple[int, ...], ...]:
-        holders = self.placement.holders
-        return tuple(tuple(s for s in range(self.stages) if rank in holders[s]) for rank in range(self.ranks))
+    def _stages_on(self) -> dict[int, tuple[int, ...]]:
+        stages_on: dict[int, list[int]] = {rank: [] for rank in range(self.ranks)}
+        for stage, ranks in enumerate(self.placement.holders):
+            for rank in ranks:
+                stages_on[rank].append(stage)
+        return {rank: tuple(stages) for rank, stages in stages_on.items()}
 
     @cached_property
     def _sharers(self) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -34,6 +34,7 @@ from fpipe.programs.program import Program
 from fpipe.stages.microbatch import Microbatch, split
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.pytree import flatten, indices
+from fpipe.stages.rng import as_rng
 from fpipe.stages.sharding import OWN_DTYPES, Sharding, is_dtensor
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ def profile(
         StageError: an argument is wrong, or a stage failed.
         ScheduleError: the handler has more ranks than there are stages.
         TransportError: (with a handler) `profile` failed in another process; with its reason.
-        ValueError: `repeats` is below 1.
+        ValueError: `repeats` or `microbatches` is below 1, or `rng` is no pair of integers.
 
     >>> from fpipe import Pipeline
     >>> pipeline = Pipeline([lambda p, x: torch.tanh(x @ p)] * 2, loss=lambda y, t: (y - t).square().mean())
@@ -112,7 +113,7 @@ def profile(
         axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
         batches, targets = (split(x, microbatches, axis)[0] for x, axis in zip((batch, target), axes, strict=True))
         data = list(map(Microbatch, batches, targets))
-        return _Run(pieces, plan, Inputs(_whole(params, sharding), [state or {}], data, rng=rng or (0, 0)))
+        return _Run(pieces, plan, Inputs(_whole(params, sharding), [state or {}], data, rng=as_rng(rng or (0, 0))))
 
     peers = None if handler is None or handler.peers is None else handler.peers.new_group("a profile", hint=HINT)
     run = _agreed(peers, prepared, "tracing stages")

@@ -209,6 +209,8 @@ def _tree_of(params: Mapping[int, Any], stage: int) -> Any:
 
 def _with_reads(stage: Stage, index: int) -> Stage:
     if stage.reads is not None:
+        if isinstance(stage.reads, Read | int):
+            raise TypeError(f"stage {index} reads {stage.reads!r}: give a list of its inputs, reads=[{stage.reads!r}]")
         for read in stage.inputs:
             if not isinstance(read, Read):
                 raise TypeError(f"stage {index} reads {read!r}: name an Output, a Batch, or a stage's number")

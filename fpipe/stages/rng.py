@@ -20,6 +20,19 @@ Seeder = Callable[[int, int], AbstractContextManager[None]]
 """Returns a context for (stage, microbatch) in which draws follow a seed of their own: a graph has such contexts."""
 
 
+def as_rng(rng: Any) -> Rng:
+    """Return (seed, step) as two integers.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    try:
+        seed, step = map(int, rng)
+    except (TypeError, ValueError):
+        raise ValueError(f"rng must be (seed, step), as in rng=(0, step), not {rng!r}") from None
+    return seed, step
+
+
 def seed_of(seed: int, step: int, stage: int, microbatch: int) -> int:
     """Return a seed of 63 bits that depends on all four numbers.
 

@@ -44,6 +44,9 @@ def test_a_placement_says_who_holds_each_stage(placement, holders, ranks):
         (lambda: Placement.loop(2, chunks=1.5), "chunks must be a whole number of at least 1, not 1.5"),
         (lambda: Placement.v(True), "ranks must be a whole number of at least 1, not True"),
         (lambda: Placement.both_ways(3), "even number of ranks, not 3"),
+        (lambda: Placement([10**18, 0]), "rank 1 has no stage: ranks are numbered 0 to 1000000000000000000"),
+        (lambda: Placement(4), r"names the rank of each stage.* not 4: .*take Placement.loop"),
+        (lambda: Placement("01"), "not '01'"),
     ],
 )
 def test_a_wrong_placement_is_refused(make, message):
@@ -72,6 +75,7 @@ def test_in_a_dag_sources_come_lowest_first_and_consumers_highest_first():
         (lambda: Edges([(), (0, 2), (1,)]), "stage 1 reads stage 2: an edge goes from a lower stage to a higher one"),
         (lambda: Edges([(0,)]), "stage 0 reads stage 0"),
         (lambda: Edges([(), (-1, 0)]), "stage 1 reads stage -1"),
+        (lambda: Edges([(), (5,)]), "stage 1 reads stage 5: .* there are stages 0 to 1"),
         (lambda: Edges([(), (0,), (0,)]), r"stage 1 is read by no stage, and only the last stage's output \(2\)"),
         (lambda: Edges.chain(0), "stages must be a whole number of at least 1, not 0"),
     ],
@@ -94,6 +98,19 @@ def test_a_rank_holds_its_stages_lowest_first():
     assert [plan.stages_on(rank) for rank in range(2)] == [(0, 3), (1, 2)]
     plan = Plan(Placement.both_ways(2), 2)
     assert [plan.stages_on(rank) for rank in range(2)] == [(0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: Plan(2, 4), "placement must be a Placement, such as .*, not 2"),
+        (lambda: Plan(Placement.loop(2), 1).stages_on(-1), "there is no rank -1: the plan has ranks 0 to 1"),
+        (lambda: Plan(Placement.loop(2), 1).stages_on(2), "there is no rank 2"),
+    ],
+)
+def test_a_wrong_argument_of_a_plan_is_refused(ask, message):
+    with pytest.raises(ScheduleError, match=message):
+        ask()
 
 
 def test_without_copies_a_rank_runs_every_microbatch_of_its_stages():
