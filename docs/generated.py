@@ -72,15 +72,12 @@ def section(entry: Any) -> Iterator[str]:
     yield f'<div class="timeline">{timeline._repr_svg_()}</div>\n'
     yield "| function | placement | peak in flight | of each rank here | bubble here |"
     yield "| --- | --- | --- | --- | --- |"
-    yield f"| {links(entry, schedule)} | {entry.placement} | {entry.peak} | {peaks} | {timeline.bubble_rate:.1%} |\n"
+    yield f"| {links(entry)} | {entry.placement} | {entry.peak} | {peaks} | {timeline.bubble_rate:.1%} |\n"
 
 
-def links(entry: Any, schedule: Any) -> str:
+def links(entry: Any) -> str:
     """Return the links to a schedule's reference and to its source."""
-    function = schedule.func if isinstance(schedule, partial) else schedule
-    if getattr(function, "__name__", None) not in schedules.__all__:
-        function = entry.make  # a factory
-    name, module = function.__name__, getmodule(function)
+    name, module = entry.function.__name__, getmodule(entry.function)
     assert module is not None
     source = f'<a href="_modules/{module.__name__.replace(".", "/")}.html#{name}">source</a>'
     return f"{{py:func}}`~fpipe.schedules.{name}`, {source}"

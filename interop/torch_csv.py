@@ -58,7 +58,7 @@ from fpipe.effects import (
 )
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
-from fpipe.programs.lowering import lockstep, lower
+from fpipe.programs.lowering import collect, lockstep, lower
 from fpipe.programs.program import Program, Programs
 from fpipe.programs.verifier import check
 from fpipe.schedules.table import from_table
@@ -72,7 +72,12 @@ Item = Effect | str  # an effect, or the text of an action of torch for which fp
 
 
 def to_csv(
-    schedule: Schedule, plan: Plan, *, communication: bool = True, gathered: int = 3, resident: int | None = None
+    schedule: Schedule | str,
+    plan: Plan,
+    *,
+    communication: bool = True,
+    gathered: int = 3,
+    resident: int | None = None,
 ) -> str:
     """Return a schedule as torch's CSV.
 
@@ -101,13 +106,13 @@ def to_csv(
     """
     if gathered < 0:
         raise ScheduleError(f"gathered must be at least 0, not {gathered}")
-    _refuse_plan(plan)
     programs = lower(schedule, plan, resident=resident)
+    _refuse_plan(plan)
     check(programs, ordered=False)
     if programs[0].plan.gathered:
         gathered = 0
     _refuse_order(programs, plan)
-    communicates = any(isinstance(e, Send | Recv) for rank in range(plan.ranks) for e in schedule(rank, plan))
+    communicates = any(isinstance(e, Send | Recv) for row in collect(schedule, plan).values() for e in row)
     rows: Mapping[int, Sequence[Item]]
     if not communication:
         rows = {rank: [e for e in program if isinstance(e, Compute | Overlap)] for rank, program in programs.items()}

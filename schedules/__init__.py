@@ -1,13 +1,14 @@
 """The library of schedules, and the search among them. No torch.
 
 A schedule is a generator `name(rank, plan)` that yields effects in compute order; what has to see all ranks and costs
-is made by a factory (`zb_auto`, `v_auto`, `from_table`). `CATALOGUE` has each with its placement, by name.
+is made by a factory (`zb_auto`, `v_auto`, `from_table`). `CATALOGUE` has each with its placement, by name, and `get`
+returns a schedule by its name.
 """
 
 from typing import TYPE_CHECKING
 
 from fpipe._lazy import reexports
-from fpipe.schedules.catalogue import CATALOGUE as CATALOGUE
+from fpipe.schedules.catalogue import CATALOGUE as CATALOGUE, get as get
 from fpipe.schedules.controllable_memory import v_auto as v_auto, v_half as v_half, v_min as v_min
 from fpipe.schedules.dualpipe import dualpipe as dualpipe, dualpipe_v as dualpipe_v
 from fpipe.schedules.gpipe import gpipe as gpipe

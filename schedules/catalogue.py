@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from fpipe.costs import OVER_REPLICAS, UNSCALED, Costs, Link, PerStage
-from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
 from fpipe.schedules.controllable_memory import v_auto, v_half, v_min
@@ -24,7 +24,6 @@ from fpipe.schedules.zb_v import zb_v
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2
 from fpipe.timelines.timeline import Timeline
 
-Make = Callable[[Plan, Costs, float | None], Schedule]
 PlacementFactory = Callable[[int, int], Placement]
 
 
@@ -33,16 +32,18 @@ class CatalogueEntry:
     """A named schedule.
 
     Args:
-        make: (plan, costs, memory limit in microbatches of a whole rank) -> schedule. Most ignore the last two.
+        function: the schedule; `(rank, plan, costs=)` with `by_costs`. With `limited`, a function of plan, costs and
+            memory limit, in microbatches of a whole rank, that returns one.
         place: (ranks, chunks) -> placement; `placement` is its name.
         chunks: stages on each rank by default; with `any_chunks`, a plan may have another number.
         peak: the peak in flight, in microbatches of a rank's share of the model, at equal costs and m large enough:
             p ranks, v chunks, m microbatches.
-        limited: whether it orders under the memory limit.
+        by_costs: whether it orders by costs.
+        limited: whether it orders by costs and under the memory limit.
     """
 
     name: str
-    make: Make
+    function: Callable[..., Any]
     place: PlacementFactory
     placement: str
     chunks: int
@@ -50,7 +51,11 @@ class CatalogueEntry:
     peak: str
     idea: str
     source: str
+    by_costs: bool = False
     limited: bool = False
+
+    def __repr__(self) -> str:
+        return f"CATALOGUE[{self.name!r}]"
 
     def plan(self, ranks: int, microbatches: int, chunks: int | None = None) -> Plan:
         """Return the plan with the schedule's own placement.
@@ -73,15 +78,10 @@ class CatalogueEntry:
         Raises:
             ScheduleError: no order fits the limit or the costs. A wrong plan raises when the schedule runs.
         """
-        return self.make(plan, costs, memory_limit)
-
-
-def _always(schedule: Schedule) -> Make:
-    return lambda plan, costs, limit: schedule
-
-
-def _by_costs(schedule: Callable[..., Iterator[Effect]]) -> Make:
-    return lambda plan, costs, limit: partial(schedule, costs=costs)
+        if self.limited:
+            schedule: Schedule = self.function(plan, costs, memory_limit)
+            return schedule
+        return partial(self.function, costs=costs) if self.by_costs else self.function
 
 
 PLACES: dict[str, PlacementFactory] = {
@@ -100,15 +100,13 @@ _BOTH_WAYS = (PLACES["both-ways"], "both ways", 2, False)
 _AUTO = "the best order found for the costs and the limit"
 _ZERO_BUBBLE, _CONTROLLABLE = "Qi et al. 2024, zero bubble", "Qi et al. 2024, controllable memory"
 
-# name, make, placement, peak, idea, source
+# name, function, placement, peak, idea, source
 _ENTRIES = (
-    CatalogueEntry("gpipe", _always(gpipe), *_ANY, "m", "all forwards, then all backwards", "Huang et al. 2019"),
-    CatalogueEntry(
-        "1f1b", _always(one_f_one_b), *_CHAIN, "p", "a forward and a backward in turn", "Narayanan et al. 2019"
-    ),
+    CatalogueEntry("gpipe", gpipe, *_ANY, "m", "all forwards, then all backwards", "Huang et al. 2019"),
+    CatalogueEntry("1f1b", one_f_one_b, *_CHAIN, "p", "a forward and a backward in turn", "Narayanan et al. 2019"),
     CatalogueEntry(
         "interleaved-1f1b",
-        _always(interleaved_1f1b),
+        interleaved_1f1b,
         *_LOOP,
         "p + (p-1)/v",
         "1F1B over several chunks of a rank",
@@ -116,36 +114,34 @@ _ENTRIES = (
     ),
     CatalogueEntry(
         "looped-bfs",
-        _always(looped_bfs),
+        looped_bfs,
         *_LOOP,
         "m",
         "every chunk takes all microbatches at a time",
         "Lamy-Poirier 2023",
     ),
-    CatalogueEntry("zb-h1", _always(zb_h1), *_CHAIN, "p", "1F1B, its weight gradients in the bubble", _ZERO_BUBBLE),
-    CatalogueEntry(
-        "zb-h2", _always(zb_h2), *_CHAIN, "2*p - 1", "ZB-H1 with more forwards ahead: no bubble", _ZERO_BUBBLE
-    ),
+    CatalogueEntry("zb-h1", zb_h1, *_CHAIN, "p", "1F1B, its weight gradients in the bubble", _ZERO_BUBBLE),
+    CatalogueEntry("zb-h2", zb_h2, *_CHAIN, "2*p - 1", "ZB-H1 with more forwards ahead: no bubble", _ZERO_BUBBLE),
     CatalogueEntry("zb-auto", zb_auto, *_ANY, "the limit", _AUTO, _ZERO_BUBBLE, limited=True),
     CatalogueEntry(
         "interleaved-zb",
-        _always(interleaved_zb),
+        interleaved_zb,
         *_LOOP,
         "p",
         "interleaved 1F1B, its weight gradients in the bubble",
         "after ZB-H1",
     ),
-    CatalogueEntry("zb-v", _by_costs(zb_v), *_V, "p", "no bubble with the memory of 1F1B, over a V", _ZERO_BUBBLE),
+    CatalogueEntry("zb-v", zb_v, *_V, "p", "no bubble with the memory of 1F1B, over a V", _ZERO_BUBBLE, by_costs=True),
     CatalogueEntry(
-        "v-half", _by_costs(v_half), *_V, "(p + 2) // 2", "about half of that memory, over a V", _CONTROLLABLE
+        "v-half", v_half, *_V, "(p + 2) // 2", "about half of that memory, over a V", _CONTROLLABLE, by_costs=True
     ),
     CatalogueEntry(
-        "v-min", _by_costs(v_min), *_V, "(p + 4) // 3", "about a third of that memory, over a V", _CONTROLLABLE
+        "v-min", v_min, *_V, "(p + 4) // 3", "about a third of that memory, over a V", _CONTROLLABLE, by_costs=True
     ),
     CatalogueEntry("v-auto", v_auto, *_V, "the limit", f"{_AUTO}, over a V", _CONTROLLABLE, limited=True),
     CatalogueEntry(
         "dualpipe-v",
-        _always(dualpipe_v),
+        dualpipe_v,
         *_V,
         "p + 1/2",
         "DualPipe folded into a V, without copies",
@@ -153,7 +149,7 @@ _ENTRIES = (
     ),
     CatalogueEntry(
         "dualpipe",
-        _always(dualpipe),
+        dualpipe,
         *_BOTH_WAYS,
         "p + 1",
         "microbatches from both ends, through two copies of each stage",
@@ -161,6 +157,44 @@ _ENTRIES = (
     ),
 )
 CATALOGUE = {entry.name: entry for entry in _ENTRIES}
+
+
+def get(name: str) -> Schedule:
+    """Return a schedule of the catalogue. Where a function takes a schedule, it also takes such a name.
+
+    Args:
+        name: a key of `CATALOGUE`, or the name of its function; capitals, - and _ make no difference.
+
+    Raises:
+        ScheduleError: there is none; or it is not one order, but ordered for a plan and its costs.
+
+    >>> get("zb-v") is zb_v
+    True
+    """
+    entry = named(name)
+    if entry.limited:
+        function = entry.function.__name__
+        raise ScheduleError(
+            f"{entry.name} is ordered for a plan and its costs: take schedules.{function}(plan, costs), or "
+            f"schedules.{function}(plan, costs, memory_limit)"
+        )
+    schedule: Schedule = entry.function
+    return schedule
+
+
+def named(name: str) -> CatalogueEntry:
+    """Return the entry of a name, as `get` takes it.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    plain = name.lower().replace("_", "-")
+    names = CATALOGUE | {entry.function.__name__.replace("_", "-"): entry for entry in _ENTRIES}
+    if plain not in names:
+        near = sorted(get_close_matches(plain, CATALOGUE, n=2, cutoff=0.5))
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(CATALOGUE)}"
+        raise ScheduleError(f"no schedule is called {name!r}: {hint}")
+    return names[plain]
 
 
 def recut(costs: Costs, stages: int, into: int) -> Costs:

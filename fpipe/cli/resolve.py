@@ -5,7 +5,6 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -21,7 +20,7 @@ from fpipe.plan import Plan, Schedule
 from fpipe.programs.footprint import RankBytes, enforce, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.verifier import check
-from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry
+from fpipe.schedules.catalogue import CatalogueEntry, named
 from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
 
@@ -86,14 +85,11 @@ def _own(name: str, plan: Plan, costs: Costs, limit: float | None) -> Schedule:
 
 
 def _entry(name: str) -> CatalogueEntry:
-    plain = name.lower().replace("_", "-")
-    if plain not in CATALOGUE:
-        near = sorted(get_close_matches(plain, CATALOGUE, n=2, cutoff=0.5))
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(CATALOGUE)}."
-        raise typer.BadParameter(
-            f"no schedule is called {name!r}: {hint} One of your own is FILE.py:FUNCTION.", param_hint="SCHEDULE"
-        )
-    return CATALOGUE[plain]
+    try:
+        return named(name)
+    except ScheduleError as error:
+        message = f"{error}{'' if str(error).endswith('?') else '.'} One of your own is FILE.py:FUNCTION."
+        raise typer.BadParameter(message, param_hint="SCHEDULE") from None
 
 
 def _load(name: str) -> Callable[..., Any]:

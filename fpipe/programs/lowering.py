@@ -26,6 +26,7 @@ from fpipe.programs.interning import Interning
 from fpipe.programs.names import check_names
 from fpipe.programs.program import Program, Programs, plan_of, table_of
 from fpipe.programs.residence import residence
+from fpipe.programs.schedules import as_schedule
 from fpipe.programs.transports import Transport
 from fpipe.tables import TABLE, WEIGHT, Table, is_uniform
 
@@ -33,7 +34,7 @@ Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values 
 
 
 def lower(
-    schedule: Schedule,
+    schedule: Schedule | str,
     plan: Plan,
     *,
     depth: int | None = None,
@@ -44,7 +45,7 @@ def lower(
     """Return the complete programs of all ranks. `fpipe.verify` checks whether they are correct.
 
     Args:
-        schedule: `(rank, plan) -> iterator of effects`, in compute order.
+        schedule: `(rank, plan) -> iterator of effects`, in compute order; or a name that `schedules.get` takes.
         depth: receives posted beyond the next one used; 2 by default, 4 where stages are skipped.
         transport: decides where receives are placed. With `async`, the transport of fpipe's handlers, a receive that is
             posted early blocks nothing. With the other transports of `fpipe.verify`, each receive is posted at the
@@ -55,7 +56,7 @@ def lower(
 
     Raises:
         ScheduleError: the schedule yields a non-effect, or names a stage, microbatch or rank that the plan lacks; or it
-            yields more effects than the plan has a use for, as one that never ends.
+            yields more effects than the plan has a use for, as one that never ends; or schedule or plan are none.
 
     >>> from fpipe import Placement, Plan, schedules
     >>> lower(schedules.gpipe, Plan(Placement.loop(2), 1))[1].effects[:3]
@@ -70,8 +71,11 @@ Backward(stage=1, microbatch=0))
     return programs if resident is None or gathered(programs) else residence(programs, resident)
 
 
-def collect(schedule: Schedule, plan: Plan, table: Table = TABLE) -> Programs:
+def collect(schedule: Schedule | str, plan: Plan, table: Table = TABLE) -> Programs:
     """Return the effects that the schedule yields on each rank, unchanged."""
+    schedule = as_schedule(schedule)
+    if not isinstance(plan, Plan):
+        raise ScheduleError(f"plan must be a Plan, as pipeline.plan(placement, microbatches) makes it, not {plan!r}")
     programs = {}
     for rank in range(plan.ranks):
         yielded = schedule(rank, plan)

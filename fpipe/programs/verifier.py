@@ -109,7 +109,7 @@ class Report:
 
 
 def verify(
-    schedule: Schedule,
+    schedule: Schedule | str,
     plan: Plan,
     *,
     transport: str = "async",
@@ -122,6 +122,7 @@ def verify(
     """Check the programs of a schedule for a plan, communication included.
 
     Args:
+        schedule: a function, or a name that `schedules.get` takes.
         transport: `async`: posts never wait, and each directed edge is a channel, first in, first out (the transport
             of fpipe's handlers); `paired`: each rank's sends and receives to a peer run one after the other in one
             queue, as on one NCCL communicator for the pair; `rendezvous`: a send waits until its receive is posted.

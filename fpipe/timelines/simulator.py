@@ -30,7 +30,7 @@ from fpipe.timelines.timeline import Timeline
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: Schedule | str,
     plan: Plan,
     costs: Costs = Costs(),
     *,
@@ -43,7 +43,7 @@ def simulate(
 
     Args:
         costs: the times and sizes of effects and values; by default one unit for each compute, and 0 for transfers.
-        depth, resident, effects: as in `lower`.
+        schedule, depth, resident, effects: as in `lower`.
         memory_limit_bytes: bytes that a rank has, for all that `fpipe.footprint` counts.
 
     Raises:
@@ -54,8 +54,8 @@ def simulate(
     >>> simulate(schedules.gpipe, Plan(Placement.loop(4), 8), Costs(forward=1, backward=2)).bubble_rate
     0.2727272727272727
     """
-    costs.check(plan)
     programs = lower(schedule, plan, depth=depth, resident=resident, effects=effects)
+    costs.check(plan)
     if memory_limit_bytes is not None:
         enforce(footprint(programs, costs), memory_limit_bytes)
     return simulate_programs(programs, costs)

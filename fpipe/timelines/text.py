@@ -15,11 +15,11 @@ from fpipe.timelines.labels import text
 from fpipe.timelines.timeline import Timeline
 
 
-def draw(schedule: Schedule, plan: Plan, *, effects: Table = TABLE) -> str:
+def draw(schedule: Schedule | str, plan: Plan, *, effects: Table = TABLE) -> str:
     """Draw the timeline in which every compute effect takes one unit of time and transfers take no time.
 
     F is a forward, B a backward, I and W its two halves; the number is the microbatch. Where a rank holds
-    several stages, a letter after the number is the stage (a for the first). `effects` is as in `lower`.
+    several stages, a letter after the number is the stage (a for the first). The arguments are as in `lower`.
 
     Raises:
         ScheduleError: the schedule is wrong for the plan.
@@ -29,9 +29,10 @@ def draw(schedule: Schedule, plan: Plan, *, effects: Table = TABLE) -> str:
     rank 0  F0 F1 .  .  B0 B1
     rank 1  .  F0 F1 B0 B1
     """
+    programs = lower(schedule, plan, effects=effects)
     ready: dict[Name, int] = {}
     rows: list[list[str]] = [[] for _ in range(plan.ranks)]
-    for rank, effect in interleave(lower(schedule, plan, effects=effects)):
+    for rank, effect in interleave(programs):
         if isinstance(effect, Send | Recv):
             continue
         start = max([len(rows[rank]), *(ready[name] for name in effects.needs(effect, plan))])

@@ -25,11 +25,12 @@ from fpipe.profiling.observers import observing, watches_effects
 from fpipe.programs.lowering import forward_only, lower, wavefront
 from fpipe.programs.program import Programs, plan_of
 from fpipe.programs.residence import residence
+from fpipe.programs.schedules import as_schedule
 from fpipe.programs.verifier import check
 from fpipe.stages.microbatch import Microbatch, merge, split
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.pytree import flatten
-from fpipe.stages.rng import Rng, Seeder
+from fpipe.stages.rng import Rng, Seeder, as_rng
 from fpipe.stages.sharding import OWN_DTYPES, Sharding
 from fpipe.tables import TABLE, WEIGHT, Table
 
@@ -43,7 +44,7 @@ State = Mapping[int, Any] | Sequence[Mapping[int, Any]]
 
 def value_and_grad(
     pipeline: Pipeline,
-    schedule: Schedule,
+    schedule: Schedule | str,
     plan: Plan,
     *,
     handler: Handler,
@@ -68,6 +69,7 @@ def value_and_grad(
     """Return a function that computes the loss and its gradients, microbatch by microbatch.
 
     Args:
+        schedule: a function `(rank, plan)` that yields effects, or a name that `schedules.get` takes.
         plan: from `pipeline.plan(placement, microbatches)`.
         handler: `Reference()`, `Local()` or `Distributed(group)`.
         has_aux: the loss function returns `(loss, aux)`.
@@ -118,6 +120,7 @@ def value_and_grad(
     Raises:
         ScheduleError: (at once) the schedule is wrong, or the plan does not fit this pipeline or this handler.
         ValueError: (at once) options that don't go together.
+        TypeError: (at once) the pipeline or the handler is none.
         StageError: (in the step) an argument is wrong, a stage failed, or it can't be captured: it draws without `rng`,
             reads a tensor on the host, or has shapes that depend on values. Or it runs under `torch.inference_mode()`.
         TransportError: (in the step) another rank failed.
@@ -129,6 +132,8 @@ def value_and_grad(
     >>> step({0: torch.tensor(2.0), 1: torch.tensor(1.0)}, torch.arange(4.0), torch.zeros(4))
     (tensor(21.), {0: tensor(17.), 1: tensor(8.)})
     """
+    schedule = as_schedule(schedule)
+    _check_types(pipeline, plan, handler)
     options = Options(autodiff, policy, compile, dynamic)
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
     how = has_aux, reduction, weight, in_axes, out_axes, gather, options, sharding, buffers
@@ -161,7 +166,7 @@ def evaluate(
     in_axes: Any = 0,
     out_axes: Any = 0,
     gather: bool = False,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
     prefetch: int | None = None,
     resident: int | None = None,
     observe: Observer | None = None,
@@ -194,15 +199,17 @@ def evaluate(
     """
     if not loss and (has_aux or weight is not None):
         raise ValueError("has_aux and weight need loss=True: both concern the loss")
+    schedule = wavefront if schedule is None else as_schedule(schedule)
+    _check_types(pipeline, plan, handler)
     options = Options(autodiff, everything_saveable, compile, dynamic)
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
     how = has_aux, reduction, weight, in_axes, out_axes, gather, options, sharding, buffers
     spec = _StepSpec(pipeline, plan, ranks, replicas, loss, *how)
-    programs = forward_only(lower(schedule or wavefront, plan, depth=prefetch, effects=effects))
+    programs = forward_only(lower(schedule, plan, depth=prefetch, effects=effects))
     if resident is not None:
         programs = residence(programs, resident)
     check(programs)
-    name = f"evaluate of {_name(schedule or wavefront)}"
+    name = f"evaluate of {_name(schedule)}"
     return Step(spec, programs, handler, observe, name, lambda value, _: value)
 
 
@@ -422,6 +429,20 @@ def _check_replicas_captured(spec: _StepSpec, programs: Programs, handler: Handl
         )
 
 
+def _check_types(pipeline: Pipeline, plan: Plan, handler: Handler) -> None:
+    if not isinstance(pipeline, Pipeline):
+        raise TypeError(f"the first argument is a Pipeline, as Pipeline([stage, ...], loss=loss), not {pipeline!r}")
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan, as pipeline.plan(placement, microbatches) makes it, not {plan!r}")
+    if isinstance(handler, type):
+        raise TypeError(f"the handler is the class {handler.__name__}: pass an instance, {handler.__name__}()")
+    if lacking := [name for name in ("ranks", "replicas", "compile", "check") if not hasattr(handler, name)]:
+        raise TypeError(
+            "handler must be handlers.Reference(), handlers.Local(), handlers.Distributed(group) or one of your own, "
+            f"not {handler!r}, which has no {', '.join(lacking)}"
+        )
+
+
 def _name(schedule: Any) -> str:
     if isinstance(schedule, functools.partial):
         return _name(schedule.func)
@@ -533,7 +554,7 @@ class _StepSpec:
             scales: of the microbatches; by default they are computed from the target.
         """
         try:
-            rng = rng if callable(rng) else _seed(rng)
+            rng = rng if rng is None or callable(rng) else as_rng(rng)
             self.check_mode()
             self._check_params(params)
             states = self._states(state)
@@ -558,7 +579,7 @@ class _StepSpec:
             StageError: it is no pair of numbers.
         """
         try:
-            return _seed(rng)
+            return None if rng is None else as_rng(rng)
         except Exception as error:  # the numbers are the user's, and may raise anything
             raise self._stage_error(error) from error
 
@@ -692,10 +713,3 @@ def _shares(numbers: Sequence[Any], replicas: Replicas) -> Sequence[Callable[[],
         return values
 
     return [functools.partial(lambda m: shares()[m], m) for m in range(len(weights))]
-
-
-def _seed(rng: Any) -> Rng | None:
-    if rng is None:
-        return None
-    seed, step = rng
-    return int(seed), int(step)

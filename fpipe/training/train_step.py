@@ -23,7 +23,7 @@ Optimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]
 
 def train_step(
     pipeline: Pipeline,
-    schedule: Schedule,
+    schedule: Schedule | str,
     plan: Plan,
     optimizer: Optimizer,
     *,

@@ -1,0 +1,49 @@
+"""What a caller passes as a schedule: a function, or the name of one. No torch."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from fpipe.errors import ScheduleError
+from fpipe.plan import Schedule
+
+
+def as_schedule(schedule: Any) -> Schedule:
+    """Return the schedule that a caller passed, looked up if it is a name.
+
+    Raises:
+        ScheduleError: no schedule has that name, or it is no schedule.
+    """
+    if isinstance(schedule, str):
+        # Late: the library of schedules is built on this package, and only names need it.
+        from fpipe.schedules.catalogue import get
+
+        return get(schedule)
+    if inspect.isgenerator(schedule):
+        raise ScheduleError(
+            f"this is one rank's effects, which {schedule.__name__}(rank, plan) returned: pass the schedule itself, "
+            f"{schedule.__name__}"
+        )
+    if isinstance(schedule, type) and not hasattr(schedule, "__iter__"):
+        raise ScheduleError(
+            f"{schedule.__name__} is a class: pass a function (rank, plan) that yields effects, or an instance that is "
+            "called so"
+        )
+    if not callable(schedule):
+        raise ScheduleError(
+            "a schedule is a function (rank, plan) that yields effects, or the name of one, such as '1f1b', not "
+            f"{schedule!r}"
+        )
+    if _first_parameter(schedule) == "plan":
+        name = getattr(schedule, "__name__", "it")
+        raise ScheduleError(f"{name} makes a schedule of a plan: pass its result, {name}(plan, ...)")
+    result: Schedule = schedule
+    return result
+
+
+def _first_parameter(function: Any) -> str | None:
+    try:
+        return next(iter(inspect.signature(function).parameters), None)
+    except ValueError:  # a callable that is not written in Python
+        return None
