@@ -8,16 +8,14 @@ have the same number of threads: torchrun sets OMP_NUM_THREADS=1, which a single
 """
 
 import argparse
-import os
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import fpipe
-from fpipe import Placement, handlers, interop, schedules
+from fpipe import Placement, handlers, interop
 
 STAGES, MICROBATCHES, BATCH = 3, 4, 128
 
@@ -42,19 +40,15 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def main(epochs: int) -> None:
-    distributed = "RANK" in os.environ
-    if distributed:
-        dist.init_process_group("gloo")
-    handler = handlers.Distributed() if distributed else handlers.Local()
+    handler = handlers.auto()
     torch.manual_seed(0)
     modules = convnet()
     pipeline, params = interop.from_modules(modules, loss=F.cross_entropy)
     plan = pipeline.plan(Placement.loop(STAGES), MICROBATCHES)
-    mine, state = handler.ranks(plan), interop.buffers(modules)
-    if distributed:
-        params, state = pipeline.params_on(params, plan, *mine), pipeline.state_on(state, plan, *mine)
+    state = interop.buffers(modules)
+    params, state = pipeline.params_on(params, plan, handler), pipeline.state_on(state, plan, handler)
 
-    step = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler)
+    step = fpipe.value_and_grad(pipeline, "1f1b", plan, handler=handler)
     predict = fpipe.evaluate(interop.eval_mode(pipeline), plan, handler=handler, gather=True)
     adamw = interop.optimizer(torch.optim.AdamW, lr=2e-3)
     optimizer = adamw.init(params)
@@ -65,10 +59,8 @@ def main(epochs: int) -> None:
             loss, grads, state = step(params, images[rows], labels[rows], state=state, rng=(epoch, i))
             params, optimizer = adamw.update(grads, optimizer, params)
         right = predict(params, test_images, state=state).argmax(1) == test_labels
-        if 0 in mine:
+        if handler.is_first:
             print(f"epoch {epoch}: loss {loss:.3f}, test accuracy {right.double().mean():.1%}")
-    if distributed:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 The model learns to count. At the end the shared matrix has the same bits on both ranks.
 """
 
-import os
 from typing import Annotated
 
 import torch
@@ -16,7 +15,7 @@ import typer
 from torch import Tensor, nn
 
 import fpipe
-from fpipe import Placement, handlers, interop, schedules
+from fpipe import Placement, handlers, interop
 
 
 class Block(nn.Module):
@@ -77,11 +76,9 @@ def main(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 60,
 ) -> None:
     """Train GPT-2 with its embedding and head tied, on the first and the last rank."""
-    distributed = "RANK" in os.environ
-    if distributed:
-        dist.init_process_group("gloo")
-        ranks = dist.get_world_size()
-    handler = handlers.Distributed() if distributed else handlers.Local()
+    handler = handlers.auto()
+    if isinstance(handler, handlers.Distributed):
+        ranks = handler.size
     torch.manual_seed(0)
     model = GPT2(layers, width, width // 16, vocabulary, context)
     batch, microbatches = 16, 4
@@ -89,27 +86,24 @@ def main(
     cuts = [f"h.{layers * rank // ranks}" for rank in range(1, ranks)]
     pipeline, params = interop.split(model, at=cuts, example=(example,), loss=cross_entropy)
     plan = pipeline.plan(Placement.loop(ranks), microbatches)
-    mine = handler.ranks(plan)
-    if 0 in mine:
+    if handler.is_first:
         print(pipeline.describe())
-    if distributed:
-        params = pipeline.params_on(params, plan, *mine)  # the last rank has the shared entry too, under stage 0
+    params = pipeline.params_on(params, plan, handler)  # the last rank has the shared entry too, under stage 0
 
-    step = fpipe.value_and_grad(pipeline, schedules.zb_h1, plan, handler=handler)
+    step = fpipe.value_and_grad(pipeline, "zb-h1", plan, handler=handler)
     adamw = interop.optimizer(torch.optim.AdamW, lr=3e-3)
     optimizer = adamw.init(params)
     for i in range(steps):
         loss, grads = step(params, *counting(batch, vocabulary, context, seed=i))
         params, optimizer = adamw.update(grads, optimizer, params)
-        if 0 in mine and (i % 20 == 0 or i + 1 == steps):
+        if handler.is_first and (i % 20 == 0 or i + 1 == steps):
             print(f"step {i}: loss {loss:.4f}")
-    if distributed:
+    if isinstance(handler, handlers.Distributed):
         shared = [torch.empty_like(model.wte.weight) for _ in range(ranks)]
-        own = params[0]["wte.weight"] if {0, ranks - 1} & {*mine} else torch.zeros_like(model.wte.weight)
+        own = params[0]["wte.weight"] if 0 in params else torch.zeros_like(model.wte.weight)
         dist.all_gather(shared, own)
-        if 0 in mine:
+        if handler.is_first:
             print(f"embedding and head are {'the same bits' if torch.equal(shared[0], shared[-1]) else 'apart'}")
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ Labels and masks are leaves of the batch, each on the ranks that read it. T5's e
 the decoder.
 """
 
-import os
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 from transformers import (
@@ -26,7 +24,7 @@ from transformers import (
 )
 
 import fpipe
-from fpipe import Placement, handlers, interop, schedules
+from fpipe import Placement, handlers, interop
 from fpipe.interop.transformers import IGNORED, split, tokens
 
 VOCABULARY, LENGTH, MASK, PADDING = 96, 16, 1, 0
@@ -74,36 +72,30 @@ def main(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 40,
 ) -> None:
     """Train a Hugging Face model in pipeline stages."""
-    distributed = "RANK" in os.environ
-    if distributed:
-        dist.init_process_group("gloo")
-        ranks = dist.get_world_size()
-    handler = handlers.Distributed() if distributed else handlers.Local()
+    handler = handlers.auto()
+    if isinstance(handler, handlers.Distributed):
+        ranks = handler.size
     torch.manual_seed(0)
     count, microbatches = 16, 4
     example = batch(name, count // microbatches, seed=0)
     pipeline, params = split(model(name, layers), example=example, stages=ranks, policy="balanced")
     plan = pipeline.plan(Placement.loop(ranks), microbatches)
-    mine = handler.ranks(plan)
-    if 0 in mine:
+    if handler.is_first:
         print(pipeline.describe())
-    if distributed:
-        params = pipeline.params_on(params, plan, *mine)
+    params = pipeline.params_on(params, plan, handler)
 
     def weight(labels: Tensor) -> Tensor:
         return tokens(labels, shifted=name in ("gpt2", "llama"))
 
-    step = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler, weight=weight)
+    step = fpipe.value_and_grad(pipeline, "1f1b", plan, handler=handler, weight=weight)
     adamw = interop.optimizer(torch.optim.AdamW, lr=3e-3)
     optimizer = adamw.init(params)
     for i in range(steps):
         data = batch(name, count, seed=i % 4)
         loss, grads = step(params, data, data["labels"], rng=(0, i))
         params, optimizer = adamw.update(grads, optimizer, params)
-        if 0 in mine and (i % 10 == 0 or i + 1 == steps):
+        if handler.is_first and (i % 10 == 0 or i + 1 == steps):
             print(f"step {i}: loss {loss:.4f}")
-    if distributed:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

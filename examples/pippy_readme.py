@@ -6,15 +6,12 @@
 As in PiPPy, the stages end after layer0 and layer1, which `at` names. The module is not changed.
 """
 
-import os
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fpipe
-from fpipe import Placement, handlers, interop, schedules
+from fpipe import Placement, handlers, interop
 
 BATCH, MICROBATCHES, STEPS = 32, 4, 5
 
@@ -39,10 +36,7 @@ class Network(nn.Module):
 
 
 def main() -> None:
-    distributed = "RANK" in os.environ
-    if distributed:
-        dist.init_process_group("gloo")
-    handler = handlers.Distributed() if distributed else handlers.Local()
+    handler = handlers.auto()
     torch.manual_seed(0)
     network = Network()
     x, target = torch.randn(BATCH, 512), torch.randint(10, (BATCH,))
@@ -51,24 +45,20 @@ def main() -> None:
     cuts = [interop.End("layer0"), interop.End("layer1")]
     pipeline, params = interop.split(network, at=cuts, example=(x,), loss=F.cross_entropy)
     plan = pipeline.plan(Placement.loop(3), MICROBATCHES)
-    mine = handler.ranks(plan)
-    if distributed:
-        params = pipeline.params_on(params, plan, *mine)
+    params = pipeline.params_on(params, plan, handler)
     forward = fpipe.evaluate(pipeline, plan, handler=handler, gather=True)
     torch.testing.assert_close(forward(params, x), expected)
 
-    step = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler)
+    step = fpipe.value_and_grad(pipeline, "1f1b", plan, handler=handler)
     sgd = interop.optimizer(torch.optim.SGD, lr=0.1)
     optimizer = sgd.init(params)
     for i in range(STEPS):
         loss, grads = step(params, x, target)
         params, optimizer = sgd.update(grads, optimizer, params)
-        if 0 in mine:
+        if handler.is_first:
             print(f"step {i}: loss {loss:.4f}")
-    if 0 in mine:
+    if handler.is_first:
         print("the outputs were the network's")
-    if distributed:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

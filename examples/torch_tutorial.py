@@ -10,16 +10,14 @@ layers.4. Either way the outputs are those of one device with the whole batch. O
 
 import argparse
 import copy
-import os
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fpipe
-from fpipe import Placement, handlers, interop, schedules
+from fpipe import Placement, handlers, interop
 
 
 @dataclass
@@ -70,10 +68,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def main(config: Config) -> None:
-    distributed = "RANK" in os.environ
-    if distributed:
-        dist.init_process_group("gloo")
-    handler = handlers.Distributed() if distributed else handlers.Local()
+    handler = handlers.auto()
     torch.manual_seed(0)
     model = Transformer(config).eval()  # without dropout, so that outputs can be compared
     tokens, target = torch.randint(config.vocabulary, (2, config.batch, config.length))
@@ -88,18 +83,14 @@ def main(config: Config) -> None:
     }
     for way, (pipeline, params) in ways.items():
         plan = pipeline.plan(Placement.loop(2), config.microbatches)
-        (*_, rank) = mine = handler.ranks(plan)
-        if distributed:
-            params = pipeline.params_on(params, plan, rank)
+        params = pipeline.params_on(params, plan, handler)
         output = fpipe.evaluate(pipeline, plan, handler=handler, gather=True)(params, tokens)
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
-        step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handler)
+        step = fpipe.value_and_grad(pipeline, "gpipe", plan, handler=handler)
         loss, _ = step(params, tokens, target)
         torch.testing.assert_close(loss, cross_entropy(expected, target))
-        if 0 in mine:
+        if handler.is_first:
             print(f"{way}: loss {loss:.4f}, outputs as on one device")
-    if distributed:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

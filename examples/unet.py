@@ -8,17 +8,15 @@ again, and a skip at every level. It is split into stages of equal cost without 
 that makes it straight to the one that reads it.
 """
 
-import os
 from typing import Annotated
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import typer
 from torch import Tensor, nn
 
 import fpipe
-from fpipe import Placement, handlers, interop, schedules
+from fpipe import Placement, handlers, interop
 
 
 class Block(nn.Sequential):
@@ -75,11 +73,9 @@ def main(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 30,
 ) -> None:
     """Train a U-Net, whose skips pass over stages, to find discs in noise."""
-    distributed = "RANK" in os.environ
-    if distributed:
-        dist.init_process_group("gloo")
-        ranks = dist.get_world_size()
-    handler = handlers.Distributed() if distributed else handlers.Local()
+    handler = handlers.auto()
+    if isinstance(handler, handlers.Distributed):
+        ranks = handler.size
     torch.manual_seed(0)
     network = UNet(depth, blocks, channels)
     batch, microbatches = 16, 4
@@ -89,22 +85,18 @@ def main(
     )
     state = interop.buffers(pipeline, network)
     plan = pipeline.plan(Placement.loop(ranks), microbatches)
-    mine = handler.ranks(plan)
-    if 0 in mine:
+    if handler.is_first:
         print(pipeline.describe())
-    if distributed:
-        params, state = pipeline.params_on(params, plan, *mine), pipeline.state_on(state, plan, *mine)
+    params, state = pipeline.params_on(params, plan, handler), pipeline.state_on(state, plan, handler)
 
-    step = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler)
+    step = fpipe.value_and_grad(pipeline, "1f1b", plan, handler=handler)
     adamw = interop.optimizer(torch.optim.AdamW, lr=3e-3)
     optimizer = adamw.init(params)
     for i in range(steps):
         loss, grads, state = step(params, *discs(batch, size, seed=i), state=state)
         params, optimizer = adamw.update(grads, optimizer, params)
-        if 0 in mine and (i % 10 == 0 or i + 1 == steps):
+        if handler.is_first and (i % 10 == 0 or i + 1 == steps):
             print(f"step {i}: loss {loss:.4f}")
-    if distributed:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

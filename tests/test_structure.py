@@ -240,7 +240,9 @@ SURFACE = {
         footprint gather global_norm handlers interop lower peak_bytes policies profile schedules simulate tensorboard
         train_step value_and_grad verify
     """,
-    "fpipe.handlers": "Backend Distributed Gloo Handler Inputs Local NCCL Observer Peers Reference Replicas Results",
+    "fpipe.handlers": """
+        Backend Distributed Gloo Handler Inputs Local NCCL Observer Peers Reference Replicas Results auto
+    """,
     "fpipe.schedules": " ".join(
         sorted({*FUNCTIONS, "CATALOGUE", "Found", "from_table", "get", "lower_bound", "pareto", "search"})
     ),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from fpipe._lazy import attach
 
 if TYPE_CHECKING:
+    from fpipe.handlers.distributed.auto import auto as auto
     from fpipe.handlers.distributed.backends import NCCL as NCCL
     from fpipe.handlers.distributed.backends import Backend as Backend
     from fpipe.handlers.distributed.backends import Gloo as Gloo

@@ -36,12 +36,16 @@ class Local:
         functions: effect class -> `function(calls, effect)`, which returns the function that runs in every step
             (fpipe/handlers/calls.py): for custom effects, or to replace fpipe's own functions.
 
+    Its `rank` is 0 and `is_first` is True, so that a program for one process or several prints and saves once.
+
     Raises:
         ScheduleError: (when a program is compiled) the programs deadlock; the message has the waits of the ranks.
     """
 
     peers = None
     replays = Alone()
+    rank = 0  # the first of those that it plays, as of every handler
+    is_first = True
 
     def __init__(
         self,
@@ -51,6 +55,9 @@ class Local:
     ) -> None:
         self.functions = functions
         self.devices = None if devices is None else [torch.device(d) for d in devices]
+
+    def __repr__(self) -> str:
+        return f"Local({'' if self.devices is None else [str(device) for device in self.devices]})"
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         if self.devices is not None and len(self.devices) != plan.ranks:

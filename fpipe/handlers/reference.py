@@ -33,6 +33,11 @@ class Reference:
     """Play all ranks of all replicas in this process, and ignore the order of effects."""
 
     peers = devices = replays = None
+    rank = 0
+    is_first = True
+
+    def __repr__(self) -> str:
+        return "Reference()"
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         return tuple(range(plan.ranks))

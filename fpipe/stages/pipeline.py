@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,12 @@ from fpipe.stages.stage import Batch, Original, Output, Read, Stage, StageFuncti
 
 SharedParam = tuple[int, Path]
 """A stage, and the path of an entry in its params."""
+
+
+class PlaysRanks(Protocol):
+    """The part of a handler that the params of its process depend on."""
+
+    def ranks(self, plan: Plan) -> tuple[int, ...]: ...
 
 
 class Pipeline:
@@ -145,28 +151,32 @@ class Pipeline:
                 stage=stage,
             ) from error
 
-    def params_on(self, params: Mapping[int, Any], plan: Plan, rank: int) -> dict[int, Any]:
-        """Return the params that a rank needs: its stages' trees, and the entries that they share.
+    def params_on(self, params: Mapping[int, Any], plan: Plan, rank: int | PlaysRanks) -> dict[int, Any]:
+        """Return the params that a rank, or a process, needs: its stages' trees, and the entries that they share.
+
+        Args:
+            rank: or a handler, for all ranks that this process plays.
 
         >>> pipeline = Pipeline([lambda p, x: x, lambda p, x: x], ties={(1, "head"): (0, "wte")})
         >>> pipeline.params_on({0: {"wte": 1, "wpe": 2}, 1: {}}, pipeline.plan(Placement.loop(2), 1), rank=1)
         {0: {'wte': 1}, 1: {}}
         """
-        trees: dict[int, Any] = {stage: _tree_of(params, stage) for stage in plan.stages_on(rank)}
+        stages = _stages_on(plan, rank)
+        trees: dict[int, Any] = {stage: _tree_of(params, stage) for stage in stages}
         for (owner, path), uses in self.entries.items():
-            users = [use for use in uses[1:] if use[0] in plan.stages_on(rank)]
-            if owner not in plan.stages_on(rank) and users:
+            users = [use for use in uses[1:] if use[0] in stages]
+            if owner not in stages and users:
                 trees[owner] = set_at(trees.get(owner, {}), path, self._shared(params, *users[0], owner, path))
         return dict(sorted(trees.items()))
 
-    def state_on(self, state: Mapping[int, Any], plan: Plan, rank: int) -> dict[int, Any]:
-        """Return the state that a rank needs: its stages' trees.
+    def state_on(self, state: Mapping[int, Any], plan: Plan, rank: int | PlaysRanks) -> dict[int, Any]:
+        """Return the state that a rank, or a process, needs: its stages' trees. `rank` is as in `params_on`.
 
         >>> pipeline = Pipeline([Stage(lambda p, s, x: (x, s), stateful=True)] * 2)
         >>> pipeline.state_on({0: {"seen": 1}, 1: {"seen": 2}}, pipeline.plan(Placement.loop(2), 1), rank=1)
         {1: {'seen': 2}}
         """
-        return {stage: state[stage] for stage in plan.stages_on(rank) if stage in state}
+        return {stage: state[stage] for stage in _stages_on(plan, rank) if stage in state}
 
     def describe(self, params: Mapping[int, Any] | None = None) -> str:
         """Return a table of the stages: parameters, bytes, reads; and the ties.
@@ -195,6 +205,11 @@ class Pipeline:
         twin = Pipeline(stages, loss)
         twin.entries = self.entries
         return twin
+
+
+def _stages_on(plan: Plan, rank: int | PlaysRanks) -> list[int]:
+    ranks = [rank] if isinstance(rank, int) else rank.ranks(plan)
+    return sorted({stage for each in ranks for stage in plan.stages_on(each)})
 
 
 def _tree_of(params: Mapping[int, Any], stage: int) -> Any:

@@ -6,8 +6,8 @@ Each page is one session in an empty folder, from top to bottom:
 - A `python` block whose first line is `# NAME.py` is not run, but saved as a file, which a `sh` block may run.
 - A `diff` block changes the last `python` block; the result is a block like any other.
 - The commands of a `sh` block run in the folder, except those of `UNTESTED`; `make` needs a target in the Makefile.
-  `fpipe` is a process forked from one that has imported torch, and so are those of `torchrun`, which itself runs on
-  the README's page alone: those that it starts import torch again.
+  `fpipe` and `python` are processes forked from one that has imported torch, and so are those of `torchrun`, which
+  itself runs on the README's page alone: those that it starts import torch again.
 - A `text` block directly below any of these is what it prints. Below `<!-- numbers vary -->`, numbers are not compared.
 """
 
@@ -91,6 +91,8 @@ class Session:
             if self.page.name == "README.md":
                 return script(BIN / program, *arguments, cwd=self.folder)
             return script(self.folder / name, processes=int(processes), cwd=self.folder)
+        if program == "python":
+            return script(self.folder / arguments[0], cwd=self.folder)
         assert program == "fpipe", command
         into = self.folder / arguments[arguments.index(">") + 1] if ">" in arguments else None
         output = script(BIN / "fpipe", *(arguments[:-2] if into else arguments), cwd=self.folder)

@@ -62,7 +62,8 @@ class Distributed:
         backend: `Gloo()` or `NCCL()`, by default that of the device.
         functions: effect class -> `function(calls, effect)`, as in `Local`.
 
-    Its `peers` are the other processes, for calls between steps; None where this process is the only one.
+    `rank` is the one that this process plays; `is_first` is whether it is rank 0 of the first replica, the process that
+    prints. `peers` are the other processes, for calls between steps; None where this process is the only one.
     `value_and_grad` and `evaluate` connect the ranks: every rank calls them, in the same order.
 
     Raises:
@@ -100,6 +101,14 @@ class Distributed:
         self.peers = (
             Collectives(self._setup, grid.number, grid.size, timeout, name=grid.name) if grid.size > 1 else None
         )
+
+    def __repr__(self) -> str:
+        replica = f" of replica {self.grid.replica}" if self.grid.replicas > 1 else ""
+        return f"<Distributed: rank {self.rank} of {self.size}{replica}, on {self.device}>"
+
+    @property
+    def is_first(self) -> bool:
+        return self.grid.number == 0
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         if plan.ranks != self.size:

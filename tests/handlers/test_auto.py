@@ -1,0 +1,61 @@
+"""The handler for the way in which a program was started."""
+
+import pytest
+import torch.distributed as dist
+
+from fpipe import Pipeline, Placement, handlers
+from tests.support.forked import script
+
+PROGRAM = """
+import atexit
+import sys
+
+at_exit = []
+atexit.register = at_exit.append  # a forked process ends without calling them
+
+import torch
+import torch.distributed as dist
+
+import fpipe
+from fpipe import Pipeline, Placement, handlers
+
+pipeline = Pipeline([lambda p, x: x * p["w"], lambda p, x: x * p["w"]], loss=lambda y, t: (y - t).sum())
+handler = handlers.auto()
+plan = pipeline.plan(Placement.loop(ranks=2), microbatches=2)
+params = pipeline.params_on({0: {"w": torch.tensor(2.0)}, 1: {"w": torch.tensor(3.0)}}, plan, handler)
+step = fpipe.value_and_grad(pipeline, "1f1b", plan, handler=handler)
+loss, grads = step(params, torch.ones(4), torch.zeros(4))
+if handler.is_first:
+    print(type(handler).__name__, handler.rank, sorted(params), loss.item())
+for failed in (True, False) if dist.is_initialized() else ():
+    sys.last_value = RuntimeError("unhandled") if failed else None
+    for function in at_exit:
+        if function.__module__.startswith("fpipe"):
+            function()
+    assert dist.is_initialized() == failed
+"""
+
+
+@pytest.mark.parametrize(("processes", "printed"), [(0, "Local 0 [0, 1] 12.0\n"), (2, "Distributed 0 [0] 12.0\n")])
+def test_one_program_runs_in_one_process_and_in_two(processes, printed, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    assert script(tmp_path / "train.py", processes=processes, cwd=tmp_path) == printed
+
+
+def with_a_group_of_its_own(rank):
+    handler = handlers.auto(timeout=60.0)
+    return handler.timeout, handler.rank == rank == dist.get_rank(), handler.is_first == (rank == 0), repr(handler)
+
+
+def test_a_group_that_is_there_is_used(pools):
+    for rank, found in enumerate(pools(2).run(with_a_group_of_its_own)):
+        assert found == (60.0, True, True, f"<Distributed: rank {rank} of 2, on cpu>")
+
+
+def test_params_and_state_of_all_ranks_of_a_process():
+    pipeline = Pipeline([lambda p, x: x] * 3, ties={(2, "head"): (0, "wte")})
+    plan = pipeline.plan(Placement.loop(3), 1)
+    params = {0: {"wte": 1, "wpe": 2}, 1: {}, 2: {}}
+    assert pipeline.params_on(params, plan, handlers.Local()) == params
+    assert pipeline.params_on(params, plan, 2) == {0: {"wte": 1}, 2: {}}
+    assert pipeline.state_on({0: 1, 2: 3}, plan, handlers.Reference()) == {0: 1, 2: 3}
