@@ -6,6 +6,7 @@ Names are imported on first use, so that what needs no torch never imports it.
 from typing import TYPE_CHECKING
 
 from fpipe._lazy import attach
+from fpipe._version import VERSION
 
 if TYPE_CHECKING:
     from fpipe import (
@@ -38,4 +39,5 @@ if TYPE_CHECKING:
     from fpipe.timelines.timeline import Timeline as Timeline
     from fpipe.training.train_step import train_step as train_step
 
+__version__ = VERSION
 __getattr__, __dir__ = attach(__name__)

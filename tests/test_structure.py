@@ -57,6 +57,7 @@ def imports(nodes):
 # Package -> packages that it may import: at run time, late, or for types. The longest name that fits a module is its.
 LAYOUT = {
     "fpipe._lazy": "",
+    "fpipe._version": "",
     "fpipe.effects": "",
     "fpipe.errors": "effects",
     "fpipe.plan": "effects errors",
@@ -91,7 +92,7 @@ LAYOUT = {
     "fpipe.interop.transformers": "interop.splitting interop.modules stages errors",
     "fpipe.cli": (
         "schedules interop.torch_csv tensorboard.files tensorboard.server "
-        "timelines programs _format tables costs plan effects errors"
+        "timelines programs _format _version tables costs plan effects errors"
     ),
     "fpipe.__main__": "cli",
     "fpipe.tensorboard.files": "_format timelines programs tables plan effects errors",
@@ -217,7 +218,7 @@ def test_lowering_and_drawing_by_public_names_never_import_torch():
 def test_every_name_of_a_package_is_public(package):
     """All that a package imports for others it re-exports, so that type checkers see it too."""
     imported = {a.name for n in ast.walk(MODULES[package]) if isinstance(n, ast.ImportFrom) for a in n.names}
-    assert imported - {"TYPE_CHECKING", "attach", "reexports"} == set(import_module(package).__all__)
+    assert imported - {"TYPE_CHECKING", "VERSION", "attach", "reexports"} == set(import_module(package).__all__)
 
 
 @pytest.mark.parametrize("package", [*LAZY, "fpipe.schedules"])

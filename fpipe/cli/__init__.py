@@ -1,11 +1,12 @@
-"""The command line: fpipe schedules, verify, simulate, draw, compare, search, export, import, timeline.
+"""The command line: fpipe schedules, verify, simulate, draw, compare, search, export, import, timeline, env.
 
 - Exit status 1: the schedule is invalid, or does not fit the plan; the reason is on stderr. Status 2: usage error.
-- No torch. Each verb imports slow modules itself; matplotlib is imported only to write a figure.
+- No torch, but for env. Each verb imports slow modules itself; matplotlib is imported only to write a figure.
 """
 
-from fpipe.cli import timeline as timeline  # importing a module registers its verbs
-from fpipe.cli import verbs as verbs
+from fpipe.cli import verbs as verbs  # importing a module registers its verbs
+from fpipe.cli import timeline as timeline
+from fpipe.cli import environment as environment
 from fpipe.cli.app import app, main
 
 __all__ = ["app", "main"]

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from fpipe.errors import ScheduleError
 
+from fpipe._version import VERSION
 OWN = "own schedule in "  # prefix of the module name of a user's file
 
 
@@ -30,6 +31,21 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line."""
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fpipe {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version, and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
     try:
         try:
             app(prog_name="fpipe")

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from fpipe.schedules.catalogue import CATALOGUE, recut, shares
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = list(CATALOGUE)
-VERBS = ["schedules", "verify", "simulate", "draw", "compare", "search", "export", "import", "timeline"]
+VERBS = ["schedules", "verify", "simulate", "draw", "compare", "search", "export", "import", "timeline", "env"]
 SMALL = ("--ranks", "4", "--microbatches", "8")
 
 OWN = """
@@ -637,7 +638,8 @@ def test_the_frontier_trades_time_for_memory():
 
 
 def test_nothing_imports_torch_and_only_a_file_matplotlib(tmp_path):
-    commands = [example.split()[1:] for verb in VERBS for example in examples(verb) if not example.endswith(".svg")]
+    verbs = [verb for verb in VERBS if verb != "env"]  # which describes torch
+    commands = [example.split()[1:] for verb in verbs for example in examples(verb) if not example.endswith(".svg")]
     code = f"""if True:
         import sys
         from fpipe.cli import app
@@ -672,6 +674,31 @@ def test_the_catalogue_makes_plans_and_schedules_that_are_right(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"zb-auto", "v-auto"}))
+def test_the_version():
+    assert run("--version").stdout == f"fpipe {fpipe.__version__}\n"
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", fpipe.__version__)
+    assert version("fpipe") == fpipe.__version__
+
+
+def test_env_describes_the_machine(monkeypatch):
+    for name, value in (("OMP_NUM_THREADS", "1"), ("TORCH_TOKEN", "secret"), ("SHELL", "sh")):
+        monkeypatch.setenv(name, value)
+    described = told("env")
+    assert described["fpipe"] == fpipe.__version__
+    assert described["packages"]["torch"] == version("torch")
+    assert described["torch"]["backends"][0] == "gloo"
+    assert described["environment"]["OMP_NUM_THREADS"] == "1"
+    assert not {"TORCH_TOKEN", "SHELL"} & described["environment"].keys()
+    shown = run("env").stdout
+    assert f"\n  torch: {version('torch')}\n" in shown
+    assert "secret" not in shown
+
+
+def test_env_reports_a_broken_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert told("env")["torch"]["error"].startswith("it can't be imported: ModuleNotFoundError")
+
+
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 16), (6, 24)])
 def test_the_peaks_of_the_catalogue(name, p, m):
     entry = CATALOGUE[name]
