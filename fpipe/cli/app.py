@@ -1,5 +1,6 @@
 """The application, and the decorator that makes a function one of its verbs. No torch."""
 
+import codecs
 import inspect
 import os
 import sys
@@ -7,14 +8,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import wraps
+from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
 
 import typer
 
+from fpipe._version import VERSION
 from fpipe.errors import ScheduleError
 
-from fpipe._version import VERSION
 OWN = "own schedule in "  # prefix of the module name of a user's file
 
 
@@ -29,8 +31,6 @@ app = typer.Typer(
 )
 
 
-def main() -> None:
-    """Run the command line."""
 def _show_version(asked: bool) -> None:
     if asked:
         typer.echo(f"fpipe {VERSION}")
@@ -46,6 +46,15 @@ def options(
     pass
 
 
+def main() -> None:
+    """Run the command line."""
+    codecs.register_error("fpipe.plain", _plain)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # until the process ends
+        elif "utf" not in stream.encoding.lower():
+            stream.reconfigure(errors="fpipe.plain")
     try:
         try:
             app(prog_name="fpipe")
@@ -58,6 +67,16 @@ def options(
             _complain(f"the output can't be written: {error.strerror}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more when it exits
         sys.exit(1)
+
+
+_PLAIN = {"\N{MICRO SIGN}": "u", "\N{HORIZONTAL ELLIPSIS}": "...", "\N{EM DASH}": "-"}
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """Return ASCII for characters that the terminal's encoding lacks."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(character, "?") for character in lacking), error.end
 
 
 def _complain(message: str) -> None:

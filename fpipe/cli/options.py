@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fpipe._format import format_bytes, number
 from fpipe.costs import Costs, Edge, Link, PerStage
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan
@@ -142,6 +143,22 @@ Resident = Annotated[
 ]
 Replicas = Annotated[int, Count(help="How many replicas of the pipeline.")]
 
+AnySize = Annotated[bool, InPlan("--any-size", help="Do not refuse what takes very long.")]
+
+LARGE = 2_000_000  # forwards
+SECONDS, BYTES = 150e-6, 3000  # that lowering, verifying and simulating a forward takes with its backward, in CPython
+
+
+def check_size(stages: int, microbatches: int, any_size: bool) -> None:
+    """Raise typer.BadParameter for a plan that would take very long, before anything of that size is made."""
+    count = stages * microbatches
+    if count > LARGE and not any_size:
+        raise typer.BadParameter(
+            f"{number(count)} forwards ({stages} stages, {microbatches} microbatches) take about "
+            f"{number(count * SECONDS / 60)} minutes and {format_bytes(count * BYTES)} for one schedule: take fewer, "
+            "or --any-size",
+            param_hint="--ranks",
+        )
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -159,6 +176,7 @@ class PlanOptions:
     ] = None
     replicas: Replicas = 1
 
+    any_size: AnySize = False
     def plan(self, entry: CatalogueEntry | None) -> Plan:
         """Return the plan of a named schedule, or of a schedule without a placement of its own."""
         return replace(self._plan(entry), replicas=self.replicas)
@@ -168,6 +186,8 @@ class PlanOptions:
             return self.check_consistent(Plan(_listed(self.placement), self._required("microbatches")), self.placement)
         ranks, microbatches = self._required("ranks"), self._required("microbatches")
         if entry and not self.placement:
+        chunks = self.chunks or (2 if self.placement == "v" else entry.chunks if entry and not self.placement else 1)
+        check_size(ranks * chunks, microbatches, self.any_size)
             return entry.plan(ranks, microbatches, self.chunks)
         place = self.placement or "loop"
         return self.check_consistent(Plan(PLACES[place](ranks, self.chunks or 1), microbatches), place)
@@ -213,10 +233,12 @@ class ModelOptions:
     ] = 1
     replicas: Replicas = 1
 
+    any_size: AnySize = False
     @property
     def plan(self) -> Plan:
         """The plan of the costs."""
         return Plan(Placement.loop(self.ranks, self.chunks), self.microbatches, replicas=self.replicas)
+        check_size(self.ranks * self.chunks, self.microbatches, self.any_size)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -31,16 +32,20 @@ if TYPE_CHECKING:
     from fpipe.timelines.comparison import PathSegment
 
 _MAX_BLOCKS = 40  # of lanes, one below the other, without --scale
+_LEAST_FOLDED = 24  # columns of a column that folds
 
 
 class _Unclipped(Table):
     """A table at least as wide as its columns that do not fold; rich would cut off numbers in a narrow console."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if not all(column.no_wrap for column in self.columns):
-            return super().__rich_console__(console, options)
-        natural = self.__rich_measure__(console, options.update(max_width=10_000)).maximum
-        return super().__rich_console__(console, options.update(max_width=max(options.max_width, natural)))
+        wide = options.update(max_width=10_000)
+        least = self.__rich_measure__(console, wide).maximum
+        for column in self.columns:
+            if not column.no_wrap:
+                widest = max(Measurement.get(console, wide, cell).maximum for cell in column.cells)
+                least -= max(0, widest - _LEAST_FOLDED)
+        return super().__rich_console__(console, options.update(max_width=max(options.max_width, least)))
 
 
 def table(columns: Iterable[str], words: Iterable[str] = (), folded: Iterable[str] = (), gap: int = 2) -> Table:

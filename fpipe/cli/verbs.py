@@ -255,7 +255,9 @@ def compare(
         for name, chunks in candidates:
             step(name)
             try:
-                options = PlanOptions(model.ranks, model.microbatches, chunks, replicas=model.replicas)
+                options = PlanOptions(
+                    model.ranks, model.microbatches, chunks, replicas=model.replicas, any_size=model.any_size
+                )
                 job = resolve(name, options, partial(costs.recut, model), limit)._replace(resident=resident)
                 simulated = played(job, limit_bytes=limit_bytes)
                 peaks = shares(simulated.timeline)

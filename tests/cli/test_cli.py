@@ -697,6 +697,81 @@ def test_env_describes_the_machine(monkeypatch):
 def test_env_reports_a_broken_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert told("env")["torch"]["error"].startswith("it can't be imported: ModuleNotFoundError")
+def end(*args, stdout=subprocess.PIPE, **options):
+    """Run the command in a process of its own."""
+    command = [sys.executable, "-m", "fpipe", *args]
+    return subprocess.run(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_a_closed_stdout_is_no_error_to_show():
+    read, write = os.pipe()
+    os.close(read)
+    ended = end("schedules", stdout=write)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    ended = end("schedules", preexec_fn=lambda: os.close(1))
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_terminal_with_ascii_alone():
+    small = ("--ranks", "2", "--microbatches", "2")
+    times = ("--seconds", "--forward", "1e-5", "--backward", "1e-5")
+    ended = end("simulate", "1f1b", *small, *times, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "makespan 60 us" in ended.stdout
+    ended = end("simulate", "\N{GREEK SMALL LETTER ALPHA}", *small, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert ended.returncode == 2
+    assert "no schedule is called '?'" in ended.stderr
+
+
+def test_the_list_of_schedules_is_whole_in_40_columns():
+    shown = run("schedules", COLUMNS="40").stdout
+    assert [
+        line.split()[0] for line in shown.splitlines() if re.match(r"\S+ +(any|chain|loop|V|both ways)", line)
+    ] == NAMES
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("simulate", "gpipe", "--ranks", "1000000", "--microbatches", "8"),
+        ("draw", "zb-v", "--ranks", "1000000000", "--microbatches", "1"),
+        ("compare", "--ranks", "1000000", "--microbatches", "8"),
+        ("search", "--ranks", "4000000000000", "--microbatches", "8"),
+        ("export", "mine.py:eager", "--ranks", "1000000", "--microbatches", "8"),
+    ],
+)
+def test_what_takes_very_long_is_refused_with_an_estimate(args, own):
+    assert re.search(r"take about \S+ minutes and \S+ .iB .* --any-size", said(run(*args, status=2)))
+
+
+def test_the_limit_of_sizes_is_lifted(monkeypatch):
+    monkeypatch.setattr("fpipe.cli.options.LARGE", 10)
+    run("simulate", "gpipe", *SMALL, status=2)
+    assert told("simulate", "gpipe", *SMALL, "--any-size")["ranks"] == 4
+    assert told("compare", "gpipe", *SMALL, "--any-size")["schedules"][0]["ranks"] == 4
+
+
+def test_as_a_module():
+    shown = subprocess.run(
+        [sys.executable, "-m", "fpipe", "schedules"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.startswith("name ")
+    assert shown.stderr == ""
+
+
+def test_schedules_lists_the_catalogue():
+    assert list(told("schedules")) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_catalogue_makes_plans_and_schedules_that_are_right(name):
+    plan = CATALOGUE[name].plan(4, 12)
+    schedule = CATALOGUE[name].schedule(plan)
+    assert len(verify(schedule, plan).effects) == 4
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"zb-auto", "v-auto"}))
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 16), (6, 24)])
