@@ -108,14 +108,15 @@ SCHEDULE_HELP = (
 )
 ScheduleArg = Annotated[str, typer.Argument(metavar="SCHEDULE", help=SCHEDULE_HELP, autocompletion=known)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_OF = ": one number, which the stages of a rank share, or one a stage"
 PerStageOption = partial(typer.Option, parser=_per_stage)
-Time = partial(PerStageOption, metavar="TIME", rich_help_panel="Costs: one number, or one a stage")
+Time = partial(PerStageOption, metavar="TIME", rich_help_panel=f"Costs{_OF}")
 Bytes = partial(
     typer.Option,
     parser=_bytes_per_stage,
     show_default=False,
     metavar="BYTES",
-    rich_help_panel="Sizes, as 8e9 or 80GiB: one number, or one a stage",
+    rich_help_panel=f"Sizes, as 8e9 or 80GiB{_OF}",
 )
 OverReplicas = partial(
     typer.Option, parser=_over_replicas, metavar="TIME|LATENCY:BANDWIDTH", rich_help_panel="Transfers"
@@ -142,7 +143,6 @@ Resident = Annotated[
     Count(help="Shard the parameters over the replicas; so many stages are whole on a rank at a time."),
 ]
 Replicas = Annotated[int, Count(help="How many replicas of the pipeline.")]
-
 AnySize = Annotated[bool, InPlan("--any-size", help="Do not refuse what takes very long.")]
 
 LARGE = 2_000_000  # forwards
@@ -160,6 +160,7 @@ def check_size(stages: int, microbatches: int, any_size: bool) -> None:
             param_hint="--ranks",
         )
 
+
 @dataclass(frozen=True)
 class PlanOptions:
     """The plan of one schedule."""
@@ -175,8 +176,8 @@ class PlanOptions:
         ),
     ] = None
     replicas: Replicas = 1
-
     any_size: AnySize = False
+
     def plan(self, entry: CatalogueEntry | None) -> Plan:
         """Return the plan of a named schedule, or of a schedule without a placement of its own."""
         return replace(self._plan(entry), replicas=self.replicas)
@@ -185,9 +186,9 @@ class PlanOptions:
         if self.placement and self.placement not in PLACES:
             return self.check_consistent(Plan(_listed(self.placement), self._required("microbatches")), self.placement)
         ranks, microbatches = self._required("ranks"), self._required("microbatches")
-        if entry and not self.placement:
         chunks = self.chunks or (2 if self.placement == "v" else entry.chunks if entry and not self.placement else 1)
         check_size(ranks * chunks, microbatches, self.any_size)
+        if entry and not self.placement:
             return entry.plan(ranks, microbatches, self.chunks)
         place = self.placement or "loop"
         return self.check_consistent(Plan(PLACES[place](ranks, self.chunks or 1), microbatches), place)
@@ -232,13 +233,13 @@ class ModelOptions:
         int, Count(help="Costs are those of a stage when a rank has so many; other cuts take their share of them.")
     ] = 1
     replicas: Replicas = 1
-
     any_size: AnySize = False
+
     @property
     def plan(self) -> Plan:
         """The plan of the costs."""
-        return Plan(Placement.loop(self.ranks, self.chunks), self.microbatches, replicas=self.replicas)
         check_size(self.ranks * self.chunks, self.microbatches, self.any_size)
+        return Plan(Placement.loop(self.ranks, self.chunks), self.microbatches, replicas=self.replicas)
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ class CostOptions:
             min=0,
             metavar="RATIO",
             help="State of the optimizer: bytes for each byte of parameters. Adam's two moments are 2.",
-            rich_help_panel="Sizes, as 8e9 or 80GiB: one number, or one a stage",
+            rich_help_panel=f"Sizes, as 8e9 or 80GiB{_OF}",
         ),
     ] = 2.0
     gather: Annotated[
@@ -294,3 +295,12 @@ class CostOptions:
     def recut(self, model: ModelOptions, plan: Plan) -> Costs:
         """Return the costs of the same model under a plan with another number of stages."""
         return recut(self.validated(model.plan), model.plan.stages, plan.stages)
+
+    def cut(self, plan: Plan) -> Costs:
+        """Return the costs of a plan's stages, of numbers for a rank's share of the model and of lists for stages."""
+        costs = self.validated(plan)
+        listed: dict[str, Any] = {
+            f.name: cost for f in fields(CostOptions) if isinstance(cost := getattr(costs, f.name), tuple)
+        }
+        none: dict[str, Any] = dict.fromkeys(listed, 0.0)
+        return replace(recut(replace(costs, **none), plan.ranks, plan.stages), **listed)

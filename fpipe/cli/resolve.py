@@ -45,8 +45,8 @@ class ScheduleOptions(CostOptions, PlanOptions):
     resident: Resident = None
 
     def resolve(self) -> Job:
-        """Return the schedule; raise if the costs do not fit its plan."""
-        return resolve(self.name, self, self.validated, self.limit)._replace(resident=self.resident)
+        """Return the schedule, with the costs of its plan's stages; raise if they do not fit the plan."""
+        return resolve(self.name, self, self.cut, self.limit)._replace(resident=self.resident)
 
 
 def resolve(name: str, asked: PlanOptions, costs: Callable[[Plan], Costs], limit: float | None) -> Job:

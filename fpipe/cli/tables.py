@@ -6,7 +6,7 @@ Names from the user are printed unchanged, never interpreted as markup.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import ceil, floor, inf, log10
+from math import ceil, floor, gcd, inf, log10
 from typing import TYPE_CHECKING
 
 from rich.columns import Columns
@@ -18,6 +18,7 @@ from rich.text import Text
 from fpipe._format import Scale, extent, format_bytes, lighter, number, percent, sized
 from fpipe.cli.options import counts
 from fpipe.effects import Effect, parts
+from fpipe.plan import Plan
 from fpipe.programs.footprint import RankBytes
 from fpipe.programs.verifier import Report
 from fpipe.tables import Table as Effects
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from fpipe.schedules.search import Found
     from fpipe.timelines.comparison import PathSegment
 
-_MAX_BLOCKS = 40  # of lanes, one below the other, without --scale
 _LEAST_FOLDED = 24  # columns of a column that folds
+_MAX_BLOCKS = 40  # of lanes, one below the other, without --scale
 
 
 class _Unclipped(Table):
@@ -65,6 +66,13 @@ def headline(name: str, timeline: Timeline, scale: Scale = _PLAIN) -> Text:
     """Return the schedule's name, its size, and its main figures."""
     figures = f"makespan {scale.full(timeline.makespan)}, cost {scale.full(timeline.cost)}, bubble "
     return Text.assemble((name, "bold"), f": {extent(timeline.plan)}\n{figures}", percent(timeline.bubble_rate))
+
+
+def share_of(plan: Plan) -> list[Text]:
+    """Return a note if a stage is another part of the model than a rank's share."""
+    share = f"{plan.ranks // gcd(plan.ranks, plan.stages)}/{plan.stages // gcd(plan.ranks, plan.stages)}"
+    note = f"costs are for a rank's share of the model: a stage takes {share} of them"
+    return [Text(note, "dim")] if plan.stages != plan.ranks else []
 
 
 def account(timeline: Timeline, scale: Scale = _PLAIN, peaks: Sequence[float | None] = ()) -> Table:

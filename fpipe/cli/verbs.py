@@ -56,13 +56,18 @@ def _simulated(options: ScheduleOptions) -> tuple[str, Played]:
     return job.name, simulated
 
 
-def result(name: str, simulated: Played, resident: int | None = None) -> dict[str, object]:
-    """Return the results of a simulation for `--json`. Other programs read this: keep the keys and their order."""
+def result(name: str, simulated: Played, resident: int | None = None, stages: int | None = None) -> dict[str, object]:
+    """Return the results of a simulation for `--json`. Other programs read this: keep the keys and their order.
+
+    Args:
+        stages: of the cut that one number of the costs is for; by default one on each rank.
+    """
     timeline, accounts = simulated
     figures = attributes(timeline, "makespan", "cost", "bubble_rate", "idle", "peak_in_flight")
     about = {"replicas": timeline.plan.replicas, "resident": resident}
     memory = [{**account._asdict(), "total": account.total} for account in accounts]
-    return {"schedule": name, **counts(timeline.plan), **figures, **about, "memory": memory}
+    share = (stages or timeline.plan.ranks) / timeline.plan.stages
+    return {"schedule": name, **counts(timeline.plan), **figures, **about, "memory": memory, "stage_share": share}
 
 
 @verb("fpipe schedules")
@@ -113,9 +118,9 @@ def verify(
         peaks["memory"] = [{**account._asdict(), "total": account.total} for account in accounts]
         print_json({"schedule": job.name, **counts(job.plan), **checks, **peaks})
         return
-    from fpipe.cli.tables import memory_of, verdict
+    from fpipe.cli.tables import memory_of, share_of, verdict
 
-    show(verdict(job.name, report), *memory_of(accounts))
+    show(verdict(job.name, report), *(share_of(job.plan) if sized(job.costs) else []), *memory_of(accounts))
 
 
 @verb(
@@ -132,7 +137,11 @@ def simulate(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Simulate a schedule: time, idle time, memory."""
+    """Simulate a schedule: time, idle time, memory.
+
+    One number for all stages is the cost of a rank's share of the model: with v
+    stages on a rank, each takes 1/v of it, as in compare.
+    """
     name, simulated = _simulated(options)
     timeline = simulated.timeline
     unit = "s" if seconds else ""
@@ -141,10 +150,11 @@ def simulate(
     if as_json:
         print_json(result(name, simulated, options.resident))
         return
-    from fpipe.cli.tables import account, headline, memory_of
+    from fpipe.cli.tables import account, headline, memory_of, share_of
 
     scale = scale_of(timeline.makespan, unit)
-    show(headline(name, timeline, scale), account(timeline, scale), *memory_of(simulated.footprint))
+    notes = share_of(timeline.plan)
+    show(headline(name, timeline, scale), *notes, account(timeline, scale), *memory_of(simulated.footprint))
     if logdir:
         print(f"See it in the Pipeline tab of: tensorboard --logdir {shlex.quote(str(logdir))}")
 
@@ -177,7 +187,8 @@ def draw(
 ) -> None:
     """Draw a schedule to scale, here or into a file.
 
-    The lanes of a file are compute, idle ranks by cause, and memory.
+    The lanes of a file are compute, idle ranks by cause, and memory. Costs are
+    as in simulate.
     """
     if out and out.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise typer.BadParameter(f"{out} ends in no known format: take .svg, .png or .pdf", param_hint="--out")
@@ -195,10 +206,11 @@ def draw(
     if as_json:
         print_json(result(name, simulated, options.resident) | {"spans": list(_computes(timeline))})
     elif not out:
-        from fpipe.cli.tables import gantt, headline
+        from fpipe.cli.tables import gantt, headline, share_of
 
         screen = console(width)
-        screen.print(headline(name, timeline), gantt(timeline, screen, scale), sep="\n")
+        notes = share_of(timeline.plan)
+        screen.print(headline(name, timeline), *notes, gantt(timeline, screen, scale), sep="\n")
 
 
 def _draw_into(out: Path, name: str, timeline: Timeline) -> None:
@@ -268,7 +280,7 @@ def compare(
     entrants.sort(key=lambda entrant: (entrant[1].timeline.cost, entrant[1].timeline.makespan))
     if as_json:
         rows = [
-            result(name, each, resident) | {"peak": peak, "causes": each.timeline.causes}
+            result(name, each, resident, model.plan.stages) | {"peak": peak, "causes": each.timeline.causes}
             for name, each, peak in entrants
         ]
         print_json({"schedules": rows, "refused": refused})
@@ -323,7 +335,8 @@ def search(
         results = [each for each in results if each.peak <= limit + 1e-9]
     if as_json:
         rows = [
-            result(each.name, Played(each.timeline, each.footprint), each.resident) | {"lower_bound": each.lower_bound}
+            result(each.name, Played(each.timeline, each.footprint), each.resident, model.plan.stages)
+            | {"lower_bound": each.lower_bound}
             for each in results
         ]
         print_json(rows if frontier else rows[0])

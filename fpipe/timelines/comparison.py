@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from fpipe._format import extent
+from fpipe._format import extent, number
 from fpipe.effects import Effect, Recv, parts
 from fpipe.tables import LANES, Row, Table
 from fpipe.timelines.labels import drawn_rows
@@ -181,6 +181,12 @@ class Difference:
             first, second = extent(self.a.plan), extent(self.b.plan)
             how = f": {first}, and {second}" if first != second else " in where stages run or what they read"
             notices.append(f"the plans differ{how}; what both have is compared")
+        if self.a.plan.stages != self.b.plan.stages:
+            ratio = number(self.b.plan.stages / self.a.plan.stages)
+            notices.append(
+                f"a stage of the first is {ratio} times as much of the model as one of the second: totals compare, "
+                "single effects do not"
+            )
         for one, other, which in ((self.a, self.b, "first"), (self.b, self.a, "second")):
             recorded = {rank for rank in range(other.plan.ranks) if other.spans.of(rank)}
             if only := [r for r in range(one.plan.ranks) if one.spans.of(r) and r not in recorded]:

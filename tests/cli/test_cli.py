@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def test_the_json_of_simulate_is_fixed():
     found = told("simulate", "1f1b", "--ranks", "4", "--microbatches", "8", *times)
     assert list(found) == [
         *("schedule", "ranks", "microbatches", "chunks", "makespan", "cost", "bubble_rate", "idle", "peak_in_flight"),
-        *("replicas", "resident", "memory"),
+        *("replicas", "resident", "memory", "stage_share"),
     ]
     assert (found["schedule"], found["ranks"], found["microbatches"], found["chunks"]) == ("1f1b", 4, 8, 1)
     cost = (8 + 4 - 1) * 3 + 0.1 * (2 * 3 * 8 / 4 + 2 * 2)  # FIGURES: 1F1B (Narayanan et al. 2019; ZB table 2)
@@ -141,7 +142,7 @@ def test_the_json_of_simulate_is_fixed():
     assert found["peak_in_flight"] == [4, 3, 2, 1]
 
 
-def test_times_are_per_stage_and_a_chunk_counts_its_part():
+def test_one_time_is_a_ranks_and_a_chunk_counts_its_part():
     p, v, m = 4, 2, 16
     found = told(
         "simulate",
@@ -155,7 +156,7 @@ def test_times_are_per_stage_and_a_chunk_counts_its_part():
         "--forward",
         "0.5,0.5,0.5,0.5,0.5,0.5,0.5,0.5",
     )
-    total = v * (0.5 + 1 + 1)
+    total = v * (0.5 + 1 / v + 1 / v)
     assert found["chunks"] == v
     assert found["cost"] == pytest.approx(m * total + (p - 1) * total / v, rel=1e-12)
     assert found["peak_in_flight"] == [(2 * (p - r - 1) + (v - 1) * p + 1) / v for r in range(p)]
@@ -559,6 +560,29 @@ def test_compare_puts_the_fastest_first_and_says_who_cannot_run():
     assert all(sum(cause.values()) == pytest.approx(row["makespan"] - 8 * 3) for row in rows for cause in row["causes"])
 
 
+@pytest.mark.parametrize(
+    ("name", "option"), [("zb-v", ()), ("interleaved-1f1b", ("--chunks", "4")), ("dualpipe", ()), ("gpipe", ())]
+)
+def test_simulate_and_compare_have_the_same_costs(name, option):
+    """One number is for a rank's share of the model, also where other schedules cut it into more stages."""
+    times = ("--communication", "0.1", "--forward", "2", "--residuals", "8KiB")
+    loops = ("--loops", option[1]) if option else ()
+    (compared,) = told("compare", name, *SMALL, *times, *loops)["schedules"]
+    simulated = told("simulate", name, *SMALL, *option, *times)
+    assert {key: compared[key] for key in simulated} == simulated
+    shown = run("simulate", name, *SMALL, *option, *times).stdout
+    said = {"zb-v": "a stage takes 1/2 of them", "interleaved-1f1b": "a stage takes 1/4 of them"}
+    assert ("costs are for a rank's share of the model" in shown) == (name in said)
+    assert said.get(name, "") in shown
+    assert said.get(name, "") in run("verify", name, *SMALL, *option, *times).stdout
+
+
+def test_costs_of_each_stage_are_taken_as_they_are():
+    listed = ("--forward", "1,2,3,4,4,3,2,1", "--backward", "2,2,2,2,2,2,2,2")
+    timeline = fpipe.simulate("gpipe", Plan(Placement.v(4), 8), Costs(forward=[1, 2, 3, 4, 4, 3, 2, 1], backward=2))
+    assert told("simulate", "gpipe", *SMALL, "--placement", "v", *listed)["makespan"] == timeline.makespan
+
+
 def test_compare_is_fair_to_cuts():
     """A microbatch takes 4 (2 + 3 + 1) through the model, wherever it is cut."""
     times = ("--forward", "2", "--backward-input", "3", "--backward-weight", "1", "--overlap", "6")
@@ -622,13 +646,8 @@ def test_what_was_found_runs_like_any_other(tmp_path):
     out = tmp_path / "found.csv"
     found = told("search", *SMALL, "--memory-limit", "4", "--out", out)
     assert max(found["peak_in_flight"]) <= 4
-    v = found["chunks"]
-    again = told(
-        "simulate",
-        out,
-        *(word for kind in ("forward", "backward-input", "backward-weight") for word in (f"--{kind}", 1 / v)),
-    )
-    assert again["cost"] == pytest.approx(found["cost"])
+    assert (found["chunks"], found["stage_share"]) == (2, 0.5)
+    assert told("simulate", out)["cost"] == pytest.approx(found["cost"])
 
 
 def test_the_frontier_trades_time_for_memory():
@@ -654,26 +673,6 @@ def test_nothing_imports_torch_and_only_a_file_matplotlib(tmp_path):
     assert ended.stderr.splitlines() == [" ".join(command) for command in commands]
 
 
-def test_as_a_module():
-    shown = subprocess.run(
-        [sys.executable, "-m", "fpipe", "schedules"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert shown.stdout.startswith("name ")
-    assert shown.stderr == ""
-
-
-def test_schedules_lists_the_catalogue():
-    assert list(told("schedules")) == NAMES
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_catalogue_makes_plans_and_schedules_that_are_right(name):
-    plan = CATALOGUE[name].plan(4, 12)
-    schedule = CATALOGUE[name].schedule(plan)
-    assert len(verify(schedule, plan).effects) == 4
-
-
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"zb-auto", "v-auto"}))
 def test_the_version():
     assert run("--version").stdout == f"fpipe {fpipe.__version__}\n"
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", fpipe.__version__)
@@ -697,6 +696,8 @@ def test_env_describes_the_machine(monkeypatch):
 def test_env_reports_a_broken_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert told("env")["torch"]["error"].startswith("it can't be imported: ModuleNotFoundError")
+
+
 def end(*args, stdout=subprocess.PIPE, **options):
     """Run the command in a process of its own."""
     command = [sys.executable, "-m", "fpipe", *args]
@@ -772,8 +773,6 @@ def test_the_catalogue_makes_plans_and_schedules_that_are_right(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"zb-auto", "v-auto"}))
-
-
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 16), (6, 24)])
 def test_the_peaks_of_the_catalogue(name, p, m):
     entry = CATALOGUE[name]
@@ -797,7 +796,8 @@ SHARDED = ("--ranks", "2", "--microbatches", "4", "--replicas", "2", "--paramete
 
 def test_replicas_and_shards_are_the_librarys():
     plan = Plan(Placement.loop(2, 2), 4, replicas=2)
-    costs = Costs(parameters=8 * 2**30, residuals=2**30, gather=fpipe.Link(0.5, 16e9), scatter=[0.1, 0.2, 0.3, 0.4])
+    costs = recut(Costs(parameters=8 * 2**30, residuals=2**30, gather=fpipe.Link(0.5, 16e9)), plan.ranks, plan.stages)
+    costs = replace(costs, scatter=[0.1, 0.2, 0.3, 0.4])
     args = ("looped-bfs", *SHARDED, "--chunks", "2", "--resident", "1")
     found = told("simulate", *args, "--gather", "0.5:16e9", "--scatter", "0.1,0.2,0.3,0.4")
     timeline = fpipe.simulate(fpipe.schedules.looped_bfs, plan, costs, resident=1)

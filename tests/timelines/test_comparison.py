@@ -166,6 +166,13 @@ def test_other_plans_are_matched_as_far_as_they_go():
     assert sum(found.lies.values()) == longer.makespan - EQUAL.makespan
 
 
+def test_stages_of_another_size_are_noticed():
+    halves = simulate("zb-v", Plan(Placement.v(3), 6), Costs(0.5, 0.5, 0.5))
+    found = Difference(simulate("zb-h1", Plan(Placement.loop(3), 6)), halves)
+    assert found.kinds["Forward"] == (18, 18)  # the same work, in stages of half the size
+    assert found.notices[1].startswith("a stage of the first is 2 times as much of the model as one of the second")
+
+
 def test_compute_is_the_same_on_another_rank():
     plan = Plan(Placement([2, 1, 0]), 6)
     found = Difference(EQUAL, simulate(schedules.one_f_one_b, plan))
