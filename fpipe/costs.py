@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, SupportsFloat
 
 from fpipe.effects import Name, Parameters, parts
 from fpipe.errors import ScheduleError
-from fpipe.plan import Plan
+from fpipe.plan import Plan, call_of
 from fpipe.tables import TABLE, Table, fields_of
 
 PerStage = float | Sequence[float]
@@ -41,6 +41,9 @@ class Link:
         if not isinstance(bandwidth, SupportsFloat) or not float(bandwidth) > 0:
             raise ScheduleError(f"a link's bandwidth must be more than 0, not {bandwidth!r}")
         object.__setattr__(self, "bandwidth", float(bandwidth))
+
+    def __repr__(self) -> str:
+        return call_of(self)
 
 
 class _ByKey(Mapping[Any, Any]):
@@ -170,6 +173,9 @@ class Costs:
             else:
                 normal = _per_stage(field.name, value)
             object.__setattr__(self, field.name, normal)
+
+    def __repr__(self) -> str:
+        return call_of(self, **({"sizes": ()} if self.sizes == self.scale else {}))
 
     def time(self, effect: Any, table: Table = TABLE) -> float:
         """Return how long an effect keeps its rank."""

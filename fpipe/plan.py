@@ -6,11 +6,29 @@ No torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
+
+_LISTED = 16  # stages of a placement whose ranks its repr lists
+
+
+def call_of(instance: Any, *positional: str, **values: Any) -> str:
+    """Return the call that makes a dataclass's instance, without the arguments that have their defaults.
+
+    Args:
+        positional: names of arguments to write without a name, first of all.
+        values: those to write in place of the instance's.
+    """
+    arguments = []
+    for field in fields(instance):
+        value = values.get(field.name, getattr(instance, field.name))
+        if field.default is MISSING or value != field.default:
+            arguments.append(f"{'' if field.name in positional else f'{field.name}='}{value!r}")
+    return f"{type(instance).__name__}({', '.join(arguments)})"
 
 
 def _positive(**counts: int) -> None:
@@ -37,7 +55,8 @@ class Placement:
     holders: tuple[tuple[int, ...], ...]
 
     def __init__(self, ranks: Sequence[int | Sequence[int]]) -> None:
-        if not isinstance(ranks, Iterable) or isinstance(ranks, str):
+        argument: object = ranks
+        if not isinstance(argument, Iterable) or isinstance(argument, str):
             raise ScheduleError(
                 f"a placement names the rank of each stage, as in Placement((0, 1, 1, 0)), not {ranks!r}: for one "
                 "stage on each of 4 ranks take Placement.loop(4)"
@@ -85,6 +104,15 @@ class Placement:
         return 1 + max(rank for copies in self.holders for rank in copies)
 
     def __repr__(self) -> str:
+        """Return the call that makes it: the factory's where the list of ranks is long."""
+        if self.stages > _LISTED:
+            ranks, chunks = self.ranks, max(1, self.stages // self.ranks)
+            if self == Placement.loop(ranks, chunks):
+                return f"Placement.loop({ranks}{f', chunks={chunks}' if chunks > 1 else ''})"
+            if self == Placement.v(ranks):
+                return f"Placement.v({ranks})"
+            if ranks % 2 == 0 and self == Placement.both_ways(ranks):
+                return f"Placement.both_ways({ranks})"
         return f"Placement({tuple(h[0] if len(h) == 1 else h for h in self.holders)})"
 
 
@@ -116,6 +144,9 @@ class Edges:
                 raise ScheduleError(
                     f"stage {stage} is read by no stage, and only the last stage's output ({last}) leaves the pipeline"
                 )
+
+    def __repr__(self) -> str:
+        return call_of(self, "reads")
 
     @classmethod
     def chain(cls, stages: int) -> Edges:
@@ -188,6 +219,10 @@ class Plan:
         for stage in (s for group in self.ties for s in group):
             if not 0 <= stage < self.stages:
                 raise ScheduleError(f"a tie names stage {stage}: there are stages 0 to {self.stages - 1}")
+
+    def __repr__(self) -> str:
+        chain = {"edges": Edges(())} if self.edges == Edges.chain(self.stages) else {}
+        return call_of(self, "placement", **chain)
 
     def _repr_html_(self) -> str:
         """Return the table of stages by rank that a notebook shows."""

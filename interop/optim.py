@@ -55,6 +55,9 @@ class Optimizer(NamedTuple):
     init: Callable[[Any], State]
     update: Callable[..., tuple[Any, State]]
 
+    def __repr__(self) -> str:
+        return f"<Optimizer: {getattr(self.update, '__qualname__', self.update)}>"
+
 
 def optimizer(
     kind: type[torch.optim.Optimizer], *, donate: bool = False, groups: Sequence[Group] = (), **options: Any
@@ -147,6 +150,8 @@ def optimizer(
             states[i] = {k: wrap(x, leaf) if _is_value(k, x) else x for k, x in states[i].items()}
         return spec.unflatten(leaves), spec.unflatten(states)
 
+    arguments = (f"{name}={value!r}" for name, value in options.items())
+    update.__qualname__ = f"{kind.__name__}({', '.join(arguments)})"
     return Optimizer(init, update)
 
 

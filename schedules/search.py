@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, floor, inf
 
-from fpipe._format import format_bytes, sized
+from fpipe._format import extent, format_bytes, number, sized
 from fpipe.costs import Costs
 from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, Forward, Gradient, Name, Overlap
 from fpipe.errors import ScheduleError
@@ -50,6 +50,9 @@ class Found:
     lower_bound: float
     resident: int | None = None
     footprint: tuple[RankBytes, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Found: {self.name}, {extent(self.plan)}, cost {number(self.timeline.cost)}, peak {number(self.peak)}>"
 
     @property
     def peak(self) -> float:

@@ -75,10 +75,12 @@ LAYOUT = {
     "fpipe.handlers": "autodiff autodiff.graph stages devices programs tables plan effects errors",
     "fpipe.handlers.distributed": "handlers autodiff stages devices programs plan effects errors",
     "fpipe.profiling": (
-        "policies handlers handlers.distributed autodiff stages devices timelines programs costs plan effects errors"
+        "policies handlers handlers.distributed autodiff stages devices timelines programs _format costs plan effects "
+        "errors"
     ),
     "fpipe.training": (
-        "profiling handlers handlers.distributed autodiff policies stages devices programs tables plan effects errors"
+        "profiling handlers handlers.distributed autodiff policies stages devices programs _format tables plan effects "
+        "errors"
     ),
     "fpipe.interop.torch_csv": "schedules programs plan effects errors",
     "fpipe.interop.sampling": "",

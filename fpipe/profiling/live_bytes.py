@@ -86,6 +86,9 @@ class LiveBytes(Observer):
         self.effects: list[EffectMemory] = []
         self._marks: list[_Mark] | None = None
 
+    def __repr__(self) -> str:
+        return f"<LiveBytes: {len(self.effects)} effects>"
+
     def run(self, step: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a step that has this observer, and return its result."""
         self._marks = marks = list[_Mark]()

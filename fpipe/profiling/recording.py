@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from math import isnan, nan
 
+from fpipe._format import extent
 from fpipe.effects import Effect, Name, Recv
 from fpipe.errors import ScheduleError
 from fpipe.handlers.protocol import Handler
@@ -82,6 +83,9 @@ class Recording(HostTimed):
         self._last: dict[int, _Lane] = {}  # of the complete step before it, if there is one
         self._before = 0  # complete steps before the current one
         self.replica = 0
+
+    def __repr__(self) -> str:
+        return f"<Recording of {extent(plan_of(self.programs))}: {self.steps} complete steps>"
 
     def on_compile(self, name: str, programs: Programs, handler: Handler) -> None:
         super().on_compile(name, programs, handler)

@@ -24,6 +24,9 @@ class Program:
     effects: tuple[Effect, ...]
     table: Table = field(default=TABLE, compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        return f"<Program: {len(self)} effects of rank {self.rank} of {self.plan.ranks}>"
+
     def __len__(self) -> int:
         return len(self.effects)
 

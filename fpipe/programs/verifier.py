@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from fpipe._format import aligned, format_bytes
@@ -92,6 +93,17 @@ class Report:
     peak_bytes: tuple[float, ...] | None
     peak_resident: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        return f"<Report: {self._title}>"
+
+    def _repr_html_(self) -> str:
+        """Return the tables that a notebook shows."""
+        return f"<pre>{escape(str(self))}</pre>"
+
+    @property
+    def _title(self) -> str:
+        return f"right under {self.transport}: {sum(self.effects)} effects, {sum(self.messages.values())} messages"
+
     def __str__(self) -> str:
         has_gathers = any(self.peak_resident)
         head = ("rank", "effects", "in flight", *(["resident"] if has_gathers else []))
@@ -104,8 +116,7 @@ class Report:
         for edge, count in self.messages.items():
             sent = [format_bytes(self.bytes[edge])] if self.bytes else []
             edges.append((f"{edge[0]} to {edge[1]}", str(count), *sent))
-        title = f"right under {self.transport}: {sum(self.effects)} effects, {sum(self.messages.values())} messages"
-        return "\n".join([title, *aligned(ranks), *(aligned(edges) if self.messages else [])])
+        return "\n".join([self._title, *aligned(ranks), *(aligned(edges) if self.messages else [])])
 
 
 def verify(

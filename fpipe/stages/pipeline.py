@@ -196,6 +196,14 @@ class Pipeline:
         """
         return description(self.stages, self.entries, params)
 
+    def __repr__(self) -> str:
+        counts = [f"{len(self.stages)} stage{'s' if len(self.stages) > 1 else ''}"]
+        if ties := sum(len(uses) - 1 for uses in self.entries.values()):
+            counts.append(f"{ties} tie{'s' if ties > 1 else ''}")
+        if self.loss is not None:
+            counts.append(f"loss {getattr(self.loss, '__name__', type(self.loss).__name__)}")
+        return f"<Pipeline: {', '.join(counts)}>"
+
     def _repr_html_(self) -> str:
         """Return the table of stages that a notebook shows."""
         return html(self.stages, self.entries)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from fpipe.plan import call_of
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Path, get_at, short
 
@@ -24,6 +25,9 @@ class Output:
         object.__setattr__(self, "stage", stage)
         object.__setattr__(self, "path", path)
 
+    def __repr__(self) -> str:
+        return f"Output({', '.join(map(repr, (self.stage, *self.path)))})"
+
 
 @dataclass(frozen=True, init=False)
 class Batch:
@@ -33,6 +37,9 @@ class Batch:
 
     def __init__(self, *path: Any) -> None:
         object.__setattr__(self, "path", path)
+
+    def __repr__(self) -> str:
+        return f"Batch({', '.join(map(repr, self.path))})"
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,10 @@ class Stage:
     reads: Sequence[Read | int] | None = None
     stateful: bool = False
     frozen: Sequence[Any] = ()
+
+    def __repr__(self) -> str:
+        function = getattr(self.fn, "__name__", type(self.fn).__name__)
+        return call_of(self, "fn").replace(repr(self.fn), function, 1)
 
     def __call__(self, params: Any, state: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
         """Run the stage. Return `(outputs, state)`."""

@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from itertools import accumulate, pairwise
 from math import inf, isnan
 from statistics import median
 from typing import NamedTuple, TypeVar
 
-from fpipe._format import aligned
+from fpipe._format import aligned, extent
 from fpipe.costs import Costs
 from fpipe.effects import (
     Backward,
@@ -213,6 +214,13 @@ class Measurement:
     offsets: Mapping[int, float] = field(default_factory=dict)
     uncertainty: Mapping[int, float] = field(default_factory=dict)
     replicas: Sequence[Measurement] = ()
+
+    def __repr__(self) -> str:
+        return f"<Measurement: {extent(self.plan)}; recorded: ranks {', '.join(map(str, self.columns))}>"
+
+    def _repr_html_(self) -> str:
+        """Return the table that a notebook shows."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     @property
     def plan(self) -> Plan:

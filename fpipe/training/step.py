@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fpipe._format import extent
 from fpipe.autodiff.interface import DifferentiablePipeline, NonZero
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.devices import HostCopy, current_device, device_of
@@ -275,6 +276,7 @@ class Step:
     ) -> None:
         pieces, observer = spec.pieces(), observing(observe)
         self.spec, self.result, self.replays = spec, result, handler.replays or Alone()
+        self.name, self.handler = name, handler
         self.device = next(iter(handler.devices or ()), None)
         self.notices = Observer() if observer is None else observer
         self.notices.on_compile(name, programs, handler)
@@ -287,6 +289,9 @@ class Step:
         self.run = handler.compile(programs, pieces, observer)
         self.checked_run = _with_random_check(self.run, name)
         self.captured = self.capturing() if capture is True else None
+
+    def __repr__(self) -> str:
+        return f"<Step: {self.name}, {extent(self.spec.plan)}, {self.handler}>"
 
     def __call__(
         self,

@@ -104,6 +104,10 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "fpipe-checkpoint")
         self._pending: Saving | None = None
 
+    def __repr__(self) -> str:
+        keep = "" if self.keep is None else f", the last {self.keep} of them"
+        return f"<Checkpoints in {self.folder}{keep}>"
+
     def latest(self) -> Path | None:
         """Return the checkpoint that was saved last, as rank 0 sees it; the same on every rank.
 

@@ -79,6 +79,9 @@ class GraphFunction:
     spec: StageSpec
     split_spec: SplitSpec
 
+    def __repr__(self) -> str:
+        return f"<GraphFunction: {len(self.entries)} entries of params, {len(self.state)} of state>"
+
     @property
     def skeleton(self) -> nn.Module:
         """The whole module, on the meta device."""

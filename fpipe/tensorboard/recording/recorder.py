@@ -115,6 +115,10 @@ class Recorder(Observer):
         self._pending: _Pending | None = None
         self._measures_memory = self._closed = False
 
+    def __repr__(self) -> str:
+        steps = f"every {self.every}" if self.steps is None else f"{sorted(self.steps)}"
+        return f"<Recorder into {self.logdir}: steps {steps}; now {self.step}>"
+
     @property
     def agreed(self) -> tuple[object, ...]:
         chosen = None if self.steps is None else tuple(sorted(self.steps))
