@@ -150,13 +150,10 @@ class SlowGroup:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
 
-    def _allgather_base(self, whole: Tensor, *arguments: Any) -> Late:
-        return self._late(self.group._allgather_base(whole, *arguments), whole)
-
     def alltoall_base(self, received: Tensor, *arguments: Any) -> Late:
-        return self._late(self.group.alltoall_base(received, *arguments), received)
+        return self.late(self.group.alltoall_base(received, *arguments), received)
 
-    def _late(self, work: dist.Work, received: Tensor) -> Late:
+    def late(self, work: dist.Work, received: Tensor) -> Late:
         share = 1 - 1 / self.group.size()
         self.free = max(self.free, time.perf_counter()) + share * received.nbytes / self.bandwidth
         return Late(work, self.free)
@@ -172,6 +169,12 @@ class SlowLink(Gloo):
         _, name, *_ = arguments
         group = super().group(*arguments)
         return SlowGroup(group, self.bandwidth) if name.startswith(("gather", "scatter")) else group
+
+    def all_gather(self, group: Any, whole: Tensor, piece: Tensor) -> list[Any]:
+        if not isinstance(group, SlowGroup):
+            return super().all_gather(group, whole, piece)
+        *works, last = super().all_gather(group.group, whole, piece)
+        return [*works, group.late(last, whole)]
 
 
 # Steps
