@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fpipe.programs.program import Program as Program
     from fpipe.programs.verifier import Report as Report, verify as verify
     from fpipe.schedules.lengths import by_length as by_length, pack as pack
+    from fpipe.stages.microbatch import Microbatches as Microbatches
     from fpipe.stages.pipeline import Pipeline as Pipeline
     from fpipe.stages.sharding import Sharding as Sharding
     from fpipe.stages.stage import Batch as Batch, Output as Output, Stage as Stage

@@ -72,7 +72,7 @@ class DifferentiablePipeline:
     Args:
         loss: the last stage returns (loss, aux), rather than the outputs of `evaluate`.
         gather: return the outputs, or the aux, on every rank.
-        merge: merges the outputs, or the aux, of all microbatches.
+        merge: merges the outputs, or the aux, of all microbatches; if the batch came as `Microbatches`, returns such.
         sharding: the dtypes of params and of sums of gradients.
     """
 
@@ -80,7 +80,7 @@ class DifferentiablePipeline:
     stages: tuple[DifferentiableStage, ...]
     loss: bool = True
     gather: bool = False
-    merge: Callable[[Mapping[int, Any]], Any] = dict
+    merge: Callable[[Mapping[int, Any], bool | None], Any] = lambda outputs, apart: dict(outputs)
     sharding: Sharding = OWN_DTYPES
 
 

@@ -15,6 +15,7 @@ from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
 from fpipe.handlers.gradients import Sum, received, total
 from fpipe.handlers.protocol import Inputs, Results
+from fpipe.stages.microbatch import sizes_of
 from fpipe.stages.pytree import summary
 from fpipe.stages.sharding import wrapped
 from fpipe.stages.stage import Batch
@@ -52,7 +53,10 @@ class Executor:
     def set_rows(self, rows: int | None, here: int | None) -> None:
         """Set the step's number of rows, of all replicas and of this one, received from other processes."""
         step = self.calls.step
-        step.inputs = replace(step.inputs, rows=rows, here=here)
+        sizes, count = step.inputs.sizes, len(step.inputs.data)
+        if sizes is None and here is not None:  # the batch was split, elsewhere
+            sizes = sizes_of(here, count)
+        step.inputs = replace(step.inputs, rows=rows, sizes=sizes)
 
     def run(self, start: int, stop: int) -> None:
         """Run effects `start` to `stop` - 1 of the program.

@@ -102,7 +102,7 @@ class Local:
                 for replica in reversed(range(len(replicas))):  # of equal gradients, those of the first one stay
                     for executor in replicas[replica].values():
                         results.merge(executor.finish(), executor.stages, replica)
-                results.output = pieces.merge(results.outputs)
+                results.output = pieces.merge(results.outputs, inputs.apart)
                 return results
             finally:
                 for executor in executors:

@@ -17,7 +17,7 @@ from fpipe.effects import Effect, Name, Value
 from fpipe.errors import TransportError
 from fpipe.plan import Plan
 from fpipe.programs.program import Program, Programs
-from fpipe.stages.microbatch import Microbatch, size
+from fpipe.stages.microbatch import Microbatch, sizes_of
 from fpipe.stages.rng import Rng, Seeder
 
 T = TypeVar("T")
@@ -101,46 +101,51 @@ class Inputs:
         state: likewise, of each replica that this process plays.
         data: batch and target of each microbatch, of all replicas that this process plays.
         rows: rows of the whole batch, of all replicas; None where this process has no part of it.
+        sizes: rows of each of these microbatches; by default those of a batch that is split.
         weighed: whether each loss is scaled by its share of the rows.
+        apart: whether batch or target came as `Microbatches`; None where this process was given neither.
         rng: (seed, step), or the contexts of a graph; None to draw from the global generators.
         broken: the error that keeps this process from running the step; its peers raise it too.
         first: the number of the first microbatch, counted over all replicas.
         total: the number of all replicas' microbatches; None for those in `data`.
-        here: rows of these microbatches; None for all rows.
     """
 
     params: Mapping[int, Any]
     state: Sequence[Mapping[int, Any]]
     data: Sequence[Microbatch]
     rows: int | None = None
+    sizes: Sequence[int] | None = None
     weighed: bool = False
+    apart: bool | None = None
     rng: Rng | Seeder | None = None
     broken: Exception | None = None
     first: int = 0
     total: int | None = None
-    here: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sizes is None and self.rows is not None:
+            object.__setattr__(self, "sizes", sizes_of(self.rows, len(self.data)))
 
     def of_replica(self, replica: int, replicas: int) -> Inputs:
         """Return the inputs of one replica, out of those of all."""
         total = len(self.data)
         count = total // replicas
-        numbers = range(replica * count, (replica + 1) * count)
-        here = None if self.rows is None else sum(size(self.rows, total, m) for m in numbers)
-        data = self.data[numbers.start : numbers.stop]
-        state = self.state[replica : replica + 1]
-        return replace(self, state=state, data=data, first=numbers.start, total=total, here=here)
+        numbers = slice(replica * count, (replica + 1) * count)
+        sizes = None if self.sizes is None else self.sizes[numbers]
+        state, data = self.state[replica : replica + 1], self.data[numbers]
+        return replace(self, state=state, data=data, sizes=sizes, first=numbers.start, total=total)
 
     def scale(self, m: int) -> Scale:
         """Return the factor of a microbatch's loss: the share of the caller's weights, else of the rows."""
-        share, count = self.data[m].scale, len(self.data)
+        share = self.data[m].scale
         if share is not None:
             value: Scale = share()
             return value
         if not self.weighed:
             return None
-        if self.rows is None:
-            return 1 / (self.total or count)
-        return size(self.rows if self.here is None else self.here, count, m) / self.rows
+        if self.rows is None or self.sizes is None:
+            return 1 / (self.total or len(self.data))
+        return self.sizes[m] / self.rows
 
 
 @dataclass

@@ -84,7 +84,7 @@ class _Step:
             params = self.inputs.params
             gradients = copied(total(pipeline, plan, params, range(plan.stages), sums))
             results.gradients = self.pieces.sharding.gradients(gradients, dict(params))
-        results.output = self.pieces.merge(results.outputs)
+        results.output = self.pieces.merge(results.outputs, self.inputs.apart)
         return results
 
     def _forward(self, m: int) -> tuple[Any, Any]:

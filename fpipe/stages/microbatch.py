@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import optree
@@ -23,13 +24,49 @@ class Microbatch(NamedTuple):
     scale: Callable[[], Any] | None = None
 
 
-def size(rows: int, count: int, m: int) -> int:
-    """Return the number of rows of microbatch m of `count`: as equal as possible, larger ones first, as `tensor_split`.
+class Microbatches(Sequence[Any]):
+    """The microbatches of a step, as trees whose tensors may have other sizes in each: nothing is split.
 
-    >>> [size(10, 4, m) for m in range(4)]
-    [3, 3, 2, 2]
+    Both batch and target are passed so, or one of them is None. A step runs them in this order.
+
+    Args:
+        trees: one for each microbatch of the plan, of all replicas that the process plays.
+
+    Raises:
+        TypeError: a tensor or a mapping in place of the trees.
+
+    >>> Microbatches([torch.zeros(1, 5), torch.zeros(1, 3)])
+    Microbatches([float32[1, 5], float32[1, 3]])
     """
-    return rows // count + (m < rows % count)
+
+    def __init__(self, trees: Iterable[Any]) -> None:
+        if isinstance(trees, torch.Tensor | Mapping | str):
+            raise TypeError(f"Microbatches takes a list of trees, one for each, not a {type(trees).__name__}")
+        self.trees = tuple(trees)
+
+    def __getitem__(self, at: Any) -> Any:
+        return Microbatches(self.trees[at]) if isinstance(at, slice) else self.trees[at]
+
+    def __len__(self) -> int:
+        return len(self.trees)
+
+    def __repr__(self) -> str:
+        return f"Microbatches([{', '.join(map(summary, self.trees))}])"
+
+
+optree.register_pytree_node(
+    Microbatches, lambda each: (tuple(each), None), lambda _, trees: Microbatches(trees), namespace=NAMESPACE
+)
+
+
+@lru_cache
+def sizes_of(rows: int, count: int) -> tuple[int, ...]:
+    """Return the rows of each of `count` microbatches: as equal as possible, larger ones first, as `tensor_split`.
+
+    >>> sizes_of(10, 4)
+    (3, 3, 2, 2)
+    """
+    return tuple(rows // count + (m < rows % count) for m in range(count))
 
 
 def axes_of(tree: Any, axes: Any, what: str) -> list[int | None]:
@@ -43,6 +80,8 @@ def axes_of(tree: Any, axes: Any, what: str) -> list[int | None]:
 def split(tree: Any, count: int, axes: Any = 0, what: str = "batch") -> tuple[list[Any], int | None]:
     """Split every tensor along its axis into `count` microbatches, as views.
 
+    Of `Microbatches`, return the trees; `samples` counts their rows.
+
     Args:
         axes: an axis, None (the same for every microbatch), or a prefix tree of these.
 
@@ -55,7 +94,13 @@ def split(tree: Any, count: int, axes: Any = 0, what: str = "batch") -> tuple[li
     >>> split({"x": torch.arange(5), "flag": True}, 2)[0][1]
     {'x': tensor([3, 4]), 'flag': True}
     """
-    names, leaves, spec = optree.tree_flatten_with_path(tree, none_is_leaf=True, namespace=NAMESPACE)
+    if isinstance(tree, Microbatches):
+        if len(tree) != count:
+            raise ValueError(f"the {what} has {len(tree)} Microbatches where the step runs {count}: pass one for each")
+        return list(tree), None
+    names, leaves, spec = optree.tree_flatten_with_path(
+        tree, is_leaf=_are_microbatches, none_is_leaf=True, namespace=NAMESPACE
+    )
     rows: int | None = None
     columns: list[Sequence[Any]] = []
     for path, leaf, axis in zip(names, leaves, axes_of(tree, axes, f"in_axes of the {what}"), strict=True):
@@ -64,6 +109,8 @@ def split(tree: Any, count: int, axes: Any = 0, what: str = "batch") -> tuple[li
             raise ValueError(
                 f"{what}{short(path)} is a {kind}, which is not a pytree and cannot be split: pass a plain dict"
             )
+        if isinstance(leaf, Microbatches):
+            raise ValueError(f"{what}{short(path)} is Microbatches: pass Microbatches of whole trees as the {what}")
         if axis is None or not isinstance(leaf, torch.Tensor):
             columns.append([leaf] * count)
             continue
@@ -79,6 +126,51 @@ def split(tree: Any, count: int, axes: Any = 0, what: str = "batch") -> tuple[li
             raise ValueError(f"{name} has {rows} rows on axis {axis}: too few for {count} microbatches")
         columns.append(torch.tensor_split(leaf, count, dim=axis))
     return [spec.unflatten([column[m] for column in columns]) for m in range(count)], rows
+
+
+def _are_microbatches(tree: Any) -> bool:
+    return isinstance(tree, Microbatches)
+
+
+def samples(trees: Sequence[Any], axes: Any = 0, what: str = "batch") -> tuple[int, ...] | None:
+    """Return the rows of each of `Microbatches`, by which a loss is weighed; None if no tensor has any.
+
+    Args:
+        axes: the axis of the samples, None for leaves that have none, or a prefix of each tree.
+
+    Raises:
+        ValueError: leaves of a microbatch disagree on their rows, or have no such axis.
+
+    >>> samples([{"x": torch.zeros(2, 5)}, {"x": torch.zeros(3, 4)}])
+    (2, 3)
+    """
+    rows = [_samples(tree, axes, f"microbatch {m} of the {what}") for m, tree in enumerate(trees)]
+    if all(count is None for count in rows):
+        return None
+    if None in rows or not any(rows):
+        empty = rows.index(None) if None in rows else 0
+        raise ValueError(f"microbatch {empty} of the {what} has no samples: {WEIGHING}")
+    return tuple(count for count in rows if count is not None)
+
+
+WEIGHING = "pass weight= or reduction='sum', or in_axes with None for leaves without samples"
+
+
+def _samples(tree: Any, axes: Any, what: str) -> int | None:
+    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+    tensors = [
+        (leaf, axis)
+        for leaf, axis in zip(leaves, axes_of(tree, axes, f"in_axes of {what}"), strict=True)
+        if isinstance(leaf, torch.Tensor) and axis is not None
+    ]
+    for leaf, axis in tensors:
+        if not -leaf.ndim <= axis < leaf.ndim:
+            raise ValueError(f"{what} has {describe(leaf)}, which has no axis {axis} of samples: {WEIGHING}")
+    rows = dict.fromkeys(leaf.shape[axis] for leaf, axis in tensors)
+    if len(rows) > 1:
+        counts = " and ".join(map(str, rows))
+        raise ValueError(f"{what} has leaves of {counts} rows, so the number of its samples is not known: {WEIGHING}")
+    return next(iter(rows), None)
 
 
 def merge(trees: Sequence[Any], axes: Any = 0) -> Any:

@@ -13,7 +13,7 @@ import torch
 from fpipe.errors import StageError
 from fpipe.plan import Edges, Placement, Plan
 from fpipe.stages.describe import description, html
-from fpipe.stages.microbatch import Microbatch
+from fpipe.stages.microbatch import Microbatch, Microbatches
 from fpipe.stages.pytree import Path, as_path, get_at, set_at, short
 from fpipe.stages.stage import Batch, Original, Output, Read, Stage, StageFunction, Target
 
@@ -83,6 +83,8 @@ class Pipeline:
         """
         if len(target) > 1:
             raise TypeError(f"a pipeline takes params, a batch and one target, not {len(target)} targets")
+        if isinstance(batch, Microbatches):
+            raise TypeError("a pipeline is called with one batch: call it for each of the Microbatches")
         self.accept(batch)
         outputs: dict[int, Any] = {}
         states = dict(state or {})

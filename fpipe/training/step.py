@@ -28,7 +28,7 @@ from fpipe.programs.program import Programs, plan_of
 from fpipe.programs.residence import residence
 from fpipe.programs.schedules import as_schedule
 from fpipe.programs.verifier import check
-from fpipe.stages.microbatch import Microbatch, merge, split
+from fpipe.stages.microbatch import WEIGHING, Microbatch, Microbatches, merge, samples, sizes_of, split
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.pytree import flatten
 from fpipe.stages.rng import Rng, Seeder, as_rng
@@ -81,8 +81,9 @@ def value_and_grad(
             they are the mean of nothing. Tensors of a GPU are copied to the host all at once when the step
             begins, and the host waits for this copy after it has launched the first loss; for numbers and CPU tensors
             it waits for nothing.
-        in_axes: how to split `(batch, target)`, as in `torch.vmap`: an axis, None, or a pair of prefix trees.
-        out_axes: how to merge aux; leaves without dimensions are stacked.
+        in_axes: how to split `(batch, target)`, as in `torch.vmap`: an axis, None, or a pair of prefix trees. Of
+            `Microbatches`, which are not split, the axis of the samples in each tree.
+        out_axes: how to merge aux; leaves without dimensions are stacked. Of `Microbatches`, aux is not merged.
         gather: return aux on every rank, not only on the rank of the loss.
         prefetch: the number of receives posted beyond the next one used.
         resident: the number of stages whose parameters, sharded over the replicas, are whole on a rank at a time; None
@@ -116,7 +117,9 @@ def value_and_grad(
         `((loss, aux), grads)`; with stateful stages, the new state is a last element. `params`, `grads` and
         `state` are `{stage: tree}` of the stages that this process holds; `rng` is `(seed, step)`. Where a process
         plays several replicas, `state` is a list with one `{stage: tree}` for each, and so is the new state. The step
-        changes none of its arguments. Every rank returns the loss. Under `torch.no_grad()` it returns the same.
+        changes none of its arguments. Every rank returns the loss. Under `torch.no_grad()` it returns the same. Batch
+        and target may be `Microbatches`, whose tensors have other sizes in each microbatch; aux is then `Microbatches`
+        too.
 
     Raises:
         ScheduleError: (at once) the schedule is wrong, or the plan does not fit this pipeline or this handler.
@@ -186,8 +189,9 @@ def evaluate(
         schedule: take its forward order; by default each microbatch enters as soon as it can.
 
     Returns:
-        `run(params, batch, target=None, *, state=None, rng=None) -> outputs`, merged along `out_axes`; with
-        `loss`, the loss, or `(loss, aux)`. The new state of stateful stages is not returned.
+        `run(params, batch, target=None, *, state=None, rng=None) -> outputs`, merged along `out_axes`, or as
+        `Microbatches` where the batch comes so; with `loss`, the loss, or `(loss, aux)`. The new state of stateful
+        stages is not returned.
 
     The other arguments and errors are those of `value_and_grad`.
 
@@ -537,8 +541,9 @@ class _StepSpec:
             pipeline, self.options.pieces(pipeline, self.loss), self.loss, gather, self._merge, self.sharding
         )
 
-    def _merge(self, outputs: Mapping[int, Any]) -> Any:
-        return merge([output for _, output in sorted(outputs.items())], self.out_axes)
+    def _merge(self, outputs: Mapping[int, Any], apart: bool | None) -> Any:
+        trees = [output for _, output in sorted(outputs.items())]
+        return Microbatches(trees) if apart else merge(trees, self.out_axes)
 
     def total(self, losses: Mapping[int, Tensor]) -> Tensor:
         """Add the losses in microbatch order, replica by replica."""
@@ -564,10 +569,18 @@ class _StepSpec:
             self._check_params(params)
             states = self._states(state)
             self._warn_of_changes()
-            data, rows = self._split(batch, target, scales)
+            data, sizes = self._split(batch, target, scales)
         except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
             return Inputs({}, (), (), broken=self._stage_error(error))
-        return Inputs(params, states, data, rows, self.reduction == "mean" and self.weight is None, rng)
+        given = [tree for tree in (batch, target) if tree is not None]
+        apart = isinstance(given[0], Microbatches) if given else None
+        rows = None if sizes is None else sum(sizes)
+        return Inputs(params, states, data, rows, sizes, self._weighed, apart, rng)
+
+    @property
+    def _weighed(self) -> bool:
+        """Whether each loss is scaled by its share of the rows."""
+        return self.reduction == "mean" and self.weight is None
 
     def check_mode(self) -> None:
         """Raise StageError for gradients under `torch.inference_mode`, where autograd records nothing."""
@@ -670,9 +683,14 @@ class _StepSpec:
 
     def _split(
         self, batch: Any, target: Any, scales: Sequence[Any] | None = None
-    ) -> tuple[list[Microbatch], int | None]:
-        """Return the microbatches, and the number of rows of the whole batch."""
-        self.pipeline.accept(batch)
+    ) -> tuple[list[Microbatch], Sequence[int] | None]:
+        """Return the microbatches, and the rows of each."""
+        apart = {isinstance(tree, Microbatches) for tree in (batch, target) if tree is not None}
+        if len(apart) > 1:
+            split_one = "target" if isinstance(batch, Microbatches) else "batch"
+            raise ValueError(f"one of batch and target is Microbatches: pass both so, or the {split_one} as None")
+        for tree in batch if isinstance(batch, Microbatches) else [batch]:
+            self.pipeline.accept(tree)
         count = self.plan.microbatches * len(self.replicas.here)
         axes = self.in_axes if isinstance(self.in_axes, tuple) else (self.in_axes, self.in_axes)
         if len(axes) != 2:
@@ -681,9 +699,26 @@ class _StepSpec:
         targets, target_rows = split(target, count, axes[1], "target")
         if self.weight is not None:
             return list(map(Microbatch, batches, targets, scales or self._scales(self.weight, targets))), None
+        data = list(map(Microbatch, batches, targets))
+        if True in apart:
+            return data, self._samples(batch, target, axes) if self.loss and self._weighed else None
         if self.reduction == "mean" and None not in (rows, target_rows) and rows != target_rows:
             raise ValueError(f"the batch has {rows} rows, the target {target_rows}")
-        return list(map(Microbatch, batches, targets)), rows if rows is not None else target_rows
+        rows = rows if rows is not None else target_rows
+        return data, None if rows is None else sizes_of(rows, count)
+
+    def _samples(self, batch: Any, target: Any, axes: tuple[Any, Any]) -> Sequence[int] | None:
+        """Return the rows of each of `Microbatches`."""
+        of_batch = samples(batch or (), axes[0], "batch")
+        of_target = samples(target or (), axes[1], "target")
+        if of_batch is None or of_target is None:
+            return of_target if of_batch is None else of_batch
+        for m, (rows, target_rows) in enumerate(zip(of_batch, of_target, strict=True)):
+            if rows != target_rows:
+                raise ValueError(
+                    f"microbatch {m} of the batch has {rows} rows, that of the target {target_rows}: {WEIGHING}"
+                )
+        return of_batch
 
     def _scales(self, weight: Callable[[Any], Any], targets: Sequence[Any]) -> Sequence[Callable[[], float] | None]:
         """Return a function of each microbatch's share of the weight; None where the loss is not computed."""

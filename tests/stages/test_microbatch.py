@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fpipe.stages.microbatch import axes_of, merge, size, split
+from fpipe.stages.microbatch import axes_of, merge, sizes_of, split
 from tests.support.combinations import examples
 
 Pair = namedtuple("Pair", ["left", "right"])
 
 
 def sizes(rows, count):
-    return tuple(size(rows, count, m) for m in range(count))
+    return sizes_of(rows, count)
 
 
 def same(a, b):

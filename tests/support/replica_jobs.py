@@ -25,7 +25,7 @@ from fpipe.programs.footprint import footprint
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import live_bytes
 from fpipe.programs.program import plan_of
-from fpipe.stages.microbatch import Microbatch, merge, size, split
+from fpipe.stages.microbatch import Microbatch, merge, sizes_of, split
 from fpipe.stages.sharding import local, locals_of
 from fpipe.tables import TABLE
 from fpipe.tensorboard.recording.memory import SlotMemory
@@ -186,7 +186,7 @@ def uneven(case, plan, rows):
     for replica in range(plan.replicas):
         batch, target = (part(tree, 0, plan, replica, rows) for tree in (case.batch, case.target))
         halves = [split(tree, plan.microbatches)[0] for tree in (batch, target)]
-        shares = [size(rows[replica], plan.microbatches, m) / total for m in range(plan.microbatches)]
+        shares = [size / total for size in sizes_of(rows[replica], plan.microbatches)]
         data += [Microbatch(*both, lambda share=share: share) for *both, share in zip(*halves, shares, strict=True)]
     step = fpipe.value_and_grad(case.pipeline, schedules.gpipe, plan, handler=handlers.Reference(), autodiff="eager")
     results = step.run(Inputs(case.params, [{}] * plan.replicas, data, rng=case.rng))
@@ -199,7 +199,7 @@ def alone(case, plan, replica):
     batch, rows = split(case.batch, total)
     target, _ = split(case.target, total)
     numbers = range(replica * count, (replica + 1) * count)
-    data = [Microbatch(batch[m], target[m], lambda m=m: size(rows, total, m) / rows) for m in numbers]
+    data = [Microbatch(batch[m], target[m], lambda m=m: sizes_of(rows, total)[m] / rows) for m in numbers]
     plan = replace(plan, replicas=1)
     step = fpipe.value_and_grad(case.pipeline, schedules.gpipe, plan, handler=handlers.Reference(), autodiff="eager")
     return step.run(Inputs(case.params, [{}], data)).gradients

@@ -4,16 +4,19 @@ Invariants:
 - a receive buffer is made when its receive is posted, and belongs to its value alone;
 - a send's buffer is kept until a value received from that peer acknowledges it (fpipe/programs/completions.py), or
   until the step ends;
-- in a step of unknown signatures, each value's signature travels before it on the control group, and its receive is
-  posted when it is first used; in later steps receives are posted where the program has them.
+- a signature travels on the control group before the first value that has it; values of equal microbatches, in one
+  step or in several, have one signature;
+- a receive is posted where the program has it once the signatures of its value, and of those ahead of it on its edge,
+  are known; else when the value is first used.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from fpipe.autodiff.interface import Leaves
 from fpipe.errors import StageError
 from fpipe.handlers.calls import Step
 from fpipe.handlers.distributed.connections import Connections, InFlight
-from fpipe.handlers.distributed.handshake import REMEMBERED, Handshake
+from fpipe.handlers.distributed.handshake import REMEMBERED, Handshake, Names
 from fpipe.handlers.distributed.replicas import ReplicaChannels
 from fpipe.handlers.distributed.signature import Signature, TensorSpec, decode, encode, signature_of
 from fpipe.handlers.distributed.wire import Payload, PayloadCodec
@@ -33,29 +36,54 @@ from fpipe.handlers.protocol import Inputs
 
 @dataclass(eq=False, slots=True)
 class RecvRoute:
-    """A value that is received from a rank; `arriving` are the messages and their works, once posted."""
+    """A value that is received.
 
-    value: fx.Value
-    source: int
+    Args:
+        at, key: the places of its codec in the step.
+        arriving: the messages and their works, once posted.
+    """
+
+    at: int
+    key: tuple[fx.Value, int]
     arriving: tuple[list[torch.Tensor], list[dist.Work]] | None = None
+
+    @property
+    def source(self) -> int:
+        return self.key[1]
+
+
+@dataclass
+class Codecs:
+    """The codecs of values whose signatures have travelled, for all equal microbatches.
+
+    Args:
+        sent: by value, as of microbatch 0, and the rank that it is sent to.
+        received: likewise, and the rank that it comes from.
+    """
+
+    sent: dict[tuple[fx.Value, int], PayloadCodec] = field(default_factory=dict)
+    received: dict[tuple[fx.Value, int], PayloadCodec] = field(default_factory=dict)
 
 
 @dataclass
 class KnownStep:
-    """The signatures that have travelled in steps of one name: in its first step, those of the values so far.
+    """The properties of all steps that differ only in the sizes of their microbatches.
 
     Args:
-        sent: by value and the rank that it is sent to.
-        received: by value.
-        gathered: of outputs, by microbatch.
+        codecs: of values that belong to no microbatch.
         is_compared: whether the replicas have compared their params.
     """
 
-    sent: dict[tuple[fx.Value, int], PayloadCodec] = field(default_factory=dict)
-    received: dict[fx.Value, PayloadCodec] = field(default_factory=dict)
-    gathered: dict[int, PayloadCodec] = field(default_factory=dict)
+    codecs: Codecs = field(default_factory=Codecs)
     loss_dtype: torch.dtype | None = None
     is_compared: bool = False
+
+
+@dataclass
+class KnownOutput:
+    """The codec of the gathered outputs of all equal microbatches."""
+
+    codec: PayloadCodec | None = None
 
 
 @dataclass
@@ -71,10 +99,12 @@ class Channels:
 
     Args:
         receipts: for each value received, how many of this rank's sends to its sender are then complete.
+        stateful: some stage has state, so that values of a microbatch depend on those before it.
         replicas: gathers and scatters, where there are replicas.
         digest: returns what every replica must have alike in this step.
         early: receives that came before the end of the handshake, which is when they are posted; None after it.
-        unposted: by rank, receives whose signatures have not come.
+        unposted: by rank, receives that wait for a signature: that of the first one.
+        codecs: in the running step, by microbatch; those of values that belong to none are the last.
     """
 
     def __init__(
@@ -82,6 +112,7 @@ class Channels:
         connections: Connections,
         handshake: Handshake,
         receipts: Mapping[fx.Value, int],
+        stateful: bool = False,
         replicas: Callable[[Callable[[], None]], ReplicaChannels] | None = None,
     ) -> None:
         self.connections, self.handshake, self.receipts = connections, handshake, receipts
@@ -89,8 +120,13 @@ class Channels:
         self.replicas = None if replicas is None else replicas(self.agree)
         self.digest: Callable[[], dict[str, str]] = dict
         self.receives: list[RecvRoute] = []
-        self.steps = lru_cache(REMEMBERED)(lambda name: KnownStep())  # every rank forgets the same one
-        self.known = KnownStep()
+        self.stateful = stateful
+        # All ranks look up the same entries in the same order, so that they forget the same ones.
+        self._step_of = lru_cache(REMEMBERED)(lambda names: KnownStep())
+        self._codecs_of = lru_cache(REMEMBERED)(lambda key: Codecs())
+        self._output_of = lru_cache(REMEMBERED)(lambda key: KnownOutput())
+        self.names: list[Names] = []
+        self.known, self.codecs = KnownStep(), list[Codecs]()
         self.sent: defaultdict[int, _Sent] = defaultdict(_Sent)
         self.unposted: defaultdict[int, deque[RecvRoute]] = defaultdict(deque)
         self.early: list[RecvRoute] | None = []
@@ -100,12 +136,12 @@ class Channels:
 
     def sender(self, value: fx.Value, source: int, target: int) -> Callable[[Any], None]:
         """Return a function that posts the value's payload."""
-        sent, key, process = self.sent[target], (value, target), self.process(target)
+        sent, (at, key), process = self.sent[target], _place(value, target), self.process(target)
 
         def send(payload: Payload) -> None:
             if self.early is not None:
                 self.agree()
-            codec = self.known.sent.get(key) or self._announce(value, target, payload)
+            codec = self.codecs[at].sent.get(key) or self._announce(value, target, payload)
             messages = codec.messages(payload)
             if messages is None:
                 raise self._error(
@@ -129,7 +165,7 @@ class Channels:
     ) -> tuple[Callable[[], None], Callable[[], Payload]]:
         """Return two functions: one posts the value's receive, the other waits for it where `by` needs it."""
         purpose = f"waiting for {value} from rank {source}, which {by} needs"
-        route, receipt, sent = RecvRoute(value, source), self.receipts.get(value, 0), self.sent[source]
+        route, receipt, sent = RecvRoute(*_place(value, source)), self.receipts.get(value, 0), self.sent[source]
         self.receives.append(route)
         process = self.process(source)
 
@@ -149,16 +185,16 @@ class Channels:
             route.arriving = None
             if receipt > sent.complete:
                 self._release(source, sent, receipt)
-            return self.known.received[value].payload(messages)
+            return self.codecs[route.at].received[route.key].payload(messages)
 
         return post, wait
 
     # A step
 
-    def begin(self, inputs: Inputs) -> None:
+    def begin(self, inputs: Inputs, has_loss: bool) -> None:
         """Begin the handshake of a step; does not wait."""
         self._clear()
-        self.handshake.begin(inputs)
+        self.handshake.begin(inputs, has_loss)
 
     def scatter(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], Callable[[], Leaves]]]:
         assert self.replicas is not None
@@ -177,12 +213,31 @@ class Channels:
             return
         early, self.early = self.early, None
         self.handshake.wait()
-        self.known = self.steps(self.handshake.name)
+        if self.handshake.names != self.names:
+            self._look_up(self.handshake.names)
         if self.replicas is not None and not self.known.is_compared:
             self.handshake.compare(self.digest())
             self.known.is_compared = True
         for route in early:
             self._post(route)
+
+    def _look_up(self, names: list[Names]) -> None:
+        """Find the signatures that are known in a step of these names, of each replica."""
+        self.names = names
+        self.known = self._step_of(tuple(each.step for each in names))
+        own = self._keys(self.connections.grid.replica)
+        self.codecs = [*map(self._codecs_of, own), self.known.codecs]
+
+    def _keys(self, replica: int) -> Sequence[Hashable]:
+        """Return keys of a replica's microbatches, equal where their values have equal signatures."""
+        step, microbatches = self.names[replica]
+        if self.stateful:
+            return list(accumulate(microbatches, lambda *both: hash(both), initial=hash(step)))[1:]
+        return [(step, each) for each in microbatches]
+
+    def outputs_of(self, replica: int) -> list[KnownOutput]:
+        """Return the known outputs of each microbatch of a replica, for the running step."""
+        return list(map(self._output_of, self._keys(replica)))
 
     def end(self) -> None:
         """Finish a step: wait for all sends."""
@@ -206,12 +261,16 @@ class Channels:
             sent.complete = 0
 
     def _post(self, route: RecvRoute) -> None:
-        """Post a receive, or put it off until the value's signature has come."""
-        codec = self.known.received.get(route.value)
-        if codec is None:
-            self.unposted[route.source].append(route)
-        else:
-            messages = codec.buffers()
+        """Post a receive, or put it off until its signature, or one ahead of it, has come."""
+        waiting = self.unposted[route.source]
+        waiting.append(route)
+        if len(waiting) == 1:
+            self._post_known(waiting)
+
+    def _post_known(self, waiting: deque[RecvRoute]) -> None:
+        """Post the receives up to the first whose signature is not known."""
+        while waiting and (codec := self.codecs[waiting[0].at].received.get(waiting[0].key)):
+            route, messages = waiting.popleft(), codec.buffers()
             route.arriving = messages, self.connections.receive(messages, self.process(route.source))
 
     def _release(self, peer: int, sent: _Sent, count: int) -> None:
@@ -225,28 +284,31 @@ class Channels:
 
     def _announce(self, value: fx.Value, target: int, payload: Payload) -> PayloadCodec:
         """Send the value's signature to the receiver."""
-        signature = self._with_optional(value, signature_of(payload))
+        signature = self._with_optional(value, target, signature_of(payload))
         try:
             text = encode(signature)
         except TypeError as error:
             raise self._error(value, f"its output can't be sent: {error}") from error
         self.signatures.append((target, self.connections.send_bytes(text, self.process(target))))
-        codec = self.known.sent[value, target] = PayloadCodec(signature, self.connections.device.torch_device)
+        codec = PayloadCodec(signature, self.connections.device.torch_device)
+        at, key = _place(value, target)
+        self.codecs[at].sent[key] = codec
         return codec
 
     def _receive_signature(self, source: int, purpose: str) -> None:
-        """Receive the signature of the next value of a rank, and post the value's receive."""
-        route = self.unposted[source].popleft()
+        """Receive the signature of the next value of a rank, and post what waits for it."""
+        waiting = self.unposted[source]
         try:
             signature = decode(self.connections.recv_bytes(self.process(source), purpose))
         except TypeError as error:
             raise StageError(
                 f"a value from rank {source} can't be decoded here: {error}", rank=self.connections.grid.rank
             ) from error
-        self.known.received[route.value] = PayloadCodec(signature, self.connections.device.torch_device)
-        self._post(route)
+        codecs, device = self.codecs[waiting[0].at], self.connections.device.torch_device
+        codecs.received[waiting[0].key] = PayloadCodec(signature, device)
+        self._post_known(waiting)
 
-    def _with_optional(self, value: fx.Value, signature: Signature) -> Signature:
+    def _with_optional(self, value: fx.Value, target: int, signature: Signature) -> Signature:
         """Return a gradient's signature with the gradients that its activation wants but no reader gave this time.
 
         These are optional: a later step may give them. An expanded gradient is sent whole: a later one may be dense.
@@ -254,7 +316,8 @@ class Channels:
         if not isinstance(value, fx.Gradient):
             return signature
         leaves = list(map(_dense, signature.leaves))
-        activation = self.known.received.get(fx.Activation(value.stage, value.microbatch))
+        at, key = _place(fx.Activation(value.stage, value.microbatch), target)
+        activation = self.codecs[at].received.get(key)
         optional = []
         for i, spec in enumerate(() if activation is None else activation.signature.leaves):
             if leaves[i] is None and isinstance(spec, TensorSpec) and spec.requires_grad:
@@ -265,6 +328,12 @@ class Channels:
     def _error(self, value: fx.Value, message: str) -> StageError:
         places = {field: getattr(value, field, None) for field in ("stage", "microbatch")}
         return StageError(message, rank=self.connections.grid.rank, **places)
+
+
+def _place(value: fx.Value, rank: int) -> tuple[int, tuple[fx.Value, int]]:
+    """Return the places of a value's codec: the index of its microbatch, -1 if it has none, and the key there."""
+    at: int = getattr(value, "microbatch", -1)
+    return at, (value if at < 0 else replace(value, microbatch=0), rank)  # type: ignore[arg-type]
 
 
 def _dense(spec: Any) -> Any:

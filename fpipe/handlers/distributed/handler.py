@@ -157,8 +157,9 @@ class Distributed:
         options_of_replicas = self.exact, plan.gathered, pieces.sharding
         channels = Channels(
             connections,
-            Handshake(connections, failures),
+            Handshake(connections, failures, plan.microbatches),
             send_completions(programs, self.rank),
+            any(stage.stateful for stage in pieces.pipeline.stages),
             None if self.mesh is None else partial(ReplicaChannels, connections, self.mesh, *options_of_replicas),
         )
         device, markers = connections.device, connections.activity.markers
@@ -414,11 +415,12 @@ class _CompiledProgram:
                 inputs = self._placed(inputs)
             except StageError as error:
                 inputs = replace(inputs, broken=error)
-        self.channels.begin(inputs)
+        has_loss = self.plan.stages - 1 in executor.stages
+        self.channels.begin(inputs, has_loss)
         if inputs.broken is not None:
             self.channels.agree()
         unknown = inputs.rows is None or self.plan.replicas > 1
-        if inputs.weighed and unknown and self.plan.stages - 1 in executor.stages:
+        if inputs.weighed and unknown and has_loss:
             self.channels.agree()  # the loss is scaled by rows that only other ranks know
             executor.set_rows(self.channels.handshake.rows, self.channels.handshake.here)
         executor.run(0, len(program))
@@ -455,15 +457,17 @@ class _CompiledProgram:
             for holder in plan.placement.holders[last]:
                 first, own = replica * plan.microbatches, plan.microbatches_of(last, holder)
                 blocks.append((grid.process(holder, replica), range(first + own.start, first + own.stop)))
-        for home, block in blocks if self.pieces.gather else ():
+        known = [self.channels.outputs_of(r) for r in range(grid.replicas)] if self.pieces.gather else []
+        for home, block in blocks if known else ():
             for m in block:
                 output = flatten(results.outputs[m]) if home == rank else None
-                purpose, gathered = f"gathering the outputs of microbatch {m}", self.channels.known.gathered
-                payload, gathered[m] = self.connections.broadcast_payload(output, home, purpose, gathered.get(m))
+                replica, at = divmod(m, plan.microbatches)
+                purpose, before = f"gathering the outputs of microbatch {m}", known[replica][at]
+                payload, before.codec = self.connections.broadcast_payload(output, home, purpose, before.codec)
                 results.outputs[m] = payload.tree
         if len(results.outputs) in (plan.microbatches, plan.microbatches * grid.replicas):
             try:
-                results.output = self.pieces.merge(results.outputs)
+                results.output = self.pieces.merge(results.outputs, self.channels.handshake.apart)
             except ValueError as error:
                 raise StageError(f"the outputs can't be merged: {error}", rank=grid.rank, stage=last) from error
         dtype = self.channels.known.loss_dtype
