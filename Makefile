@@ -45,6 +45,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.mesh
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.timed
 	$(BIN)/python -m benchmarks.scale
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lengths
 	$(BIN)/python -m benchmarks.tab
 
 # Needs no .venv: where there is none, or PYTHON is given, it takes that Python's own torch. PARTS has more options.

@@ -76,6 +76,17 @@ def test_scale(printed):
     assert 0 < row["bubble"] < 1
 
 
+@pytest.mark.skipif(not ALL, reason="four processes for two steps: FPIPE_TESTS=all runs them")
+def test_lengths(printed):
+    from benchmarks import lengths
+
+    options = ("--stages", "timed", "--schedules", "1f1b", "--sigmas", "0.6", "--rounds", "1")
+    drawn, peak = printed(lengths, *options)
+    assert (drawn["order"], peak["order"]) == ("drawn", "peak")
+    assert peak["predicted_ms"] < drawn["predicted_ms"]
+    assert peak["measured_ms"] > peak["work_ms"] > 0
+
+
 @pytest.mark.parametrize("option", [("--ranks", "3"), ("--width", "33"), ("--schedules", "zb-h1"), ("--out", "x.txt")])
 def test_a_wrong_option_says_what_is_possible(option, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["peers", *option])

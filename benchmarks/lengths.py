@@ -1,0 +1,154 @@
+"""Compare orders of microbatches of unequal lengths, `fpipe.Microbatches`: measured and predicted steps.
+
+    python -m benchmarks.lengths                                   # both tables
+    python -m benchmarks.lengths --stages timed --schedules zb-h1 --sigmas 0.6
+    python -m benchmarks.lengths --json                            # a list of objects, and nothing else
+
+Lengths are lognormal with the given sigma, 16 microbatches a step, in the order drawn and in that of
+`fpipe.by_length`, "peak". `real` has two ranks of encoder layers, `models.layers`, with two sequences of 64 tokens on
+average a microbatch, in multiples of 16. `timed` has four ranks whose pieces sleep in proportion to the length, for 10
+ms on average and rank.
+
+A prediction is `simulate` with costs from `fpipe.profile` for the average length, times `Costs(scale=)`, and with a
+measured link. The work is that of the busiest rank, predicted. Measured steps are medians of rounds, from a barrier to
+a barrier; the first call of a step, which traces every length, is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.spawn import ProcessException
+
+import fpipe
+from benchmarks import models, timed
+from fpipe import Microbatches, Pipeline, handlers, interop
+from fpipe.schedules.catalogue import CATALOGUE
+
+RANKS = {"real": 2, "timed": 4}
+MICROBATCHES, WIDTH, LENGTH, MULTIPLE = 16, 128, 64, 16
+SECONDS = 10e-3  # of each of a rank's three pieces, at the average length
+SCHEDULES = ("1f1b", "zb-h1", "zb-v")  # under GPipe every order takes as long
+ORDERS: Mapping[str, Callable[[Sequence[int]], list[int]]] = {
+    "drawn": lambda lengths: list(range(len(lengths))),
+    "peak": fpipe.by_length,
+}
+
+
+def drawn(sigma: float) -> list[int]:
+    """Return lengths whose mean is about LENGTH."""
+    factors = np.random.default_rng(0).lognormal(-(sigma**2) / 2, sigma, MICROBATCHES)
+    return [max(MULTIPLE, MULTIPLE * round(LENGTH * factor / MULTIPLE)) for factor in factors]
+
+
+def model(kind: str, stages: int) -> tuple[Pipeline, dict[int, Any]]:
+    """Return a pipeline and its params."""
+    if kind == "real":
+        return interop.from_modules(models.stages(models.layers(WIDTH), stages), loss=models.loss_fn)
+    seconds = SECONDS * RANKS[kind] / stages / LENGTH  # for a token
+    stage = lambda w, x: timed.forward(x, w, x.shape[1] * seconds)  # noqa: E731
+    return Pipeline([stage] * stages, models.loss_fn), {s: torch.ones(4) for s in range(stages)}
+
+
+def data(kind: str, length: int) -> tuple[Tensor, Tensor]:
+    """Return a microbatch and its target."""
+    shape = (models.ROWS, length, WIDTH if kind == "real" else 1)
+    return torch.full(shape, 0.5), torch.zeros(shape)
+
+
+def job(
+    rank: int, ranks: int, kind: str, names: Sequence[str], sigmas: Sequence[float], rounds: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Run one process: yield the rows of each schedule, as measured on rank 0."""
+    handler = handlers.Distributed(timeout=models.TIMEOUT)
+    link = models.ping(rank, data(kind, LENGTH)[0])
+    for name in names:
+        plan = CATALOGUE[name].plan(ranks, MICROBATCHES)
+        pipeline, params = model(kind, plan.stages)
+        options: dict[str, Any] = {
+            "microbatches": 1,
+            "autodiff": "graph",
+            "repeats": models.REPEATS,
+            "handler": handler,
+        }
+        costs = replace(fpipe.profile(pipeline, params, *data(kind, LENGTH), **options), communication=link)
+        schedule = CATALOGUE[name].schedule(plan)
+        step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph")
+        cases = {}
+        for sigma in sigmas:
+            lengths = drawn(sigma)
+            for order, ordered in ORDERS.items():
+                each = [lengths[i] for i in ordered(lengths)]
+                batch, target = map(Microbatches, zip(*(data(kind, n) for n in each), strict=True))
+                call = partial(step, pipeline.params_on(params, plan, rank), batch, target)
+                call()
+                cases[sigma, order] = each, call
+        times = {case: list[float]() for case in cases}
+        for _ in range(rounds):
+            for case, (_, call) in cases.items():
+                times[case].append(timed.milliseconds(call))
+        rows = []
+        for (sigma, order), (each, _) in cases.items():
+            timeline = fpipe.simulate(schedule, plan, replace(costs, scale=[n / LENGTH for n in each]))
+            rows.append(
+                {
+                    "stages": kind,
+                    "ranks": ranks,
+                    "schedule": name,
+                    "sigma": sigma,
+                    "order": order,
+                    "measured_ms": statistics.median(times[sigma, order]),
+                    "predicted_ms": 1e3 * timeline.makespan,
+                    "work_ms": 1e3 * max(timeline.busy),
+                }
+            )
+        yield rows
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    for row in rows:
+        measured, predicted, work = (row[key] for key in ("measured_ms", "predicted_ms", "work_ms"))
+        print(
+            f"{row['stages']:5}  {row['ranks']} ranks  {row['schedule']:6}  sigma {row['sigma']:g}  {row['order']:5}  "
+            f"measured {measured:6.0f} ms  predicted {predicted:6.0f} ms  ({measured / predicted:.2f})  "
+            f"over the work {measured / work:.2f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", nargs="+", choices=RANKS, default=list(RANKS))
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--sigmas", nargs="+", type=float, default=[0.3, 0.6])
+    parser.add_argument("--rounds", type=models.positive, default=5)
+    parser.add_argument("--limit", type=models.positive, default=900, help="seconds until processes are ended")
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    options = parser.parse_args()
+    print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
+    rows: list[dict[str, Any]] = []
+    try:
+        for kind in options.stages:
+            arguments = kind, options.schedules, options.sigmas, options.rounds
+            for found in models.in_processes(job, RANKS[kind], *arguments, limit=options.limit):
+                rows += found
+                if not options.json:
+                    show(found)
+    except (TimeoutError, ProcessException) as error:
+        sys.exit(f"lengths: {str(error).strip()}")
+    if options.json:
+        print(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
