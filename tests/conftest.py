@@ -36,7 +36,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def pools():
-    """`pools(n)`: n processes joined by gloo, made on first use and kept."""
+    """`pools(n)`: n processes joined by gloo, made on first use and kept in `pools.made`."""
     made = {}
 
     def get(size):
@@ -44,9 +44,20 @@ def pools():
             made[size] = Pool(size)
         return made[size]
 
+    get.made = made
     yield get
     for pool in made.values():
         pool.close()
+
+
+@pytest.fixture(scope="module")
+def grids(pools):
+    """Leaves no handler on a grid behind: each of its groups has a thread that polls."""
+    from tests.support.replica_jobs import forget
+
+    yield
+    for pool in pools.made.values():
+        pool.run(forget)
 
 
 @pytest.fixture(scope="session")

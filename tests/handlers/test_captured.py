@@ -711,7 +711,7 @@ def test_an_error_of_a_stage_leaves_the_graphs_as_they_were():
         ({"batch": torch.zeros(1, 8)}, "too few for 2 microbatches"),
         ({"batch": {"x": object()}}, r"the argument .*\['x'\] can't be captured: a value of type builtins.object"),
         ({"batch": torch.zeros(8, 8, device="meta")}, "are on one device, not on cpu and meta: move them there"),
-        ({"rng": 3}, "TypeError: cannot unpack non-iterable int"),
+        ({"rng": 3}, r"rng must be \(seed, step\), as in rng=\(0, step\), not 3"),
         ({"state": {0: {}}}, "state has an entry for stage 0, which is not a stateful stage"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 import signal
@@ -80,6 +81,13 @@ def handler(grid, exact=True):
     """One handler for all jobs of this process on a grid: its connections are made once."""
     device = None if grid.kind == "cpu" else torch.device(grid.kind, torch.cuda.current_device())
     return handlers.Distributed(grid.mesh["pp"], replicas=grid.over, exact=exact, timeout=30, device=device)
+
+
+def forget(rank):
+    """Close the connections of all grids."""
+    handler.cache_clear()
+    alone_on.cache_clear()
+    gc.collect()
 
 
 def make(name, schedule, ranks, replicas, microbatches):
