@@ -96,7 +96,7 @@ def local(leaf: Tensor) -> Tensor:
 def layout_key(leaf: Tensor) -> tuple[object, ...]:
     """Return a key of a leaf: leaves with equal keys have equal layouts over the replicas."""
     if is_dtensor(leaf):
-        return leaf.shape, leaf.dtype, leaf.placements, leaf.device_mesh
+        return leaf.shape, leaf.dtype, leaf.stride(), leaf.placements, leaf.device_mesh
     return leaf.shape, leaf.dtype, leaf.stride()
 
 

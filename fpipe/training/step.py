@@ -23,7 +23,7 @@ from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, R
 from fpipe.plan import Plan, Schedule
 from fpipe.policies import everything_saveable
 from fpipe.profiling.observers import observing, watches_effects
-from fpipe.programs.lowering import forward_only, lower, wavefront
+from fpipe.programs.lowering import forward_only, gathered, lower, wavefront
 from fpipe.programs.program import Programs, plan_of
 from fpipe.programs.residence import residence
 from fpipe.programs.schedules import as_schedule
@@ -211,7 +211,7 @@ def evaluate(
     how = has_aux, reduction, weight, in_axes, out_axes, gather, options, sharding, buffers
     spec = _StepSpec(pipeline, plan, ranks, replicas, loss, *how)
     programs = forward_only(lower(schedule, plan, depth=prefetch, effects=effects))
-    if resident is not None:
+    if resident is not None and not gathered(programs):
         programs = residence(programs, resident)
     check(programs)
     name = f"evaluate of {_name(schedule)}"

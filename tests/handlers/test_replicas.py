@@ -11,6 +11,7 @@ import torch
 
 import fpipe
 from fpipe import Placement, handlers, schedules
+from fpipe.effects import Gather, Release
 from tests.handlers.test_weights import case as unlabelled_case
 from tests.handlers.test_weights import labelled, whole
 from tests.support import cases, jobs, replica_jobs
@@ -212,6 +213,28 @@ def test_memory_formats_stay(pools, which):
         assert different == []
         assert seen == {(5, 1, 5, 5)}
         assert of_gradients == of_params
+
+
+def test_strides_may_change_from_step_to_step(pools):
+    """The gradient's piece has those of its parameter."""
+    for seen, placed in pools(2).run(replica_jobs.train_transposed, Grid("dp2 pp1")):
+        assert seen == [(4, 1), (1, 4)]
+        assert placed
+
+
+@pytest.mark.parametrize("which", [None, "least"])
+def test_nothing_of_a_step_stays(pools, which):
+    """Neither the batch nor a gradient, however long the step is kept."""
+    assert pools(4).run(replica_jobs.left_of_a_step, Grid("dp2 pp2"), which) == [[]] * 4
+
+
+def test_a_schedule_with_its_own_gathers_is_evaluated():
+    pipeline = fpipe.Pipeline([lambda p, x: x * p, lambda p, x: x + p], loss=cases.mse)
+    plan = pipeline.plan(Placement.loop(2), 2, replicas=2)
+    table = {r: [Gather(r), *schedules.gpipe(r, plan), Release(r)] for r in range(2)}
+    options = {"handler": handlers.Local(), "schedule": schedules.from_table(table), "resident": 1}
+    outputs = fpipe.evaluate(pipeline, plan, **options)({0: torch.tensor(2.0), 1: torch.tensor(1.0)}, torch.ones(4))
+    assert outputs.tolist() == [3.0] * 4
 
 
 @pytest.mark.parametrize("which", [None, "least", "all"])

@@ -83,6 +83,44 @@ def handler(grid, exact=True):
     return handlers.Distributed(grid.mesh["pp"], replicas=grid.over, exact=exact, timeout=30, device=device)
 
 
+def train_transposed(rank, grid):
+    """Strides that a stage saw in two steps, and whether each gradient's piece has those of its parameter."""
+    seen, placed = [], []
+
+    def stage(p, x):
+        seen.append(p["w"].stride())
+        return x @ p["w"]
+
+    pipeline = fpipe.Pipeline([stage], loss=cases.mse)
+    plan, own = pipeline.plan(fpipe.Placement.loop(1), 1, replicas=2), handler(grid)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=own, resident=1, autodiff="eager")
+    for w in (torch.ones(4, 4), torch.ones(4, 4).t()):
+        params = interop.fsdp({0: {"w": w}}, grid.over)
+        _, grads = step(params, torch.ones(2, 4), torch.zeros(2, 4))
+        placed.append(local(grads[0]["w"]).stride() == local(params[0]["w"]).stride())
+    return seen, all(placed)
+
+
+def left_of_a_step(rank, grid, which):
+    """What is alive of a step's arguments and results after they are given up, while the step is kept."""
+    case, generator, plan = make("linear", "zb_v", grid.ranks, grid.replicas, 2)
+    own = handler(grid)
+    params, batch, target = arguments(case, plan, own.grid)
+    params = params if which is None else interop.fsdp(params, grid.over)
+    resident = room(generator, plan, which)
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, resident=resident, autodiff="eager")
+    batch = optree.tree_map(torch.clone, batch)
+    loss, grads = step(params, batch, target)
+    trees = {"batch": batch, "gradients": grads, "loss": loss}
+    alive = {
+        name: [StorageWeakRef(local(x).untyped_storage()) for x in optree.tree_leaves(tree)]
+        for name, tree in trees.items()
+    }
+    del batch, grads, loss, trees
+    gc.collect()
+    return [name for name, storages in alive.items() if not all(storage.expired() for storage in storages)]
+
+
 def forget(rank):
     """Close the connections of all grids."""
     handler.cache_clear()

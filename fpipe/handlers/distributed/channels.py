@@ -247,8 +247,11 @@ class Channels:
             self._release(peer, sent, sent.complete + len(sent.in_flight))
 
     def clear(self) -> None:
-        """Drop everything that a failed step left: a pending work would keep its connection open."""
+        """Drop everything that refers to a step: a pending work would keep its connection open."""
         self.handshake.clear()
+        self.digest = dict
+        if self.replicas is not None:
+            self.replicas.clear()
         self._clear()
 
     def _clear(self) -> None:

@@ -87,6 +87,7 @@ class ReplicaChannels:
         self.sharding = sharding
         self.members = connections.lanes["scatter"]
         self.shards: dict[int, Shards] = {}
+        self.reductions: list[list[_Reduction]] = []  # of each scatter of the program, where it is not taken yet
         self.known: dict[int, tuple[list[tuple[object, ...]], dict[int, Layout]]] = {}  # by stage, of the step before
 
     def begin(self, step: Step) -> None:
@@ -120,6 +121,12 @@ class ReplicaChannels:
                 layouts = {i: replace(layout, dtype=pieces[i].dtype) for i, layout in layouts.items()}
             self.shards[stage] = Shards(pieces, layouts)
             prepared.leaves[:] = self.shards[stage].pieces
+
+    def clear(self) -> None:
+        """Drop what refers to a step's params and gradients."""
+        self.shards = {}
+        for reductions in self.reductions:
+            reductions.clear()
 
     def _layouts(self, stage: int, tensors: Mapping[int, Tensor], names: Sequence[str]) -> dict[int, Layout]:
         """Return the layouts of a stage's params: those of the step before, where they are placed alike."""
@@ -240,6 +247,7 @@ class ReplicaChannels:
     def scatter(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], Callable[[], Leaves]]]:
         purpose = f"adding the gradients of stage {stage} over the replicas"
         reductions: list[_Reduction] = []
+        self.reductions.append(reductions)
 
         def post(step: Step) -> None:
             self.agree()
