@@ -21,16 +21,28 @@ PREFIXES = (
     "GLOO_",
     "GOTO_",
     "KMP_",
-    "LOCAL_",
-    "MASTER_",
     "MKL_",
     "NCCL_",
     "OMP_",
     "PYTORCH_",
-    "TORCH",
+    "TORCH_",
+    "TORCHDYNAMO_",
+    "TORCHELASTIC_",
+    "TORCHINDUCTOR_",
 )
-NAMES = ("GROUP_RANK", "RANK", "WORLD_SIZE")
-SECRET = ("KEY", "PASSWORD", "SECRET", "TOKEN")
+LAUNCHER = (  # whole names: LOCAL_ and MASTER_ begin those of other programs too
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "WORLD_SIZE",
+)
+SECRET = ("AUTH", "CRED", "KEY", "PASS", "PWD", "SECRET", "TOKEN")
 
 
 @verb("fpipe env", "fpipe env --json")
@@ -41,7 +53,7 @@ def env(as_json: Json = False) -> None:
         "where": str(Path(__file__).parents[1]),
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
-        "cores": {"all": os.cpu_count(), "usable": len(os.sched_getaffinity(0))},
+        "cores": {"all": os.cpu_count(), "usable": _usable_cores()},
         "packages": dict(_packages()),
         "torch": _torch(),
         "environment": dict(_variables()),
@@ -50,6 +62,11 @@ def env(as_json: Json = False) -> None:
         print_json(described)
     else:
         print("\n".join(_lines(described)))
+
+
+def _usable_cores() -> int | None:
+    """Return the number of cores that this process may use; of all, where the system has no affinity (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _packages() -> Iterator[tuple[str, str | None]]:
@@ -89,9 +106,9 @@ def _devices(torch: Any) -> Iterator[str]:
 
 
 def _variables() -> Iterator[tuple[str, str]]:
-    """Yield the environment variables that concern a run, but for secrets."""
+    """Yield the environment variables that concern a run, without those whose names are like those of secrets."""
     for name, value in sorted(os.environ.items()):
-        if (name.startswith(PREFIXES) or name in NAMES) and not any(part in name for part in SECRET):
+        if (name.startswith(PREFIXES) or name in LAUNCHER) and not any(part in name.upper() for part in SECRET):
             yield name, value
 
 

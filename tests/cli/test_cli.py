@@ -680,17 +680,32 @@ def test_the_version():
 
 
 def test_env_describes_the_machine(monkeypatch):
-    for name, value in (("OMP_NUM_THREADS", "1"), ("TORCH_TOKEN", "secret"), ("SHELL", "sh")):
+    shown = {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "MASTER_PORT": "29500", "TORCHINDUCTOR_MAX_AUTOTUNE": "1"}
+    names = (
+        "TORCH_TOKEN",
+        "LOCAL_DB_PASS",
+        "MASTER_PASS",
+        "LOCAL_DSN",
+        "NCCL_PWD",
+        "TORCH_aws_cred",
+        "FPIPE_AUTH",
+        "SHELL",
+    )
+    for name, value in (shown | dict.fromkeys(names, "hunter2")).items():
         monkeypatch.setenv(name, value)
     described = told("env")
     assert described["fpipe"] == fpipe.__version__
     assert described["packages"]["torch"] == version("torch")
     assert described["torch"]["backends"][0] == "gloo"
-    assert described["environment"]["OMP_NUM_THREADS"] == "1"
-    assert not {"TORCH_TOKEN", "SHELL"} & described["environment"].keys()
-    shown = run("env").stdout
-    assert f"\n  torch: {version('torch')}\n" in shown
-    assert "secret" not in shown
+    assert shown.items() <= described["environment"].items()
+    printed = run("env").stdout
+    assert f"\n  torch: {version('torch')}\n" in printed
+    assert "hunter2" not in printed + json.dumps(described)
+
+
+def test_env_counts_cores_where_there_is_no_affinity(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert told("env")["cores"] == {"all": os.cpu_count(), "usable": os.cpu_count()}
 
 
 def test_env_reports_a_broken_torch(monkeypatch):
