@@ -24,7 +24,7 @@ from fpipe.handlers.calls import paths_read
 from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.distributed.strides import buffer, strides_of
 from fpipe.handlers.local import Local
-from fpipe.handlers.protocol import Inputs, Observer, Peers, ValueStore
+from fpipe.handlers.protocol import Handler, Inputs, Observer, Peers, ValueStore
 from fpipe.plan import Placement, Plan
 from fpipe.policies import everything_saveable
 from fpipe.profiling import replicas
@@ -63,7 +63,7 @@ def profile(
     sharding: Sharding = OWN_DTYPES,
     compile: bool | str = False,  # noqa: A002
     repeats: int = 10,
-    handler: Distributed | None = None,
+    handler: Handler | None = None,
 ) -> Costs:
     """Measure what each stage costs on this machine, for `simulate`, `search` and schedules that order by costs.
 
@@ -76,8 +76,9 @@ def profile(
         repeats: the number of measured steps with fused backwards, of those with split ones, and of gathers and
             scatters of each stage, after unmeasured ones.
         handler: measure in all its processes at the same time, and return the same costs in each: the medians over
-            them. Every process calls `profile`. Where it has replicas, `gather` and `scatter` are measured as it runs
-            them, on all ranks at once and with no compute beside them; `gather` is 0 where params are not sharded.
+            them. Every process calls `profile`. One that plays all ranks in this process, such as `Local`, changes
+            nothing. Where a `Distributed` has replicas, `gather` and `scatter` are measured as it runs them, on all
+            ranks at once and with no compute beside them; `gather` is 0 where params are not sharded.
 
     Returns:
         `Costs` in seconds for `forward`, `backward`, `backward_input` and `backward_weight`, as `Local` runs them, with
@@ -118,14 +119,15 @@ def profile(
     peers = None if handler is None or handler.peers is None else handler.peers.new_group("a profile", hint=HINT)
     run = _agreed(peers, prepared, "tracing stages")
     seconds = _agreed(peers, lambda: run.seconds(repeats), "measuring stages")
-    if handler is not None and handler.grid.replicas > 1:
+    count = 1 if handler is None else handler.replicas(plan).count
+    if isinstance(handler, Distributed) and count > 1:
         seconds |= replicas.measure(pieces, params, run.inputs.state, handler, run.profiler.now, repeats)
     if peers is not None:
         seconds = _joined(peers.gather(seconds, "comparing times"))
     return replace(
         run.profiler.costs(plan, seconds),
         **_sizes(params, range(plan.stages), sharding),
-        replicas=1 if handler is None else handler.grid.replicas,
+        replicas=count,
     )
 
 

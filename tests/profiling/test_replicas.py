@@ -77,3 +77,12 @@ def test_what_is_wrong_in_one_process_is_raised_in_all(pools):
         assert "stage 3" in found[rank]
     few = pools(4).run(profiled, "few")
     assert all(text.startswith("ScheduleError: the plan has 1 ranks, the group 2 processes") for text in few)
+
+
+def test_a_handler_that_plays_all_ranks_measures_in_this_process():
+    pipeline = fpipe.Pipeline([lambda p, x: x * p, lambda p, x: x * p], loss=lambda y, t: (y - t).sum())
+    params = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}
+    for handler in (handlers.auto(), handlers.Local(), handlers.Reference()):
+        costs = fpipe.profile(pipeline, params, torch.ones(4), torch.ones(4), repeats=1, handler=handler)
+        assert costs.replicas == 1
+        assert min(costs.forward + costs.backward) > 0
