@@ -1,6 +1,10 @@
 """The handler for the way in which a program was started."""
 
+import atexit
+from importlib import import_module
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from fpipe import Pipeline, Placement, handlers
@@ -11,7 +15,7 @@ import atexit
 import sys
 
 at_exit = []
-atexit.register = at_exit.append  # a forked process ends without calling them
+atexit.register = lambda *call: at_exit.append(call)  # a forked process ends without calling them
 
 import torch
 import torch.distributed as dist
@@ -27,19 +31,50 @@ step = fpipe.value_and_grad(pipeline, "1f1b", plan, handler=handler)
 loss, grads = step(params, torch.ones(4), torch.zeros(4))
 if handler.is_first:
     print(type(handler).__name__, handler.rank, sorted(params), loss.item())
-for failed in (True, False) if dist.is_initialized() else ():
-    sys.last_value = RuntimeError("unhandled") if failed else None
-    for function in at_exit:
-        if function.__module__.startswith("fpipe"):
-            function()
-    assert dist.is_initialized() == failed
+
+def end():
+    for function, *arguments in at_exit:
+        if function.__module__.startswith("fpipe.handlers.distributed.auto"):
+            function(*arguments)
+
+if dist.is_initialized():
+    sys.last_value = RuntimeError("unhandled")
+    end()
+    assert dist.is_initialized()
+    sys.last_value = None
+    end()
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    end()
+    assert dist.is_initialized()  # since it is the program's
+    assert isinstance(handlers.auto(), handlers.Local)
+    dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("processes", "printed"), [(0, "Local 0 [0, 1] 12.0\n"), (2, "Distributed 0 [0] 12.0\n")])
+LOCAL = "Local 0 [0, 1] 12.0\n"
+
+
+@pytest.mark.parametrize(("processes", "printed"), [(0, LOCAL), (1, LOCAL), (2, "Distributed 0 [0] 12.0\n")])
 def test_one_program_runs_in_one_process_and_in_two(processes, printed, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     assert script(tmp_path / "train.py", processes=processes, cwd=tmp_path) == printed
+
+
+@pytest.mark.parametrize(("local_rank", "devices", "device"), [("1", 4, 1), (None, 4, 2), (None, 1, 0), (None, 0, 0)])
+def test_the_gpu_of_a_process(local_rank, devices, device, monkeypatch):
+    chosen = []
+    monkeypatch.setenv("RANK", "6")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(dist, "init_process_group", chosen.append)
+    monkeypatch.setattr(atexit, "register", lambda *call: None)
+    import_module("fpipe.handlers.distributed.auto")._init(torch.device("cuda"))
+    assert chosen == [device, "nccl"]
 
 
 def with_a_group_of_its_own(rank):

@@ -21,16 +21,19 @@ def auto(
     compute_timeout: float = 1800.0,
     functions: Functions = NO_FUNCTIONS,
 ) -> Distributed | Local:
-    """Return `Distributed` under torchrun, or where torch.distributed is initialized; else `Local`.
+    """Return `Distributed` where there are several processes: under torchrun, or in torch.distributed; else `Local`.
 
     Under torchrun, or any launcher that sets RANK and WORLD_SIZE, it calls `torch.distributed.init_process_group` if
     nobody has: with NCCL for a CUDA device, which then is the current one, else with gloo. It destroys this group when
-    the process exits, unless by an exception, because the other ranks may then wait. A group that it finds stays as it
-    is. Call it before the process uses CUDA: it sets CUDA_DEVICE_MAX_CONNECTIONS to 32 if that is not set.
+    the process exits, by `sys.exit` too, but not once an exception was uncaught (`sys.last_value`): messages of a
+    failed step may never arrive, and NCCL would wait for them. A group that it finds stays as it is. A single process
+    (WORLD_SIZE=1, or a group of one) gets `Local`, which runs plans of any number of ranks, and makes no group.
+    Call it before the process uses CUDA: it sets CUDA_DEVICE_MAX_CONNECTIONS to 32 if that is not set.
 
     Args:
         device: where values are under torchrun; by default of the type of torch's default device. "cuda" is the device
-            of this process on its host, LOCAL_RANK. `Local` leaves values where they are.
+            of this process on its host: LOCAL_RANK, or where the launcher does not set it, RANK modulo the number of
+            visible devices. `Local` leaves values where they are.
         timeout, compute_timeout: of `Distributed`.
         functions: of either.
 
@@ -39,21 +42,34 @@ def auto(
     >>> handler, handler.rank, handler.is_first
     (Local(), 0, True)
     """
+    if _processes() == 1:
+        return Local(functions=functions)
     if not dist.is_initialized():
-        if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-            return Local(functions=functions)
         _init(torch.device(device or torch.get_default_device().type))
     return Distributed(device=device, timeout=timeout, compute_timeout=compute_timeout, functions=functions)
+
+
+def _processes() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else 1
 
 
 def _init(device: torch.device) -> None:
     if device.type == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if device.index is None else device.index)
+        torch.cuda.set_device(_local_rank() if device.index is None else device.index)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    atexit.register(_destroy)
+    atexit.register(_destroy, dist.group.WORLD)
 
 
-def _destroy() -> None:
-    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+def _local_rank() -> int:
+    """Return the number of this process on its host; consecutive ranks share a host, with a device for each."""
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    return int(os.environ["RANK"]) % max(1, torch.cuda.device_count())
+
+
+def _destroy(group: dist.ProcessGroup | None) -> None:
+    if dist.group.WORLD is group and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
