@@ -149,7 +149,7 @@ LARGE = 2_000_000  # forwards
 SECONDS, BYTES = 150e-6, 3000  # that lowering, verifying and simulating a forward takes with its backward, in CPython
 
 
-def check_size(stages: int, microbatches: int, any_size: bool) -> None:
+def check_size(stages: int, microbatches: int, any_size: bool, option: str = "--ranks") -> None:
     """Raise typer.BadParameter for a plan that would take very long, before anything of that size is made."""
     count = stages * microbatches
     if count > LARGE and not any_size:
@@ -157,7 +157,7 @@ def check_size(stages: int, microbatches: int, any_size: bool) -> None:
             f"{number(count)} forwards ({stages} stages, {microbatches} microbatches) take about "
             f"{number(count * SECONDS / 60)} minutes and {format_bytes(count * BYTES)} for one schedule: take fewer, "
             "or --any-size",
-            param_hint="--ranks",
+            param_hint=option,
         )
 
 
@@ -184,8 +184,11 @@ class PlanOptions:
 
     def _plan(self, entry: CatalogueEntry | None) -> Plan:
         if self.placement and self.placement not in PLACES:
-            return self.check_consistent(Plan(_listed(self.placement), self._required("microbatches")), self.placement)
+            placement, microbatches = _listed(self.placement), self._required("microbatches")
+            check_size(placement.stages, microbatches, self.any_size, option="--microbatches")
+            return self.check_consistent(Plan(placement, microbatches), self.placement)
         ranks, microbatches = self._required("ranks"), self._required("microbatches")
+        # with both-ways the copies of a stage share its microbatches: forwards are those of one stage on each rank
         chunks = self.chunks or (2 if self.placement == "v" else entry.chunks if entry and not self.placement else 1)
         check_size(ranks * chunks, microbatches, self.any_size)
         if entry and not self.placement:

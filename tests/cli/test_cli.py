@@ -752,6 +752,9 @@ def test_the_list_of_schedules_is_whole_in_40_columns():
     [
         ("simulate", "gpipe", "--ranks", "1000000", "--microbatches", "8"),
         ("draw", "zb-v", "--ranks", "1000000000", "--microbatches", "1"),
+        ("verify", "gpipe", "--placement", "0,1", "--microbatches", "100000000"),
+        ("simulate", "mine.py:eager", "--placement", "0+1,1+0", "--microbatches", "100000000"),
+        ("simulate", "dualpipe", "--placement", "both-ways", "--ranks", "1000000", "--microbatches", "8"),
         ("compare", "--ranks", "1000000", "--microbatches", "8"),
         ("search", "--ranks", "4000000000000", "--microbatches", "8"),
         ("export", "mine.py:eager", "--ranks", "1000000", "--microbatches", "8"),
@@ -765,6 +768,9 @@ def test_the_limit_of_sizes_is_lifted(monkeypatch):
     monkeypatch.setattr("fpipe.cli.options.LARGE", 10)
     run("simulate", "gpipe", *SMALL, status=2)
     assert told("simulate", "gpipe", *SMALL, "--any-size")["ranks"] == 4
+    listed = ("simulate", "gpipe", "--placement", "0,1", "--microbatches", "6")
+    run(*listed, status=2)
+    assert told(*listed, "--any-size")["ranks"] == 2
     assert told("compare", "gpipe", *SMALL, "--any-size")["schedules"][0]["ranks"] == 4
 
 
