@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 
@@ -153,7 +154,7 @@ class Pipeline:
                 stage=stage,
             ) from error
 
-    def params_on(self, params: Mapping[int, Any], plan: Plan, rank: int | PlaysRanks) -> dict[int, Any]:
+    def params_on(self, params: Mapping[int, Any], plan: Plan, rank: SupportsIndex | PlaysRanks) -> dict[int, Any]:
         """Return the params that a rank, or a process, needs: its stages' trees, and the entries that they share.
 
         Args:
@@ -171,7 +172,7 @@ class Pipeline:
                 trees[owner] = set_at(trees.get(owner, {}), path, self._shared(params, *users[0], owner, path))
         return dict(sorted(trees.items()))
 
-    def state_on(self, state: Mapping[int, Any], plan: Plan, rank: int | PlaysRanks) -> dict[int, Any]:
+    def state_on(self, state: Mapping[int, Any], plan: Plan, rank: SupportsIndex | PlaysRanks) -> dict[int, Any]:
         """Return the state that a rank, or a process, needs: its stages' trees. `rank` is as in `params_on`.
 
         >>> pipeline = Pipeline([Stage(lambda p, s, x: (x, s), stateful=True)] * 2)
@@ -217,8 +218,8 @@ class Pipeline:
         return twin
 
 
-def _stages_on(plan: Plan, rank: int | PlaysRanks) -> list[int]:
-    ranks = [rank] if isinstance(rank, int) else rank.ranks(plan)
+def _stages_on(plan: Plan, rank: SupportsIndex | PlaysRanks) -> list[int]:
+    ranks = [operator.index(rank)] if isinstance(rank, SupportsIndex) else rank.ranks(plan)
     return sorted({stage for each in ranks for stage in plan.stages_on(each)})
 
 

@@ -3,6 +3,7 @@
 import atexit
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,5 +93,6 @@ def test_params_and_state_of_all_ranks_of_a_process():
     plan = pipeline.plan(Placement.loop(3), 1)
     params = {0: {"wte": 1, "wpe": 2}, 1: {}, 2: {}}
     assert pipeline.params_on(params, plan, handlers.Local()) == params
-    assert pipeline.params_on(params, plan, 2) == {0: {"wte": 1}, 2: {}}
+    for rank in (2, np.int64(2), torch.tensor(2)):
+        assert pipeline.params_on(params, plan, rank) == {0: {"wte": 1}, 2: {}}
     assert pipeline.state_on({0: 1, 2: 3}, plan, handlers.Reference()) == {0: 1, 2: 3}
