@@ -538,6 +538,15 @@ def test_what_does_not_fit_is_refused_on_every_process(pools, fault):
         text = FAULTS[fault][1]
 
 
+def test_a_refused_step_leaves_no_weights(pools):
+    """The next step is scaled by its own weights, though nothing is received before they are."""
+    (first, *different), (second, *others) = pools(2).run(replica_jobs.refused, Grid("dp2 pp1"))
+    assert first[0] == "TransportError"
+    assert "can't run the step, for a peer can't: replica 1, rank 0: batch (float32[1, 8]) has 1 rows" in first[1]
+    assert second[0] == "StageError"
+    assert different == others == [[]]
+
+
 @pytest.mark.parametrize(
     ("text", "fault", "error"),
     [

@@ -694,6 +694,26 @@ def wrong(rank, grid, fault):
     return error, train(rank, grid, "linear", "looped_bfs", 2, "all")
 
 
+def refused(rank, grid):
+    """The error of a weighed step that the last replica refuses, and the differences of a step after it.
+
+    With one rank, the first message of a step may be the weights of the other replicas.
+    """
+    case, generator, plan = make("linear", "gpipe", grid.ranks, grid.replicas, 2)
+    own = handler(grid)
+    params, batch, target = arguments(case, plan, own.grid)
+    options = {"weight": lambda target: target.square().sum()}
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **options)
+    step(params, batch, 2 * target)
+    error = None
+    try:
+        step(params, batch[:1] if own.grid.replica == grid.replicas - 1 else batch, 2 * target)
+    except (fpipe.StageError, fpipe.TransportError) as caught:
+        error = type(caught).__name__, str(caught)
+    weighed = replace(case, options=options)
+    return error, jobs.differences(step(params, batch, target), cases.reference(weighed, generator, plan))
+
+
 def uncaptured(rank, grid):
     """The errors of steps that can't be captured, by fault and kind of capture."""
     case, generator, plan = make("linear", "looped_bfs", grid.ranks, grid.replicas, 2)

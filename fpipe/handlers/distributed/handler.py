@@ -419,10 +419,12 @@ class _CompiledProgram:
         self.channels.begin(inputs, has_loss)
         if inputs.broken is not None:
             self.channels.agree()
-        unknown = inputs.rows is None or self.plan.replicas > 1
-        if inputs.weighed and unknown and has_loss:
+        is_replicated = self.plan.replicas > 1
+        if inputs.weighed and has_loss and (is_replicated or inputs.rows is None):
             self.channels.agree()  # the loss is scaled by rows that only other ranks know
             executor.set_rows(self.channels.handshake.rows, self.channels.handshake.here)
+        if is_replicated and any(microbatch.scale is not None for microbatch in inputs.data):
+            self.channels.agree()  # a refused step must not leave its weights to be received in the next one
         executor.run(0, len(program))
         self.channels.agree()
         results = executor.finish()
