@@ -10,11 +10,11 @@ from typing import Any
 
 from fpipe import effects as fx
 from fpipe.devices import CaptureError, is_capturing
-from fpipe.errors import StageError
+from fpipe.errors import StageError, TransportError
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
 from fpipe.handlers.gradients import Sum, received, total
-from fpipe.handlers.protocol import Inputs, Results
+from fpipe.handlers.protocol import Inputs, PeerLost, Results
 from fpipe.stages.microbatch import sizes_of
 from fpipe.stages.pytree import summary
 from fpipe.stages.sharding import wrapped
@@ -78,6 +78,8 @@ class Executor:
             effect = self.calls.computes.get(self.at)
             place = {"stage": getattr(effect, "stage", None), "microbatch": getattr(effect, "microbatch", None)}
             raise uncapturable(error, rank=self.rank, **place) from error
+        except (PeerLost, TransportError):  # of another replica, whose weights scale the loss
+            raise
         except Exception as error:  # a stage is the user's, and may raise anything
             if self.at not in self.calls.computes:
                 raise  # only compute effects run the user's functions

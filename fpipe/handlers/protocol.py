@@ -23,6 +23,14 @@ from fpipe.stages.rng import Rng, Seeder
 T = TypeVar("T")
 
 
+class PeerLost(Exception):
+    """A peer can't be reached; the text is the purpose. `peer` is its rank, None where it may be any of them."""
+
+    def __init__(self, peer: int | None, text: str) -> None:
+        super().__init__(text)
+        self.peer = peer
+
+
 class ValueStore(Protocol):
     """The values that one rank holds while a step runs, in numbered slots.
 

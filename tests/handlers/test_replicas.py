@@ -600,10 +600,17 @@ def test_a_replica_that_is_lost_is_named(fresh_pool, fault, text, which, reason)
     grid = Grid(text)
     pool = fresh_pool(grid.size)
     for pipe in pool.pipes:
-        pipe.send((replica_jobs.lost, (grid, fault, which, 2.0)))
+        weight = len if "weights" in reason else None
+        pipe.send((replica_jobs.lost, (grid, fault, which, 2.0, weight)))
     until = time.monotonic() + 30
     for rank in range(grid.size - 1):
         outcome = pool.outcome(rank, until, replica_jobs.lost)
+        (
+            "killed",
+            "dp2 pp1",
+            None,
+            "^rank 0 of replica 0 lost rank 0 of replica 1 while waiting for the weights of the replicas",
+        ),
         assert outcome.error == "TransportError", outcome.text
         assert re.search(reason, outcome.text), outcome.text
         assert outcome.seconds < 15

@@ -749,7 +749,7 @@ def wrong_mesh(rank, grid, fault):
     return "no error"
 
 
-def lost(rank, grid, fault, which, timeout):
+def lost(rank, grid, fault, which, timeout, weight=None):
     """The last rank of the last replica is killed or stopped in the third step."""
     armed = False
 
@@ -764,7 +764,7 @@ def lost(rank, grid, fault, which, timeout):
     params = {s: {"w": torch.eye(4)} for s in plan.stages_on(own.rank)}
     if which is not None:
         params = interop.fsdp(params, grid.over)
-    options = {"resident": which, "autodiff": "eager"}
+    options = {"resident": which, "autodiff": "eager", "weight": weight}
     step = fpipe.value_and_grad(pipeline, schedules.looped_bfs, plan, handler=own, **options)
     for i in range(3):
         armed = i == 2

@@ -36,6 +36,7 @@ from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.lifeline import Lifeline
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
 from fpipe.handlers.distributed.wire import PayloadCodec
+from fpipe.handlers.protocol import PeerLost
 from fpipe.stages.pytree import Flat
 
 log = logging.getLogger("fpipe.transport")
@@ -48,14 +49,6 @@ Operation = Callable[[Any], list[dist.Work]]
 """Posts an operation of a group."""
 InFlight = tuple[list[dist.Work], list[torch.Tensor]]
 """Works that are not complete, and the tensors that must live until they are."""
-
-
-class PeerLost(Exception):
-    """A peer can't be reached; the text is the purpose. `peer` is its rank, None where it may be any of them."""
-
-    def __init__(self, peer: int | None, text: str) -> None:
-        super().__init__(text)
-        self.peer = peer
 
 
 class Connections:

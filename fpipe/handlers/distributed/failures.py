@@ -13,8 +13,9 @@ from typing import TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from fpipe.errors import StageError, TransportError
-from fpipe.handlers.distributed.connections import Connections, PeerLost
+from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.grid import Grid
+from fpipe.handlers.protocol import PeerLost
 
 log = logging.getLogger("fpipe.transport")
 

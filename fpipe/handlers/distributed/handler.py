@@ -28,7 +28,7 @@ from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.distributed.backends import NCCL, Backend, Gloo
 from fpipe.handlers.distributed.channels import Channels
 from fpipe.handlers.distributed.collectives import Collectives, fingerprint, over, process_group
-from fpipe.handlers.distributed.connections import Connections, PeerLost
+from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.handshake import Handshake, RollCall, StepRejected, tokens
@@ -36,7 +36,7 @@ from fpipe.handlers.distributed.liveness import Watchdog, introduce
 from fpipe.handlers.distributed.rendezvous import meet
 from fpipe.handlers.distributed.replicas import ReplicaChannels, lanes
 from fpipe.handlers.executor import Executor
-from fpipe.handlers.protocol import Inputs, Observer, Replays, Replicas, Results, Run
+from fpipe.handlers.protocol import Inputs, Observer, PeerLost, Replays, Replicas, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.completions import send_completions
 from fpipe.programs.program import Program
