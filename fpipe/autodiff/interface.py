@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import optree
 import torch
@@ -74,6 +74,8 @@ class DifferentiablePipeline:
         gather: return the outputs, or the aux, on every rank.
         merge: merges the outputs, or the aux, of all microbatches; if the batch came as `Microbatches`, returns such.
         sharding: the dtypes of params and of sums of gradients.
+        shares: whether the factor of each loss is its share of the "rows" or of the caller's "weight"; None for the
+            sum of the losses.
     """
 
     pipeline: Pipeline
@@ -82,6 +84,7 @@ class DifferentiablePipeline:
     gather: bool = False
     merge: Callable[[Mapping[int, Any], bool | None], Any] = lambda outputs, apart: dict(outputs)
     sharding: Sharding = OWN_DTYPES
+    shares: Literal["rows", "weight"] | None = "rows"
 
 
 @dataclass(frozen=True)

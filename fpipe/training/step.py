@@ -537,9 +537,9 @@ class _StepSpec:
         """Return the stages' functions; those of the last stage include the loss where it is computed."""
         pipeline = with_loss(self.pipeline, self.has_aux) if self.loss else self.pipeline
         gather = self.gather and (self.has_aux or not self.loss)
-        return DifferentiablePipeline(
-            pipeline, self.options.pieces(pipeline, self.loss), self.loss, gather, self._merge, self.sharding
-        )
+        shares = None if self.reduction == "sum" else "rows" if self.weight is None else "weight"
+        stages = self.options.pieces(pipeline, self.loss)
+        return DifferentiablePipeline(pipeline, stages, self.loss, gather, self._merge, self.sharding, shares)
 
     def _merge(self, outputs: Mapping[int, Any], apart: bool | None) -> Any:
         trees = [output for _, output in sorted(outputs.items())]

@@ -547,6 +547,16 @@ def test_a_refused_step_leaves_no_weights(pools):
     assert different == others == [[]]
 
 
+def test_replicas_have_the_same_options(pools):
+    """When the step is made: they decide what travels between the replicas, and how many bytes of it."""
+    names = *["sharding="] * 2, *["reduction= or weight="] * 3, "loss=, gather= or exact="
+    expected = [
+        f"rank 0: the ranks were given different options {name}; every rank of every replica must make the same"
+        for name in names
+    ]
+    assert pools(2).run(replica_jobs.differing, Grid("dp2 pp1")) == [(expected, [])] * 2
+
+
 @pytest.mark.parametrize(
     ("text", "fault", "error"),
     [
@@ -594,6 +604,12 @@ def test_wrong_meshes_are_refused_on_every_process(pools, text, fault, error):
             "while adding the gradients of stage 0 over the replicas .* the process of rank 0 of replica 2 has ended",
         ),
         ("stopped", "dp2 pp2", None, "rank 1 of replica 1 does not answer: its process is stopped"),
+        (
+            "killed",
+            "dp2 pp1",
+            None,
+            "^rank 0 of replica 0 lost rank 0 of replica 1 while waiting for the weights of the replicas",
+        ),
     ],
 )
 def test_a_replica_that_is_lost_is_named(fresh_pool, fault, text, which, reason):
@@ -605,12 +621,6 @@ def test_a_replica_that_is_lost_is_named(fresh_pool, fault, text, which, reason)
     until = time.monotonic() + 30
     for rank in range(grid.size - 1):
         outcome = pool.outcome(rank, until, replica_jobs.lost)
-        (
-            "killed",
-            "dp2 pp1",
-            None,
-            "^rank 0 of replica 0 lost rank 0 of replica 1 while waiting for the weights of the replicas",
-        ),
         assert outcome.error == "TransportError", outcome.text
         assert re.search(reason, outcome.text), outcome.text
         assert outcome.seconds < 15

@@ -714,6 +714,25 @@ def refused(rank, grid):
     return error, jobs.differences(step(params, batch, target), cases.reference(weighed, generator, plan))
 
 
+def differing(rank, grid):
+    """The errors where the two replicas have different options, and where a right step after them differs."""
+    case, generator, plan = make("linear", "gpipe", grid.ranks, grid.replicas, 2)
+    own, texts = handler(grid), []
+    for options in (
+        [{"sharding": fpipe.Sharding(reduce=torch.float64)}, {}],
+        [{"sharding": fpipe.Sharding(torch.bfloat16)}, {"sharding": fpipe.Sharding(torch.float16)}],
+        [{"weight": len}, {"reduction": "sum"}],
+        [{"weight": len}, {}],
+        [{}, {"reduction": "sum"}],
+        [{"gather": True, "has_aux": True}, {"has_aux": True}],
+    ):
+        try:
+            fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, **options[own.grid.replica])
+        except fpipe.ScheduleError as error:
+            texts.append(str(error))
+    return texts, train(rank, grid, "linear", "gpipe", 2, None)
+
+
 def uncaptured(rank, grid):
     """The errors of steps that can't be captured, by fault and kind of capture."""
     case, generator, plan = make("linear", "looped_bfs", grid.ranks, grid.replicas, 2)

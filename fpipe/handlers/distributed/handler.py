@@ -136,10 +136,16 @@ class Distributed:
         sends = {(rank, e.rank) for rank, p in programs.items() for e in p if isinstance(e, fx.Send)}
         edges = {(grid.process(a, r), grid.process(b, r)) for a, b in sends for r in range(grid.replicas)}
         own_lanes = self._lanes(plan)
-        options = pieces.loss, pieces.gather, self.exact, () if observe is None else observe.agreed
+        recorder = () if observe is None else observe.agreed
+        alike = {
+            "schedules, plans or recorders": (recorder, [(p.plan, p.effects) for _, p in sorted(programs.items())]),
+            "options loss=, gather= or exact=": (pieces.loss, pieces.gather, self.exact),
+            "options sharding=": pieces.sharding,
+            "options reduction= or weight=": pieces.shares,
+        }
         connections.activity.enter()
         try:
-            self._compare(connections, (options, [(p.plan, p.effects) for _, p in sorted(programs.items())]))
+            self._compare(connections, alike)
             refusal = connections.refusal(edges, own_lanes)
             roll = RollCall(connections, failures, [], None if refusal is None else TransportError(refusal))
             _, reason = roll.answers("setting up connections")
@@ -196,15 +202,20 @@ class Distributed:
             return {}
         return lanes(self.mesh, self.grid, self.exact, bool(plan.gathered))
 
-    def _compare(self, connections: Connections, content: object) -> None:
-        """Check that all ranks run the same."""
-        numbers, works = connections.collect([fingerprint(content)])
+    def _compare(self, connections: Connections, alike: Mapping[str, object]) -> None:
+        """Check that all ranks run the same.
+
+        Args:
+            alike: what must be, by its name for the message.
+        """
+        numbers, works = connections.collect(list(map(fingerprint, alike.values())))
         connections.wait_for_control(works, None, "comparing programs")
-        if len(set(numbers.flatten().tolist())) > 1:
-            raise ScheduleError(
-                f"rank {self.rank}: the ranks were given different schedules, plans or recorders; every rank"
-                f"{' of every replica' if self.grid.replicas > 1 else ''} must make the same"
-            )
+        for name, each in zip(alike, numbers.T.tolist(), strict=True):
+            if len(set(each)) > 1:
+                raise ScheduleError(
+                    f"rank {self.rank}: the ranks were given different {name}; every rank"
+                    f"{' of every replica' if self.grid.replicas > 1 else ''} must make the same"
+                )
 
 
 class _Setup:
