@@ -21,6 +21,7 @@ from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.protocol import Inputs, Observer
 from fpipe.plan import Placement, Plan
 from fpipe.programs.program import Program
+from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import flatten
 from fpipe.stages.sharding import is_dtensor
 
@@ -57,7 +58,7 @@ def measure(
     timing.functions = {fx.Forward: _agree, fx.Backward: _zeros, fx.Reduce: _finish}
     watch = _Watch(now, sharded)
     run = timing.compile(programs, replace(pieces, loss=False), watch)
-    inputs = Inputs(pipeline.params_on(params, plan, rank), state, [])
+    inputs = Inputs(pipeline.params_on(params, plan, rank), state, [Microbatch(None, None)])
     run(inputs)
     watch.seconds.clear()
     for _ in range(repeats):
