@@ -411,3 +411,38 @@ def test_every_rank_is_told(pools):
     for message, one, other in zip(REFUSED, errors, others, strict=True):
         assert message in one
         assert message in other
+
+
+def astray(rank):
+    """The errors of ranks in different steps, and how many numbers the steps after them exchange."""
+    own, errors, counts = jobs.handler(), [], []
+    step, pipeline, plan, params, batch, target = step_of(handler=own, autodiff="eager")
+    _, _, _, _, *more = sequences("zb_h1", (3, 4, 5, 6, 7))
+
+    def evaluation():
+        return fpipe.evaluate(pipeline, pipeline.plan(Placement.loop(2), 5), handler=own, autodiff="eager")
+
+    evaluate, params = evaluation(), pipeline.params_on(params, plan, rank)
+    losses = [step(params, batch, target)[0], evaluate(params, *more)]
+    for other in (lambda: evaluate(params, *more), evaluation):
+        try:
+            other() if rank else step(params, batch, target)
+        except StageError as error:
+            errors.append(str(error))
+    collect = Connections.collect
+    Connections.collect = lambda links, numbers: counts.append(len(numbers)) or collect(links, numbers)
+    try:
+        again = [step(params, batch, target)[0], evaluate(params, *more)]
+        evaluate(params, *(each[::-1] for each in more))  # another order: the pairs of each microbatch travel, once
+        evaluate(params, *(each[::-1] for each in more))
+    finally:
+        Connections.collect = collect
+    return errors, counts, jobs.differences(again, losses)
+
+
+def test_ranks_in_different_steps(pools):
+    for errors, counts, differences in pools(2).run(astray):
+        assert len(errors) == 2
+        assert all("rank 1 came to another step than rank 0: call the same functions" in text for text in errors)
+        assert counts == [8, 8, 8, 12, 8]
+        assert differences == []

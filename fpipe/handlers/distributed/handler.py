@@ -31,7 +31,7 @@ from fpipe.handlers.distributed.collectives import Collectives, fingerprint, ove
 from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.grid import Grid
-from fpipe.handlers.distributed.handshake import Handshake, RollCall, StepRejected, tokens
+from fpipe.handlers.distributed.handshake import COMPILING, REPLAYING, Handshake, RollCall, StepRejected, tokens
 from fpipe.handlers.distributed.liveness import Watchdog, introduce
 from fpipe.handlers.distributed.rendezvous import meet
 from fpipe.handlers.distributed.replicas import ReplicaChannels, lanes
@@ -145,13 +145,16 @@ class Distributed:
         }
         connections.activity.enter()
         try:
-            self._compare(connections, alike)
+            numbers = [*map(fingerprint, alike.values())]
+            self._compare(RollCall(connections, failures, COMPILING, numbers, None), alike)
             refusal = connections.refusal(edges, own_lanes)
-            roll = RollCall(connections, failures, [], None if refusal is None else TransportError(refusal))
+            roll = RollCall(connections, failures, COMPILING, [], None if refusal is None else TransportError(refusal))
             _, reason = roll.answers("setting up connections")
             if reason is not None:
                 raise TransportError(reason)
             connections.connect(edges, own_lanes)
+        except StepRejected as refused:
+            raise refused.error from None
         except PeerLost as lost:
             raise failures.of_peer(connections, lost) from None
         except TransportError:
@@ -163,7 +166,7 @@ class Distributed:
         options_of_replicas = self.exact, plan.gathered, pieces.sharding
         channels = Channels(
             connections,
-            Handshake(connections, failures, plan.microbatches),
+            Handshake(connections, failures, program=failures.calls),
             send_completions(programs, self.rank),
             any(stage.stateful for stage in pieces.pipeline.stages),
             None if self.mesh is None else partial(ReplicaChannels, connections, self.mesh, *options_of_replicas),
@@ -202,16 +205,10 @@ class Distributed:
             return {}
         return lanes(self.mesh, self.grid, self.exact, bool(plan.gathered))
 
-    def _compare(self, connections: Connections, alike: Mapping[str, object]) -> None:
-        """Check that all ranks run the same.
-
-        Args:
-            alike: what must be, by its name for the message.
-        """
-        numbers, works = connections.collect(list(map(fingerprint, alike.values())))
-        connections.wait_for_control(works, None, "comparing programs")
-        for name, each in zip(alike, numbers.T.tolist(), strict=True):
-            if len(set(each)) > 1:
+    def _compare(self, roll: RollCall, names: Iterable[str]) -> None:
+        """Check that all ranks compile the same, by one number of each name."""
+        for name, numbers in zip(names, zip(*roll.wait(), strict=True), strict=True):
+            if len(set(numbers)) > 1:
                 raise ScheduleError(
                     f"rank {self.rank}: the ranks were given different {name}; every rank"
                     f"{' of every replica' if self.grid.replicas > 1 else ''} must make the same"
@@ -271,7 +268,7 @@ class _Setup:
     def _call_roll(self, numbers: list[int], error: BaseException | None) -> list[list[int]]:
         connections, failures = self.ready()
         with together(connections, failures):
-            return RollCall(connections, failures, numbers, error).wait()
+            return RollCall(connections, failures, REPLAYING, numbers, error).wait()
 
     @contextmanager
     def running(self, part: str) -> Iterator[None]:

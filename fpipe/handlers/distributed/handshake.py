@@ -1,16 +1,24 @@
 """The handshake that begins a step: its signatures, its rows, and whether every rank can run it.
 
-All ranks of all replicas send each other some numbers, posted before the first effect and waited for when the first
+All ranks of all replicas send each other a few numbers, posted before the first effect and waited for when the first
 value travels. A rank gives a pair of random numbers for each signature: one for what all microbatches have in common,
 and one for each microbatch. Their sums over the ranks of a replica name it.
+
+Invariants:
+- the first exchange of every call has rows of one size, so that ranks that came to different calls can compare them;
+- a row has one pair for all signatures of a step, in order. Only where the sum is new do the pairs of each travel, and
+  all ranks remember the same sums, so that all of them exchange these pairs or none does.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +37,9 @@ from fpipe.stages.pytree import PLAIN, Flat, flatten
 T = TypeVar("T")
 UNKNOWN = -1  # rows, or whether they come as Microbatches
 REMEMBERED = 4096  # signatures; the least recently used is dropped
+REMEMBERED_STEPS = 512  # tuples of the signatures of all microbatches
+WIDTH = 6  # the most numbers that a call gives
+COMPILING, REPLAYING = 0, -1  # calls; that of a step is the number of its program
 
 Name = tuple[int, int]
 """The sums of the numbers that the ranks of a replica give for a signature: the same on all ranks."""
@@ -45,40 +56,56 @@ class RollCall:
     """Whole numbers of all ranks; the host waits for them. A rank that can't go on gives its reason.
 
     Args:
+        call: a number for it, the same on every rank, or they came to different calls.
+        numbers: at most `WIDTH`.
         error: why this rank can't.
     """
 
     def __init__(
-        self, connections: Connections, failures: Failures, numbers: list[int], error: BaseException | None
+        self, connections: Connections, failures: Failures, call: int, numbers: list[int], error: BaseException | None
     ) -> None:
         failures.calls += 1
+        self._count = len(numbers)
         self._connections, self._failures, self._error = connections, failures, error
         self._key = f"refused {failures.calls}"
         if error is not None:
             text = failures.reason(error) if isinstance(error, StageError) else str(error) or repr(error)
             failures.post(text, self._key)
         with aside():
-            self._rows, self._works = connections.collect([*numbers, error is not None])
+            padding = [0] * (WIDTH - len(numbers))
+            self._rows, self._works = connections.collect([call, error is not None, *numbers, *padding])
 
     def answers(self, purpose: str) -> tuple[list[list[int]], str | None]:
         """Return the numbers of each rank, and the reason of one that can't go on, if there is one.
 
         Args:
             purpose: of the wait.
+
+        Raises:
+            StepRejected: the ranks came to different calls.
         """
         with aside():
             self._connections.wait_for_control(self._works, None, purpose)
             rows = self._rows.tolist()
-        numbers = [row[:-1] for row in rows]
-        if not any(refused for *_, refused in rows):
-            return numbers, None
-        return numbers, self._failures.wait(5.0, self._key) or "its reason could not be read"
+        numbers = [row[2 : 2 + self._count] for row in rows]
+        if any(refused for _, refused, *_ in rows):
+            return numbers, self._failures.wait(5.0, self._key) or "its reason could not be read"
+        calls, grid = [call for call, *_ in rows], self._connections.grid
+        if others := [process for process, call in enumerate(calls) if call != calls[0]]:
+            raise StepRejected(
+                StageError(
+                    f"{grid.name(others[0])} came to another step than {grid.name(0)}: call the same functions in the "
+                    "same order on every rank",
+                    rank=grid.rank,
+                )
+            )
+        return numbers, None
 
     def wait(self) -> list[list[int]]:
         """Return the numbers of each rank.
 
         Raises:
-            StepRejected: a rank can't run the step.
+            StepRejected: a rank can't run the step, or came to another one.
         """
         numbers, reason = self.answers("beginning a step: a rank has not come to it")
         if self._error is not None:
@@ -104,22 +131,32 @@ class Names(NamedTuple):
     microbatches: tuple[Name, ...]
 
 
+@dataclass
+class _KnownNames:
+    """The names behind the sums of one pair for all signatures, once they have travelled."""
+
+    names: Names | None = None
+
+
 class Handshake:
     """Compares the inputs of all ranks before the first value travels.
 
     Args:
-        microbatches: of a replica.
+        program: its number, the same on every rank, and another one for every other program of the handler.
         names: after `wait`, those of every replica.
         rows: after `wait`, the rows of the whole batch, of all replicas, if any rank has them.
         here: those of this replica.
         apart: after `wait`, whether the batch came as `Microbatches`, which some ranks may not have been given.
     """
 
-    def __init__(self, connections: Connections, failures: Failures, microbatches: int) -> None:
-        self.connections, self.failures, self.microbatches = connections, failures, microbatches
+    def __init__(self, connections: Connections, failures: Failures, program: int) -> None:
+        self.connections, self.failures, self.program = connections, failures, program
         self.roll: RollCall | None = None
         self.names: list[Names] = []
         self._token_of = tokens()
+        self._tokens: list[int] = []
+        # All ranks look up the same sums in the same order, so that they forget the same ones.
+        self._known = lru_cache(REMEMBERED_STEPS)(lambda sums: _KnownNames())
         self._of_params = _Latest(lambda flat: self._token_of(_hashable(flat)))
         self._of_data = _Latest(self._sign_data)
 
@@ -134,18 +171,17 @@ class Handshake:
         order = fingerprint(inputs.sizes) if inputs.apart and rows != UNKNOWN else 0
         lacks_rows = has_loss and inputs.weighed and rows == UNKNOWN
         apart = UNKNOWN if inputs.apart is None else inputs.apart
-        numbers = [apart, lacks_rows, rows, order, *self._tokens(inputs)]
-        self.roll = RollCall(self.connections, self.failures, numbers, inputs.broken)
+        self._tokens = [] if inputs.broken is not None else self._tokens_of(inputs)
+        numbers = [apart, lacks_rows, rows, order, *_digest(self._tokens)]
+        self.roll = RollCall(self.connections, self.failures, self.program, numbers, inputs.broken)
 
     def clear(self) -> None:
         """Drop what a failed step left."""
         if self.roll is not None:
             self.roll.clear()
 
-    def _tokens(self, inputs: Inputs) -> list[int]:
+    def _tokens_of(self, inputs: Inputs) -> list[int]:
         """Return the random numbers for the signatures of this rank's inputs: of the step, and of each microbatch."""
-        if inputs.broken is not None:
-            return [0, 0] * (1 + self.microbatches)
         params = self._of_params(flatten((dict(inputs.params), [*map(dict, inputs.state)])))
         kinds, numbers = self._of_data(flatten([(microbatch.batch, microbatch.target) for microbatch in inputs.data]))
         return [*self._token_of((params, kinds, *_ambient(inputs))), *numbers]
@@ -186,8 +222,34 @@ class Handshake:
             )
         if rows:
             self.rows, self.here = sum(rows), rows[grid.replica]
-        of_replicas = [[calls[grid.process(rank, r)] for rank in range(grid.ranks)] for r in range(grid.replicas)]
-        self.names = [_names([sum(column) for column in zip(*own, strict=True)][4:]) for own in of_replicas]
+        self.names = self._names([row[4:] for row in calls])
+
+    def _names(self, pairs: list[list[int]]) -> list[Names]:
+        """Return the names of each replica's inputs. Where those of a replica are new, the numbers of each travel.
+
+        Args:
+            pairs: of each rank, for all its signatures.
+        """
+        known = [self._known(sums) for sums in self._sums(pairs)]
+        if any(each.names is None for each in known):
+            every = self._sums(self._exchange(self._tokens, "comparing signatures"))
+            for each, (first, second, *others) in zip(known, every, strict=True):
+                each.names = Names((first, second), tuple(zip(others[::2], others[1::2], strict=True)))
+        return [each.names for each in known if each.names is not None]
+
+    def _sums(self, numbers: list[list[int]]) -> list[tuple[int, ...]]:
+        """Return the sums of each replica's numbers over its ranks."""
+        grid = self.connections.grid
+        own = ([numbers[grid.process(rank, r)] for rank in range(grid.ranks)] for r in range(grid.replicas))
+        return [tuple(map(sum, zip(*each, strict=True))) for each in own]
+
+    def _exchange(self, numbers: list[int], purpose: str) -> list[list[int]]:
+        """Return the numbers of each rank; waits for all of them."""
+        with aside():
+            rows, works = self.connections.collect(numbers)
+            self.connections.wait_for_control(works, None, purpose)
+            every: list[list[int]] = rows.tolist()
+            return every
 
     def _rows_of(self, replica: int, known: Sequence[tuple[int, int]]) -> int | None:
         """Return the rows of a replica, of those that each rank knows.
@@ -222,11 +284,9 @@ class Handshake:
         Raises:
             StepRejected: it differs.
         """
-        with aside():
-            rows, works = self.connections.collect([fingerprint(digest)])
-            self.connections.wait_for_control(works, None, "comparing the replicas")
-            numbers = rows.view(-1, self.connections.grid.ranks).tolist()  # of each replica
-        if wrong := [rank for rank, same in enumerate(zip(*numbers, strict=True)) if len(set(same)) > 1]:
+        ranks = self.connections.grid.ranks
+        numbers = [number for (number,) in self._exchange([fingerprint(digest)], "comparing the replicas")]
+        if wrong := [rank for rank in range(ranks) if len(set(numbers[rank::ranks])) > 1]:
             raise self._rejected(
                 f"the replicas of rank {wrong[0]} were given different parameters{self._difference(wrong[0], digest)}; "
                 "their shapes, dtypes, shards and which of them are trained must be the same"
@@ -273,9 +333,10 @@ def _kind(leaf: Any) -> object:
     return leaf.dtype if isinstance(leaf, Tensor) else type(leaf)
 
 
-def _names(numbers: list[int]) -> Names:
-    step, *microbatches = zip(numbers[::2], numbers[1::2], strict=True)
-    return Names(step, tuple(microbatches))
+def _digest(tokens: list[int]) -> tuple[int, int]:
+    """Return one pair for all tokens, in order; as random as they are."""
+    digest = blake2b(array("q", tokens), digest_size=10).digest()
+    return int.from_bytes(digest[:5], "little"), int.from_bytes(digest[5:], "little")
 
 
 def tokens() -> Callable[[Hashable], tuple[int, int]]:
