@@ -381,6 +381,7 @@ def refused(rank):
         lambda: step(own, batch[:1] if rank == 0 else None, target if rank else None),
         lambda: step(own, batch if rank == 0 else None, torch.randn(2, 3, 4) if rank else None),
         lambda: step(own, doubled(batch) if rank == 0 else None, doubled(target[::-1])[::-1] if rank else None),
+        lambda: step(own, batch if rank == 0 else None, doubled(target) if rank else None),
         lambda: alone(own, batch if rank == 0 else None),
     ]
     for call in calls:
@@ -399,7 +400,9 @@ def doubled(target):
 REFUSED = [
     "the batch has 1 Microbatches where the step runs 2",
     "rank was given Microbatches, rank a batch or target to be split: pass Microbatches, or None, on every rank",
-    "the ranks were given Microbatches of different sizes, rank 3 rows, rank 3 rows",
+    "the ranks were given Microbatches in another order, or divided otherwise, rank 3 rows in all, rank 3 rows in all: "
+    "every rank must be given (its part of) the same batch; where rows are no samples, pass weight= or reduction='sum'",
+    "the ranks were given Microbatches of different sizes, rank 2 rows in all, rank 3 rows in all",
     "the losses of Microbatches are weighed by their rows, which a rank of the last stage was not given",
 ]
 

@@ -32,6 +32,7 @@ from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.signature import signature_of
 from fpipe.handlers.distributed.wire import alike, look
 from fpipe.handlers.protocol import Inputs
+from fpipe.stages.microbatch import WEIGHING
 from fpipe.stages.pytree import PLAIN, Flat, flatten
 
 T = TypeVar("T")
@@ -255,7 +256,7 @@ class Handshake:
         """Return the rows of a replica, of those that each rank knows.
 
         Args:
-            known: rows, and a number for the sizes of `Microbatches`, which are in another order where it differs.
+            known: rows, and a number for the sizes of `Microbatches` in order.
         """
         grid = self.connections.grid
         counts = dict[tuple[int, int], int]()  # -> the first rank that knows it
@@ -264,11 +265,16 @@ class Handshake:
         counts.pop((UNKNOWN, 0), None)
         if len(counts) > 1:
             ranks = f"the ranks of replica {replica}" if grid.replicas > 1 else "the ranks"
-            each = ", ".join(f"rank {rank} {count} rows" for (count, _), rank in counts.items())
-            what = "Microbatches of different sizes" if self.apart else "batches of different sizes"
+            what = "Microbatches" if self.apart else "batches"
+            difference = "of different sizes"
+            if len({count for count, _ in counts}) == 1:
+                difference = "in another order, or divided otherwise"
+            in_all = " in all" if self.apart else ""
+            each = ", ".join(f"rank {rank} {count} rows{in_all}" for (count, _), rank in counts.items())
             raise self._rejected(
-                f"{ranks} were given {what}, {each}: every rank must be given (its part of) the "
+                f"{ranks} were given {what} {difference}, {each}: every rank must be given (its part of) the "
                 f"same batch{' of its replica' if grid.replicas > 1 else ''}"
+                + (f"; where rows are no samples, {WEIGHING}" if self.apart else "")
             )
         return next((count for count, _ in counts), None)
 
