@@ -59,6 +59,11 @@ def test_sequences_change_from_step_to_step_and_specs_travel_once(pools, schedul
     assert pools(2).run(jobs.sequences_change, 2, schedule, dynamic) == [([], True)] * 2
 
 
+def test_sizes_that_depend_on_data_travel_with_each_value(pools):
+    """In every step, once two equal microbatches of the first one differed: 4 microbatches in each of 3 steps."""
+    assert pools(2).run(jobs.sizes_of_data, 2) == [([], 12)] * 2
+
+
 def test_rows_that_only_another_rank_knows(pools):
     assert len(set(pools(4).run(jobs.rows_known_elsewhere, 4))) == 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from dataclasses import replace
 from unittest.mock import patch
 
 import optree
@@ -162,15 +161,14 @@ def sequences_change(rank, ranks, schedule, dynamic):
     finally:
         Connections.send_bytes = tell
     once, each = signatures_sent(generator, plan, rank)
-    return found, counts == [once + each, each, 0, each, 0]
+    return found, counts == [once + sum(each), sum(each), 0, sum(each), 0]
 
 
 def signatures_sent(schedule, plan, rank):
-    """How many signatures a rank sends once, and for each kind of microbatch."""
+    """How many signatures a rank sends once, and for each microbatch in the first step of its kind."""
     sends = [e for e in fpipe.lower(schedule, plan)[rank] if isinstance(e, fpipe.effects.Send)]
-    of_microbatches = [send for send in sends if hasattr(send.value, "microbatch")]
-    each = {(replace(send.value, microbatch=0), send.rank) for send in of_microbatches}
-    return len(sends) - len(of_microbatches), len(each)
+    microbatches = [send.value.microbatch for send in sends if hasattr(send.value, "microbatch")]
+    return len(sends) - len(microbatches), [microbatches.count(m) for m in range(plan.microbatches)]
 
 
 def rows_known_elsewhere(rank, ranks):
@@ -254,6 +252,37 @@ def unused_gradients(rank, ranks, autodiff):
     own = pipeline.params_on(params, plan, rank)
     found = [step(own, torch.ones(4) if rank == 0 else None)[1] for _ in range(2)]
     return [float(grads[rank]) for grads in found]
+
+
+def sizes_of_data(rank, ranks):
+    """Stages whose outputs' sizes depend on data: where steps differ from the reference, and signatures in each."""
+    from fpipe.handlers.distributed.connections import Connections
+
+    pipeline = fpipe.Pipeline(
+        [
+            lambda p, x: (x * p["w"])[x > 0],
+            *[lambda p, x: x[x > 1] + p["w"]] * (ranks - 2),
+            lambda p, x: (x * p["w"]).sum(),
+        ]
+    )
+    params = {s: {"w": torch.tensor(2.0)} for s in range(ranks)}
+    plan = pipeline.plan(fpipe.Placement.loop(ranks), 4)
+    options = {"reduction": "sum", "autodiff": "eager"}
+    step = fpipe.value_and_grad(pipeline, fpipe.schedules.one_f_one_b, plan, handler=handler(), **options)
+    reference = fpipe.value_and_grad(
+        pipeline, fpipe.schedules.one_f_one_b, plan, handler=fpipe.handlers.Reference(), **options
+    )
+    own = pipeline.params_on(params, plan, rank)
+    found, counts, send = [], [], Connections.send_bytes
+    Connections.send_bytes = lambda links, text, target: counts.append(text) or send(links, text, target)
+    try:
+        for seed in range(3):
+            batch = torch.randn(16, generator=torch.Generator().manual_seed(seed))
+            expected = expected_on(reference(params, batch), own, plan, rank, False)
+            found += differences(step(own, batch), expected)
+    finally:
+        Connections.send_bytes = send
+    return found, len(counts)
 
 
 def sends_held(rank, ranks, microbatches):

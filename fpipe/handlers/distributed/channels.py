@@ -4,8 +4,9 @@ Invariants:
 - a receive buffer is made when its receive is posted, and belongs to its value alone;
 - a send's buffer is kept until a value received from that peer acknowledges it (fpipe/programs/completions.py), or
   until the step ends;
-- a signature travels on the control group before the first value that has it; values of equal microbatches, in one
-  step or in several, have one signature;
+- a value's signature travels on the control group, ahead of it, in the first step of its kind of microbatch; where all
+  equal microbatches of that step agreed on it, it never travels again, else in each step: the value's sizes depend on
+  data. Both ends see the same signatures, and so decide alike;
 - a receive is posted where the program has it once the signatures of its value, and of those ahead of it on its edge,
   are known; else when the value is first used.
 """
@@ -29,7 +30,7 @@ from fpipe.handlers.calls import Step
 from fpipe.handlers.distributed.connections import Connections, InFlight
 from fpipe.handlers.distributed.handshake import REMEMBERED, Handshake, Names
 from fpipe.handlers.distributed.replicas import ReplicaChannels
-from fpipe.handlers.distributed.signature import Signature, TensorSpec, decode, encode, signature_of
+from fpipe.handlers.distributed.signature import Signature, TensorSpec, decode, encode, same, signature_of
 from fpipe.handlers.distributed.wire import Payload, PayloadCodec
 from fpipe.handlers.protocol import Inputs
 
@@ -40,16 +41,32 @@ class RecvRoute:
 
     Args:
         at, key: the places of its codec in the step.
+        codec: in the running step, once known.
         arriving: the messages and their works, once posted.
     """
 
     at: int
     key: tuple[fx.Value, int]
+    codec: PayloadCodec | None = None
     arriving: tuple[list[torch.Tensor], list[dist.Work]] | None = None
 
     @property
     def source(self) -> int:
         return self.key[1]
+
+
+@dataclass
+class SharedCodec:
+    """The codec of a value of all equal microbatches.
+
+    Args:
+        step: the number of the step in which its signature first travelled, as it does for each microbatch there.
+        varies: two of them had other signatures.
+    """
+
+    codec: PayloadCodec
+    step: int
+    varies: bool = False
 
 
 @dataclass
@@ -61,8 +78,8 @@ class Codecs:
         received: likewise, and the rank that it comes from.
     """
 
-    sent: dict[tuple[fx.Value, int], PayloadCodec] = field(default_factory=dict)
-    received: dict[tuple[fx.Value, int], PayloadCodec] = field(default_factory=dict)
+    sent: dict[tuple[fx.Value, int], SharedCodec] = field(default_factory=dict)
+    received: dict[tuple[fx.Value, int], SharedCodec] = field(default_factory=dict)
 
 
 @dataclass
@@ -105,6 +122,7 @@ class Channels:
         early: receives that came before the end of the handshake, which is when they are posted; None after it.
         unposted: by rank, receives that wait for a signature: that of the first one.
         codecs: in the running step, by microbatch; those of values that belong to none are the last.
+        step: the number of the running step, as this rank counts.
     """
 
     def __init__(
@@ -119,14 +137,14 @@ class Channels:
         self.process = connections.grid.process
         self.replicas = None if replicas is None else replicas(self.agree)
         self.digest: Callable[[], dict[str, str]] = dict
-        self.receives: list[RecvRoute] = []
+        self.receives: dict[tuple[fx.Value, int], RecvRoute] = {}
         self.stateful = stateful
         # All ranks look up the same entries in the same order, so that they forget the same ones.
         self._step_of = lru_cache(REMEMBERED)(lambda names: KnownStep())
         self._codecs_of = lru_cache(REMEMBERED)(lambda key: Codecs())
         self._output_of = lru_cache(REMEMBERED)(lambda key: KnownOutput())
         self.names: list[Names] = []
-        self.known, self.codecs = KnownStep(), list[Codecs]()
+        self.known, self.codecs, self.step = KnownStep(), list[Codecs](), 0
         self.sent: defaultdict[int, _Sent] = defaultdict(_Sent)
         self.unposted: defaultdict[int, deque[RecvRoute]] = defaultdict(deque)
         self.early: list[RecvRoute] | None = []
@@ -141,7 +159,7 @@ class Channels:
         def send(payload: Payload) -> None:
             if self.early is not None:
                 self.agree()
-            codec = self.codecs[at].sent.get(key) or self._announce(value, target, payload)
+            codec = self._known(self.codecs[at].sent.get(key)) or self._announce(value, target, payload)
             messages = codec.messages(payload)
             if messages is None:
                 raise self._error(
@@ -166,7 +184,7 @@ class Channels:
         """Return two functions: one posts the value's receive, the other waits for it where `by` needs it."""
         purpose = f"waiting for {value} from rank {source}, which {by} needs"
         route, receipt, sent = RecvRoute(*_place(value, source)), self.receipts.get(value, 0), self.sent[source]
-        self.receives.append(route)
+        self.receives[value, source] = route
         process = self.process(source)
 
         def post() -> None:
@@ -180,12 +198,13 @@ class Channels:
                 self.agree()
             while route.arriving is None:
                 self._receive_signature(source, purpose)
+            assert route.codec is not None
             messages, works = route.arriving
             self.connections.wait(works, process, purpose)
             route.arriving = None
             if receipt > sent.complete:
                 self._release(source, sent, receipt)
-            return self.codecs[route.at].received[route.key].payload(messages)
+            return route.codec.payload(messages)
 
         return post, wait
 
@@ -212,6 +231,7 @@ class Channels:
         if self.early is None:
             return
         early, self.early = self.early, None
+        self.step += 1
         self.handshake.wait()
         if self.handshake.names != self.names:
             self._look_up(self.handshake.names)
@@ -257,8 +277,8 @@ class Channels:
     def _clear(self) -> None:
         self.early, self.signatures = [], []
         self.unposted.clear()
-        for route in self.receives:
-            route.arriving = None
+        for route in self.receives.values():
+            route.codec = route.arriving = None
         for sent in self.sent.values():
             sent.in_flight.clear()
             sent.complete = 0
@@ -272,8 +292,13 @@ class Channels:
 
     def _post_known(self, waiting: deque[RecvRoute]) -> None:
         """Post the receives up to the first whose signature is not known."""
-        while waiting and (codec := self.codecs[waiting[0].at].received.get(waiting[0].key)):
-            route, messages = waiting.popleft(), codec.buffers()
+        while waiting:
+            route = waiting[0]
+            route.codec = route.codec or self._known(self.codecs[route.at].received.get(route.key))
+            if route.codec is None:
+                return
+            waiting.popleft()
+            messages = route.codec.buffers()
             route.arriving = messages, self.connections.receive(messages, self.process(route.source))
 
     def _release(self, peer: int, sent: _Sent, count: int) -> None:
@@ -283,7 +308,23 @@ class Channels:
             works, _ = sent.in_flight.popleft()
             self.connections.wait(works, self.process(peer), f"finishing a send to rank {peer}")
 
+    def _known(self, shared: SharedCodec | None) -> PayloadCodec | None:
+        """Return a codec whose signature does not travel in this step."""
+        return None if shared is None or shared.varies or shared.step == self.step else shared.codec
+
     # While signatures are unknown
+
+    def _share(self, codecs: dict[tuple[fx.Value, int], SharedCodec], key: Any, signature: Signature) -> PayloadCodec:
+        """Return the codec of a signature that travels: the shared one, if it has the same."""
+        shared = codecs.get(key)
+        if shared is not None and same(shared.codec.signature, signature):
+            return shared.codec
+        codec = PayloadCodec(signature, self.connections.device.torch_device)
+        if shared is None:
+            codecs[key] = SharedCodec(codec, self.step)
+        else:
+            shared.varies = True
+        return codec
 
     def _announce(self, value: fx.Value, target: int, payload: Payload) -> PayloadCodec:
         """Send the value's signature to the receiver."""
@@ -293,10 +334,8 @@ class Channels:
         except TypeError as error:
             raise self._error(value, f"its output can't be sent: {error}") from error
         self.signatures.append((target, self.connections.send_bytes(text, self.process(target))))
-        codec = PayloadCodec(signature, self.connections.device.torch_device)
         at, key = _place(value, target)
-        self.codecs[at].sent[key] = codec
-        return codec
+        return self._share(self.codecs[at].sent, key, signature)
 
     def _receive_signature(self, source: int, purpose: str) -> None:
         """Receive the signature of the next value of a rank, and post what waits for it."""
@@ -307,8 +346,8 @@ class Channels:
             raise StageError(
                 f"a value from rank {source} can't be decoded here: {error}", rank=self.connections.grid.rank
             ) from error
-        codecs, device = self.codecs[waiting[0].at], self.connections.device.torch_device
-        codecs.received[waiting[0].key] = PayloadCodec(signature, device)
+        route = waiting[0]
+        route.codec = self._share(self.codecs[route.at].received, route.key, signature)
         self._post_known(waiting)
 
     def _with_optional(self, value: fx.Value, target: int, signature: Signature) -> Signature:
@@ -319,8 +358,8 @@ class Channels:
         if not isinstance(value, fx.Gradient):
             return signature
         leaves = list(map(_dense, signature.leaves))
-        at, key = _place(fx.Activation(value.stage, value.microbatch), target)
-        activation = self.codecs[at].received.get(key)
+        route = self.receives.get((fx.Activation(value.stage, value.microbatch), target))
+        activation = None if route is None else route.codec
         optional = []
         for i, spec in enumerate(() if activation is None else activation.signature.leaves):
             if leaves[i] is None and isinstance(spec, TensorSpec) and spec.requires_grad:
