@@ -47,9 +47,14 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 
 def refuse_overlapping_params(tensors: Mapping[str, Tensor]) -> None:
-    """Raise StageError for a parameter over memory that another parameter, or a buffer, has too."""
+    """Raise StageError for a parameter over memory that another parameter, or a buffer, has too.
+
+    Two parameters that both are frozen may have the same memory: no step changes either.
+    """
     for one, other in overlapping(tensors):
-        if isinstance(tensors[one], nn.Parameter) or isinstance(tensors[other], nn.Parameter):
+        pair = tensors[one], tensors[other]
+        parameters = [x for x in pair if isinstance(x, nn.Parameter)]
+        if any(x.requires_grad for x in parameters) or len(parameters) == 1:
             raise StageError(
                 f"{one} and {other} are two tensors over the same memory, of which params would have two values: "
                 "register one nn.Parameter under both names, or copy one of them with .clone()"

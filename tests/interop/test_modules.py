@@ -136,8 +136,9 @@ def test_a_buffer_of_several_stages_may_not_change(make, autodiff):
 def over_one_memory(kind):
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     whole = torch.randn(4, 8)
-    if kind == "parameters":
-        first.weight, second.weight = nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, 3:7])
+    if kind in ("parameters", "one frozen", "frozen"):
+        first.weight = nn.Parameter(whole[:, :4], requires_grad=kind == "parameters")
+        second.weight = nn.Parameter(whole[:, 3:7], requires_grad=kind != "frozen")
     elif kind == "buffer of a parameter":
         second.register_buffer("old", first.weight.detach())
     elif kind == "parts":
@@ -145,13 +146,13 @@ def over_one_memory(kind):
     return [first, second]
 
 
-@pytest.mark.parametrize("kind", ["parameters", "buffer of a parameter", "parts"])
+@pytest.mark.parametrize("kind", ["parameters", "one frozen", "frozen", "buffer of a parameter", "parts"])
 def test_parameters_over_one_memory_are_refused(kind):
     modules = over_one_memory(kind)
     whole = nn.Sequential(*modules)
     cuts = (lambda: interop.from_modules(modules), lambda: interop.split(whole, at=["1"], example=torch.randn(8, 4)))
     for cut in cuts:
-        if kind == "parts":  # of one storage, without an element in common
+        if kind in ("parts", "frozen"):  # no element in common, or none that changes
             assert cut()[0].entries == {}
         else:
             with pytest.raises(
