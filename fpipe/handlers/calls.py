@@ -150,8 +150,12 @@ class Calls:
         self.touched: list[tuple[int, ...]] = []
         self.running: Step | None = None
         last = self.plan.stages - 1
+        # With copies or replicas, the losses of other ranks may depend on what is trained. This rank does not see them,
+        # so it refuses no constant loss there, though `Reference` does.
         is_last = last in self.plan.stages_on(self.rank)
-        self.last_microbatch = self.plan.microbatches_of(last, self.rank)[-1] if is_last else None
+        losses = list(self.plan.microbatches_of(last, self.rank)) if is_last else []
+        has_all = self.plan.replicas == 1 and len(losses) == self.plan.microbatches
+        self.last_microbatch = losses[-1] if has_all else None
         self._compile()
 
     @property

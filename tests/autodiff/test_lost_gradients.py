@@ -123,3 +123,24 @@ def test_a_microbatch_may_have_a_constant_loss(handler, autodiff):
     assert step(params, torch.ones(8, 4), target)[1][0]["weight"].any()
     with pytest.raises(StageError, match="requires no gradient for any microbatch"):
         step(params, torch.ones(8, 4), (target[0], torch.zeros(8)))
+
+
+@pytest.mark.parametrize("kind", ["copies", "replicas"])
+def test_the_losses_of_a_copy_or_a_replica_may_all_be_constant(kind):
+    def loss(output, target):
+        return mse(output, target[0]) if target[1].any() else torch.zeros(())
+
+    pipeline, params = interop.from_modules([nn.Linear(4, 4), nn.Linear(4, 4)], loss=loss)
+    if kind == "copies":
+        schedule, plan = schedules.dualpipe, pipeline.plan(Placement.both_ways(2), 4)
+    else:
+        schedule, plan = schedules.gpipe, pipeline.plan(Placement.loop(2), 2, replicas=2)
+    target = torch.zeros(8, 4), torch.arange(8) // 4
+    found, expected = (
+        fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="eager")(
+            params, torch.ones(8, 4), target
+        )
+        for handler in (handlers.Local(), handlers.Reference())
+    )
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(found[1][s][name], expected[1][s][name]) for s in range(2) for name in params[s])
