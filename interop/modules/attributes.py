@@ -36,15 +36,18 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
 
 @contextmanager
 def warning_of_changes(module: nn.Module) -> Iterator[None]:
-    """Warn of attributes that forward reads first, and then changes."""
+    """Warn of attributes that forward reads first, and then changes.
+
+    One that is missing or None before is most often a cache that forward fills, as a mask: it is filled anew instead.
+    """
     before = {(id(part), name): (value, _content(value)) for _, part, name, value in attributes(module)}
     reads = dict[tuple[int, str], Any]()
     with LOCK, patch.object(nn.Module, "__getattribute__", _noting(reads)):
         yield
     for prefix, part, name, value in attributes(module):
         key = id(part), name
-        was, content = before.get(key, (MISSING, None))
-        is_read_first = key in reads and reads[key] is was
+        was, content = before.get(key, (None, None))
+        is_read_first = key in reads and reads[key] is was and was is not None
         is_torchs = type(part).__module__.startswith("torch.")  # such as the list of an LSTM's weights
         if is_read_first and not is_torchs and not (_same(was, value) and _same_all(content, _content(value))):
             change = "what is in it" if was is value else f"it from {_text(was)} to {_text(value)}"
@@ -98,4 +101,4 @@ def _same_all(a: list[Any] | None, b: list[Any]) -> bool:
 
 
 def _text(value: Any) -> str:
-    return "nothing" if value is MISSING else "None" if value is None else describe(value)
+    return "None" if value is None else describe(value)
