@@ -6,7 +6,6 @@ import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Protocol, SupportsIndex
 
 import torch
@@ -16,7 +15,7 @@ from fpipe.plan import Edges, Placement, Plan
 from fpipe.stages.describe import description, html
 from fpipe.stages.microbatch import Microbatch, Microbatches
 from fpipe.stages.pytree import Path, as_path, get_at, set_at, short
-from fpipe.stages.stage import Batch, Original, Output, Read, Stage, StageFunction, Target
+from fpipe.stages.stage import Batch, Output, Read, Stage, StageFunction, Target
 
 SharedParam = tuple[int, Path]
 """A stage, and the path of an entry in its params."""
@@ -108,20 +107,6 @@ class Pipeline:
         """
         if isinstance(function := self.stages[0].fn, StageFunction):
             function.accepts(batch)
-
-    @cached_property
-    def _originals(self) -> list[tuple[int, Original]]:
-        """The parameters of the modules that stages come from, with their stages."""
-        functions = [stage.fn for stage in self.stages]
-        return [(s, x) for s, fn in enumerate(functions) if isinstance(fn, StageFunction) for x in fn.originals]
-
-    def changed_parameters(self) -> list[str]:
-        """Return the parameters whose `requires_grad` has changed in their module since the pipeline was made."""
-        return [
-            f"{name} of stage {stage}"
-            for stage, (name, reference, trained) in self._originals
-            if (parameter := reference()) is not None and parameter.requires_grad != trained
-        ]
 
     def params_of(self, params: Mapping[int, Any], stage: int) -> Any:
         """Return a stage's params, with the entries that it shares.

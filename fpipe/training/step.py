@@ -33,6 +33,7 @@ from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.pytree import flatten
 from fpipe.stages.rng import Rng, Seeder, as_rng
 from fpipe.stages.sharding import OWN_DTYPES, Sharding
+from fpipe.stages.stage import StageFunction
 from fpipe.tables import TABLE, WEIGHT, Table
 
 T = TypeVar("T")
@@ -568,7 +569,7 @@ class _StepSpec:
             self.check_mode()
             self._check_params(params)
             states = self._states(state)
-            self._warn_of_changes()
+            _ = self._told_of_changes
             data, sizes = self._split(batch, target, scales)
         except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
             return Inputs({}, (), (), broken=self._stage_error(error))
@@ -640,14 +641,18 @@ class _StepSpec:
                 "pass pipeline.params_on(params, plan, rank)"
             )
 
-    def _warn_of_changes(self) -> None:
-        if self.differentiated and (names := self.pipeline.changed_parameters()):
+    @functools.cached_property
+    def _told_of_changes(self) -> bool:
+        """Whether modules were frozen or unfrozen between `Pipeline` and the first call, which alone warns of them."""
+        names = _changed_parameters(self.pipeline) if self.differentiated else []
+        if names:
             warnings.warn(
                 f"requires_grad of {', '.join(names[:3])}{' and more' if len(names) > 3 else ''} has changed in the "
-                "module since the pipeline was made, where it is fixed which params are trained: make the pipeline of "
-                "the module again, and go on with the same params",
+                "module since the pipeline was made. The step trains the params that were trained then. If the change "
+                "is meant for it, make the pipeline of the module again, and go on with the same params",
                 stacklevel=2,
             )
+        return bool(names)
 
     def _states(self, state: State | None) -> Sequence[Mapping[int, Any]]:
         """Return the state of each replica that this process plays."""
@@ -753,3 +758,15 @@ def _shares(numbers: Sequence[Any], replicas: Replicas) -> Sequence[Callable[[],
         return values
 
     return [functools.partial(lambda m: shares()[m], m) for m in range(len(weights))]
+
+
+def _changed_parameters(pipeline: Pipeline) -> list[str]:
+    """Return the parameters whose `requires_grad` has changed in their module since the pipeline was made."""
+    functions = [stage.fn for stage in pipeline.stages]
+    return [
+        f"{name} of stage {stage}"
+        for stage, function in enumerate(functions)
+        if isinstance(function, StageFunction)
+        for name, reference, trained in function.originals
+        if (parameter := reference()) is not None and parameter.requires_grad != trained
+    ]
