@@ -110,14 +110,15 @@ def profile(
     pieces = DifferentiablePipeline(pipeline, stages, sharding=sharding)
     plan = pipeline.plan(Placement.loop(1, chunks=len(pipeline.stages)), microbatches)
 
-    def prepared() -> _Run:
+    def inputs() -> Inputs:
         axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
         batches, targets = (split(x, microbatches, axis)[0] for x, axis in zip((batch, target), axes, strict=True))
-        data = list(map(Microbatch, batches, targets))
-        return _Run(pieces, plan, Inputs(_whole(params, sharding), [state or {}], data, rng=as_rng(rng or (0, 0))))
+        return Inputs({}, [state or {}], list(map(Microbatch, batches, targets)), rng=as_rng(rng or (0, 0)))
 
     peers = None if handler is None or handler.peers is None else handler.peers.new_group("a profile", hint=HINT)
-    run = _agreed(peers, prepared, "tracing stages")
+    split_inputs = _agreed(peers, inputs, "splitting the batch")  # before shards are gathered, by all processes at once
+    whole = replace(split_inputs, params=_whole(params, sharding))
+    run = _agreed(peers, lambda: _Run(pieces, plan, whole), "tracing stages")
     seconds = _agreed(peers, lambda: run.seconds(repeats), "measuring stages")
     count = 1 if handler is None else handler.replicas(plan).count
     if isinstance(handler, Distributed) and count > 1:

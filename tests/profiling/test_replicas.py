@@ -34,11 +34,13 @@ def profiled(rank, which):
             counting = fpipe.Stage(lambda p, s, x: (x @ p["w"] + p["b"], s + 1), stateful=True)
             pipeline = fpipe.Pipeline([counting, *pipeline.stages[1:]], pipeline.loss)
             options["state"] = {0: torch.zeros(())}
-        if which == "sharded":
+        if which == "rows" and rank == 2:
+            batch = batch[:1]
+        if which in ("sharded", "rows"):
             params = interop.fsdp(params, mesh["dp"])
             batch, options["sharding"] = batch.double(), fpipe.Sharding(gather=torch.float64, reduce=torch.float32)
         return fpipe.profile(pipeline, params, batch, torch.zeros_like(batch), **options)
-    except (fpipe.ScheduleError, fpipe.StageError, fpipe.TransportError) as error:
+    except (fpipe.ScheduleError, fpipe.StageError, fpipe.TransportError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -75,6 +77,9 @@ def test_what_is_wrong_in_one_process_is_raised_in_all(pools):
     for rank in (0, 1, 3):
         assert found[rank].startswith("TransportError: rank 0 of replica 1 failed at tracing stages of a profile")
         assert "stage 3" in found[rank]
+    for rank, text in enumerate(pools(4).run(profiled, "rows")):
+        assert ("failed at splitting the batch of a profile" in text) == (rank != 2)
+        assert "too few" in text
     few = pools(4).run(profiled, "few")
     assert all(text.startswith("ScheduleError: the plan has 1 ranks, the group 2 processes") for text in few)
 
