@@ -538,7 +538,9 @@ class _StepSpec:
         """Return the stages' functions; those of the last stage include the loss where it is computed."""
         pipeline = with_loss(self.pipeline, self.has_aux) if self.loss else self.pipeline
         gather = self.gather and (self.has_aux or not self.loss)
-        shares = None if self.reduction == "sum" else "rows" if self.weight is None else "weight"
+        shares: Literal["rows", "weight"] | None = None
+        if self.reduction == "mean":
+            shares = "rows" if self.weight is None else "weight"
         stages = self.options.pieces(pipeline, self.loss)
         return DifferentiablePipeline(pipeline, stages, self.loss, gather, self._merge, self.sharding, shares)
 
