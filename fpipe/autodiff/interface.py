@@ -153,7 +153,7 @@ def prepared(stage: Stage, params: Any) -> Prepared:
 
 
 def _is_attached(x: Tensor) -> bool:
-    """Whether a param may be part of a caller's graph. A DTensor is detached with its piece, which takes less time."""
+    """Return whether a param is to be detached here. The handler detaches a DTensor's piece, which takes less time."""
     return (x.requires_grad or type(x) is not Tensor) and not is_dtensor(x)
 
 

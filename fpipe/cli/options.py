@@ -267,7 +267,7 @@ class CostOptions:
     residuals: Annotated[Any, Bytes(help="What a forward keeps for its backward.")] = 0
     deferred: Annotated[Any, Bytes(help="What an input gradient keeps for its weight gradient.")] = 0
     parameters: Annotated[Any, Bytes(help="The whole parameters of a stage.")] = 0
-    gathered: Annotated[Any, Bytes(help="They as the stage computes with them, where it casts them.")] = None
+    gathered: Annotated[Any, Bytes(help="The parameters in the dtype of the stage, where it casts them.")] = None
     gradients: Annotated[Any, Bytes(help="A stage's whole sum of gradients. By default as large.")] = None
     optimizer: Annotated[
         float,

@@ -1,4 +1,4 @@
-"""What a caller passes as a schedule: a function, or the name of one. No torch."""
+"""Check the schedule that a caller passes, a function or the name of one. No torch."""
 
 from __future__ import annotations
 

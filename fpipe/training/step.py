@@ -575,8 +575,8 @@ class _StepSpec:
             data, sizes = self._split(batch, target, scales)
         except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
             return Inputs({}, (), (), broken=self._stage_error(error))
-        given = [tree for tree in (batch, target) if tree is not None]
-        apart = isinstance(given[0], Microbatches) if given else None
+        trees = [tree for tree in (batch, target) if tree is not None]
+        apart = isinstance(trees[0], Microbatches) if trees else None
         rows = None if sizes is None else sum(sizes)
         return Inputs(params, states, data, rows, sizes, self._weighed, apart, rng)
 

@@ -369,7 +369,7 @@ def _placed(leaf: DTensor) -> str:
 
 
 def _is_cut_in_place(whole: Tensor, layout: Layout, count: int) -> bool:
-    """Whether a gradient's memory consists of the parts for so many processes, one after another and equally long."""
+    """Return whether a gradient's memory is the parts for so many processes, one after another and equally long."""
     if not whole.is_contiguous():
         return False
     if layout.dim is None:
