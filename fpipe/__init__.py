@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fpipe.stages.pipeline import Pipeline as Pipeline
     from fpipe.stages.sharding import Sharding as Sharding
     from fpipe.stages.stage import Batch as Batch, Output as Output, Stage as Stage
-    from fpipe.training.step import evaluate as evaluate, value_and_grad as value_and_grad
+    from fpipe.training.verbs import evaluate as evaluate, value_and_grad as value_and_grad
     from fpipe.timelines.measurement import Measurement as Measurement
     from fpipe.timelines.simulator import simulate as simulate
     from fpipe.timelines.text import draw as draw

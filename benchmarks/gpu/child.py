@@ -39,7 +39,7 @@ def _probed() -> str:
 
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         raise ImportError(f"torch is {torch.__version__}, and fpipe needs {'.'.join(map(str, OLDEST_TORCH))} or later")
-    importlib.import_module("fpipe.training.step")
+    importlib.import_module("fpipe.training.verbs")
     return "" if torch.cuda.is_available() else f"torch {torch.__version__} finds no CUDA device"
 
 
@@ -49,7 +49,7 @@ def _run(options: Any) -> None:
     from benchmarks.gpu.setting import Report, Setting, Skipped
     from tests.support.forked import CONTEXT
 
-    CONTEXT.set_forkserver_preload(["torch.distributed", "fpipe.training.step"])  # without the warm-up of the tests
+    CONTEXT.set_forkserver_preload(["torch.distributed", "fpipe.training.verbs"])  # without the warm-up of the tests
     module, _, name = options.function.partition(":")
     report = Report(options.report, options.seconds)
     setting = Setting(report, options.cpu)

@@ -15,7 +15,8 @@ from fpipe.plan import Plan, Schedule
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.rng import Rng
 from fpipe.training.norms import clip_by_global_norm, clip_in_a_graph
-from fpipe.training.step import Arguments, Computed, Step, value_and_grad
+from fpipe.training.step import Arguments, Computed, Step
+from fpipe.training.verbs import value_and_grad
 
 Optimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]
 """`init(params) -> state` and `update(grads, state, params, **options) -> (params, state)`, both pure."""

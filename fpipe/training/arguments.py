@@ -1,0 +1,322 @@
+"""The options and arguments of a step: check them, split the batch, and weigh its microbatches."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fpipe.autodiff.interface import DifferentiablePipeline
+from fpipe.autodiff.options import Options
+from fpipe.devices import HostCopy, device_of
+from fpipe.errors import ScheduleError, StageError
+from fpipe.handlers.protocol import Inputs, Replicas
+from fpipe.plan import Plan
+from fpipe.stages.microbatch import WEIGHING, Microbatch, Microbatches, merge, samples, sizes_of, split
+from fpipe.stages.pipeline import Pipeline, with_loss
+from fpipe.stages.pytree import flatten
+from fpipe.stages.rng import Rng, Seeder, as_rng
+from fpipe.stages.sharding import Sharding
+from fpipe.stages.stage import StageFunction
+
+Reduction = Literal["mean", "sum"]
+Buffers = Literal["own"]
+State = Mapping[int, Any] | Sequence[Mapping[int, Any]]
+"""`{stage: tree}`; of a process that plays several replicas, a list with one for each."""
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """The options of a step: check them and the arguments of each call, and split the batch.
+
+    Args:
+        ranks: the ranks that this process plays.
+        replicas: the replicas that it plays.
+        loss: compute the last stage's loss; without it the outputs are the result.
+        differentiated: compute gradients.
+    """
+
+    pipeline: Pipeline
+    plan: Plan
+    ranks: Sequence[int]
+    replicas: Replicas
+    loss: bool
+    has_aux: bool
+    reduction: Reduction
+    weight: Callable[[Any], Any] | None
+    in_axes: Any
+    out_axes: Any
+    gather: bool
+    options: Options
+    sharding: Sharding
+    buffers: Buffers | None
+    differentiated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction must be 'mean' or 'sum', not {self.reduction!r}")
+        if self.buffers not in ("own", None):
+            raise ValueError(f"buffers must be 'own' or None, not {self.buffers!r}")
+        if self.weight is not None and self.reduction != "mean":
+            raise ValueError("weight needs reduction='mean': with 'sum', losses have no weights")
+        if self.plan != self.pipeline.plan(self.plan.placement, self.plan.microbatches, self.plan.replicas):
+            raise ScheduleError(
+                "the plan's edges or ties are not the pipeline's: make it by pipeline.plan(placement, microbatches)"
+            )
+        for stage, ranks in enumerate(self.plan.placement.holders):
+            if self.pipeline.stages[stage].stateful and len(ranks) > 1:
+                raise ScheduleError(
+                    f"stage {stage} is stateful and has copies on ranks {ranks}: a state needs every microbatch in "
+                    "order, so place it on one rank"
+                )
+            if self.pipeline.stages[stage].stateful and self.plan.replicas > 1 and self.buffers is None:
+                raise ScheduleError(
+                    f"stage {stage} is stateful, and the plan has {self.plan.replicas} replicas: pass buffers='own' to "
+                    "value_and_grad, train_step and evaluate, and each replica keeps a state of its own, which its "
+                    "microbatches alone update; or make the stage stateless (such as a norm that needs no running "
+                    "statistics)"
+                )
+
+    def pieces(self) -> DifferentiablePipeline:
+        """Return the stages' functions; those of the last stage include the loss where it is computed."""
+        pipeline = with_loss(self.pipeline, self.has_aux) if self.loss else self.pipeline
+        gather = self.gather and (self.has_aux or not self.loss)
+        shares: Literal["rows", "weight"] | None = None
+        if self.reduction == "mean":
+            shares = "rows" if self.weight is None else "weight"
+        stages = self.options.pieces(pipeline, self.loss)
+        return DifferentiablePipeline(pipeline, stages, self.loss, gather, self._merge, self.sharding, shares)
+
+    def _merge(self, outputs: Mapping[int, Any], apart: bool | None) -> Any:
+        trees = [output for _, output in sorted(outputs.items())]
+        return Microbatches(trees) if apart else merge(trees, self.out_axes)
+
+    def total(self, losses: Mapping[int, Tensor]) -> Tensor:
+        """Add the losses in microbatch order, replica by replica."""
+        return functools.reduce(torch.add, (loss for _, loss in sorted(losses.items())))
+
+    def inputs(
+        self,
+        params: Mapping[int, Any],
+        batch: Any,
+        target: Any,
+        state: State | None,
+        rng: Rng | Seeder | None,
+        scales: Sequence[Any] | None = None,
+    ) -> Inputs:
+        """Split the step's arguments into microbatches. The handler reports an error in them to all ranks.
+
+        Args:
+            scales: of the microbatches; by default they are computed from the target.
+        """
+        try:
+            rng = rng if rng is None or callable(rng) else as_rng(rng)
+            self.check_mode()
+            self._check_params(params)
+            states = self._states(state)
+            _ = self._told_of_changes
+            data, sizes = self._split(batch, target, scales)
+        except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
+            return Inputs({}, (), (), broken=self._stage_error(error))
+        trees = [tree for tree in (batch, target) if tree is not None]
+        apart = isinstance(trees[0], Microbatches) if trees else None
+        rows = None if sizes is None else sum(sizes)
+        return Inputs(params, states, data, rows, sizes, self._weighed, apart, rng)
+
+    @property
+    def _weighed(self) -> bool:
+        """Whether each loss is scaled by its share of the rows."""
+        return self.reduction == "mean" and self.weight is None
+
+    def check_mode(self) -> None:
+        """Raise StageError for gradients under `torch.inference_mode`, where autograd records nothing."""
+        if self.differentiated and torch.is_inference_mode_enabled():
+            raise StageError(
+                "the step computes gradients, and torch.inference_mode() switches autograd off for good: call it "
+                "outside. evaluate runs inside, and under torch.no_grad() both do"
+            )
+
+    def seed(self, rng: Any) -> Rng | None:
+        """Check a seed.
+
+        Raises:
+            StageError: it is no pair of numbers.
+        """
+        try:
+            return None if rng is None else as_rng(rng)
+        except Exception as error:  # the numbers are the user's, and may raise anything
+            raise self._stage_error(error) from error
+
+    def weights(self, params: Any, batch: Any, target: Any) -> tuple[Tensor | None, tuple[bool, ...]]:
+        """Return the microbatches' shares of the weight, on the device of the arguments, and which of them are zero.
+
+        Raises:
+            StageError: the batch or the target can't be split, or `weight` failed.
+        """
+        if self.weight is None:
+            return None, ()
+        try:
+            data, _ = self._split(batch, target)
+        except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
+            raise self._stage_error(error) from error
+        shares = [microbatch.scale() for microbatch in data if microbatch.scale is not None]
+        if not shares:  # another process computes the loss
+            return None, ()
+        tensors = (x for x in flatten((params, batch, target)).leaves if isinstance(x, Tensor))
+        device = next((x.device for x in tensors), torch.device("cpu"))
+        return torch.tensor(shares, dtype=torch.float64, device=device), tuple(share == 0 for share in shares)
+
+    def _stage_error(self, error: Exception) -> StageError:
+        rank = self.ranks[0] if len(self.ranks) == 1 else None
+        if isinstance(error, StageError):
+            return error.on(rank)
+        message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        result = StageError(message, rank=rank)
+        result.__cause__ = error
+        return result
+
+    def _check_params(self, params: Mapping[int, Any]) -> None:
+        if not isinstance(params, Mapping):
+            raise TypeError(f"params must be {{stage: tree}}, not a {type(params).__name__}")
+        needed = {stage for rank in self.ranks for stage in self.pipeline.params_on(params, self.plan, rank)}
+        foreign = sorted(set(params) - needed, key=repr)
+        if foreign:
+            raise StageError(
+                f"params has entries for stages {foreign}, but this process holds only {sorted(needed)}: "
+                "pass pipeline.params_on(params, plan, rank)"
+            )
+
+    @functools.cached_property
+    def _told_of_changes(self) -> bool:
+        """Whether modules were frozen or unfrozen between `Pipeline` and the first call, which alone warns of them."""
+        names = _changed_parameters(self.pipeline) if self.differentiated else []
+        if names:
+            warnings.warn(
+                f"requires_grad of {', '.join(names[:3])}{' and more' if len(names) > 3 else ''} has changed in the "
+                "module since the pipeline was made. The step trains the params that were trained then. If the change "
+                "is meant for it, make the pipeline of the module again, and go on with the same params",
+                stacklevel=2,
+            )
+        return bool(names)
+
+    def _states(self, state: State | None) -> Sequence[Mapping[int, Any]]:
+        """Return the state of each replica that this process plays."""
+        count = len(self.replicas.here)
+        if count == 1:
+            states: Any = [{} if state is None else state]
+        else:
+            states = state or [{}] * count
+            if not isinstance(states, Sequence) or len(states) != count:
+                raise ValueError(
+                    f"this process plays {count} replicas, each with a state of its own: pass a list with one "
+                    f"{{stage: tree}} for each, such as [state] * {count}"
+                )
+        for replica, each in enumerate(states):
+            name = "state" if count == 1 else f"state[{replica}]"
+            if not isinstance(each, Mapping):
+                raise TypeError(f"{name} must be {{stage: tree}}, not a {type(each).__name__}")
+            self._check_state(each, name)
+        return states  # type: ignore[no-any-return]
+
+    def _check_state(self, state: Mapping[int, Any], name: str) -> None:
+        local = {stage for rank in self.ranks for stage in self.plan.stages_on(rank)}
+        stateful = {stage for stage in local if self.pipeline.stages[stage].stateful}
+        for stage in sorted(stateful - set(state)):
+            raise StageError(
+                f"the stage is stateful, but {name} has no entry for it: pass {{{stage}: tree}}", stage=stage
+            )
+        for stage in sorted(set(state) - stateful, key=repr):
+            raise StageError(
+                f"{name} has an entry for stage {stage}, which is not a stateful stage of this process: "
+                "pass pipeline.state_on(state, plan, rank)"
+            )
+
+    def _split(
+        self, batch: Any, target: Any, scales: Sequence[Any] | None = None
+    ) -> tuple[list[Microbatch], Sequence[int] | None]:
+        """Return the microbatches, and the rows of each."""
+        apart = {isinstance(tree, Microbatches) for tree in (batch, target) if tree is not None}
+        if len(apart) > 1:
+            split_one = "target" if isinstance(batch, Microbatches) else "batch"
+            raise ValueError(f"one of batch and target is Microbatches: pass both so, or the {split_one} as None")
+        for tree in batch if isinstance(batch, Microbatches) else [batch]:
+            self.pipeline.accept(tree)
+        count = self.plan.microbatches * len(self.replicas.here)
+        axes = self.in_axes if isinstance(self.in_axes, tuple) else (self.in_axes, self.in_axes)
+        if len(axes) != 2:
+            raise ValueError(f"in_axes must be one axis, or a pair for batch and target, not {self.in_axes!r}")
+        batches, rows = split(batch, count, axes[0], "batch")
+        targets, target_rows = split(target, count, axes[1], "target")
+        if self.weight is not None:
+            return list(map(Microbatch, batches, targets, scales or self._scales(self.weight, targets))), None
+        data = list(map(Microbatch, batches, targets))
+        if True in apart:
+            return data, self._samples(batch, target, axes) if self.loss and self._weighed else None
+        if self.reduction == "mean" and None not in (rows, target_rows) and rows != target_rows:
+            raise ValueError(f"the batch has {rows} rows, the target {target_rows}")
+        rows = rows if rows is not None else target_rows
+        return data, None if rows is None else sizes_of(rows, count)
+
+    def _samples(self, batch: Any, target: Any, axes: tuple[Any, Any]) -> Sequence[int] | None:
+        """Return the rows of each of `Microbatches`."""
+        of_batch = samples(batch or (), axes[0], "batch")
+        of_target = samples(target or (), axes[1], "target")
+        if of_batch is None or of_target is None:
+            return of_target if of_batch is None else of_batch
+        for m, (rows, target_rows) in enumerate(zip(of_batch, of_target, strict=True)):
+            if rows != target_rows:
+                raise ValueError(
+                    f"microbatch {m} of the batch has {rows} rows, that of the target {target_rows}: {WEIGHING}"
+                )
+        return of_batch
+
+    def _scales(self, weight: Callable[[Any], Any], targets: Sequence[Any]) -> Sequence[Callable[[], float] | None]:
+        """Return a function of each microbatch's share of the weight; None where the loss is not computed."""
+        if not any(self.plan.stages - 1 in self.plan.stages_on(rank) for rank in self.ranks):
+            return [None] * len(targets)
+        return _shares(list(map(weight, targets)), self.replicas)
+
+
+def _shares(numbers: Sequence[Any], replicas: Replicas) -> Sequence[Callable[[], float]]:
+    """Return functions that return each weight's share of all replicas' sum.
+
+    The first call waits for a copy to the host, and where other processes play other replicas, for their weights.
+
+    Which weights are 0 decides what the host launches, so it reads them: all at once, behind what the device ran before
+    the step.
+    """
+    at = [None if isinstance(each, Tensor) else "cpu" for each in numbers]  # its own; never the default device
+    weights = [torch.as_tensor(x, dtype=torch.float64, device=on) for x, on in zip(numbers, at, strict=True)]
+    for each in weights:
+        if each.numel() != 1:
+            raise ValueError(f"weight must return one number, not a tensor of shape {tuple(each.shape)}")
+    device = next((each.device for each in weights if each.device.type != "cpu"), weights[0].device)
+    copy = HostCopy(torch.stack([each.detach().reshape(()).to(device) for each in weights]), device_of(device))
+
+    @functools.cache
+    def shares() -> list[float]:
+        on_host = copy.read()
+        every = on_host
+        if len(replicas.here) < replicas.count:
+            every = torch.tensor(replicas.gather(on_host.tolist()), dtype=torch.float64, device="cpu")
+        values: list[float] = (on_host / functools.reduce(torch.add, every.unbind())).tolist()
+        return values
+
+    return [functools.partial(lambda m: shares()[m], m) for m in range(len(weights))]
+
+
+def _changed_parameters(pipeline: Pipeline) -> list[str]:
+    """Return the parameters whose `requires_grad` has changed in their module since the pipeline was made."""
+    functions = [stage.fn for stage in pipeline.stages]
+    return [
+        f"{name} of stage {stage}"
+        for stage, function in enumerate(functions)
+        if isinstance(function, StageFunction)
+        for name, reference, trained in function.originals
+        if (parameter := reference()) is not None and parameter.requires_grad != trained
+    ]
