@@ -101,7 +101,7 @@ def test_weights_of_a_device_are_copied_once_and_waited_for_after_the_first_loss
     step, target = step_and_target("gpipe", weight=lambda t: (t > 0).sum())
     expected = step(target, rng=(0, 0))
     device, waits_before = FakeDevice(now=100.0), []
-    monkeypatch.setattr("fpipe.training.step.device_of", lambda _: device)
+    monkeypatch.setattr("fpipe.training.arguments.device_of", lambda _: device)
 
     def loss(output, target):
         waits_before.append(len(device.waits))
