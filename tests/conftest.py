@@ -50,16 +50,6 @@ def pools():
         pool.close()
 
 
-@pytest.fixture(scope="module")
-def grids(pools):
-    """Leaves no handler on a grid behind: each of its groups has a thread that polls."""
-    from tests.support.replica_jobs import forget
-
-    yield
-    for pool in pools.made.values():
-        pool.run(forget)
-
-
 @pytest.fixture(scope="session")
 def gpu_pools():
     """`gpu_pools(n, job)`: n processes on the GPUs there are; the job's process group is of gloo or nccl."""

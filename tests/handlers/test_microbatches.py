@@ -15,8 +15,6 @@ from tests.support import cases, jobs, replica_jobs
 from tests.support.combinations import ALL, combined
 from tests.support.sharing import Sharing, sharing
 
-pytestmark = pytest.mark.usefixtures("grids")
-
 CASES, SCHEDULES = [*cases.CASES], [*cases.SCHEDULES]
 ROWS = (3, 2, 4, 2, 3)
 SEQUENCES = ("attention", "tied", "dropout")

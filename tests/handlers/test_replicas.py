@@ -19,8 +19,6 @@ from tests.support.combinations import ALL, combined, sample
 from tests.support.replica_jobs import CASES, Grid
 from tests.support.sharing import sharing
 
-pytestmark = pytest.mark.usefixtures("grids")
-
 SCHEDULES = [*cases.SCHEDULES]
 
 

@@ -10,8 +10,6 @@ from tests.support import cases, stream_jobs
 from tests.support.combinations import ALL, sample
 from tests.support.replica_jobs import Grid
 
-pytestmark = pytest.mark.usefixtures("grids")
-
 NAMES = ["attention", "skip", "tied", "layouts", "dictionary", "dropout", "modules", "twice"]
 DOCUMENTED = {"event", "beginning a step: a rank has not come to it"}
 """What the host waits for in a step whose signature is known: that the device keeps up, and all ranks' hosts."""

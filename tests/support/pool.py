@@ -128,9 +128,26 @@ def join(rank: int, size: int, address: str, port: int, gpus: Gpus | None = None
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if gpus is not None:
+    if gpus is None:
+        _share_device()
+    else:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo" if gpus is None else gpus.job)
+
+
+def _share_device() -> None:
+    """Let torch's own groups use the device of fpipe's: each device has a thread that polls, and meshes many groups."""
+    from torch.distributed import distributed_c10d as c10d
+
+    from fpipe.handlers.distributed.backends import gloo_devices
+
+    class Group(c10d.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            options = self._Options()
+            options._devices, options._timeout = gloo_devices(), timeout
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = Group
 
 
 def _serve(

@@ -121,13 +121,6 @@ def left_of_a_step(rank, grid, which):
     return [name for name, storages in alive.items() if not all(storage.expired() for storage in storages)]
 
 
-def forget(rank):
-    """Close the connections of all grids."""
-    handler.cache_clear()
-    alone_on.cache_clear()
-    gc.collect()
-
-
 def make(name, schedule, ranks, replicas, microbatches):
     """(case, schedule, plan) with the whole batch of all replicas, whose microbatches are of several sizes."""
     case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(replicas * microbatches))

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -84,6 +85,27 @@ class Backend(Protocol):
         """Close groups whose operations are complete, before the last references to them go."""
 
 
+def gloo_group(store: Store, rank: int, size: int, timeout: float) -> Any:
+    """Make a gloo group of some processes.
+
+    Args:
+        rank: of this process in the group.
+        timeout: seconds that making it, or a wait for it, may take.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    options._devices, options._timeout = gloo_devices(), timedelta(seconds=timeout)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+@functools.cache
+def gloo_devices() -> list[Any]:
+    """Return the devices of gloo's groups, as torch chooses them. Each has a thread, which wakes every 10 ms."""
+    make, interfaces = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not interfaces:
+        return [make.create_default_device()]
+    return [make.create_device(interface=name) for name in interfaces.split(",")]
+
+
 @dataclass(frozen=True)
 class Gloo:
     """gloo: TCP between processes, tensors on the CPU."""
@@ -94,7 +116,7 @@ class Gloo:
         return None
 
     def group(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: float) -> Any:
-        group = dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=timeout))
+        group = gloo_group(store, rank, len(ranks), timeout)
         group._set_default_timeout(FOREVER)
         return group
 

@@ -19,7 +19,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -31,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from fpipe.devices import Device, Graph, aside, launch
 from fpipe.errors import StageError
 from fpipe.handlers.distributed.activity import Activity, Markers
-from fpipe.handlers.distributed.backends import CUT_LIMIT, Backend, Edge, Gloo, rounds
+from fpipe.handlers.distributed.backends import CUT_LIMIT, Backend, Edge, Gloo, gloo_group, rounds
 from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.lifeline import Lifeline
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
@@ -105,8 +104,8 @@ class Connections:
         """
         shared = self.groups.shared
         if name not in shared:
-            limit = timedelta(seconds=self.timeout if timeout is None else timeout)
-            shared[name] = dist.ProcessGroupGloo(PrefixStore(name, self.store), self.rank, self.size, limit)
+            limit = self.timeout if timeout is None else timeout
+            shared[name] = gloo_group(PrefixStore(name, self.store), self.rank, self.size, limit)
         return shared[name]
 
     # Set-up
