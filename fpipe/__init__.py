@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fpipe.programs.footprint import footprint as footprint
     from fpipe.programs.lowering import lower as lower
     from fpipe.programs.program import Program as Program
+    from fpipe.programs.residence import Residence as Residence
     from fpipe.programs.verifier import Report as Report, verify as verify
     from fpipe.schedules.lengths import by_length as by_length, pack as pack
     from fpipe.stages.microbatch import Microbatches as Microbatches

@@ -60,6 +60,7 @@ from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
 from fpipe.programs.lowering import collect, lockstep, lower
 from fpipe.programs.program import Program, Programs
+from fpipe.programs.residence import Residence
 from fpipe.programs.verifier import check
 from fpipe.schedules.table import from_table
 
@@ -77,7 +78,7 @@ def to_csv(
     *,
     communication: bool = True,
     gathered: int = 3,
-    resident: int | None = None,
+    resident: Residence | int | None = None,
 ) -> str:
     """Return a schedule as torch's CSV.
 

@@ -270,11 +270,11 @@ def _played(programs: Programs, costs: Costs) -> Iterator[tuple[Timeline, int | 
 
 
 def _residents(plan: Plan) -> list[int | None]:
-    """Return the numbers of whole stages to try: powers of two, and all of a rank's stages."""
+    """Return the numbers of whole stages to try: up to eight all, then powers of two, and all of a rank's stages."""
     if plan.replicas == 1:
         return [None]
     most = max(len(plan.stages_on(rank)) for rank in range(plan.ranks))
-    return [None, *sorted({2**k for k in range(most.bit_length())} & {*range(1, most)} | {most})]
+    return [None, *sorted({n for n in range(1, most) if n <= 8 or n.bit_count() == 1} | {most})]
 
 
 def _tried(entry: CatalogueEntry, chunks: Sequence[int]) -> Sequence[int]:

@@ -45,6 +45,24 @@ def _bytes_per_stage(text: str | float) -> PerStage:
     return sizes if len(sizes) > 1 else sizes[0]
 
 
+class Size(float):
+    """A limit in bytes, where a whole number would count stages."""
+
+
+def _stages_or_bytes(option: str | int) -> int | Size:
+    """Parse 2, or 4GiB.
+
+    >>> _stages_or_bytes("2"), _stages_or_bytes("2kB")
+    (2, 2000.0)
+    """
+    text = str(option).strip()
+    if text[-1:].isalpha():
+        return Size(_bytes(text))
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise typer.BadParameter(f"{text!r} is neither a number of stages, as 2, nor a number of bytes, as 4GiB")
+
+
 def _over_replicas(option: str | float) -> PerStage | Link:
     """Parse 0.1, one time a stage as 0.1,0.2, or a latency and a bandwidth as 0.01:1e9."""
     text = str(option)
@@ -139,8 +157,13 @@ LimitBytes = Annotated[
     ),
 ]
 Resident = Annotated[
-    int | None,
-    Count(help="Shard the parameters over the replicas; so many stages are whole on a rank at a time."),
+    Any,
+    InPlan(
+        metavar="N|BYTES",
+        parser=_stages_or_bytes,
+        help="Shard the parameters over the replicas; so many stages, or of their --parameters so many bytes as 4GiB, "
+        "are whole on a rank at a time.",
+    ),
 ]
 Replicas = Annotated[int, Count(help="How many replicas of the pipeline.")]
 AnySize = Annotated[bool, InPlan("--any-size", help="Do not refuse what takes very long.")]

@@ -13,12 +13,14 @@ import typer
 
 from fpipe._format import number
 from fpipe.cli.app import OWN
-from fpipe.cli.options import CostOptions, Limit, LimitBytes, PlanOptions, Resident, ScheduleArg
+from fpipe.cli.options import CostOptions, Limit, LimitBytes, PlanOptions, Resident, ScheduleArg, Size
 from fpipe.costs import Costs
+from fpipe.effects import Parameters
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.footprint import RankBytes, enforce, footprint
 from fpipe.programs.lowering import lower
+from fpipe.programs.residence import Residence
 from fpipe.programs.verifier import check
 from fpipe.schedules.catalogue import CatalogueEntry, named
 from fpipe.timelines.simulator import simulate_programs
@@ -32,7 +34,7 @@ class Job(NamedTuple):
     schedule: Schedule
     plan: Plan
     costs: Costs
-    resident: int | None = None
+    resident: Residence | int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,17 @@ class ScheduleOptions(CostOptions, PlanOptions):
 
     def resolve(self) -> Job:
         """Return the schedule, with the costs of its plan's stages; raise if they do not fit the plan."""
-        return resolve(self.name, self, self.cut, self.limit)._replace(resident=self.resident)
+        return sharded(resolve(self.name, self, self.cut, self.limit), self.resident)
+
+
+def sharded(job: Job, resident: int | Size | None) -> Job:
+    """Return the job with so many stages, or so many bytes of parameters, whole on a rank at a time."""
+    if not isinstance(resident, Size):
+        return job._replace(resident=resident)
+    sizes = [job.costs.bytes(Parameters(stage)) for stage in range(job.plan.stages)]
+    if not any(sizes):
+        raise typer.BadParameter("bytes are those of the parameters: give --parameters", param_hint="--resident")
+    return job._replace(resident=Residence(resident, sizes))
 
 
 def resolve(name: str, asked: PlanOptions, costs: Callable[[Plan], Costs], limit: float | None) -> Job:

@@ -24,12 +24,13 @@ from fpipe.cli.options import (
     PlanOptions,
     Replicas,
     Resident,
+    Size,
     ToFile,
     counts,
     known,
 )
 from fpipe.cli.output import attributes, console, print_json, progress, replacing, show
-from fpipe.cli.resolve import Played, ScheduleOptions, enforce_limit, played, read, resolve
+from fpipe.cli.resolve import Played, ScheduleOptions, enforce_limit, played, read, resolve, sharded
 from fpipe.effects import Effect, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
@@ -56,7 +57,9 @@ def _simulated(options: ScheduleOptions) -> tuple[str, Played]:
     return job.name, simulated
 
 
-def result(name: str, simulated: Played, resident: int | None = None, stages: int | None = None) -> dict[str, object]:
+def result(
+    name: str, simulated: Played, resident: int | Size | None = None, stages: int | None = None
+) -> dict[str, object]:
     """Return the results of a simulation for `--json`. Other programs read this: keep the keys and their order.
 
     Args:
@@ -64,7 +67,8 @@ def result(name: str, simulated: Played, resident: int | None = None, stages: in
     """
     timeline, accounts = simulated
     figures = attributes(timeline, "makespan", "cost", "bubble_rate", "idle", "peak_in_flight")
-    about = {"replicas": timeline.plan.replicas, "resident": resident}
+    room = f"{resident:.0f} B" if isinstance(resident, Size) else resident
+    about = {"replicas": timeline.plan.replicas, "resident": room}
     memory = [{**account._asdict(), "total": account.total} for account in accounts]
     share = (stages or timeline.plan.ranks) / timeline.plan.stages
     return {"schedule": name, **counts(timeline.plan), **figures, **about, "memory": memory, "stage_share": share}
@@ -270,7 +274,7 @@ def compare(
                 options = PlanOptions(
                     model.ranks, model.microbatches, chunks, replicas=model.replicas, any_size=model.any_size
                 )
-                job = resolve(name, options, partial(costs.recut, model), limit)._replace(resident=resident)
+                job = sharded(resolve(name, options, partial(costs.recut, model), limit), resident)
                 simulated = played(job, limit_bytes=limit_bytes)
                 peaks = shares(simulated.timeline)
                 enforce_limit(peaks, limit)

@@ -25,7 +25,7 @@ from fpipe.plan import Plan, Schedule
 from fpipe.programs.interning import Interning
 from fpipe.programs.names import check_names
 from fpipe.programs.program import Program, Programs, plan_of, table_of
-from fpipe.programs.residence import residence
+from fpipe.programs.residence import Residence, residence
 from fpipe.programs.schedules import as_schedule
 from fpipe.programs.transports import Transport
 from fpipe.tables import TABLE, WEIGHT, Table, is_uniform
@@ -39,7 +39,7 @@ def lower(
     *,
     depth: int | None = None,
     transport: str = "async",
-    resident: int | None = None,
+    resident: Residence | int | None = None,
     effects: Table = TABLE,
 ) -> Programs:
     """Return the complete programs of all ranks. `fpipe.verify` checks whether they are correct.
@@ -50,8 +50,9 @@ def lower(
         transport: decides where receives are placed. With `async`, the transport of fpipe's handlers, a receive that is
             posted early blocks nothing. With the other transports of `fpipe.verify`, each receive is posted at the
             moment of its send, and `depth` is not used.
-        resident: the number of stages whose parameters, sharded over the replicas, may be whole on a rank at a time;
-            None where parameters are not sharded. Not used where the schedule yields `Gather` itself.
+        resident: the number of stages whose parameters, sharded over the replicas, may be whole on a rank at a time,
+            or a `Residence`, with a limit in bytes; None where parameters are not sharded. Not used where the schedule
+            yields `Gather` itself.
         effects: the table of effects and values; `TABLE.extended({...})` for effects that you define.
 
     Raises:

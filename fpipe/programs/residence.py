@@ -8,84 +8,143 @@ fewest gathers.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import inf
 
+from fpipe._format import format_bytes
+from fpipe.costs import Costs
 from fpipe.effects import Effect, Gather, Parameters, Release
 from fpipe.errors import ScheduleError
 from fpipe.programs.program import Program, Programs, plan_of
 
 
-def residence(programs: Programs, limit: float | None = None, sizes: Sequence[float] = ()) -> Programs:
-    """Add `Gather` and `Release` to complete programs, with the fewest gathers for the room that a rank has.
-
-    A gather is posted as early as there is room, so that it travels beside the compute before its first use. Gathers
-    of one rank are posted in the order of their first uses.
+@dataclass(frozen=True)
+class Residence:
+    """How many sharded stages of a rank are whole at a time, and when they are gathered.
 
     Args:
-        limit: how many stages, or with `sizes` how many bytes, may be whole at a time on a rank; None for all. With
-            stages of different sizes the number of gathers is not always the least.
-        sizes: bytes of each stage's parameters; by default each stage counts 1.
+        limit: how many stages, or with `sizes` how many bytes, may be whole at a time; None for all.
+        sizes: bytes of each stage's whole parameters; by default each stage counts 1. With stages of different sizes
+            the number of gathers is not always the least.
+        costs: post a gather as late as still hides it behind the rank's own compute, if these are the times of effects
+            and gathers. By default it is posted as early as there is room.
 
     Raises:
-        ScheduleError: one effect needs more than the limit.
+        ScheduleError: the limit is not positive.
+
+    >>> Residence(8e9, sizes=[5e9, 2e9, 2e9, 4e9])
+    Residence(limit=8000000000.0, sizes=(5000000000.0, 2000000000.0, 2000000000.0, 4000000000.0), costs=None)
     """
+
+    limit: float | None = None
+    sizes: Sequence[float] = ()
+    costs: Costs | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        if self.limit is not None and not self.limit > 0:
+            raise ScheduleError(f"resident must be at least 1 stage, or some bytes, not {self.limit!r}")
+
+    def __str__(self) -> str:
+        if self.limit is None:
+            return "all"
+        return format_bytes(self.limit) if self.sizes else f"{self.limit:g}"
+
+    def size(self, stage: int) -> float:
+        return self.sizes[stage] if self.sizes else 1.0
+
+
+def residence(programs: Programs, resident: Residence | int = Residence()) -> Programs:
+    """Add `Gather` and `Release` to complete programs, with the fewest gathers for the room that a rank has.
+
+    Gathers of one rank are posted in the order of their first uses, each so early that it travels beside the compute
+    before its use.
+
+    Args:
+        resident: the room of each rank; a number counts stages.
+
+    Raises:
+        ScheduleError: one effect needs more than the limit, or there are not as many sizes as stages.
+    """
+    resident = resident if isinstance(resident, Residence) else Residence(resident)
     plan = plan_of(programs)
     plan = replace(plan, gathered=frozenset(range(plan.stages)))
-    if sizes and len(sizes) != plan.stages:
-        raise ScheduleError(f"there are sizes of {len(sizes)} stages, the plan has {plan.stages}")
+    if resident.sizes and len(resident.sizes) != plan.stages:
+        raise ScheduleError(f"there are sizes of {len(resident.sizes)} stages, the plan has {plan.stages}")
+    if resident.costs is not None:
+        resident.costs.check(plan)
+        resident = replace(resident, costs=resident.costs.over(plan))
     gathering = {rank: replace(program, plan=plan) for rank, program in programs.items()}
-    return {
-        rank: replace(program, effects=tuple(_inserted(program, inf if limit is None else limit, sizes)))
-        for rank, program in gathering.items()
-    }
+    return {rank: replace(program, effects=tuple(_inserted(program, resident))) for rank, program in gathering.items()}
 
 
-def _inserted(program: Program, limit: float, sizes: Sequence[float]) -> Iterator[Effect]:
-    before, after = _moves(program, limit, sizes)
+def _inserted(program: Program, resident: Residence) -> Iterator[Effect]:
+    gathers, after = _moves(program, resident)
+    before = defaultdict[int, list[int]](list)
+    for gather in gathers if resident.costs is None else _ahead(program, gathers, resident.costs):
+        before[gather.at].append(gather.stage)
     for at, effect in enumerate(program):
         yield from (Gather(stage) for stage in before[at])
         yield effect
         yield from (Release(stage) for stage in after[at])
 
 
-Moves = Mapping[int, list[int]]
-"""The index of an effect -> the stages that are gathered before it, or released after it."""
+@dataclass(frozen=True)
+class _Posted:
+    """A gather that is posted before effect number `at`, for the effect number `use`."""
+
+    stage: int
+    at: int
+    use: int
 
 
-def _moves(program: Program, limit: float, sizes: Sequence[float]) -> tuple[Moves, Moves]:
+def _ahead(program: Program, gathers: Sequence[_Posted], costs: Costs) -> list[_Posted]:
+    """Return the gathers posted as late as hides them, but not before there is room.
+
+    A rank's gathers travel one after the other, so a late one may not hold up those behind it: go backwards.
+    """
+    ends = accumulate(costs.time(effect, program.table) for effect in program)
+    starts, posted, free = [0.0, *ends], list[_Posted](), inf
+    for gather in reversed(gathers):
+        free = min(free, starts[gather.use]) - costs.time(Gather(gather.stage), program.table)
+        latest = min(gather.use, bisect_right(starts, free) - 1)
+        posted.append(replace(gather, at=max(gather.at, latest)))
+    return posted[::-1]
+
+
+def _moves(program: Program, resident: Residence) -> tuple[list[_Posted], Mapping[int, list[int]]]:
+    """Return the gathers as early as there is room, and after each effect the stages that are released."""
     uses = [(at, stages) for at, effect in enumerate(program) if (stages := _stages_read(program, effect))]
     coming = defaultdict[int, deque[int]](deque)
     for at, stages in uses:
         for stage in stages:
             coming[stage].append(at)
-    before, after = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    gathers, after, size = list[_Posted](), defaultdict[int, list[int]](list), resident.size
+    limit = inf if resident.limit is None else resident.limit
     whole, room, free_since = dict[int, int](), limit, 0  # stage -> its last use; the room that is left, and since when
-
-    def size(stage: int) -> float:
-        return sizes[stage] if sizes else 1.0
-
     for at, stages in uses:
         for stage in stages:
             while stage not in whole and room < size(stage):
                 others = (other for other in whole if other not in stages)
                 last = max(others, key=lambda other: coming[other][0] if coming[other] else inf, default=None)
                 if last is None:
-                    raise _too_large(program, at, sum(map(size, stages)), limit)
+                    raise _too_large(program, at, sum(map(size, stages)), resident)
                 used = whole.pop(last)
                 after[used].append(last)
                 room, free_since = room + size(last), max(free_since, used + 1)
             if stage not in whole:
-                before[free_since].append(stage)
+                gathers.append(_Posted(stage, free_since, at))
                 room -= size(stage)
         for stage in stages:
             whole[stage] = at
             coming[stage].popleft()
     for stage, used in whole.items():
         after[used].append(stage)
-    return before, after
+    return gathers, after
 
 
 def _stages_read(program: Program, effect: Effect) -> list[int]:
@@ -94,8 +153,9 @@ def _stages_read(program: Program, effect: Effect) -> list[int]:
     return list(dict.fromkeys(name.stage for name in needs if type(name) is Parameters))
 
 
-def _too_large(program: Program, at: int, needed: float, limit: float) -> ScheduleError:
+def _too_large(program: Program, at: int, needed: float, resident: Residence) -> ScheduleError:
+    size = format_bytes(needed) if resident.sizes else f"the parameters of {needed:g} stages"
     return ScheduleError(
-        f"rank {program.rank} yields {program.effects[at]}, which needs the parameters of {needed:g} at once, and the "
-        f"limit is {limit:g}: allow more, or take a schedule without it"
+        f"rank {program.rank} yields {program.effects[at]}, which needs {size} whole at once, and the limit is "
+        f"{resident}: allow more, or take a schedule without it"
     )

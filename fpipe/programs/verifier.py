@@ -51,6 +51,7 @@ from fpipe.programs.lowering import lower
 from fpipe.programs.memory import bytes_on, peak_bytes
 from fpipe.programs.names import check_names, refused
 from fpipe.programs.program import Program, Programs, plan_of, table_of
+from fpipe.programs.residence import Residence
 from fpipe.programs.transports import Transport
 from fpipe.tables import FORWARD, INPUT, TABLE, WEIGHT, Table, is_uniform
 
@@ -127,7 +128,7 @@ def verify(
     ordered: bool = True,
     costs: Costs | None = None,
     depth: int | None = None,
-    resident: int | None = None,
+    resident: Residence | int | None = None,
     effects: Table = TABLE,
 ) -> Report:
     """Check the programs of a schedule for a plan, communication included.

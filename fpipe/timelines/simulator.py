@@ -24,6 +24,7 @@ from fpipe.programs.footprint import enforce, footprint
 from fpipe.programs.interleaving import turns
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs, plan_of, table_of
+from fpipe.programs.residence import Residence
 from fpipe.tables import LANES, TABLE, Table, fields_of, is_uniform
 from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
@@ -35,7 +36,7 @@ def simulate(
     costs: Costs = Costs(),
     *,
     depth: int | None = None,
-    resident: int | None = None,
+    resident: Residence | int | None = None,
     memory_limit_bytes: float | None = None,
     effects: Table = TABLE,
 ) -> Timeline:

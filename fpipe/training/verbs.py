@@ -14,7 +14,7 @@ from fpipe.plan import Plan, Schedule
 from fpipe.policies import everything_saveable
 from fpipe.profiling.observers import observing
 from fpipe.programs.lowering import forward_only, gathered, lower, wavefront
-from fpipe.programs.residence import residence
+from fpipe.programs.residence import Residence, residence
 from fpipe.programs.schedules import as_schedule
 from fpipe.programs.verifier import check
 from fpipe.stages.pipeline import Pipeline
@@ -37,7 +37,7 @@ def value_and_grad(
     out_axes: Any = 0,
     gather: bool = False,
     prefetch: int | None = None,
-    resident: int | None = None,
+    resident: Residence | int | None = None,
     observe: Observer | None = None,
     autodiff: Autodiff = "auto",
     policy: Policies = everything_saveable,
@@ -67,10 +67,10 @@ def value_and_grad(
         out_axes: how to merge aux; leaves without dimensions are stacked. Of `Microbatches`, aux is not merged.
         gather: return aux on every rank, not only on the rank of the loss.
         prefetch: the number of receives posted beyond the next one used.
-        resident: the number of stages whose parameters, sharded over the replicas, are whole on a rank at a time; None
-            where they are not sharded. All stages of a rank are gathered once a step; with fewer, memory is saved and
-            more is gathered. Autograd's tapes keep them until their backwards are done, so that eager autodiff saves
-            no memory.
+        resident: the number of stages whose parameters, sharded over the replicas, are whole on a rank at a time, or a
+            `Residence`, with a limit in bytes; None where they are not sharded. With all stages of a rank, each is
+            gathered once a step; with fewer, memory is saved and more is gathered. Autograd's tapes keep them until
+            their backwards are done, so that eager autodiff saves no memory.
         observe: an observer of every effect: a `Recording`, or `fpipe.tensorboard.Recorder(logdir)`.
         autodiff: "graph" traces each stage once per input signature and splits its backward as a graph. As under
             `jax.jit`, the stage's Python code, its closures and the mode of its modules are read while it is traced.
@@ -153,7 +153,7 @@ def evaluate(
     gather: bool = False,
     schedule: Schedule | str | None = None,
     prefetch: int | None = None,
-    resident: int | None = None,
+    resident: Residence | int | None = None,
     observe: Observer | None = None,
     autodiff: Autodiff = "auto",
     compile: bool | str = False,  # noqa: A002

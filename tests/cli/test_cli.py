@@ -826,6 +826,11 @@ def test_replicas_and_shards_are_the_librarys():
     assert (found["replicas"], found["resident"]) == (2, 1)
     accounts = footprint(fpipe.lower(fpipe.schedules.looped_bfs, plan, resident=1), costs)
     assert [rank["total"] for rank in found["memory"]] == [account.total for account in accounts]
+    in_bytes = told("simulate", *args[:-1], "4GiB", "--gather", "0.5:16e9", "--scatter", "0.1,0.2,0.3,0.4")
+    assert in_bytes == found | {"resident": f"{4 * 2**30} B"}  # a stage has 4 GiB
+    assert "rank 0 yields Forward(stage=0" in run("simulate", *args[:-1], "3GiB", status=1).stderr
+    assert "give --parameters" in run("simulate", "gpipe", *SMALL, "--resident", "3GiB", status=2).stderr
+    assert "neither a number of stages" in run("simulate", "gpipe", *SMALL, "--resident", "1.5", status=2).stderr
     verified = told("verify", *args)
     assert verified["peak_resident"] == [1, 1]
     assert verified["memory"] == found["memory"]

@@ -11,11 +11,13 @@ from fpipe import Costs, Link, Placement, Plan, ScheduleError, lower, schedules,
 from fpipe.effects import BackwardWeight, Forward, Gather, Overlap, Reduce, Release, Scatter, parts
 from fpipe.programs.lowering import forward_only
 from fpipe.programs.program import Program
-from fpipe.programs.residence import residence
+from fpipe.programs.residence import Residence, residence
 from fpipe.programs.verifier import check
 from fpipe.schedules import from_table
 from fpipe.tables import WEIGHT
+from fpipe.timelines.simulator import simulate_programs
 from tests.support.catalogue import FUNCTIONS
+from tests.support.combinations import sample
 
 SIZES = [(2, 2, 4), (2, 4, 8), (4, 2, 8), (4, 4, 16)]  # ranks, chunks, microbatches
 
@@ -113,15 +115,54 @@ def test_no_other_residence_has_fewer_gathers(uses, room):
 
 def test_a_limit_in_bytes():
     programs = lower(schedules.looped_bfs, looped(2, 2, 4))
-    placed = residence(programs, 30, sizes=[10, 30, 20, 10])
+    placed = residence(programs, Residence(30, [10, 30, 20, 10]))
     assert gathers(placed) == [2, 3]  # rank 0 has stages of 10 and 20, rank 1 of 30 and 10
-    with pytest.raises(ScheduleError, match=r"rank 1 yields Forward.*needs the parameters of 30 at once.*limit is 29"):
-        residence(programs, 29, sizes=[10, 30, 20, 10])
+    with pytest.raises(ScheduleError, match=r"rank 1 yields Forward.*needs 30 B whole at once, and the limit is 29 B"):
+        residence(programs, Residence(29, [10, 30, 20, 10]))
+
+
+def test_a_gather_ahead_is_as_late_as_hides_it():
+    """Looped BFS on one rank runs F0 F0 F1 F1 B1 B1 B0 B0; the numbers are those of the computes before a gather."""
+    plan, costs = looped(1, 2, 2), Costs(forward=1, backward=3, gather=1.5)
+    early = lower(schedules.looped_bfs, plan, resident=1)[0]
+    late = lower(schedules.looped_bfs, plan, resident=Residence(1, costs=costs))[0]
+    all_of_it = lower(schedules.looped_bfs, plan, resident=Residence(costs=costs))[0]
+    assert posts(early) == posts(late) == [(0, 0), (1, 2), (0, 6)]  # there is no room for the next before its use
+    assert posts(lower(schedules.looped_bfs, plan, resident=2)[0]) == [(0, 0), (1, 0)]
+    assert posts(all_of_it) == [(0, 0), (1, 0)]  # 1.5 before 2 is within the first forward
+    cheap = lower(schedules.looped_bfs, plan, resident=Residence(costs=replace(costs, gather=1)))[0]
+    assert posts(cheap) == [(0, 0), (1, 1)]
+
+
+CHUNKED = ["looped_bfs", "interleaved_1f1b", "zb_v", "v_half", "dualpipe"]
+
+
+@pytest.mark.parametrize("name", sample([*FUNCTIONS], CHUNKED))
+@pytest.mark.parametrize("gather", [0.0, 0.7, 4.0])
+def test_gathers_ahead_are_no_more_and_take_no_longer(name, gather):
+    plan, costs = replace(FUNCTIONS[name].plan(4, 8), replicas=2), Costs(1, 1, 1, gather=gather)
+    schedule = FUNCTIONS[name].schedule(plan)
+    most = max(len(plan.stages_on(rank)) for rank in range(plan.ranks))
+    for room in (most, 2):
+        early, late = (lower(schedule, plan, resident=each) for each in (room, Residence(room, costs=costs)))
+        check(late, ordered=False)
+        for rank in early:
+            assert [stage for stage, _ in posts(late[rank])] == [stage for stage, _ in posts(early[rank])]
+            assert all(b >= a for (_, a), (_, b) in zip(posts(early[rank]), posts(late[rank]), strict=True))
+        assert simulate_programs(late, costs).makespan <= simulate_programs(early, costs).makespan + 1e-9
+
+
+def posts(program):
+    """(stage, the number of computes before it) of each gather."""
+    computes = [bool(program.table.effects[type(e)].work) for e in program]
+    return [(e.stage, sum(computes[:at])) for at, e in enumerate(program) if type(e) is Gather]
 
 
 def test_an_overlap_of_two_stages_needs_room_for_both():
     plan = replace(FUNCTIONS["dualpipe"].plan(4, 8), replicas=2)
-    with pytest.raises(ScheduleError, match=r"Overlap.*needs the parameters of 2 at once, and the limit is 1"):
+    with pytest.raises(
+        ScheduleError, match=r"Overlap.*needs the parameters of 2 stages whole at once, and the limit is 1"
+    ):
         lower(schedules.dualpipe, plan, resident=1)
 
 

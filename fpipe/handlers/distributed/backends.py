@@ -92,9 +92,10 @@ def gloo_group(store: Store, rank: int, size: int, timeout: float) -> Any:
         rank: of this process in the group.
         timeout: seconds that making it, or a wait for it, may take.
     """
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo  # torch's stub lacks its options
+    options = gloo._Options()
     options._devices, options._timeout = gloo_devices(), timedelta(seconds=timeout)
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
 @functools.cache
