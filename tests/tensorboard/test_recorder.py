@@ -314,6 +314,8 @@ def test_every_replica_writes_its_own_timeline(pools, tmp_path):
     makespans = [capture.timeline.makespan for capture in measured]
     for capture in measured:
         assert [header.makespans for header in capture.headers.values()] == [pytest.approx(makespans)] * 2
+        busy = [pytest.approx(replica.timeline.busy) for replica in measured]
+        assert [list(header.busy) for header in capture.headers.values()] == [busy] * 2
     assert min(min(capture.timeline.spans.starts) for capture in measured) == 0  # they are on one clock
     assert {"step/loss", "mine", "bubble/makespan_seconds"} <= set(scalars(tmp_path, "measured/rank0"))
     assert scalars(tmp_path, "measured/rank0")["step/gradient_norm"][2] == pytest.approx(outcomes[0][1])

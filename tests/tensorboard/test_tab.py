@@ -80,7 +80,8 @@ def replicated(logdir):
     for replica, folder in enumerate((logdir, logdir / "replica1")):
         for rank in range(2):
             with Writer(folder, "measured", rank) as writer:
-                header = Header("measured", 1, rank, "bfs", found.plan, replica=replica, makespans=(0.03, 0.04))
+                times = {"makespans": (0.03, 0.04), "busy": ((0.02, 0.021), (0.02, 0.033))}
+                header = Header("measured", 1, rank, "bfs", found.plan, replica=replica, **times)
                 columns = columns_of(found, rank)
                 lanes = [TABLE.effects[type(effect)].track in LANES for effect in columns.effects]
                 columns = dataclasses.replace(columns, used=np.where(lanes, columns.ends - 1e-4, np.nan))
@@ -196,10 +197,15 @@ def test_hovering_a_receive_says_how_long_it_waited_and_travelled(tab, logdir):
 
 
 def test_gathers_and_scatters_of_replicas(tab, logdir):
-    """Their tracks, boxes, details, colours and letters; and the makespans of all replicas."""
+    """Their tracks, boxes, details, colours and letters; and the makespans and ranks of all replicas."""
     tab.show("shards/measured", other="nothing")
     assert re.search(r"replica 0\s+30 ms", headline := tab.text("#headline"))
     assert re.search(r"replica 1\s+40 ms", headline)
+    assert tab.table("replicas") == [
+        ["rank 0 busy", "20", "20"],
+        ["rank 1 busy", "21", "33 +57.1%"],
+        ["makespan", "30", "40 +33.3%"],
+    ]
     assert re.search(r"waiting", legend := tab.text("#legend"))
     assert re.findall(r"gather|scatter", legend) == ["gather", "scatter", "gather", "scatter"]  # effects, then causes
     effects = capture(logdir, "shards", step=1).columns[0].effects

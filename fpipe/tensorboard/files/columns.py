@@ -24,7 +24,7 @@ from fpipe.tables import TABLE, Table, fields_of
 from fpipe.tensorboard.files.kinds import COLUMNS, LIMITS, Kind, described, read, rows_of
 
 MAGIC = b"FPT1"
-FORMAT = 3
+FORMAT = 4
 MAX_UNPACKED_BYTES = 1 << 29  # of one rank's step
 MAX_TIME = 1e12  # in any unit; as milliseconds, still below 2**63 nanoseconds
 MAX_BYTES = 1 << 60  # of memory or a message
@@ -62,6 +62,7 @@ class Header:
         job: identifies the job, the same on all its ranks; "" if the ranks did not exchange it.
         replica: the number of the replica of the pipeline.
         makespans: of the step in each replica; empty if they were not gathered, or there is one.
+        busy: the times that each replica's ranks computed, by rank; empty likewise.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Header:
     job: str = ""
     replica: int = 0
     makespans: Sequence[float] = ()
+    busy: Sequence[Sequence[float]] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +224,7 @@ def _header(content: Mapping[str, Any]) -> Header:
         clock=None if clock is None else Clock(float(clock["offset"]), float(clock["uncertainty"])),
         peak=None if peak is None else (float(peak[0]), str(peak[1])),
         makespans=tuple(map(float, content["makespans"])),
+        busy=tuple(tuple(map(float, ranks)) for ranks in content["busy"]),
         host=tuple((str(what), float(start), float(end)) for what, start, end in content["host"]),
         **{name: convert(content[name]) for name, convert in simple.items()},
     )
@@ -240,10 +243,18 @@ def _problems(
     yield f"rank {header.rank} of a plan of {plan.ranks}", not 0 <= header.rank < plan.ranks
     yield f"replica {header.replica} of a plan of {plan.replicas}", not 0 <= header.replica < plan.replicas
     yield f"{len(header.makespans)} makespans of {plan.replicas}", len(header.makespans) not in (0, plan.replicas)
+    ranks = {len(each) for each in header.busy}
+    yield "busy times of other ranks", len(header.busy) not in (0, plan.replicas) or not ranks <= {plan.ranks}
     yield f"step {header.step} is out of range", not 0 <= header.step < 10**18
     yield "a date that is out of range", not 0 <= header.wall < MAX_TIME
     host = np.array([time for _, start, end in header.host for time in (start, end)])
-    times = [columns["start"], columns["end"], columns["memory_at"], host, np.array(header.makespans)]
+    times = [
+        columns["start"],
+        columns["end"],
+        columns["memory_at"],
+        host,
+        *map(np.array, (header.makespans, header.busy)),
+    ]
     yield "times that are out of range", not all((np.abs(each) < MAX_TIME).all() for each in times)
     yield "times that end before they start", (columns["end"] < columns["start"]).any()
     clock = (header.clock.uncertainty, abs(header.clock.offset)) if header.clock else ()

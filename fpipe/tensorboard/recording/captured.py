@@ -107,19 +107,20 @@ class StepCapture:
                 writer.flush()
 
     def _header(self, kind: str, rank: int, files: Files) -> Header:
-        makespans = () if kind == "predicted" else self._makespans
+        replicas = () if kind == "predicted" else self._replicas
         return Header(
             *(kind, self.step, rank, files.name, self.measurement.plan),
             wall=self.wall,
             job=files.job,
             replica=files.replica,
-            makespans=makespans,
+            makespans=tuple(timeline.makespan for timeline in replicas),
+            busy=tuple(timeline.busy for timeline in replicas),
         )
 
     @cached_property
-    def _makespans(self) -> tuple[float, ...]:
-        """The makespan of the step in each replica; empty where they were not gathered, or there is one."""
-        return tuple(replica.timeline().makespan for replica in self.measurement.replicas)
+    def _replicas(self) -> tuple[Timeline, ...]:
+        """The step in each replica; empty where they were not gathered, or there is one."""
+        return tuple(replica.timeline() for replica in self.measurement.replicas)
 
     def _columns(self, timeline: Timeline, rank: int, used: ArrayLike = ()) -> Columns:
         sizes = self.memory[rank].sizes if rank in self.memory else ()

@@ -26,6 +26,7 @@ def summary(capture: Capture) -> dict[str, Any]:
         "bubble_rate": timeline.bubble_rate,
         "replica": capture.header.replica,
         "makespans": list(capture.header.makespans),
+        "busy": [list(ranks) for ranks in capture.header.busy],
         "causes": {name: CAUSES[name] for name in timeline.cause_names},
         "critical": [capture.place(at) for at in timeline.critical_spans],
         "ranks": [_rank(capture, rank) for rank in capture.headers],

@@ -26,6 +26,7 @@ import { critical } from "./panel_critical.js";
 import { difference } from "./panel_difference.js";
 import { effects } from "./panel_effects.js";
 import { range } from "./panel_range.js";
+import { replicas } from "./panel_replicas.js";
 
 /** @type {Panel[]} */
-export const PANELS = [bubbles, critical, difference, range, effects];
+export const PANELS = [bubbles, replicas, critical, difference, range, effects];
