@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fpipe.autodiff.graph.block import Sink
 from fpipe.autodiff.graph.input_writes import PARAMETER_WRITTEN, refusing_writes
-from fpipe.autodiff.graph.lost_gradients import refuse_lost
+from fpipe.autodiff.graph.lost_gradients import EagerLeaves
 from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients, detached, detached_tree, prepared
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Flat, alias_leaves, flatten
@@ -51,6 +51,7 @@ class Eager:
 
     stage: Stage
     whole: bool = False
+    leaves: EagerLeaves = field(default_factory=EagerLeaves, compare=False)
 
     def prepare(self, params: Any) -> Prepared:
         return prepared(self.stage, params)
@@ -65,16 +66,24 @@ class Eager:
             with refusing_writes(arguments), refusing_writes(prepared.own, PARAMETER_WRITTEN):
                 tree, new = self.stage(prepared.tree, state, arguments)
             leaves, spec = flatten(alias_leaves(tree))
+            if keep and Eager not in prepared.computed:  # once a step
+                self._refuse_lost(leaves, prepared, state, arguments)
         output = Flat([detached(x, keep) for x in leaves], spec)
         if not keep:
             return output, None, detached_tree(new)
-        if Eager not in prepared.computed:  # once a step
-            own = [*prepared.own, *(x for values in inputs.values() for x in values)]
-            refuse_lost(leaves, own, lambda x: isinstance(x, nn.Parameter))
+        if Eager not in prepared.computed:
             prepared.computed[Eager] = [get_gradient_edge(prepared.own[i]) for i in prepared.trained]
         edges = {source: list(map(_edge, values)) for source, values in inputs.items()}
         residuals = SavedTape(list(map(_edge, leaves)), edges, prepared.computed[Eager])
         return output, residuals, detached_tree(new)
+
+    def _refuse_lost(self, outputs: Leaves, prepared: Prepared, state: Any, arguments: Any) -> None:
+        """Raise StageError if a gradient would go to a tensor from outside."""
+
+        def again() -> Leaves:
+            return flatten(alias_leaves(self.stage(prepared.tree, state, arguments)[0])).leaves
+
+        self.leaves.check(outputs, [*prepared.own, *flatten(arguments).leaves], again)
 
     def backward(
         self, residuals: SavedTape, cotangents: Leaves, sink: Sink | None = None

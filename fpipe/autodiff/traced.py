@@ -198,7 +198,8 @@ class Traced:
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, Any, Any]:
         """Run a stage that cannot be traced. An error of the stage itself is raised here, before any about tracing."""
-        self.eager = Eager(self.stage, whole=self.graphs.walked_once)
+        if self.eager.whole != self.graphs.walked_once:
+            self.eager = Eager(self.stage, whole=self.graphs.walked_once)
         result = self.eager.forward(prepared, state, sources, data, keep)
         if not self.fallback:
             raise StageError(

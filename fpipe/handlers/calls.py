@@ -91,7 +91,6 @@ class Step:
         scattered: stage -> function that returns its sums over all replicas; waits for them.
         foreign: (stage, rank) -> leaves of that rank's sum, as received.
         seeds: microbatch -> cotangents of the last stage's output.
-        differentiable: whether the loss of a microbatch so far requires a gradient.
     """
 
     inputs: Inputs
@@ -102,7 +101,6 @@ class Step:
     scattered: dict[int, Callable[[], Leaves]] = field(default_factory=dict)
     foreign: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     seeds: dict[int, Leaves] = field(default_factory=dict)
-    differentiable: bool = False
     results: Results = field(default_factory=Results)
 
     def sums_of(self, stage: int) -> dict[LeafKey, Any]:
@@ -150,8 +148,8 @@ class Calls:
         self.touched: list[tuple[int, ...]] = []
         self.running: Step | None = None
         last = self.plan.stages - 1
-        # With copies or replicas, the losses of other ranks may depend on what is trained. This rank does not see them,
-        # so it refuses no constant loss there, though `Reference` does.
+        # With copies or replicas, the losses of other ranks may depend on what is trained: the handler, which learns
+        # of them at the end of the step, refuses a constant loss there.
         is_last = last in self.plan.stages_on(self.rank)
         losses = list(self.plan.microbatches_of(last, self.rank)) if is_last else []
         has_all = self.plan.replicas == 1 and len(losses) == self.plan.microbatches
@@ -278,8 +276,8 @@ class Calls:
             cotangents[0] = seed(loss, scale := step.inputs.scale(m))
             step.results.losses[number] = weighted_loss(loss, cotangents[0], scale)
             step.results.outputs[number] = detached_tree(output)
-            step.differentiable |= loss.requires_grad
-            if keep and m == self.last_microbatch and not step.differentiable:
+            step.results.differentiable |= loss.requires_grad
+            if keep and m == self.last_microbatch and not step.results.differentiable:
                 self._refuse_constant_loss(m)
         else:
             step.results.outputs[number] = outputs.tree

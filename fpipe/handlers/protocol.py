@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fpipe.autodiff.graph.lost_gradients import CONSTANT_LOSS
 from fpipe.autodiff.interface import DifferentiablePipeline, Scale
 from fpipe.devices import Graph
 from fpipe.effects import Effect, Name, Value
-from fpipe.errors import TransportError
+from fpipe.errors import StageError, TransportError
 from fpipe.plan import Plan
 from fpipe.programs.program import Program, Programs
 from fpipe.stages.microbatch import Microbatch, sizes_of
+from fpipe.stages.pytree import flatten
 from fpipe.stages.rng import Rng, Seeder
 
 T = TypeVar("T")
@@ -167,6 +169,7 @@ class Results:
             evaluate's output.
         output: the outputs of all microbatches merged, where this process has them all, or all of its replica.
         state: the new state of the stateful stages of this process, `{stage: tree}`, of each replica that it plays.
+        differentiable: whether the loss of a microbatch requires a gradient, as far as this process knows.
     """
 
     gradients: dict[int, Any] = field(default_factory=dict)
@@ -174,6 +177,12 @@ class Results:
     outputs: dict[int, Any] = field(default_factory=dict)
     output: Any = None
     state: list[dict[int, Any]] = field(default_factory=lambda: [{}])
+    differentiable: bool = False
+
+    def refuse_constant_loss(self) -> None:
+        """Raise StageError if there are gradients, and no loss that requires one."""
+        if not self.differentiable and any(isinstance(x, Tensor) for x in flatten(self.gradients).leaves):
+            raise StageError(CONSTANT_LOSS)
 
     def merge(self, other: Results, stages: Collection[int], replica: int = 0) -> None:
         """Add the results of a rank that holds some stages; its other gradients are parts of tied parameters.
@@ -185,6 +194,7 @@ class Results:
         self.losses |= other.losses
         self.outputs |= other.outputs
         self.state[replica] |= other.state[0]
+        self.differentiable |= other.differentiable
 
 
 Run = Callable[[Inputs], Results]

@@ -9,18 +9,18 @@ same number of threads. The order of the sums is part of the definition:
   then over ties by stage.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fpipe.autodiff.graph.input_writes import PARAMETER_WRITTEN, refusing_writes
-from fpipe.autodiff.graph.lost_gradients import CONSTANT_LOSS, refuse_lost
+from fpipe.autodiff.graph.lost_gradients import EagerLeaves
 from fpipe.autodiff.interface import DifferentiablePipeline, detached_tree, has_weight, prepared, seed, weighted_loss
 from fpipe.devices import current_device
 from fpipe.effects import Backward, BackwardWeight
-from fpipe.errors import StageError, blaming
+from fpipe.errors import blaming
 from fpipe.handlers.gradients import LeafKey, Sums, add, copied, total
 from fpipe.handlers.protocol import Inputs, Observer, Replicas, Results, Run
 from fpipe.plan import Plan
@@ -67,7 +67,6 @@ class _Step:
             each.leaves[:] = map(pieces.sharding.cast, each.leaves)
         self.sums: list[dict[tuple[int, int], dict[LeafKey, Tensor | None]]] = [{} for _ in range(plan.replicas)]
         self.results = Results(state=[*map(dict, inputs.state)])
-        self.differentiable = False  # whether the loss of a microbatch so far requires a gradient
 
     def run(self) -> Results:
         results, pipeline, plan = self.results, self.pipeline, self.plan
@@ -78,12 +77,11 @@ class _Step:
                 self._accumulate(m, self._grads(m, loss, last_inputs))
             results.outputs[m] = detached_tree(output)
         if self.train:
-            if not self.differentiable and any(params.trained for params in self.params):
-                raise StageError(CONSTANT_LOSS)
             sums = self._over_replicas()
             params = self.inputs.params
             gradients = copied(total(pipeline, plan, params, range(plan.stages), sums))
             results.gradients = self.pieces.sharding.gradients(gradients, dict(params))
+            results.refuse_constant_loss()
         results.output = self.pieces.merge(results.outputs, self.inputs.apart)
         return results
 
@@ -118,8 +116,8 @@ class _Step:
             for i, path in zip(params.trained, params.paths, strict=True)
         }
         if m == 0:
-            refuse_lost([loss], leaves.values(), lambda x: isinstance(x, nn.Parameter))
-        self.differentiable |= loss.requires_grad
+            self._refuse_lost(loss, leaves.values())
+        self.results.differentiable |= loss.requires_grad
         if not loss.requires_grad or not leaves:
             return dict.fromkeys(leaves)
         if not has_weight(scale):
@@ -130,6 +128,12 @@ class _Step:
             (s, path): gradient if s != last or has_weight(scale) else None
             for (s, path), gradient in zip(leaves, gradients, strict=True)
         }
+
+    def _refuse_lost(self, loss: Tensor, leaves: Iterable[Tensor]) -> None:
+        """Raise StageError if a leaf in the graph of microbatch 0 is neither a param nor of the batch."""
+        known = [*leaves, *flatten(self.inputs.data[0]).leaves]
+        again = _Step(self.plan, self.pieces, self.train, self.inputs)
+        EagerLeaves().check([loss], known, lambda: [again._forward(0)[0][0]])
 
     def _accumulate(self, m: int, gradients: Mapping[tuple[int, Path], Tensor | None]) -> None:
         replica, m = divmod(m, self.plan.microbatches)

@@ -1,11 +1,14 @@
 """A gradient that no entry of the result could hold is refused, and so is a loss without gradients."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
 
 import fpipe
 from fpipe import Pipeline, Placement, StageError, handlers, interop, schedules
+from tests.support import jobs, replica_jobs
 from tests.support.cases import mse
 
 OUTSIDE = nn.Parameter(torch.full((4,), 2.0))
@@ -67,14 +70,32 @@ def test_a_parameter_from_outside_is_refused(kind, handler, autodiff):
         stepped([first, nn.Linear(4, 4)], Weighing() if kind == "loss" else mse, handler, autodiff)
 
 
-def test_a_tensor_that_a_function_closes_over_is_refused():
+@each_way
+@pytest.mark.parametrize("place", ["stage", "loss", "params"])
+def test_a_tensor_that_a_function_closes_over_is_refused(place, handler, autodiff):
     scale = torch.ones(4, requires_grad=True)
-    pipeline = Pipeline([lambda p, x: x * p * scale], loss=mse)
-    step = fpipe.value_and_grad(
-        pipeline, schedules.gpipe, pipeline.plan(Placement.loop(1), 1), handler=handlers.Local(), autodiff="graph"
-    )
-    with pytest.raises(StageError, match=r"stage 0, microbatch 0: .*reads a float32\[4\] that requires a gradient"):
-        step({0: torch.ones(4)}, torch.ones(8, 4), torch.zeros(8, 4))
+    loss = mse if place != "loss" else lambda output, target: mse(output * scale, target)
+    pipeline = Pipeline([lambda p, x: x * p * scale if place != "loss" else x * p], loss=loss)
+    plan = pipeline.plan(Placement.loop(1), 1)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handler, autodiff=autodiff)
+    params = {0: scale if place == "params" else torch.ones(4)}
+    with pytest.raises(StageError, match=r"reads a float32\[4\] that requires a gradient"):
+        step(params, torch.ones(8, 4), torch.zeros(8, 4))
+
+
+@each_way
+def test_a_tensor_that_a_stage_reads_in_later_steps_alone_is_refused(handler, autodiff):
+    scale, reads = torch.ones(4, requires_grad=True), []
+    pipeline = Pipeline([lambda p, x: x * p * scale if reads else x * p * x.detach().requires_grad_()], loss=mse)
+    plan = pipeline.plan(Placement.loop(1), 1)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handler, autodiff=autodiff)
+    step({0: torch.ones(4)}, torch.ones(8, 4), torch.zeros(8, 4))
+    reads.append(True)
+    arguments = {0: torch.ones(4)}, torch.ones(6, 4), torch.zeros(6, 4)
+    with suppress(StageError):  # eager sees it in the second of these steps
+        step(*arguments)
+    with pytest.raises(StageError, match="requires a gradient"):
+        step(*arguments)
 
 
 def test_split_refuses_a_parameter_from_outside():
@@ -125,22 +146,48 @@ def test_a_microbatch_may_have_a_constant_loss(handler, autodiff):
         step(params, torch.ones(8, 4), (target[0], torch.zeros(8)))
 
 
-@pytest.mark.parametrize("kind", ["copies", "replicas"])
-def test_the_losses_of_a_copy_or_a_replica_may_all_be_constant(kind):
-    def loss(output, target):
-        return mse(output, target[0]) if target[1].any() else torch.zeros(())
+def masked(output, target):
+    return mse(output, target[0]) if target[1].any() else torch.zeros(())
 
-    pipeline, params = interop.from_modules([nn.Linear(4, 4), nn.Linear(4, 4)], loss=loss)
+
+def partly_constant(handler, kind, mask):
+    """The results of a step in which the microbatches of some ranks have constant losses."""
+    torch.manual_seed(0)
+    pipeline, params = interop.from_modules([nn.Linear(4, 4), nn.Linear(4, 4)], loss=masked)
+    schedule, plan = schedules.gpipe, pipeline.plan(Placement.loop(1, 2), 2, replicas=2)
+    batch, target = torch.ones(8, 4), (torch.zeros(8, 4), mask)
     if kind == "copies":
         schedule, plan = schedules.dualpipe, pipeline.plan(Placement.both_ways(2), 4)
-    else:
-        schedule, plan = schedules.gpipe, pipeline.plan(Placement.loop(2), 2, replicas=2)
-    target = torch.zeros(8, 4), torch.arange(8) // 4
-    found, expected = (
-        fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="eager")(
-            params, torch.ones(8, 4), target
-        )
-        for handler in (handlers.Local(), handlers.Reference())
-    )
-    assert torch.equal(found[0], expected[0])
-    assert all(torch.equal(found[1][s][name], expected[1][s][name]) for s in range(2) for name in params[s])
+    elif isinstance(handler, handlers.Distributed):
+        own = slice(4 * handler.grid.replica, 4 * handler.grid.replica + 4)
+        batch, target = batch[own], tuple(x[own] for x in target)
+    return fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="eager")(params, batch, target)
+
+
+SOME, NONE = torch.arange(8) // 4, torch.zeros(8)
+
+
+def partly_constant_over_gloo(rank, kind):
+    """(where a step differs from the reference, the error of one in which all losses are constant)."""
+
+    def made():
+        grid = replica_jobs.Grid("dp2 pp1")
+        replicated = {"group": grid.mesh["pp"], "replicas": grid.over} if kind == "replicas" else {}
+        return handlers.Distributed(**replicated, timeout=30)
+
+    wrong = jobs.differences(partly_constant(made(), kind, SOME), partly_constant(handlers.Reference(), kind, SOME))
+    with pytest.raises((StageError, fpipe.TransportError)) as caught:
+        partly_constant(made(), kind, NONE)
+    return wrong, str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["copies", "replicas"])
+def test_the_losses_of_a_copy_or_a_replica_may_be_constant_but_not_all(kind, pools):
+    expected = partly_constant(handlers.Reference(), kind, SOME)
+    assert jobs.differences(partly_constant(handlers.Local(), kind, SOME), expected) == []
+    for handler in (handlers.Local(), handlers.Reference()):
+        with pytest.raises(StageError, match="requires no gradient for any microbatch"):
+            partly_constant(handler, kind, NONE)
+    for wrong, text in pools(2).run(partly_constant_over_gloo, kind):
+        assert wrong == []
+        assert "requires no gradient for any microbatch" in text

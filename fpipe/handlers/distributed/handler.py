@@ -486,8 +486,13 @@ class _CompiledProgram:
             return
         for home, block in blocks if self.pieces.loss else ():
             losses = torch.stack([results.losses[m] for m in block]) if home == rank else None
-            losses = self._share_losses(losses, home, len(block))
+            if dtype is None:
+                losses = self._introduce_losses(losses, home, results)
+            else:
+                losses = self._share_losses(losses, home, len(block))
             results.losses |= dict(zip(block, losses.unbind(), strict=True))
+        if self.pieces.loss and dtype is None:
+            results.refuse_constant_loss()
 
     def _gather_losses(
         self, losses: Mapping[int, Tensor], dtype: torch.dtype, blocks: Iterable[tuple[int, range]]
@@ -510,17 +515,25 @@ class _CompiledProgram:
         message = f"the loss is {dtype}, where equal inputs gave {known} before"
         return StageError(message, rank=grid.rank, stage=self.plan.stages - 1)
 
+    def _introduce_losses(self, losses: Tensor | None, home: int, results: Results) -> Tensor:
+        """Share losses whose dtype the other ranks do not know yet, and whether they require a gradient."""
+        payload = None if losses is None else flatten((losses, results.differentiable))
+        payload, _ = self.connections.broadcast_payload(payload, home, self._waiting(home), None)
+        losses, differentiable = payload.tree
+        assert losses is not None
+        results.differentiable |= differentiable
+        if self.channels.known.loss_dtype not in (None, losses.dtype):
+            raise self._other_dtype(losses.dtype)
+        self.channels.known.loss_dtype = losses.dtype
+        return losses
+
+    def _waiting(self, home: int) -> str:
+        return f"waiting for the loss from {self.connections.grid.name(home)}"
+
     def _share_losses(self, losses: Tensor | None, home: int, count: int) -> Tensor:
-        purpose, known = f"waiting for the loss from {self.connections.grid.name(home)}", self.channels.known
-        device = self.connections.device.torch_device
-        if known.loss_dtype is None:
-            payload = None if losses is None else flatten(losses)
-            payload, _ = self.connections.broadcast_payload(payload, home, purpose, None)
-            losses = payload.tree
-            known.loss_dtype = losses.dtype
-            return losses
+        known, device = self.channels.known, self.connections.device.torch_device
         if losses is None:
             losses = torch.empty(count, dtype=known.loss_dtype, device=device)
         if losses.dtype != known.loss_dtype:
             raise self._other_dtype(losses.dtype)
-        return self.connections.broadcast(losses, home, purpose)
+        return self.connections.broadcast(losses, home, self._waiting(home))
