@@ -1,7 +1,7 @@
 """Check how a forward uses autograd, while the module is exported and before operations are decomposed.
 
-`torch.export` keeps operations only. Blocks without gradients become operations of the graph. Custom gradients are
-refused, with the line of the model.
+`torch.export` keeps operations only. Blocks without gradients become operations of the graph. Calls with a gradient of
+their own become opaque ones. Other custom gradients are refused, with the line of the model.
 
 No mode of torch reports a custom `torch.autograd.Function`, and the graph does not show it: export decomposes its
 forward into plain operations. The model itself may hold its `apply` (`self.act = F.apply`), a reference that patching
@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._functorch import utils as functorch
 from torch._functorch.autograd_function import custom_function_call
 from torch._subclasses.fake_tensor import FakeTensor
@@ -37,6 +37,7 @@ from fpipe.autodiff.graph.locations import LIBRARIES, user_line
 from fpipe.autodiff.graph.lost_gradients import refuse_lost
 from fpipe.autodiff.graph.nodes import written
 from fpipe.errors import StageError
+from fpipe.interop.splitting.opaque import OwnGradient, Recorder, submodule_called
 
 aten = torch.ops.aten
 MANUAL = (
@@ -78,7 +79,6 @@ _REFUSED: dict[Any, tuple[str, str]] = {
     torch.detach_: _DETACH,
     _ATTRIBUTES["data"].__set__: ("assigns .data of a tensor", "copy into it under torch.no_grad()"),
     _ATTRIBUTES["requires_grad"].__set__: _FREEZE,
-    torch.autograd.grad: ("takes gradients of its own", OPERATION),  # torch.func.grad calls it too
     # a new object at each access, which export cannot follow
     _ATTRIBUTES["grad_fn"].__get__: ("asks for a tensor's grad_fn", OPERATION),
 }
@@ -88,6 +88,10 @@ _REFUSED: dict[Any, tuple[str, str]] = {
 class _Watched(TorchFunctionMode):
     """Marks in the graph where gradients are switched off and on. Export keeps no trace of it inside autocast."""
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -96,10 +100,16 @@ class _Watched(TorchFunctionMode):
             return _enable(args[0])
         if func in _REFUSED:
             _refuse(*_REFUSED[func])
+        if func is torch.autograd.grad:  # torch.func.grad calls it too
+            try:
+                _refuse("takes gradients of its own", "take them in a submodule, which is kept whole")
+            except StageError as error:
+                raise OwnGradient(str(error), submodule_called(self.module)) from None
         if func is Tensor.requires_grad_ and False in (*args[1:], *(kwargs or {}).values()):
             _refuse(*_FREEZE)
         if func is custom_function_call:  # under vmap, where `apply` of a function calls this
             _check_function(args[0])
+            _refuse_function(args[0])
         if isinstance(func, torch._ops.HigherOrderOperator) and any(map(_switches, args)):
             _refuse(f"switches gradients off inside {func}", "switch them off around it")
         return func(*args, **(kwargs or {}))
@@ -116,10 +126,14 @@ def _refuse(what: str, way: str) -> NoReturn:
     raise StageError(f"forward {what}, which export would lose{where}: {way}. {MANUAL}")
 
 
-def watched(forward: Callable[..., Any], own: Collection[int] = ()) -> Callable[..., Any]:
+def watched(
+    forward: Callable[..., Any], module: nn.Module, recorder: Recorder, own: Collection[int] = ()
+) -> Callable[..., Any]:
     """Return a forward that marks blocks without gradients, and raises StageError for gradients that would be lost.
 
     Args:
+        module: whose forward it is.
+        recorder: records the calls that are kept whole.
         own: the storages of tensors from outside that the caller refuses itself.
     """
 
@@ -128,7 +142,7 @@ def watched(forward: Callable[..., Any], own: Collection[int] = ()) -> Callable[
         was = torch.is_grad_enabled()
         _enable(True)
         try:
-            with _Watched(), _intercepting():
+            with _Watched(module), _intercepting(recorder):
                 output = forward(*args, **kwargs)
             refuse_lost(
                 pytree.tree_leaves(output), (), lambda x: not isinstance(x, FakeTensor) and storage(x) not in own
@@ -147,12 +161,13 @@ def _enable(enabled: bool) -> None:
 
 
 @contextmanager
-def _intercepting() -> Iterator[None]:
-    """Refuse custom autograd functions and custom saved-tensor hooks.
+def _intercepting(recorder: Recorder) -> Iterator[None]:
+    """Record calls of custom autograd functions, and refuse custom saved-tensor hooks.
 
     `torch.inference_mode` becomes `torch.no_grad`, whose tensors autograd may read later.
     """
     enter, unwrap = saved_tensors_hooks.__enter__, functorch.unwrap_dead_wrappers
+    patches, functions = ExitStack(), set[Any]()
 
     def enter_hooks(hooks: Any) -> Any:
         if not (hooks.pack_hook.__module__ or "").startswith("torch."):  # checkpointing has such hooks
@@ -163,11 +178,15 @@ def _intercepting() -> Iterator[None]:
         mode._inference_mode_context = torch.set_grad_enabled(not mode.mode)
 
     def unwrap_arguments(args: Any) -> Any:
-        _check_function(sys._getframe(1).f_locals["cls"])  # the caller is `apply`
+        function = sys._getframe(1).f_locals["cls"]  # the caller is `apply`
+        if function not in functions and _check_function(function):
+            functions.add(function)
+            recorder.keep_function(function, patches)
         return unwrap(args)
 
     with (
         LOCK,
+        patches,
         patch.object(saved_tensors_hooks, "__enter__", enter_hooks),
         patch.object(torch.inference_mode, "__enter__", enter_inference),
         patch.object(functorch, "unwrap_dead_wrappers", unwrap_arguments),
@@ -175,11 +194,20 @@ def _intercepting() -> Iterator[None]:
         yield
 
 
-def _check_function(function: Any) -> None:
-    is_checkpoint = function is torch.utils.checkpoint.CheckpointFunction
-    if is_checkpoint or not function.__module__.startswith("torch."):  # those of custom operations are torch's
-        what = f"applies {function.__name__}, a torch.autograd.Function with a backward of its own"
-        _refuse(what, "take use_reentrant=False" if is_checkpoint else OPERATION)
+def _check_function(function: Any) -> bool:
+    """Return whether a `torch.autograd.Function` is the user's: those of custom operations are torch's."""
+    if function is torch.utils.checkpoint.CheckpointFunction:
+        _refuse(_applies(function), "take use_reentrant=False")
+    return not function.__module__.startswith("torch.")
+
+
+def _refuse_function(function: Any) -> None:
+    if not function.__module__.startswith("torch."):
+        _refuse(f"{_applies(function)}, under torch.vmap", OPERATION)
+
+
+def _applies(function: Any) -> str:
+    return f"applies {function.__name__}, a torch.autograd.Function with a backward of its own"
 
 
 # When it has been traced

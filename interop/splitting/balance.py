@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fpipe.autodiff.graph.guards import hint
 from fpipe.autodiff.graph.nodes import nodes_in
 from fpipe.devices import device_of
+from fpipe.interop.splitting.opaque import is_opaque
 from fpipe.interop.splitting.partition import End, Flow, Point, frames, is_size
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline
@@ -124,8 +125,9 @@ def estimate(flow: Flow) -> list[float]:
 
 
 def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Return a node's result for fakes. For a condition, return fakes like the traced result."""
-    if node.op == "get_attr" or is_size(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
+    """Return a node's result for fakes. For a condition, or an opaque call, return fakes like the traced result."""
+    is_kept = is_opaque(node) or isinstance(node.target, torch._ops.HigherOrderOperator)
+    if node.op == "get_attr" or is_size(node) or is_kept:
         return pytree.tree_map(_sized, node.meta.get("val"))
     return node.target(*args, **kwargs)  # type: ignore[operator]
 

@@ -44,6 +44,7 @@ from fpipe.interop.splitting.autograd_checks import (
     watched,
 )
 from fpipe.interop.splitting.example import ExampleCall, leaves
+from fpipe.interop.splitting.opaque import OwnGradient, Recorder, make_calls
 from fpipe.stages.pytree import Path
 from fpipe.stages.rng import host_generators
 
@@ -92,11 +93,17 @@ def pipe_split() -> None:
 
 
 def export(
-    module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: torch.device, own: Collection[int] = ()
+    module: nn.Module,
+    call: ExampleCall,
+    dynamic_shapes: Any,
+    device: torch.device,
+    own: Collection[int] = (),
+    whole: Collection[str] = (),
 ) -> Exported:
     """Export a module as if it and its example were on `device`.
 
     Args:
+        whole: the names of submodules to keep whole, besides those that take gradients themselves.
         dynamic_shapes: as of `torch.export.export`; None leaves axis 0 of every tensor free where the module lets it.
         own: the storages of the original module's tensors, which the caller refuses among the constants.
 
@@ -105,23 +112,36 @@ def export(
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)  # torch's own
+        recorder = Recorder()
         try:
-            program = _program(module, call, dynamic_shapes, device, own)
+            program = _program(module, call, dynamic_shapes, device, own, recorder, whole)
+        except OwnGradient as error:
+            if not error.module or error.module in whole:
+                raise
+            return export(module, call, dynamic_shapes, device, own, {*whole, error.module})
         except StageError:
             raise
         except Exception as error:
             if dynamic_shapes is not None or _needs_values(error):
                 raise StageError(_why(error, module)) from error
-            return export(module, call, {}, device, own)  # some modules have one size alone
+            return export(module, call, {}, device, own, whole)  # some modules have one size alone
     return _read(program, module, device)
 
 
 def _program(
-    module: nn.Module, call: ExampleCall, dynamic_shapes: Any, device: torch.device, own: Collection[int]
+    module: nn.Module,
+    call: ExampleCall,
+    dynamic_shapes: Any,
+    device: torch.device,
+    own: Collection[int],
+    recorder: Recorder,
+    whole: Collection[str],
 ) -> ExportedProgram:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake, args, kwargs = _fakes(module, call, mode, device)
-    fake.forward = _named(watched(_noticing(rebinding_attributes(fake), fake), own), kwargs)
+    for name in whole:
+        recorder.keep_module(fake.get_submodule(name), module.get_submodule(name), name)
+    fake.forward = _named(watched(_noticing(rebinding_attributes(fake), fake), fake, recorder, own), kwargs)
     if dynamic_shapes is None:
         example = inspect.signature(fake.forward).bind(*args, **kwargs).arguments
         dynamic_shapes = pytree.tree_map(lambda x: {0: Dim.AUTO} if isinstance(x, Tensor) and x.ndim else None, example)
@@ -262,6 +282,7 @@ def _read(program: ExportedProgram, module: nn.Module, device: torch.device) -> 
             outputs.append(value)
         else:
             raise StageError(_impure(spec, names, line_of(value)))
+    make_calls(graphs(program.graph_module))
     for node in (node for part in graphs(program.graph_module) for node in part.graph.nodes):
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default  # another device's kernels may return strides that do not allow the view

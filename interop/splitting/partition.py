@@ -27,6 +27,7 @@ from torch import fx
 from fpipe.autodiff.graph.guards import SYMBOLS
 from fpipe.autodiff.graph.nodes import ancestors, is_random, nodes_in
 from fpipe.interop.splitting.export import Exported
+from fpipe.interop.splitting.opaque import is_opaque
 from fpipe.interop.splitting.size_guards import as_expression, conditions, symbols
 
 aten = torch.ops.aten
@@ -101,7 +102,7 @@ class Flow:
         weights = {n for n in fixed if n.meta["val"].ndim > 1}
         for node in self.nodes:
             weighty = not weights.isdisjoint(node.all_input_nodes)
-            plain = not (isinstance(node.target, torch._ops.HigherOrderOperator) or is_random(node))
+            plain = not (isinstance(node.target, torch._ops.HigherOrderOperator) or is_opaque(node) or is_random(node))
             plain = plain and not (weighty and getattr(node.target, "__name__", "").partition(".")[0] in PRODUCTS)
             if node.op == "get_attr" or is_size(node) or (plain and redone.issuperset(node.all_input_nodes)):
                 redone.add(node)
