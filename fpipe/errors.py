@@ -1,5 +1,7 @@
-"""The three errors, by cause: the schedule, the user's stage, or a peer. No torch."""
+"""The three errors, by cause: the schedule, the user's stage, or a peer; and warnings. No torch."""
 
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -57,3 +59,15 @@ def blaming(stage: int, microbatch: int) -> Iterator[None]:
 
 class TransportError(RuntimeError):
     """A peer failed or can't be reached; the message repeats the peer's reason if the peer left one."""
+
+
+LIBRARIES = {"", "concurrent", "contextlib", "fpipe", "functools", "optree", "threading", "torch"}
+"""Packages whose lines are not the user's; generated code has no name."""
+
+
+def warn(message: str) -> None:
+    """Warn, with the innermost line of the user's code as the place."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from fpipe.errors import warn
 from fpipe.interop.modules.functions import Tree
 from fpipe.interop.modules.state_dicts import from_state_dict, names_in_module
 from fpipe.interop.splitting.split import split as split_module
@@ -129,10 +129,9 @@ class _Pretrained(Mapping[str, Tensor]):
         aliases, nonpersistent = names_in_module(pipeline)
         front, self.names = self._named(aliases)
         if left := self._left(front, {*aliases, *nonpersistent}):
-            warnings.warn(
+            warn(
                 f"{folder} has tensors that the model has no place for: {', '.join(left[:3])}"
                 f"{f' and {len(left) - 3} more' if len(left) > 3 else ''}; is it a larger model's?",
-                stacklevel=3,
             )
 
     def _named(self, names: Collection[str]) -> tuple[_Front, dict[str, str]]:

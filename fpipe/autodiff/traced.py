@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import traceback
-import warnings
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +20,7 @@ from fpipe.autodiff.graph.block import Sink
 from fpipe.autodiff.graph.locations import user_line
 from fpipe.autodiff.graph.signature import Impure, Signature, Tree, Untraceable, ambient, leaf_key
 from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients, prepared
-from fpipe.errors import StageError
+from fpipe.errors import StageError, warn
 from fpipe.policies import Policy, everything_saveable
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Flat, flatten
@@ -165,10 +164,9 @@ class Traced:
         functions = self._trace(signature)
         self.graphs.traced.append(functions)
         if len(self.graphs.traced) == GRAPHS_BEFORE_WARNING:
-            warnings.warn(
+            warn(
                 f"stage {self.name} has been traced for {GRAPHS_BEFORE_WARNING} signatures, each of which takes time "
                 "and memory: dynamic=True traces once for many sizes; pass plain values that change as tensors",
-                stacklevel=2,
             )
         return functions
 
@@ -185,7 +183,7 @@ class Traced:
     def _warn_once(self, text: str) -> None:
         if not self.warned:
             self.warned = True
-            warnings.warn(f"stage {self.name} {text}", stacklevel=3)
+            warn(f"stage {self.name} {text}")
 
     def _key(self, prepared: Prepared, trees: list[Flat], inputs: Leaves, keep: bool) -> Hashable:
         """Return a key for the signature. A number stands for the parts that are constant during a step."""

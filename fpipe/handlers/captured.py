@@ -16,7 +16,6 @@ Invariants:
 from __future__ import annotations
 
 import traceback
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -31,7 +30,7 @@ from fpipe.autodiff.graph.signature import Untraceable, ambient, leaf_key
 from fpipe.devices import CaptureError, Cpu, Device, device_of
 from fpipe.devices.memory import copied, copy, empty_as, given_back_after, in_memory
 from fpipe.devices.tape import Trial, storage
-from fpipe.errors import StageError
+from fpipe.errors import StageError, warn
 from fpipe.handlers.protocol import Replays
 from fpipe.stages.pytree import flatten, paths_of, short
 from fpipe.stages.rng import Rng, Seeder, seed_of
@@ -133,10 +132,9 @@ class Captured:
         _keep(self.needs, signature, needs, self.limit)
         if len(self.graphs) == self.limit and name not in self.graphs and not self.warned:
             self.warned = True
-            warnings.warn(
+            warn(
                 f"a step that is captured has been called with more than {self.limit} signatures, and graphs that were "
                 "used longest ago are dropped: pass batches of equal shapes, and numbers that change as tensors",
-                stacklevel=5,
             )
         _keep(self.graphs, name, None, self.limit)
         return results

@@ -16,7 +16,6 @@ Invariants:
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from fpipe.autodiff.interface import DifferentiablePipeline, DifferentiableStage
 from fpipe.devices import CaptureError, Device, current_device, device_of
 from fpipe.devices.memory import copied, copy, empty_as, given_back_after, in_memory
 from fpipe.devices.tape import Trial
-from fpipe.errors import StageError
+from fpipe.errors import StageError, warn
 from fpipe.handlers.captured import UNCAPTURED, common_device, kernels
 from fpipe.handlers.gradients import Sum
 from fpipe.stages.microbatch import Microbatch
@@ -181,7 +180,7 @@ class CapturedStage:
     def _refuse(self, reason: str) -> None:
         self.refused = True
         self.copies.clear()
-        warnings.warn(f"stage {self.number} runs without graphs: {reason}", stacklevel=3)
+        warn(f"stage {self.number} runs without graphs: {reason}")
 
 
 class _Inputs:

@@ -10,13 +10,13 @@ import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from fpipe.effects import Effect, Value
+from fpipe.errors import warn
 from fpipe.handlers.protocol import Handler, Observer, Outcome
 from fpipe.programs.program import Programs
 
@@ -50,10 +50,9 @@ class HostTimed(Observer):
     def _check(self, device: torch.device) -> None:
         if device.type != "cpu" and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"{type(self).__name__} has the times at which the host launches work on {device}, not those at which "
                 f"it runs: fpipe.tensorboard.Recorder(logdir, device='{device}') records these",
-                stacklevel=5,
             )
 
 

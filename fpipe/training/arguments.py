@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from torch import Tensor
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Options
 from fpipe.devices import HostCopy, device_of
-from fpipe.errors import ScheduleError, StageError
+from fpipe.errors import ScheduleError, StageError, warn
 from fpipe.handlers.protocol import Inputs, Replicas
 from fpipe.plan import Plan
 from fpipe.stages.microbatch import WEIGHING, Microbatch, Microbatches, merge, samples, sizes_of, split
@@ -196,11 +195,10 @@ class StepSpec:
         """Whether modules were frozen or unfrozen between `Pipeline` and the first call, which alone warns of them."""
         names = _changed_parameters(self.pipeline) if self.differentiated else []
         if names:
-            warnings.warn(
+            warn(
                 f"requires_grad of {', '.join(names[:3])}{' and more' if len(names) > 3 else ''} has changed in the "
                 "module since the pipeline was made. The step trains the params that were trained then. If the change "
                 "is meant for it, make the pipeline of the module again, and go on with the same params",
-                stacklevel=2,
             )
         return bool(names)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -14,7 +13,7 @@ from torch import Tensor
 from fpipe._format import extent
 from fpipe.autodiff.interface import NonZero
 from fpipe.devices import current_device
-from fpipe.errors import StageError
+from fpipe.errors import StageError, warn
 from fpipe.handlers.captured import Captured
 from fpipe.handlers.captured_pieces import CapturedPieces
 from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Replays, Results, Run
@@ -261,10 +260,9 @@ def _with_random_check(run: Run, name: str) -> Run:
         results = run(inputs)
         if not all(torch.equal(state, g.get_state()) for state, g in zip(before, generators, strict=True)):
             warned = True
-            warnings.warn(
+            warn(
                 f"{name} drew random numbers from the global generator, so its result depends on the schedule; "
                 "pass rng=(seed, step)",
-                stacklevel=3,
             )
         return results
 

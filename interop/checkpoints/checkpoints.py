@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fpipe.errors import warn
 from fpipe.handlers.protocol import Handler
 from fpipe.interop.checkpoints.completeness import Missing, check_complete, missing_entries, nonpersistent
 from fpipe.interop.checkpoints.loading import LoadPlan
@@ -213,10 +213,9 @@ class Checkpoints:
         if saved == self._replicas.count:
             return dict(zip(self._states, self._states, strict=True))
         if warns and saved > 1 and 0 in self._ranks and self._replica == 0:
-            warnings.warn(
+            warn(
                 f"{reader.path} has the states of {saved} replicas, and {self._replicas.count} load it: each gets that "
                 f"of the first one; for each its own, load it with {saved} replicas",
-                stacklevel=5,
             )
         return dict.fromkeys(self._states, state_of(0))
 

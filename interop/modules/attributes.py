@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from unittest.mock import patch
 import numpy
 from torch import Tensor, nn
 
+from fpipe.errors import warn
 from fpipe.stages.pytree import describe
 
 LOCK = threading.RLock()
@@ -52,11 +52,10 @@ def warning_of_changes(module: nn.Module) -> Iterator[None]:
         if is_read_first and not is_torchs and not (_same(was, value) and _same_all(content, _content(value))):
             change = "what is in it" if was is value else f"it from {_text(was)} to {_text(value)}"
             place = f"{prefix}.{name}" if prefix else name
-            warnings.warn(
+            warn(
                 f"forward reads the attribute {place} of a {type(part).__name__}, and then "
                 f"changes {change}. Stages do not pass it on from call to call, as the module does: make it a buffer, "
                 "or set it before it is read",
-                stacklevel=3,
             )
 
 

@@ -498,8 +498,9 @@ def test_numbers_that_forward_counts():
 
     module = Forward(counting)
     module.calls = 3
-    with pytest.warns(UserWarning, match=r"the attribute calls of a Forward, and then changes it from 3 to 4"):
+    with pytest.warns(UserWarning, match=r"the attribute calls of a Forward, and then changes it from 3 to 4") as told:
         interop.split(module, at=["b"], example=torch.randn(4, 6))
+    assert told[0].filename == __file__
     assert module.calls == 3
 
 

@@ -188,8 +188,9 @@ def test_freezing_a_parameter_later_is_named(cut):
     x = torch.ones(8, 4)
     module.bias.requires_grad_(False)
     message = r"requires_grad of (1\.)?bias of stage 1 has changed.* trains the params .*make the pipeline"
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=message) as told:
         _, grads = step(params, x, x)
+    assert told[0].filename == __file__
     assert all(gradient is not None for gradient in grads[1].values())
     with warnings.catch_warnings():  # said once, in the first call, which alone looks at the modules
         warnings.simplefilter("error")

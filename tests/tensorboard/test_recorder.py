@@ -204,8 +204,10 @@ def test_a_disk_that_fails_ends_the_recording_and_not_the_training(tmp_path, mon
 
 
 def test_a_handler_that_shows_no_effects_is_told(tmp_path):
-    with Recorder(tmp_path, steps=[1]) as recorder, pytest.warns(UserWarning, match="step 1 could not be recorded"):
+    warns = pytest.warns(UserWarning, match="step 1 could not be recorded")
+    with Recorder(tmp_path, steps=[1]) as recorder, warns as told:
         train(recorder, 2, handler=handlers.Reference())
+    assert told[0].filename == __file__
     assert sorted(scalars(tmp_path, "measured/rank0")["step/loss"]) == [0, 1]
 
 

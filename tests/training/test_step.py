@@ -247,8 +247,9 @@ def test_randomness_is_the_same_under_every_schedule_and_leaves_the_generators_a
 def test_unseeded_randomness_warns(handler):
     case, schedule, plan = cases.make("dropout", "gpipe", 2, 2)
     step = fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handler)
-    with pytest.warns(UserWarning, match=r"pass rng=\(seed, step\)"):
+    with pytest.warns(UserWarning, match=r"pass rng=\(seed, step\)") as told:
         step(case.params, case.batch, case.target)
+    assert told[0].filename == __file__
 
 
 @both

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+
+from fpipe.errors import warn
 
 QUEUE_LENGTH = 4  # tasks that may wait
 
@@ -39,7 +40,7 @@ class Background:
         """Warn of an error, and drop all later tasks."""
         if not self.failed:
             self.failed = True
-            warnings.warn(f"nothing more is recorded ({type(error).__name__}: {error}); training goes on", stacklevel=6)
+            warn(f"nothing more is recorded ({type(error).__name__}: {error}); training goes on")
 
     def _settle(self) -> None:
         try:

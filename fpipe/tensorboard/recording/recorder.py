@@ -14,7 +14,6 @@ import resource
 import secrets
 import sys
 import time
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from fpipe.devices import Device, device_of
 from fpipe.effects import Effect, Value
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, warn
 from fpipe.handlers.protocol import Handler, Observer, Outcome, Peers, ValueStore
 from fpipe.profiling.gathering import Step, digest, gathered
 from fpipe.profiling.recording import Recording
@@ -285,7 +284,7 @@ class Recorder(Observer):
             total = self._later(squares(outcome.gradients, job.plan, job.handler).sum()) if self.gradient_norm else None
         except Exception as error:  # the other ranks wait for this one's share: send them the error
             measurement = ValueError(f"{type(error).__name__}: {error}")
-            warnings.warn(f"step {self.step} could not be recorded: {error}", stacklevel=5)
+            warn(f"step {self.step} could not be recorded: {error}")
         capture = partial(
             StepCapture, self.step, called=(job.start, now), wall=time.time(), peaks=job.peaks(), memory=job.memory
         )
@@ -337,7 +336,7 @@ class Recorder(Observer):
             whole = gathered(share, Step(job.digest, job.replica, step + 1), time.perf_counter, group)
         except (ScheduleError, RuntimeError) as error:
             job.alone = True
-            warnings.warn(f"from step {step} on this rank is recorded alone: {error}", stacklevel=5)
+            warn(f"from step {step} on this rank is recorded alone: {error}")
             return measurement, None
         except ValueError as error:
             return error, None  # a rank has not captured the step, which is an error on all ranks
@@ -395,7 +394,7 @@ class _Job:
         """Warn once that the host's times of a device are times of launching."""
         if self.marks is None and not self._warned and device_of(device).asynchronous:
             self._warned = True
-            warnings.warn(f"recorded times are times of launching: pass Recorder(..., device='{device}')", stacklevel=6)
+            warn(f"recorded times are times of launching: pass Recorder(..., device='{device}')")
 
     def peaks(self) -> dict[int, tuple[float, str]]:
         """Return by rank the peak memory up to now: of its device's allocator, or of this process."""
