@@ -3,6 +3,7 @@
     python -m benchmarks.lengths                                   # both tables
     python -m benchmarks.lengths --stages timed --schedules zb-h1 --sigmas 0.6
     python -m benchmarks.lengths --json                            # a list of objects, and nothing else
+    python -m benchmarks.lengths --out lengths.json                # and into a file, with the machine
 
 Lengths are lognormal with the given sigma, 16 microbatches a step, in the order drawn and in that of
 `fpipe.by_length`, "peak". `real` has two ranks of encoder layers, `models.layers`, with two sequences of 64 tokens on
@@ -134,6 +135,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=models.positive, default=5)
     parser.add_argument("--limit", type=models.positive, default=900, help="seconds until processes are ended")
     parser.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument(
+        "--out", type=partial(models.output, kinds=[".json"]), metavar="FILE.json", help="a file for them"
+    )
     options = parser.parse_args()
     print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
     rows: list[dict[str, Any]] = []
@@ -148,6 +152,8 @@ def main() -> None:
         sys.exit(f"lengths: {str(error).strip()}")
     if options.json:
         print(json.dumps(rows, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps({"machine": models.machine(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

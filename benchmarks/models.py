@@ -11,7 +11,7 @@ import queue
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,11 +88,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def output(text: str) -> pathlib.Path:
+def output(text: str, kinds: Sequence[str] = (".json", ".svg", ".png")) -> pathlib.Path:
     """Parse the name of a file to write from the command line."""
     path = pathlib.Path(text)
-    if path.suffix not in (".json", ".svg", ".png") or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} must end in .json, .svg or .png, in a folder that exists")
+    if path.suffix not in kinds or not path.parent.is_dir():
+        *others, last = kinds
+        listed = f"{', '.join(others)} or {last}" if others else last
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {listed}, in a folder that exists")
     return path
 
 

@@ -18,6 +18,7 @@ def rows(
     step: int,
     seed: int | None = None,
     drop_last: bool = True,
+    microbatches: int = 1,
 ) -> Tensor:
     """Return the numbers of the rows of a dataset that a replica reads in a step.
 
@@ -32,14 +33,15 @@ def rows(
         step: the number of the step since training began.
         seed: shuffles each epoch in another way; None for the dataset's order.
         drop_last: leave out the rows of an epoch that are left over after the last whole batch, which differ from epoch
-            to epoch. Otherwise they are a smaller batch, in which replicas may have no row.
+            to epoch. Otherwise they are a smaller batch.
+        microbatches: of the plan. A step needs a row for each on every replica.
 
     Returns:
         An int64 tensor on the CPU.
 
     Raises:
-        ValueError: a number is out of range, or the batch larger than the dataset with `drop_last`, or smaller than the
-            number of replicas.
+        ValueError: a number is out of range; the batch is larger than the dataset with `drop_last`; or a batch, such as
+            the last one of an epoch without `drop_last`, has too few rows for the step.
 
     >>> [rows(10, replica=r, replicas=2, batch=5, step=1).tolist() for r in range(2)]
     [[5, 6, 7], [8, 9]]
@@ -50,10 +52,17 @@ def rows(
         raise ValueError(f"replica must be one of 0 to {replicas - 1}, not {replica}")
     if step < 0:
         raise ValueError(f"step must be at least 0, not {step}")
-    if not replicas <= batch:
-        raise ValueError(f"a batch of {batch} rows leaves some of {replicas} replicas without one: make it larger")
     if size < 1 or (drop_last and batch > size):
         raise ValueError(f"{size} rows are no whole batch of {batch}: take a smaller one, or drop_last=False")
+    each = f"{microbatches} microbatches each" if microbatches > 1 else "a row each"
+    if batch < replicas * microbatches:
+        raise ValueError(f"a batch of {batch} rows is too small for {replicas} replicas with {each}: make it larger")
+    last = size % batch or batch
+    if not drop_last and last < replicas * microbatches:
+        raise ValueError(
+            f"the last batch of an epoch has {last} rows, too few for {replicas} replicas with {each}: take "
+            "drop_last=True, or a batch that leaves more rows, or none, over"
+        )
     epoch, at = divmod(step, size // batch if drop_last else -(-size // batch))
     start, stop = at * batch, min((at + 1) * batch, size)
     block = torch.arange(start, stop).tensor_split(replicas)[replica]

@@ -7,9 +7,13 @@ so that memory is released while it runs.
 from __future__ import annotations
 
 import gc
+import itertools
 import traceback
-from collections.abc import Hashable, Mapping
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import EllipsisType
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +32,24 @@ from fpipe.stages.stage import Output, Stage
 
 NO_STATE, NO_DATA = flatten(None), flatten([])
 GRAPHS_BEFORE_WARNING = 64
+GRAPHS_KEPT = 256
+"""For one function. Of more, those are kept that were used last; with symbolic sizes, those that were traced last."""
+
+
+@dataclass(eq=False, slots=True)
+class Looked:
+    """A signature's functions: None if it cannot be traced, ... if nobody has tried."""
+
+    functions: Functions | EllipsisType | None = ...
+
+
+def _entries() -> Callable[[Hashable], Looked]:
+    return lru_cache(GRAPHS_KEPT)(lambda signature: Looked())
+
+
+def _numbers() -> Callable[[Hashable], int]:
+    count = itertools.count()
+    return lru_cache(GRAPHS_KEPT)(lambda key: next(count))
 
 
 @dataclass(eq=False)
@@ -35,16 +57,18 @@ class Graphs:
     """The graphs of one function.
 
     Args:
-        traced: all of them, in the order of tracing.
-        by_signature: None for a signature that cannot be traced.
+        traced: the latest of them, in the order of tracing.
+        count: how many have been traced.
+        entry: returns the entry of a signature.
         reason: why it cannot be traced.
         walked_once: eager autograd can walk the function's graph only once.
-        steps: numbers for the signature of the params together with the settings of torch.
+        step: returns a number for the signature of the params together with the settings of torch.
     """
 
-    traced: list[Functions] = field(default_factory=list)
-    by_signature: dict[Hashable, Functions | None] = field(default_factory=dict)
-    steps: dict[Hashable, int] = field(default_factory=dict)
+    traced: deque[Functions] = field(default_factory=lambda: deque(maxlen=GRAPHS_KEPT))
+    count: int = 0
+    entry: Callable[[Hashable], Looked] = field(default_factory=_entries)
+    step: Callable[[Hashable], int] = field(default_factory=_numbers)
     reason: str = ""
     walked_once: bool = False
 
@@ -137,8 +161,9 @@ class Traced:
 
     def _look_up(self, key: Hashable, prepared: Prepared, trees: list[Flat], keep: bool) -> Functions | None:
         """Return the functions for a signature. Trace it if it is new."""
-        if key in self.graphs.by_signature:
-            return self.graphs.by_signature[key]
+        entry = self.graphs.entry(key)
+        if entry.functions is not ...:
+            return entry.functions
         functions = None
         try:
             functions = self._find(signature_of(prepared, *trees, keep=keep))
@@ -152,7 +177,7 @@ class Traced:
             self.graphs.reason = self.graphs.reason or _reason(error)
             self.cause = None if self.fallback else error
             self.graphs.walked_once |= "selective activation checkpoint" in str(error)
-        self.graphs.by_signature[key] = functions
+        entry.functions = functions
         gc.collect(1)  # torch's tracer leaves reference cycles that hold the tensors of this call
         return functions
 
@@ -163,10 +188,12 @@ class Traced:
                 return known
         functions = self._trace(signature)
         self.graphs.traced.append(functions)
-        if len(self.graphs.traced) == GRAPHS_BEFORE_WARNING:
+        self.graphs.count += 1
+        if self.graphs.count == GRAPHS_BEFORE_WARNING:
             warn(
                 f"stage {self.name} has been traced for {GRAPHS_BEFORE_WARNING} signatures, each of which takes time "
-                "and memory: dynamic=True traces once for many sizes; pass plain values that change as tensors",
+                "and memory: dynamic=True traces once for many sizes, and lengths padded to multiples of a number are "
+                f"few; pass plain values that change as tensors. The {GRAPHS_KEPT} that were used last are kept"
             )
         return functions
 
@@ -188,8 +215,8 @@ class Traced:
     def _key(self, prepared: Prepared, trees: list[Flat], inputs: Leaves, keep: bool) -> Hashable:
         """Return a key for the signature. A number stands for the parts that are constant during a step."""
         if self not in prepared.computed:
-            step, numbers = (prepared.spec, ambient(), *map(leaf_key, prepared.leaves)), self.graphs.steps
-            prepared.computed[self] = numbers.setdefault(step, len(numbers))
+            step = prepared.spec, ambient(), *map(leaf_key, prepared.leaves)
+            prepared.computed[self] = self.graphs.step(step)
         return prepared.computed[self], keep, *[tree.spec for tree in trees], *map(leaf_key, inputs)
 
     def _by_eager(

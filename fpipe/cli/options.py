@@ -211,8 +211,9 @@ class PlanOptions:
             check_size(placement.stages, microbatches, self.any_size, option="--microbatches")
             return self.check_consistent(Plan(placement, microbatches), self.placement)
         ranks, microbatches = self._required("ranks"), self._required("microbatches")
-        # with both-ways the copies of a stage share its microbatches: forwards are those of one stage on each rank
         chunks = self.chunks or (2 if self.placement == "v" else entry.chunks if entry and not self.placement else 1)
+        if self.placement == "both-ways" or (entry and not self.placement and entry.place is PLACES["both-ways"]):
+            chunks = 1  # the copies of a stage share its microbatches: forwards are those of one stage on each rank
         check_size(ranks * chunks, microbatches, self.any_size)
         if entry and not self.placement:
             return entry.plan(ranks, microbatches, self.chunks)

@@ -44,6 +44,7 @@ from fpipe.stages.stage import Batch, Stage, Target
 
 SCOPE = 0  # the scope of a piece in which it draws
 KINDS = 16  # of microbatches of a stage, whose graphs are kept
+COMPUTED = 4 * KINDS  # values of the params alone, by signature, that are renewed in each step
 
 Outputs = tuple[Leaves, optree.PyTreeSpec, Any]
 """(leaves of the outputs, their structure, new state)."""
@@ -126,7 +127,7 @@ class CapturedStage:
             return prepared
         number, self.steps = self.steps % self.count, self.steps + 1  # each rank prepares its own, once a step
         known = self.copies.get(number)
-        if known is None or known.key != key:
+        if known is None or known.key != key or known.is_full:
             known = self.copies[number] = _Copy(self.piece, self.number, prepared, key)
         try:
             known.begin(prepared.leaves)
@@ -270,6 +271,11 @@ class _Copy:
         self.forwards = 0
         self.device: Device | None = None
         self.last_use: Any = None  # an event
+
+    @property
+    def is_full(self) -> bool:
+        """Whether values have been computed of the params for so many signatures that most are of dropped graphs."""
+        return len(self.prepared.computed) > COMPUTED
 
     def begin(self, leaves: Leaves) -> None:
         """Copy the params of a step, and capture what ran as it is in the one before."""

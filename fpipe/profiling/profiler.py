@@ -20,6 +20,7 @@ from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.costs import OVER_REPLICAS, Costs, Shared
 from fpipe.devices import device_of
+from fpipe.errors import ScheduleError
 from fpipe.handlers.calls import paths_read
 from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.distributed.strides import buffer, strides_of
@@ -92,9 +93,10 @@ def profile(
 
     Raises:
         StageError: an argument is wrong, or a stage failed.
-        ScheduleError: the handler has more ranks than there are stages.
+        ScheduleError: the handler has several replicas, and more ranks than there are stages.
         TransportError: (with a handler) `profile` failed in another process; with its reason.
-        ValueError: `repeats` or `microbatches` is below 1, or `rng` is no pair of integers.
+        ValueError: `repeats` or `microbatches` is below 1, `rng` is no pair of integers, or `Local(devices=)` has other
+            devices than the params.
 
     >>> from fpipe import Pipeline
     >>> pipeline = Pipeline([lambda p, x: torch.tanh(x @ p)] * 2, loss=lambda y, t: (y - t).square().mean())
@@ -105,6 +107,8 @@ def profile(
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, not {repeats}")
+    if handler is not None:
+        _check_place(handler, params, len(pipeline.stages))
     pipeline = with_loss(pipeline, has_aux)
     stages = Options(autodiff, policy, compile).pieces(pipeline, loss=True)
     pieces = DifferentiablePipeline(pipeline, stages, sharding=sharding)
@@ -130,6 +134,23 @@ def profile(
         **_sizes(params, range(plan.stages), sharding),
         replicas=count,
     )
+
+
+def _check_place(handler: Handler, params: Any, stages: int) -> None:
+    """Raise ValueError for a handler with other devices than the params', ScheduleError for one with too many ranks."""
+    if isinstance(handler, Local):
+        here = {(x.device.type, x.device.index or 0) for x in flatten(dict(params)).leaves if isinstance(x, Tensor)}
+        if others := {str(x) for x in handler.devices or () if (x.type, x.index or 0) not in here}:
+            raise ValueError(
+                f"profile measures every stage where its params are, and the handler has {', '.join(sorted(others))} "
+                "too: leave handler out, and profile once on each kind of device"
+            )
+    if isinstance(handler, Distributed) and handler.grid.replicas > 1 and handler.size > stages:
+        raise ScheduleError(
+            f"the handler has {handler.size} ranks in each replica, and the pipeline {stages} "
+            f"stage{'s' if stages > 1 else ''}: to measure gathers, profile needs a stage on each rank. Cut the model "
+            "into more stages, or leave handler out"
+        )
 
 
 def _agreed(peers: Peers | None, do: Callable[[], T], call: str) -> T:

@@ -764,6 +764,12 @@ def test_what_takes_very_long_is_refused_with_an_estimate(args, own):
     assert re.search(r"take about \S+ minutes and \S+ .iB .* --any-size", said(run(*args, status=2)))
 
 
+def test_the_copies_of_a_stage_share_its_forwards():
+    for schedule in ("dualpipe", "1f1b"):
+        args = ("simulate", schedule, "--ranks", "128", "--microbatches", "200000")
+        assert "25600000 forwards (128 stages, 200000 microbatches)" in said(run(*args, status=2))
+
+
 def test_the_limit_of_sizes_is_lifted(monkeypatch):
     monkeypatch.setattr("fpipe.cli.options.LARGE", 10)
     run("simulate", "gpipe", *SMALL, status=2)

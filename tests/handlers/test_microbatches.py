@@ -1,6 +1,7 @@
 """Microbatches of any shape: every handler and schedule gives the reference's bits, and shapes travel once."""
 
 import re
+import warnings
 from dataclasses import replace
 
 import optree
@@ -9,6 +10,7 @@ import torch
 
 import fpipe
 from fpipe import Microbatches, Pipeline, Placement, StageError, handlers, schedules
+from fpipe.handlers import captured_pieces
 from fpipe.handlers.distributed.connections import Connections
 from tests.handlers.test_weights import PLACEMENTS
 from tests.support import cases, jobs, replica_jobs
@@ -189,6 +191,47 @@ def test_traces_are_those_of_equal_shapes(dynamic, traces):
         data = [Microbatches(each[m] for m in order) for each in (batch, target)]
         assert jobs.differences(step(params, *data), reference(params, *data)) == []
     assert {len(graphs.traced) for graphs in own.graphs.values()} == {traces}
+
+
+def lengths_in_turn(monkeypatch, kept, **options):
+    """The results of steps of twelve lengths, four a step, and those of the reference."""
+    monkeypatch.setattr("fpipe.autodiff.traced.GRAPHS_KEPT", kept)
+    monkeypatch.setattr("fpipe.autodiff.traced.GRAPHS_BEFORE_WARNING", 2 * kept)
+    schedule, plan, pipeline, params, *data = sequences("zb_h1", (3, 5, 7, 4, 6, 8, 9, 2, 10, 11, 12, 13))
+    plan, own = pipeline.plan(plan.placement, 4), Sharing(handlers.Local(), {})
+    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=own, autodiff="graph", **options)
+    reference = fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Reference())
+    parts = [[each[at : at + 4] for each in data] for at in (0, 4, 8, 0, 4, 8)]
+    return [(step(params, *part), reference(params, *part)) for part in parts], own.graphs.values()
+
+
+def test_traces_of_many_lengths_are_bounded(monkeypatch):
+    with pytest.warns(UserWarning, match=r"traced for 10 signatures.*dynamic=True.*padded.* The 5 that were") as told:
+        found, graphs = lengths_in_turn(monkeypatch, 5)
+    assert told[0].filename == __file__
+    assert all(jobs.differences(*pair) == [] for pair in found)
+    for each in graphs:
+        assert each.count > 12  # some came again, after they had been dropped
+        assert len(each.traced) == each.entry.cache_info().currsize == 5
+
+
+def test_pieces_of_many_lengths_are_bounded(monkeypatch):
+    monkeypatch.setattr("fpipe.handlers.captured_pieces.KINDS", 2)
+    monkeypatch.setattr("fpipe.handlers.captured_pieces.COMPUTED", 8)
+    copies, begin = set(), captured_pieces._Copy.begin
+
+    def counted(copy, leaves):
+        begin(copy, leaves)
+        copies.add(copy)
+        assert len(copy.slots) <= 2
+        assert len(copy.prepared.computed) <= 8
+
+    monkeypatch.setattr(captured_pieces._Copy, "begin", counted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, _ = lengths_in_turn(monkeypatch, 5, capture="pieces")
+    assert all(jobs.differences(*pair) == [] for pair in found)
+    assert len(copies) > 2  # of two stages
 
 
 @pytest.mark.parametrize("capture", [True, "pieces"])

@@ -22,7 +22,7 @@ def batch_of(size, replicas, batch, step, **options):
 @given(st.data(), st.integers(1, 40), st.one_of(st.none(), st.integers(0, 3)), st.booleans())
 def test_an_epoch_has_each_row_once_in_the_same_batches_for_all_replicas(data, size, seed, drop_last):
     batch = data.draw(st.integers(1, size))
-    replicas = data.draw(st.integers(1, batch))
+    replicas = data.draw(st.integers(1, batch if drop_last else size % batch or batch))
     steps = size // batch if drop_last else -(-size // batch)
     for epoch in range(2):
         numbers = range(epoch * steps, (epoch + 1) * steps)
@@ -57,7 +57,9 @@ def test_what_is_returned_is_the_callers():
     [
         ({"replica": 2}, "replica must be one of 0 to 1, not 2"),
         ({"step": -1}, "step must be at least 0, not -1"),
-        ({"batch": 1}, "a batch of 1 rows leaves some of 2 replicas without one"),
+        ({"batch": 1}, "a batch of 1 rows is too small for 2 replicas with a row each"),
+        ({"batch": 4, "microbatches": 3}, "a batch of 4 rows is too small for 2 replicas with 3 microbatches each"),
+        ({"batch": 4, "size": 9, "drop_last": False}, "the last batch of an epoch has 1 rows, .*take drop_last=True"),
         ({"batch": 11}, "10 rows are no whole batch of 11: take a smaller one, or drop_last=False"),
         ({"size": 0, "drop_last": False}, "0 rows are no whole batch of 4"),
     ],

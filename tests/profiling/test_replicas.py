@@ -81,7 +81,10 @@ def test_what_is_wrong_in_one_process_is_raised_in_all(pools):
         assert ("failed at splitting the batch of a profile" in text) == (rank != 2)
         assert "too few" in text
     few = pools(4).run(profiled, "few")
-    assert all(text.startswith("ScheduleError: the plan has 1 ranks, the group 2 processes") for text in few)
+    assert all(
+        text.startswith("ScheduleError: the handler has 2 ranks in each replica, and the pipeline 1 stage:")
+        for text in few
+    )
 
 
 def test_a_handler_that_plays_all_ranks_measures_in_this_process():

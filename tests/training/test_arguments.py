@@ -108,6 +108,11 @@ def test_what_a_step_can_not_be_made_of_is_refused(arguments, handler, message):
         (lambda: PIPELINE.state_on({}, PLAN, 2), ScheduleError, "there is no rank 2"),
         (lambda: fpipe.profile(PIPELINE, PARAMS, X, X, microbatches=0), ValueError, "microbatches must be .* not 0"),
         (lambda: fpipe.profile(PIPELINE, PARAMS, X, X, rng=5), ValueError, r"rng must be \(seed, step\).* not 5"),
+        (
+            lambda: fpipe.profile(PIPELINE, PARAMS, X, X, handler=handlers.Local(["cpu", "meta"])),
+            ValueError,
+            "the handler has meta too: leave handler out",
+        ),
     ],
 )
 def test_a_slip_has_one_clear_error(ask, error, message):
