@@ -116,7 +116,7 @@ class Executor:
             if reads_batch and calls.step.inputs.data[m].batch is None:
                 hints.append("it reads the batch, which is None on this rank")
             if "in-place operation" in str(error):
-                hints.append("a stage may not change its inputs")
+                hints.append("a stage may not change its inputs: a first layer with inplace=True needs a clone")
             message += f" ({'; '.join(hints)})" if hints else ""
         if is_capturing():
             message += f". It is captured as a graph, and there nothing may wait for the device; or {UNCAPTURED}"

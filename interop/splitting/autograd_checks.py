@@ -37,7 +37,7 @@ from fpipe.autodiff.graph.locations import LIBRARIES, user_line
 from fpipe.autodiff.graph.lost_gradients import refuse_lost
 from fpipe.autodiff.graph.nodes import written
 from fpipe.errors import StageError
-from fpipe.interop.splitting.opaque import OwnGradient, Recorder, submodule_called
+from fpipe.interop.splitting.opaque import ELEMENTWISE, OwnGradient, Recorder, submodule_called
 
 aten = torch.ops.aten
 MANUAL = (
@@ -88,9 +88,9 @@ _REFUSED: dict[Any, tuple[str, str]] = {
 class _Watched(TorchFunctionMode):
     """Marks in the graph where gradients are switched off and on. Export keeps no trace of it inside autocast."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, recorder: Recorder) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.recorder = module, recorder
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -110,6 +110,8 @@ class _Watched(TorchFunctionMode):
         if func is custom_function_call:  # under vmap, where `apply` of a function calls this
             _check_function(args[0])
             _refuse_function(args[0])
+        if func in ELEMENTWISE:
+            return self.recorder.elementwise(func, args, kwargs or {})
         if isinstance(func, torch._ops.HigherOrderOperator) and any(map(_switches, args)):
             _refuse(f"switches gradients off inside {func}", "switch them off around it")
         return func(*args, **(kwargs or {}))
@@ -142,7 +144,7 @@ def watched(
         was = torch.is_grad_enabled()
         _enable(True)
         try:
-            with _Watched(module), _intercepting(recorder):
+            with _Watched(module, recorder), _intercepting(recorder):
                 output = forward(*args, **kwargs)
             refuse_lost(
                 pytree.tree_leaves(output), (), lambda x: not isinstance(x, FakeTensor) and storage(x) not in own

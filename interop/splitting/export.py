@@ -360,6 +360,8 @@ def _why(error: Exception, module: nn.Module) -> str:
         )
     if hint and any("/torch/distributions/" in frame.filename for frame in frames):
         hint = "A distribution looks at the values that it is given: take validate_args=False. "
+    if hint and any("/torch/ao/quantization/" in frame.filename for frame in frames):
+        hint = "A FakeQuantize looks at its switches, which are tensors. "
     if hint and any(frame.name == "_detect_is_causal_mask" for frame in frames):
         hint = "It looks at the values of a mask: give the transformer tgt_is_causal= or is_causal=, True or False. "
     if type(error).__name__ == "SpecViolationError" and "copy_" in said:

@@ -1,6 +1,7 @@
-"""Calls that an exported graph keeps whole, because they have a gradient of their own.
+"""Calls that an exported graph keeps whole.
 
-They are applications of a custom `torch.autograd.Function`, and submodules whose forward calls `torch.autograd.grad`.
+They are applications of a custom `torch.autograd.Function`, and submodules whose forward calls `torch.autograd.grad`,
+because they have a gradient of their own; and fake quantization, which torch traces for one size alone.
 
 Invariants:
 - Such a call is one operation of the graph. Its inputs are all tensors and sizes that the call reads, parameters
@@ -141,6 +142,15 @@ def is_opaque(node: fx.Node) -> bool:
     return isinstance(node.target, OpaqueCall)
 
 
+ELEMENTWISE = {
+    torch.fake_quantize_per_tensor_affine,
+    torch.fake_quantize_per_channel_affine,
+    torch._fake_quantize_learnable_per_tensor_affine,
+    torch._fake_quantize_learnable_per_channel_affine,
+}
+"""Functions whose result is like their first argument, and whose trace is valid for one size alone."""
+
+
 class Recorder:
     """Records opaque calls while a forward is traced. It keeps them alive until the graph has been read."""
 
@@ -166,6 +176,16 @@ class Recorder:
         patches.enter_context(patch.object(function, "forward", staticmethod(run)))
         if not has_context:
             patches.enter_context(patch.object(function, "setup_context", staticmethod(_no_context)))
+
+    def elementwise(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Record a call of a function whose result is like its first argument, and return its result."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if getattr(THREAD, "is_running", False):
+                return torch.empty_like(args[0] if args else kwargs["input"])
+            return function(*args, **kwargs)
+
+        return self._record(function.__name__, lambda args, kwargs: call(*args, **kwargs), (list(args), dict(kwargs)))
 
     def keep_module(self, part: nn.Module, skeleton: nn.Module, name: str) -> None:
         """Let the forward of a submodule record a call.

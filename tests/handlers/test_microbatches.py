@@ -191,6 +191,10 @@ def test_traces_are_those_of_equal_shapes(dynamic, traces):
         data = [Microbatches(each[m] for m in order) for each in (batch, target)]
         assert jobs.differences(step(params, *data), reference(params, *data)) == []
     assert {len(graphs.traced) for graphs in own.graphs.values()} == {traces}
+    forward = Sharing(handlers.Local(), {})
+    outputs = fpipe.evaluate(Pipeline(pipeline.stages), plan, handler=forward, **options)(params, batch)
+    assert [each.shape for each in outputs] == [each.shape for each in batch]
+    assert {len(graphs.traced) for graphs in forward.graphs.values()} == {traces}
 
 
 def lengths_in_turn(monkeypatch, kept, **options):

@@ -112,6 +112,29 @@ def test_the_force_is_kept_whole(case):
     assert len(interop.split(case.module, stages=2, example=case.batch)[0].stages) == 2
 
 
+class Quantized(nn.Sequential):
+    def forward(self, x):
+        x = torch.fake_quantize_per_tensor_affine(self[0](x), scale=0.1, zero_point=0, quant_min=-8, quant_max=7)
+        scale, zero = torch.full((4,), 0.2), torch.zeros(4, dtype=torch.int32)
+        weight = torch.fake_quantize_per_channel_affine(self[1].weight, scale, zero, 0, -8, 7)
+        return nn.functional.linear(x, weight, self[1].bias)
+
+
+@pytest.mark.parametrize("autodiff", ["eager", "graph"])
+def test_fake_quantization_has_any_size(autodiff):
+    torch.manual_seed(0)
+    case = split_cases.Case(Quantized(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(7, 4), torch.randn(7, 4), mse, {})
+    pipeline, params = interop.split(case.module, at=[interop.End("0")], example=case.batch[:3], loss=mse)
+    step = split_cases.step(pipeline, handlers.Local(), microbatches=1, autodiff=autodiff)
+    split_cases.check(split_cases.run(step, case, params, {}), case, pipeline, 1, {"rtol": 0, "atol": 0})
+
+
+def test_a_module_of_fake_quantization_is_refused_with_the_reason():
+    module = nn.Sequential(nn.Linear(4, 4), torch.ao.quantization.FakeQuantize(), nn.Linear(4, 4))
+    with pytest.raises(StageError, match=r"A FakeQuantize looks at its switches.*interop\.from_modules takes"):
+        interop.split(module, at=["2"], example=torch.randn(3, 4))
+
+
 class Writing(Function):
     @staticmethod
     def forward(ctx, x):
