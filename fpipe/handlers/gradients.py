@@ -182,9 +182,10 @@ def received(
 def total(
     pipeline: Pipeline, plan: Plan, params: Mapping[int, Any], local: Collection[int], sums: Sums
 ) -> dict[int, Any]:
-    """Return the gradient of every entry in a rank's params: zeros where unused, None where it is not trained.
+    """Return the gradient of every entry in a rank's params: -0.0 where unused, None where it is not trained.
 
-    No two gradients share memory if no two of the sums do.
+    -0.0 is the sum of no terms, and travels as such between copies and replicas. No two gradients share memory if no
+    two of the sums do.
     """
     stages = {stage: _over_copies(plan, stage, sums) for stage, _ in sums}
     gradients = {}
@@ -198,7 +199,7 @@ def total(
 
 def _sum(leaf: Any, terms: list[Tensor | None]) -> Tensor | None:
     gradient = reduce(add, terms, None)
-    return torch.zeros_like(leaf) if terms and gradient is None else gradient
+    return torch.full_like(leaf, -0.0) if terms and gradient is None else gradient
 
 
 def _keys(
