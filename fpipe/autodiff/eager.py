@@ -83,7 +83,7 @@ class Eager:
         def again() -> Leaves:
             return flatten(alias_leaves(self.stage(prepared.tree, state, arguments)[0])).leaves
 
-        self.leaves.check(outputs, [*prepared.own, *flatten(arguments).leaves], again)
+        self.leaves.check(outputs, [*prepared.own, *flatten((state, arguments)).leaves], again)
 
     def backward(
         self, residuals: SavedTape, cotangents: Leaves, sink: Sink | None = None

@@ -131,7 +131,7 @@ class _Step:
 
     def _refuse_lost(self, loss: Tensor, leaves: Iterable[Tensor]) -> None:
         """Raise StageError if a leaf in the graph of microbatch 0 is neither a param nor of the batch."""
-        known = [*leaves, *flatten(self.inputs.data[0]).leaves]
+        known = [*leaves, *flatten((self.inputs.data[0], dict(self.inputs.state[0]))).leaves]
         again = _Step(self.plan, self.pieces, self.train, self.inputs)
         EagerLeaves().check([loss], known, lambda: [again._forward(0)[0][0]])
 

@@ -101,10 +101,8 @@ class _Watched(TorchFunctionMode):
         if func in _REFUSED:
             _refuse(*_REFUSED[func])
         if func is torch.autograd.grad:  # torch.func.grad calls it too
-            try:
-                _refuse("takes gradients of its own", "take them in a submodule, which is kept whole")
-            except StageError as error:
-                raise OwnGradient(str(error), submodule_called(self.module)) from None
+            message = _lost("takes gradients of its own", "take them in a submodule, which is kept whole")
+            raise OwnGradient(message, submodule_called(self.module))
         if func is Tensor.requires_grad_ and False in (*args[1:], *(kwargs or {}).values()):
             _refuse(*_FREEZE)
         if func is custom_function_call:  # under vmap, where `apply` of a function calls this
@@ -124,8 +122,12 @@ def _switches(branch: Any) -> bool:
 
 
 def _refuse(what: str, way: str) -> NoReturn:
+    raise StageError(_lost(what, way))
+
+
+def _lost(what: str, way: str) -> str:
     where = user_line(traceback.extract_stack())
-    raise StageError(f"forward {what}, which export would lose{where}: {way}. {MANUAL}")
+    return f"forward {what}, which export would lose{where}: {way}. {MANUAL}"
 
 
 def watched(

@@ -33,11 +33,13 @@ from torch.utils import _pytree as pytree
 from fpipe.errors import StageError
 from fpipe.interop.modules.functions import named_tensors
 from fpipe.interop.modules.skeletons import bind_tensors
-from fpipe.stages.pytree import PLAIN, describe
+from fpipe.stages.pytree import PLAIN
 
 CALLS: WeakValueDictionary[int, OpaqueCall] = WeakValueDictionary()
+"""The calls of the modules that are exported now, by the number in their operation."""
 NUMBERS = itertools.count()
 A_TENSOR = object()
+"""In place of a tensor of a result."""
 THREAD = threading.local()
 """`is_running` in a thread that runs a call on fakes."""
 
@@ -50,7 +52,7 @@ class OpaqueCall:
         args: arguments with the tensors of the trace, in any tree. Other leaves must be plain.
 
     Raises:
-        StageError: a leaf is neither a tensor nor plain.
+        StageError: a leaf is neither a tensor, a size nor plain, or there is no tensor.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], args: Any) -> None:
@@ -58,7 +60,12 @@ class OpaqueCall:
         leaves, self.arguments = pytree.tree_flatten(args)
         for x in leaves:
             if not isinstance(x, (Tensor, torch.SymInt, type(None), *PLAIN)):
-                raise StageError(f"{name} takes a {type(x).__qualname__}, which a stage can't hold: {describe(x)}")
+                raise StageError(
+                    f"{name} takes a {type(x).__qualname__}, which a stage can't hold: pass tensors, sizes and plain "
+                    "values. Or cut the module by hand: interop.from_modules takes a module for each stage"
+                )
+        if not any(isinstance(x, Tensor) for x in leaves):
+            raise StageError(f"{name} takes no tensor, so that no stage is known to be its place: pass it one")
         self.constants = [None if isinstance(x, Tensor | torch.SymInt) else x for x in leaves]
         self.tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.sizes = [i for i, x in enumerate(leaves) if isinstance(x, torch.SymInt)]
@@ -66,7 +73,7 @@ class OpaqueCall:
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
         ]
-        self.results: tuple[list[Any], pytree.TreeSpec] = [], pytree.LeafSpec()
+        self.results: tuple[list[Any], Any] = [], None  # its leaves, and their tree
 
     def __call__(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Return the tensors of the result."""
