@@ -148,8 +148,8 @@ class Calls:
         self.touched: list[tuple[int, ...]] = []
         self.running: Step | None = None
         last = self.plan.stages - 1
-        # With copies or replicas, the losses of other ranks may depend on what is trained: the handler, which learns
-        # of them at the end of the step, refuses a constant loss there.
+        # With copies or replicas, the losses of other ranks may depend on what is trained. The handler refuses a
+        # constant loss there, at the end of a step in which it learns of all: `Distributed` in a signature's first.
         is_last = last in self.plan.stages_on(self.rank)
         losses = list(self.plan.microbatches_of(last, self.rank)) if is_last else []
         has_all = self.plan.replicas == 1 and len(losses) == self.plan.microbatches

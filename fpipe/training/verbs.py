@@ -110,6 +110,7 @@ def value_and_grad(
             reads a tensor on the host, or has shapes that depend on values. Or it runs under `torch.inference_mode()`.
         TransportError: (in the step) another rank failed.
 
+    >>> import torch
     >>> from fpipe import Pipeline, Placement, handlers, schedules
     >>> pipeline = Pipeline([lambda p, x: x * p, lambda p, x: x + p], loss=lambda y, t: (y - t).square().mean())
     >>> plan = pipeline.plan(Placement.loop(ranks=2), microbatches=2)
@@ -176,6 +177,7 @@ def evaluate(
 
     The other arguments and errors are those of `value_and_grad`.
 
+    >>> import torch
     >>> from fpipe import Pipeline, Placement, handlers, schedules
     >>> pipeline = Pipeline([lambda p, x: x * p, lambda p, x: x + p])
     >>> plan = pipeline.plan(Placement.loop(ranks=2), microbatches=2)
