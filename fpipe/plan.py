@@ -188,6 +188,8 @@ class Plan:
         replicas: copies of the whole pipeline, which all run the same programs, each on its own microbatches: data
             parallelism. The plan is that of one replica.
         gathered: the stages whose parameters are whole only from a `Gather` to a `Release`; lowering fills it in.
+        batch_gradients: the stages that have gradients of what they read of the batch or of the target;
+            `value_and_grad` fills it in.
 
     Raises:
         ScheduleError: a count is not positive, or two counts don't fit each other.
@@ -199,6 +201,7 @@ class Plan:
     ties: tuple[tuple[int, ...], ...] = ()
     replicas: int = 1
     gathered: frozenset[int] = frozenset()
+    batch_gradients: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if not isinstance(self.placement, Placement):

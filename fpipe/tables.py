@@ -58,6 +58,8 @@ class Topology(Protocol):
     def replicas(self) -> int: ...
     @property
     def gathered(self) -> Collection[int]: ...
+    @property
+    def batch_gradients(self) -> Collection[int]: ...
     def sources(self, stage: int, /) -> tuple[int, ...]: ...
     def consumers(self, stage: int, /) -> tuple[int, ...]: ...
     def rank_of(self, stage: int, microbatch: int, /) -> int: ...
@@ -331,13 +333,17 @@ def _cotangents_and_parameters(e: Compute, plan: Topology) -> Names:
 
 @uniform
 def _cotangents_for_inputs(e: Compute, plan: Topology) -> Names:
-    """A stage without sources has no input gradients: all of its backward is in the other half."""
-    return _cotangents(e, plan) + (_parameters(e, plan) if plan.sources(e.stage) else ())
+    """A stage without input gradients has all of its backward in the other half."""
+    return _cotangents(e, plan) + (_parameters(e, plan) if _has_input_gradients(e, plan) else ())
 
 
 @uniform
 def _deferred_for_weights(e: Compute, plan: Topology) -> Names:
-    return _deferred(e, plan) + (() if plan.sources(e.stage) else _parameters(e, plan))
+    return _deferred(e, plan) + (() if _has_input_gradients(e, plan) else _parameters(e, plan))
+
+
+def _has_input_gradients(e: Compute, plan: Topology) -> bool:
+    return bool(plan.sources(e.stage)) or e.stage in plan.batch_gradients
 
 
 @uniform

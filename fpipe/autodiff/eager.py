@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fpipe.autodiff.graph.block import Sink
 from fpipe.autodiff.graph.input_writes import PARAMETER_WRITTEN, refusing_writes
 from fpipe.autodiff.graph.lost_gradients import EagerLeaves
-from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients, detached, detached_tree, prepared
+from fpipe.autodiff.interface import (
+    DATA,
+    PARAMS,
+    Argument,
+    Leaves,
+    Prepared,
+    WeightGradients,
+    detached,
+    detached_tree,
+    differentiated,
+    differentiates_data,
+    prepared,
+)
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Flat, alias_leaves, flatten
 from fpipe.stages.stage import Stage
@@ -25,7 +38,7 @@ class SavedTape:
 
     Args:
         roots: an edge for each leaf of the outputs; None without a gradient.
-        inputs: the same for the leaves of each source stage's output.
+        inputs: the same for the leaves of each source stage's output, and of what the stage reads of the microbatch.
         trained: edges of the trained parameters.
     """
 
@@ -47,22 +60,32 @@ class Eager:
     Args:
         whole: autograd can walk the stage's graph only once, as with selective checkpointing. `backward_input` then
             computes the weight gradients as well.
+        argnums: the arguments of the step that are differentiated.
     """
 
     stage: Stage
     whole: bool = False
     leaves: EagerLeaves = field(default_factory=EagerLeaves, compare=False)
+    argnums: frozenset[Argument] = PARAMS
+
+    @cached_property
+    def differentiates_data(self) -> bool:
+        return differentiates_data(self.stage, self.argnums)
 
     def prepare(self, params: Any) -> Prepared:
-        return prepared(self.stage, params)
+        return prepared(self.stage, params, self.argnums)
 
     def forward(
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, SavedTape | None, Any]:
         inputs = {source: [detached(x, keep) for x in value.leaves] for source, value in sources.items()}
         outputs = {source: sources[source].spec.unflatten(leaves) for source, leaves in inputs.items()}
+        given = self.stage.given(data)
+        if keep and self.differentiates_data:
+            given = differentiated(self.stage, data, self.argnums)
+            inputs[DATA] = flatten(given).leaves
         with torch.set_grad_enabled(keep):
-            arguments = self.stage.arguments(outputs, self.stage.given(data))
+            arguments = self.stage.arguments(outputs, given)
             with refusing_writes(arguments), refusing_writes(prepared.own, PARAMETER_WRITTEN):
                 tree, new = self.stage(prepared.tree, state, arguments)
             leaves, spec = flatten(alias_leaves(tree))

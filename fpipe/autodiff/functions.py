@@ -36,6 +36,7 @@ class TraceConfig:
         number: the stage's number, for messages.
         loss: leaf 0 of the stage's output is the loss. Only it gets a cotangent.
         dynamic: sizes of inputs are symbols.
+        data: the parts of the microbatch that the stage reads are differentiated.
     """
 
     stage: Stage
@@ -44,6 +45,7 @@ class TraceConfig:
     policy: Policy
     compile: bool | str
     dynamic: bool
+    data: bool = False
 
     def partition(
         self, signature: Signature, cotangents: Cotangents | None, kept: Sequence[int] | None = None
@@ -77,8 +79,8 @@ class DeferredGraph:
     """The values from which `backward_weight` computes the weight gradients.
 
     Args:
-        v: the values that depend on the params alone, as far as they are read; None for a stage without sources, whose
-            whole backward this is: it computes them from the params.
+        v: the values that depend on the params alone, as far as they are read; None for a stage without input
+            gradients, whose whole backward this is: it computes them from the params.
     """
 
     functions: Functions
@@ -108,6 +110,7 @@ class Functions:
         self.devices = [None if n is None else n.meta["val"].device for n in joint.cotangents]
         self.fresh, self.fresh_state = blocks.fresh[: len(joint.outputs)], blocks.fresh[len(joint.outputs) :]
         self.output_spec, self.state_spec = joint.output_spec, joint.state_spec
+        self.trees = (*signature.sources, signature.data) if config.data else signature.sources
         self.rooted = [wanted and not (config.loss and i) for i, wanted in enumerate(joint.wanted)]
         self.first = self._functions(blocks.backward, joint, self.prepare)
         self.backwards = {self.first.expected: self.first}
@@ -127,7 +130,7 @@ class Functions:
     def backward(
         self, residuals: SavedGraph, cotangents: Leaves, sink: Sink | None
     ) -> tuple[WeightGradients, list[Leaves]]:
-        """Return `(weight gradients, input gradients of each source)`."""
+        """Return `(weight gradients, input gradients of each source, and of the data where it gets any)`."""
         backward, cotangents = self._for(residuals, cotangents)
         with running(self.signature):
             v = _v(residuals.prepared, backward.prepare)
@@ -135,12 +138,12 @@ class Functions:
         return WeightGradients(weights, backward.fresh), self._by_source(gradients)
 
     def backward_input(self, residuals: SavedGraph, cotangents: Leaves) -> tuple[list[Leaves], DeferredGraph]:
-        """Return `(input gradients of each source, deferred)`."""
+        """Return `(input gradients as of `backward`, deferred)`."""
         backward, cotangents = self._for(residuals, cotangents)
         with running(self.signature):
             v = _v(residuals.prepared, backward.prepare)
             gradients, deferred = backward.input(v, residuals.values, cotangents)
-        read = [x if i in backward.reads else None for i, x in enumerate(v)] if self.signature.sources else None
+        read = [x if i in backward.reads else None for i, x in enumerate(v)] if self.trees else None
         return self._by_source(gradients), DeferredGraph(self, backward, residuals.prepared, read, deferred)
 
     def backward_weight(self, deferred: DeferredGraph, sink: Sink | None) -> WeightGradients:
@@ -152,9 +155,9 @@ class Functions:
         return WeightGradients(weights, backward.fresh)
 
     def _by_source(self, gradients: Leaves) -> list[Leaves]:
-        """Return the gradients of each source, out of those of all inputs."""
+        """Return the gradients of each source, and of the data where it gets any, out of those of all inputs."""
         rest = iter(gradients[len(self.signature.state.leaves) :])
-        return [list(itertools.islice(rest, len(tree.leaves))) for tree in self.signature.sources]
+        return [list(itertools.islice(rest, len(tree.leaves))) for tree in self.trees]
 
     def _for(self, residuals: SavedGraph, cotangents: Leaves) -> tuple[Backward[Function], Leaves]:
         """Return the backward for these cotangents, traced if their layouts are new, and the cotangents for it."""

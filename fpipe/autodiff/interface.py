@@ -22,10 +22,15 @@ from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import HOW_TO_REGISTER, PLAIN, Flat, Path, as_path, flatten, indices, paths_of, short
 from fpipe.stages.sharding import OWN_DTYPES, Sharding, is_dtensor
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import Batch, Output, Stage, Target
 
 Leaves = list[Any]
 """Tensors in flattening order; None for a missing one."""
+Argument = Literal["params", "batch", "target"]
+"""An argument of a step that can be differentiated."""
+PARAMS: frozenset[Argument] = frozenset({"params"})
+DATA = -1
+"""In place of a source stage's number: the inputs that come from the microbatch."""
 
 
 class WeightGradients(list[Any]):
@@ -55,7 +60,8 @@ class DifferentiableStage(Protocol):
     ) -> tuple[WeightGradients, dict[int, Leaves]]:
         """Return `(weight gradients, input gradients by source stage)`. Here and below, residuals are consumed.
 
-        A weight gradient that the sink has taken is None.
+        A weight gradient that the sink has taken is None. Where the stage differentiates what it reads of the
+        microbatch, the gradients of these leaves are under `DATA`.
         """
 
     def backward_input(self, residuals: Any, cotangents: Leaves) -> tuple[dict[int, Leaves], Any]:
@@ -76,6 +82,7 @@ class DifferentiablePipeline:
         sharding: the dtypes of params and of sums of gradients.
         shares: whether the factor of each loss is its share of the "rows" or of the caller's "weight"; None for the
             sum of the losses.
+        argnums: the arguments of the step that are differentiated.
     """
 
     pipeline: Pipeline
@@ -85,6 +92,7 @@ class DifferentiablePipeline:
     merge: Callable[[Mapping[int, Any], bool | None], Any] = lambda outputs, apart: dict(outputs)
     sharding: Sharding = OWN_DTYPES
     shares: Literal["rows", "weight"] | None = "rows"
+    argnums: frozenset[Argument] = PARAMS
 
 
 @dataclass(frozen=True)
@@ -132,8 +140,8 @@ class Prepared:
                     copy([x for x, _ in moved], [in_memory(old) for _, old in moved])  # the others are views of leaves
 
 
-def prepared(stage: Stage, params: Any) -> Prepared:
-    """Flatten a stage's params for one step.
+def prepared(stage: Stage, params: Any, argnums: Collection[Argument] = PARAMS) -> Prepared:
+    """Flatten a stage's params for one step. None is trained unless params are differentiated.
 
     Raises:
         TypeError: a leaf is neither a tensor nor plain.
@@ -144,12 +152,39 @@ def prepared(stage: Stage, params: Any) -> Prepared:
     trained = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            if i not in frozen and (leaf.is_floating_point() or leaf.is_complex()):
+            if i not in frozen and "params" in argnums and is_differentiable(leaf):
                 trained.append(i)
         elif type(leaf) not in PLAIN:
             raise TypeError(f"{short(names[i]) or 'the tree'} is a {type(leaf).__qualname__}: {HOW_TO_REGISTER}")
     own = [x.detach() if isinstance(x, Tensor) and _is_attached(x) else x for x in leaves]
     return Prepared(own, spec, tuple(trained), tuple(names[i] for i in trained))
+
+
+def is_differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+READS: Mapping[type, Argument] = {Batch: "batch", Target: "target"}
+
+
+def differentiates_data(stage: Stage, argnums: Collection[Argument]) -> bool:
+    """Return whether a stage reads a part of the microbatch that is differentiated."""
+    return any(READS.get(type(read)) in argnums for read in stage.inputs)
+
+
+def differentiated(stage: Stage, data: Microbatch, argnums: Collection[Argument]) -> list[Any]:
+    """Return a stage's inputs that come from the microbatch, as new leaves for autograd where they are differentiated.
+
+    A leaf that the stage reads twice is two leaves, each with a gradient of its own.
+    """
+    names = [READS[type(read)] for read in stage.inputs if not isinstance(read, Output)]
+    trees = zip(names, stage.given(data), strict=True)
+    return [_own_leaves(tree) if name in argnums else tree for name, tree in trees]
+
+
+def _own_leaves(tree: Any) -> Any:
+    leaves, spec = flatten(tree)
+    return spec.unflatten([x.detach().requires_grad_() if is_differentiable(x) else x for x in leaves])
 
 
 def _is_attached(x: Tensor) -> bool:

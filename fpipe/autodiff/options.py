@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fpipe.autodiff.eager import Eager
-from fpipe.autodiff.interface import DifferentiableStage
+from fpipe.autodiff.interface import PARAMS, Argument, DifferentiableStage
 from fpipe.autodiff.traced import Graphs, Traced
 from fpipe.policies import Policy, everything_saveable
 from fpipe.stages.pipeline import Pipeline
@@ -32,6 +32,7 @@ class Options:
     policy: Policies = everything_saveable
     compile: bool | str = False
     dynamic: bool = False
+    argnums: frozenset[Argument] = PARAMS
 
     def __post_init__(self) -> None:
         if self.autodiff not in ("auto", "graph", "eager"):
@@ -66,7 +67,7 @@ class Options:
 
     def _stage(self, stage: Stage, s: int, loss: bool, shared: dict[Hashable, Graphs]) -> DifferentiableStage:
         if self.autodiff == "eager":
-            return Eager(stage)
+            return Eager(stage, argnums=self.argnums)
         policy = self.policy.get(s, everything_saveable) if isinstance(self.policy, Mapping) else self.policy
         return Traced(
             stage,
@@ -77,6 +78,7 @@ class Options:
             fallback=self.autodiff == "auto",
             loss=loss,
             graphs=shared.setdefault((_alike(stage), policy, loss), Graphs()),
+            argnums=self.argnums,
         )
 
 

@@ -23,7 +23,17 @@ from fpipe.autodiff.functions import DeferredGraph, Functions, SavedGraph, Trace
 from fpipe.autodiff.graph.block import Sink
 from fpipe.autodiff.graph.locations import user_line
 from fpipe.autodiff.graph.signature import Impure, Signature, Tree, Untraceable, ambient, leaf_key
-from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients, prepared
+from fpipe.autodiff.interface import (
+    DATA,
+    PARAMS,
+    Argument,
+    Leaves,
+    Prepared,
+    WeightGradients,
+    differentiated,
+    differentiates_data,
+    prepared,
+)
 from fpipe.errors import StageError, warn
 from fpipe.policies import Policy, everything_saveable
 from fpipe.stages.microbatch import Microbatch
@@ -84,6 +94,7 @@ class Traced:
         fallback: run a stage that cannot be traced by eager autograd, with a warning.
         loss: leaf 0 of the output is the loss. Only it gets a cotangent.
         graphs: graphs to share with stages of the same function.
+        argnums: the arguments of the step that are differentiated.
 
     Raises:
         StageError: (by its methods) the stage cannot be traced, and `fallback` is False.
@@ -100,25 +111,32 @@ class Traced:
         fallback: bool = True,
         loss: bool = False,
         graphs: Graphs | None = None,
+        argnums: frozenset[Argument] = PARAMS,
     ) -> None:
         self.stage, self.name, self.fallback = stage, name, fallback
-        self.config = TraceConfig(stage, name, loss, policy, compile, dynamic)
-        self.eager = Eager(stage)
+        self.argnums, self.differentiates_data = argnums, differentiates_data(stage, argnums)
+        self.config = TraceConfig(stage, name, loss, policy, compile, dynamic, self.differentiates_data)
+        self.eager = Eager(stage, argnums=argnums)
         self.reads_data = any(not isinstance(read, Output) for read in stage.inputs)
         self.sources = stage.sources
+        self.inputs = (*self.sources, DATA) if self.differentiates_data else self.sources
         self.latest: tuple[Hashable, Functions | None] = (None, None)
         self.graphs = graphs or Graphs()
         self.cause: Exception | None = None
         self.warned = False
 
     def prepare(self, params: Any) -> Prepared:
-        return prepared(self.stage, params)
+        return prepared(self.stage, params, self.argnums)
 
     def forward(
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, Any, Any]:
         state_tree = flatten(state) if self.stage.stateful else NO_STATE
-        data_tree = flatten(self.stage.given(data)) if self.reads_data else NO_DATA
+        data_tree = NO_DATA
+        if keep and self.differentiates_data:
+            data_tree = flatten(differentiated(self.stage, data, self.argnums))
+        elif self.reads_data:
+            data_tree = flatten(self.stage.given(data))
         trees = [state_tree, *[sources[s] for s in self.sources], data_tree]
         inputs = [x for tree in trees for x in tree.leaves]
         functions = self._functions(prepared, trees, inputs, keep)
@@ -132,13 +150,13 @@ class Traced:
     ) -> tuple[WeightGradients, dict[int, Leaves]]:
         if isinstance(residuals, SavedGraph):
             weights, gradients = residuals.functions.backward(residuals, cotangents, sink)
-            return weights, dict(zip(self.sources, gradients, strict=True))
+            return weights, dict(zip(self.inputs, gradients, strict=True))
         return self.eager.backward(residuals, cotangents)
 
     def backward_input(self, residuals: Any, cotangents: Leaves) -> tuple[dict[int, Leaves], Any]:
         if isinstance(residuals, SavedGraph):
             gradients, deferred = residuals.functions.backward_input(residuals, cotangents)
-            return dict(zip(self.sources, gradients, strict=True)), deferred
+            return dict(zip(self.inputs, gradients, strict=True)), deferred
         return self.eager.backward_input(residuals, cotangents)
 
     def backward_weight(self, deferred: Any, sink: Sink | None = None) -> WeightGradients:
@@ -166,7 +184,7 @@ class Traced:
             return entry.functions
         functions = None
         try:
-            functions = self._find(signature_of(prepared, *trees, keep=keep))
+            functions = self._find(signature_of(prepared, *trees, keep=keep, data_wanted=self.differentiates_data))
         except StageError as error:
             raise StageError(error.message, stage=self.name) from error.__cause__
         except Impure as error:
@@ -224,7 +242,7 @@ class Traced:
     ) -> tuple[Flat, Any, Any]:
         """Run a stage that cannot be traced. An error of the stage itself is raised here, before any about tracing."""
         if self.eager.whole != self.graphs.walked_once:
-            self.eager = Eager(self.stage, whole=self.graphs.walked_once)
+            self.eager = Eager(self.stage, whole=self.graphs.walked_once, argnums=self.argnums)
         result = self.eager.forward(prepared, state, sources, data, keep)
         if not self.fallback:
             raise StageError(
@@ -238,11 +256,12 @@ class Traced:
         return result
 
 
-def signature_of(prepared: Prepared, state: Flat, *rest: Flat, keep: bool) -> Signature:
+def signature_of(prepared: Prepared, state: Flat, *rest: Flat, keep: bool, data_wanted: bool = False) -> Signature:
     """Return the signature of a call.
 
     Args:
         rest: the trees of the sources, and then of the data.
+        data_wanted: leaves of the data that require a gradient get one, as those of the sources do.
 
     Raises:
         Untraceable: a leaf is neither a plain tensor nor a plain value.
@@ -253,7 +272,7 @@ def signature_of(prepared: Prepared, state: Flat, *rest: Flat, keep: bool) -> Si
         prepared.trained,
         Tree.of(*state),
         tuple(Tree.of(*value, _requiring_grad(value.leaves) if keep else ()) for value in sources),
-        Tree.of(*data),
+        Tree.of(*data, _requiring_grad(data.leaves) if keep and data_wanted else ()),
         keep,
         ambient(),
     )

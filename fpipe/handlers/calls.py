@@ -24,6 +24,7 @@ from torch import Tensor
 from fpipe import effects as fx
 from fpipe.autodiff.graph.lost_gradients import CONSTANT_LOSS
 from fpipe.autodiff.interface import (
+    DATA,
     DifferentiablePipeline,
     Leaves,
     Prepared,
@@ -91,6 +92,7 @@ class Step:
         scattered: stage -> function that returns its sums over all replicas; waits for them.
         foreign: (stage, rank) -> leaves of that rank's sum, as received.
         seeds: microbatch -> cotangents of the last stage's output.
+        data_gradients: (stage, microbatch) -> the gradients of what the stage read of the microbatch.
     """
 
     inputs: Inputs
@@ -101,6 +103,7 @@ class Step:
     scattered: dict[int, Callable[[], Leaves]] = field(default_factory=dict)
     foreign: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     seeds: dict[int, Leaves] = field(default_factory=dict)
+    data_gradients: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     results: Results = field(default_factory=Results)
 
     def sums_of(self, stage: int) -> dict[LeafKey, Any]:
@@ -285,10 +288,11 @@ class Calls:
             step.seeds[m] = cotangents
 
     def _refuse_constant_loss(self, m: int) -> None:
-        """Raise StageError if a parameter is trained, as far as this rank can know: its own, or one before it."""
+        """Raise StageError if anything is differentiated, as far as this rank can know: here, or before it."""
         last = self.plan.stages - 1
         read = [self.slots[self.slot(fx.Activation(s, m))].leaves for s in self.plan.sources(last)]
         is_trained = any(prepared.trained for prepared in self.step.prepared.values())
+        is_trained |= last in self.plan.batch_gradients
         if is_trained or any(isinstance(x, Tensor) and x.requires_grad for leaves in read for x in leaves):
             raise StageError(CONSTANT_LOSS)
 
@@ -308,7 +312,11 @@ class Calls:
             for source, slot in gradients:
                 slots[slot] = inputs[source]
 
-        return store
+        def store_all(inputs: Mapping[int, Leaves]) -> None:
+            store(inputs)
+            self.step.data_gradients[stage, m] = inputs[DATA]
+
+        return store_all if stage in self.plan.batch_gradients else store
 
     def _has_weight(self, stage: int, m: int) -> bool:
         """Return False for a backward of the last stage whose microbatch has a loss of weight zero."""

@@ -13,7 +13,7 @@ from fpipe.devices import CaptureError, is_capturing
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
-from fpipe.handlers.gradients import Sum, received, total
+from fpipe.handlers.gradients import Sum, data_gradients, received, total
 from fpipe.handlers.protocol import Inputs, PeerLost, Results
 from fpipe.stages.microbatch import sizes_of
 from fpipe.stages.pytree import summary
@@ -95,6 +95,9 @@ class Executor:
         results, params = step.results, step.inputs.params
         self.calls.clear()
         results.state = [{stage: step.state[stage] for stage in self.stages if self.pipeline.stages[stage].stateful}]
+        for (stage, m), leaves in step.data_gradients.items():
+            gradients = data_gradients(self.pipeline.stages[stage], step.inputs.data[m], leaves)
+            results.data_gradients[stage, m + step.inputs.first] = gradients
         if stages := {*step.sums, *step.scattered}:
             sums = {(stage, self.rank): step.sums_of(stage) for stage in sorted(stages)}
             for (stage, rank), leaves in step.foreign.items():

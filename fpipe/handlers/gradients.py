@@ -1,7 +1,8 @@
 """Add gradients in an order that makes the sums independent of the schedule.
 
 The weight gradients of each stage and copy are added in microbatch order, then over copies in placement order, then
-over ties by stage. The gradients of an activation are added from the highest consumer down.
+over ties by stage. The gradients of an activation, and of a leaf of the batch, are added from the highest consumer
+down.
 
 Invariants of a `Sum`, which adds in place:
 - the first gradient of a leaf is stored as it is and may alias anything, so it is never written to;
@@ -14,18 +15,22 @@ Invariants of a `Sum`, which adds in place:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, reduce
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.interface import Leaves
+from fpipe.autodiff.interface import READS, Argument, Leaves
 from fpipe.plan import Plan
+from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline, SharedParam
-from fpipe.stages.pytree import ABSENT, Path, flatten, get_at, indices, paths, paths_of
+from fpipe.stages.pytree import ABSENT, Path, flatten, get_at, indices, paths, paths_of, short
 from fpipe.stages.sharding import OWN_DTYPES, Sharding
+from fpipe.stages.stage import Batch, Output, Stage
 
 LeafKey = Path | tuple[SharedParam, Path, int]
 """The path of a leaf in a stage's params; for a stage on another rank, (shared entry, path of its use, leaf number)."""
@@ -233,3 +238,75 @@ def _over_copies(plan: Plan, stage: int, sums: Sums) -> dict[LeafKey, Tensor | N
         for key, term in sums.get((stage, rank), {}).items():
             whole[key] = add(whole.get(key), term)
     return whole
+
+
+# Gradients of the batch and the target
+
+
+def data_gradients(stage: Stage, data: Microbatch, leaves: Leaves) -> dict[str, Tensor]:
+    """Return the gradients of what a stage read of a microbatch, by the path of the leaf in `(batch, target)`.
+
+    Those of a leaf that the stage reads more than once are added, the last read first.
+
+    Args:
+        leaves: a gradient, or None, for each leaf that the stage read, in the order of its arguments.
+    """
+    gradients: dict[str, Tensor] = {}
+    for name, gradient in reversed(list(zip(names_read(stage, data), leaves, strict=True))):
+        if gradient is not None:
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return gradients
+
+
+def names_read(stage: Stage, data: Microbatch) -> list[str]:
+    """Return the path in `(batch, target)` of each leaf that a stage reads of a microbatch, as often as it reads it."""
+    spec = flatten((data.batch, data.target)).spec
+    return [name for read in _reads(stage) for name in _names_below(spec, read)]
+
+
+def names_read_elsewhere(pipeline: Pipeline, plan: Plan, stage: int, data: Microbatch) -> set[str]:
+    """Return the paths in `(batch, target)` of the leaves that stages on another rank than a stage's read."""
+    spec = flatten((data.batch, data.target)).spec
+    others = [s for s in range(plan.stages) if _on_several_ranks(plan, stage, s)]
+    return {name for s in others for read in _reads(pipeline.stages[s]) for name in _names_below(spec, read)}
+
+
+def readers_of_shared_leaves(pipeline: Pipeline, plan: Plan, argnums: Collection[Argument]) -> list[int]:
+    """Return the stages whose differentiated reads of the microbatch may meet those of stages on another rank.
+
+    It is the same on every rank, though each sees only the leaves that it was given.
+    """
+
+    def meet(stage: int, other: int) -> bool:
+        pairs = ((a, b) for a in reads[stage] for b in reads[other])
+        return _on_several_ranks(plan, stage, other) and any(not any(map(_differ, a, b)) for a, b in pairs)
+
+    reads = {s: list(_reads(pipeline.stages[s], argnums)) for s in range(plan.stages)}
+    return [s for s in reads if any(meet(s, other) for other in reads)]
+
+
+def _reads(stage: Stage, argnums: Collection[Argument] = ("batch", "target")) -> Iterator[Path]:
+    """Yield the paths in `(batch, target)` that a stage reads, in the order of its arguments."""
+    for read in stage.inputs:
+        if not isinstance(read, Output) and READS[type(read)] in argnums:
+            yield (0, *read.path) if isinstance(read, Batch) else (1,)
+
+
+def _on_several_ranks(plan: Plan, stage: int, other: int) -> bool:
+    return len({*plan.ranks_of(stage), *plan.ranks_of(other)}) > 1
+
+
+def _differ(a: object, b: object) -> bool:
+    """Return whether two entries of paths lead to different places in every tree, as 0 and -1 need not."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a != b and (a < 0) == (b < 0)
+    return isinstance(a, str) and isinstance(b, str) and a != b
+
+
+@lru_cache(maxsize=1024)
+def _names_below(spec: optree.PyTreeSpec, path: Path) -> tuple[str, ...]:
+    """Return the paths of the leaves below a path; none where there is nothing."""
+    names = paths_of(spec)
+    with suppress(KeyError, IndexError, AttributeError, TypeError):
+        return tuple(short(names[i]) for i in indices(spec.unflatten(range(spec.num_leaves)), path))
+    return ()

@@ -170,6 +170,9 @@ class Results:
         output: the outputs of all microbatches merged, where this process has them all, or all of its replica.
         state: the new state of the stateful stages of this process, `{stage: tree}`, of each replica that it plays.
         differentiable: whether the loss of a microbatch requires a gradient, as far as this process knows.
+        data_gradients: (stage, microbatch counted over all replicas) -> the gradients of what the stage read of the
+            microbatch, by the path of the leaf in `(batch, target)`, where they are differentiated: those of this
+            process's stages, and of others that read the same leaves.
     """
 
     gradients: dict[int, Any] = field(default_factory=dict)
@@ -178,10 +181,12 @@ class Results:
     output: Any = None
     state: list[dict[int, Any]] = field(default_factory=lambda: [{}])
     differentiable: bool = False
+    data_gradients: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
 
     def refuse_constant_loss(self) -> None:
         """Raise StageError if there are gradients, and no loss that requires one."""
-        if not self.differentiable and any(isinstance(x, Tensor) for x in flatten(self.gradients).leaves):
+        has_gradients = any(isinstance(x, Tensor) for x in flatten(self.gradients).leaves)
+        if not self.differentiable and (has_gradients or self.data_gradients):
             raise StageError(CONSTANT_LOSS)
 
     def merge(self, other: Results, stages: Collection[int], replica: int = 0) -> None:
@@ -193,6 +198,7 @@ class Results:
         self.gradients |= {stage: tree for stage, tree in other.gradients.items() if stage in stages}
         self.losses |= other.losses
         self.outputs |= other.outputs
+        self.data_gradients |= other.data_gradients
         self.state[replica] |= other.state[0]
         self.differentiable |= other.differentiable
 

@@ -5,6 +5,7 @@ same number of threads. The order of the sums is part of the definition:
 
 - autograd adds the gradients of an output from its highest consumer down: each consumer reads the output through an
   identity of its own, made when the consumer runs;
+- what a stage reads of the batch or of the target, where they are differentiated, are leaves of its own for autograd;
 - the weight gradients of each stage and copy are added in microbatch order, then over the replicas, then over copies,
   then over ties by stage.
 """
@@ -17,14 +18,24 @@ from torch import Tensor
 
 from fpipe.autodiff.graph.input_writes import PARAMETER_WRITTEN, refusing_writes
 from fpipe.autodiff.graph.lost_gradients import EagerLeaves
-from fpipe.autodiff.interface import DifferentiablePipeline, detached_tree, has_weight, prepared, seed, weighted_loss
+from fpipe.autodiff.interface import (
+    DifferentiablePipeline,
+    detached_tree,
+    differentiated,
+    differentiates_data,
+    has_weight,
+    prepared,
+    seed,
+    weighted_loss,
+)
 from fpipe.devices import current_device
 from fpipe.effects import Backward, BackwardWeight
 from fpipe.errors import blaming
-from fpipe.handlers.gradients import LeafKey, Sums, add, copied, total
+from fpipe.handlers.gradients import LeafKey, Sums, add, copied, data_gradients, total
 from fpipe.handlers.protocol import Inputs, Observer, Replicas, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.program import Program
+from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Path, alias_leaves, flatten
 from fpipe.stages.rng import seeded
 
@@ -55,18 +66,26 @@ class Reference:
 
 
 class _Step:
-    """One step; `sums` are the weight gradients of each replica and (stage, rank), by path."""
+    """One step.
+
+    Attributes:
+        sums: the weight gradients of each replica and (stage, rank), by path.
+        read: stage -> the leaves that it read of the microbatch, where it differentiates a part of them.
+    """
 
     def __init__(self, plan: Plan, pieces: DifferentiablePipeline, train: bool, inputs: Inputs) -> None:
         if inputs.broken:
             raise inputs.broken
         self.plan, self.pieces, self.pipeline, self.train, self.inputs = plan, pieces, pieces.pipeline, train, inputs
         stages = enumerate(self.pipeline.stages)
-        self.params = [prepared(stage, self.pipeline.params_of(inputs.params, s)) for s, stage in stages]
+        self.params = [
+            prepared(stage, self.pipeline.params_of(inputs.params, s), pieces.argnums) for s, stage in stages
+        ]
         for each in self.params:
             each.leaves[:] = map(pieces.sharding.cast, each.leaves)
         self.sums: list[dict[tuple[int, int], dict[LeafKey, Tensor | None]]] = [{} for _ in range(plan.replicas)]
         self.results = Results(state=[*map(dict, inputs.state)])
+        self.read: dict[int, list[Any]] = {}
 
     def run(self) -> Results:
         results, pipeline, plan = self.results, self.pipeline, self.plan
@@ -92,7 +111,7 @@ class _Step:
         for s, stage in enumerate(self.pipeline.stages):
             with torch.set_grad_enabled(self.train), seeded(self.inputs.rng, s, m), blaming(s, m):
                 read = {source: alias_leaves(outputs[source]) for source in self.plan.sources(s)}
-                arguments = stage.arguments(read, stage.given(data))
+                arguments = stage.arguments(read, self._given(s, data))
                 own = self.params[s].own
                 with refusing_writes(arguments), refusing_writes(own, PARAMETER_WRITTEN):
                     output, new_state = stage(self.params[s].tree, state.get(s), arguments)
@@ -101,8 +120,17 @@ class _Step:
                 state[s] = detached_tree(new_state)
         return outputs[self.plan.stages - 1], read
 
+    def _given(self, s: int, data: Microbatch) -> list[Any]:
+        """Return the inputs of a stage that come from the microbatch."""
+        stage, argnums = self.pipeline.stages[s], self.pieces.argnums
+        if not self.train or not differentiates_data(stage, argnums):
+            return stage.given(data)
+        given = differentiated(stage, data, argnums)
+        self.read[s] = flatten(given).leaves
+        return given
+
     def _grads(self, m: int, loss: Tensor, last_inputs: Any) -> dict[tuple[int, Path], Tensor | None]:
-        """Return the gradient of every trained parameter by (stage, path); record the weighted loss.
+        """Return the gradient of every trained parameter by (stage, path). Record the loss, and gradients of data.
 
         A microbatch of weight 0 gives none for the last stage, and zeros for the inputs of the last stage, even where
         these gradients are NaN.
@@ -115,18 +143,25 @@ class _Step:
             for s, params in enumerate(self.params)
             for i, path in zip(params.trained, params.paths, strict=True)
         }
+        read = [x for each in self.read.values() for x in each if _requires_grad(x)]
         if m == 0:
-            self._refuse_lost(loss, leaves.values())
+            self._refuse_lost(loss, [*leaves.values(), *read])
         self.results.differentiable |= loss.requires_grad
-        if not loss.requires_grad or not leaves:
+        wanted, last = [*leaves.values(), *read], self.plan.stages - 1
+        self.results.data_gradients |= {(s, m): {} for s in self.read}
+        if not loss.requires_grad or not wanted:
             return dict.fromkeys(leaves)
         if not has_weight(scale):
-            _zero_gradients(last_inputs)
-        gradients = torch.autograd.grad(loss, tuple(leaves.values()), cotangent, allow_unused=True)
-        last = self.plan.stages - 1
+            _zero_gradients([last_inputs, self.read.get(last)])
+        gradients = torch.autograd.grad(loss, wanted, cotangent, allow_unused=True)
+        of_read = iter(gradients[len(leaves) :])
+        for s, each in self.read.items():
+            of_stage = [next(of_read) if _requires_grad(x) else None for x in each]
+            by_path = data_gradients(self.pipeline.stages[s], self.inputs.data[m], of_stage)
+            self.results.data_gradients[s, m] = by_path
         return {
             (s, path): gradient if s != last or has_weight(scale) else None
-            for (s, path), gradient in zip(leaves, gradients, strict=True)
+            for (s, path), gradient in zip(leaves, gradients, strict=False)
         }
 
     def _refuse_lost(self, loss: Tensor, leaves: Iterable[Tensor]) -> None:
@@ -150,8 +185,12 @@ class _Step:
         return sums
 
 
+def _requires_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
 def _zero_gradients(tree: Any) -> None:
     """Let autograd pass zeros on from these tensors, because 0 times NaN is NaN."""
     for x in flatten(tree).leaves:
-        if isinstance(x, Tensor) and x.requires_grad:
-            x.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+        if _requires_grad(x):
+            x.register_hook(torch.zeros_like)

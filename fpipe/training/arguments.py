@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.interface import DifferentiablePipeline
+from fpipe.autodiff.interface import Argument, DifferentiablePipeline, differentiates_data
 from fpipe.autodiff.options import Options
 from fpipe.devices import HostCopy, device_of
 from fpipe.errors import ScheduleError, StageError, warn
-from fpipe.handlers.protocol import Inputs, Replicas
+from fpipe.handlers.gradients import names_read
+from fpipe.handlers.protocol import Inputs, Replicas, Results
 from fpipe.plan import Plan
 from fpipe.stages.microbatch import WEIGHING, Microbatch, Microbatches, merge, samples, sizes_of, split
 from fpipe.stages.pipeline import Pipeline, with_loss
@@ -22,6 +23,7 @@ from fpipe.stages.pytree import flatten
 from fpipe.stages.rng import Rng, Seeder, as_rng
 from fpipe.stages.sharding import Sharding
 from fpipe.stages.stage import StageFunction
+from fpipe.training.data_gradients import added, joined
 
 Reduction = Literal["mean", "sum"]
 Buffers = Literal["own"]
@@ -89,7 +91,8 @@ class StepSpec:
         if self.reduction == "mean":
             shares = "rows" if self.weight is None else "weight"
         stages = self.options.pieces(pipeline, self.loss)
-        return DifferentiablePipeline(pipeline, stages, self.loss, gather, self._merge, self.sharding, shares)
+        argnums = self.options.argnums
+        return DifferentiablePipeline(pipeline, stages, self.loss, gather, self._merge, self.sharding, shares, argnums)
 
     def _merge(self, outputs: Mapping[int, Any], apart: bool | None) -> Any:
         trees = [output for _, output in sorted(outputs.items())]
@@ -98,6 +101,34 @@ class StepSpec:
     def total(self, losses: Mapping[int, Tensor]) -> Tensor:
         """Add the losses in microbatch order, replica by replica."""
         return functools.reduce(torch.add, (loss for _, loss in sorted(losses.items())))
+
+    def data_gradients(self, inputs: Inputs, results: Results) -> dict[Argument, Any]:
+        """Return the gradients of the batch and of the target, as far as they are asked for.
+
+        Raises:
+            StageError: the handler has returned none.
+        """
+        names: list[tuple[int, Argument]] = [(0, "batch"), (1, "target")]
+        names = [(at, name) for at, name in names if name in self.options.argnums]
+        if not names:
+            return {}
+        pipeline, first = with_loss(self.pipeline, self.has_aux), self.replicas.here.start * self.plan.microbatches
+        readers = {s: pipeline.stages[s] for rank in self.ranks for s in self.plan.stages_on(rank)}
+        read = [{name for stage in readers.values() for name in names_read(stage, m)} for m in inputs.data]
+        parts: list[list[Mapping[str, Tensor]]] = [[] for _ in inputs.data]
+        for (_, number), part in sorted(results.data_gradients.items(), reverse=True):
+            if 0 <= number - first < len(parts):
+                parts[number - first].append(part)
+        for s, stage in readers.items():
+            if differentiates_data(stage, self.options.argnums) and s not in {s for s, _ in results.data_gradients}:
+                raise StageError(
+                    "the handler returns no gradients of what it reads of the batch: leave argnums out", stage=s
+                )
+        gradients = list(map(added, parts))
+        return {
+            name: joined([m[at] for m in inputs.data], at, self._axes[at], bool(inputs.apart), gradients, read)
+            for at, name in names
+        }
 
     def inputs(
         self,
@@ -245,9 +276,7 @@ class StepSpec:
         for tree in batch if isinstance(batch, Microbatches) else [batch]:
             self.pipeline.accept(tree)
         count = self.plan.microbatches * len(self.replicas.here)
-        axes = self.in_axes if isinstance(self.in_axes, tuple) else (self.in_axes, self.in_axes)
-        if len(axes) != 2:
-            raise ValueError(f"in_axes must be one axis, or a pair for batch and target, not {self.in_axes!r}")
+        axes = self._axes
         batches, rows = split(batch, count, axes[0], "batch")
         targets, target_rows = split(target, count, axes[1], "target")
         if self.weight is not None:
@@ -259,6 +288,14 @@ class StepSpec:
             raise ValueError(f"the batch has {rows} rows, the target {target_rows}")
         rows = rows if rows is not None else target_rows
         return data, None if rows is None else sizes_of(rows, count)
+
+    @property
+    def _axes(self) -> tuple[Any, Any]:
+        """The axes of batch and target."""
+        axes = self.in_axes if isinstance(self.in_axes, tuple) else (self.in_axes, self.in_axes)
+        if len(axes) != 2:
+            raise ValueError(f"in_axes must be one axis, or a pair for batch and target, not {self.in_axes!r}")
+        return axes
 
     def _samples(self, batch: Any, target: Any, axes: tuple[Any, Any]) -> Sequence[int] | None:
         """Return the rows of each of `Microbatches`."""

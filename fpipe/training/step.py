@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe._format import extent
-from fpipe.autodiff.interface import NonZero
+from fpipe.autodiff.interface import Argument, NonZero
 from fpipe.devices import current_device
 from fpipe.errors import StageError, warn
 from fpipe.handlers.captured import Captured
@@ -33,6 +33,7 @@ class Computed(NamedTuple):
     Args:
         output: of all microbatches merged: aux, or evaluate's output.
         rows: of the whole batch.
+        data_gradients: of the batch and of the target, as far as they are asked for.
     """
 
     loss: Tensor | None
@@ -40,6 +41,7 @@ class Computed(NamedTuple):
     gradients: dict[int, Any]
     state: State
     rows: int | None
+    data_gradients: dict[Argument, Any]
 
     @property
     def outcome(self) -> Outcome:
@@ -202,7 +204,8 @@ def _compute(spec: StepSpec, run: Run, inputs: Inputs) -> Computed:
     results = run(inputs)
     loss = spec.total(results.losses) if spec.loss else None
     state = results.state if len(spec.replicas.here) > 1 else results.state[0]
-    return Computed(loss, results.output, results.gradients, state, inputs.rows)
+    data_gradients = spec.data_gradients(inputs, results)
+    return Computed(loss, results.output, results.gradients, state, inputs.rows, data_gradients)
 
 
 def check_capture(handler: Handler, observer: Observer | None, compile: bool | str, capture: Capture) -> None:  # noqa: A002

@@ -49,7 +49,7 @@ def train_step(
 
     Raises:
         ScheduleError, StageError, TransportError: as `value_and_grad`; nothing is then updated.
-        ValueError: (at once) as `value_and_grad`.
+        ValueError: (at once) as `value_and_grad`; or `argnums` is given.
 
     >>> import torch
     >>> from fpipe import Pipeline, Placement, handlers, interop, schedules
@@ -62,6 +62,10 @@ def train_step(
     ({0: tensor(0.3000), 1: tensor(0.2000)}, {0: {}, 1: {}}, tensor(21.))
     """
     _, update = optimizer
+    if "argnums" in options:
+        raise ValueError(
+            "train_step updates the params and returns no gradients: take value_and_grad for those of the batch"
+        )
     differentiate = value_and_grad(pipeline, schedule, plan, handler=handler, **options)
     assert isinstance(differentiate, Step)
     stateful = any(stage.stateful for stage in pipeline.stages)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, get_args
 
+from fpipe.autodiff.interface import Argument, differentiates_data
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.effects import parts
 from fpipe.errors import ScheduleError
@@ -17,7 +19,7 @@ from fpipe.programs.lowering import forward_only, gathered, lower, wavefront
 from fpipe.programs.residence import Residence, residence
 from fpipe.programs.schedules import as_schedule
 from fpipe.programs.verifier import check
-from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.sharding import OWN_DTYPES, Sharding
 from fpipe.tables import TABLE, WEIGHT, Table
 from fpipe.training.arguments import Buffers, Reduction, StepSpec
@@ -30,6 +32,7 @@ def value_and_grad(
     plan: Plan,
     *,
     handler: Handler,
+    argnums: Argument | Sequence[Argument] = "params",
     has_aux: bool = False,
     reduction: Reduction = "mean",
     weight: Callable[[Any], Any] | None = None,
@@ -54,6 +57,8 @@ def value_and_grad(
         schedule: a function `(rank, plan)` that yields effects, or a name that `schedules.get` takes.
         plan: from `pipeline.plan(placement, microbatches)`.
         handler: `Reference()`, `Local()` or `Distributed(group)`.
+        argnums: the arguments to differentiate with respect to: "params", "batch" or "target"; or several of them, such
+            as `("params", "batch")`, and the gradients are a tuple in this order, as in `jax.value_and_grad`.
         has_aux: the loss function returns `(loss, aux)`.
         reduction: what the loss function does over the samples of a microbatch. With "mean", a microbatch has the
             weight of its samples, or that of `weight`. With "sum", the losses are added.
@@ -102,6 +107,12 @@ def value_and_grad(
         and target may be `Microbatches`, whose tensors have other sizes in each microbatch; aux is then `Microbatches`
         too.
 
+        The gradients of the batch, or of the target, are a tree like it. A floating or complex leaf that a stage of
+        this process reads has its whole gradient, though stages of other ranks read it too, and zeros if the loss does
+        not depend on it; all other leaves are None. It has the leaf's dtype. A leaf that all microbatches share
+        (`in_axes` None) has the sum over them: over those that this process passes, where each replica passes its own.
+        Gradients of `Microbatches` are `Microbatches`.
+
     Raises:
         ScheduleError: (at once) the schedule is wrong, or the plan does not fit this pipeline or this handler.
         ValueError: (at once) options that don't go together.
@@ -120,10 +131,13 @@ def value_and_grad(
     """
     schedule = as_schedule(schedule)
     _check_types(pipeline, plan, handler)
-    options = Options(autodiff, policy, compile, dynamic)
+    names = _arguments(argnums)
+    options = Options(autodiff, policy, compile, dynamic, frozenset(names))
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
     how = has_aux, reduction, weight, in_axes, out_axes, gather, options, sharding, buffers
     spec = StepSpec(pipeline, plan, ranks, replicas, True, *how, differentiated=True)
+    stages = enumerate(with_loss(pipeline, has_aux).stages)
+    plan = replace(plan, batch_gradients=frozenset(s for s, stage in stages if differentiates_data(stage, names)))
     programs = lower(schedule, plan, depth=prefetch, resident=resident, effects=effects)
     check(programs)
     all_parts = (part for program in programs.values() for effect in program for part in parts(effect))
@@ -132,7 +146,9 @@ def value_and_grad(
     stateful = any(stage.stateful for stage in pipeline.stages)
 
     def result(value: Any, computed: Computed) -> Any:
-        return (value, computed.gradients, computed.state) if stateful else (value, computed.gradients)
+        each = {"params": computed.gradients, **computed.data_gradients}
+        gradients = each[names[0]] if isinstance(argnums, str) else tuple(each[name] for name in names)
+        return (value, gradients, computed.state) if stateful else (value, gradients)
 
     if capture:
         check_capture(handler, observing(observe), compile, capture)
@@ -199,6 +215,16 @@ def evaluate(
     check(programs)
     name = f"evaluate of {_name(schedule)}"
     return Step(spec, programs, handler, observe, name, lambda value, _: value)
+
+
+def _arguments(argnums: Argument | Sequence[Argument]) -> tuple[Argument, ...]:
+    names = (argnums,) if isinstance(argnums, str) else tuple(argnums)
+    if not names or len(set(names)) < len(names) or not {*names} <= {*get_args(Argument)}:
+        raise ValueError(
+            f"argnums names arguments of the step, each once: {', '.join(map(repr, get_args(Argument)))}, or a tuple "
+            f"of them, not {argnums!r}"
+        )
+    return names
 
 
 def _check_types(pipeline: Pipeline, plan: Plan, handler: Handler) -> None:

@@ -45,7 +45,7 @@ class Sharing:
         for number, piece in enumerate(pieces.stages):
             if isinstance(piece, Traced):
                 place, config = (number, len(pieces.stages)), piece.config
-                options = config.loss, config.policy, config.dynamic
+                options = config.loss, config.policy, config.dynamic, piece.argnums
                 key = code(piece.stage, place), _alike(piece.stage)[1:], options
                 piece.graphs = self.graphs.setdefault(key, piece.graphs)
         return self.handler.compile(programs, pieces, observe)

@@ -98,9 +98,10 @@ class KnownStep:
 
 @dataclass
 class KnownOutput:
-    """The codec of the gathered outputs of all equal microbatches."""
+    """The codec of the gathered outputs of all equal microbatches, and by stage those of gradients of the batch."""
 
     codec: PayloadCodec | None = None
+    data_gradients: dict[int, PayloadCodec] = field(default_factory=dict)
 
 
 @dataclass

@@ -8,6 +8,7 @@ stays usable. A rank that fails later in the step writes its reason into the job
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -36,10 +37,12 @@ from fpipe.handlers.distributed.liveness import Watchdog, introduce
 from fpipe.handlers.distributed.rendezvous import meet
 from fpipe.handlers.distributed.replicas import ReplicaChannels, lanes
 from fpipe.handlers.executor import Executor
+from fpipe.handlers.gradients import names_read_elsewhere, readers_of_shared_leaves
 from fpipe.handlers.protocol import Inputs, Observer, PeerLost, Replays, Replicas, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.completions import send_completions
 from fpipe.programs.program import Program
+from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import flatten
 from fpipe.stages.sharding import is_dtensor, locals_of
 
@@ -141,6 +144,7 @@ class Distributed:
             "schedules, plans or recorders": (recorder, [(p.plan, p.effects) for _, p in sorted(programs.items())]),
             "options loss=, gather= or exact=": (pieces.loss, pieces.gather, self.exact),
             "options sharding=": pieces.sharding,
+            "options argnums=": sorted(pieces.argnums),
             "options reduction= or weight=": pieces.shares,
         }
         connections.activity.enter()
@@ -403,6 +407,7 @@ class _CompiledProgram:
     def __init__(self, executor: Executor, channels: Channels, failures: Failures) -> None:
         self.executor, self.channels, self.failures = executor, channels, failures
         self.plan, self.pieces, self.connections = executor.plan, executor.pieces, channels.connections
+        self.shared_readers = readers_of_shared_leaves(executor.pipeline, self.plan, self.pieces.argnums)
 
     def __call__(self, inputs: Inputs) -> Results:
         if (grid := self.connections.grid).replicas > 1:
@@ -436,6 +441,8 @@ class _CompiledProgram:
         executor.run(0, len(program))
         self.channels.agree()
         results = executor.finish()
+        for stage in self.shared_readers:
+            self._share_data_gradients(stage, results, inputs.data)
         self._share(results)
         self.channels.end()
         return results
@@ -493,6 +500,21 @@ class _CompiledProgram:
             results.losses |= dict(zip(block, losses.unbind(), strict=True))
         if self.pieces.loss and dtype is None:
             results.refuse_constant_loss()
+
+    def _share_data_gradients(self, stage: int, results: Results, data: Sequence[Microbatch]) -> None:
+        """Send the gradients of what a stage read of the batch, and stages on other ranks too, to every rank."""
+        plan, grid, rank = self.plan, self.connections.grid, self.connections.rank
+        for replica, m in itertools.product(range(grid.replicas), range(plan.microbatches)):
+            at, home = (stage, replica * plan.microbatches + m), grid.process(plan.rank_of(stage, m), replica)
+            known = self.channels.outputs_of(replica)[m].data_gradients
+            payload = None
+            if home == rank:
+                names = names_read_elsewhere(self.executor.pipeline, plan, stage, data[m])
+                payload = flatten({name: x for name, x in results.data_gradients[at].items() if name in names})
+            purpose = f"sharing gradients of the batch that stage {stage} reads, microbatch {at[1]}"
+            received, known[stage] = self.connections.broadcast_payload(payload, home, purpose, known.get(stage))
+            if payload is None:
+                results.data_gradients[at] = received.tree
 
     def _gather_losses(
         self, losses: Mapping[int, Tensor], dtype: torch.dtype, blocks: Iterable[tuple[int, range]]
