@@ -19,7 +19,10 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The cotangent of a stage's output that one of its consumers computes."""
+    """The cotangent of a stage's output that one of its consumers computes.
+
+    With cotangents by rank, it is the sum over the consumers on this one's rank, from the highest down to this one.
+    """
 
     stage: int
     consumer: int

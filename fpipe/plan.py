@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from typing import Any
+from math import lcm
+from typing import Any, Literal, get_args
 
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
 
+Cotangents = Literal["by_consumer", "by_rank"]
+"""How the gradients of an output are added that several stages read: each by itself, or those of a rank first."""
 _LISTED = 16  # stages of a placement whose ranks its repr lists
 
 
@@ -176,6 +179,12 @@ class Edges:
         return any(source != stage - 1 for stage, sources in enumerate(self.reads) for source in sources)
 
 
+def check_cotangents(cotangents: object) -> None:
+    """Raise ScheduleError if these are none of `Cotangents`."""
+    if cotangents not in get_args(Cotangents):
+        raise ScheduleError(f"cotangents must be 'by_consumer' or 'by_rank', not {cotangents!r}")
+
+
 @dataclass(frozen=True)
 class Plan:
     """All that a schedule depends on: the placement, the number of microbatches, the edges, and ties.
@@ -190,9 +199,12 @@ class Plan:
         gathered: the stages whose parameters are whole only from a `Gather` to a `Release`; lowering fills it in.
         batch_gradients: the stages that have gradients of what they read of the batch or of the target;
             `value_and_grad` fills it in.
+        cotangents: "by_consumer": each stage's gradient of an output travels by itself. "by_rank": a rank adds the
+            gradients of its stages, from the highest down, and sends the sum; the sums are added from the rank of the
+            highest stage down, so that bits depend on the placement. `Pipeline.plan` fills it in.
 
     Raises:
-        ScheduleError: a count is not positive, or two counts don't fit each other.
+        ScheduleError: a count is not positive, two counts don't fit each other, or `cotangents` is neither of the two.
     """
 
     placement: Placement
@@ -202,6 +214,7 @@ class Plan:
     replicas: int = 1
     gathered: frozenset[int] = frozenset()
     batch_gradients: frozenset[int] = frozenset()
+    cotangents: Cotangents = "by_consumer"
 
     def __post_init__(self) -> None:
         if not isinstance(self.placement, Placement):
@@ -219,6 +232,7 @@ class Plan:
                     f"stage {stage} has {len(copies)} copies, which share the microbatches equally: "
                     f"take a multiple of {len(copies)}, not {self.microbatches}"
                 )
+        check_cotangents(self.cotangents)
         for stage in (s for group in self.ties for s in group):
             if not 0 <= stage < self.stages:
                 raise ScheduleError(f"a tie names stage {stage}: there are stages 0 to {self.stages - 1}")
@@ -286,6 +300,40 @@ class Plan:
     def consumers(self, stage: int) -> tuple[int, ...]:
         """Return the stages that read this one, highest first."""
         return self.edges.consumers(stage)
+
+    def terms(self, stage: int, microbatch: int) -> tuple[int, ...]:
+        """Return the stages whose gradients of a stage's output are added to its cotangent, in the order of the sum.
+
+        With "by_rank", the gradient of the lowest stage on a rank is the sum of all on this rank.
+
+        >>> placement, edges = Placement.loop(ranks=2, chunks=2), Edges([(), (0,), (0, 1), (0, 1, 2)])
+        >>> Plan(placement, 1, edges).terms(0, 0), Plan(placement, 1, edges, cotangents="by_rank").terms(0, 0)
+        ((3, 2, 1), (1, 2))
+        """
+        return self.consumers(stage) if self.cotangents == "by_consumer" else self._chains(stage, microbatch)[0]
+
+    def added_to(self, stage: int, consumer: int, microbatch: int) -> int | None:
+        """Return the next higher stage on a consumer's rank that reads a stage, to whose gradient it adds its own.
+
+        None where there is none, and always with "by_consumer".
+        """
+        return None if self.cotangents == "by_consumer" else self._chains(stage, microbatch)[1].get(consumer)
+
+    def _chains(self, stage: int, microbatch: int) -> tuple[tuple[int, ...], dict[int, int | None]]:
+        """Return the terms of a stage, and the next higher consumer on the rank of each, which are kept."""
+        key = stage, microbatch // (self.microbatches // lcm(*map(len, self.placement.holders)))
+        if key not in self._known_chains:
+            lowest: dict[int, int] = {}  # by rank, in the order of the highest consumers
+            higher: dict[int, int | None] = {}
+            for consumer in self.consumers(stage):
+                rank = self.rank_of(consumer, microbatch)
+                higher[consumer], lowest[rank] = lowest.get(rank), consumer
+            self._known_chains[key] = tuple(lowest.values()), higher
+        return self._known_chains[key]
+
+    @cached_property
+    def _known_chains(self) -> dict[tuple[int, int], tuple[tuple[int, ...], dict[int, int | None]]]:
+        return {}
 
     def sharers(self, stage: int) -> tuple[tuple[int, int], ...]:
         """Return every (stage, rank) whose weight gradients are added to this stage's: its copies and its ties'."""

@@ -62,6 +62,8 @@ class Topology(Protocol):
     def batch_gradients(self) -> Collection[int]: ...
     def sources(self, stage: int, /) -> tuple[int, ...]: ...
     def consumers(self, stage: int, /) -> tuple[int, ...]: ...
+    def terms(self, stage: int, microbatch: int, /) -> tuple[int, ...]: ...
+    def added_to(self, stage: int, consumer: int, microbatch: int, /) -> int | None: ...
     def rank_of(self, stage: int, microbatch: int, /) -> int: ...
     def ranks_of(self, stage: int, /) -> tuple[int, ...]: ...
     def sharers(self, stage: int, /) -> tuple[tuple[int, int], ...]: ...
@@ -322,8 +324,12 @@ def _outputs(e: Compute, plan: Topology) -> Names:
 
 @uniform
 def _cotangents(e: Compute, plan: Topology) -> Names:
-    gradients = (Gradient(e.stage, c, e.microbatch) for c in plan.consumers(e.stage))
-    return (*gradients, Residuals(e.stage, e.microbatch))
+    """With cotangents by rank: the ranks' sums, and those of this rank to which the stage adds its own gradients."""
+    m = e.microbatch
+    gradients = (Gradient(e.stage, c, m) for c in plan.terms(e.stage, m))
+    higher = ((s, plan.added_to(s, e.stage, m)) for s in plan.sources(e.stage))
+    sums = (Gradient(s, c, m) for s, c in higher if c is not None)
+    return (*gradients, *sums, Residuals(e.stage, m))
 
 
 @uniform
@@ -426,9 +432,21 @@ def _activation_bytes(v: Activation, costs: Prices, plan: Topology | None, rank:
 
 @uniform
 def _gradient_bytes(v: Gradient, costs: Prices, plan: Topology | None, rank: int) -> float:
-    if plan is None or plan.rank_of(v.consumer, v.microbatch) == plan.rank_of(v.stage, v.microbatch):
-        return costs.read(v.stage, v.consumer, v.microbatch)
-    return _read(v, costs, plan, plan.rank_of(v.consumer, v.microbatch))
+    m, consumer = v.microbatch, v.consumer
+    size = costs.read(v.stage, consumer, m)
+    if plan is None:
+        return size
+    here = plan.rank_of(consumer, m)
+    if _is_sent(v, plan) and here != plan.rank_of(v.stage, m):
+        return _read(v, costs, plan, here)
+    while (higher := plan.added_to(v.stage, consumer, m)) is not None:  # the sum has the leaves of all of these
+        size, consumer = max(size, costs.read(v.stage, higher, m)), higher
+    return size
+
+
+def _is_sent(v: Gradient, plan: Topology) -> bool:
+    """Whether a gradient goes to the rank of its stage. With cotangents by rank, that of a rank's lowest stage does."""
+    return v.consumer in plan.terms(v.stage, v.microbatch)
 
 
 def _read(v: Activation | Gradient, costs: Prices, plan: Topology, rank: int) -> float:
@@ -457,7 +475,7 @@ def _gradient_producer(v: Gradient, plan: Topology) -> int:
 
 @uniform
 def _gradient_readers(v: Gradient, plan: Topology) -> list[int]:
-    return [plan.rank_of(v.stage, v.microbatch)]
+    return [plan.rank_of(v.stage if _is_sent(v, plan) else v.consumer, v.microbatch)]
 
 
 def _has_edge(v: Gradient, plan: Topology) -> bool:

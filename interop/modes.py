@@ -68,4 +68,5 @@ def _exported_again(pipeline: Pipeline, evaluating: bool) -> Pipeline:
         )
     flow = Flow(exported, {name: split_spec.homes[name] for name in split_spec.state})
     made, _ = assembled(split_spec, flow, pipeline.loss)  # the skeleton keeps its original modes
-    return pipeline.replace(made.stages, pipeline.loss) if made.entries == pipeline.entries else made
+    alike = pipeline if made.entries == pipeline.entries else made
+    return alike.replace(made.stages, pipeline.loss, pipeline.cotangents)

@@ -69,6 +69,8 @@ class Work:
             for reader in plan.consumers(stage):
                 work._connect(forward, reader, costs, Activation(stage, 0))
                 work._connect(INPUT * count + reader, backward, costs, Gradient(stage, reader, 0))
+                if (higher := plan.added_to(stage, reader, 0)) is not None:
+                    work._connect(INPUT * count + higher, INPUT * count + reader)
         return work
 
     def _connect(self, source: int, target: int, costs: Costs | None = None, value: Value | None = None) -> None:

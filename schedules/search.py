@@ -288,7 +288,7 @@ def _plan_of(plan: Plan, entry: CatalogueEntry, chunks: int) -> Plan:
     candidate = replace(entry.plan(plan.ranks, plan.microbatches, chunks), replicas=plan.replicas)
     if plan == Plan(plan.placement, plan.microbatches, replicas=plan.replicas):
         return candidate
-    return replace(candidate, edges=plan.edges, ties=plan.ties)
+    return replace(candidate, edges=plan.edges, ties=plan.ties, cotangents=plan.cotangents)
 
 
 def lower_bound(plan: Plan, costs: Costs, memory_limit: float | None = None) -> float:

@@ -86,7 +86,7 @@ LAYOUT = {
     "fpipe.interop.sampling": "",
     "fpipe.interop.sharding": "stages errors",
     "fpipe.interop.modules": "interop.sharding stages plan errors",
-    "fpipe.interop.splitting": "interop.modules autodiff.graph stages devices errors",
+    "fpipe.interop.splitting": "interop.modules autodiff.graph stages devices plan errors",
     "fpipe.interop.checkpoints": "interop.modules handlers handlers.distributed stages plan errors",
     "fpipe.interop.modes": "interop.splitting interop.modules stages errors",
     "fpipe.interop.optim": "stages errors",

@@ -297,7 +297,7 @@ class Calls:
             raise StageError(CONSTANT_LOSS)
 
     def _cotangents(self, stage: int, m: int) -> Callable[[], Leaves]:
-        slots, gradients = self.slots, tuple(self.slot(fx.Gradient(stage, c, m)) for c in self.plan.consumers(stage))
+        slots, gradients = self.slots, tuple(self.slot(fx.Gradient(stage, c, m)) for c in self.plan.terms(stage, m))
         if not gradients:
             return lambda: self.step.seeds.pop(m)
         if len(gradients) == 1:
@@ -307,16 +307,24 @@ class Calls:
     def _store_gradients(self, stage: int, m: int) -> Callable[[Mapping[int, Leaves]], None]:
         slots = self.slots
         gradients = tuple((s, self.slot(fx.Gradient(s, stage, m))) for s in self.plan.sources(stage))
+        higher = ((s, self.plan.added_to(s, stage, m)) for s in self.plan.sources(stage))
+        sums = {s: self.slot(fx.Gradient(s, c, m)) for s, c in higher if c is not None}
 
         def store(inputs: Mapping[int, Leaves]) -> None:
             for source, slot in gradients:
                 slots[slot] = inputs[source]
 
-        def store_all(inputs: Mapping[int, Leaves]) -> None:
-            store(inputs)
+        def add(inputs: Mapping[int, Leaves]) -> None:
+            totals = {source: add_leaves([_pop(slots, slot), inputs[source]]) for source, slot in sums.items()}
+            store({**inputs, **totals})
+
+        keep = add if sums else store
+
+        def keep_all(inputs: Mapping[int, Leaves]) -> None:
+            keep(inputs)
             self.step.data_gradients[stage, m] = inputs[DATA]
 
-        return store_all if stage in self.plan.batch_gradients else store
+        return keep_all if stage in self.plan.batch_gradients else keep
 
     def _has_weight(self, stage: int, m: int) -> bool:
         """Return False for a backward of the last stage whose microbatch has a loss of weight zero."""

@@ -4,13 +4,17 @@ It uses no schedule, no split backward and no communication. Every other handler
 same number of threads. The order of the sums is part of the definition:
 
 - autograd adds the gradients of an output from its highest consumer down: each consumer reads the output through an
-  identity of its own, made when the consumer runs;
+  identity of its own, made when the consumer runs. With cotangents by rank, those of the consumers on a rank are added
+  from the highest down, then the ranks' sums from the rank of the highest consumer down;
 - what a stage reads of the batch or of the target, where they are differentiated, are leaves of its own for autograd;
 - the weight gradients of each stage and copy are added in microbatch order, then over the replicas, then over copies,
   then over ties by stage.
 """
 
-from collections.abc import Iterable, Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -106,19 +110,32 @@ class _Step:
 
     def _forward(self, m: int) -> tuple[Any, Any]:
         """Return the last stage's output, and the outputs that it read."""
-        data, outputs, read = self.inputs.data[m], dict[int, Any](), dict[int, Any]()
-        state = self.results.state[m // self.plan.microbatches]
+        data, outputs, read = self.inputs.data[m], dict[int, _Outputs](), dict[int, Any]()
+        state, by_rank = self.results.state[m // self.plan.microbatches], self.plan.cotangents == "by_rank"
         for s, stage in enumerate(self.pipeline.stages):
             with torch.set_grad_enabled(self.train), seeded(self.inputs.rng, s, m), blaming(s, m):
-                read = {source: alias_leaves(outputs[source]) for source in self.plan.sources(s)}
+                read = {source: outputs[source](s) for source in self.plan.sources(s)}
                 arguments = stage.arguments(read, self._given(s, data))
                 own = self.params[s].own
                 with refusing_writes(arguments), refusing_writes(own, PARAMETER_WRITTEN):
                     output, new_state = stage(self.params[s].tree, state.get(s), arguments)
-                outputs[s] = alias_leaves(output)
+                output = alias_leaves(output)
+                outputs[s] = self._read_by_rank(s, m, output) if by_rank else partial(_alias, output)
             if stage.stateful:
                 state[s] = detached_tree(new_state)
-        return outputs[self.plan.stages - 1], read
+        return output, read
+
+    def _read_by_rank(self, s: int, m: int, output: Any) -> _Outputs:
+        """Return what each consumer of a stage reads: identities whose gradients are added by rank."""
+        ranks: dict[int, list[int]] = {}
+        for consumer in self.plan.consumers(s):
+            ranks.setdefault(self.plan.rank_of(consumer, m % self.plan.microbatches), []).append(consumer)
+        order = [consumer for consumers in ranks.values() for consumer in consumers]
+        leaves, spec = flatten(output)
+        sizes = tuple(map(len, ranks.values()))
+        identities: Any = _ByRank.apply
+        columns = [identities(x, sizes) if _requires_grad(x) else [x] * len(order) for x in leaves]
+        return {c: spec.unflatten([column[i] for column in columns]) for i, c in enumerate(order)}.__getitem__
 
     def _given(self, s: int, data: Microbatch) -> list[Any]:
         """Return the inputs of a stage that come from the microbatch."""
@@ -183,6 +200,29 @@ class _Step:
             for key, leaves in other.items():
                 sums[key] = {path: add(sums[key][path], leaf) for path, leaf in leaves.items()}
         return sums
+
+
+_Outputs = Callable[[int], Any]
+"""consumer -> the output of a stage that it reads."""
+
+
+def _alias(output: Any, consumer: int) -> Any:
+    return alias_leaves(output)
+
+
+class _ByRank(torch.autograd.Function):
+    """Identities of a tensor, one for each consumer. Their gradients are added in groups, then the groups' sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+        ctx.sizes = sizes
+        ctx.set_materialize_grads(False)
+        return tuple(torch.ops.aten.alias.default(x) for _ in range(sum(sizes)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        rest = iter(gradients)
+        return reduce(add, [reduce(add, [next(rest) for _ in range(size)]) for size in ctx.sizes]), None
 
 
 def _requires_grad(x: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, SupportsIndex
 import torch
 
 from fpipe.errors import StageError
-from fpipe.plan import Edges, Placement, Plan
+from fpipe.plan import Cotangents, Edges, Placement, Plan, check_cotangents
 from fpipe.stages.describe import description, html
 from fpipe.stages.microbatch import Microbatch, Microbatches
 from fpipe.stages.pytree import Path, as_path, get_at, set_at, short
@@ -35,9 +35,11 @@ class Pipeline:
         loss: `loss(output, target) -> loss | (loss, aux)`, a 0-dim tensor; None takes the last output.
         ties: parameters that another stage uses as well, `{(stage, path): (lower stage, path)}`. Only the lower
             stage's params have the entry. It is added to the other stage's dict when that runs.
+        cotangents: "by_rank" lets a rank add the gradients that its stages have of one output, and send the sum: with
+            skips to many stages, fewer messages, and bits that depend on the placement. By default each is sent.
 
     Raises:
-        ScheduleError: a stage reads a later one, or no stage reads it.
+        ScheduleError: a stage reads a later one, or no stage reads it; or `cotangents` is neither of the two.
         ValueError: a tie does not lead to a lower stage.
 
     >>> double = Pipeline([lambda p, x: x * p, lambda p, x: x + p], loss=lambda y, t: (y - t).sum())
@@ -51,11 +53,13 @@ class Pipeline:
         loss: Callable[..., Any] | None = None,
         *,
         ties: Mapping[tuple[int, Any], tuple[int, Any]] | None = None,
+        cotangents: Cotangents = "by_consumer",
     ) -> None:
+        check_cotangents(cotangents)
         if not stages:
             raise ValueError("a pipeline needs at least one stage")
         self.stages = tuple(_with_reads(s if isinstance(s, Stage) else Stage(s), i) for i, s in enumerate(stages))
-        self.loss = loss
+        self.loss, self.cotangents = loss, cotangents
         self.edges = Edges([stage.sources for stage in self.stages])
         # All uses of each shared param: the param itself first, then by stage.
         self.entries = _entries(ties or {}, len(self.stages))
@@ -71,7 +75,7 @@ class Pipeline:
             ScheduleError: the placement's stages are not this pipeline's.
         """
         ties = tuple(tuple(sorted({stage for stage, _ in uses})) for uses in self.entries.values())
-        return Plan(placement, microbatches, self.edges, ties, replicas)
+        return Plan(placement, microbatches, self.edges, ties, replicas, cotangents=self.cotangents)
 
     def __call__(
         self, params: Mapping[int, Any], batch: Any, *target: Any, state: Mapping[int, Any] | None = None
@@ -196,9 +200,15 @@ class Pipeline:
         """Return the table of stages that a notebook shows."""
         return html(self.stages, self.entries)
 
-    def replace(self, stages: Sequence[Stage], loss: Callable[..., Any] | None) -> Pipeline:
-        """Return a pipeline with the same edges and ties, and other stages and loss."""
-        twin = Pipeline(stages, loss)
+    def replace(
+        self, stages: Sequence[Stage], loss: Callable[..., Any] | None, cotangents: Cotangents | None = None
+    ) -> Pipeline:
+        """Return a pipeline with the same edges and ties, and other stages and loss.
+
+        Args:
+            cotangents: by default the same.
+        """
+        twin = Pipeline(stages, loss, cotangents=cotangents or self.cotangents)
         twin.entries = self.entries
         return twin
 

@@ -67,7 +67,8 @@ class StepSpec:
             raise ValueError("weight needs reduction='mean': with 'sum', losses have no weights")
         if self.plan != self.pipeline.plan(self.plan.placement, self.plan.microbatches, self.plan.replicas):
             raise ScheduleError(
-                "the plan's edges or ties are not the pipeline's: make it by pipeline.plan(placement, microbatches)"
+                "the plan's edges, ties or cotangents are not the pipeline's: make it by pipeline.plan(placement, "
+                "microbatches)"
             )
         for stage, ranks in enumerate(self.plan.placement.holders):
             if self.pipeline.stages[stage].stateful and len(ranks) > 1:

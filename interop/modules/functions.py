@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fpipe.errors import StageError
 from fpipe.interop.modules.shared_memory import overlapping, refuse_overlapping_params
 from fpipe.interop.modules.skeletons import call, own_tensors, to_meta, uncompiled, validated
+from fpipe.plan import Cotangents
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.sharding import is_dtensor
 from fpipe.stages.stage import Original, Read, Stage, StageFunction, StageSpec
@@ -86,6 +87,7 @@ def from_modules(
     at: Sequence[int] | None = None,
     loss: Callable[..., Any] | None = None,
     reads: Mapping[int, Sequence[Read | int]] | None = None,
+    cotangents: Cotangents = "by_consumer",
 ) -> tuple[Pipeline, dict[int, Tree]]:
     """Return a pipeline with a stage for each module, and the parameters by stage, under the modules' own names.
 
@@ -99,6 +101,7 @@ def from_modules(
         at: the indices of the modules of an `nn.Sequential` that begin a stage; names are then those of the whole.
         loss: `loss(output, target) -> loss | (loss, aux)`.
         reads: the reads of stages that do not read the output of the stage before.
+        cotangents: "by_rank" sends one gradient of an output from each rank, see `fpipe.Pipeline`.
 
     The modules are not changed. The parameters share their memory. A warning names attributes that forward reads and
     then changes: the stages do not pass them on from call to call.
@@ -132,7 +135,7 @@ def from_modules(
         skeleton, originals = to_meta(module, index), originals_of(named)
         function = ModuleFunction(skeleton, stateful, at is not None, None, originals, shared.get(index, {}))
         stages.append(Stage(function, (reads or {}).get(index), stateful, tuple(frozen)))
-    return Pipeline(stages, loss, ties=ties), params
+    return Pipeline(stages, loss, ties=ties, cotangents=cotangents), params
 
 
 def _shared_buffers(modules: Sequence[nn.Module]) -> dict[int, dict[str, str]]:
@@ -179,11 +182,12 @@ def from_functions(
     ties: Mapping[tuple[int, Any], tuple[int, Any]] | None = None,
     stateful: Collection[int] = (),
     frozen: Mapping[int, Sequence[Any]] | None = None,
+    cotangents: Cotangents = "by_consumer",
 ) -> Pipeline:
     """Return a pipeline with a stage for each pure function `fn(params, *inputs) -> outputs`.
 
     Args:
-        loss, ties: see `fpipe.Pipeline`.
+        loss, ties, cotangents: see `fpipe.Pipeline`.
         reads, frozen: by stage, see `fpipe.Stage`.
         stateful: the stages whose function is `fn(params, state, *inputs) -> (outputs, state)`.
 
@@ -197,7 +201,7 @@ def from_functions(
         if unknown := [number for number in numbers if number not in range(len(functions))]:
             raise ValueError(f"{what} names stage {unknown[0]}, and there are {len(functions)} functions")
     stages = [Stage(fn, reads.get(i), i in stateful, frozen.get(i, ())) for i, fn in enumerate(functions)]
-    return Pipeline(stages, loss, ties=ties)
+    return Pipeline(stages, loss, ties=ties, cotangents=cotangents)
 
 
 def buffers(modules: Sequence[nn.Module] | Pipeline, module: nn.Module | None = None) -> dict[int, Tree]:

@@ -21,6 +21,7 @@ from fpipe.interop.splitting.example import ExampleCall, batch_of, device_of, st
 from fpipe.interop.splitting.export import export
 from fpipe.interop.splitting.partition import PIPE_SPLIT, Flow, Point
 from fpipe.interop.splitting.stage_graph import GraphFunction, SplitSpec, stage_function
+from fpipe.plan import Cotangents
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Stage
 
@@ -36,6 +37,7 @@ def split(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     loss: Callable[..., Any] | None = None,
+    cotangents: Cotangents = "by_consumer",
 ) -> tuple[Pipeline, dict[int, Tree]]:
     """Split a module. Return the pipeline, and the parameters by stage, under the module's own names.
 
@@ -63,6 +65,7 @@ def split(
         dynamic_shapes: the sizes that may change, as for `torch.export.export`. By default axis 0 of every tensor, if
             the module allows it; `{}` for none.
         loss: `loss(output, target) -> loss | (loss, aux)`; None if the output is the loss.
+        cotangents: "by_rank" sends one gradient of an output from each rank, see `fpipe.Pipeline`.
 
     Raises:
         StageError: the module cannot be exported, or changes its arguments. The message has the line of the model.
@@ -121,7 +124,7 @@ def split(
                 "interop.pipe_split() in forward"
             )
     pipeline, _ = assembled(replace(split_spec, points=tuple(points)), flow, loss, times)
-    return pipeline, _placed(pipeline, values)
+    return pipeline.replace(pipeline.stages, loss, cotangents), _placed(pipeline, values)
 
 
 def split_points(pipeline: Pipeline) -> list[Point]:

@@ -111,6 +111,19 @@ def test_one_process_and_two_learn_the_same(capsys, name, options):
     assert "apart" not in texts[1]  # embedding and head
 
 
+@pytest.mark.parametrize("processes", sample([0, 2], [0]))
+def test_attention_residuals(capsys, processes):
+    """Four stages on two ranks, four microbatches: stages 2 and 3 add what they send to stages 0 and 1."""
+    if processes:
+        out = run("attention_residuals", "--chunks=2", "--width=8", "--steps=11", processes=processes)
+    else:
+        out = called(capsys, "attention_residuals", chunks=2, width=8, steps=11)
+    assert "gradients sent in a step: 16 by consumer, 12 by rank" in out
+    assert "the bits of one process: True" in out
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
+    assert losses[-1] < losses[0]
+
+
 def test_sharded_gpt_learns_the_same_on_every_mesh(tmp_path):
     """Two replicas of two ranks, then one of two from where they stopped; by default, not one replica all the time."""
     options = ["--layers=2", "--width=32", "--context=16", "--batch=16", "--chunks=1", "--ranks=2"]

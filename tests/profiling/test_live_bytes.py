@@ -161,6 +161,12 @@ def check(measured, predicted, difference):
     assert difference < 0.1 * predicted
 
 
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_v"])
+def test_so_do_ranks_that_add_the_gradients_of_their_stages(pools, name):
+    for found in pools(2).run(live_jobs.held, "dense", name, 2, 4):
+        check(*found)
+
+
 def test_memory_that_several_names_have_is_counted_once():
     """Rank 0 has both stages: at the second forward's end two residuals, of which one is the output of the first."""
     plan = Plan(Placement.loop(1, chunks=2), 1)

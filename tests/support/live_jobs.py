@@ -58,6 +58,22 @@ def skip(stages):
     return Pipeline(nodes, cases.mse), params, lambda rows: torch.randn(2, 4 * rows * LENGTH, WIDTH)
 
 
+def dense(stages):
+    """Each stage reads all earlier ones, and a rank adds the gradients of its stages."""
+
+    def layer(p, *outputs):
+        return torch.tanh(sum(x * weight for weight, x in enumerate(outputs, 2)) @ p)
+
+    nodes = [Stage(lambda p, x: torch.tanh(x @ p))]
+    nodes += [Stage(layer, reads=[Output(t) for t in range(s)]) for s in range(1, stages)]
+    params = {s: cases.randn(WIDTH, WIDTH) for s in range(stages)}
+    return (
+        Pipeline(nodes, cases.mse, cotangents="by_rank"),
+        params,
+        lambda rows: torch.randn(2, 4 * rows * LENGTH, WIDTH),
+    )
+
+
 KINDS = {f.__name__: f for f in (blocks, layers, skip)}
 
 
@@ -65,7 +81,7 @@ KINDS = {f.__name__: f for f in (blocks, layers, skip)}
 def made(kind, stages, microbatches, policy):
     """(pipeline, params, batch, target, costs), the same in every process."""
     torch.manual_seed(0)
-    pipeline, params, batch = KINDS[kind](stages)
+    pipeline, params, batch = (KINDS | {"dense": dense})[kind](stages)
     batch, target = batch(ROWS * microbatches)
     options = {"autodiff": "graph", "policy": POLICIES[policy]}
     costs = fpipe.profile(pipeline, params, batch, target, microbatches=microbatches, repeats=1, **options)
