@@ -83,6 +83,7 @@ LOST = (
     "torch.no_grad()"
 )
 CONSTANT_LOSS = (
-    "the loss requires no gradient for any microbatch: it depends on no parameter that is trained. Compute it of the "
-    "stages' outputs, without detach or torch.no_grad(); evaluate(loss=True) gives the loss alone"
+    "the loss requires no gradient for any microbatch: it depends on no parameter that is trained, and on nothing else "
+    "that is differentiated. Compute it of the stages' outputs, without detach or torch.no_grad(); "
+    "evaluate(loss=True) gives the loss alone"
 )
