@@ -101,5 +101,5 @@ def test_wrong_options_are_named_at_once():
     with pytest.raises(TypeError, match="learning_rate"):
         fpipe.train_step(case.pipeline, schedules.gpipe, plan, pair, handler=handlers.Local(), learning_rate=1)
     other = cases.built("tied", 2).pipeline.plan(Placement.loop(2), 2)
-    with pytest.raises(fpipe.ScheduleError, match="the plan's edges or ties"):
+    with pytest.raises(fpipe.ScheduleError, match="the plan's edges, ties or cotangents"):
         fpipe.train_step(case.pipeline, schedules.gpipe, other, pair, handler=handlers.Local())
