@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fpipe.schedules.lengths import by_length as by_length, pack as pack
     from fpipe.stages.microbatch import Microbatches as Microbatches
     from fpipe.stages.pipeline import Pipeline as Pipeline
-    from fpipe.stages.sharding import Sharding as Sharding
+    from fpipe.stages.precision import Precision as Precision
     from fpipe.stages.stage import Batch as Batch, Output as Output, Stage as Stage
     from fpipe.training.verbs import evaluate as evaluate, value_and_grad as value_and_grad
     from fpipe.timelines.measurement import Measurement as Measurement

@@ -96,7 +96,7 @@ class Costs:
         shared: memory that these have in common. By default none: an output that residuals contain counts twice.
         parameters: bytes of a stage's whole parameters.
         gathered: bytes of a stage's whole parameters in the dtype in which it computes, where they are cast
-            (`Sharding(gather=...)`); by default they are not.
+            (`Precision(compute=...)`); by default they are not.
         gradients: bytes of a stage's whole sum of gradients; by default those of the parameters with which it computes.
         gather, scatter: the cost of a `Gather`, and of a `Scatter`: a time, as of the others, or a `Link`, over which a
             rank gets (replicas - 1) / replicas of the bytes. A `Scatter` of parameters that are not sharded travels

@@ -20,8 +20,9 @@ from fpipe.autodiff.graph.block import Sink
 from fpipe.devices.memory import copy, in_memory
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.precision import OWN_DTYPES, Precision
 from fpipe.stages.pytree import HOW_TO_REGISTER, PLAIN, Flat, Path, as_path, flatten, indices, paths_of, short
-from fpipe.stages.sharding import OWN_DTYPES, Sharding, is_dtensor
+from fpipe.stages.sharding import is_dtensor
 from fpipe.stages.stage import Batch, Output, Stage, Target
 
 Leaves = list[Any]
@@ -79,7 +80,7 @@ class DifferentiablePipeline:
         loss: the last stage returns (loss, aux), rather than the outputs of `evaluate`.
         gather: return the outputs, or the aux, on every rank.
         merge: merges the outputs, or the aux, of all microbatches; if the batch came as `Microbatches`, returns such.
-        sharding: the dtypes of params and of sums of gradients.
+        precision: the dtypes of params and of sums of gradients.
         shares: whether the factor of each loss is its share of the "rows" or of the caller's "weight"; None for the
             sum of the losses.
         argnums: the arguments of the step that are differentiated.
@@ -90,7 +91,7 @@ class DifferentiablePipeline:
     loss: bool = True
     gather: bool = False
     merge: Callable[[Mapping[int, Any], bool | None], Any] = lambda outputs, apart: dict(outputs)
-    sharding: Sharding = OWN_DTYPES
+    precision: Precision = OWN_DTYPES
     shares: Literal["rows", "weight"] | None = "rows"
     argnums: frozenset[Argument] = PARAMS
 

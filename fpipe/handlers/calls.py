@@ -421,7 +421,8 @@ class Calls:
 
     def _shared(self, stage: int, target: int) -> Leaves:
         step = self.step
-        return sent(self.pipeline, self.plan, step.inputs.params, stage, target, step.sums_of(stage))
+        totals = step.sums_of(stage)
+        return sent(self.pipeline, self.plan, step.inputs.params, stage, target, totals, self.pieces.precision)
 
     def _reduce(self, e: fx.Reduce) -> Instruction:
         slots = self.slots

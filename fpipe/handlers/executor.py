@@ -40,13 +40,13 @@ class Executor:
         for stage in self.stages:
             try:
                 prepared[stage] = self.pieces.stages[stage].prepare(self.pipeline.params_of(inputs.params, stage))
-                if self.pieces.sharding.gather is not None:
-                    prepared[stage].replace(list(map(self.pieces.sharding.cast, prepared[stage].leaves)))
+                if self.pieces.precision.compute is not None:
+                    prepared[stage].replace(list(map(self.pieces.precision.cast, prepared[stage].leaves)))
             except StageError as error:
                 raise error.on(self.rank) from error.__cause__
             except Exception as error:  # the types of the tree are the user's, and may raise anything
                 raise StageError(f"its params can't be used: {error}", rank=self.rank, stage=stage) from error
-        sums = defaultdict[int, Sum](partial(Sum, self.pieces.sharding))
+        sums = defaultdict[int, Sum](partial(Sum, self.pieces.precision))
         (state,) = inputs.state
         self.calls.running = Step(inputs, prepared, dict(state), sums)
 
@@ -103,7 +103,7 @@ class Executor:
             for (stage, rank), leaves in step.foreign.items():
                 sums[stage, rank] = received(self.pipeline, self.plan, params, stage, self.rank, leaves)
             results.gradients = total(self.pipeline, self.plan, params, self.stages, sums)
-            results.gradients = self.pieces.sharding.gradients(results.gradients, dict(params))
+            results.gradients = self.pieces.precision.gradients(results.gradients, dict(params))
             if step.placed is not None:
                 results.gradients = wrapped(results.gradients, dict(step.placed))
         return results

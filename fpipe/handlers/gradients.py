@@ -9,7 +9,8 @@ Invariants of a `Sum`, which adds in place:
 - a leaf is owned when its total is in dense memory that the sum allocated, or that the caller declared fresh; only
   owned leaves are written to;
 - totals are final once read: every leaf is then owned, and none is written to afterwards;
-- when every leaf is owned, and all have one dtype and device, `steady` is that dtype: one kernel adds all leaves.
+- when every leaf is owned, and all have one dtype and device, `steady` is that dtype: one kernel adds all leaves;
+- a total is in the dtype of sums, from the first term on: bfloat16 and float16 are added to float32 as they are.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from fpipe.autodiff.interface import READS, Argument, Leaves
 from fpipe.plan import Plan
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline, SharedParam
+from fpipe.stages.precision import OWN_DTYPES, Precision
 from fpipe.stages.pytree import ABSENT, Path, flatten, get_at, indices, paths, paths_of, short
-from fpipe.stages.sharding import OWN_DTYPES, Sharding
 from fpipe.stages.stage import Batch, Output, Stage
 
 LeafKey = Path | tuple[SharedParam, Path, int]
@@ -57,8 +58,8 @@ def add_leaves(terms: Iterable[Leaves]) -> Leaves:
 class Sum:
     """The weight gradients of one stage, added leaf by leaf in the order of the calls; None is absent, as in `add`."""
 
-    def __init__(self, sharding: Sharding = OWN_DTYPES) -> None:
-        self.sharding = sharding
+    def __init__(self, precision: Precision = OWN_DTYPES) -> None:
+        self.precision = precision
         self.totals: Leaves = []
         self.owned: set[int] = set()
         self.steady: torch.dtype | None = None
@@ -67,25 +68,21 @@ class Sum:
     def add(self, terms: Leaves, fresh: Collection[int] = ()) -> None:
         """Add a microbatch's gradients; `fresh` are the leaf numbers whose dense memory nothing else uses."""
         assert not self.final, "a sum can't change after it was read"
-        if self.sharding.reduce is not None:
-            cast = list(map(self.sharding.term, terms))
-            fresh = {*fresh, *(i for i, term in enumerate(cast) if term is not terms[i])}
-            terms = cast
         present = [i for i, term in enumerate(terms) if term is not None]
         if self.take_all(terms):
             return
         self.totals = self.totals or [None] * len(terms)
-        in_place = defaultdict[tuple[Any, Any], list[int]](list)  # one kernel adds all of one dtype and device
+        in_place = defaultdict[tuple[Any, ...], list[int]](list)  # one kernel adds all of one dtype and device
         for i in present:
             total, term = self.totals[i], terms[i]
             if total is None:
-                self.totals[i] = term
-                if i in fresh:
+                self.totals[i] = self.precision.term(term)
+                if i in fresh or self.totals[i] is not term:
                     self.owned.add(i)
-            elif i in self.owned and (total.dtype, total.device) == (term.dtype, term.device):
-                in_place[total.dtype, total.device].append(i)
+            elif i in self.owned and self._adds_in_place(total, term):
+                in_place[total.dtype, term.dtype, total.device].append(i)
             else:
-                self.totals[i] = total + term
+                self.totals[i] = total + self.precision.term(term)
                 self.owned.add(i)
         for leaves in in_place.values():
             self._add_in_place(leaves, terms)
@@ -94,7 +91,7 @@ class Sum:
 
     def take(self, i: int, gradient: Tensor) -> bool:
         """Add the gradient of one leaf now if its total is owned; return whether it was added."""
-        if i not in self.owned or self.totals[i].dtype is not gradient.dtype:
+        if i not in self.owned or not self.precision.adds_in_place(self.totals[i].dtype, gradient.dtype):
             return False
         assert not self.final, "a sum can't change after it was read"
         self.totals[i].add_(gradient)
@@ -102,12 +99,21 @@ class Sum:
 
     def take_all(self, gradients: Leaves) -> bool:
         """Add a microbatch's gradients now if all totals are owned; return whether they were added."""
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        if self.steady is None or any(gradients[i].dtype is not self.steady for i in present):
+        if self.steady is None:
+            return False
+        by_dtype = defaultdict[torch.dtype, list[int]](list)
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                by_dtype[gradient.dtype].append(i)
+        if not all(self.precision.adds_in_place(self.steady, dtype) for dtype in by_dtype):
             return False
         assert not self.final, "a sum can't change after it was read"
-        self._add_in_place(present, gradients)
+        for leaves in by_dtype.values():
+            self._add_in_place(leaves, gradients)
         return True
+
+    def _adds_in_place(self, total: Tensor, term: Tensor) -> bool:
+        return total.device == term.device and self.precision.adds_in_place(total.dtype, term.dtype)
 
     def _add_in_place(self, leaves: list[int], terms: Leaves) -> None:
         if leaves:
@@ -153,6 +159,7 @@ def sent(
     stage: int,
     rank: int,
     totals: Mapping[LeafKey, Tensor | None],
+    precision: Precision = OWN_DTYPES,
 ) -> Leaves:
     """Return the sums that `rank` needs of a stage here: all if it holds a copy of the stage, else the shared entries.
 
@@ -165,7 +172,12 @@ def sent(
     if rank not in plan.placement.holders[stage]:
         wanted = [i for _, path in shared_uses(pipeline, plan, stage, rank) for i in indices(tree, path)]
     sums = [totals.get(names[i], ABSENT) for i in wanted]
-    return [torch.full_like(leaves[i], -0.0) if x is None else x for i, x in zip(wanted, sums, strict=True)]
+    return [_nothing(leaves[i], precision) if x is None else x for i, x in zip(wanted, sums, strict=True)]
+
+
+def _nothing(leaf: Any, precision: Precision) -> Tensor:
+    dtype = leaf.dtype if precision.compute is None or not leaf.is_floating_point() else precision.compute
+    return torch.full_like(leaf, -0.0, dtype=precision.sum_dtype(dtype))
 
 
 def received(

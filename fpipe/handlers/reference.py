@@ -86,7 +86,7 @@ class _Step:
             prepared(stage, self.pipeline.params_of(inputs.params, s), pieces.argnums) for s, stage in stages
         ]
         for each in self.params:
-            each.leaves[:] = map(pieces.sharding.cast, each.leaves)
+            each.leaves[:] = map(pieces.precision.cast, each.leaves)
         self.sums: list[dict[tuple[int, int], dict[LeafKey, Tensor | None]]] = [{} for _ in range(plan.replicas)]
         self.results = Results(state=[*map(dict, inputs.state)])
         self.read: dict[int, list[Any]] = {}
@@ -103,7 +103,7 @@ class _Step:
             sums = self._over_replicas()
             params = self.inputs.params
             gradients = copied(total(pipeline, plan, params, range(plan.stages), sums))
-            results.gradients = self.pieces.sharding.gradients(gradients, dict(params))
+            results.gradients = self.pieces.precision.gradients(gradients, dict(params))
             results.refuse_constant_loss()
         results.output = self.pieces.merge(results.outputs, self.inputs.apart)
         return results
@@ -191,7 +191,7 @@ class _Step:
         replica, m = divmod(m, self.plan.microbatches)
         for (s, path), gradient in gradients.items():
             sums = self.sums[replica].setdefault((s, self.plan.rank_of(s, m)), {})
-            sums[path] = add(sums.get(path), self.pieces.sharding.term(gradient))
+            sums[path] = add(sums.get(path), self.pieces.precision.term(gradient))
 
     def _over_replicas(self) -> Sums:
         """Return the sums of each (stage, rank) over all replicas, in their order."""

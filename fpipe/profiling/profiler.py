@@ -34,9 +34,10 @@ from fpipe.profiling.storages import StorageBytes, leaves_of
 from fpipe.programs.program import Program
 from fpipe.stages.microbatch import Microbatch, split
 from fpipe.stages.pipeline import Pipeline, with_loss
+from fpipe.stages.precision import OWN_DTYPES, Precision
 from fpipe.stages.pytree import flatten, indices
 from fpipe.stages.rng import as_rng
-from fpipe.stages.sharding import OWN_DTYPES, Sharding, is_dtensor
+from fpipe.stages.sharding import is_dtensor
 
 T = TypeVar("T")
 PIECES: Mapping[type, str] = {
@@ -61,7 +62,7 @@ def profile(
     in_axes: Any = 0,
     autodiff: Autodiff = "auto",
     policy: Policies = everything_saveable,
-    sharding: Sharding = OWN_DTYPES,
+    precision: Precision = OWN_DTYPES,
     compile: bool | str = False,  # noqa: A002
     repeats: int = 10,
     handler: Handler | None = None,
@@ -73,7 +74,7 @@ def profile(
             gets them whole.
         batch, target: split into `microbatches`. The costs are those of one microbatch: the median over all of them.
         rng: (seed, step), by default (0, 0).
-        sharding: the dtypes of the step, as of `value_and_grad`.
+        precision: the dtypes of the step, as of `value_and_grad`.
         repeats: the number of measured steps with fused backwards, of those with split ones, and of gathers and
             scatters of each stage, after unmeasured ones.
         handler: measure in all its processes at the same time, and return the same costs in each: the medians over
@@ -111,7 +112,7 @@ def profile(
         _check_place(handler, params, len(pipeline.stages))
     pipeline = with_loss(pipeline, has_aux)
     stages = Options(autodiff, policy, compile).pieces(pipeline, loss=True)
-    pieces = DifferentiablePipeline(pipeline, stages, sharding=sharding)
+    pieces = DifferentiablePipeline(pipeline, stages, precision=precision)
     plan = pipeline.plan(Placement.loop(1, chunks=len(pipeline.stages)), microbatches)
 
     def inputs() -> Inputs:
@@ -121,7 +122,7 @@ def profile(
 
     peers = None if handler is None or handler.peers is None else handler.peers.new_group("a profile", hint=HINT)
     split_inputs = _agreed(peers, inputs, "splitting the batch")  # before shards are gathered, by all processes at once
-    whole = replace(split_inputs, params=_whole(params, sharding))
+    whole = replace(split_inputs, params=_whole(params, precision))
     run = _agreed(peers, lambda: _Run(pieces, plan, whole), "tracing stages")
     seconds = _agreed(peers, lambda: run.seconds(repeats), "measuring stages")
     count = 1 if handler is None else handler.replicas(plan).count
@@ -131,7 +132,7 @@ def profile(
         seconds = _joined(peers.gather(seconds, "comparing times"))
     return replace(
         run.profiler.costs(plan, seconds),
-        **_sizes(params, range(plan.stages), sharding),
+        **_sizes(params, range(plan.stages), precision),
         replicas=count,
     )
 
@@ -183,10 +184,10 @@ class _Run:
         return dict(self.profiler.seconds)
 
 
-def _whole(params: Mapping[int, Any], sharding: Sharding) -> Any:
+def _whole(params: Mapping[int, Any], precision: Precision) -> Any:
     """Return params as stages compute with them, whole in place of DTensors; every process of their mesh calls it."""
     leaves, spec = flatten(dict(params))
-    return spec.unflatten([sharding.cast(x.full_tensor() if is_dtensor(x) else x) for x in leaves])
+    return spec.unflatten([precision.cast(x.full_tensor() if is_dtensor(x) else x) for x in leaves])
 
 
 def _joined(shares: Iterable[Seconds]) -> Seconds:
@@ -198,21 +199,31 @@ def _joined(shares: Iterable[Seconds]) -> Seconds:
     return joined
 
 
-def _sizes(params: Mapping[int, Any], stages: Iterable[int], sharding: Sharding) -> dict[str, Any]:
+def _sizes(params: Mapping[int, Any], stages: Iterable[int], precision: Precision) -> dict[str, Any]:
     """Return the sizes of parameters and of sums that `Costs` have, without those that are the same as others."""
-    dtypes = {"parameters": None, "gathered": sharding.gather, "gradients": sharding.reduce or sharding.gather}
-    return {
-        cost: [_parameter_bytes(params[stage], dtype) for stage in stages]
-        for cost, dtype in dtypes.items()
-        if dtype is not None or cost == "parameters"
-    }
+
+    def computed(dtype: torch.dtype) -> torch.dtype:
+        return precision.compute or dtype
+
+    def added(dtype: torch.dtype) -> torch.dtype:
+        return precision.sum_dtype(computed(dtype))
+
+    def sizes(dtype_of: Callable[[torch.dtype], torch.dtype]) -> list[int]:
+        return [_parameter_bytes(params[stage], dtype_of) for stage in stages]
+
+    parameters, gathered, gradients = sizes(lambda dtype: dtype), sizes(computed), sizes(added)
+    other = {"gathered": gathered} if precision.compute is not None else {}
+    return {"parameters": parameters, **other} | ({"gradients": gradients} if gradients != gathered else {})
 
 
-def _parameter_bytes(params: Any, dtype: torch.dtype | None) -> int:
-    """Return the bytes of a stage's parameters, with those of floating point in a dtype; a DTensor counts whole."""
-    leaves = {id(x): x for x in flatten(params).leaves if isinstance(x, Tensor)}
-    cast = {i: x.dtype if dtype is None or not x.is_floating_point() else dtype for i, x in leaves.items()}
-    return sum(x.numel() * cast[i].itemsize for i, x in leaves.items())
+def _parameter_bytes(params: Any, dtype_of: Callable[[torch.dtype], torch.dtype]) -> int:
+    """Return the bytes of a stage's parameters, with those of floating point in other dtypes; a DTensor counts whole.
+
+    Args:
+        dtype_of: dtype of a parameter -> the dtype in which it counts.
+    """
+    leaves = {id(x): x for x in flatten(params).leaves if isinstance(x, Tensor)}.values()
+    return sum(x.numel() * (dtype_of(x.dtype) if x.is_floating_point() else x.dtype).itemsize for x in leaves)
 
 
 def _effects(plan: Plan, backward: Iterable[Any]) -> Iterator[fx.Effect]:

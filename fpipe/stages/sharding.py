@@ -26,54 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """The dtypes in which parameters are gathered and gradients are added.
-
-    Args:
-        gather: of the parameters that stages compute with: half the bytes travel in bfloat16. By default their own.
-        reduce: in which gradients are added, over microbatches, replicas, copies and ties; by default the parameters'
-            own. With `gather` it should be float32: sums of many terms need more digits than each of them.
-
-    Gradients have the dtype of the parameters that were passed. Only floating-point parameters are cast.
-    """
-
-    gather: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("gather", "reduce"):
-            dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"{name} must be a floating-point dtype or None, not {dtype!r}")
-
-    def cast(self, leaf: Any) -> Any:
-        """Return a leaf of the params as stages get it."""
-        is_cast = self.gather is not None and isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(self.gather) if is_cast and not is_dtensor(leaf) else leaf
-
-    def term(self, gradient: Any) -> Any:
-        """Return a gradient as it is added."""
-        is_cast = self.reduce is not None and isinstance(gradient, Tensor) and gradient.is_floating_point()
-        return gradient.to(self.reduce) if is_cast else gradient
-
-    def gradients(self, gradients: Any, params: Any) -> Any:
-        """Return gradients in the dtypes of the params."""
-        if self.gather is None and self.reduce is None:
-            return gradients
-        return optree.tree_map(
-            lambda gradient, leaf: gradient if gradient is None else gradient.to(leaf.dtype),
-            gradients,
-            params,
-            none_is_leaf=True,
-            namespace=NAMESPACE,
-        )
-
-
-OWN_DTYPES = Sharding()
-"""No casts."""
-
-
 def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(leaf, getattr(module, "DTensor", ()))

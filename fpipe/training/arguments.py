@@ -19,9 +19,9 @@ from fpipe.handlers.protocol import Inputs, Replicas, Results
 from fpipe.plan import Plan
 from fpipe.stages.microbatch import WEIGHING, Microbatch, Microbatches, merge, samples, sizes_of, split
 from fpipe.stages.pipeline import Pipeline, with_loss
+from fpipe.stages.precision import Precision
 from fpipe.stages.pytree import flatten
 from fpipe.stages.rng import Rng, Seeder, as_rng
-from fpipe.stages.sharding import Sharding
 from fpipe.stages.stage import StageFunction
 from fpipe.training.data_gradients import added, joined
 
@@ -54,7 +54,7 @@ class StepSpec:
     out_axes: Any
     gather: bool
     options: Options
-    sharding: Sharding
+    precision: Precision
     buffers: Buffers | None
     differentiated: bool = False
 
@@ -93,7 +93,7 @@ class StepSpec:
             shares = "rows" if self.weight is None else "weight"
         stages = self.options.pieces(pipeline, self.loss)
         argnums = self.options.argnums
-        return DifferentiablePipeline(pipeline, stages, self.loss, gather, self._merge, self.sharding, shares, argnums)
+        return DifferentiablePipeline(pipeline, stages, self.loss, gather, self._merge, self.precision, shares, argnums)
 
     def _merge(self, outputs: Mapping[int, Any], apart: bool | None) -> Any:
         trees = [output for _, output in sorted(outputs.items())]

@@ -19,8 +19,8 @@ from fpipe.handlers.captured_pieces import CapturedPieces
 from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Replays, Results, Run
 from fpipe.profiling.observers import observing, watches_effects
 from fpipe.programs.program import Programs, plan_of
+from fpipe.stages.precision import OWN_DTYPES
 from fpipe.stages.rng import Rng, Seeder
-from fpipe.stages.sharding import OWN_DTYPES
 from fpipe.training.arguments import State, StepSpec
 
 T = TypeVar("T")
@@ -243,9 +243,9 @@ def check_replicas_captured(spec: StepSpec, programs: Programs, handler: Handler
             f"{capture=} with weight= and replicas in other processes: their weights are added on the host. Leave one "
             "of them out"
         )
-    if capture == "pieces" and (here > 1 or spec.sharding != OWN_DTYPES):
+    if capture == "pieces" and (here > 1 or spec.precision != OWN_DTYPES):
         raise ValueError(
-            "capture='pieces' with several replicas in one process, or with sharding=: the graphs of a piece read one "
+            "capture='pieces' with several replicas in one process, or with precision=: the graphs of a piece read one "
             "copy of the params as they are. Take capture=True"
         )
 

@@ -20,7 +20,7 @@ from fpipe.programs.residence import Residence, residence
 from fpipe.programs.schedules import as_schedule
 from fpipe.programs.verifier import check
 from fpipe.stages.pipeline import Pipeline, with_loss
-from fpipe.stages.sharding import OWN_DTYPES, Sharding
+from fpipe.stages.precision import OWN_DTYPES, Precision
 from fpipe.tables import TABLE, WEIGHT, Table
 from fpipe.training.arguments import Buffers, Reduction, StepSpec
 from fpipe.training.step import Capture, Computed, Step, check_capture, check_replicas_captured
@@ -47,7 +47,7 @@ def value_and_grad(
     compile: bool | str = False,  # noqa: A002
     dynamic: bool = False,
     capture: Capture = False,
-    sharding: Sharding = OWN_DTYPES,
+    precision: Precision = OWN_DTYPES,
     buffers: Buffers | None = None,
     effects: Table = TABLE,
 ) -> Callable[..., Any]:
@@ -93,7 +93,8 @@ def value_and_grad(
             the graph's memory, and the results out of it. As under `jax.jit`, Python code runs only while it is
             captured. With `Local` on one device, and with `Distributed`. With "pieces", each forward and backward of a
             stage is a graph instead, and the host goes on to run the program: for steps that can't be captured as one.
-        sharding: the dtypes in which parameters are gathered and gradients are added.
+        precision: the dtypes in which stages compute and gradients are added: with `Precision(compute=torch.bfloat16)`,
+            float32 params are cast for the stages, and their gradients are float32.
         buffers: "own" lets each replica keep a state of its own, as of batch norm, which its microbatches alone update.
             By default stages with state have no replicas.
         effects: the table of effects; `TABLE.extended({...})` for your own, whose functions the handler takes.
@@ -134,7 +135,7 @@ def value_and_grad(
     names = _arguments(argnums)
     options = Options(autodiff, policy, compile, dynamic, frozenset(names))
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
-    how = has_aux, reduction, weight, in_axes, out_axes, gather, options, sharding, buffers
+    how = has_aux, reduction, weight, in_axes, out_axes, gather, options, precision, buffers
     spec = StepSpec(pipeline, plan, ranks, replicas, True, *how, differentiated=True)
     stages = enumerate(with_loss(pipeline, has_aux).stages)
     plan = replace(plan, batch_gradients=frozenset(s for s, stage in stages if differentiates_data(stage, names)))
@@ -175,7 +176,7 @@ def evaluate(
     autodiff: Autodiff = "auto",
     compile: bool | str = False,  # noqa: A002
     dynamic: bool = False,
-    sharding: Sharding = OWN_DTYPES,
+    precision: Precision = OWN_DTYPES,
     buffers: Buffers | None = None,
     effects: Table = TABLE,
 ) -> Callable[..., Any]:
@@ -207,7 +208,7 @@ def evaluate(
     _check_types(pipeline, plan, handler)
     options = Options(autodiff, everything_saveable, compile, dynamic)
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
-    how = has_aux, reduction, weight, in_axes, out_axes, gather, options, sharding, buffers
+    how = has_aux, reduction, weight, in_axes, out_axes, gather, options, precision, buffers
     spec = StepSpec(pipeline, plan, ranks, replicas, loss, *how)
     programs = forward_only(lower(schedule, plan, depth=prefetch, effects=effects))
     if resident is not None and not gathered(programs):

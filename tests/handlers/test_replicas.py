@@ -365,18 +365,18 @@ def test_what_is_released_is_freed(pools, name, schedule, way, resident):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "resident", "sharding"),
+    ("schedule", "resident", "precision"),
     [
-        ("looped_bfs", 1, fpipe.Sharding()),
-        ("interleaved_1f1b", 2, fpipe.Sharding(torch.bfloat16, torch.float32)),
-        ("zb_v", 1, fpipe.Sharding(torch.bfloat16)),
-        ("gpipe_v", None, fpipe.Sharding(torch.bfloat16, torch.float32)),
+        ("looped_bfs", 1, fpipe.Precision()),
+        ("interleaved_1f1b", 2, fpipe.Precision(torch.bfloat16, torch.float32)),
+        ("zb_v", 1, fpipe.Precision(torch.bfloat16)),
+        ("gpipe_v", None, fpipe.Precision(torch.bfloat16, torch.float32)),
     ],
     ids=str,
 )
-def test_a_recorder_measures_what_the_account_has(pools, schedule, resident, sharding):
+def test_a_recorder_measures_what_the_account_has(pools, schedule, resident, precision):
     """Live values with gathered parameters, parameters with their copies in another dtype, and sums: within 2 %."""
-    for pairs in pools(2).run(replica_jobs.measured, Grid("dp2 pp1"), schedule, resident, sharding):
+    for pairs in pools(2).run(replica_jobs.measured, Grid("dp2 pp1"), schedule, resident, precision):
         for found, predicted in pairs:
             assert found == pytest.approx(predicted, rel=0.02)
 
@@ -443,9 +443,9 @@ def test_what_can_not_be_captured_says_the_way_out(pools):
         for (fault, capture), text in texts.items():
             assert re.match(re.escape(UNCAPTURED[fault].format(repr(capture))), text), text
     case, generator, plan = replica_jobs.make("linear", "gpipe", 2, 2, 2)
-    casts = {"plan": replace(plan, replicas=1), "sharding": fpipe.Sharding(gather=torch.bfloat16)}
+    casts = {"plan": replace(plan, replicas=1), "precision": fpipe.Precision(compute=torch.bfloat16)}
     for options in ({"plan": plan}, casts):
-        with pytest.raises(ValueError, match=r"several replicas in one process, or with sharding=.* Take capture=True"):
+        with pytest.raises(ValueError, match=r"several replicas in one process, or with precision=.* Take"):
             fpipe.value_and_grad(case.pipeline, generator, handler=handlers.Local(), capture="pieces", **options)
 
 
@@ -547,7 +547,7 @@ def test_a_refused_step_leaves_no_weights(pools):
 
 def test_replicas_have_the_same_options(pools):
     """When the step is made: they decide what travels between the replicas, and how many bytes of it."""
-    names = *["sharding="] * 2, *["reduction= or weight="] * 3, "loss=, gather= or exact="
+    names = *["precision="] * 2, *["reduction= or weight="] * 3, "loss=, gather= or exact="
     expected = [
         f"rank 0: the ranks were given different options {name}; every rank of every replica must make the same"
         for name in names

@@ -38,7 +38,7 @@ def profiled(rank, which):
             batch = batch[:1]
         if which in ("sharded", "rows"):
             params = interop.fsdp(params, mesh["dp"])
-            batch, options["sharding"] = batch.double(), fpipe.Sharding(gather=torch.float64, reduce=torch.float32)
+            batch, options["precision"] = batch.double(), fpipe.Precision(compute=torch.float64, reduce=torch.float32)
         return fpipe.profile(pipeline, params, batch, torch.zeros_like(batch), **options)
     except (fpipe.ScheduleError, fpipe.StageError, fpipe.TransportError, ValueError) as error:
         return f"{type(error).__name__}: {error}"

@@ -407,20 +407,20 @@ class Memory(Observer):
             self.sums[stage] = max(self.sums[stage], sum(x.nbytes for x in total.totals if x is not None))
 
 
-def measured(rank, grid, schedule, resident, sharding):
+def measured(rank, grid, schedule, resident, precision):
     """Bytes as they were on this process, and as predicted: of live values by effect, of parameters, and of sums."""
     generator, place = cases.SCHEDULES[schedule]
     placement = place(grid.ranks)
     torch.manual_seed(0)
     pipeline, params, batch_of = live_jobs.layers(placement.stages)
     plan = pipeline.plan(placement, 4, replicas=grid.replicas)
-    batch, target = batch_of(1).to(sharding.gather or torch.float32)
-    costs = fpipe.profile(pipeline, params, batch, target, microbatches=4, sharding=sharding, repeats=1)
+    batch, target = batch_of(1).to(precision.compute or torch.float32)
+    costs = fpipe.profile(pipeline, params, batch, target, microbatches=4, precision=precision, repeats=1)
     programs, shared = fpipe.lower(generator, plan, resident=resident), handler(grid)
     observer = Memory(programs)
     own = pipeline.params_on(params, plan, shared.rank)
     own = own if resident is None else interop.fsdp(own, grid.over)
-    options = {"handler": shared, "resident": resident, "sharding": sharding, "observe": observer}
+    options = {"handler": shared, "resident": resident, "precision": precision, "observe": observer}
     step = fpipe.value_and_grad(pipeline, generator, plan, **options)
     for _ in range(2):  # the first traces
         step(own, batch, target)
@@ -428,7 +428,7 @@ def measured(rank, grid, schedule, resident, sharding):
     live = list(live_bytes(programs, costs, Interning(plan_of(programs), TABLE)))[shared.rank]
     stages = plan.stages_on(shared.rank)
     given = sum(local(x).nbytes for x in optree.tree_leaves(own, namespace="fpipe"))
-    copies = 0 if sharding.gather is None else observer.own
+    copies = 0 if precision.compute is None else observer.own
     sums = [costs.at("gradients", Parameters(stage)) for stage in stages]
     return (
         (observer.slots.after, live),
@@ -712,8 +712,8 @@ def differing(rank, grid):
     case, generator, plan = make("linear", "gpipe", grid.ranks, grid.replicas, 2)
     own, texts = handler(grid), []
     for options in (
-        [{"sharding": fpipe.Sharding(reduce=torch.float64)}, {}],
-        [{"sharding": fpipe.Sharding(torch.bfloat16)}, {"sharding": fpipe.Sharding(torch.float16)}],
+        [{"precision": fpipe.Precision(reduce=torch.float64)}, {}],
+        [{"precision": fpipe.Precision(torch.bfloat16)}, {"precision": fpipe.Precision(torch.float16)}],
         [{"weight": len}, {"reduction": "sum"}],
         [{"weight": len}, {}],
         [{}, {"reduction": "sum"}],

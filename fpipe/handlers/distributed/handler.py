@@ -143,7 +143,7 @@ class Distributed:
         alike = {
             "schedules, plans or recorders": (recorder, [(p.plan, p.effects) for _, p in sorted(programs.items())]),
             "options loss=, gather= or exact=": (pieces.loss, pieces.gather, self.exact),
-            "options sharding=": pieces.sharding,
+            "options precision=": pieces.precision,
             "options argnums=": sorted(pieces.argnums),
             "options reduction= or weight=": pieces.shares,
         }
@@ -167,7 +167,7 @@ class Distributed:
             raise failures.of_peer(connections, PeerLost(None, f"setting up connections ({error})")) from error
         finally:
             connections.activity.leave()
-        options_of_replicas = self.exact, plan.gathered, pieces.sharding
+        options_of_replicas = self.exact, plan.gathered, pieces.precision
         channels = Channels(
             connections,
             Handshake(connections, failures, program=failures.calls),

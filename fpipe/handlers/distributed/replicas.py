@@ -29,8 +29,9 @@ from fpipe.errors import StageError
 from fpipe.handlers.calls import Step
 from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.grid import Grid
+from fpipe.stages.precision import Precision
 from fpipe.stages.pytree import describe, paths_of, short
-from fpipe.stages.sharding import Layout, Sharding, is_dtensor, layout_key, local
+from fpipe.stages.sharding import Layout, is_dtensor, layout_key, local
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -71,7 +72,7 @@ class ReplicaChannels:
         exact: add in the order of the replicas.
         agree: waits for the handshake of the step.
         gathered: the stages that the program gathers.
-        sharding: the dtypes of gathered parameters and of sums.
+        precision: the dtypes of gathered parameters and of sums.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class ReplicaChannels:
         mesh: DeviceMesh,
         exact: bool,
         gathered: frozenset[int],
-        sharding: Sharding,
+        precision: Precision,
         agree: Callable[[], None],
     ) -> None:
         self.connections, self.mesh, self.exact, self.agree, self.gathered = connections, mesh, exact, agree, gathered
-        self.sharding = sharding
+        self.precision = precision
         self.members = connections.lanes["scatter"]
         self.shards: dict[int, Shards] = {}
         self.reductions: list[list[_Reduction]] = []  # of each scatter of the program, where it is not taken yet
@@ -116,8 +117,8 @@ class ReplicaChannels:
                     f"{describe(tensors[plain[0]])}, is not: shard all by interop.fsdp(params, mesh), or leave "
                     "resident out",
                 )
-            pieces = [self.sharding.cast(local(leaf)) for leaf in prepared.leaves]
-            if self.sharding.gather is not None:
+            pieces = [self.precision.cast(local(leaf)) for leaf in prepared.leaves]
+            if self.precision.compute is not None:
                 layouts = {i: replace(layout, dtype=pieces[i].dtype) for i, layout in layouts.items()}
             self.shards[stage] = Shards(pieces, layouts)
             prepared.leaves[:] = self.shards[stage].pieces
@@ -257,7 +258,7 @@ class ReplicaChannels:
             same = defaultdict[Any, list[int]](list)
             for k, layout in enumerate(of_trained):
                 if terms[k] is None:
-                    terms[k] = self.sharding.term(_filled(pieces[prepared.trained[k]], layout))
+                    terms[k] = self.precision.term(_filled(pieces[prepared.trained[k]], layout))
                 alone = k if terms[k].nbytes >= IN_PLACE else None
                 same[alone, terms[k].dtype, terms[k].device].append(k)
             reductions[:] = [_Reduction(self, numbers, of_trained, terms, purpose) for numbers in same.values()]
