@@ -18,7 +18,12 @@ if TYPE_CHECKING:
         tensorboard as tensorboard,
     )
     from fpipe.costs import Costs as Costs, Link as Link
-    from fpipe.errors import ScheduleError as ScheduleError, StageError as StageError, TransportError as TransportError
+    from fpipe.errors import (
+        NonFiniteError as NonFiniteError,
+        ScheduleError as ScheduleError,
+        StageError as StageError,
+        TransportError as TransportError,
+    )
     from fpipe.training.norms import clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
     from fpipe.plan import Edges as Edges, Placement as Placement, Plan as Plan
     from fpipe.profiling.gathering import gather as gather
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from fpipe.stages.pipeline import Pipeline as Pipeline
     from fpipe.stages.precision import Precision as Precision
     from fpipe.stages.stage import Batch as Batch, Output as Output, Stage as Stage
+    from fpipe.training.loss_scale import LossScale as LossScale
     from fpipe.training.verbs import evaluate as evaluate, value_and_grad as value_and_grad
     from fpipe.timelines.measurement import Measurement as Measurement
     from fpipe.timelines.simulator import simulate as simulate

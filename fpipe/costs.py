@@ -98,6 +98,7 @@ class Costs:
         gathered: bytes of a stage's whole parameters in the dtype in which it computes, where they are cast
             (`Precision(compute=...)`); by default they are not.
         gradients: bytes of a stage's whole sum of gradients; by default those of the parameters with which it computes.
+            Sums of narrower gradients are float32: twice these bytes for bfloat16.
         gather, scatter: the cost of a `Gather`, and of a `Scatter`: a time, as of the others, or a `Link`, over which a
             rank gets (replicas - 1) / replicas of the bytes. A `Scatter` of parameters that are not sharded travels
             twice, because every replica needs the whole sum.

@@ -1,8 +1,8 @@
-"""The three errors, by cause: the schedule, the user's stage, or a peer; and warnings. No torch."""
+"""The errors, by cause: the schedule, the user's stage, its numbers, or a peer; and warnings. No torch."""
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -43,6 +43,19 @@ class StageError(RuntimeError):
         error = StageError(self.message, rank=rank, stage=stage, microbatch=microbatch)
         error.__cause__ = self.__cause__
         return error
+
+
+class NonFiniteError(StageError, FloatingPointError):
+    """The loss or the gradients of a step are not finite; raised on every rank, if the step was made to check it.
+
+    Args:
+        microbatch: the first whose loss is not finite, counted over all replicas; None if all are.
+        stages: those whose gradients are not finite.
+    """
+
+    def __init__(self, message: str, *, microbatch: int | None = None, stages: Sequence[int] = ()) -> None:
+        super().__init__(message, microbatch=microbatch)
+        self.stages = tuple(stages)
 
 
 @contextmanager

@@ -38,6 +38,9 @@ ELEMENTWISE = {
 }
 """The optimizers that treat each number of a parameter alone: they run on the pieces of DTensors, which is faster."""
 
+MASTER = "master"
+"""The name, in the state of a parameter, of its value in a wider dtype."""
+
 COUNTS = {"step", "eta", "mu", "mu_product"}
 """The names of their values of a whole parameter, which every process has."""
 
@@ -60,7 +63,12 @@ class Optimizer(NamedTuple):
 
 
 def optimizer(
-    kind: type[torch.optim.Optimizer], *, donate: bool = False, groups: Sequence[Group] = (), **options: Any
+    kind: type[torch.optim.Optimizer],
+    *,
+    donate: bool = False,
+    groups: Sequence[Group] = (),
+    master: torch.dtype | None = None,
+    **options: Any,
 ) -> Optimizer:
     """Make a functional optimizer of a class of `torch.optim` and its options, including `fused` and `foreach`.
 
@@ -80,12 +88,16 @@ def optimizer(
         groups: `(predicate, options)`; a parameter takes the options of the first group whose
             `predicate(path, parameter)` is true. They override those of the call. An option that is a function
             computes the group's value from the call's: `{"lr": lambda lr: lr / 10}`.
+        master: for parameters of narrower floating-point dtypes, such as bfloat16, keep the value in this one, float32:
+            as "master" in the state, from the first update on. It is what is updated; the parameter returned is its
+            cast. Their gradients may be in this dtype too.
 
     Raises:
-        TypeError: the optimizer needs a closure (LBFGS), or only sparse gradients (SparseAdam); or (in update) torch
-            can't run it on DTensors (Adafactor).
+        TypeError: `master` is no floating-point dtype; the optimizer needs a closure (LBFGS), or only sparse gradients
+            (SparseAdam); or (in update) torch can't run it on DTensors (Adafactor).
         ValueError: (in update) grads or state differ in structure from params, a gradient differs in shape, dtype,
-            device or placement from its parameter, or a value of the state in placement.
+            device or placement from its parameter, or a value of the state in placement; or the state has masters, and
+            `master` is None.
 
     >>> init, update = optimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
     >>> params = {0: {"w": torch.tensor([1.0, 2.0])}}
@@ -97,6 +109,8 @@ def optimizer(
 
     >>> decaying = optimizer(torch.optim.AdamW, lr=1e-3, groups=[(lambda path, p: p.ndim < 2, {"weight_decay": 0.0})])
     """
+    if master is not None and not (isinstance(master, torch.dtype) and master.is_floating_point):
+        raise TypeError(f"master must be a floating-point dtype or None, not {master!r}")
     if issubclass(kind, torch.optim.LBFGS):
         raise TypeError("LBFGS evaluates the loss itself, which a pure update can't")
     if issubclass(kind, torch.optim.SparseAdam):
@@ -112,13 +126,18 @@ def optimizer(
         trained = [i for i, gradient in enumerate(gradients) if gradient is not None]
         if not trained:
             return params, state
-        _check_gradients(gradients, leaves, paths_of(spec))
+        _check_gradients(gradients, leaves, paths_of(spec), master)
         members = _members({i: leaves[i] for i in trained}, paths_of(spec), groups)
         whole = {i: leaves[i] for i in trained if kind in ELEMENTWISE and is_dtensor(leaves[i])}
         for i, leaf in whole.items():
             leaves[i], gradients[i] = local(leaf), local(gradients[i])
             states[i] = _pieces(states[i], leaf, paths_of(spec)[i])
-        parameters = {i: leaves[i].detach() if donate else leaves[i].detach().clone() for i in trained}
+        cast = {i: leaves[i] for i in trained if _has_master(leaves[i], master)}
+        for i in trained:
+            value, states[i] = _without_master(states[i], paths_of(spec)[i], master)
+            if i in cast:
+                leaves[i], gradients[i] = leaves[i] if value is None else value, gradients[i].to(master)
+        parameters = {i: _own(leaves[i], donate, master if i in cast else None) for i in trained}
         options_of_groups = [{**_plain(changed), "params": [parameters[i] for i in here]} for changed, here in members]
         values = {**options, **changes}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -145,6 +164,9 @@ def optimizer(
         for i, parameter in parameters.items():
             parameter.grad = None
             leaves[i], states[i] = parameter, stepper.state[parameter]
+        for i, leaf in cast.items():
+            states[i] = {**states[i], MASTER: leaves[i]}
+            leaves[i] = leaf.detach().copy_(leaves[i]) if donate else leaves[i].to(leaf.dtype)
         for i, leaf in whole.items():
             leaves[i] = wrap(leaves[i], leaf)
             states[i] = {k: wrap(x, leaf) if _is_value(k, x) else x for k, x in states[i].items()}
@@ -153,6 +175,27 @@ def optimizer(
     arguments = (f"{name}={value!r}" for name, value in options.items())
     update.__qualname__ = f"{kind.__name__}({', '.join(arguments)})"
     return Optimizer(init, update)
+
+
+def _has_master(parameter: Tensor, master: torch.dtype | None) -> bool:
+    return master is not None and parameter.is_floating_point() and parameter.dtype.itemsize < master.itemsize
+
+
+def _without_master(state: Mapping[str, Any], path: Path, master: torch.dtype | None) -> tuple[Any, Mapping[str, Any]]:
+    """Return the master of a parameter, None if it has none, and the rest of its state."""
+    if MASTER not in state:
+        return None, state
+    if master is None:
+        raise ValueError(
+            f"state{short(path)} has a master, and the optimizer keeps none: make it with master={state[MASTER].dtype}"
+        )
+    return state[MASTER], {name: x for name, x in state.items() if name != MASTER}
+
+
+def _own(value: Tensor, donate: bool, master: torch.dtype | None) -> Tensor:
+    """Return a parameter that the optimizer may change in place, in the dtype of masters if it has one."""
+    own = value.detach() if master is None else value.detach().to(master)
+    return own if donate or own.dtype != value.dtype else own.clone()
 
 
 def _members(
@@ -171,11 +214,11 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if not callable(value)}
 
 
-def _check_gradients(gradients: Sequence[Any], parameters: Sequence[Tensor], paths: Sequence[Path]) -> None:
+def _check_gradients(
+    gradients: Sequence[Any], parameters: Sequence[Tensor], paths: Sequence[Path], master: torch.dtype | None
+) -> None:
     for x, parameter, path in zip(gradients, parameters, paths, strict=True):
-        if x is not None and not (
-            isinstance(x, Tensor) and _kind(x) == _kind(parameter) and placed_alike(x, parameter)
-        ):
+        if x is not None and not (isinstance(x, Tensor) and _goes_with(x, parameter, master)):
             there = _place(x) if isinstance(x, Tensor) else ""
             raise ValueError(
                 f"grads{short(path)} is {describe(x)}{there}, and its parameter {describe(parameter)}"
@@ -183,8 +226,10 @@ def _check_gradients(gradients: Sequence[Any], parameters: Sequence[Tensor], pat
             )
 
 
-def _kind(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.dtype, x.device
+def _goes_with(gradient: Tensor, parameter: Tensor, master: torch.dtype | None) -> bool:
+    dtypes = (parameter.dtype, master) if _has_master(parameter, master) else (parameter.dtype,)
+    is_alike = (gradient.shape, gradient.device) == (parameter.shape, parameter.device) and gradient.dtype in dtypes
+    return is_alike and placed_alike(gradient, parameter)
 
 
 def _place(x: Tensor) -> str:

@@ -238,8 +238,9 @@ def test_an_unknown_name_is_an_attribute_error(package):
 
 SURFACE = {
     "fpipe": """
-        Batch Costs Edges Link LiveBytes Measurement Microbatches Output Pipeline Placement Plan Precision Program
-        Recording Report Residence ScheduleError Stage StageError Timeline TransportError by_length
+        Batch Costs Edges Link LiveBytes LossScale Measurement Microbatches NonFiniteError Output Pipeline Placement
+        Plan Precision Program Recording Report Residence ScheduleError Stage StageError Timeline TransportError
+        by_length
         clip_by_global_norm draw effects evaluate footprint gather global_norm handlers interop lower pack peak_bytes
         policies profile schedules simulate tensorboard train_step value_and_grad verify
     """,

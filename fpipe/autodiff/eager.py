@@ -27,6 +27,7 @@ from fpipe.autodiff.interface import (
     differentiates_data,
     prepared,
 )
+from fpipe.devices import without_autocast
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Flat, alias_leaves, flatten
 from fpipe.stages.stage import Stage
@@ -158,7 +159,8 @@ def _gradients(residuals: SavedTape, cotangents: Leaves, wrt: Sequence[GradientE
         return [None] * len(wrt)
     roots, seeds = zip(*pairs, strict=True)
     try:
-        return list(torch.autograd.grad(roots, wrt, seeds, allow_unused=True, retain_graph=retain))
+        with without_autocast():
+            return list(torch.autograd.grad(roots, wrt, seeds, allow_unused=True, retain_graph=retain))
     except RuntimeError as error:
         if is_reentrant(error):
             raise RuntimeError(NO_REENTRANT) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from fpipe.autodiff.graph.partition import Backward, Blocks, NotKept, layout, pa
 from fpipe.autodiff.graph.signature import Signature
 from fpipe.autodiff.graph.trace import AS_OUTPUT, Cotangent, Cotangents, Joint, trace
 from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients
+from fpipe.devices import autocasts, without_autocast
 from fpipe.errors import StageError
 from fpipe.policies import Policy
 from fpipe.stages.stage import Stage
@@ -204,17 +205,12 @@ NOTHING = nullcontext()
 
 def running(signature: Signature) -> AbstractContextManager[object]:
     """Set the grad mode of the trace, which some operations depend on, and no autocast: casts are in the graph."""
-    casting = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    return _settings(signature) if casting or torch.is_grad_enabled() != signature.keep else NOTHING
+    return _settings(signature) if autocasts() or torch.is_grad_enabled() != signature.keep else NOTHING
 
 
 @contextmanager
 def _settings(signature: Signature) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(signature.keep))
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+    with torch.set_grad_enabled(signature.keep), without_autocast():
         yield
 
 

@@ -222,6 +222,13 @@ def seed(loss: Tensor, scale: Scale) -> Tensor:
     return torch.full((), 1.0 if scale is None else scale, dtype=loss.dtype, device=loss.device)
 
 
+def scaled(cotangent: Tensor, loss_scale: Tensor | None) -> Tensor:
+    """Return the loss's cotangent multiplied by the loss scale, in its own dtype."""
+    if loss_scale is None:
+        return cotangent
+    return (cotangent * loss_scale.to(cotangent.device)).to(cotangent.dtype)
+
+
 def has_weight(scale: Scale) -> bool:
     """Return whether a microbatch has a weight. A loss of weight 0 is ignored, even NaN, the mean of no elements."""
     return scale is None or isinstance(scale, NonZero) or scale != 0

@@ -1,5 +1,7 @@
 """The CPU and GPUs: fpipe reaches their streams, events, generators, memory and graphs through `Device` alone."""
 
+from fpipe.devices.autocast import autocasts as autocasts
+from fpipe.devices.autocast import without_autocast as without_autocast
 from fpipe.devices.devices import Cpu as Cpu
 from fpipe.devices.devices import Cuda as Cuda
 from fpipe.devices.devices import all_generators as all_generators

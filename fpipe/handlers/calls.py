@@ -30,6 +30,7 @@ from fpipe.autodiff.interface import (
     Prepared,
     detached_tree,
     has_weight,
+    scaled,
     seed,
     weighted_loss,
     zeros,
@@ -276,8 +277,9 @@ class Calls:
         number = m + step.inputs.first
         if self.pieces.loss:
             loss, output = outputs.tree
-            cotangents[0] = seed(loss, scale := step.inputs.scale(m))
-            step.results.losses[number] = weighted_loss(loss, cotangents[0], scale)
+            cotangent = seed(loss, scale := step.inputs.scale(m))
+            cotangents[0] = scaled(cotangent, step.inputs.loss_scale)
+            step.results.losses[number] = weighted_loss(loss, cotangent, scale)
             step.results.outputs[number] = detached_tree(output)
             step.results.differentiable |= loss.requires_grad
             if keep and m == self.last_microbatch and not step.results.differentiable:

@@ -13,7 +13,7 @@ from fpipe.devices import CaptureError, is_capturing
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
-from fpipe.handlers.gradients import Sum, data_gradients, received, total
+from fpipe.handlers.gradients import Sum, data_gradients, received, total, unscaled
 from fpipe.handlers.protocol import Inputs, PeerLost, Results
 from fpipe.stages.microbatch import sizes_of
 from fpipe.stages.pytree import summary
@@ -103,7 +103,8 @@ class Executor:
             for (stage, rank), leaves in step.foreign.items():
                 sums[stage, rank] = received(self.pipeline, self.plan, params, stage, self.rank, leaves)
             results.gradients = total(self.pipeline, self.plan, params, self.stages, sums)
-            results.gradients = self.pieces.precision.gradients(results.gradients, dict(params))
+            gradients = unscaled(results.gradients, step.inputs.loss_scale)
+            results.gradients = self.pieces.precision.gradients(gradients, dict(params))
             if step.placed is not None:
                 results.gradients = wrapped(results.gradients, dict(step.placed))
         return results

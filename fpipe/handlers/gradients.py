@@ -214,6 +214,22 @@ def total(
     return gradients
 
 
+def unscaled(gradients: Any, loss_scale: Tensor | None) -> Any:
+    """Return a tree of sums of gradients divided by the loss scale, in their dtype; None stays."""
+    if loss_scale is None:
+        return gradients
+    leaves, spec = flatten(gradients)
+    inverse = loss_scale.double().reciprocal().float()  # as torch.amp.GradScaler does
+    on_device = defaultdict[torch.device, list[int]](list)
+    for i, leaf in enumerate(leaves):
+        on_device[leaf.device].append(i)
+    for device, numbers in on_device.items():
+        products = torch._foreach_mul([leaves[i] for i in numbers], inverse.to(device))
+        for i, product in zip(numbers, products, strict=True):
+            leaves[i] = product
+    return spec.unflatten(leaves)
+
+
 def _sum(leaf: Any, terms: list[Tensor | None]) -> Tensor | None:
     gradient = reduce(add, terms, None)
     return torch.full_like(leaf, -0.0) if terms and gradient is None else gradient

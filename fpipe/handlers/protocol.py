@@ -118,6 +118,7 @@ class Inputs:
         broken: the error that keeps this process from running the step; its peers raise it too.
         first: the number of the first microbatch, counted over all replicas.
         total: the number of all replicas' microbatches; None for those in `data`.
+        loss_scale: multiplies the loss's cotangents, and divides the gradients; None for 1.
     """
 
     params: Mapping[int, Any]
@@ -131,6 +132,7 @@ class Inputs:
     broken: Exception | None = None
     first: int = 0
     total: int | None = None
+    loss_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.sizes is None and self.rows is not None:

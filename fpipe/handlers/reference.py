@@ -29,13 +29,14 @@ from fpipe.autodiff.interface import (
     differentiates_data,
     has_weight,
     prepared,
+    scaled,
     seed,
     weighted_loss,
 )
-from fpipe.devices import current_device
+from fpipe.devices import current_device, without_autocast
 from fpipe.effects import Backward, BackwardWeight
 from fpipe.errors import blaming
-from fpipe.handlers.gradients import LeafKey, Sums, add, copied, data_gradients, total
+from fpipe.handlers.gradients import LeafKey, Sums, add, copied, data_gradients, total, unscaled
 from fpipe.handlers.protocol import Inputs, Observer, Replicas, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.program import Program
@@ -103,6 +104,7 @@ class _Step:
             sums = self._over_replicas()
             params = self.inputs.params
             gradients = copied(total(pipeline, plan, params, range(plan.stages), sums))
+            gradients = unscaled(gradients, self.inputs.loss_scale)
             results.gradients = self.pieces.precision.gradients(gradients, dict(params))
             results.refuse_constant_loss()
         results.output = self.pieces.merge(results.outputs, self.inputs.apart)
@@ -168,9 +170,11 @@ class _Step:
         self.results.data_gradients |= {(s, m): {} for s in self.read}
         if not loss.requires_grad or not wanted:
             return dict.fromkeys(leaves)
+        cotangent = scaled(cotangent, self.inputs.loss_scale)
         if not has_weight(scale):
             _zero_gradients([last_inputs, self.read.get(last)])
-        gradients = torch.autograd.grad(loss, wanted, cotangent, allow_unused=True)
+        with without_autocast():  # it is the forward's; its casts are in autograd's graph
+            gradients = torch.autograd.grad(loss, wanted, cotangent, allow_unused=True)
         of_read = iter(gradients[len(leaves) :])
         for s, each in self.read.items():
             of_stage = [next(of_read) if _requires_grad(x) else None for x in each]

@@ -24,6 +24,7 @@ from fpipe.stages.pytree import flatten
 from fpipe.stages.rng import Rng, Seeder, as_rng
 from fpipe.stages.stage import StageFunction
 from fpipe.training.data_gradients import added, joined
+from fpipe.training.loss_scale import LossScale
 
 Reduction = Literal["mean", "sum"]
 Buffers = Literal["own"]
@@ -125,9 +126,9 @@ class StepSpec:
                 raise StageError(
                     "the handler returns no gradients of what it reads of the batch: leave argnums out", stage=s
                 )
-        gradients = list(map(added, parts))
+        gradients, apart = list(map(added, parts)), bool(inputs.apart)
         return {
-            name: joined([m[at] for m in inputs.data], at, self._axes[at], bool(inputs.apart), gradients, read)
+            name: joined([m[at] for m in inputs.data], at, self._axes[at], apart, gradients, read, inputs.loss_scale)
             for at, name in names
         }
 
@@ -139,6 +140,7 @@ class StepSpec:
         state: State | None,
         rng: Rng | Seeder | None,
         scales: Sequence[Any] | None = None,
+        loss_scale: LossScale | None = None,
     ) -> Inputs:
         """Split the step's arguments into microbatches. The handler reports an error in them to all ranks.
 
@@ -149,6 +151,7 @@ class StepSpec:
             rng = rng if rng is None or callable(rng) else as_rng(rng)
             self.check_mode()
             self._check_params(params)
+            factor = self._factor(loss_scale)
             states = self._states(state)
             _ = self._told_of_changes
             data, sizes = self._split(batch, target, scales)
@@ -157,7 +160,7 @@ class StepSpec:
         trees = [tree for tree in (batch, target) if tree is not None]
         apart = isinstance(trees[0], Microbatches) if trees else None
         rows = None if sizes is None else sum(sizes)
-        return Inputs(params, states, data, rows, sizes, self._weighed, apart, rng)
+        return Inputs(params, states, data, rows, sizes, self._weighed, apart, rng, loss_scale=factor)
 
     @property
     def _weighed(self) -> bool:
@@ -221,6 +224,15 @@ class StepSpec:
                 f"params has entries for stages {foreign}, but this process holds only {sorted(needed)}: "
                 "pass pipeline.params_on(params, plan, rank)"
             )
+
+    def _factor(self, loss_scale: LossScale | None) -> Tensor | None:
+        if loss_scale is None:
+            return None
+        if not isinstance(loss_scale, LossScale):
+            raise TypeError(f"loss_scale must be a fpipe.LossScale or None, not a {type(loss_scale).__name__}")
+        if not self.differentiated:
+            raise ValueError("loss_scale= is for gradients, and evaluate computes none: leave it out")
+        return loss_scale.tensor
 
     @functools.cached_property
     def _told_of_changes(self) -> bool:

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import TransportError
-from fpipe.handlers.protocol import Handler, Replays, Replicas
+from fpipe.handlers.protocol import Handler, Replicas
 from fpipe.plan import Plan
 from fpipe.stages.pytree import flatten
 from fpipe.stages.sharding import is_first, local, wrap
 
+PURPOSE = "the norm of the gradients"
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 HINT = "every rank calls global_norm or clip_by_global_norm, after the same step; after this, make a new handler"
 
@@ -77,22 +78,15 @@ def clip_by_global_norm(
     """
 
     def checked() -> Tensor:
-        _check_limit(max_norm)
+        check_limit(max_norm)
         return squares(grads, plan, handler)
 
-    return _clipped(grads, max_norm, _norm(checked, handler))
+    norm = _norm(checked, handler)
+    return clipped(grads, max_norm, norm), norm
 
 
-def clip_in_a_graph(
-    grads: Mapping[int, Any], max_norm: float | Tensor, plan: Plan, *, handler: Handler, replays: Replays
-) -> tuple[dict[int, Any], Tensor]:
-    """Do the same in a step that is captured: the sums of the ranks are added where they are, with the same bits."""
-    _check_limit(max_norm)
-    sums = squares(grads, plan, handler, *(handler.devices or ())[:1])
-    return _clipped(grads, max_norm, replays.add(sums, "the norm of the gradients").sum().sqrt())
-
-
-def _clipped(grads: Mapping[int, Any], max_norm: float | Tensor, norm: Tensor) -> tuple[dict[int, Any], Tensor]:
+def clipped(grads: Mapping[int, Any], max_norm: float | Tensor, norm: Tensor) -> dict[int, Any]:
+    """Return the gradients, whose norm is `norm`, scaled to one of at most `max_norm`."""
     max_norm = max_norm.detach() if isinstance(max_norm, Tensor) else max_norm
     scale = (max_norm / (norm + EPSILON)).clamp(max=1.0)
     whole, spec = flatten(dict(grads))
@@ -104,11 +98,10 @@ def _clipped(grads: Mapping[int, Any], max_norm: float | Tensor, norm: Tensor) -
         scaled = torch._foreach_mul([leaves[i] for i in here], scale.to(device))
         for i, leaf in zip(here, scaled, strict=True):
             leaves[i] = wrap(leaf.to(whole[i].dtype), whole[i])  # of a tensor without dimensions the product is float64
-    clipped: dict[int, Any] = spec.unflatten(leaves)  # type: ignore[assignment]
-    return clipped, norm
+    return spec.unflatten(leaves)  # type: ignore[return-value]
 
 
-def _check_limit(max_norm: Any) -> None:
+def check_limit(max_norm: Any) -> None:
     limit = max_norm.detach().item() if isinstance(max_norm, Tensor) and not max_norm.ndim else max_norm
     if not (isinstance(limit, Real) and float(limit) >= 0):
         raise ValueError(f"max_norm must be a number of at least 0, not {max_norm}")
@@ -152,11 +145,16 @@ def _real(leaf: Tensor) -> Tensor:
 
 def _norm(sums: Callable[[], Tensor], handler: Handler) -> Tensor:
     """Return the norm, from each stage's sum of squares on the ranks of this process."""
+    return squares_everywhere(sums, handler).sum().sqrt()
+
+
+def squares_everywhere(sums: Callable[[], Tensor], handler: Handler) -> Tensor:
+    """Return each stage's sum of squares, of all ranks, from that of the ranks of this process."""
     if handler.peers is None:
-        return sums().sum().sqrt()
-    group = handler.peers.new_group("the norm of the gradients", hint=HINT)
+        return sums()
+    group = handler.peers.new_group(PURPOSE, hint=HINT)
     part, shares = group.agree(sums, "global_norm", Tensor.tolist)
     if len(counts := {len(share) for share in shares}) > 1:
         raise TransportError(f"the ranks have plans of {sorted(counts)} stages: every rank makes the same plan")
     total = functools.reduce(torch.add, torch.tensor(shares, dtype=torch.float64).unbind())  # 0 where it isn't held
-    return total.to(part.device).sum().sqrt()
+    return total.to(part.device)

@@ -22,6 +22,8 @@ from fpipe.programs.program import Programs, plan_of
 from fpipe.stages.precision import OWN_DTYPES
 from fpipe.stages.rng import Rng, Seeder
 from fpipe.training.arguments import State, StepSpec
+from fpipe.training.finite import raise_if_not_finite
+from fpipe.training.loss_scale import LossScale
 
 T = TypeVar("T")
 Capture = bool | Literal["pieces"]
@@ -31,12 +33,14 @@ class Computed(NamedTuple):
     """The results of a step.
 
     Args:
+        losses: of the microbatches, scaled by their shares; empty where nothing reads them.
         output: of all microbatches merged: aux, or evaluate's output.
         rows: of the whole batch.
         data_gradients: of the batch and of the target, as far as they are asked for.
     """
 
     loss: Tensor | None
+    losses: Mapping[int, Tensor]
     output: Any
     gradients: dict[int, Any]
     state: State
@@ -54,6 +58,7 @@ class Arguments(NamedTuple):
     Args:
         weights: of the microbatches, in one tensor; None where the rows are the weights.
         zero: which of these weights are zero.
+        loss_scale: None for 1.
         more: those of the function that goes on with the results.
     """
 
@@ -63,6 +68,7 @@ class Arguments(NamedTuple):
     state: State | None
     weights: Tensor | None
     zero: tuple[bool, ...]
+    loss_scale: LossScale | None
     more: Any
 
 
@@ -77,6 +83,7 @@ class Step:
         name: of what runs, for the observer and for warnings.
         result: makes the function's result of the loss or outputs and of all that was computed.
         capture: replay graphs where there are some: of the whole step, or of its pieces.
+        checks: raise NonFiniteError where loss or gradients are not finite.
     """
 
     def __init__(
@@ -88,10 +95,11 @@ class Step:
         name: str,
         result: Callable[[Any, Computed], Any],
         capture: Capture = False,
+        checks: bool = False,
     ) -> None:
         pieces, observer = spec.pieces(), observing(observe)
         self.spec, self.result, self.replays = spec, result, handler.replays or Alone()
-        self.name, self.handler = name, handler
+        self.name, self.handler, self.checks = name, handler, checks
         self.device = next(iter(handler.devices or ()), None)
         self.notices = Observer() if observer is None else observer
         self.notices.on_compile(name, programs, handler)
@@ -103,7 +111,7 @@ class Step:
             pieces = self.pieces.pieces
         self.run = handler.compile(programs, pieces, observer)
         self.checked_run = _with_random_check(self.run, name)
-        self.captured = self.capturing() if capture is True else None
+        self.captured = self.capturing(losses=checks) if capture is True else None
 
     def __repr__(self) -> str:
         return f"<Step: {self.name}, {extent(self.spec.plan)}, {self.handler}>"
@@ -116,17 +124,34 @@ class Step:
         *,
         state: State | None = None,
         rng: Rng | None = None,
+        loss_scale: LossScale | None = None,
     ) -> Any:
         if self.captured is None:
-            self.notices.on_step_begin()
-            inputs = self.spec.inputs(params, batch, target, state, rng)
-            if self.pieces is not None and isinstance(inputs.rng, tuple):
-                inputs = replace(inputs, rng=self.pieces.seed.seeder(inputs.rng))
-            computed = _compute(self.spec, self.checked_run, inputs)
-            self.notices.on_step_end(computed.outcome)
+            computed = self.compute(params, batch, target, state, rng, loss_scale)
         else:
-            _, computed = self.captured(params, batch, target, state, rng)
+            _, computed = self.captured(params, batch, target, state, rng, loss_scale)
+        if self.checks:  # of gradients that are scaled, not finite only means that the scale is too large
+            grads = computed.gradients if self.spec.differentiated and loss_scale is None else None
+            raise_if_not_finite(computed.losses, self.spec.plan, self.handler, grads)
         return self.result(self.value(computed), computed)
+
+    def compute(
+        self,
+        params: Mapping[int, Any],
+        batch: Any,
+        target: Any,
+        state: State | None,
+        rng: Rng | None,
+        loss_scale: LossScale | None,
+    ) -> Computed:
+        """Run the programs as they are."""
+        self.notices.on_step_begin()
+        inputs = self.spec.inputs(params, batch, target, state, rng, loss_scale=loss_scale)
+        if self.pieces is not None and isinstance(inputs.rng, tuple):
+            inputs = replace(inputs, rng=self.pieces.seed.seeder(inputs.rng))
+        computed = _compute(self.spec, self.checked_run, inputs)
+        self.notices.on_step_end(computed.outcome)
+        return computed
 
     def value(self, computed: Computed) -> Any:
         """Return the loss, the pair of loss and aux, or the outputs."""
@@ -134,9 +159,9 @@ class Step:
             return computed.loss, computed.output
         return computed.output if computed.loss is None else computed.loss
 
-    def capturing(self, then: Then | None = None) -> CapturedStep:
-        """Return the step as a graph, which goes on with `then`."""
-        return CapturedStep(self.spec, self.run, self.notices, self.replays, self.device, then)
+    def capturing(self, then: Then | None = None, losses: bool = False) -> CapturedStep:
+        """Return the step as a graph, which goes on with `then`; with the losses of the microbatches, if asked for."""
+        return CapturedStep(self.spec, self.run, self.notices, self.replays, self.device, then, losses)
 
 
 class CapturedStep:
@@ -145,6 +170,7 @@ class CapturedStep:
     Args:
         then: a function that goes on with the results; by default there is nothing more.
         device: where this process computes; None if the arguments say it.
+        losses: return those of the microbatches too.
     """
 
     def __init__(
@@ -155,24 +181,33 @@ class CapturedStep:
         replays: Replays,
         device: torch.device | None,
         then: Then | None,
+        losses: bool = False,
     ) -> None:
         self.spec, self.notices, self.replays = spec, notices, replays
 
         def function(arguments: Arguments, seeder: Seeder | None) -> tuple[Any, Computed]:
-            params, batch, target, state, weights, zero, _ = arguments
+            params, batch, target, state, weights, zero, loss_scale, _ = arguments
             each = () if weights is None else weights.unbind()
             scales = [0.0 if is_zero else NonZero(w) for w, is_zero in zip(each, zero, strict=True)]
             scale_of = [functools.partial(_identity, scale) for scale in scales]
-            computed = _compute(spec, run, spec.inputs(params, batch, target, state, seeder, scale_of))
-            if then is None:
-                return None, computed
-            with replays.running("the update"):
-                return then(arguments, computed)
+            computed = _compute(spec, run, spec.inputs(params, batch, target, state, seeder, scale_of, loss_scale))
+            result = None
+            if then is not None:
+                with replays.running("the update"):
+                    result, computed = then(arguments, computed)
+            return result, computed if losses else computed._replace(losses={})
 
         self.captured = Captured(function, replays, device)
 
     def __call__(
-        self, params: Any, batch: Any, target: Any, state: Any, rng: Rng | None, more: Any = None
+        self,
+        params: Any,
+        batch: Any,
+        target: Any,
+        state: Any,
+        rng: Rng | None,
+        loss_scale: LossScale | None = None,
+        more: Any = None,
     ) -> tuple[Any, Computed]:
         """Run, capture or replay a step.
 
@@ -182,7 +217,8 @@ class CapturedStep:
         self.notices.on_step_begin()
         try:
             self.spec.check_mode()
-            arguments = Arguments(params, batch, target, state, *self.spec.weights(params, batch, target), more)
+            weights, zero = self.spec.weights(params, batch, target)
+            arguments = Arguments(params, batch, target, state, weights, zero, loss_scale, more)
             seed = self.spec.seed(rng)
         except StageError as error:
             self.replays.refuse(error)
@@ -205,7 +241,7 @@ def _compute(spec: StepSpec, run: Run, inputs: Inputs) -> Computed:
     loss = spec.total(results.losses) if spec.loss else None
     state = results.state if len(spec.replicas.here) > 1 else results.state[0]
     data_gradients = spec.data_gradients(inputs, results)
-    return Computed(loss, results.output, results.gradients, state, inputs.rows, data_gradients)
+    return Computed(loss, results.losses, results.output, results.gradients, state, inputs.rows, data_gradients)
 
 
 def check_capture(handler: Handler, observer: Observer | None, compile: bool | str, capture: Capture) -> None:  # noqa: A002

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fpipe.devices import CaptureError
+from fpipe._format import extent
+from fpipe.devices import CaptureError, without_autocast
 from fpipe.errors import StageError
 from fpipe.handlers.protocol import Handler
 from fpipe.plan import Plan, Schedule
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.rng import Rng
-from fpipe.training.norms import clip_by_global_norm, clip_in_a_graph
+from fpipe.training import skipping
+from fpipe.training.arguments import State
+from fpipe.training.finite import CheckFinite, check_option, raise_if_not_finite
+from fpipe.training.loss_scale import LossScale
+from fpipe.training.norms import PURPOSE, check_limit, clipped, squares, squares_everywhere
 from fpipe.training.step import Arguments, Computed, Step
 from fpipe.training.verbs import value_and_grad
 
 Optimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]
 """`init(params) -> state` and `update(grads, state, params, **options) -> (params, state)`, both pure."""
+
+
+Choose = Callable[[Tensor, Any, Callable[[], Any], Any], Any]
+"""`choose(finite, old, update, gradients)` returns the updated tree, or the old one where the step is to be skipped."""
+
+
+class Updated(NamedTuple):
+    """The results of a step with its update; those that nothing asks for are None.
+
+    Args:
+        state: of the stages.
+        norm: of the gradients.
+        finite: whether the loss and the gradients are.
+        sums: each stage's sum of squares.
+        loss_scale: the next one.
+    """
+
+    params: Any
+    opt_state: Any
+    state: Any
+    loss: Any
+    norm: Tensor | None
+    finite: Tensor | None
+    sums: Tensor | None
+    loss_scale: LossScale | None
 
 
 def train_step(
@@ -30,6 +59,7 @@ def train_step(
     *,
     handler: Handler,
     max_norm: float | Tensor | None = None,
+    check_finite: CheckFinite = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """Return a function that computes the loss and its gradients, and updates the params.
@@ -38,18 +68,25 @@ def train_step(
         optimizer: the pair `(init, update)` of `interop.optimizer`, or another pair of such functions. With
             `donate=True` a step reuses the memory of `params` and `opt_state`, which must not be used again.
         max_norm: clip the gradients to this norm over the whole pipeline, as `clip_by_global_norm` does.
+        check_finite: of loss and gradients. With "skip", a step where they are not finite returns params, optimizer
+            state and stages' state as they were passed. With True or "raise" it is an error, and nothing is updated.
         options: those of `value_and_grad`.
 
     Returns:
-        `step(params, opt_state, batch, target=None, *, state=None, rng=None, **changes) -> (params, opt_state, loss)`.
-        With `has_aux`, `(loss, aux)` stands in place of the loss; with `max_norm`, the norm before clipping follows;
-        with stateful stages, the new state is the last element. `changes` are options of the optimizer for this call
-        only, such as `lr`. The results have the bits of `value_and_grad`, `clip_by_global_norm` and `update` called
-        one after the other.
+        `step(params, opt_state, batch, target=None, *, state=None, rng=None, loss_scale=None, **changes) -> (params,
+        opt_state, loss)`. With `has_aux`, `(loss, aux)` stands in place of the loss. Then follow, each only where it is
+        asked for: with `max_norm`, the norm before clipping; with `check_finite="skip"`, a tensor that is True if the
+        step was taken; with a `LossScale`, the next one; with stateful stages, the new state. A step with a loss scale
+        is skipped where loss or gradients are not finite, on all ranks alike. `changes` are options of the optimizer
+        for this call only, such as `lr`. The results have the bits of `value_and_grad`, `clip_by_global_norm` and
+        `update` called one after the other.
 
     Raises:
-        ScheduleError, StageError, TransportError: as `value_and_grad`; nothing is then updated.
+        ScheduleError, StageError, NonFiniteError, TransportError: as `value_and_grad`; nothing is then updated.
         ValueError: (at once) as `value_and_grad`; or `argnums` is given.
+
+    Whether a step is skipped is read on the host at its end; a captured step selects on the device, which takes a copy
+    of params and optimizer state.
 
     >>> import torch
     >>> from fpipe import Pipeline, Placement, handlers, interop, schedules
@@ -66,47 +103,124 @@ def train_step(
         raise ValueError(
             "train_step updates the params and returns no gradients: take value_and_grad for those of the batch"
         )
+    check_option(check_finite, (None, False, True, "raise", "skip"))
     differentiate = value_and_grad(pipeline, schedule, plan, handler=handler, **options)
     assert isinstance(differentiate, Step)
-    stateful = any(stage.stateful for stage in pipeline.stages)
+    return TrainStep(differentiate, update, max_norm, check_finite, captured=options.get("capture") is True)
 
-    def updated(
-        params: Any, opt_state: Any, changes: Mapping[str, Any], loss: Any, grads: Any, clip: Callable[..., Any]
-    ) -> tuple[Any, ...]:
-        norm: list[Tensor] = []
-        if max_norm is not None:
-            grads, *norm = clip(grads, max_norm, plan, handler=handler)
-        return *update(grads, opt_state, params, **changes), loss, *norm
 
-    def then(arguments: Arguments, computed: Computed) -> tuple[tuple[Any, ...], Computed]:
-        opt_state, changes = arguments.more
-        loss, grads = differentiate.value(computed), computed.gradients
-        clip = functools.partial(clip_in_a_graph, replays=differentiate.replays)
-        try:
-            results = updated(arguments.params, opt_state, changes, loss, grads, clip)
-        except CaptureError as error:
-            raise StageError(f"the optimizer's update can't be captured: {error}; {CAPTURABLE}") from error
-        return results, computed._replace(gradients={})
+class TrainStep:
+    """A function of params, optimizer state and batch: a step, its update, and what is asked for beside them.
 
-    captured = differentiate.capturing(then) if options.get("capture") is True else None
+    Args:
+        captured: replay step and update as one graph.
+    """
 
-    def step(
+    def __init__(
+        self,
+        differentiate: Step,
+        update: Callable[..., tuple[Any, Any]],
+        max_norm: float | Tensor | None,
+        check_finite: CheckFinite,
+        captured: bool,
+    ) -> None:
+        self.differentiate, self.update, self.max_norm = differentiate, update, max_norm
+        self.plan, self.handler = differentiate.spec.plan, differentiate.handler
+        self.raises, self.skips = check_finite in (True, "raise"), check_finite == "skip"
+        self.stateful = any(stage.stateful for stage in differentiate.spec.pipeline.stages)
+        self.captured = differentiate.capturing(self._in_a_graph, losses=self.raises) if captured else None
+
+    def __repr__(self) -> str:
+        return f"<TrainStep: {self.differentiate.name}, {extent(self.plan)}, {self.handler}>"
+
+    def __call__(
+        self,
         params: Mapping[int, Any],
         opt_state: Any,
         batch: Any,
         target: Any = None,
         *,
-        state: Mapping[int, Any] | None = None,
+        state: State | None = None,
         rng: Rng | None = None,
+        loss_scale: LossScale | None = None,
         **changes: Any,
     ) -> Any:
-        if captured is None:
-            loss, grads, *new_state = differentiate(params, batch, target, state=state, rng=rng)
-            return *updated(params, opt_state, changes, loss, grads, clip_by_global_norm), *new_state
-        results, computed = captured(params, batch, target, state, rng, (opt_state, changes))
-        return (*results, computed.state) if stateful else results
+        more = opt_state, changes
+        if self.captured is not None:
+            updated, computed = self.captured(params, batch, target, state, rng, loss_scale, more)
+            self._check(computed, None, updated.sums, loss_scale)
+        else:
+            computed = self.differentiate.compute(params, batch, target, state, rng, loss_scale)
+            sums = self._sums(computed, loss_scale)
+            self._check(computed, computed.gradients, sums, loss_scale)
+            choose = skipping.on_host if self.skips or loss_scale is not None else None
+            arguments = Arguments(params, batch, target, state, None, (), loss_scale, more)
+            updated = self._updated(arguments, computed, sums, choose)
+        asked = {"norm": self.max_norm is not None, "finite": self.skips}
+        asked |= {"loss_scale": loss_scale is not None, "state": self.stateful}
+        more_results = [getattr(updated, name) for name, is_asked in asked.items() if is_asked]
+        return updated.params, updated.opt_state, updated.loss, *more_results
 
-    return step
+    def _is_guarded(self, scale: LossScale | None) -> bool:
+        """Whether the update depends on whether loss and gradients are finite."""
+        return self.raises or self.skips or scale is not None
+
+    def _sums(self, computed: Computed, scale: LossScale | None, in_a_graph: bool = False) -> Tensor | None:
+        """Return each stage's sum of squares on all ranks; None where nothing needs them."""
+        if self.max_norm is None and not self._is_guarded(scale):
+            return None
+        grads, plan, handler = computed.gradients, self.plan, self.handler
+
+        def checked() -> Tensor:
+            if self.max_norm is not None:
+                check_limit(self.max_norm)
+            return squares(grads, plan, handler, *(handler.devices or ())[:1] if in_a_graph else ())
+
+        if in_a_graph:
+            return self.differentiate.replays.add(checked(), PURPOSE)
+        return squares_everywhere(checked, handler)
+
+    def _check(self, computed: Computed, grads: Any, sums: Tensor | None, scale: LossScale | None) -> None:
+        """Raise NonFiniteError; of gradients that are scaled, not finite only means that the scale is too large."""
+        if self.raises:
+            scaled = scale is not None
+            gradients = {} if scaled else {"grads": grads, "sums": sums}
+            raise_if_not_finite(computed.losses, self.plan, self.handler, **gradients)
+
+    def _in_a_graph(self, arguments: Arguments, computed: Computed) -> tuple[Updated, Computed]:
+        """Go on with the results of a step that is captured."""
+        choose = skipping.on_device if self._is_guarded(arguments.loss_scale) else None
+        try:
+            sums = self._sums(computed, arguments.loss_scale, in_a_graph=True)
+            updated = self._updated(arguments, computed, sums, choose)
+        except CaptureError as error:
+            raise StageError(f"the optimizer's update can't be captured: {error}; {CAPTURABLE}") from error
+        return updated, computed._replace(gradients={})
+
+    def _updated(self, arguments: Arguments, computed: Computed, sums: Tensor | None, choose: Choose | None) -> Updated:
+        """Return the results of a step; `choose` leaves the update out where the step is to be skipped."""
+        (opt_state, changes), scale = arguments.more, arguments.loss_scale
+        grads, norm = computed.gradients, None if sums is None else sums.sum().sqrt()
+        if self.max_norm is not None and norm is not None:
+            grads = clipped(grads, self.max_norm, norm)
+
+        def update() -> tuple[Any, ...]:
+            with without_autocast():
+                new = self.update(grads, opt_state, arguments.params, **changes)
+            return *new, computed.state if self.stateful else None
+
+        finite = following = None
+        if self._is_guarded(scale) and norm is not None and computed.loss is not None:
+            finite = norm.isfinite() & computed.loss.detach().isfinite().to(norm.device)
+            following = None if scale is None else scale.adjust(finite)
+        if choose is None or finite is None:
+            results = update()
+        else:
+            old = arguments.params, opt_state, arguments.state if self.stateful else None
+            results = choose(finite, old, update, computed.gradients)
+        params, opt_state, state = results
+        loss, raised = self.differentiate.value(computed), sums if self.raises else None
+        return Updated(params, opt_state, state, loss, norm, finite, raised, following)
 
 
 CAPTURABLE = "give the optimizer fused=True and capturable=True, as far as its class has them, and max_norm as a number"

@@ -23,6 +23,7 @@ from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.precision import OWN_DTYPES, Precision
 from fpipe.tables import TABLE, WEIGHT, Table
 from fpipe.training.arguments import Buffers, Reduction, StepSpec
+from fpipe.training.finite import CheckFinite, check_option
 from fpipe.training.step import Capture, Computed, Step, check_capture, check_replicas_captured
 
 
@@ -49,6 +50,7 @@ def value_and_grad(
     capture: Capture = False,
     precision: Precision = OWN_DTYPES,
     buffers: Buffers | None = None,
+    check_finite: CheckFinite = None,
     effects: Table = TABLE,
 ) -> Callable[..., Any]:
     """Return a function that computes the loss and its gradients, microbatch by microbatch.
@@ -97,16 +99,19 @@ def value_and_grad(
             float32 params are cast for the stages, and their gradients are float32.
         buffers: "own" lets each replica keep a state of its own, as of batch norm, which its microbatches alone update.
             By default stages with state have no replicas.
+        check_finite: True or "raise" makes it an error that a loss or a gradient is not finite, on every rank and with
+            the microbatch and the stages. Nothing waits for it before the step's end, when the ranks exchange one
+            message, and the host reads the result.
         effects: the table of effects; `TABLE.extended({...})` for your own, whose functions the handler takes.
 
     Returns:
-        `step(params, batch, target=None, *, state=None, rng=None) -> (loss, grads)`; with `has_aux`,
+        `step(params, batch, target=None, *, state=None, rng=None, loss_scale=None) -> (loss, grads)`; with `has_aux`,
         `((loss, aux), grads)`; with stateful stages, the new state is a last element. `params`, `grads` and
         `state` are `{stage: tree}` of the stages that this process holds; `rng` is `(seed, step)`. Where a process
         plays several replicas, `state` is a list with one `{stage: tree}` for each, and so is the new state. The step
         changes none of its arguments. Every rank returns the loss. Under `torch.no_grad()` it returns the same. Batch
         and target may be `Microbatches`, whose tensors have other sizes in each microbatch; aux is then `Microbatches`
-        too.
+        too. `loss_scale` is a `LossScale`.
 
         The gradients of the batch, or of the target, are a tree like it. A floating or complex leaf that a stage of
         this process reads has its whole gradient, though stages of other ranks read it too, and zeros if the loss does
@@ -120,6 +125,7 @@ def value_and_grad(
         TypeError: (at once) the pipeline or the handler is none.
         StageError: (in the step) an argument is wrong, a stage failed, or it can't be captured: it draws without `rng`,
             reads a tensor on the host, or has shapes that depend on values. Or it runs under `torch.inference_mode()`.
+        NonFiniteError: (in the step, with `check_finite`) a loss or a gradient is not finite.
         TransportError: (in the step) another rank failed.
 
     >>> import torch
@@ -154,7 +160,8 @@ def value_and_grad(
     if capture:
         check_capture(handler, observing(observe), compile, capture)
         check_replicas_captured(spec, programs, handler, capture)
-    return Step(spec, programs, handler, observe, _name(schedule), result, capture)
+    check_option(check_finite, (None, False, True, "raise"))
+    return Step(spec, programs, handler, observe, _name(schedule), result, capture, bool(check_finite))
 
 
 def evaluate(
@@ -178,6 +185,7 @@ def evaluate(
     dynamic: bool = False,
     precision: Precision = OWN_DTYPES,
     buffers: Buffers | None = None,
+    check_finite: CheckFinite = None,
     effects: Table = TABLE,
 ) -> Callable[..., Any]:
     """Return a function that runs the pipeline forward: it keeps no residuals and differentiates nothing.
@@ -202,8 +210,9 @@ def evaluate(
     >>> run({0: torch.tensor(2.0), 1: torch.tensor(1.0)}, torch.arange(4.0))
     tensor([1., 3., 5., 7.])
     """
-    if not loss and (has_aux or weight is not None):
-        raise ValueError("has_aux and weight need loss=True: both concern the loss")
+    if not loss and (has_aux or weight is not None or check_finite):
+        raise ValueError("has_aux, weight and check_finite need loss=True: they concern the loss")
+    check_option(check_finite, (None, False, True, "raise"))
     schedule = wavefront if schedule is None else as_schedule(schedule)
     _check_types(pipeline, plan, handler)
     options = Options(autodiff, everything_saveable, compile, dynamic)
@@ -215,7 +224,7 @@ def evaluate(
         programs = residence(programs, resident)
     check(programs)
     name = f"evaluate of {_name(schedule)}"
-    return Step(spec, programs, handler, observe, name, lambda value, _: value)
+    return Step(spec, programs, handler, observe, name, lambda value, _: value, checks=bool(check_finite))
 
 
 def _arguments(argnums: Argument | Sequence[Argument]) -> tuple[Argument, ...]:

@@ -436,11 +436,25 @@ def updates_as_dtensors(rank):
     init, update = interop.optimizer(torch.optim.Adafactor, lr=0.1)
     with pytest.raises(TypeError, match=r"can't update DTensors by Adafactor \(aten\."):
         update(place(grads), init(params), place(params))
-    return (whole(sharded)[0] - expected[0]).abs().max().item(), {name: is_dtensor(x) for name, x in state[0].items()}
+    off = (whole(sharded)[0] - expected[0]).abs().max().item()
+    return off, {name: is_dtensor(x) for name, x in state[0].items()}, masters_of_shards(place)
+
+
+def masters_of_shards(place):
+    """Where updates of bfloat16 shards with masters differ from those of whole parameters."""
+    init, update = interop.optimizer(torch.optim.AdamW, lr=0.1, master=torch.float32)
+    params, grads = ({0: values(8, 6, seed=seed).bfloat16()} for seed in (0, 1))
+    sharded, sharded_state, state = place(params), init(params), init(params)
+    for _ in range(2):
+        sharded, sharded_state = update(place(grads), sharded_state, sharded)
+        params, state = update(grads, state, params)
+    assert is_dtensor(sharded_state[0]["master"])
+    return differences(whole((sharded, sharded_state)), (params, state))
 
 
 def test_optimizers_that_are_not_elementwise_update_dtensors_if_torch_can(pools):
-    for worst, kinds in pools(2).run(updates_as_dtensors):
+    for worst, kinds, masters in pools(2).run(updates_as_dtensors):
+        assert masters == []
         assert worst < 1e-2  # Muon multiplies matrices of bfloat16
         assert kinds == {"momentum_buffer": True}
 
@@ -473,3 +487,41 @@ def test_gradients_and_state_must_be_placed_like_the_params(pools):
         assert "placed (Shard(dim=1),) over DeviceMesh((a=2), 'cpu', stride=(1,)), and its parameter" in columns
         assert state.startswith("state[0]['w']['exp_avg'] is float32[4, 4] on cpu, and its parameter on cpu, placed")
         assert of_group == []  # a predicate sees the whole parameter
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(("kind", "options"), [OPTIMIZERS[1], OPTIMIZERS[3], OPTIMIZERS[9]])
+def test_masters_are_torchs_optimizer_on_float32_params(kind, options, donate):
+    torch.manual_seed(0)
+    low = {0: {"w": torch.randn(3, 3).bfloat16(), "b": torch.randn(3)}, 1: {"frozen": torch.randn(2).half()}}
+    own = [low[0]["b"].clone(), low[0]["w"].float()]
+    theirs = kind([p.requires_grad_() for p in own], **options)
+    init, update = interop.optimizer(kind, master=torch.float32, donate=donate, **options)
+    params, state = low, init(low)
+    for i in range(4):
+        grads = {0: {"w": torch.randn(3, 3).bfloat16(), "b": torch.randn(3)}, 1: {"frozen": None}}
+        if i == 3:  # added up by the caller, in float32
+            grads[0]["w"] = grads[0]["w"].float() / 3
+        own[0].grad, own[1].grad = grads[0]["b"], grads[0]["w"].float()
+        theirs.step()
+        before = None if donate else copy.deepcopy((params, state))
+        memory = params[0]["w"].data_ptr(), state[0]["w"].get("master", own[1]).data_ptr()
+        new_params, new_state = update(grads, state, params)
+        if donate:
+            assert new_params[0]["w"].data_ptr() == memory[0]
+            assert i == 0 or new_state[0]["w"]["master"].data_ptr() == memory[1]
+        else:
+            assert differences((params, state), before) == []
+        params, state = new_params, new_state
+        assert params[0]["w"].dtype == torch.bfloat16
+        assert torch.equal(params[0]["w"], own[1].bfloat16())
+        assert torch.equal(state[0]["w"]["master"], own[1])
+        assert torch.equal(params[0]["b"], own[0])
+    assert (state[1], "master" in state[0]["b"]) == ({"frozen": {}}, False)
+    with pytest.raises(ValueError, match=r"state\[0\]\['w'\] has a master, and the optimizer keeps none: make it"):
+        interop.optimizer(kind, **options).update({**params, 1: {"frozen": None}}, state, params)
+
+
+def test_a_master_must_be_of_a_floating_point_dtype():
+    with pytest.raises(TypeError, match="master must be a floating-point dtype or None"):
+        interop.optimizer(torch.optim.SGD, master=torch.int32)

@@ -13,6 +13,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from fpipe.devices import autocasts
 from fpipe.stages.pytree import PLAIN, Absent, describe
 
 TENSORS = (Tensor, nn.Parameter, nn.Buffer)
@@ -133,10 +134,9 @@ def leaf_key(x: Any) -> Hashable:
 
 def ambient() -> Ambient:
     """Return the current settings."""
-    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     sdp, cuda = torch.backends.cuda, torch.backends.cudnn
     return Ambient(
-        tuple((kind, torch.get_autocast_dtype(kind)) for kind in on),
+        autocasts(),
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.is_inference_mode_enabled(),

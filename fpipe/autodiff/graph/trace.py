@@ -31,7 +31,7 @@ from fpipe import policies
 from fpipe.autodiff.graph.guards import symbolic
 from fpipe.autodiff.graph.lost_gradients import refuse_lost
 from fpipe.autodiff.graph.signature import Leaf, Signature, Spec, Static, Untraceable
-from fpipe.devices import all_generators, device_of
+from fpipe.devices import all_generators, device_of, without_autocast
 from fpipe.devices.operators import draws, written_arguments
 from fpipe.stages.pytree import Flat, alias_leaves, flatten
 from fpipe.stages.rng import host_generators, restored, set_host_generators
@@ -176,7 +176,8 @@ class _JointFunction:
         wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         if not roots or not (params or wanted):
             return [None] * len(params), [None] * len(inputs)
-        grads = iter(torch.autograd.grad(roots, [*params, *wanted], seeds, allow_unused=True))
+        with without_autocast():
+            grads = iter(torch.autograd.grad(roots, [*params, *wanted], seeds, allow_unused=True))
         weights = [next(grads) for _ in params]
         return weights, [next(grads) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs]
 

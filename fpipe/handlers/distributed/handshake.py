@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fpipe.devices import aside
+from fpipe.devices import aside, autocasts
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.distributed.collectives import fingerprint
 from fpipe.handlers.distributed.connections import Connections
@@ -39,7 +39,7 @@ T = TypeVar("T")
 UNKNOWN = -1  # rows, or whether they come as Microbatches
 REMEMBERED = 4096  # signatures; the least recently used is dropped
 REMEMBERED_STEPS = 512  # tuples of the signatures of all microbatches
-WIDTH = 6  # the most numbers that a call gives
+WIDTH = 7  # the most numbers that a call gives
 COMPILING, REPLAYING = 0, -1  # calls; that of a step is the number of its program
 
 Name = tuple[int, int]
@@ -173,7 +173,7 @@ class Handshake:
         lacks_rows = has_loss and inputs.weighed and rows == UNKNOWN
         apart = UNKNOWN if inputs.apart is None else inputs.apart
         self._tokens = [] if inputs.broken is not None else self._tokens_of(inputs)
-        numbers = [apart, lacks_rows, rows, order, *_digest(self._tokens)]
+        numbers = [apart, lacks_rows, rows, order, _settings(inputs), *_digest(self._tokens)]
         self.roll = RollCall(self.connections, self.failures, self.program, numbers, inputs.broken)
 
     def clear(self) -> None:
@@ -201,7 +201,12 @@ class Handshake:
         """
         assert self.roll is not None, "begin comes first"
         grid, calls = self.connections.grid, self.roll.wait()
-        apart, lacks_rows, rows_of, order_of, *_ = zip(*calls, strict=True)
+        apart, lacks_rows, rows_of, order_of, settings, *_ = zip(*calls, strict=True)
+        if others := [process for process, each in enumerate(settings) if each != settings[0]]:
+            raise self._rejected(
+                f"{grid.name(0)} and {grid.name(others[0])} were called under different torch.autocast, or one of them "
+                "with loss_scale=: enter the same autocast on every rank, and pass the same loss scale"
+            )
         if True in apart and False in apart:
             raise self._rejected(
                 f"{grid.name(apart.index(True))} was given Microbatches, {grid.name(apart.index(False))} a batch or "
@@ -223,7 +228,7 @@ class Handshake:
             )
         if rows:
             self.rows, self.here = sum(rows), rows[grid.replica]
-        self.names = self._names([row[4:] for row in calls])
+        self.names = self._names([row[5:] for row in calls])
 
     def _names(self, pairs: list[list[int]]) -> list[Names]:
         """Return the names of each replica's inputs. Where those of a replica are new, the numbers of each travel.
@@ -362,5 +367,10 @@ def _hashable(flat: Flat) -> tuple[Any, ...]:
 
 def _ambient(inputs: Inputs) -> tuple[Any, ...]:
     """Return the settings of torch that decide dtypes beside the inputs."""
-    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    return inputs.rng is None, *autocast, torch.get_default_dtype()
+    return inputs.rng is None, autocasts(), torch.get_default_dtype()
+
+
+def _settings(inputs: Inputs) -> int:
+    """Return a number for what must be the same on every rank; 0 without autocast and loss scale."""
+    settings = autocasts(), inputs.loss_scale is not None
+    return fingerprint(settings) if any(settings) else 0

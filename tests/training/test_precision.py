@@ -1,0 +1,207 @@
+"""Mixed precision: sums, casts, autocast, loss scales and checks that numbers are finite, against torch's own."""
+
+import pytest
+import torch
+
+import fpipe
+from fpipe import LossScale, Pipeline, Placement, handlers, interop, schedules
+from tests.support import precision_jobs as jobs
+from tests.support.combinations import combined
+from tests.support.jobs import differences
+from tests.support.replica_jobs import Grid
+
+WAYS = {"graph": {}, "eager": {"autodiff": "eager"}, "captured": {"capture": True}}
+SCHEDULES = ["gpipe", "zb_v", "dualpipe", "interleaved_1f1b"]
+
+
+@combined(mode=jobs.MODES, schedule=SCHEDULES, way=WAYS)
+def test_every_schedule_has_the_references_bits(mode, schedule, way):
+    assert jobs.compare(handlers.Local(), mode, schedule, **WAYS[way]) == []
+
+
+@pytest.mark.parametrize("way", ["graph", "captured"])
+@pytest.mark.parametrize("mode", ["bfloat16 params", "float16"])
+def test_replicas_have_the_references_bits(mode, way):
+    assert jobs.compare(handlers.Local(), mode, "zb_v", replicas=2, microbatches=4, **WAYS[way]) == []
+
+
+@pytest.mark.parametrize("mode", ["autocast inside", "autocast around", "bfloat16 params"])
+def test_captured_pieces_have_the_references_bits(mode):
+    assert jobs.compare(handlers.Local(), mode, "zb_v", capture="pieces") == []
+
+
+@pytest.mark.parametrize("schedule", ["zb_v", "dualpipe"])
+def test_ranks_in_processes_have_the_references_bits(pools, schedule):
+    modes = [(mode, WAYS["captured" if i % 2 else "graph"]) for i, mode in enumerate(jobs.MODES)]
+    for results in pools(2).run(jobs.compare_ranks, schedule, modes):
+        assert [(mode, at) for mode, at in results if at] == []
+
+
+@pytest.mark.parametrize("way", ["graph", "eager"])
+@pytest.mark.parametrize("mode", jobs.MODES)
+def test_the_reference_and_a_step_are_torchs_autograd(mode, way):
+    """One microbatch, without ties: autograd's gradients of the stages called one after the other."""
+    pipeline, params, batch, target, context, arguments = jobs.prepared(mode, 2, tied=False)
+    plan = pipeline.plan(Placement.loop(2), 1)
+    low = jobs.MODES[mode]["precision"].compute if jobs.MODES[mode] else None
+    wanted = {s: {k: x.detach().requires_grad_() for k, x in tree.items()} for s, tree in params.items()}
+    with context:
+        loss = pipeline(wanted if low is None else jobs.cast(wanted, low), batch, target)
+    leaves = [(s, k) for s, tree in wanted.items() for k in tree]
+    seed = None if not arguments else torch.tensor(2.0**10)
+    grads = torch.autograd.grad(loss, [wanted[s][k] for s, k in leaves], seed)  # outside of autocast
+    grads = [g if seed is None else g / 2.0**10 for g in grads]
+    for own in (handlers.Reference(), handlers.Local()):
+        step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=own, **jobs.MODES[mode], **WAYS[way])
+        with context:
+            found, found_grads = step(params, batch, target, **arguments)
+        assert differences(found, loss.detach()) == []
+        assert differences([found_grads[s][k] for s, k in leaves], grads) == []
+
+
+def test_a_split_transformer_under_autocast_is_the_module_under_autocast():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    module = torch.nn.Sequential(layer, torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
+    x, target = torch.randn(4, 3, 8), torch.randn(4, 3, 8)
+    pipeline, params = interop.split(module, at=["1"], example=(x,))
+
+    def loss_of(output, target):
+        return (output.float() - target).square().mean()
+
+    pipeline = Pipeline(pipeline.stages, loss_of)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(module(x), target)
+    loss.backward()
+    step = fpipe.value_and_grad(
+        pipeline, schedules.gpipe, pipeline.plan(Placement.loop(2), 1), handler=handlers.Local()
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        found, grads = step(params, x, target)
+    assert torch.equal(found, loss.detach())
+    by_name = {name: gradient for tree in grads.values() for name, gradient in tree.items()}
+    assert by_name.keys() == dict(module.named_parameters()).keys()
+    assert [name for name, p in module.named_parameters() if not torch.equal(by_name[name], p.grad)] == []
+
+
+def test_ranks_must_agree_on_autocast_and_loss_scale(pools):
+    for texts, is_finite in pools(2).run(jobs.disagree):
+        assert len(texts) == 2
+        assert all("were called under different torch.autocast, or one of them with loss_scale=" in x for x in texts)
+        assert is_finite
+
+
+@pytest.mark.parametrize("mode", ["float16", "bfloat16 params"])
+def test_shards_in_processes_train_as_one_process(pools, mode):
+    for wrong, taken, text in pools(2).run(jobs.sharded, Grid("dp2 pp1"), mode):
+        assert wrong == []
+        assert taken == [True, True, mode != "float16", True]
+        assert text.startswith("microbatch 0: the loss is nan, and that of 3 others is not finite; the gradients of")
+
+
+# Loss scales
+
+
+def test_the_rule_is_that_of_torchs_grad_scaler():
+    generator = torch.Generator().manual_seed(0)
+    value, streak = torch.tensor(2.0**125), torch.zeros((), dtype=torch.int32)
+    scale = LossScale(2.0**125, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
+    for _ in range(60):
+        finite = torch.rand((), generator=generator) < 0.8
+        torch._amp_update_scale_(value, streak, (~finite).float(), 4.0, 0.25, 3)
+        scale = scale.adjust(finite)
+        assert (scale.value.item(), scale.streak.item()) == (value.item(), streak.item())
+
+
+def test_a_loss_scale_changes_no_bits_of_float32():
+    pipeline, params, batch, target, *_ = jobs.prepared("autocast inside", 2)
+    plan = pipeline.plan(Placement.loop(2), 4)
+    for own, options in [(handlers.Reference(), {}), (handlers.Local(), {}), (handlers.Local(), {"capture": True})]:
+        step = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=own, **options)
+        expected = step(params, batch, target)
+        for value in (2.0**6, 2.0**7, 2.0**3):
+            assert differences(step(params, batch, target, loss_scale=LossScale(value)), expected) == []
+
+
+def test_a_loss_scale_keeps_float16_gradients_from_vanishing():
+    pipeline = Pipeline([lambda p, x: x * p.half(), lambda p, x: x * p.half()], lambda y, t: (y.float() * 1e-9).sum())
+    plan = pipeline.plan(Placement.loop(2), 2)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), reduction="sum")
+    params, x = {0: torch.tensor(2.0), 1: torch.tensor(4.0)}, torch.ones(4).half()
+    _, lost = step(params, x)
+    loss, grads = step(params, x, loss_scale=LossScale(2.0**24))
+    assert (lost[0].item(), lost[1].item()) == (0.0, 0.0)
+    expected = tuple(torch.tensor([3.2e-8, 1.6e-8, 0.8e-8]))
+    torch.testing.assert_close((loss, grads[0], grads[1]), expected, rtol=1e-3, atol=0)
+
+
+OVERFLOWS = [2.0**10, 2.0**11, 2.0**11, 2.0**39, 2.0**38, 2.0**37]
+
+
+@pytest.mark.parametrize(("schedule", "way"), [("zb_v", "graph"), ("dualpipe", "captured")])
+def test_a_step_that_overflows_is_skipped(schedule, way):
+    assert jobs.overflowing(handlers.Local(), schedule, **WAYS[way]) == ([], OVERFLOWS)
+
+
+def test_ranks_skip_a_step_together(pools):
+    for results in pools(2).run(jobs.overflowing_ranks, "zb_v", [WAYS["graph"], WAYS["captured"]]):
+        assert results == [([], OVERFLOWS)] * 2
+
+
+def test_a_loss_scale_must_be_one():
+    pipeline = Pipeline([lambda p, x: x * p], lambda y, t: y.sum())
+    plan, params = pipeline.plan(Placement.loop(1), 1), {0: torch.ones(2)}
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())
+    with pytest.raises(fpipe.StageError, match=r"loss_scale must be a fpipe\.LossScale or None, not a float"):
+        step(params, torch.ones(2), loss_scale=2.0)
+    run = fpipe.evaluate(pipeline, plan, handler=handlers.Local(), loss=True)
+    with pytest.raises(fpipe.StageError, match="evaluate computes none"):
+        run(params, torch.ones(2), loss_scale=LossScale())
+    for wrong in ({"value": 0.0}, {"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"growth_interval": 0}):
+        with pytest.raises(ValueError, match="must be"):
+            LossScale(**wrong)
+
+
+def test_a_checkpoint_has_masters_and_the_loss_scale(tmp_path):
+    pipeline, params, *_ = jobs.prepared("bfloat16 params", 2)
+    plan = pipeline.plan(Placement.loop(2), 1)
+    adamw = interop.optimizer(torch.optim.AdamW, lr=0.1, master=torch.float32)
+    grads = {s: {k: torch.ones_like(x) for k, x in tree.items()} for s, tree in params.items()}
+    params, state = adamw.update(grads, adamw.init(params), params)
+    scale = LossScale(2.0**10).adjust(finite=True)
+    checkpoints = interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local())
+    checkpoints.save(params=params, optimizer=state, scale=scale)
+    found = checkpoints.load(params=params, optimizer=adamw.init(params), scale=LossScale())
+    assert differences((found["params"], found["optimizer"], found["scale"]), (params, state, scale)) == []
+
+
+# Checks
+
+
+def expected_checks():
+    nan = "microbatch 2: the loss is nan; the gradients of stages 0, 1 are not finite: grads[0]['w'], grads[1]['v']"
+    zero = "the gradients of stages 0, 1 are not finite: grads[0]['w'], grads[1]['v']"
+    steps = ["", nan, zero, "", "", nan]
+    evaluated = ["", "microbatch 2: the loss is nan", "", "", "", "microbatch 2: the loss is nan"]
+    raised = [[], [], "2 (0, 1)", "None (0, 1)", []]
+    skipped = [[True], [True], [False], [False], [True]]
+    return steps + evaluated + raised + skipped, []
+
+
+@pytest.mark.parametrize(("way", "replicas"), [("graph", 1), ("eager", 2), ("captured", 2)])
+def test_what_is_not_finite_is_named_or_skipped(way, replicas):
+    assert jobs.check_finite(handlers.Local(), replicas=replicas, **WAYS[way]) == expected_checks()
+
+
+def test_every_rank_names_or_skips_the_same(pools):
+    for results in pools(2).run(jobs.check_finite_ranks, [WAYS["graph"], WAYS["captured"]]):
+        assert results == [expected_checks()] * 2
+
+
+def test_options_of_a_check_are_refused_at_once():
+    pipeline = Pipeline([lambda p, x: x * p], lambda y, t: y.sum())
+    plan, own = pipeline.plan(Placement.loop(1), 1), {"handler": handlers.Local()}
+    with pytest.raises(ValueError, match=r"check_finite must be one of None, False, True, 'raise', not 'skip'"):
+        fpipe.value_and_grad(pipeline, schedules.gpipe, plan, check_finite="skip", **own)
+    with pytest.raises(ValueError, match="check_finite need loss=True"):
+        fpipe.evaluate(pipeline, plan, check_finite=True, **own)
