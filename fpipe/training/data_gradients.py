@@ -93,6 +93,6 @@ def _sum(leaf: Tensor | None, terms: Sequence[Tensor | None], loss_scale: Tensor
     if not present:
         return torch.full_like(leaf, -0.0)  # the sum of no terms, as of params
     if len(present) == 1 and loss_scale is None:
-        return copied(present[0])
-    total = reduce(torch.add, map(OWN_DTYPES.term, present))
-    return unscaled(total, loss_scale).to(leaf.dtype)
+        return copied(present[0])  # type: ignore[no-any-return]
+    total: Tensor = unscaled(reduce(torch.add, map(OWN_DTYPES.term, present)), loss_scale)
+    return total.to(leaf.dtype)

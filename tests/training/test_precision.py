@@ -135,6 +135,20 @@ def test_a_loss_scale_keeps_float16_gradients_from_vanishing():
     torch.testing.assert_close((loss, grads[0], grads[1]), expected, rtol=1e-3, atol=0)
 
 
+def test_gradients_of_a_shared_batch_are_added_in_float32_and_divided_by_the_scale():
+    x, target = torch.rand(4).bfloat16(), torch.rand(256, 4).bfloat16()
+    pipeline = Pipeline([lambda p, x: x * p], lambda y, t: (y * t).sum())
+    plan = pipeline.plan(Placement.loop(1), 256)
+    options = {"argnums": ("params", "batch"), "in_axes": (None, 0), "reduction": "sum"}
+    for own in (handlers.Local(), handlers.Reference()):
+        step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=own, **options)
+        results = [step({0: torch.ones(4).bfloat16()}, x, target, **k) for k in ({}, {"loss_scale": LossScale(2.0**9)})]
+        assert differences(results[1], results[0]) == []
+        _, (_, gradient) = results[0]
+        exact = target.double().sum(0)
+        assert ((gradient.double() - exact) / exact).abs().max() < 2**-8
+
+
 OVERFLOWS = [2.0**10, 2.0**11, 2.0**11, 2.0**39, 2.0**38, 2.0**37]
 
 
