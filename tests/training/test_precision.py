@@ -219,3 +219,27 @@ def test_options_of_a_check_are_refused_at_once():
         fpipe.value_and_grad(pipeline, schedules.gpipe, plan, check_finite="skip", **own)
     with pytest.raises(ValueError, match="check_finite need loss=True"):
         fpipe.evaluate(pipeline, plan, check_finite=True, **own)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_step_that_is_skipped_leaves_the_state_of_stages_too(capture):
+    def running(p, state, x):
+        return x * p, {"mean": state["mean"] * 0.5 + x.mean() * 0.5}
+
+    pipeline = Pipeline([fpipe.Stage(running, stateful=True), lambda p, x: x * p], lambda y, t: y.mean())
+    plan, own = pipeline.plan(Placement.loop(2), 2), handlers.Local()
+    adamw = interop.optimizer(
+        torch.optim.AdamW, lr=0.1, donate=True, master=torch.float32, fused=True, capturable=capture
+    )
+    step = fpipe.train_step(pipeline, schedules.gpipe, plan, adamw, handler=own, check_finite="skip", capture=capture)
+    params, good = {0: torch.ones(2).bfloat16(), 1: torch.ones(2).bfloat16()}, torch.ones(4, 2).bfloat16()
+    state, opt_state, means = {0: {"mean": torch.zeros(())}}, adamw.init(params), []
+    for batch in (good, good, good, good * torch.nan, good):
+        before = jobs.cloned((params, opt_state, state))
+        params, opt_state, _, is_taken, state = step(params, opt_state, batch, state=state)
+        if not is_taken:
+            assert differences((params, opt_state, state), before) == []
+        means.append(round(state[0]["mean"].item(), 3))
+    assert means == [0.75, 0.938, 0.984, 0.984, 0.996]
+    assert opt_state[0]["step"] == 4
+    assert torch.equal(params[0], opt_state[0]["master"].bfloat16())
