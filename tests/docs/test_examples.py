@@ -142,6 +142,24 @@ def test_digits_are_read():
     assert float(re.findall(r"accuracy (\S+)%", out)[-1]) > 95
 
 
+def test_a_training_loop_goes_on_where_it_stopped(tmp_path):
+    """At most 45 lines of code. It stops after its first two thirds; by default it is shorter than it is."""
+    program = (ROOT / "examples" / "training_loop.py").read_text()
+    assert sum(bool(line.strip()) for line in program.split('"""')[2].splitlines()) <= 45
+    steps, every = (60, 20) if ALL else (6, 2)
+    outputs = []
+    for until in (steps - every, steps):
+        assert "STEPS, EVERY, BATCH, PARTS, FOLDER = 60, 20," in program
+        (tmp_path / "program.py").write_text(program.replace(" = 60, 20,", f" = {until}, {every},"))
+        outputs.append(script(tmp_path / "program.py", processes=2, cwd=tmp_path))
+    lines = [re.fullmatch(r"step (\d+): loss \S+, accuracy (\S+)%", line) for line in "".join(outputs).splitlines()]
+    assert [int(line[1]) for line in lines] == [every, 2 * every, 3 * every]
+    assert len(outputs[1].splitlines()) == 1
+    assert float(lines[-1][2]) > (85 if ALL else 10)
+    curve = scalars(tmp_path / "runs" / "training_loop", "measured/rank0")["step/loss"]
+    assert sorted(curve) == list(range(2 * steps))  # two gradients in a step
+
+
 @pytest.mark.parametrize("model", sample(["gpt2", "llama", "bert", "t5"], ["bert"]))
 def test_huggingface(capsys, model):
     if model == "t5":
