@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fpipe._format import extent
 from fpipe.autodiff.interface import Argument, NonZero
-from fpipe.devices import current_device
+from fpipe.devices import autocasts, current_device
 from fpipe.errors import StageError, warn
 from fpipe.handlers.captured import Captured
 from fpipe.handlers.captured_pieces import CapturedPieces
@@ -238,6 +238,8 @@ def _identity(value: T) -> T:
 
 def _compute(spec: StepSpec, run: Run, inputs: Inputs) -> Computed:
     results = run(inputs)
+    if autocasts():
+        torch.clear_autocast_cache()  # of casts of this step's leaves, which it would keep until autocast ends
     loss = spec.total(results.losses) if spec.loss else None
     state = results.state if len(spec.replicas.here) > 1 else results.state[0]
     data_gradients = spec.data_gradients(inputs, results)

@@ -37,6 +37,19 @@ def test_ranks_in_processes_have_the_references_bits(pools, schedule):
         assert [(mode, at) for mode, at in results if at] == []
 
 
+@pytest.mark.parametrize("own", [handlers.Local(), handlers.Reference()], ids=repr)
+def test_steps_in_one_autocast_keep_no_casts(own):
+    pipeline = Pipeline([lambda p, x: x @ p], lambda y, t: y.float().mean())
+    step = fpipe.value_and_grad(
+        pipeline, schedules.gpipe, pipeline.plan(Placement.loop(1), 1), handler=own, autodiff="eager"
+    )
+    params, x = {0: torch.ones(256, 256)}, torch.ones(2, 256)
+    with torch.autocast("cpu", torch.bfloat16):
+        once = fpipe.peak_bytes(lambda: step(params, x))
+        often = fpipe.peak_bytes(lambda: [step(params, x) and None for _ in range(8)])
+    assert often < 1.5 * once
+
+
 @pytest.mark.parametrize("way", ["graph", "eager"])
 @pytest.mark.parametrize("mode", jobs.MODES)
 def test_the_reference_and_a_step_are_torchs_autograd(mode, way):
