@@ -112,7 +112,7 @@ class Overlap:
     """Two effects that the handler may interleave; neither may need a value of the other."""
 
     forward: Forward
-    backward: Backward | BackwardInput
+    backward: Backward | BackwardInput | BackwardWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from math import lcm
@@ -187,7 +187,7 @@ def check_cotangents(cotangents: object) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a schedule depends on: the placement, the number of microbatches, the edges, and ties.
+    """All that a schedule depends on: the placement, the number of microbatches, the edges, ties, and what is trained.
 
     Args:
         placement: stage -> ranks.
@@ -202,9 +202,16 @@ class Plan:
         cotangents: "by_consumer": each stage's gradient of an output travels by itself. "by_rank": a rank adds the
             gradients of its stages, from the highest down, and sends the sum; the sums are added from the rank of the
             highest stage down, so that bits depend on the placement. `Pipeline.plan` fills it in.
+        trained: the stages with trained parameters, which alone have weight gradients. A stage has input gradients if
+            a stage before it is trained, or if it or one before it is among `batch_gradients`. None if every stage has
+            both halves of a backward. `Pipeline.plan` fills it in for a pipeline with frozen stages.
 
     Raises:
         ScheduleError: a count is not positive, two counts don't fit each other, or `cotangents` is neither of the two.
+
+    >>> plan = Plan(Placement.loop(ranks=4), microbatches=8, trained=[1, 3])
+    >>> [(plan.is_trained(stage), plan.differentiated_sources(stage)) for stage in range(4)]
+    [(False, ()), (True, ()), (False, (1,)), (True, (2,))]
     """
 
     placement: Placement
@@ -215,6 +222,7 @@ class Plan:
     gathered: frozenset[int] = frozenset()
     batch_gradients: frozenset[int] = frozenset()
     cotangents: Cotangents = "by_consumer"
+    trained: Collection[int] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.placement, Placement):
@@ -236,10 +244,15 @@ class Plan:
         for stage in (s for group in self.ties for s in group):
             if not 0 <= stage < self.stages:
                 raise ScheduleError(f"a tie names stage {stage}: there are stages 0 to {self.stages - 1}")
+        if self.trained is not None:
+            object.__setattr__(self, "trained", frozenset(self.trained))
+            if unknown := [s for s in self.trained if not (isinstance(s, int) and 0 <= s < self.stages)]:
+                raise ScheduleError(f"trained names stage {unknown[0]!r}: there are stages 0 to {self.stages - 1}")
 
     def __repr__(self) -> str:
         chain = {"edges": Edges(())} if self.edges == Edges.chain(self.stages) else {}
-        return call_of(self, "placement", **chain)
+        trained = {} if self.trained is None else {"trained": tuple(sorted(self.trained))}
+        return call_of(self, "placement", **chain, **trained)
 
     def _repr_html_(self) -> str:
         """Return the table of stages by rank that a notebook shows."""
@@ -339,6 +352,32 @@ class Plan:
         """Return every (stage, rank) whose weight gradients are added to this stage's: its copies and its ties'."""
         return self._sharers[stage]
 
+    def is_trained(self, stage: int) -> bool:
+        """Return whether a stage has weight gradients."""
+        return self.trained is None or stage in self.trained
+
+    def is_differentiated(self, stage: int) -> bool:
+        """Return whether a stage's output has gradients: the stage, or one before it, is trained or has batch gradients."""
+        return self.trained is None or stage in self._differentiated
+
+    def differentiated_sources(self, stage: int) -> tuple[int, ...]:
+        """Return the stages that this one reads and gives input gradients, lowest first."""
+        return tuple(filter(self.is_differentiated, self.sources(stage)))
+
+    def has_input_half(self, stage: int) -> bool:
+        """Return whether a stage's backward has input gradients; where `trained` is not given, every stage's has."""
+        if self.trained is None or stage in self.batch_gradients:
+            return True
+        return any(map(self.is_differentiated, self.sources(stage)))
+
+    @cached_property
+    def _differentiated(self) -> frozenset[int]:
+        differentiated = {*(range(self.stages) if self.trained is None else self.trained), *self.batch_gradients}
+        for stage in range(self.stages):
+            if not differentiated.isdisjoint(self.sources(stage)):
+                differentiated.add(stage)
+        return frozenset(differentiated)
+
     @cached_property
     def _stages_on(self) -> dict[int, tuple[int, ...]]:
         stages_on: dict[int, list[int]] = {rank: [] for rank in range(self.ranks)}
@@ -351,7 +390,8 @@ class Plan:
     def _sharers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         groups = [{s, *(t for g in self.ties if s in g for t in g)} for s in range(self.stages)]
         holders = self.placement.holders
-        return tuple(tuple((t, rank) for t in sorted(group) for rank in holders[t]) for group in groups)
+        trained = [sorted(filter(self.is_trained, group)) for group in groups]
+        return tuple(tuple((t, rank) for t in group for rank in holders[t]) for group in trained)
 
 
 Schedule = Callable[[int, Plan], Iterator[Effect]]

@@ -38,6 +38,7 @@ from fpipe.effects import (
 
 FORWARD, INPUT, WEIGHT = 1, 2, 4
 """The work of one stage on one microbatch, in bits: its forward, its input gradients, its weight gradients."""
+BACKWARD = INPUT | WEIGHT
 
 # The colours are Okabe and Ito's, which the colour-blind can distinguish; black text is legible on each.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, GREY = "#56b4e9", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#9e9e9e"
@@ -67,6 +68,10 @@ class Topology(Protocol):
     def rank_of(self, stage: int, microbatch: int, /) -> int: ...
     def ranks_of(self, stage: int, /) -> tuple[int, ...]: ...
     def sharers(self, stage: int, /) -> tuple[tuple[int, int], ...]: ...
+    def is_trained(self, stage: int, /) -> bool: ...
+    def is_differentiated(self, stage: int, /) -> bool: ...
+    def differentiated_sources(self, stage: int, /) -> tuple[int, ...]: ...
+    def has_input_half(self, stage: int, /) -> bool: ...
 
 
 class Prices(Protocol):
@@ -99,6 +104,16 @@ def uniform(function: _Function) -> _Function:
 def is_uniform(function: Callable[..., Any] | None) -> bool:
     """Whether a column is marked by `uniform`."""
     return getattr(function, "uniform", False)
+
+
+def halves(stage: int, plan: Topology) -> int:
+    """Return the halves that a stage's backward has, as the bits `INPUT` and `WEIGHT`."""
+    return INPUT * plan.has_input_half(stage) | WEIGHT * plan.is_trained(stage)
+
+
+def last_half(stage: int, plan: Topology) -> int:
+    """Return the half that ends a stage's backward, as a bit; 0 if it has none."""
+    return WEIGHT if plan.is_trained(stage) else halves(stage, plan)
 
 
 @uniform
@@ -318,8 +333,8 @@ def _inputs(e: Compute, plan: Topology) -> Names:
 
 @uniform
 def _outputs(e: Compute, plan: Topology) -> Names:
-    residuals = Residuals(e.stage, e.microbatch)
-    return (Activation(e.stage, e.microbatch), residuals) if plan.consumers(e.stage) else (residuals,)
+    residuals = (Residuals(e.stage, e.microbatch),) if plan.is_differentiated(e.stage) else ()
+    return (Activation(e.stage, e.microbatch), *residuals) if plan.consumers(e.stage) else residuals
 
 
 @uniform
@@ -327,7 +342,7 @@ def _cotangents(e: Compute, plan: Topology) -> Names:
     """With cotangents by rank: the ranks' sums, and those of this rank to which the stage adds its own gradients."""
     m = e.microbatch
     gradients = (Gradient(e.stage, c, m) for c in plan.terms(e.stage, m))
-    higher = ((s, plan.added_to(s, e.stage, m)) for s in plan.sources(e.stage))
+    higher = ((s, plan.added_to(s, e.stage, m)) for s in plan.differentiated_sources(e.stage))
     sums = (Gradient(s, c, m) for s, c in higher if c is not None)
     return (*gradients, *sums, Residuals(e.stage, m))
 
@@ -344,8 +359,15 @@ def _cotangents_for_inputs(e: Compute, plan: Topology) -> Names:
 
 
 @uniform
-def _deferred_for_weights(e: Compute, plan: Topology) -> Names:
-    return _deferred(e, plan) + (() if _has_input_gradients(e, plan) else _parameters(e, plan))
+def _saved_for_weights(e: Compute, plan: Topology) -> Names:
+    """The weight gradients come from deferred values; without input gradients, from the cotangents themselves."""
+    return _deferred(e, plan) if plan.has_input_half(e.stage) else _cotangents(e, plan)
+
+
+@uniform
+def _saved_and_parameters(e: Compute, plan: Topology) -> Names:
+    alone = not (plan.has_input_half(e.stage) and _has_input_gradients(e, plan))
+    return _saved_for_weights(e, plan) + (_parameters(e, plan) if alone else ())
 
 
 def _has_input_gradients(e: Compute, plan: Topology) -> bool:
@@ -354,7 +376,7 @@ def _has_input_gradients(e: Compute, plan: Topology) -> bool:
 
 @uniform
 def _input_gradients(e: Compute, plan: Topology) -> Names:
-    return tuple(Gradient(s, e.stage, e.microbatch) for s in plan.sources(e.stage))
+    return tuple(Gradient(s, e.stage, e.microbatch) for s in plan.differentiated_sources(e.stage))
 
 
 @uniform
@@ -375,7 +397,7 @@ def _both_gradients(e: Compute, plan: Topology) -> Names:
 
 @uniform
 def _inputs_and_deferred(e: Compute, plan: Topology) -> Names:
-    return _input_gradients(e, plan) + _deferred(e, plan)
+    return _input_gradients(e, plan) + (_deferred(e, plan) if plan.is_trained(e.stage) else ())
 
 
 def _value(e: Send | Recv, plan: Topology) -> Names:
@@ -479,7 +501,7 @@ def _gradient_readers(v: Gradient, plan: Topology) -> list[int]:
 
 
 def _has_edge(v: Gradient, plan: Topology) -> bool:
-    return v.consumer in plan.consumers(v.stage)
+    return v.consumer in plan.consumers(v.stage) and plan.is_differentiated(v.stage)
 
 
 def _sum_producer(v: WeightGradient, plan: Topology) -> int:
@@ -491,7 +513,7 @@ def _sum_readers(v: WeightGradient, plan: Topology) -> list[int]:
 
 
 def _has_copy(v: WeightGradient | Partials, plan: Topology) -> bool:
-    return v.rank in plan.ranks_of(v.stage)
+    return v.rank in plan.ranks_of(v.stage) and plan.is_trained(v.stage)
 
 
 def _compute(names: tuple[Any, Any, Any], cost: str, work: int, letter: str, label: str, colour: str) -> Row:
@@ -506,7 +528,7 @@ TABLE = Table(
             *("backward_input", INPUT, "I", "input gradient", ORANGE),
         ),
         BackwardWeight: _compute(
-            (_deferred_for_weights, _weight_gradient, _deferred),
+            (_saved_and_parameters, _weight_gradient, _saved_for_weights),
             *("backward_weight", WEIGHT, "W", "weight gradient", GREEN),
         ),
         Backward: _compute(

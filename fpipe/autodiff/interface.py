@@ -84,6 +84,7 @@ class DifferentiablePipeline:
         shares: whether the factor of each loss is its share of the "rows" or of the caller's "weight"; None for the
             sum of the losses.
         argnums: the arguments of the step that are differentiated.
+        differentiated: the step returns gradients. Forwards then run in grad mode, also those without a backward.
     """
 
     pipeline: Pipeline
@@ -94,6 +95,7 @@ class DifferentiablePipeline:
     precision: Precision = OWN_DTYPES
     shares: Literal["rows", "weight"] | None = "rows"
     argnums: frozenset[Argument] = PARAMS
+    differentiated: bool = False
 
 
 @dataclass(frozen=True)

@@ -248,8 +248,9 @@ class Calls:
         forward, stateful = self.pieces.stages[stage].forward, self.pipeline.stages[stage].stateful
         sources = tuple((s, self.slot(fx.Activation(s, m))) for s in self.plan.sources(stage))
         out, residuals = self.slot(fx.Activation(stage, m)), None
-        if keep := fx.Residuals(stage, m) in self.last_use:
+        if fx.Residuals(stage, m) in self.last_use:
             residuals = self.slot(fx.Residuals(stage, m))
+        keep = residuals is not None or self.pieces.differentiated  # in autograd's mode, even if nothing is saved
         last = stage == self.plan.stages - 1
         is_sent = bool(self.plan.consumers(stage)) or self.pieces.gather
 
@@ -308,8 +309,9 @@ class Calls:
 
     def _store_gradients(self, stage: int, m: int) -> Callable[[Mapping[int, Leaves]], None]:
         slots = self.slots
-        gradients = tuple((s, self.slot(fx.Gradient(s, stage, m))) for s in self.plan.sources(stage))
-        higher = ((s, self.plan.added_to(s, stage, m)) for s in self.plan.sources(stage))
+        sources = self.plan.differentiated_sources(stage)
+        gradients = tuple((s, self.slot(fx.Gradient(s, stage, m))) for s in sources)
+        higher = ((s, self.plan.added_to(s, stage, m)) for s in sources)
         sums = {s: self.slot(fx.Gradient(s, c, m)) for s, c in higher if c is not None}
 
         def store(inputs: Mapping[int, Leaves]) -> None:
@@ -333,7 +335,10 @@ class Calls:
         return stage < self.plan.stages - 1 or has_weight(self.step.inputs.scale(m))
 
     def _backward(self, e: fx.Backward) -> Instruction:
-        stage, m, slots = e.stage, e.microbatch, self.slots
+        return self._whole_backward(e.stage, e.microbatch)
+
+    def _whole_backward(self, stage: int, m: int) -> Instruction:
+        slots = self.slots
         backward, residuals = self.pieces.stages[stage].backward, self.slot(fx.Residuals(stage, m))
         cotangents, store = self._cotangents(stage, m), self._store_gradients(stage, m)
 
@@ -349,16 +354,20 @@ class Calls:
         stage, m, slots = e.stage, e.microbatch, self.slots
         backward, residuals = self.pieces.stages[stage].backward_input, self.slot(fx.Residuals(stage, m))
         cotangents, store = self._cotangents(stage, m), self._store_gradients(stage, m)
-        deferred = self.slot(fx.Deferred(stage, m))
+        deferred = self.slot(fx.Deferred(stage, m)) if self.plan.is_trained(stage) else None
 
         def call() -> None:
-            inputs, slots[deferred] = backward(_pop(slots, residuals), cotangents())
+            inputs, saved = backward(_pop(slots, residuals), cotangents())
+            if deferred is not None:
+                slots[deferred] = saved
             store(inputs if self._has_weight(stage, m) else zeros(inputs))
 
         return call
 
     def _backward_weight(self, e: fx.BackwardWeight) -> Instruction:
         stage, m, slots = e.stage, e.microbatch, self.slots
+        if not self.plan.has_input_half(stage):
+            return self._whole_backward(stage, m)
         backward, deferred = self.pieces.stages[stage].backward_weight, self.slot(fx.Deferred(stage, m))
 
         def call() -> None:

@@ -13,7 +13,7 @@ from fpipe.devices import CaptureError, is_capturing
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
-from fpipe.handlers.gradients import Sum, data_gradients, received, total, unscaled
+from fpipe.handlers.gradients import Sum, check_trained, data_gradients, received, total, unscaled
 from fpipe.handlers.protocol import Inputs, PeerLost, Results
 from fpipe.stages.microbatch import sizes_of
 from fpipe.stages.pytree import summary
@@ -40,6 +40,8 @@ class Executor:
         for stage in self.stages:
             try:
                 prepared[stage] = self.pieces.stages[stage].prepare(self.pipeline.params_of(inputs.params, stage))
+                if self.pieces.differentiated:
+                    check_trained(self.pipeline, self.plan, stage, prepared[stage])
                 if self.pieces.precision.compute is not None:
                     prepared[stage].replace(list(map(self.pieces.precision.cast, prepared[stage].leaves)))
             except StageError as error:
@@ -98,7 +100,7 @@ class Executor:
         for (stage, m), leaves in step.data_gradients.items():
             gradients = data_gradients(self.pipeline.stages[stage], step.inputs.data[m], leaves)
             results.data_gradients[stage, m + step.inputs.first] = gradients
-        if stages := {*step.sums, *step.scattered}:
+        if (stages := {*step.sums, *step.scattered}) or self.pieces.differentiated:
             sums = {(stage, self.rank): step.sums_of(stage) for stage in sorted(stages)}
             for (stage, rank), leaves in step.foreign.items():
                 sums[stage, rank] = received(self.pipeline, self.plan, params, stage, self.rank, leaves)

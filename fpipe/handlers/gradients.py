@@ -25,7 +25,8 @@ import optree
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.interface import READS, Argument, Leaves
+from fpipe.autodiff.interface import READS, Argument, Leaves, Prepared
+from fpipe.errors import StageError
 from fpipe.plan import Plan
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline, SharedParam
@@ -127,6 +128,30 @@ class Sum:
                 self.totals[i] = _copied(total)
         self.owned.update(range(len(self.totals)))
         return self.totals
+
+
+def check_trained(pipeline: Pipeline, plan: Plan, stage: int, prepared: Prepared) -> None:
+    """Check that every trained param of a stage, and every entry that it shares, has a sum in the plan.
+
+    Raises:
+        StageError: the plan does not train the stage, or the owner of a tied entry; the gradients would be missing.
+    """
+    if plan.trained is None or not prepared.trained:
+        return
+    leaf = prepared.trained[0] if not plan.is_trained(stage) else None
+    numbers = prepared.spec.unflatten(range(len(prepared.leaves)))
+    for (owner, _), uses in pipeline.entries.items():
+        for user, path in uses if not plan.is_trained(owner) else ():
+            if user == stage and (tied := {*indices(numbers, path)} & {*prepared.trained}):
+                leaf = min(tied)
+    if leaf is not None:
+        raise StageError(
+            f"its params{short(paths_of(prepared.spec)[leaf])} is trained, and the plan trains only stages "
+            f"{sorted(plan.trained)}: freeze it with pipeline.freeze(params, where), or make the plan with "
+            "pipeline.plan(placement, microbatches, trained=...), where an entry that stages share counts for all of "
+            "them",
+            stage=stage,
+        )
 
 
 def copied(tree: Any) -> Any:

@@ -36,7 +36,7 @@ from fpipe.autodiff.interface import (
 from fpipe.devices import current_device, without_autocast
 from fpipe.effects import Backward, BackwardWeight
 from fpipe.errors import blaming
-from fpipe.handlers.gradients import LeafKey, Sums, add, copied, data_gradients, total, unscaled
+from fpipe.handlers.gradients import LeafKey, Sums, add, check_trained, copied, data_gradients, total, unscaled
 from fpipe.handlers.protocol import Inputs, Observer, Replicas, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.program import Program
@@ -62,7 +62,8 @@ class Reference:
         return Replicas(range(plan.replicas), plan.replicas)
 
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
-        train = any(isinstance(e, Backward | BackwardWeight) for p in programs.values() for e in p)
+        backward = any(isinstance(e, Backward | BackwardWeight) for p in programs.values() for e in p)
+        train = backward or pieces.differentiated
         return lambda inputs: _Step(programs[0].plan, pieces, train, inputs).run()
 
     def check(self) -> None:
@@ -86,7 +87,9 @@ class _Step:
         self.params = [
             prepared(stage, self.pipeline.params_of(inputs.params, s), pieces.argnums) for s, stage in stages
         ]
-        for each in self.params:
+        for stage, each in enumerate(self.params):
+            if train:
+                check_trained(self.pipeline, plan, stage, each)
             each.leaves[:] = map(pieces.precision.cast, each.leaves)
         self.sums: list[dict[tuple[int, int], dict[LeafKey, Tensor | None]]] = [{} for _ in range(plan.replicas)]
         self.results = Results(state=[*map(dict, inputs.state)])

@@ -2,6 +2,7 @@
 
 Each pass is a plain function `programs -> programs`, and `lower` composes them. After it:
 
+- where `plan.trained` is given, a stage's backward has the halves that exist, and no other;
 - a value is sent right after the last effect that gives it, once to each rank that reads it;
 - on each directed edge, receives are posted in the order of the sends, at the latest before first use;
 - a stage's `Reduce` follows its last weight gradient; with replicas its `Scatter` does, and `Reduce` comes at the end;
@@ -19,7 +20,22 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from fpipe.effects import Effect, Forward, Gather, Recv, Reduce, Scatter, Send, Value, WeightGradient, parts
+from fpipe.effects import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Effect,
+    Forward,
+    Gather,
+    Overlap,
+    Recv,
+    Reduce,
+    Scatter,
+    Send,
+    Value,
+    WeightGradient,
+    parts,
+)
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interning import Interning
@@ -28,7 +44,7 @@ from fpipe.programs.program import Program, Programs, plan_of, table_of
 from fpipe.programs.residence import Residence, residence
 from fpipe.programs.schedules import as_schedule
 from fpipe.programs.transports import Transport
-from fpipe.tables import TABLE, WEIGHT, Table, is_uniform
+from fpipe.tables import BACKWARD, INPUT, TABLE, WEIGHT, Table, halves, is_uniform
 
 Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values that are not received yet
 
@@ -65,7 +81,7 @@ def lower(
 Backward(stage=1, microbatch=0))
     """
     early = Transport.named(transport) == Transport()
-    programs = collect(schedule, plan, effects)
+    programs = existing_halves(collect(schedule, plan, effects))
     if not any(type(e) is Send or type(e) is Recv for program in programs.values() for e in program):
         programs = prefetch(communicate(programs), depth) if early else rendezvous(programs)
     programs = reduce(exchange_sums(scatter(programs)))
@@ -86,7 +102,7 @@ def collect(schedule: Schedule | str, plan: Plan, table: Table = TABLE) -> Progr
             )
         limit = _most_effects(rank, plan, table)
         effects = tuple(islice(yielded, limit + 1))
-        check_names(effects, rank, plan, table)
+        check_names(effects, rank, replace(plan, trained=None), table)  # a schedule may be written for all halves
         if len(effects) > limit:
             effect, count = Counter(effects).most_common(1)[0]
             own = "" if table is TABLE else ", else let each of your own effects do more"
@@ -117,6 +133,39 @@ def _most_effects(rank: int, plan: Plan, table: Table) -> int:
         if table is not TABLE:
             total += len(plan.microbatches_of(stage, rank)) * 3 * OWN_EFFECTS
     return total
+
+
+def existing_halves(programs: Programs) -> Programs:
+    """Leave out the halves of backwards that the plan's stages do not have, and the effects on values that then lack.
+
+    A `Backward` of a stage with one half becomes that half alone, and an `Overlap` without a backward its forward.
+    """
+    if plan_of(programs).trained is None:
+        return programs
+    return {rank: replace(p, effects=tuple(_existing(p.effects, p))) for rank, p in programs.items()}
+
+
+def _existing(effects: Iterable[Any], program: Program) -> Iterator[Effect]:
+    plan, table = program.plan, program.table
+    for effect in effects:
+        work, kind = table.effects[type(effect)].work, type(effect)
+        if kind is Overlap:
+            both = tuple(_existing(parts(effect), program))
+            yield from both if len(both) < 2 else [Overlap(*both)]  # type: ignore[arg-type]
+        elif work & BACKWARD:
+            half = work & halves(effect.stage, plan)
+            if kind is Backward and half in HALF:
+                yield HALF[half](effect.stage, effect.microbatch)
+            elif half:
+                yield effect
+        elif kind is Send or kind is Recv:
+            if table.values[type(effect.value)].exists(effect.value, plan):
+                yield effect
+        elif not (kind is Reduce or kind is Scatter) or plan.is_trained(effect.stage):
+            yield effect
+
+
+HALF: Mapping[int, type[BackwardInput | BackwardWeight]] = {INPUT: BackwardInput, WEIGHT: BackwardWeight}
 
 
 def gathered(programs: Programs) -> frozenset[int]:
@@ -288,7 +337,7 @@ def exchange_sums(programs: Programs) -> Programs:
     other communication; and in one order over all ranks, so that every transport can run them.
     """
     plan = plan_of(programs)
-    if all(len(plan.sharers(stage)) == 1 for stage in range(plan.stages)):
+    if all(len(plan.sharers(stage)) <= 1 for stage in range(plan.stages)):
         return programs
     posts = (e for program in programs.values() for e in program if type(e) is Send or type(e) is Recv)
     if any(isinstance(post.value, WeightGradient) for post in posts):
@@ -332,7 +381,7 @@ def _with_reduce(program: Program) -> list[Effect]:
 def _last_weights(program: Program) -> dict[int, int]:
     """Return the index of each stage's last weight gradient in the program."""
     last: dict[int, int] = {}
-    stages = len(program.plan.stages_on(program.rank))
+    stages = sum(map(program.plan.is_trained, program.plan.stages_on(program.rank)))
     for at in range(len(program) - 1, -1, -1):
         part: Any
         for part in parts(program.effects[at]):

@@ -9,7 +9,7 @@ from typing import Any
 from fpipe.effects import Overlap, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan
-from fpipe.tables import FORWARD, INPUT, Table, fields_of
+from fpipe.tables import BACKWARD, FORWARD, Table, fields_of
 
 
 def check_names(effects: Iterable[Any], rank: int, plan: Plan, table: Table) -> None:
@@ -24,8 +24,8 @@ def check_names(effects: Iterable[Any], rank: int, plan: Plan, table: Table) -> 
             )
         if kind is Overlap:
             forward, backward = (table.effects.get(type(part)) for part in parts(effect))
-            if not (forward and backward and forward.work == FORWARD and backward.work & INPUT):
-                raise refused(rank, effect, "it overlaps a Forward with a Backward or a BackwardInput")
+            if not (forward and backward and forward.work == FORWARD and backward.work & BACKWARD):
+                raise refused(rank, effect, "it overlaps a Forward with a Backward, or with one of its halves")
             check_names(parts(effect), rank, plan, table)
         elif row.track in ("send", "receive"):
             if effect.rank == rank or not _in(plan.ranks, effect.rank):

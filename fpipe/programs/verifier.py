@@ -3,7 +3,8 @@
 The rules, in the order of the checks; the first broken rule is the error:
 
 1. The stages, microbatches, ranks and values of effects are in the plan. Every stage runs each microbatch forward once,
-   on the rank `plan.rank_of`, and backward once, fused or in two halves; or no stage runs backward.
+   on the rank `plan.rank_of`, and backward once, fused or in two halves, with the halves that the stage has: weight
+   gradients if it is trained, input gradients if a stage before it is. Or no stage runs backward.
 2. Per stage and copy, forwards and weight gradients run in microbatch order. The parts of an overlap are independent.
 3. Every trained stage is reduced once on each of its ranks. Sums are reduced and sent only when they are final: with
    replicas, once they are scattered, after the stage's last weight gradient. Where the parameters of stages are
@@ -53,7 +54,7 @@ from fpipe.programs.names import check_names, refused
 from fpipe.programs.program import Program, Programs, plan_of, table_of
 from fpipe.programs.residence import Residence
 from fpipe.programs.transports import Transport
-from fpipe.tables import FORWARD, INPUT, TABLE, WEIGHT, Table, is_uniform
+from fpipe.tables import BACKWARD, FORWARD, INPUT, TABLE, WEIGHT, Table, halves, is_uniform, last_half
 
 Edge = tuple[int, int]  # source rank, target rank
 
@@ -74,8 +75,9 @@ class Report:
         messages: the number of messages over each directed edge, (source, target).
         bytes: bytes of activations and gradients over each edge; None without costs.
         peak_in_flight: the peak number of microbatches in flight on each rank; one on one of v chunks counts 1/v.
-            A microbatch is in flight on a stage from its forward to its weight gradient or fused backward. Counted in
-            program order, so timing does not change it; 0 if no stage runs backward.
+            A microbatch is in flight on a stage from its forward to its weight gradient or fused backward; of a stage
+            that is not trained, to its input gradient. Counted in program order, so timing does not change it; 0 if no
+            stage runs backward.
         peak_bytes: the peak of each rank's live bytes at the ends of effects, in program order: residuals, deferred
             values, and values from when they are computed, or their receive is posted, to their last use. Shared memory
             counts once. A backward has freed its inputs when it ends. A sent value is live until a value received from
@@ -173,11 +175,11 @@ def check(programs: Programs, *, transport: str = "async", ordered: bool = True,
         check_names(program, rank, plan, table)
     interning = Interning(plan, table)
     all_parts: Any = (part for program in programs.values() for effect in program for part in parts(effect))
-    trained = any(table.effects[type(part)].work & (INPUT | WEIGHT) for part in all_parts)
-    rules = [_RankRules(programs[rank], trained, ordered) for rank in range(plan.ranks)]
+    backward = any(table.effects[type(part)].work & BACKWARD for part in all_parts)
+    rules = [_RankRules(programs[rank], backward, ordered) for rank in range(plan.ranks)]
     for each in rules:
         each.check()
-    due = _due(programs, trained, interning)
+    due = _due(programs, backward, interning)
     _check_messages(programs, due, interning)
     deque(turns(programs, transport), maxlen=0)
     return Report(
@@ -195,14 +197,17 @@ def check(programs: Programs, *, transport: str = "async", ordered: bool = True,
 class _RankRules:
     """Rules 1 to 3 on one rank: the work that each stage has done, the microbatches in flight, the resident stages."""
 
-    def __init__(self, program: Program, trained: bool, ordered: bool) -> None:
+    def __init__(self, program: Program, backward: bool, ordered: bool) -> None:
         self.program, self.plan, self.rank, self.table = program, program.plan, program.rank, program.table
-        self.trained, self.ordered = trained, ordered
+        self.backward, self.ordered = backward, ordered
         stages = self.plan.stages_on(self.rank)
+        self.halves = {stage: halves(stage, self.plan) if backward else 0 for stage in stages}
+        self.last_halves = {stage: last_half(stage, self.plan) if backward else 0 for stage in stages}
+        self.trained = [stage for stage in stages if self.halves[stage] & WEIGHT]
         self.microbatches = {stage: self.plan.microbatches_of(stage, self.rank) for stage in stages}
         self.done = {stage: bytearray(self.plan.microbatches) for stage in self.microbatches}
         self.last = {(stage, work): -1 for stage in self.microbatches for work in (FORWARD, WEIGHT)}
-        self.left = {stage: len(run) if trained else 0 for stage, run in self.microbatches.items()}
+        self.left = {stage: len(run) if stage in self.trained else 0 for stage, run in self.microbatches.items()}
         self.reduced, self.scattered = set[int](), set[int]()
         self.resident, self.peak_resident = set[int](), 0
         self.early: list[ScheduleError] = []  # of sums that are used too early; errors of rule 1 are raised first
@@ -253,8 +258,9 @@ class _RankRules:
 
     def scatter(self, e: Any) -> None:
         self.place(e)
-        if self.plan.replicas == 1 or not self.trained:
-            raise self.wrong(e, "nothing runs backward" if self.plan.replicas > 1 else "the plan has one replica")
+        if self.plan.replicas == 1:
+            raise self.wrong(e, "the plan has one replica")
+        self.check_trained(e)
         if e.stage in self.scattered:
             raise self.wrong(e, "the stage is scattered already")
         self.last_weight(e, e.stage)
@@ -286,17 +292,27 @@ class _RankRules:
         stage, m = e.stage, e.microbatch
         if stage not in self.microbatches or m not in self.microbatches[stage]:
             raise self.wrong(e, f"rank {self.plan.rank_of(stage, m)} runs that microbatch of that stage")
+        if work & BACKWARD & ~self.halves[stage]:
+            raise self.wrong(e, self.lacking(e, work & BACKWARD & ~self.halves[stage]))
         if self.done[stage][m] & work:
             raise self.wrong(e, "it has run: a microbatch goes forward once, and backward once, fused or in two halves")
         self.done[stage][m] |= work
         if work == FORWARD:
             self.in_order(e, FORWARD)
-            self.in_flight += self.trained
+            self.in_flight += self.halves[stage] > 0
             self.peak = max(self.peak, self.in_flight)
         elif work & WEIGHT:
             self.in_order(e, WEIGHT)
-            self.in_flight -= 1
             self.left[stage] -= 1
+        self.in_flight -= bool(work & self.last_halves[stage])
+
+    def lacking(self, e: Any, half: int) -> str:
+        """Return why a stage does not have a half of its backward, and the effect to yield."""
+        has = MISSING.get(self.halves[e.stage])
+        way = f"yield {has}" if has else "yield no backward of it"
+        if half & WEIGHT:
+            return f"stage {e.stage} has no weight gradients: plan.trained does not name it; {way}"
+        return f"stage {e.stage} has no input gradients: no stage before it is trained; {way}"
 
     def in_order(self, e: Any, work: int) -> None:
         last, self.last[e.stage, work] = self.last[e.stage, work], e.microbatch
@@ -316,14 +332,17 @@ class _RankRules:
     def reduce(self, e: Any) -> None:
         if e.stage not in self.microbatches:
             raise self.wrong(e, f"the rank holds stages {tuple(self.microbatches)}")
-        if not self.trained:
-            raise self.wrong(e, "nothing runs backward")
+        self.check_trained(e)
         if e.stage in self.reduced:
             raise self.wrong(e, "the stage is reduced already")
         for stage, rank in self.plan.sharers(e.stage):
             if rank == self.rank:
                 self.final(e, stage)
         self.reduced.add(e.stage)
+
+    def check_trained(self, e: Any) -> None:
+        if e.stage not in self.trained:
+            raise self.wrong(e, "plan.trained does not name the stage" if self.backward else "nothing runs backward")
 
     def share(self, e: Any) -> None:
         if e.value.rank == self.rank:
@@ -339,9 +358,8 @@ class _RankRules:
             self.early.append(self.wrong(e, f"it comes before the last weight gradient of stage {stage}"))
 
     def end(self) -> None:
-        full = FORWARD | INPUT | WEIGHT if self.trained else FORWARD
         for stage, microbatches in self.microbatches.items():
-            done = self.done[stage]
+            done, full = self.done[stage], FORWARD | self.halves[stage]
             for m in microbatches if done.count(full) < len(microbatches) else ():
                 if missing := full & ~done[m]:
                     kind = "Forward" if missing & FORWARD else MISSING[missing]
@@ -353,7 +371,7 @@ class _RankRules:
                 f"rank {self.rank} never yields Release({stage}) after its last Gather({stage}): the whole parameters "
                 "would stay"
             )
-        for stage in self.microbatches if self.trained else ():
+        for stage in self.trained:
             if self.plan.replicas > 1 and stage not in self.scattered:
                 raise ScheduleError(
                     f"rank {self.rank} never yields Scatter({stage}, {self.rank}): a schedule yields every Scatter, or "
@@ -377,7 +395,7 @@ Due = dict[Edge, dict[int, Collection[int]]]
 """For each edge the ids of the values that must be sent on it, by block. Values of a block have the same readers."""
 
 
-def _due(programs: Programs, trained: bool, interning: Interning) -> Due:
+def _due(programs: Programs, backward: bool, interning: Interning) -> Due:
     plan, block, due = interning.plan, interning.block, Due()
 
     def add(value: Any, count: int) -> None:
@@ -391,9 +409,9 @@ def _due(programs: Programs, trained: bool, interning: Interning) -> Due:
     for stage in range(plan.stages):
         for m in range(0, plan.microbatches, block):
             add(Activation(stage, m), block)
-            for consumer in plan.consumers(stage) if trained else ():
+            for consumer in plan.consumers(stage) if backward and plan.is_differentiated(stage) else ():
                 add(Gradient(stage, consumer, m), block)
-        for rank in plan.ranks_of(stage) if trained else ():
+        for rank in plan.ranks_of(stage) if backward and plan.is_trained(stage) else ():
             add(WeightGradient(stage, rank), 1)
     for value in _user_values(programs, interning.table):
         add(value, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, SupportsIndex
 
@@ -14,7 +14,8 @@ from fpipe.errors import StageError
 from fpipe.plan import Cotangents, Edges, Placement, Plan, check_cotangents
 from fpipe.stages.describe import description, html
 from fpipe.stages.microbatch import Microbatch, Microbatches
-from fpipe.stages.pytree import Path, as_path, get_at, set_at, short
+from fpipe.stages.pytree import Path, as_path, flatten, get_at, paths, set_at, short
+from fpipe.stages.selection import Where, selected
 from fpipe.stages.stage import Batch, Output, Read, Stage, StageFunction, Target
 
 SharedParam = tuple[int, Path]
@@ -64,18 +65,94 @@ class Pipeline:
         # All uses of each shared param: the param itself first, then by stage.
         self.entries = _entries(ties or {}, len(self.stages))
 
-    def plan(self, placement: Placement, microbatches: int, replicas: int = 1) -> Plan:
-        """Return the plan for this pipeline's edges and ties.
+    def plan(
+        self, placement: Placement, microbatches: int, replicas: int = 1, trained: Collection[int] | None = None
+    ) -> Plan:
+        """Return the plan for this pipeline's edges, ties and trained stages.
 
         Args:
             microbatches: of each replica.
             replicas: copies of the whole pipeline, each with its own part of the batch.
+            trained: the stages with trained params, by default `self.trained`. `range(stages)` leaves out only the
+                input gradients of stages that no trained stage precedes, such as the first.
 
         Raises:
             ScheduleError: the placement's stages are not this pipeline's.
         """
         ties = tuple(tuple(sorted({stage for stage, _ in uses})) for uses in self.entries.values())
-        return Plan(placement, microbatches, self.edges, ties, replicas, cotangents=self.cotangents)
+        trained = self.trained if trained is None else trained
+        return Plan(
+            placement, microbatches, self.edges, ties, replicas, cotangents=self.cotangents, trained=trained
+        )
+
+    @property
+    def trained(self) -> frozenset[int] | None:
+        """The stages with trained params, as far as `Stage.frozen` tells; None if no stage is frozen as a whole.
+
+        The owner of an entry is among them as long as another stage's use of the entry is trained.
+        """
+        frozen = {s for s, stage in enumerate(self.stages) if () in map(as_path, stage.frozen)}
+        for (owner, _), uses in self.entries.items():
+            if not all(self._is_frozen(user, path) for user, path in uses):
+                frozen.discard(owner)
+        return frozenset(range(len(self.stages))) - frozen if frozen else None
+
+    def _is_frozen(self, stage: int, path: Path) -> bool:
+        entries = map(as_path, self.stages[stage].frozen)
+        return any(path[: len(entry)] == entry for entry in entries)
+
+    def freeze(self, params: Mapping[int, Any], where: Where) -> Pipeline:
+        """Return the pipeline with more params frozen: they get no gradient, which is None.
+
+        A stage whose params are all frozen, or that has none, is left out of the plan's `trained`: its weight gradients
+        are neither scheduled nor computed, and its input gradients only if a stage before it is trained.
+
+        Args:
+            params: of all stages; only their structure is read, so that they may be on the meta device.
+            where: a pattern of names, several of them, or a predicate of (path, parameter), whose path begins with the
+                stage. An entry that several stages share is decided by its place in the params.
+
+        Raises:
+            ValueError: a pattern matches no parameter.
+            StageError: the params of a stage are missing.
+
+        >>> pipeline = Pipeline([lambda p, x: x * p["scale"] + p["bias"]] * 2)
+        >>> params = {stage: {"scale": torch.ones(()), "bias": torch.zeros(())} for stage in range(2)}
+        >>> first = pipeline.freeze(params, lambda path, x: path[0] == 0)
+        >>> first.trained, first.unfreeze(params, "bias").stages[0].frozen
+        (frozenset({1}), (('scale',),))
+        """
+        return self._with_frozen(params, where, True)
+
+    def unfreeze(self, params: Mapping[int, Any], where: Where) -> Pipeline:
+        """Return the pipeline with fewer params frozen. The arguments and errors are those of `freeze`."""
+        return self._with_frozen(params, where, False)
+
+    def _with_frozen(self, params: Mapping[int, Any], where: Where, frozen: bool) -> Pipeline:
+        trees = {stage: _tree_of(params, stage) for stage in range(len(self.stages))}
+        leaves = [((s, *path), x) for s, tree in trees.items() for path, x in zip(paths(tree), flatten(tree).leaves, strict=True)]
+        changed = set(selected(where, leaves))
+        stages = [
+            replace(stage, frozen=self._frozen_paths(params, index, changed, frozen))
+            for index, stage in enumerate(self.stages)
+        ]
+        return self.replace(stages, self.loss)
+
+    def _frozen_paths(self, params: Mapping[int, Any], stage: int, changed: set[Path], frozen: bool) -> tuple[Any, ...]:
+        tree = self.params_of(params, stage)
+        uses = {path: entry for entry, of_entry in self.entries.items() for user, path in of_entry if user == stage}
+        trained, entries = list[Path](), list[Path]()
+        for path, leaf in zip(paths(tree), flatten(tree).leaves, strict=True):
+            place = (stage, *path)
+            for use, (owner, source) in uses.items():
+                if path[: len(use)] == use:
+                    place = (owner, *source, *path[len(use) :])
+            is_frozen = frozen if place in changed else self._is_frozen(stage, path)
+            if is_frozen:
+                entries.append(path)
+            elif isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                trained.append(path)
+        return tuple(entries) if trained else ((),)
 
     def __call__(
         self, params: Mapping[int, Any], batch: Any, *target: Any, state: Mapping[int, Any] | None = None

@@ -50,6 +50,12 @@ class Target:
 Read = Output | Batch | Target
 
 
+def frozen_paths(params: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """Return `Stage.frozen` for the parameters of a module: those that require no gradient; `()` if none does."""
+    frozen = tuple(name for name, x in params.items() if not x.requires_grad)
+    return ((),) if len(frozen) == len(params) else frozen
+
+
 def nothing() -> None:
     """Return None, as a reference to what does not exist."""
 
@@ -134,7 +140,8 @@ class Stage:
         reads: an `Output` or `Batch` for each input (a number stands for `Output`). By default stage 0 reads the
             batch, and every other stage the output of the stage before it.
         stateful: the stage has state, such as buffers, that one microbatch passes to the next.
-        frozen: names of entries of params that get no gradient.
+        frozen: names or paths of entries of params that get no gradient; `()` is the path of all params. `Pipeline.freeze`
+            sets them.
     """
 
     fn: StageFunction | Callable[..., Any]

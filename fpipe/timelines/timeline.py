@@ -6,7 +6,8 @@ Conventions (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; our own f
   compute waits for, and of its scatters; busy is the time in compute;
 - cost is the largest span: it does not include a late start; makespan includes it;
 - idle is span - busy, and the bubble rate idle / span on the rank with the largest span;
-- a microbatch is in flight on a stage from its forward to its weight gradient or fused backward.
+- a microbatch is in flight on a stage from its forward to its weight gradient or fused backward; of a stage that is not
+  trained, to its input gradient, and without either, never.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import pairwise
+from typing import Any
 
 from fpipe._format import extent, number
 from fpipe.costs import Costs
@@ -24,7 +26,7 @@ from fpipe.effects import Effect, Recv, parts
 from fpipe.plan import Plan
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import Life, LiveMemory, Lives
-from fpipe.tables import FORWARD, WEIGHT
+from fpipe.tables import BACKWARD, FORWARD, last_half
 from fpipe.timelines.spans import CAUSES, Gap, Span, Spans
 
 _MAX_DRAWN = 5000  # compute effects in a notebook's drawing
@@ -235,18 +237,20 @@ class Timeline:
 
     def _flight_changes(self, rank: int) -> Iterator[tuple[int, int, int]]:
         """Yield each compute's index, and the numbers of microbatches that it puts in flight and that it completes."""
-        if not self._trained:
+        if not self._runs_backward:
             return
+        last = {stage: last_half(stage, self.plan) for stage in self.plan.stages_on(rank)}
         for at in self._computes[rank]:
-            work = [self._work(part) for part in parts(self.spans.effects[at])]
-            yield at, sum(w & FORWARD for w in work), sum(bool(w & WEIGHT) for w in work)
+            of_stages: Any = [part for part in parts(self.spans.effects[at]) if self._work(part)]
+            work = [(self._work(part), last[part.stage]) for part in of_stages]
+            yield at, sum(bool(w & FORWARD and half) for w, half in work), sum(bool(w & half) for w, half in work)
 
     def _work(self, effect: Effect) -> int:
         return self.table.effects[type(effect)].work
 
     @cached_property
-    def _trained(self) -> bool:
-        return any(self._work(part) & WEIGHT for effect in self.spans.effects for part in parts(effect))
+    def _runs_backward(self) -> bool:
+        return any(self._work(part) & BACKWARD for effect in self.spans.effects for part in parts(effect))
 
     @cached_property
     def peak_in_flight(self) -> list[float]:

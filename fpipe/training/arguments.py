@@ -66,7 +66,9 @@ class StepSpec:
             raise ValueError(f"buffers must be 'own' or None, not {self.buffers!r}")
         if self.weight is not None and self.reduction != "mean":
             raise ValueError("weight needs reduction='mean': with 'sum', losses have no weights")
-        if self.plan != self.pipeline.plan(self.plan.placement, self.plan.microbatches, self.plan.replicas):
+        of_pipeline = self.pipeline.plan(self.plan.placement, self.plan.microbatches)
+        fields = ("edges", "ties", "cotangents")
+        if any(getattr(self.plan, name) != getattr(of_pipeline, name) for name in fields):
             raise ScheduleError(
                 "the plan's edges, ties or cotangents are not the pipeline's: make it by pipeline.plan(placement, "
                 "microbatches)"
@@ -93,8 +95,8 @@ class StepSpec:
         if self.reduction == "mean":
             shares = "rows" if self.weight is None else "weight"
         stages = self.options.pieces(pipeline, self.loss)
-        argnums = self.options.argnums
-        return DifferentiablePipeline(pipeline, stages, self.loss, gather, self._merge, self.precision, shares, argnums)
+        how = gather, self._merge, self.precision, shares, self.options.argnums, self.differentiated
+        return DifferentiablePipeline(pipeline, stages, self.loss, *how)
 
     def _merge(self, outputs: Mapping[int, Any], apart: bool | None) -> Any:
         trees = [output for _, output in sorted(outputs.items())]

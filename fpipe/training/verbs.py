@@ -148,7 +148,7 @@ def value_and_grad(
     programs = lower(schedule, plan, depth=prefetch, resident=resident, effects=effects)
     check(programs)
     all_parts = (part for program in programs.values() for effect in program for part in parts(effect))
-    if not any(effects.effects[type(part)].work & WEIGHT for part in all_parts):
+    if plan.trained != frozenset() and not any(effects.effects[type(part)].work & WEIGHT for part in all_parts):
         raise ScheduleError(f"{_name(schedule)} has no backward: use evaluate for the outputs or the loss alone")
     stateful = any(stage.stateful for stage in pipeline.stages)
 

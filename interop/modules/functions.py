@@ -18,7 +18,7 @@ from fpipe.interop.modules.skeletons import call, own_tensors, to_meta, uncompil
 from fpipe.plan import Cotangents
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.sharding import is_dtensor
-from fpipe.stages.stage import Original, Read, Stage, StageFunction, StageSpec
+from fpipe.stages.stage import Original, Read, Stage, StageFunction, StageSpec, frozen_paths
 
 Tree = dict[str, Tensor]
 
@@ -130,11 +130,11 @@ def from_modules(
         owners = {(index, name): home.setdefault(id(parameter), (index, name)) for name, parameter in named.items()}
         ties |= {entry: owner for entry, owner in owners.items() if owner != entry}
         params[index] = {name: parameter.detach() for name, parameter in named.items() if (index, name) not in ties}
-        frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
+        frozen = frozen_paths(named)
         stateful = any(True for _ in module.buffers())
         skeleton, originals = to_meta(module, index), originals_of(named)
         function = ModuleFunction(skeleton, stateful, at is not None, None, originals, shared.get(index, {}))
-        stages.append(Stage(function, (reads or {}).get(index), stateful, tuple(frozen)))
+        stages.append(Stage(function, (reads or {}).get(index), stateful, frozen))
     return Pipeline(stages, loss, ties=ties, cotangents=cotangents), params
 
 

@@ -23,7 +23,7 @@ from fpipe.interop.splitting.partition import PIPE_SPLIT, Flow, Point
 from fpipe.interop.splitting.stage_graph import GraphFunction, SplitSpec, stage_function
 from fpipe.plan import Cotangents
 from fpipe.stages.pipeline import Pipeline
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import Stage, frozen_paths
 
 
 def split(
@@ -239,8 +239,7 @@ def assembled(
         share = None if times is None else sum(times[low:high]) / sum(times)
         begins = str(split_spec.points[stage - 1]) if stage else None
         fn = replace(fn, spec=fn.spec._replace(begins=begins, share=share))
-        frozen = tuple(name for name, x in fn.spec.params.items() if not x.requires_grad)
-        stages.append(Stage(fn, fn.reads, bool(part.state), frozen))
+        stages.append(Stage(fn, fn.reads, bool(part.state), frozen_paths(fn.spec.params)))
     homes = split_spec.homes
     ties = {(s, name): (homes[name], name) for name, users in uses.items() for s in users if s != homes[name]}
     return Pipeline(stages, loss, ties=ties), split_spec
