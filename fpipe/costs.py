@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, SupportsFloat
 from fpipe.effects import Name, Parameters, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, call_of
-from fpipe.tables import TABLE, Table, fields_of
+from fpipe.tables import BACKWARD, TABLE, Table, fields_of
 
 PerStage = float | Sequence[float]
 Edge = tuple[int, int]  # source rank, target rank; or stage, reader
@@ -87,7 +87,8 @@ class Costs:
     Args:
         forward, backward_input, backward_weight: times of a forward and of the two halves of its backward.
         backward: time of a fused backward; by default the two halves together.
-        overlap: time of an `Overlap`, by the stage that runs forward; by default its two parts together.
+        overlap: time of an `Overlap` with a whole backward, by the stage that runs forward; by default, and with one
+            half of a backward, its two parts together.
         communication: the cost of a transfer: a time, a `Link` of latency and bandwidth, or a mapping
             {(source rank, target rank): either}.
         activation: bytes of a stage's output for one microbatch; its gradients have the same size.
@@ -181,7 +182,8 @@ class Costs:
     def time(self, effect: Any, table: Table = TABLE) -> float:
         """Return how long an effect keeps its rank."""
         both = parts(effect)
-        if len(both) > 1 and self.overlap is None:
+        works = [table.effects[type(part)].work for part in both] if len(both) > 1 else []
+        if works and (self.overlap is None or BACKWARD not in works):
             return sum(self.time(part, table) for part in both)
         return table.effects[type(effect)].time(effect, self)
 
