@@ -31,6 +31,7 @@ from fpipe.policies import everything_saveable
 from fpipe.profiling import replicas
 from fpipe.profiling.replicas import Seconds
 from fpipe.profiling.storages import StorageBytes, leaves_of
+from fpipe.programs.lowering import existing_halves
 from fpipe.programs.program import Program
 from fpipe.stages.microbatch import Microbatch, split
 from fpipe.stages.pipeline import Pipeline, with_loss
@@ -86,7 +87,8 @@ def profile(
         `Costs` in seconds for `forward`, `backward`, `backward_input` and `backward_weight`, as `Local` runs them, with
         the addition of weight gradients to their sums; in bytes for `activation`, `residuals`, `deferred`, and for
         `parameters`, which are whole also where they are sharded, in the dtype in which they are passed; `gathered` and
-        `gradients` if these have others. In the others neither parameters nor the batch are counted. `shared` lists the
+        `gradients` if these have others. A half of a backward that a stage does not have, because of what is frozen,
+        costs nothing. In the others neither parameters nor the batch are counted. `shared` lists the
         memory that several of these have in common, `reads` what a stage reads of an output if it does not read all.
         Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`,
         and likewise `gather` and `scatter` without a handler. `Measurement.costs` has all of them as they were in a
@@ -112,7 +114,7 @@ def profile(
         _check_place(handler, params, len(pipeline.stages))
     pipeline = with_loss(pipeline, has_aux)
     stages = Options(autodiff, policy, compile).pieces(pipeline, loss=True)
-    pieces = DifferentiablePipeline(pipeline, stages, precision=precision)
+    pieces = DifferentiablePipeline(pipeline, stages, precision=precision, differentiated=True)
     plan = pipeline.plan(Placement.loop(1, chunks=len(pipeline.stages)), microbatches)
 
     def inputs() -> Inputs:
@@ -167,7 +169,7 @@ class _Run:
         leaves = flatten((dict(inputs.params), [*inputs.state], list(inputs.data))).leaves
         self.profiler = profiler = _Profiler(pieces.pipeline, leaves)
         self.fused, self.halves = (
-            Local().compile({0: Program(plan, 0, tuple(_effects(plan, backward)))}, pieces, profiler)
+            Local().compile(existing_halves({0: Program(plan, 0, tuple(_effects(plan, backward)))}), pieces, profiler)
             for backward in ([fx.Backward], [fx.BackwardInput, fx.BackwardWeight])
         )
         self.fused(inputs)  # it traces the stages; under the hooks of `sizing` they would be traced too
@@ -328,11 +330,15 @@ class _Profiler(Observer):
             return median([median(seconds[key]) for key in keys if key in seconds] or [0.0])
 
         times: Any = {cost: [time(cost, s) for s in stages] for cost in (*PIECES.values(), *OVER_REPLICAS)}
+        in_two = [plan.is_trained(s) and plan.has_input_half(s) for s in stages]
+        for s in stages:
+            if not in_two[s]:
+                times["backward"][s] = times["backward_input"][s] + times["backward_weight"][s]
         return Costs(
             **times,
             activation=[self.activations[fx.Activation(s, 0)] for s in stages],
             residuals=[self.storages.bytes(fx.Residuals(s, 0)) for s in stages],
-            deferred=[self.storages.bytes(fx.Deferred(s, 0)) for s in stages],
+            deferred=[self.storages.bytes(fx.Deferred(s, 0)) if in_two[s] else 0.0 for s in stages],
             shared=self._shared(),
             reads=self.reads,
         )

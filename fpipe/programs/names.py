@@ -25,7 +25,7 @@ def check_names(effects: Iterable[Any], rank: int, plan: Plan, table: Table) -> 
         if kind is Overlap:
             forward, backward = (table.effects.get(type(part)) for part in parts(effect))
             if not (forward and backward and forward.work == FORWARD and backward.work & BACKWARD):
-                raise refused(rank, effect, "it overlaps a Forward with a Backward, or with one of its halves")
+                raise refused(rank, effect, "it overlaps a Forward with a Backward, or a half of one")
             check_names(parts(effect), rank, plan, table)
         elif row.track in ("send", "receive"):
             if effect.rank == rank or not _in(plan.ranks, effect.rank):

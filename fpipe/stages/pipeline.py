@@ -130,7 +130,11 @@ class Pipeline:
 
     def _with_frozen(self, params: Mapping[int, Any], where: Where, frozen: bool) -> Pipeline:
         trees = {stage: _tree_of(params, stage) for stage in range(len(self.stages))}
-        leaves = [((s, *path), x) for s, tree in trees.items() for path, x in zip(paths(tree), flatten(tree).leaves, strict=True)]
+        leaves = [
+            ((s, *path), x)
+            for s, tree in trees.items()
+            for path, x in zip(paths(tree), flatten(tree).leaves, strict=True)
+        ]
         changed = set(selected(where, leaves))
         stages = [
             replace(stage, frozen=self._frozen_paths(params, index, changed, frozen))

@@ -35,10 +35,9 @@ def selected(where: Where, leaves: Sequence[tuple[Path, Any]]) -> list[Path]:
     for pattern in patterns:
         matching = [path for path, _ in tensors if fnmatchcase(name_of(path), pattern)]
         if not matching:
-            names = ", ".join(name_of(path) for path, _ in tensors[:4])
-            raise ValueError(
-                f"no parameter is called {pattern!r}: names are such as {names or '(there are no parameters)'}"
-            )
+            names = list(dict.fromkeys(name_of(path) for path, _ in tensors))
+            such = f"names are such as {', '.join(names[:4])}" if names else "there is no tensor of floating point"
+            raise ValueError(f"no parameter is called {pattern!r}: {such}")
         chosen |= dict.fromkeys(matching)
     return list(chosen)
 

@@ -140,8 +140,8 @@ class Stage:
         reads: an `Output` or `Batch` for each input (a number stands for `Output`). By default stage 0 reads the
             batch, and every other stage the output of the stage before it.
         stateful: the stage has state, such as buffers, that one microbatch passes to the next.
-        frozen: names or paths of entries of params that get no gradient; `()` is the path of all params. `Pipeline.freeze`
-            sets them.
+        frozen: names or paths of entries of params that get no gradient; `()` is the path of all params.
+            `Pipeline.freeze` sets them.
     """
 
     fn: StageFunction | Callable[..., Any]

@@ -140,6 +140,15 @@ def test_one_process_that_hands_values_on_to_itself_holds_what_is_predicted(name
     check(*live_jobs.compared(0, kind, schedule, place(1), 4, handlers.Local(), policy))
 
 
+@combined(
+    name=["gpipe", "interleaved_zb"], kind=live_jobs.KINDS, trained=[(3,), (0,), (1,), (0, 3)], autodiff=["graph"]
+)
+def test_stages_that_are_not_trained_hold_what_is_predicted(name, kind, trained, autodiff):
+    schedule, _ = cases.SCHEDULES[name]
+    place = Placement.loop(1, chunks=4)
+    check(*live_jobs.compared(0, kind, schedule, place, 4, handlers.Local(), trained=trained))
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     sample([*product(ORDERS, live_jobs.KINDS)], [*zip(ORDERS, cycle(live_jobs.KINDS), strict=False)][::2]),

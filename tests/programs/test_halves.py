@@ -8,8 +8,8 @@ from fpipe import Costs, Edges, Placement, Plan, ScheduleError, draw, lower, sch
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Gradient, Overlap, Recv, Reduce, Send, parts
 from fpipe.programs.lowering import forward_only
 from fpipe.programs.verifier import check
-from tests.support.programs import written
 from tests.support.combinations import combined
+from tests.support.programs import written
 
 CHAIN = Plan(Placement.loop(3), 3)
 EVERY = """
@@ -216,7 +216,11 @@ def test_a_half_that_is_missing(trained, orders, message):
     [
         ({1}, Backward(1, 0), "stage 1 has no input gradients: no stage before it is trained; yield BackwardWeight"),
         ({1}, BackwardInput(1, 0), "stage 1 has no input gradients: no stage before it is trained"),
-        ({1}, Backward(0, 0), "stage 0 has no weight gradients: plan.trained does not name it; yield no backward of it"),
+        (
+            {1},
+            Backward(0, 0),
+            "stage 0 has no weight gradients: plan.trained does not name it; yield no backward of it",
+        ),
         ({0}, Backward(1, 0), "stage 1 has no weight gradients: plan.trained does not name it; yield BackwardInput"),
         ({0}, BackwardInput(0, 0), "stage 0 has no input gradients: no stage before it is trained; yield BackwardW"),
     ],

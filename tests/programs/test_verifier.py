@@ -231,7 +231,7 @@ OWN = "for one of your own, pass effects=fpipe.tables.TABLE.extended({its class:
         (B(2, 0), "rank 1 yields B2.0, but there are stages 0 to 1 and microbatches 0 to 0"),
         (BackwardInput(-1, 0), "rank 1 yields BackwardInput(stage=-1, microbatch=0), but there are stages 0 to 1 and "
          "microbatches 0 to 0"),
-        (Overlap(F1, F1), "rank 1 yields F1.0&F1.0, but it overlaps a Forward with a Backward, or with one of its halves"),
+        (Overlap(F1, F1), "rank 1 yields F1.0&F1.0, but it overlaps a Forward with a Backward, or a half of one"),
         (Overlap(F1, B(3, 0)), "rank 1 yields B3.0, but there are stages 0 to 1 and microbatches 0 to 0"),
         (Send(G, 1), "rank 1 yields g0/1.0>1, but the peer must be another rank, 0 to 1"),
         (Send(G, 2), "rank 1 yields g0/1.0>2, but the peer must be another rank, 0 to 1"),

@@ -9,7 +9,7 @@ import torch
 
 import fpipe
 from fpipe import Output, Pipeline, Stage
-from fpipe.effects import Backward, BackwardInput, parts
+from fpipe.effects import Backward, BackwardInput, BackwardWeight, parts
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import live_bytes
 from tests.support import cases, jobs
@@ -17,7 +17,7 @@ from tests.support.policies import POLICIES
 from tests.support.sharing import sharing
 
 ROWS, WIDTH, LENGTH = 16, 32, 8
-BACKWARD = Backward | BackwardInput
+BACKWARD = Backward | BackwardInput | BackwardWeight
 
 
 def blocks(stages):
@@ -78,10 +78,12 @@ KINDS = {f.__name__: f for f in (blocks, layers, skip)}
 
 
 @functools.cache
-def made(kind, stages, microbatches, policy):
+def made(kind, stages, microbatches, policy, trained=None):
     """(pipeline, params, batch, target, costs), the same in every process."""
     torch.manual_seed(0)
     pipeline, params, batch = (KINDS | {"dense": dense})[kind](stages)
+    if trained is not None:
+        pipeline = pipeline.freeze(params, lambda path, x: path[0] not in trained)
     batch, target = batch(ROWS * microbatches)
     options = {"autodiff": "graph", "policy": POLICIES[policy]}
     costs = fpipe.profile(pipeline, params, batch, target, microbatches=microbatches, repeats=1, **options)
@@ -93,15 +95,15 @@ def held(rank, kind, name, ranks, microbatches):
     return compared(rank, kind, schedule, place(ranks), microbatches, jobs.handler())
 
 
-def compared(rank, kind, schedule, placement, microbatches, handler, policy="everything"):
+def compared(rank, kind, schedule, placement, microbatches, handler, policy="everything", trained=None):
     """What a rank holds at most, as measured and as predicted, and by how much these differ after an effect.
 
     Until the ranks agree on the step, in its first effects, no receive has been posted: differences count from the
     first backward on.
     """
-    pipeline, params, batch, target, costs = made(kind, placement.stages, microbatches, policy)
+    pipeline, params, batch, target, costs = made(kind, placement.stages, microbatches, policy, trained)
     plan, live = pipeline.plan(placement, microbatches), fpipe.LiveBytes()
-    own = sharing(handler, "live", kind, plan.stages, policy)
+    own = sharing(handler, "live", kind, plan.stages, policy, trained)
     options = {"autodiff": "graph", "policy": POLICIES[policy]}
     step = fpipe.value_and_grad(pipeline, schedule, plan, handler=own, observe=live, **options)
     arguments = pipeline.params_on(params, plan, rank), batch, target
