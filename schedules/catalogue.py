@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from fpipe.costs import OVER_REPLICAS, UNSCALED, Costs, Link, PerStage
+from fpipe.effects import BackwardInput, BackwardWeight
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
 from fpipe.schedules.controllable_memory import v_auto, v_half, v_min
@@ -222,6 +223,69 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     if into != stages:
         costs = replace(costs, shared=(), reads={})
     return replace(costs, activation=_at_ends(costs.activation, stages, into), **spread)
+
+
+def existing(costs: Costs, plan: Plan) -> Costs:
+    """Return the costs of a plan's stages with zeros for the halves of backwards that these do not have.
+
+    So they can be recut for a plan in which a trained part of the model makes a stage with one that is not.
+
+    >>> existing(Costs(backward_weight=3), Plan(Placement.loop(3), 1, trained=[1])).backward_weight
+    (0.0, 3.0, 0.0)
+    """
+    if plan.trained is None:
+        return costs
+    stages = range(plan.stages)
+    has_input, has_weight = [*map(plan.has_input_half, stages)], [*map(plan.is_trained, stages)]
+    both = [i and w for i, w in zip(has_input, has_weight, strict=True)]
+
+    def where(has: Sequence[bool], cost: str) -> list[float]:
+        per_stage = getattr(costs, cost)
+        listed = per_stage if isinstance(per_stage, Sequence) else [per_stage] * plan.stages
+        return [number if here else 0.0 for here, number in zip(has, listed, strict=True)]
+
+    inputs, weights = where(has_input, "backward_input"), where(has_weight, "backward_weight")
+    backward = costs.backward
+    if backward is not None:
+        whole = where(both, "backward")
+        backward = [whole[s] if both[s] else inputs[s] + weights[s] for s in stages]
+    return replace(
+        costs,
+        backward_input=inputs,
+        backward_weight=weights,
+        backward=backward,
+        residuals=where([*map(plan.is_differentiated, stages)], "residuals"),
+        deferred=where(both, "deferred"),
+    )
+
+
+def recut_for(costs: Costs, plan: Plan, candidate: Plan) -> Costs:
+    """Return the costs of a plan's stages for another plan of the same model.
+
+    Where the first part of a stage is trained and no stage before it, the input gradients of its later parts are steps
+    on the way to its weight gradients.
+    """
+    costs = recut(existing(costs, plan), plan.stages, candidate.stages)
+    if candidate.trained is None or plan.stages == candidate.stages:
+        return costs
+    stages = range(candidate.stages)
+    inputs = [costs.time(BackwardInput(s, 0)) for s in stages]
+    within = [0.0 if candidate.has_input_half(s) else inputs[s] for s in stages]
+    weights = [costs.time(BackwardWeight(s, 0)) + within[s] for s in stages]
+    return replace(costs, backward_input=[a - b for a, b in zip(inputs, within, strict=True)], backward_weight=weights)
+
+
+def recut_trained(trained: Collection[int] | None, stages: int, into: int) -> frozenset[int] | None:
+    """Return the trained stages of the same model, split into another number of stages: those with a trained part.
+
+    >>> sorted(recut_trained([3], stages=4, into=8)), sorted(recut_trained([1], stages=4, into=2))
+    ([6, 7], [0])
+    """
+    if trained is None:
+        return None
+    return frozenset(
+        s for s in range(into) if any(t * into < (s + 1) * stages and s * stages < (t + 1) * into for t in trained)
+    )
 
 
 def shares(timeline: Timeline) -> list[float]:

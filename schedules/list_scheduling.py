@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import product
+from itertools import compress, product
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -44,12 +44,19 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """The passes of a plan: the time of each, how many inputs it waits for, and where its result goes."""
+    """The passes of a plan: the time of each, how many inputs it waits for, and where its result goes.
+
+    Args:
+        absent: the passes of halves that a stage's backward does not have. They take no time, so that an order may have
+            them; lowering leaves them out. That of the input gradients waits for the gradients that the other half
+            needs, so that the latter can follow it at any time.
+    """
 
     plan: Plan
     times: list[float]
     inputs: list[int]
     hops: list[list[Hop]]
+    absent: frozenset[int]
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Work:
@@ -60,15 +67,20 @@ class Work:
         """
         costs.check(plan)
         count = plan.stages
-        times = [costs.time(kind(stage, 0)) for kind in KINDS for stage in range(count)]
-        work = cls(plan, times, [0] * len(times), [[] for _ in times])
+        without_inputs = {INPUT * count + s for s in range(count) if not plan.has_input_half(s)}
+        absent = without_inputs | {WEIGHT * count + s for s in range(count) if not plan.is_trained(s)}
+        passes = [kind(stage, 0) for kind in KINDS for stage in range(count)]
+        times = [0.0 if at in absent else costs.time(effect) for at, effect in enumerate(passes)]
+        work = cls(plan, times, [0] * len(times), [[] for _ in times], frozenset(absent))
         for stage in range(count):
-            forward, backward = stage, INPUT * count + stage
-            work._connect(forward, backward)
-            work._connect(backward, WEIGHT * count + stage)
+            forward, by_input, by_weight = (kind * count + stage for kind in (FORWARD, INPUT, WEIGHT))
+            work._connect(forward, by_input)
+            work._connect(by_input, by_weight)
             for reader in plan.consumers(stage):
                 work._connect(forward, reader, costs, Activation(stage, 0))
-                work._connect(INPUT * count + reader, backward, costs, Gradient(stage, reader, 0))
+                if not plan.is_differentiated(stage):
+                    continue
+                work._connect(INPUT * count + reader, by_input, costs, Gradient(stage, reader, 0))
                 if (higher := plan.added_to(stage, reader, 0)) is not None:
                     work._connect(INPUT * count + higher, INPUT * count + reader)
         return work
@@ -98,7 +110,8 @@ class ListScheduler:
 
     Args:
         done: by pass, how many microbatches have started.
-        live: by rank, how many chunks are between the start of their forward and that of their weight gradient.
+        live: by rank, how many chunks that have a backward are between the start of their forward and that of their
+            weight gradient.
         order: by rank, the passes placed.
     """
 
@@ -130,9 +143,10 @@ class ListScheduler:
     def _place(self, at: int, rank: int, now: float) -> list[tuple[float, int]]:
         """Start a pass, and return when ranks have to choose because of it."""
         microbatch, end = self.done[at], now + self.work.times[at]
-        kind = at // self.plan.stages
+        kind, stage = divmod(at, self.plan.stages)
         self.done[at] += 1
-        self.live[rank] += (kind == FORWARD) - (kind == WEIGHT)
+        if self.plan.is_differentiated(stage):
+            self.live[rank] += (kind == FORWARD) - (kind == WEIGHT)
         self.order[rank].append(at)
         self.began[rank], self.free[rank] = min(self.began[rank], now), end
         events = [(end, rank)]
@@ -209,19 +223,39 @@ def effects(passes: Iterable[int], stages: int) -> Iterator[Effect]:
 
 
 class _Greedy:
-    """The choice of passes by rules."""
+    """The choice of passes by rules.
+
+    Args:
+        passes: by rank its forwards, the passes that run backward as soon as they can, and those that can be late. A
+            stage with weight gradients alone has them among the former.
+        pairs: by rank the forward, and the weight gradient that ends its flight, of each stage that has a backward.
+        absent: by rank the passes that do not exist, which are placed at once.
+    """
 
     def __init__(self, state: ListScheduler, limits: Sequence[float], rules: Rules) -> None:
         plan, self.state, self.rules = state.plan, state, rules
         stages = [plan.stages_on(rank) for rank in range(plan.ranks)]
         self.limits = [int(min(n, plan.microbatches) * len(s) + 1e-9) for n, s in zip(limits, stages, strict=True)]
-        self.passes = [[[kind * plan.stages + s for s in local] for kind in range(3)] for local in stages]
+        self.passes, self.pairs, self.absent = list[list[list[int]]](), list[list[tuple[int, int]]](), list[list[int]]()
+        for local in stages:
+            forwards, inputs, weights = ([kind * plan.stages + s for s in local] for kind in range(3))
+            absent = [at for at in (*inputs, *weights) if at in state.work.absent]
+            early = [w if i in absent else i for i, w in zip(inputs, weights, strict=True)]
+            late = [w for w in weights if w not in (*early, *absent)]
+            self.passes.append([forwards, [at for at in early if at not in absent], late])
+            differentiated = map(plan.is_differentiated, local)
+            self.pairs.append(list(compress(zip(forwards, weights, strict=True), differentiated)))
+            self.absent.append(absent)
         self.turn = [FORWARD] * plan.ranks
 
     def choose(self, rank: int, now: float) -> int | None:
+        for at in self.absent[rank]:
+            if self.state.arrival(at) <= now:
+                return at
         chosen = self._choose(rank, now)
-        if chosen is not None and chosen // self.state.plan.stages != WEIGHT:
-            self.turn[rank] = INPUT if chosen < self.state.plan.stages else FORWARD
+        forwards, inputs, _ = self.passes[rank]
+        if chosen in forwards or chosen in inputs:
+            self.turn[rank] = INPUT if chosen in forwards else FORWARD
         return chosen
 
     def _choose(self, rank: int, now: float) -> int | None:
@@ -253,17 +287,19 @@ class _Greedy:
 
     def _room(self, rank: int, forward: int) -> bool:
         """Whether a rank has room for this forward, and can then still finish the older microbatches first."""
-        forwards, _, weights = self.passes[rank]
+        pairs = self.pairs[rank]
         free, done = self.limits[rank] - self.state.live[rank] - 1, self.state.done
-        if free < 0 or free >= len(forwards) - 1:  # a microbatch that has begun needs at most that many more chunks
+        if not any(forward == at for at, _ in pairs):
+            return True
+        if free < 0 or free >= len(pairs) - 1:  # a microbatch that has begun needs at most that many more chunks
             return free >= 0
-        begun = [done[at] + (at == forward) for at in forwards]
-        ended = [done[at] for at in weights]
+        begun = [done[at] + (at == forward) for at, _ in pairs]
+        ended = [done[at] for _, at in pairs]
         for microbatch in range(min(ended), max(begun)):
             inside = sum(microbatch < b for b in begun)
-            if free < len(forwards) - inside:
+            if free < len(pairs) - inside:
                 return False
             free += inside - sum(microbatch < e for e in ended)
-            if free >= len(forwards) - 1:
+            if free >= len(pairs) - 1:
                 return True
         return True

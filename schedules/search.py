@@ -20,7 +20,7 @@ from fpipe.programs.footprint import RankBytes, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs, plan_of
 from fpipe.programs.residence import residence
-from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, recut, shares
+from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, existing, recut_for, recut_trained, shares
 from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
 
@@ -81,7 +81,8 @@ def search(
 
     Args:
         plan: ranks, microbatches, replicas and the stages of the costs. A chain is split anew for a schedule with
-            another number of stages; with other edges or with ties, only schedules with as many stages are tried.
+            another number of stages; with other edges or with ties, only schedules with as many stages are tried. Of
+            the halves of backwards, those that exist by `plan.trained` cost time and memory.
         memory_limit: microbatches in flight on a rank, of its share of the model (1/ranks of it).
         memory_limit_bytes: bytes on a rank, of all that `fpipe.footprint` counts from the sizes in the costs.
         chunks: the numbers of stages on a rank to try, if the model can be split that way.
@@ -243,7 +244,7 @@ def _candidates(
                 progress(entry.name)
             try:
                 candidate = _plan_of(plan, entry, v)
-                scaled = recut(costs, plan.stages, candidate.stages)
+                scaled = recut_for(costs, plan, candidate)
                 schedule = entry.schedule(candidate, scaled, limit)
                 played = list(_played(lower(schedule, candidate), scaled))
             except ScheduleError as error:
@@ -285,8 +286,10 @@ def _tried(entry: CatalogueEntry, chunks: Sequence[int]) -> Sequence[int]:
 
 def _plan_of(plan: Plan, entry: CatalogueEntry, chunks: int) -> Plan:
     """Return the entry's own plan for the same model."""
-    candidate = replace(entry.plan(plan.ranks, plan.microbatches, chunks), replicas=plan.replicas)
-    if plan == Plan(plan.placement, plan.microbatches, replicas=plan.replicas):
+    own = entry.plan(plan.ranks, plan.microbatches, chunks)
+    trained = recut_trained(plan.trained, plan.stages, own.stages)
+    candidate = replace(own, replicas=plan.replicas, trained=trained)
+    if plan == Plan(plan.placement, plan.microbatches, replicas=plan.replicas, trained=plan.trained):
         return candidate
     return replace(candidate, edges=plan.edges, ties=plan.ties, cotangents=plan.cotangents)
 
@@ -308,6 +311,7 @@ def lower_bound(plan: Plan, costs: Costs, memory_limit: float | None = None) -> 
     """
     costs.check(plan)
     stages = range(plan.stages)
+    costs = existing(costs, plan)  # of a stage with one half, `backward` is then the time of that half
     fused = [costs.time(Backward(s, 0)) for s in stages]
     apart = [costs.time(BackwardInput(s, 0)) + costs.time(BackwardWeight(s, 0)) for s in stages]
     pair = [inf if costs.overlap is None else costs.time(Overlap(Forward(s, 0), Backward(s, 0))) for s in stages]
@@ -346,7 +350,8 @@ def _away(
             done[s] = max(there) + forward[s]
     begun: dict[int, float] = {}
     for s in reversed(done):
-        gradients = (begun[c] + inputs[c] + travels(c, s, Gradient(s, c, microbatch)) for c in plan.consumers(s))
+        consumers = plan.consumers(s) if plan.is_differentiated(s) else ()
+        gradients = (begun[c] + inputs[c] + travels(c, s, Gradient(s, c, microbatch)) for c in consumers)
         begun[s] = max([done[s], *gradients])
     return begun[stage]
 
@@ -357,6 +362,6 @@ def _published(plan: Plan, costs: Costs, memory_limit: float | None) -> float:
     times = {costs.time(kind(s, 0)) for kind in (Forward, BackwardInput, BackwardWeight) for s in range(plan.stages)}
     two = plan.stages == 2 * p and all(len(plan.stages_on(rank)) == 2 for rank in range(p))
     plain = costs.backward is None and costs.overlap is None and costs.communication == 0
-    if memory_limit in (None, inf) or not two or not plain or len(times) > 1 or m < 2 * p:
+    if memory_limit in (None, inf) or not two or not plain or len(times) > 1 or m < 2 * p or plan.trained is not None:
         return 0.0
     return times.pop() * max(6 * m, 6 * m + 6 * p - 3 * floor(2 * memory_limit) - 1)

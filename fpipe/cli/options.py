@@ -11,7 +11,7 @@ from fpipe._format import format_bytes, number
 from fpipe.costs import Costs, Edge, Link, PerStage
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan
-from fpipe.schedules.catalogue import CATALOGUE, PLACES, CatalogueEntry, recut
+from fpipe.schedules.catalogue import CATALOGUE, PLACES, CatalogueEntry, recut, recut_for, recut_trained
 
 
 def _per_stage(text: str | float) -> PerStage:
@@ -168,6 +168,41 @@ Resident = Annotated[
 Replicas = Annotated[int, Count(help="How many replicas of the pipeline.")]
 AnySize = Annotated[bool, InPlan("--any-size", help="Do not refuse what takes very long.")]
 
+
+@dataclass(frozen=True)
+class TrainedStages:
+    """The stages with trained parameters, of a plan's own or of another cut of the model."""
+
+    numbers: frozenset[int]
+    stages: int | None = None
+
+    def of(self, plan: Plan) -> frozenset[int] | None:
+        return self.numbers if self.stages is None else recut_trained(self.numbers, self.stages, plan.stages)
+
+
+def _trained(text: str) -> TrainedStages:
+    """Parse stages as 3 or 0,4-7; "none" is no stage."""
+    numbers: set[int] = set()
+    try:
+        for part in text.split(",") if text != "none" else ():
+            first, _, last = part.partition("-")
+            numbers |= {*range(int(first), int(last or first) + 1)}
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of stages: give one as 3 or 0,4-7, or none") from None
+    return TrainedStages(frozenset(numbers))
+
+
+Trained = Annotated[
+    Any,
+    InPlan(
+        "--trained",
+        metavar="STAGE,...",
+        parser=_trained,
+        help="The stages with trained parameters, as 3 or 0,4-7: halves of backwards that these do not need are left "
+        "out. By default every stage has both halves.",
+    ),
+]
+
 LARGE = 2_000_000  # forwards
 SECONDS, BYTES = 150e-6, 3000  # that lowering, verifying and simulating a forward takes with its backward, in CPython
 
@@ -199,11 +234,16 @@ class PlanOptions:
         ),
     ] = None
     replicas: Replicas = 1
+    trained: Trained = None
     any_size: AnySize = False
 
     def plan(self, entry: CatalogueEntry | None) -> Plan:
         """Return the plan of a named schedule, or of a schedule without a placement of its own."""
-        return replace(self._plan(entry), replicas=self.replicas)
+        return self._completed(self._plan(entry))
+
+    def _completed(self, plan: Plan) -> Plan:
+        trained = None if self.trained is None else self.trained.of(plan)
+        return replace(plan, replicas=self.replicas, trained=trained)
 
     def _plan(self, entry: CatalogueEntry | None) -> Plan:
         if self.placement and self.placement not in PLACES:
@@ -225,7 +265,7 @@ class PlanOptions:
         for option, has in counts(plan).items():
             if getattr(self, option) not in (None, has):
                 raise typer.BadParameter(f"{source} has {has}, not {getattr(self, option)}", param_hint=f"--{option}")
-        return replace(plan, replicas=self.replicas)
+        return self._completed(plan)
 
     def _required(self, option: str) -> int:
         count: int | None = getattr(self, option)
@@ -260,13 +300,23 @@ class ModelOptions:
         int, Count(help="Costs are those of a stage when a rank has so many; other cuts take their share of them.")
     ] = 1
     replicas: Replicas = 1
+    trained: Trained = None
     any_size: AnySize = False
 
     @property
     def plan(self) -> Plan:
         """The plan of the costs."""
         check_size(self.ranks * self.chunks, self.microbatches, self.any_size)
-        return Plan(Placement.loop(self.ranks, self.chunks), self.microbatches, replicas=self.replicas)
+        placement = Placement.loop(self.ranks, self.chunks)
+        trained = None if self.trained is None else self.trained.numbers
+        return Plan(placement, self.microbatches, replicas=self.replicas, trained=trained)
+
+    def of_cut(self, chunks: int | None) -> PlanOptions:
+        """Return the options of a plan of the same model with another number of stages on a rank."""
+        trained = self.trained and replace(self.trained, stages=self.plan.stages)
+        return PlanOptions(
+            self.ranks, self.microbatches, chunks, replicas=self.replicas, trained=trained, any_size=self.any_size
+        )
 
 
 @dataclass(frozen=True)
@@ -321,7 +371,7 @@ class CostOptions:
 
     def recut(self, model: ModelOptions, plan: Plan) -> Costs:
         """Return the costs of the same model under a plan with another number of stages."""
-        return recut(self.validated(model.plan), model.plan.stages, plan.stages)
+        return recut_for(self.validated(model.plan), model.plan, plan)
 
     def cut(self, plan: Plan) -> Costs:
         """Return the costs of a plan's stages, of numbers for a rank's share of the model and of lists for stages."""

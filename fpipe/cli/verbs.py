@@ -21,7 +21,6 @@ from fpipe.cli.options import (
     Limit,
     LimitBytes,
     ModelOptions,
-    PlanOptions,
     Replicas,
     Resident,
     Size,
@@ -271,10 +270,7 @@ def compare(
         for name, chunks in candidates:
             step(name)
             try:
-                options = PlanOptions(
-                    model.ranks, model.microbatches, chunks, replicas=model.replicas, any_size=model.any_size
-                )
-                job = sharded(resolve(name, options, partial(costs.recut, model), limit), resident)
+                job = sharded(resolve(name, model.of_cut(chunks), partial(costs.recut, model), limit), resident)
                 simulated = played(job, limit_bytes=limit_bytes)
                 peaks = shares(simulated.timeline)
                 enforce_limit(peaks, limit)

@@ -223,6 +223,25 @@ The number is the microbatch.
     )
 
 
+def test_trained_stages():
+    shown = run("draw", "1f1b", "--ranks", "3", "--microbatches", "2", "--trained", "1", "--width", "40").stdout
+    assert [line[15:].strip() for line in shown.splitlines()[3:6]] == [
+        "F0-F1-...............",
+        "...F0-F1-...W0-...W1-",
+        "......F0-I0-F1-I1-...",
+    ]
+    found = told("search", *SMALL, "--trained", "3", "--loops", "1,2,4")
+    assert found["lower_bound"] == found["cost"] == 10  # each rank has a part of the trained stage
+    rows, whole = (told("compare", "1f1b", "zb-v", *SMALL, *more)["schedules"] for more in (["--trained", "3"], []))
+    assert [(row["schedule"], row["cost"]) for row in rows] == [("zb-v", 12), ("1f1b", 16)]
+    assert [row["cost"] for row in whole] == [24, 33]
+    assert (
+        "trained names stage 4: there are stages 0 to 3"
+        in run("verify", "1f1b", *SMALL, "--trained", "4", status=1).stderr
+    )
+    assert "'x' is no list of stages" in run("verify", "1f1b", *SMALL, "--trained", "x", status=2).stderr
+
+
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_tables_are_never_cut(width):
     """However narrow the terminal: a number without its last digits is another number."""
