@@ -90,6 +90,7 @@ LAYOUT = {
     "fpipe.interop.checkpoints": "interop.modules handlers handlers.distributed stages plan errors",
     "fpipe.interop.modes": "interop.splitting interop.modules stages errors",
     "fpipe.interop.optim": "stages errors",
+    "fpipe.interop.adapters": "stages",
     "fpipe.interop.torch_pipe": "interop.modules stages errors",
     "fpipe.interop.transformers": "interop.splitting interop.modules stages errors",
     "fpipe.cli": (
@@ -253,8 +254,8 @@ SURFACE = {
     "fpipe.tensorboard": "Recorder",
     "fpipe.interop": """
         CheckpointError Checkpoints End Optimizer buffers eval_mode export_safetensors from_csv from_functions
-        from_modules from_pipe from_state_dict fsdp into_modules materialise optimizer pipe_split rows shard split
-        split_points to_csv to_state_dict transformers
+        from_modules from_pipe from_state_dict fsdp into_modules lora materialise merge_lora optimizer pipe_split
+        rows shard split split_points to_csv to_state_dict transformers
     """,
 }
 

@@ -1,0 +1,1 @@
+"""Low-rank adapters of frozen params."""
