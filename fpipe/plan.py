@@ -357,7 +357,7 @@ class Plan:
         return self.trained is None or stage in self.trained
 
     def is_differentiated(self, stage: int) -> bool:
-        """Return whether a stage's output has gradients: the stage, or one before it, is trained or has batch gradients."""
+        """Return whether a stage's output has gradients: it or a stage before it is trained or has batch gradients."""
         return self.trained is None or stage in self._differentiated
 
     def differentiated_sources(self, stage: int) -> tuple[int, ...]:

@@ -81,9 +81,7 @@ class Pipeline:
         """
         ties = tuple(tuple(sorted({stage for stage, _ in uses})) for uses in self.entries.values())
         trained = self.trained if trained is None else trained
-        return Plan(
-            placement, microbatches, self.edges, ties, replicas, cotangents=self.cotangents, trained=trained
-        )
+        return Plan(placement, microbatches, self.edges, ties, replicas, cotangents=self.cotangents, trained=trained)
 
     @property
     def trained(self) -> frozenset[int] | None:

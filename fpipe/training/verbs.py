@@ -21,7 +21,7 @@ from fpipe.programs.schedules import as_schedule
 from fpipe.programs.verifier import check
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.precision import OWN_DTYPES, Precision
-from fpipe.tables import TABLE, WEIGHT, Table
+from fpipe.tables import BACKWARD, TABLE, Table
 from fpipe.training.arguments import Buffers, Reduction, StepSpec
 from fpipe.training.finite import CheckFinite, check_option
 from fpipe.training.step import Capture, Computed, Step, check_capture, check_replicas_captured
@@ -144,11 +144,14 @@ def value_and_grad(
     how = has_aux, reduction, weight, in_axes, out_axes, gather, options, precision, buffers
     spec = StepSpec(pipeline, plan, ranks, replicas, True, *how, differentiated=True)
     stages = enumerate(with_loss(pipeline, has_aux).stages)
-    plan = replace(plan, batch_gradients=frozenset(s for s, stage in stages if differentiates_data(stage, names)))
+    trained = plan.trained if "params" in names else frozenset[int]()
+    readers = frozenset(s for s, stage in stages if differentiates_data(stage, names))
+    plan = replace(plan, batch_gradients=readers, trained=trained)
     programs = lower(schedule, plan, depth=prefetch, resident=resident, effects=effects)
     check(programs)
     all_parts = (part for program in programs.values() for effect in program for part in parts(effect))
-    if plan.trained != frozenset() and not any(effects.effects[type(part)].work & WEIGHT for part in all_parts):
+    has_backward = any(effects.effects[type(part)].work & BACKWARD for part in all_parts)
+    if any(map(plan.is_differentiated, range(plan.stages))) and not has_backward:
         raise ScheduleError(f"{_name(schedule)} has no backward: use evaluate for the outputs or the loss alone")
     stateful = any(stage.stateful for stage in pipeline.stages)
 

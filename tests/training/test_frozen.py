@@ -9,6 +9,7 @@ from torch import nn
 
 import fpipe
 from fpipe import Pipeline, Placement, Stage, StageError, handlers, interop
+from fpipe.effects import Backward, BackwardInput, BackwardWeight
 from fpipe.programs.lowering import lower
 from tests.support import cases, jobs
 from tests.support.combinations import combined
@@ -221,6 +222,43 @@ def test_evaluate_takes_the_same_plan():
     run = fpipe.evaluate(case.pipeline, plan, handler=handlers.Local(), loss=True)
     expected = case.pipeline(case.params, case.batch, case.target)
     torch.testing.assert_close(run(case.params, case.batch, case.target), expected)
+
+
+@pytest.mark.parametrize("argnums", ["batch", ("batch", "params")])
+@pytest.mark.parametrize("trained", ["last", "second", "none"])
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v"])
+def test_gradients_of_the_batch_go_back_through_frozen_stages(argnums, trained, schedule):
+    case, generator, plan = frozen("linear", schedule, trained)
+    results = [
+        fpipe.value_and_grad(case.pipeline, generator, plan, handler=handler, argnums=argnums, autodiff=way)(
+            case.params, case.batch, case.target
+        )
+        for handler, way in ((handlers.Reference(), "auto"), (handlers.Local(), "graph"), (handlers.Local(), "eager"))
+    ]
+    assert jobs.differences(results[1], results[0]) == []
+    assert jobs.differences(results[2], results[0]) == []
+    of_batch = results[0][1] if argnums == "batch" else results[0][1][0]
+    expected = torch.func.grad(case.pipeline, argnums=1)(case.params, case.batch, case.target)
+    torch.testing.assert_close(of_batch, expected)
+
+
+class Kinds(handlers.Observer):
+    """The kinds of effects that a step runs."""
+
+    def __init__(self):
+        self.kinds = set()
+
+    def begin(self, rank, effect):
+        self.kinds.add(type(effect))
+
+
+def test_of_the_batch_alone_no_weight_gradients_run():
+    case, generator, plan = frozen("linear", "one_f_one_b", "all")
+    seen = Kinds()
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), argnums="batch", observe=seen)
+    step(case.params, case.batch, case.target)
+    assert BackwardInput in seen.kinds
+    assert not seen.kinds & {Backward, BackwardWeight}
 
 
 def test_replicas_scatter_only_what_is_trained():
