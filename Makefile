@@ -44,6 +44,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.mesh
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.timed
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.frozen
 	$(BIN)/python -m benchmarks.scale
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lengths
 	$(BIN)/python -m benchmarks.tab

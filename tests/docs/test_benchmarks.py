@@ -49,6 +49,17 @@ def test_peers(tmp_path, printed):
     assert schedule in figure.read_text()
 
 
+@pytest.mark.skipif(not ALL, reason="torch's schedules take ten seconds to import and run: FPIPE_TESTS=all runs it")
+def test_frozen_stages(printed):
+    rows = printed("frozen", "--schedules", "1f1b", "--layer", "1", "--rounds", "1")
+    assert [(row["schedule"], row["by"]) for row in rows] == [
+        *(("1f1b", way) for way in ("fpipe", "whole", "torch")),
+        ("search", "fpipe"),
+    ]
+    assert [row["predicted_ms"] for row in rows] == pytest.approx([38, 38, 38, 24])
+    assert rows[0].keys() >= TIMED
+
+
 def of_timed_stages(rank, table, layer):
     """The rows of a table in a process, of one round."""
     (rows,) = timed.job(rank, 4, table, ["looped-bfs"], layer, 2 * layer, 1)

@@ -1,0 +1,175 @@
+"""Compare steps whose lower stages are frozen: as planned, without a plan of what is trained, and by torch.
+
+    python -m benchmarks.frozen                         # four ranks, the last stage trained
+    python -m benchmarks.frozen --trained 2 3 --schedules 1f1b
+    python -m benchmarks.frozen --json                  # a list of objects, and nothing else
+
+The stages are those of `benchmarks.timed`: eight layers, of which each sleeps 10 ms in its forward, its input gradient
+and its weight gradient, and 8 microbatches; tensors, graphs and transfers are real. Ranks that sleep need no cores.
+
+- fpipe: `Pipeline.plan` leaves out the halves of backwards that no trained parameter needs.
+- whole: fpipe with a plan of all halves (`trained=None`). Frozen halves take no time there; gradients still travel.
+- torch: the same schedule of torch.distributed.pipelining over modules whose lower stages have `requires_grad=False`.
+  Its stages agree on what requires a gradient, so that they compute no frozen half either; the order stays.
+- search: the schedule that `schedules.search` finds for the trained part of the model, with up to two stages on a rank.
+
+Predictions are `simulate` with the sleeps as costs and no transfers. A round runs every step in turn; times are medians
+of the rounds, and ratios are to the first step of fpipe in each round, as medians with quartiles. Before anything is
+timed, the gradients of the first three are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as theirs
+from torch.multiprocessing.spawn import ProcessException
+
+import fpipe
+from benchmarks import models, timed
+from fpipe import Costs, Placement, Plan, handlers
+from fpipe.plan import Schedule
+from fpipe.schedules.catalogue import CATALOGUE, recut_for, recut_trained
+
+RANKS = 4
+SCHEDULES: dict[str, Any] = {"gpipe": theirs.ScheduleGPipe, "1f1b": theirs.Schedule1F1B}
+WAYS = ("fpipe", "whole", "torch")
+
+
+class TimedStage(nn.Module):
+    """A stage of `benchmarks.timed` as a module."""
+
+    def __init__(self, w: Tensor, seconds: float, is_trained: bool) -> None:
+        super().__init__()
+        self.w, self.seconds = nn.Parameter(w.clone(), requires_grad=is_trained), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return timed.forward(x, self.w, self.seconds)
+
+
+def job(
+    rank: int, ranks: int, schedules: Sequence[str], trained: Sequence[int], layer: float, rounds: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Run one rank: yield the rows, as measured on rank 0."""
+    handler = handlers.Distributed(timeout=models.TIMEOUT)
+    keys = [*((name, way) for name in schedules for way in WAYS), ("search", "fpipe")]
+    steps = {key: step(*key, rank, ranks, trained, layer, handler) for key in keys}
+    for name in schedules:
+        found = [run() for run in (steps[name, way] for way in WAYS)]
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=1e-5, atol=0)
+    times = {key: list[float]() for key in steps}
+    steps["search", "fpipe"]()
+    for _ in range(rounds):
+        for key, run in steps.items():
+            times[key].append(timed.milliseconds(run))
+    yield [row(key, models.LAYERS // ranks * layer, ranks, trained, times, next(iter(times))) for key in times]
+
+
+def step(
+    name: str, way: str, rank: int, ranks: int, trained: Sequence[int], layer: float, handler: handlers.Distributed
+) -> Callable[[], Tensor | None]:
+    """Return a function that runs a step, and returns the gradient of this rank's stage."""
+    seconds = models.LAYERS // ranks * layer
+    schedule, plan = ordered(name, way, ranks, trained, seconds)
+    pipeline, params = timed.stages(plan.stages, layer)
+    chosen = recut_trained(trained, ranks, plan.stages) or ()
+    pipeline = pipeline.freeze(params, lambda path, x: path[0] not in chosen)
+    batch, target = timed.data(models.MICROBATCHES)
+    if way == "torch":
+        module = TimedStage(params[rank], seconds, rank in trained)
+        stage = PipelineStage(module, rank, ranks, torch.device("cpu"))
+        runtime = SCHEDULES[name](stage, models.MICROBATCHES, loss_fn=models.loss_fn)
+
+        def peer() -> Tensor | None:
+            module.zero_grad(set_to_none=True)
+            runtime.step(*([batch] if rank == 0 else []), target=target, return_outputs=False)
+            return module.w.grad
+
+        return peer
+    run = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler)
+    own = pipeline.params_on(params, plan, rank)
+
+    def ours() -> Tensor | None:
+        gradient: Tensor | None = run(own, batch, target)[1][rank]
+        return gradient
+
+    return ours
+
+
+def ordered(name: str, way: str, ranks: int, trained: Sequence[int], seconds: float) -> tuple[Schedule, Plan]:
+    """Return a step's schedule and plan."""
+    plan = Plan(Placement.loop(ranks), models.MICROBATCHES, trained=None if way == "whole" else trained)
+    if name == "search":
+        found = fpipe.schedules.search(plan, Costs(seconds, seconds, seconds), chunks=(1, 2))
+        return found.schedule, found.plan
+    return CATALOGUE[name].schedule(plan), plan
+
+
+def row(
+    key: tuple[str, str],
+    seconds: float,
+    ranks: int,
+    trained: Sequence[int],
+    times: dict[tuple[str, str], list[float]],
+    first: tuple[str, str],
+) -> dict[str, Any]:
+    model = Plan(Placement.loop(ranks), models.MICROBATCHES, trained=trained)
+    schedule, plan = ordered(*key, ranks, trained, seconds)
+    costs = recut_for(Costs(seconds, seconds, seconds), model, plan)
+    ratios = [b / a for a, b in zip(times[first], times[key], strict=True)]
+    return {
+        "schedule": key[0],
+        "by": key[1],
+        "ranks": ranks,
+        "stages": plan.stages,
+        "trained": sorted(trained),
+        "predicted_ms": 1e3 * fpipe.simulate(schedule, plan, costs).makespan,
+        "measured_ms": statistics.median(times[key]),
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": statistics.quantiles(ratios)[::2] if len(ratios) > 1 else ratios * 2,
+        "rounds": len(ratios),
+    }
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    print("{ranks} ranks, stages {trained} are trained, {rounds} rounds; ms".format(**rows[0]))
+    print(f"{'':16}{'predicted':>10} {'measured':>9} {'ratio':>6} {'quartiles':>13}")
+    for r in rows:
+        print(
+            f"{r['schedule']:10}{r['by']:6}{r['predicted_ms']:10.1f} {r['measured_ms']:9.1f} {r['ratio']:6.3f}", end=""
+        )
+        print(f" {'{:.3f}-{:.3f}'.format(*r['ratio_quartiles']):>13}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--trained", nargs="+", type=int, choices=range(RANKS), default=[RANKS - 1])
+    parser.add_argument("--layer", type=models.positive, default=10, help="milliseconds of a layer's forward")
+    parser.add_argument("--rounds", type=models.positive, default=5)
+    parser.add_argument("--limit", type=models.positive, default=600, help="seconds until processes are ended")
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    options = parser.parse_args()
+    print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
+    arguments = options.schedules, options.trained, 1e-3 * options.layer, options.rounds
+    try:
+        (rows,) = models.in_processes(job, RANKS, *arguments, limit=options.limit)
+    except (TimeoutError, ProcessException) as error:
+        sys.exit(f"frozen: {str(error).strip()}")
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        show(rows)
+
+
+if __name__ == "__main__":
+    main()
