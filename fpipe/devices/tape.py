@@ -316,7 +316,8 @@ def _again(func: Any, args: Any, kwargs: Any, results: Any, fresh: set[int]) -> 
     if not fresh:
         return lambda: func(*args, **kwargs)
     old = tensors_in(results)
-    into = [(i, whole(x.detach())) for i, x in enumerate(old) if id(x) in fresh]
+    # A zero tensor, as forward mode has for a tangent of 0, has no memory, and no other value.
+    into = [(i, whole(x.detach())) for i, x in enumerate(old) if id(x) in fresh and not x._is_zerotensor()]
     count = len(old)
 
     def call() -> None:
