@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         policies as policies,
         schedules as schedules,
         tensorboard as tensorboard,
+        transforms as transforms,
     )
     from fpipe.costs import Costs as Costs, Link as Link
     from fpipe.errors import (

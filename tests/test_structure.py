@@ -15,7 +15,7 @@ from fpipe.tables import TABLE
 from tests.support.catalogue import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-LAZY = ["fpipe", "fpipe.handlers", "fpipe.interop", "fpipe.tensorboard"]
+LAZY = ["fpipe", "fpipe.handlers", "fpipe.interop", "fpipe.tensorboard", "fpipe.transforms"]
 
 
 def modules(folder):
@@ -82,6 +82,7 @@ LAYOUT = {
         "profiling handlers handlers.distributed autodiff policies stages devices programs _format tables plan effects "
         "errors"
     ),
+    "fpipe.transforms": "stages errors",
     "fpipe.interop.torch_csv": "schedules programs plan effects errors",
     "fpipe.interop.sampling": "",
     "fpipe.interop.sharding": "stages errors",
@@ -243,7 +244,7 @@ SURFACE = {
         Plan Precision Program Recording Report Residence ScheduleError Stage StageError Timeline TransportError
         by_length
         clip_by_global_norm draw effects evaluate footprint gather global_norm handlers interop lower pack peak_bytes
-        policies profile schedules simulate tensorboard train_step value_and_grad verify
+        policies profile schedules simulate tensorboard train_step transforms value_and_grad verify
     """,
     "fpipe.handlers": """
         Backend Distributed Gloo Handler Inputs Local NCCL Observer Peers Reference Replicas Results auto
@@ -252,6 +253,7 @@ SURFACE = {
         sorted({*FUNCTIONS, "CATALOGUE", "Found", "from_table", "get", "lower_bound", "pareto", "search"})
     ),
     "fpipe.tensorboard": "Recorder",
+    "fpipe.transforms": "Dual dual hvp jvp primals pushforward tangents vmap",
     "fpipe.interop": """
         CheckpointError Checkpoints End Optimizer buffers eval_mode export_safetensors from_csv from_functions
         from_modules from_pipe from_state_dict fsdp into_modules lora materialise merge_lora optimizer pipe_split

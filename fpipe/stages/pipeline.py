@@ -64,6 +64,10 @@ class Pipeline:
         self.edges = Edges([stage.sources for stage in self.stages])
         # All uses of each shared param: the param itself first, then by stage.
         self.entries = _entries(ties or {}, len(self.stages))
+        first = self.stages[0].fn
+        self.accepts: Callable[[Any], None] | None = first.accepts if isinstance(first, StageFunction) else None
+        # Why an optimizer can't take the gradients; None where it can.
+        self.no_update: str | None = None
 
     def plan(
         self, placement: Placement, microbatches: int, replicas: int = 1, trained: Collection[int] | None = None
@@ -188,8 +192,8 @@ class Pipeline:
         Raises:
             ValueError: the stages would ignore a part of the batch.
         """
-        if isinstance(function := self.stages[0].fn, StageFunction):
-            function.accepts(batch)
+        if self.accepts is not None:
+            self.accepts(batch)
 
     def params_of(self, params: Mapping[int, Any], stage: int) -> Any:
         """Return a stage's params, with the entries that it shares.
@@ -282,13 +286,13 @@ class Pipeline:
     def replace(
         self, stages: Sequence[Stage], loss: Callable[..., Any] | None, cotangents: Cotangents | None = None
     ) -> Pipeline:
-        """Return a pipeline with the same edges and ties, and other stages and loss.
+        """Return a pipeline with the same edges, ties and check of the batch, and other stages and loss.
 
         Args:
             cotangents: by default the same.
         """
         twin = Pipeline(stages, loss, cotangents=cotangents or self.cotangents)
-        twin.entries = self.entries
+        twin.entries, twin.accepts, twin.no_update = self.entries, self.accepts, self.no_update
         return twin
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fpipe.autodiff.interface import Argument, DifferentiablePipeline, differentiates_data
 from fpipe.autodiff.options import Options
@@ -170,7 +171,17 @@ class StepSpec:
         return self.reduction == "mean" and self.weight is None
 
     def check_mode(self) -> None:
-        """Raise StageError for gradients under `torch.inference_mode`, where autograd records nothing."""
+        """Raise StageError under a transform of torch.func, and for gradients under `torch.inference_mode`.
+
+        A transform can't differentiate or map a step, whose results are detached; in inference mode autograd records
+        nothing.
+        """
+        if transform := enclosing_transform():
+            raise StageError(
+                f"the step is called within {transform}, which can't see into it: fpipe.transforms.jvp, hvp, vmap and "
+                "per_sample make of a pipeline one whose step computes it, and torch.func takes the pipeline itself, "
+                "pipeline(params, batch, target), in one process"
+            )
         if self.differentiated and torch.is_inference_mode_enabled():
             raise StageError(
                 "the step computes gradients, and torch.inference_mode() switches autograd off for good: call it "
@@ -330,6 +341,14 @@ class StepSpec:
         if not any(self.plan.stages - 1 in self.plan.stages_on(rank) for rank in self.ranks):
             return [None] * len(targets)
         return _shares(list(map(weight, targets)), self.replicas)
+
+
+def enclosing_transform() -> str | None:
+    """Return the name of the transform of torch.func, or of forward mode, in which this is called."""
+    interpreter: Any = torch._C._functorch.peek_interpreter_stack()  # None outside of any, against its annotation
+    if interpreter is not None:
+        return f"torch.func.{interpreter.key().name.lower()}"
+    return "torch.autograd.forward_ad.dual_level" if forward_ad._current_level >= 0 else None
 
 
 def _shares(numbers: Sequence[Any], replicas: Replicas) -> Sequence[Callable[[], float]]:

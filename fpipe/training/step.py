@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -26,6 +27,10 @@ from fpipe.training.finite import raise_if_not_finite
 from fpipe.training.loss_scale import LossScale
 
 T = TypeVar("T")
+UNCOMPILED = (
+    "a step of fpipe is no code for torch.compile, since it runs effects: compile=True of value_and_grad and evaluate "
+    "compiles the stages, and capture=True makes a graph of the step"
+)
 Capture = bool | Literal["pieces"]
 
 
@@ -125,6 +130,24 @@ class Step:
         state: State | None = None,
         rng: Rng | None = None,
         loss_scale: LossScale | None = None,
+    ) -> Any:
+        step = self._outside_dynamo if "torch._dynamo" in sys.modules else Step._step
+        return step(self, params, batch, target, state, rng, loss_scale)
+
+    @functools.cached_property
+    def _outside_dynamo(self) -> Callable[..., Any]:
+        """`_step` as a function that `torch.compile` leaves alone: in a compiled function it breaks the graph."""
+        function: Callable[..., Any] = torch.compiler.disable(Step._step, reason=UNCOMPILED)  # type: ignore[no-untyped-call]
+        return function
+
+    def _step(
+        self,
+        params: Any,
+        batch: Any,
+        target: Any,
+        state: State | None,
+        rng: Rng | None,
+        loss_scale: LossScale | None,
     ) -> Any:
         if self.captured is None:
             computed = self.compute(params, batch, target, state, rng, loss_scale)

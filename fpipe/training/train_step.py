@@ -98,6 +98,8 @@ def train_step(
     >>> step(params, sgd.init(params), torch.arange(4.0), torch.zeros(4))
     ({0: tensor(0.3000), 1: tensor(0.2000)}, {0: {}, 1: {}}, tensor(21.))
     """
+    if pipeline.no_update is not None:
+        raise ValueError(f"no optimizer takes this pipeline's gradients: {pipeline.no_update}. Take value_and_grad")
     _, update = optimizer
     if "argnums" in options:
         raise ValueError(

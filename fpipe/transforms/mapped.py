@@ -1,0 +1,213 @@
+"""A pipeline whose stages are mapped over an axis of their tensors: a `Mapped` stands in place of each such tensor.
+
+Transforms nest: the outer one owns the innermost `Mapped` of a nest, whose value is a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fpipe.stages.microbatch import axes_of
+from fpipe.stages.pipeline import Pipeline
+from fpipe.stages.pytree import NAMESPACE, Flat, Path, flatten, get_at
+from fpipe.stages.stage import Batch, Output, Read, Stage
+from fpipe.transforms.wrapping import with_functions
+
+Randomness = Literal["error", "different", "same"]
+
+
+class Mapped(NamedTuple):
+    """A tensor whose axis 0 a function is mapped over."""
+
+    value: Any
+
+
+def is_mapped(x: Any) -> bool:
+    return isinstance(x, Mapped) and isinstance(x.value, Tensor)
+
+
+def unmapped(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a tree with `function(value)` for each `Mapped`."""
+    return optree.tree_map(
+        lambda x: function(x.value) if is_mapped(x) else x, tree, is_leaf=is_mapped, namespace=NAMESPACE
+    )
+
+
+def mapping(function: Callable[..., Any], randomness: Randomness) -> Callable[..., Any]:
+    """Return the function mapped over each `Mapped` in its arguments, by `torch.func.vmap`.
+
+    Every tensor that it returns is then a `Mapped`. Without one among its arguments it runs as it is.
+    """
+
+    def over(*arguments: Any) -> Any:
+        trees: Any = arguments
+        leaves, spec = optree.tree_flatten(trees, is_leaf=is_mapped, namespace=NAMESPACE)
+        at = [i for i, x in enumerate(leaves) if is_mapped(x)]
+        if not at:
+            return function(*arguments)
+        result: Flat = flatten(None)
+
+        def of_one(*values: Tensor) -> list[Tensor]:
+            nonlocal result
+            whole = list(leaves)
+            for i, value in zip(at, values, strict=True):
+                whole[i] = value
+            result = flatten(function(*spec.unflatten(whole)))
+            return [x for x in result.leaves if isinstance(x, Tensor)]
+
+        stacked = map(Mapped, torch.func.vmap(of_one, randomness=randomness)(*(leaves[i].value for i in at)))
+        return result.spec.unflatten([next(stacked) if isinstance(x, Tensor) else x for x in result.leaves])
+
+    return over
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axis that is mapped over, in the trees of a pipeline: a number, None, or a prefix tree of these.
+
+    Args:
+        keep: a stage gets the tensors of the batch with the axis, of size 1.
+        out: of the last stage's outputs, as far as they have so many.
+    """
+
+    params: Any
+    batch: Any
+    target: Any
+    keep: bool
+    out: int
+
+    def of_read(self, read: Read) -> Any:
+        """Return the axes in a stage's input; None for the output of another stage, which has its `Mapped`."""
+        if isinstance(read, Batch):
+            return _at(self.batch, read.path)
+        return None if isinstance(read, Output) else self.target
+
+    def of_params(self, pipeline: Pipeline, stage: int) -> tuple[Any, dict[Path, Any]]:
+        """Return the axes in a stage's own params, and in each entry that another stage shares with it, by path."""
+        tied = {
+            path: _at(self._of_stage(owner), source)
+            for (owner, source), uses in pipeline.entries.items()
+            for user, path in uses
+            if user == stage != owner
+        }
+        return self._of_stage(stage), tied
+
+    def _of_stage(self, stage: int) -> Any:
+        if not isinstance(self.params, Mapping):
+            return self.params
+        if stage not in self.params:
+            raise ValueError(f"in_dims of the params has no entry for stage {stage}, only for {sorted(self.params)}")
+        return self.params[stage]
+
+    def last(self, x: Tensor) -> int:
+        """Return the axis in one of the last stage's outputs."""
+        return min(self.out, x.ndim - 1)
+
+
+def mapped(tree: Any, axes: Any, what: str, keep: bool = False) -> Any:
+    """Return a tree with a `Mapped` for each tensor that has an axis.
+
+    Args:
+        what: the name of the tree, for messages.
+
+    Raises:
+        ValueError: a tensor has no such axis, or the axes are no prefix of the tree.
+    """
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    each = axes_of(tree, axes, f"in_dims of the {what}")
+    return spec.unflatten([_mapped(x, axis, what, keep) for x, axis in zip(leaves, each, strict=True)])
+
+
+def _mapped(x: Any, axis: int | None, what: str, keep: bool) -> Any:
+    if axis is None or not isinstance(x, Tensor):
+        return x
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"a tensor of shape {list(x.shape)} in the {what} has no axis {axis}: give its axis in in_dims"
+        )
+    axis %= x.ndim
+    first = x.movedim(axis, 0)
+    return Mapped(first.unsqueeze(axis + 1) if keep else first)
+
+
+def _at(axes: Any, path: Path) -> Any:
+    """Return the part of a prefix tree at a path."""
+    for key in path:
+        if axes is None or isinstance(axes, int):
+            break
+        axes = get_at(axes, [key])
+    return axes
+
+
+def map_over(
+    pipeline: Pipeline,
+    axes: Axes,
+    randomness: Randomness,
+    result: Callable[[Tensor, Any], Any],
+    has_aux: bool,
+) -> Pipeline:
+    """Return a pipeline whose stages and loss are mapped over axes of params, batch and target.
+
+    Args:
+        result: `result(losses, aux)` returns the result of the loss; in aux, each tensor is a `Mapped`.
+    """
+    last = len(pipeline.stages) - 1
+    loss_of = mapping(pipeline.loss or (lambda output, target: output), randomness)
+
+    def function_of(index: int, stage: Stage) -> Callable[..., Any]:
+        function, params_axes = mapping(stage.fn, randomness), axes.of_params(pipeline, index)
+        dims = [axes.of_read(read) for read in stage.inputs]
+
+        def over(params: Any, *inputs: Any) -> Any:
+            state, inputs = inputs[: stage.stateful], inputs[stage.stateful :]
+            read = [mapped(x, axis, "batch", axes.keep) for x, axis in zip(inputs, dims, strict=True)]
+            outputs = function(_params(params, *params_axes), *(mapped(x, 0, "state") for x in state), *read)
+            outputs, *new = outputs if state else (outputs,)
+            if index == last:
+                outputs = to_last(outputs)
+            return (outputs, *(unmapped(x, lambda value: value) for x in new)) if state else outputs
+
+        return over
+
+    def to_last(outputs: Any) -> Any:
+        leaves = optree.tree_leaves(outputs, is_leaf=is_mapped, namespace=NAMESPACE)
+        if not any(map(is_mapped, leaves)):
+            raise TypeError("nothing that reaches the last stage has an axis to map over: give it in in_dims")
+        return unmapped(outputs, lambda x: x.movedim(0, axes.last(x)))
+
+    def loss(output: Any, target: Any) -> Any:
+        output = optree.tree_map(
+            lambda x: Mapped(x.movedim(axes.last(x), 0)) if isinstance(x, Tensor) else x, output, namespace=NAMESPACE
+        )
+        losses = loss_of(output, mapped(target, axes.target, "target", axes.keep))
+        losses, aux = losses if has_aux else (losses, None)
+        if not is_mapped(losses) or losses.value.ndim != 1:
+            kind = f"a tensor of shape {list(losses.value.shape[1:])}" if is_mapped(losses) else type(losses).__name__
+            raise TypeError(f"the loss must be a tensor without dimensions, not {kind}; has_aux=True takes (loss, aux)")
+        return result(losses.value, aux)
+
+    def key(index: int, stage: Stage) -> Hashable:
+        return index == last, repr((axes.of_params(pipeline, index), [axes.of_read(read) for read in stage.inputs]))
+
+    return with_functions(pipeline, function_of, loss, key)
+
+
+def _params(params: Any, axes: Any, tied: Mapping[Path, Any]) -> Any:
+    """Return a stage's params with a `Mapped` for each tensor that has an axis."""
+    if tied and not isinstance(axes, Mapping):
+        axes = optree.tree_map(lambda _: axes, params, none_is_leaf=True, namespace=NAMESPACE)
+    for path, shared in tied.items():
+        axes = _put(axes, path, shared)
+    return mapped(params, axes, "params")
+
+
+def _put(tree: Any, path: Path, value: Any) -> Any:
+    """Return a tree of dicts with a value at a path."""
+    key, *rest = path
+    return {**tree, key: _put(tree.get(key, {}), tuple(rest), value) if rest else value}

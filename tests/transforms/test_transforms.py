@@ -1,0 +1,66 @@
+"""Transformed pipelines: torch.func's gradients within rounding, and the reference's bits under every schedule."""
+
+import optree
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fpipe
+from fpipe import Placement
+from tests.support import cases, transforms
+from tests.support.combinations import combined
+
+CASES = ["linear", "skip", "tied", "modules", "weighted", "subtrees"]
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+"""Of float32, against another order of sums."""
+
+
+def fits(transform, name, **_):
+    nested = transform in ("hvp of vmap", "vmap of hvp")
+    return not (nested and name in ("modules", "weighted")) and not (transform == "mean flow" and name != "linear")
+
+
+@pytest.mark.filterwarnings("error:.*eager autograd")
+@combined(transform=[*transforms.TRANSFORMS, "mean flow"], name=CASES, where=fits)
+def test_the_gradients_are_those_of_torch_func(transform, name):
+    made = transforms.make(transform, name, 4, 3)
+    plan = made.case.pipeline.plan(Placement.loop(4), 3)
+    _, grads, *_ = cases.reference(made.case, fpipe.schedules.gpipe, plan)
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel on the CPU has no forward mode, and no rule for vmap
+        expected = made.expected()
+    none = {"none_is_leaf": True, "namespace": "fpipe"}
+    pairs = zip(optree.tree_leaves(grads, **none), optree.tree_leaves(expected, **none), strict=True)
+    compared = [torch.testing.assert_close(a, b, **TOLERANCE) for a, b in pairs if a is not None]
+    assert compared
+
+
+def runs(schedule, name, m, **rest):
+    both_ways = schedule in cases.BOTH_WAYS
+    return fits(name=name, **rest) and not (both_ways and (m % 2 or name == "modules"))
+
+
+@combined(
+    transform=[*transforms.TRANSFORMS, "mean flow"],
+    name=["linear", "skip", "tied", "modules"],
+    schedule=["one_f_one_b", "zb_h1", "zb_v", "interleaved_1f1b", "dualpipe"],
+    way=["graph", "eager", "gloo"],
+    m=[2, 5],
+    where=runs,
+)
+def test_bits(pools, transform, name, schedule, way, m):
+    if way == "gloo":
+        arguments = transform, name, schedule, m, 2, {"autodiff": "graph"}
+        assert pools(2).run(transforms.on_this_rank, *arguments) == [[], []]
+    else:
+        assert transforms.locally(transform, name, schedule, m, {"autodiff": way}) == []
+
+
+@pytest.mark.parametrize("transform", [*transforms.TRANSFORMS, "mean flow"])
+@pytest.mark.parametrize("capture", [True, "pieces"])
+def test_captured(transform, capture):
+    assert transforms.locally(transform, "linear", "zb_h1", 2, {"capture": capture}) == []
+
+
+@pytest.mark.parametrize("transform", [*transforms.TRANSFORMS, "mean flow"])
+def test_replicas(transform):
+    assert transforms.locally(transform, "linear", "one_f_one_b", 2, {}, replicas=2) == []
