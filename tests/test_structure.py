@@ -253,7 +253,7 @@ SURFACE = {
         sorted({*FUNCTIONS, "CATALOGUE", "Found", "from_table", "get", "lower_bound", "pareto", "search"})
     ),
     "fpipe.tensorboard": "Recorder",
-    "fpipe.transforms": "Dual dual hvp jvp primals pushforward tangents vmap",
+    "fpipe.transforms": "Dual dual hvp jvp per_sample primals pushforward tangents vmap",
     "fpipe.interop": """
         CheckpointError Checkpoints End Optimizer buffers eval_mode export_safetensors from_csv from_functions
         from_modules from_pipe from_state_dict fsdp into_modules lora materialise merge_lora optimizer pipe_split

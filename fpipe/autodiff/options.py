@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from fpipe.autodiff.by_row import ByRow
 from fpipe.autodiff.eager import Eager
 from fpipe.autodiff.interface import PARAMS, Argument, DifferentiableStage
 from fpipe.autodiff.traced import Graphs, Traced
@@ -66,6 +67,8 @@ class Options:
         return tuple(self._stage(pipeline.stages[s], s, loss and s == stages[-1], shared) for s in stages)
 
     def _stage(self, stage: Stage, s: int, loss: bool, shared: dict[Hashable, Graphs]) -> DifferentiableStage:
+        if stage.rows is not None:
+            return ByRow(stage, self._stage(replace(stage, rows=None), s, loss, shared))
         if self.autodiff == "eager":
             return Eager(stage, argnums=self.argnums)
         policy = self.policy.get(s, everything_saveable) if isinstance(self.policy, Mapping) else self.policy

@@ -13,7 +13,7 @@ from fpipe.devices import CaptureError, is_capturing
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
-from fpipe.handlers.gradients import Sum, check_trained, data_gradients, received, total, unscaled
+from fpipe.handlers.gradients import Rows, Sum, check_trained, data_gradients, received, total, unscaled
 from fpipe.handlers.protocol import Inputs, PeerLost, Results
 from fpipe.stages.microbatch import sizes_of
 from fpipe.stages.pytree import summary
@@ -48,7 +48,7 @@ class Executor:
                 raise error.on(self.rank) from error.__cause__
             except Exception as error:  # the types of the tree are the user's, and may raise anything
                 raise StageError(f"its params can't be used: {error}", rank=self.rank, stage=stage) from error
-        sums = defaultdict[int, Sum](partial(Sum, self.pieces.precision))
+        sums = defaultdict[int, Sum](partial(Rows if self.pipeline.by_row else Sum, self.pieces.precision))
         (state,) = inputs.state
         self.calls.running = Step(inputs, prepared, dict(state), sums)
 

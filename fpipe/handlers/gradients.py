@@ -16,7 +16,7 @@ Invariants of a `Sum`, which adds in place:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, reduce
 from typing import Any
@@ -130,6 +130,35 @@ class Sum:
         return self.totals
 
 
+class Rows(Sum):
+    """The gradients of one stage for each row of the batch: those of microbatches stand one behind the other."""
+
+    def add(self, terms: Leaves, fresh: Collection[int] = ()) -> None:
+        assert not self.final, "rows can't come after they were read"
+        self.totals = self.totals or [[] for _ in terms]
+        for parts, term in zip(self.totals, terms, strict=True):
+            parts.append(self.precision.term(term))
+
+    def take(self, i: int, gradient: Tensor) -> bool:
+        return False
+
+    def take_all(self, gradients: Leaves) -> bool:
+        return False
+
+    def read(self) -> Leaves:
+        if not self.final:
+            for i, parts in enumerate(self.totals):  # leaf by leaf, so that one at a time is in memory twice
+                self.totals[i] = torch.cat(parts)
+                parts.clear()
+        self.final = True
+        return self.totals
+
+
+def behind(total: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    """Put rows behind those before."""
+    return torch.cat([total, rows]) if total is not None and rows is not None else add(total, rows)
+
+
 def check_trained(pipeline: Pipeline, plan: Plan, stage: int, prepared: Prepared) -> None:
     """Check that every trained param of a stage, and every entry that it shares, has a sum in the plan.
 
@@ -229,7 +258,8 @@ def total(
     -0.0 is the sum of no terms, and travels as such between copies and replicas. No two gradients share memory if no
     two of the sums do.
     """
-    stages = {stage: _over_copies(plan, stage, sums) for stage, _ in sums}
+    join = behind if pipeline.by_row else add
+    stages = {stage: _over_copies(plan, stage, sums, join) for stage, _ in sums}
     gradients = {}
     for stage, tree in params.items():
         leaves, spec = flatten(tree)
@@ -285,11 +315,13 @@ def _keys(
     return keys
 
 
-def _over_copies(plan: Plan, stage: int, sums: Sums) -> dict[LeafKey, Tensor | None]:
+def _over_copies(
+    plan: Plan, stage: int, sums: Sums, join: Callable[[Tensor | None, Tensor | None], Tensor | None]
+) -> dict[LeafKey, Tensor | None]:
     whole: dict[LeafKey, Tensor | None] = {}
     for rank in plan.placement.holders[stage]:
         for key, term in sums.get((stage, rank), {}).items():
-            whole[key] = add(whole.get(key), term)
+            whole[key] = join(whole.get(key), term)
     return whole
 
 

@@ -14,12 +14,14 @@ same number of threads. The order of the sums is part of the definition:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fpipe.autodiff.by_row import by_row, rows_of
 from fpipe.autodiff.graph.input_writes import PARAMETER_WRITTEN, refusing_writes
 from fpipe.autodiff.graph.lost_gradients import EagerLeaves
 from fpipe.autodiff.interface import (
@@ -36,7 +38,7 @@ from fpipe.autodiff.interface import (
 from fpipe.devices import current_device, without_autocast
 from fpipe.effects import Backward, BackwardWeight
 from fpipe.errors import blaming
-from fpipe.handlers.gradients import LeafKey, Sums, add, check_trained, copied, data_gradients, total, unscaled
+from fpipe.handlers.gradients import LeafKey, Sums, add, behind, check_trained, copied, data_gradients, total, unscaled
 from fpipe.handlers.protocol import Inputs, Observer, Replicas, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.program import Program
@@ -91,6 +93,8 @@ class _Step:
             if train:
                 check_trained(self.pipeline, plan, stage, each)
             each.leaves[:] = map(pieces.precision.cast, each.leaves)
+        self.current = list(self.params)  # of the microbatch that runs: by row, they have a dimension of its rows
+        self.join = behind if self.pipeline.by_row else add
         self.sums: list[dict[tuple[int, int], dict[LeafKey, Tensor | None]]] = [{} for _ in range(plan.replicas)]
         self.results = Results(state=[*map(dict, inputs.state)])
         self.read: dict[int, list[Any]] = {}
@@ -121,9 +125,12 @@ class _Step:
             with torch.set_grad_enabled(self.train), seeded(self.inputs.rng, s, m), blaming(s, m):
                 read = {source: outputs[source](s) for source in self.plan.sources(s)}
                 arguments = stage.arguments(read, self._given(s, data))
-                own = self.params[s].own
-                with refusing_writes(arguments), refusing_writes(own, PARAMETER_WRITTEN):
-                    output, new_state = stage(self.params[s].tree, state.get(s), arguments)
+                if stage.rows is not None:
+                    self.current[s] = by_row(self.params[s], stage.count(arguments))
+                function = stage if stage.rows is None else replace(stage, rows=None)
+                params = self.current[s]
+                with refusing_writes(arguments), refusing_writes(params.own, PARAMETER_WRITTEN):
+                    output, new_state = function(params.tree, state.get(s), arguments)
                 output = alias_leaves(output)
                 outputs[s] = self._read_by_rank(s, m, output) if by_rank else partial(_alias, output)
             if stage.stateful:
@@ -162,7 +169,7 @@ class _Step:
         self.results.losses[m] = weighted_loss(loss, cotangent, scale)
         leaves = {
             (s, path): params.own[i]
-            for s, params in enumerate(self.params)
+            for s, params in enumerate(self.current)
             for i, path in zip(params.trained, params.paths, strict=True)
         }
         read = [x for each in self.read.values() for x in each if _requires_grad(x)]
@@ -198,7 +205,10 @@ class _Step:
         replica, m = divmod(m, self.plan.microbatches)
         for (s, path), gradient in gradients.items():
             sums = self.sums[replica].setdefault((s, self.plan.rank_of(s, m)), {})
-            sums[path] = add(sums.get(path), self.pieces.precision.term(gradient))
+            if self.pipeline.by_row:
+                params = self.current[s]
+                gradient = rows_of(gradient, params.leaves[params.trained[params.paths.index(path)]])
+            sums[path] = self.join(sums.get(path), self.pieces.precision.term(gradient))
 
     def _over_replicas(self) -> Sums:
         """Return the sums of each (stage, rank) over all replicas, in their order."""

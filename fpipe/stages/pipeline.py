@@ -69,6 +69,11 @@ class Pipeline:
         # Why an optimizer can't take the gradients; None where it can.
         self.no_update: str | None = None
 
+    @property
+    def by_row(self) -> bool:
+        """Whether params get a gradient for each row of the batch, which are not added."""
+        return any(stage.rows is not None for stage in self.stages)
+
     def plan(
         self, placement: Placement, microbatches: int, replicas: int = 1, trained: Collection[int] | None = None
     ) -> Plan:

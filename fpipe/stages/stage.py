@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fpipe.plan import call_of
 from fpipe.stages.microbatch import Microbatch
-from fpipe.stages.pytree import Path, get_at, short
+from fpipe.stages.pytree import Path, flatten, get_at, short
 
 
 @dataclass(frozen=True, init=False)
@@ -142,12 +142,15 @@ class Stage:
         stateful: the stage has state, such as buffers, that one microbatch passes to the next.
         frozen: names or paths of entries of params that get no gradient; `()` is the path of all params.
             `Pipeline.freeze` sets them.
+        rows: `rows(*inputs) -> int`, the number of rows of a microbatch, if the params get a gradient for each row, as
+            `transforms.per_sample` has it. `fn` then gets its params with such a dimension in front.
     """
 
     fn: StageFunction | Callable[..., Any]
     reads: Sequence[Read | int] | None = None
     stateful: bool = False
     frozen: Sequence[Any] = ()
+    rows: Callable[..., int] | None = None
 
     def __repr__(self) -> str:
         function = getattr(self.fn, "__name__", type(self.fn).__name__)
@@ -155,12 +158,20 @@ class Stage:
 
     def __call__(self, params: Any, state: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
         """Run the stage. Return `(outputs, state)`."""
+        if self.rows is not None:
+            leaves, spec = flatten(params)
+            params = spec.unflatten(expanded(leaves, self.count(inputs)))
         if not self.stateful:
             return self.fn(params, *inputs), state
         result = self.fn(params, state, *inputs)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"a stateful stage returns (outputs, state), not {type(result).__name__}")
         return result
+
+    def count(self, inputs: Sequence[Any]) -> int:
+        """Return the number of rows of a stage that has some, from its inputs."""
+        assert self.rows is not None
+        return self.rows(*inputs)
 
     @cached_property
     def inputs(self) -> tuple[Read, ...]:
@@ -189,6 +200,11 @@ class Stage:
             else next(rest)
             for read in self.inputs
         )
+
+
+def expanded(leaves: Iterable[Any], rows: int) -> list[Any]:
+    """Return views of the tensors with a dimension of rows in front, which takes no memory."""
+    return [x.expand(rows, *x.shape) if isinstance(x, Tensor) else x for x in leaves]
 
 
 def _part(tree: Any, path: Path, name: str) -> Any:

@@ -74,6 +74,8 @@ class StepSpec:
                 "the plan's edges, ties or cotangents are not the pipeline's: make it by pipeline.plan(placement, "
                 "microbatches)"
             )
+        if self.pipeline.by_row:
+            self._check_rows()
         for stage, ranks in enumerate(self.plan.placement.holders):
             if self.pipeline.stages[stage].stateful and len(ranks) > 1:
                 raise ScheduleError(
@@ -87,6 +89,19 @@ class StepSpec:
                     "microbatches alone update; or make the stage stateless (such as a norm that needs no running "
                     "statistics)"
                 )
+
+    def _check_rows(self) -> None:
+        """Raise ValueError for options that make no sense where each sample has gradients of its own."""
+        if self.loss and self.reduction != "sum":
+            raise ValueError(
+                "a pipeline of per_sample has the gradients of each sample's own loss, which are neither averaged nor "
+                "weighted: pass reduction='sum', and no weight"
+            )
+        if self.plan.replicas > 1:
+            raise ValueError(
+                f"a pipeline of per_sample has a row for each sample, which replicas can't add, and the plan has "
+                f"{self.plan.replicas}: make one without, and give each a pipeline and a handler of its own"
+            )
 
     def pieces(self) -> DifferentiablePipeline:
         """Return the stages' functions; those of the last stage include the loss where it is computed."""

@@ -31,17 +31,19 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 HINT = "every rank calls global_norm or clip_by_global_norm, after the same step; after this, make a new handler"
 
 
-def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler) -> Tensor:
+def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler, by_row: bool = False) -> Tensor:
     """Return the 2-norm of the gradients of the whole pipeline, on every rank. Every rank calls it.
 
     Args:
+        by_row: return the norm of each row along axis 0, which all gradients have in common: of each sample with
+            `transforms.per_sample`, of each member with `transforms.vmap` if all have their own params.
         grads: `{stage: tree}` as a step returns it; None, the gradient of a frozen parameter, counts as nothing. Leaves
             may be DTensors over the handler's replicas.
         plan, handler: the step's own.
 
     Returns:
-        A float64 tensor without dimensions, on the device of this rank's gradients. A NaN or an infinity in any
-        gradient makes it NaN or infinite.
+        A float64 tensor without dimensions, or of shape [rows], on the device of this rank's gradients. A NaN or an
+        infinity in any gradient makes it NaN or infinite.
 
     Raises:
         TypeError, ValueError: grads is not what a step returns.
@@ -55,7 +57,7 @@ def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler) -> Te
     >>> global_norm(grads, Plan(Placement.loop(ranks=2), microbatches=1), handler=handlers.Local())
     tensor(5., dtype=torch.float64)
     """
-    return _norm(lambda: squares(grads, plan, handler), handler)
+    return _norm(lambda: squares(grads, plan, handler, by_row=by_row), handler)
 
 
 def clip_by_global_norm(
@@ -107,11 +109,19 @@ def check_limit(max_norm: Any) -> None:
         raise ValueError(f"max_norm must be a number of at least 0, not {max_norm}")
 
 
-def squares(grads: Mapping[int, Any], plan: Plan, handler: Handler, device: torch.device | None = None) -> Tensor:
+def squares(
+    grads: Mapping[int, Any],
+    plan: Plan,
+    handler: Handler,
+    device: torch.device | None = None,
+    *,
+    by_row: bool = False,
+) -> Tensor:
     """Return the sum of squares of each stage's gradients that count in this process, in float64.
 
     Args:
         device: of the result where there are no gradients; by default the CPU.
+        by_row: of each row along axis 0, as [stages, rows].
     """
     if not isinstance(grads, Mapping):
         raise TypeError(f"grads must be {{stage: tree}}, as a step returns it, not a {type(grads).__name__}")
@@ -121,19 +131,38 @@ def squares(grads: Mapping[int, Any], plan: Plan, handler: Handler, device: torc
             "{stage: tree}, as a step returns it"
         )
     holders, ranks, replicas = plan.placement.holders, handler.ranks(plan), handler.replicas(plan)
-    sums = {s: _squares(s, tree, replicas) for s, tree in sorted(grads.items()) if holders[s][0] in ranks}
+    shape = _rows(grads) if by_row else ()
+    sums = {s: _squares(s, tree, replicas, by_row) for s, tree in sorted(grads.items()) if holders[s][0] in ranks}
     device = next((x.device for x in sums.values() if x is not None), device or torch.device("cpu"))
-    zero = torch.zeros((), dtype=torch.float64, device=device)
+    zero = torch.zeros(shape, dtype=torch.float64, device=device)
     each = [sums.get(stage) for stage in range(plan.stages)]
     return torch.stack([zero if x is None else x.to(device) for x in each])
 
 
-def _squares(stage: int, tree: Any, replicas: Replicas) -> Tensor | None:
+def _rows(grads: Mapping[int, Any]) -> tuple[int]:
+    """Return the shape of the rows of all gradients.
+
+    Raises:
+        ValueError: they have no axis of rows in common.
+    """
+    counts = {leaf.shape[:1] for leaf in flatten(dict(grads)).leaves if isinstance(leaf, Tensor)}
+    if len(counts) != 1 or not (rows := next(iter(counts))):
+        raise ValueError(
+            f"by_row takes gradients with the same rows along axis 0, not {sorted(map(list, counts))}: those of "
+            "transforms.per_sample, or of transforms.vmap where all members have their own params"
+        )
+    return (rows[0],)
+
+
+def _squares(stage: int, tree: Any, replicas: Replicas, by_row: bool) -> Tensor | None:
     leaves = flatten(tree).leaves
     if wrong := [leaf for leaf in leaves if not isinstance(leaf, Tensor)]:
         raise TypeError(f"a gradient of stage {stage} is a {type(wrong[0]).__name__}: it must be a tensor or None")
     first = (leaf for leaf in leaves if is_first(leaf, replicas.here[0], replicas.mesh))
     numbers = [_real(local(leaf).detach()) for leaf in first]
+    if by_row and numbers:
+        norms = [torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1, dtype=torch.float64) for x in numbers]
+        return torch.stack(norms).square().sum(0)
     return torch.stack(torch._foreach_norm(numbers, 2, torch.float64)).square().sum() if numbers else None
 
 
@@ -145,7 +174,7 @@ def _real(leaf: Tensor) -> Tensor:
 
 def _norm(sums: Callable[[], Tensor], handler: Handler) -> Tensor:
     """Return the norm, from each stage's sum of squares on the ranks of this process."""
-    return squares_everywhere(sums, handler).sum().sqrt()
+    return squares_everywhere(sums, handler).sum(0).sqrt()
 
 
 def squares_everywhere(sums: Callable[[], Tensor], handler: Handler) -> Tensor:

@@ -295,7 +295,7 @@ def check_capture(handler: Handler, observer: Observer | None, compile: bool | s
 
 
 def check_replicas_captured(spec: StepSpec, programs: Programs, handler: Handler, capture: Capture) -> None:
-    """Raise ValueError for replicas, shards and casts whose steps can't be captured."""
+    """Raise ValueError for replicas, shards, casts and rows whose steps can't be captured."""
     plan, here = plan_of(programs), len(spec.replicas.here)
     if plan.gathered and handler.peers is not None:
         raise ValueError(f"{capture=} with resident=: a graph gathers no shards. Leave one of them out")
@@ -304,6 +304,8 @@ def check_replicas_captured(spec: StepSpec, programs: Programs, handler: Handler
             f"{capture=} with weight= and replicas in other processes: their weights are added on the host. Leave one "
             "of them out"
         )
+    if capture == "pieces" and spec.pipeline.by_row:
+        raise ValueError("capture='pieces' adds gradients, and those of per_sample are not added. Take capture=True")
     if capture == "pieces" and (here > 1 or spec.precision != OWN_DTYPES):
         raise ValueError(
             "capture='pieces' with several replicas in one process, or with precision=: the graphs of a piece read one "

@@ -14,5 +14,6 @@ if TYPE_CHECKING:
     )
     from fpipe.transforms.forward_mode import hvp as hvp, jvp as jvp
     from fpipe.transforms.members import vmap as vmap
+    from fpipe.transforms.samples import per_sample as per_sample
 
 __getattr__, __dir__ = attach(__name__)

@@ -12,9 +12,16 @@ from fpipe.transforms.duals import primals
 
 
 def check(pipeline: Pipeline) -> None:
-    """Raise TypeError for something else than a pipeline."""
+    """Raise an error for something else than a pipeline that can be transformed.
+
+    Raises:
+        TypeError: it is no pipeline.
+        ValueError: it comes from per_sample, which is the last transform.
+    """
     if not isinstance(pipeline, Pipeline):
         raise TypeError(f"a transform takes a Pipeline, as Pipeline([stage, ...], loss=loss), not {pipeline!r}")
+    if pipeline.by_row:
+        raise ValueError("per_sample is the last transform: apply the others first, as in per_sample(jvp(pipeline))")
 
 
 def with_functions(

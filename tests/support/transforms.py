@@ -135,6 +135,23 @@ def ensemble_of_hvp(case, microbatches):
     return ensemble_hvp(case, microbatches, inner=True)
 
 
+def per_sample(case, microbatches):
+    has_aux = "has_aux" in case.options
+
+    def expected():
+        def one(params, batch, target):
+            result = case.pipeline(params, batch, target)
+            return result[0] if has_aux else result
+
+        alone = mapped(lambda x: x[:, None], (case.batch, case.target))
+        return vmap(grad(one), (None, 0, 0), randomness="different")(case.params, *alone)
+
+    pipeline = transforms.per_sample(case.pipeline, randomness="different", has_aux=has_aux)
+    made = transformed(case, pipeline, case.params, expected, has_aux=True, reduction="sum")
+    made.case.options.pop("weight", None)
+    return made
+
+
 def mean_flow(stages):
     """The average velocity u(z, r, t) of MeanFlow (Geng et al., 2025, algorithm 1), in a U-shaped network."""
 
@@ -188,6 +205,7 @@ TRANSFORMS = {
     "vmap": ensemble,
     "hvp of vmap": ensemble_hvp,
     "vmap of hvp": ensemble_of_hvp,
+    "per_sample": per_sample,
 }
 
 
