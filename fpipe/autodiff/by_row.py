@@ -75,8 +75,8 @@ def by_row(prepared: Prepared, rows: int) -> Prepared:
 
 
 def rows_of(gradient: Tensor | None, param: Tensor) -> Tensor:
-    """Return the gradients of an expanded param: zeros if there are none, since every microbatch has its rows."""
-    return torch.zeros(param.shape, dtype=param.dtype, device=param.device) if gradient is None else gradient
+    """Return the gradients of an expanded param: -0.0 if there are none, since every microbatch has its rows."""
+    return gradient if gradient is not None else torch.full(param.shape, -0.0, dtype=param.dtype, device=param.device)
 
 
 def _filled(weights: WeightGradients, params: Prepared) -> WeightGradients:

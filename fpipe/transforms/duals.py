@@ -11,10 +11,16 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fpipe.stages.pytree import NAMESPACE, Flat, describe, flatten, short, summary
-from fpipe.transforms.twice import Twice
+from fpipe.transforms.forward_rules import ForwardRules
+
+NO_CHECKPOINT = (
+    "torch.utils.checkpoint, or another hook of saved tensors, does not work within transforms: leave it out, and give "
+    "value_and_grad policy=fpipe.policies.nothing_saveable"
+)
 
 
 class Dual(NamedTuple):
@@ -116,7 +122,8 @@ def pushforward(function: Callable[..., Any]) -> Callable[..., Any]:
             return [x for x in tensors if _has_tangent(x)], [x for x in tensors if not _has_tangent(x)]
 
         values, directions = zip(*(leaves[i] for i in at), strict=True)
-        with Twice(), sdpa_kernel(SDPBackend.MATH):  # no other kernel of attention has a forward mode
+        attention = sdpa_kernel(SDPBackend.MATH)  # no other kernel has a forward mode
+        with disable_saved_tensors_hooks(NO_CHECKPOINT), ForwardRules(), attention:
             outputs, slopes, others = torch.func.jvp(of_duals, values, directions, has_aux=True)  # type: ignore[misc]
         duals, plain = map(Dual, outputs, slopes), iter(others)
         return result.spec.unflatten(

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from fpipe.stages.microbatch import axes_of
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import NAMESPACE, Flat, Path, flatten, get_at
 from fpipe.stages.stage import Batch, Output, Read, Stage
+from fpipe.transforms.duals import NO_CHECKPOINT
 from fpipe.transforms.wrapping import with_functions
 
 Randomness = Literal["error", "different", "same"]
@@ -37,6 +40,21 @@ def unmapped(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return optree.tree_map(
         lambda x: function(x.value) if is_mapped(x) else x, tree, is_leaf=is_mapped, namespace=NAMESPACE
     )
+
+
+class Sizes(TorchFunctionMode):
+    """Within it, the operators by which exported graphs read sizes are methods of tensors, for which vmap has rules."""
+
+    METHODS: ClassVar[Mapping[Any, Callable[..., Any]]] = {
+        torch.ops.aten.sym_size.int: Tensor.size,
+        torch.ops.aten.sym_stride.int: Tensor.stride,
+        torch.ops.aten.sym_numel.default: Tensor.numel,
+    }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self.METHODS.get(func, func)(*args, **(kwargs or {}))
 
 
 def mapping(function: Callable[..., Any], randomness: Randomness) -> Callable[..., Any]:
@@ -61,7 +79,9 @@ def mapping(function: Callable[..., Any], randomness: Randomness) -> Callable[..
             result = flatten(function(*spec.unflatten(whole)))
             return [x for x in result.leaves if isinstance(x, Tensor)]
 
-        stacked = map(Mapped, torch.func.vmap(of_one, randomness=randomness)(*(leaves[i].value for i in at)))
+        with disable_saved_tensors_hooks(NO_CHECKPOINT), Sizes():
+            values = torch.func.vmap(of_one, randomness=randomness)(*(leaves[i].value for i in at))
+        stacked = map(Mapped, values)
         return result.spec.unflatten([next(stacked) if isinstance(x, Tensor) else x for x in result.leaves])
 
     return over

@@ -231,9 +231,9 @@ def on_this_rank(rank, transform, name, schedule, microbatches, ranks, options):
     params, batch, target, state = cases.own(case, plan, rank)
     whole = cases.reference(case, fpipe.schedules.gpipe, plan)
     expected = jobs.expected_on(whole, params, plan, rank, case.state is not None)
-    if "has_aux" in case.options and plan.stages - 1 not in plan.stages_on(rank):
-        expected = ((expected[0][0], None), *expected[1:])
-    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=jobs.handler(), **case.options, **options)
+    step = fpipe.value_and_grad(
+        case.pipeline, generator, plan, handler=jobs.handler(), gather=True, **case.options, **options
+    )
     return [
         d for _ in range(2) for d in jobs.differences(step(params, batch, target, state=state, rng=case.rng), expected)
     ]
@@ -251,3 +251,15 @@ def locally(transform, name, schedule, microbatches, options, replicas=1):
     arguments = case.params, case.batch, case.target
     results = [step(*arguments, state=case.state, rng=case.rng) for _ in range(3 if "capture" in options else 1)]
     return [d for result in results for d in jobs.differences(result, expected)]
+
+
+def over_replicas(rank, transform, which):
+    """Two steps on a process of a grid, with params that are whole or sharded: where they differ from the reference."""
+    from tests.support import replica_jobs
+
+    grid = replica_jobs.Grid("dp2 pp2")
+    case = make(transform, "linear", 2, 4).case
+    plan = case.pipeline.plan(fpipe.Placement.loop(2), 2, grid.replicas)
+    expected = cases.reference(case, fpipe.schedules.gpipe, plan)
+    found = replica_jobs.compare(grid, case, fpipe.schedules.zb_h1, plan, expected, which)
+    return [path for path in found if path != (0, 1)]  # a replica has the aux of its own rows

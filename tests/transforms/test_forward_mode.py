@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, jvp
+from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe import Pipeline, Placement, StageError, handlers, interop, schedules, transforms
@@ -72,6 +73,63 @@ def test_a_kernel_whose_tangents_have_no_right_gradient_is_refused():
     pipeline = transforms.jvp(Pipeline([lambda p, x: ATEN.native_layer_norm.default(x * p, [4], None, None, 1e-5)[0]]))
     with pytest.raises(NotImplementedError, match=r"native_layer_norm.*torch\.nn\.functional"):
         pipeline({0: torch.ones(4)}, Dual(torch.randn(2, 4), torch.ones(2, 4)))
+
+
+@torch.library.custom_op("fpipe_tests::cube", mutates_args=())
+def cube(x: torch.Tensor) -> torch.Tensor:
+    return x**3
+
+
+cube.register_fake(torch.empty_like)
+cube.register_autograd(
+    lambda ctx, g: 3 * g * ctx.saved_tensors[0] ** 2,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+def stage_step(fn, transform, params, **options):
+    pipeline = transform(Pipeline([fn], loss=lambda y, t: y.square().sum()))
+    plan = pipeline.plan(Placement.loop(1), 1)
+    step = fpipe.value_and_grad(pipeline, "1f1b", plan, handler=handlers.Local(), autodiff="eager", **options)
+    return step({0: params}, torch.ones(2, 4), None)
+
+
+def test_an_operator_without_forward_mode_is_refused_and_mapped():
+    """torch.func.jvp of a custom operator has a tangent of zero, without an error."""
+    params = torch.arange(1.0, 5.0)
+    with pytest.raises(StageError, match=r"fpipe_tests\.cube\.default has no forward mode, and torch would take"):
+        stage_step(lambda p, x: cube(x * p), transforms.hvp, Dual(params, params))
+    members = torch.stack([params, -params])
+    results = [
+        stage_step(lambda p, x, cube=function: cube(x * p), transforms.vmap, members, has_aux=True)[1][0]
+        for function in (cube, lambda x: x**3)
+    ]
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("transform", [transforms.hvp, transforms.vmap])
+def test_checkpoints_are_refused(transform):
+    def fn(p, x):
+        return checkpoint(torch.mul, x, p, use_reentrant=False)
+
+    params = torch.ones(4)
+    params = Dual(params, params) if transform is transforms.hvp else torch.stack([params, params])
+    with pytest.raises(StageError, match=r"torch\.utils\.checkpoint, .* policy=fpipe\.policies\.nothing_saveable"):
+        stage_step(fn, transform, params)
+
+
+def test_microbatches_of_other_sizes_have_tangents():
+    torch.manual_seed(0)
+    pipeline, sizes = Pipeline([lambda p, x: torch.tanh(x @ p)] * 2, cases.mse), (1, 4, 2)
+    params, along = ({s: torch.randn(4, 4) for s in range(2)} for _ in range(2))
+    x, y = torch.randn(7, 4), torch.randn(7, 4)
+    plan = pipeline.plan(Placement.loop(2), 3)
+    step = fpipe.value_and_grad(transforms.hvp(pipeline), schedules.zb_h1, plan, handler=handlers.Local())
+    data = fpipe.Microbatches(x.split(sizes)), fpipe.Microbatches(y.split(sizes))
+    _, grads = step(transforms.dual(params, along), *data)
+    gradient, product = jvp(grad(lambda p: pipeline(p, x, y)), (params,), (along,))
+    torch.testing.assert_close(transforms.primals(grads), product, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(transforms.tangents(grads), gradient, rtol=1e-5, atol=1e-5)
 
 
 def test_stages_without_tangents_run_as_they_are():

@@ -3,10 +3,12 @@
 import optree
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fpipe
-from fpipe import Placement
+from fpipe import Placement, handlers, interop
+from fpipe.transforms.mapped import Sizes
 from tests.support import cases, transforms
 from tests.support.combinations import combined
 
@@ -69,3 +71,32 @@ def test_captured(transform, capture):
 @pytest.mark.parametrize("transform", [*(name for name in transforms.TRANSFORMS if name != "per_sample"), "mean flow"])
 def test_replicas(transform):
     assert transforms.locally(transform, "linear", "one_f_one_b", 2, {}, replicas=2) == []
+
+
+@pytest.mark.parametrize("which", [None, "all"])
+@pytest.mark.parametrize("transform", ["hvp", "vmap", "mean flow"])
+def test_replicas_over_gloo(pools, transform, which):
+    assert pools(4).run(transforms.over_replicas, transform, which) == [[]] * 4
+
+
+def test_a_module_that_was_exported_and_split():
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True) for _ in range(2)]
+    model = nn.Sequential(*layers).double()
+    x, y = torch.randn(4, 5, 8).double(), torch.randn(4, 5, 8).double()
+    pipeline, params = interop.split(model, stages=2, example=x[:2], loss=cases.mse)
+    case = cases.Case(pipeline, params, x, y)
+    for transform in ("hvp", "vmap", "per_sample"):
+        made = transforms.TRANSFORMS[transform](case, 2)
+        plan = pipeline.plan(Placement.loop(2), 2)
+        step = fpipe.value_and_grad(
+            made.case.pipeline, "zb-h1", plan, handler=handlers.Local(), autodiff="graph", **made.case.options
+        )
+        _, grads = step(made.case.params, x, y)
+        if transform == "per_sample":
+            rows = [torch.func.grad(pipeline)(params, x[i : i + 1], y[i : i + 1]) for i in range(4)]
+            expected = optree.tree_map(lambda *each: torch.stack(each), *rows)
+        else:
+            with sdpa_kernel(SDPBackend.MATH), Sizes():
+                expected = made.expected()
+        torch.testing.assert_close(grads, expected)

@@ -1,8 +1,10 @@
-"""Normalizations that can be differentiated twice.
+"""Operators whose forward mode is wrong in torch, without an error: replaced, or refused.
 
 torch's forward mode of layer_norm, batch_norm and instance_norm takes the mean and the variance that the kernel saved,
 through which autograd has no derivative: the gradient of a tangent is then wrong, without an error. Of group_norm, fake
 tensors can't be traced. Under `jvp` these functions are therefore computed from their definitions.
+
+An operator of `torch.library` has no forward mode, and torch takes the tangent of its result for zero.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 
@@ -166,11 +170,11 @@ KERNELS = (
 """How the names of their kernels begin, which a stage may call by themselves."""
 
 
-class Twice(TorchFunctionMode):
+class ForwardRules(TorchFunctionMode):
     """Within it, normalizations are computed from their definitions.
 
     Raises:
-        NotImplementedError: a kernel of one of them is called by itself.
+        NotImplementedError: a kernel of one of them is called by itself, or an operator that has no forward mode.
     """
 
     def __torch_function__(
@@ -184,4 +188,20 @@ class Twice(TorchFunctionMode):
                 f"torch's forward mode of {func} can't be differentiated: call the function of torch.nn.functional in "
                 "place of its kernel"
             )
+        if isinstance(func, OpOverload) and func.namespace not in OF_TORCH and not _is_composite(func):
+            trees: Any = (args, kwargs)
+            if any(isinstance(x, Tensor) and x.is_floating_point() for x in optree.tree_leaves(trees)):
+                raise NotImplementedError(
+                    f"the operator {func} has no forward mode, and torch would take its tangent for zero: write it as "
+                    "a torch.autograd.Function with setup_context and jvp"
+                )
         return func(*args, **(kwargs or {}))
+
+
+OF_TORCH = ("aten", "prim", "prims")
+"""Namespaces of operators for which torch has a forward mode, or an error."""
+
+
+def _is_composite(operator: OpOverload) -> bool:
+    """Whether an operator calls others, which have rules of their own."""
+    return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
