@@ -4,10 +4,12 @@ import optree
 import pytest
 import torch
 from torch import nn
+from torch.func import grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fpipe
-from fpipe import Placement, handlers, interop
+from fpipe import Pipeline, Placement, handlers, interop
+from fpipe.transforms import dual, hvp, per_sample
 from fpipe.transforms.mapped import Sizes
 from tests.support import cases, transforms
 from tests.support.combinations import combined
@@ -94,9 +96,29 @@ def test_a_module_that_was_exported_and_split():
         )
         _, grads = step(made.case.params, x, y)
         if transform == "per_sample":
-            rows = [torch.func.grad(pipeline)(params, x[i : i + 1], y[i : i + 1]) for i in range(4)]
+            rows = [grad(pipeline)(params, x[i : i + 1], y[i : i + 1]) for i in range(4)]
             expected = optree.tree_map(lambda *each: torch.stack(each), *rows)
         else:
             with sdpa_kernel(SDPBackend.MATH), Sizes():
                 expected = made.expected()
         torch.testing.assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("handler", [handlers.Local(), handlers.Reference()], ids=repr)
+def test_gradients_of_the_batch(handler):
+    torch.manual_seed(0)
+    pipeline = Pipeline([lambda p, x: torch.tanh(x @ p)] * 2, cases.mse)
+    plan, params = pipeline.plan(Placement.loop(2), 2), {s: torch.randn(4, 4) for s in range(2)}
+    x, y, along = torch.randn(3, 6, 4).unbind()
+    options = {"handler": handler, "argnums": ("params", "batch")}
+    vector = transforms.directions(params)
+
+    step = fpipe.value_and_grad(hvp(pipeline), "zb-h1", plan, **options)
+    _, grads = step(dual(params, vector), dual(x, along), y)
+    gradient, product = jvp(grad(lambda p, x: pipeline(p, x, y), (0, 1)), (params, x), (vector, along))
+    torch.testing.assert_close(grads, dual(product, gradient), **TOLERANCE)
+
+    step = fpipe.value_and_grad(per_sample(pipeline), "zb-h1", plan, has_aux=True, reduction="sum", **options)
+    _, grads = step(params, x, y)
+    rows, of_x = vmap(grad(pipeline, (0, 1)), (None, 0, 0))(params, x[:, None], y[:, None])
+    torch.testing.assert_close(grads, (rows, of_x[:, 0]), **TOLERANCE)
