@@ -64,7 +64,9 @@ class Pipeline:
         self.edges = Edges([stage.sources for stage in self.stages])
         # All uses of each shared param: the param itself first, then by stage.
         self.entries = _entries(ties or {}, len(self.stages))
-        first = self.stages[0].fn
+        # Those that were passed, of which transforms make others.
+        self.functions = tuple(stage.fn for stage in self.stages)
+        first = self.functions[0]
         self.accepts: Callable[[Any], None] | None = first.accepts if isinstance(first, StageFunction) else None
         # Why an optimizer can't take the gradients; None where it can.
         self.no_update: str | None = None
@@ -297,7 +299,8 @@ class Pipeline:
             cotangents: by default the same.
         """
         twin = Pipeline(stages, loss, cotangents=cotangents or self.cotangents)
-        twin.entries, twin.accepts, twin.no_update = self.entries, self.accepts, self.no_update
+        twin.entries, twin.functions = self.entries, self.functions
+        twin.accepts, twin.no_update = self.accepts, self.no_update
         return twin
 
 

@@ -396,10 +396,9 @@ def _shares(numbers: Sequence[Any], replicas: Replicas) -> Sequence[Callable[[],
 
 def _changed_parameters(pipeline: Pipeline) -> list[str]:
     """Return the parameters whose `requires_grad` has changed in their module since the pipeline was made."""
-    functions = [stage.fn for stage in pipeline.stages]
     return [
         f"{name} of stage {stage}"
-        for stage, function in enumerate(functions)
+        for stage, function in enumerate(pipeline.functions)
         if isinstance(function, StageFunction)
         for name, reference, trained in function.originals
         if (parameter := reference()) is not None and parameter.requires_grad != trained

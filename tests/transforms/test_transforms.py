@@ -88,6 +88,8 @@ def test_a_module_that_was_exported_and_split():
     x, y = torch.randn(4, 5, 8).double(), torch.randn(4, 5, 8).double()
     pipeline, params = interop.split(model, stages=2, example=x[:2], loss=cases.mse)
     case = cases.Case(pipeline, params, x, y)
+    with pytest.raises(ValueError, match=r"the batch\['x'\] is float64\[4, 5, 8\], and the module was split"):
+        hvp(pipeline)(dual(params, None), {"x": dual(x, x)}, y)
     for transform in ("hvp", "vmap", "per_sample"):
         made = transforms.TRANSFORMS[transform](case, 2)
         plan = pipeline.plan(Placement.loop(2), 2)
