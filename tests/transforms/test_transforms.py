@@ -23,7 +23,7 @@ def fits(transform, name, **_):
     nested = transform in ("hvp of vmap", "vmap of hvp")
     if transform == "per_sample" and name in ("modules", "weighted"):  # a state is of all samples, and so are weights
         return False
-    return not (nested and name in ("modules", "weighted")) and not (transform == "mean flow" and name != "linear")
+    return not (nested and name not in ("linear", "tied")) and not (transform == "mean flow" and name != "linear")
 
 
 @pytest.mark.filterwarnings("error:.*eager autograd")
