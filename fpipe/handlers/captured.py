@@ -11,6 +11,7 @@ Invariants:
 - All other results are copied out, so a later call changes none of them.
 - The graph's own memory belongs to no stream: a call waits for the last one, whatever their streams are.
 - A call that is refused has changed nothing.
+- After a step that failed, in which ranks have connected again, a step is captured anew.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Captured:
         self.graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
         self.memory: weakref.WeakValueDictionary[Hashable, Tensor] = weakref.WeakValueDictionary()
         self.last_uses: dict[torch.device, Any] = {}
-        self.warned = False
+        self.warned, self.epoch = False, 0
 
     def __call__(self, arguments: Any, rng: Rng | None) -> Any:
         """Return the function's results.
@@ -99,6 +100,9 @@ class Captured:
         except Exception as error:  # the arguments are the user's, and may raise anything
             self.replays.refuse(error)
         name = self.replays.agree(place)
+        if self.replays.epoch != self.epoch:  # the graphs held connections that are gone
+            self.graphs.clear()
+            self.epoch = self.replays.epoch
         try:
             if needs is None or name not in self.graphs:
                 return self._first(signature, arguments, leaves, rng, device)

@@ -14,7 +14,7 @@ from fpipe.errors import StageError, TransportError
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
 from fpipe.handlers.gradients import Rows, Sum, check_trained, data_gradients, received, total, unscaled
-from fpipe.handlers.protocol import Inputs, PeerLost, Results
+from fpipe.handlers.protocol import Inputs, PeerLost, Results, StepRejected
 from fpipe.stages.microbatch import sizes_of
 from fpipe.stages.pytree import summary
 from fpipe.stages.sharding import wrapped
@@ -80,7 +80,7 @@ class Executor:
             effect = self.calls.computes.get(self.at)
             place = {"stage": getattr(effect, "stage", None), "microbatch": getattr(effect, "microbatch", None)}
             raise uncapturable(error, rank=self.rank, **place) from error
-        except (PeerLost, TransportError):  # of another replica, whose weights scale the loss
+        except (PeerLost, StepRejected, TransportError):  # of another replica, whose weights scale the loss
             raise
         except Exception as error:  # a stage is the user's, and may raise anything
             if self.at not in self.calls.computes:

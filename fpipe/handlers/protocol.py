@@ -51,6 +51,14 @@ class ValueStore(Protocol):
         """Iterate over the tensors that the caller owns: parameters and microbatches."""
 
 
+class StepRejected(Exception):
+    """A rank can't run this step, and every rank raises an error. No value has travelled."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The results of a completed step, as far as this process has them.
@@ -265,7 +273,17 @@ class Peers(Protocol):
 
 
 class Replays(Protocol):
-    """The part of a handler in steps that are captured as graphs, and replayed. All ranks make the same calls."""
+    """The part of a handler in steps that are captured as graphs, and replayed. All ranks make the same calls.
+
+    Args:
+        epoch: how often processes have connected again; what was captured before that is gone.
+    """
+
+    @property
+    def epoch(self) -> int: ...
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context in which the whole step runs: a failure in it is one of all ranks."""
 
     def agree(self, key: Hashable | None) -> Hashable | None:
         """Return a name of the step, the same on every rank, and another one wherever the key of a rank is another.
@@ -295,6 +313,11 @@ class Replays(Protocol):
 
 class Alone:
     """`Replays` of a handler that plays all ranks in this process."""
+
+    epoch = 0
+
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def agree(self, key: Hashable | None) -> Hashable | None:
         return key

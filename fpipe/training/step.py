@@ -238,14 +238,15 @@ class CapturedStep:
             more: for `then`.
         """
         self.notices.on_step_begin()
-        try:
-            self.spec.check_mode()
-            weights, zero = self.spec.weights(params, batch, target)
-            arguments = Arguments(params, batch, target, state, weights, zero, loss_scale, more)
-            seed = self.spec.seed(rng)
-        except StageError as error:
-            self.replays.refuse(error)
-        result, computed = self.captured(arguments, seed)
+        with self.replays.step():
+            try:
+                self.spec.check_mode()
+                weights, zero = self.spec.weights(params, batch, target)
+                arguments = Arguments(params, batch, target, state, weights, zero, loss_scale, more)
+                seed = self.spec.seed(rng)
+            except StageError as error:
+                self.replays.refuse(error)
+            result, computed = self.captured(arguments, seed)
         self.notices.on_step_end(computed.outcome)
         return result, computed
 

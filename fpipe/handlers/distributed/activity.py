@@ -72,6 +72,15 @@ class Activity:
         self.effect, self.waiting, self.inside = effect, None, True
         self.calls += 1
 
+    @contextmanager
+    def runs(self, effect: Callable[[], object]) -> Iterator[None]:
+        """Note that the host runs a part of it; `effect` returns the effect that runs."""
+        before, self.effect = self.effect, effect
+        try:
+            yield
+        finally:
+            self.effect = before
+
     def leave(self) -> None:
         """End it, as far as the host is concerned."""
         self.inside, self.waiting, self.effect = False, None, _nothing
@@ -145,6 +154,7 @@ class Markers:
         self._pending: deque[_Marker] = deque()
         self._lock = threading.Lock()  # for the watchdog, which reads what the main thread changes
         self._free: list[Any] = []
+        self._committed: Any = None  # an event
         self._effects = self._number = 0
 
     def add(self, purpose: object, kind: Kind = "computing") -> None:
@@ -175,6 +185,16 @@ class Markers:
                 marker = self._pending.popleft()
             self._free.append(marker.event)
             self._effects -= marker.kind != "waiting"
+
+    def commit(self) -> None:
+        """Note that all ranks have ended the steps so far: what they launched must be done before groups are cut."""
+        if self.device.asynchronous:
+            self._committed = self._committed or self.device.event()
+            self._committed.record(self.device.current_stream())
+
+    def is_committed(self) -> bool:
+        """Return whether the device has done what was launched before the last `commit`."""
+        return self._committed is None or self._committed.query()
 
     def drain(self, may_go_on: Callable[[], bool]) -> bool:
         """Wait until the device has passed all markers; return False if `may_go_on` ended the wait."""

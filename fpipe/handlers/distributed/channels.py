@@ -123,7 +123,8 @@ class Channels:
         early: receives that came before the end of the handshake, which is when they are posted; None after it.
         unposted: by rank, receives that wait for a signature: that of the first one.
         codecs: in the running step, by microbatch; those of values that belong to none are the last.
-        step: the number of the running step, as this rank counts.
+        step: the number of the running step, among those of this program.
+        learned: that of the last step that has learned something, among all steps of the handler.
     """
 
     def __init__(
@@ -140,16 +141,28 @@ class Channels:
         self.digest: Callable[[], dict[str, str]] = dict
         self.receives: dict[tuple[fx.Value, int], RecvRoute] = {}
         self.stateful = stateful
+        self.step = 0
+        handshake.steps.learners[handshake.program], handshake.has_learned = self, self.has_learned
+        self.forget()
+        self.sent: defaultdict[int, _Sent] = defaultdict(_Sent)
+        self.unposted: defaultdict[int, deque[RecvRoute]] = defaultdict(deque)
+        self.early: list[RecvRoute] | None = []
+        self.signatures: list[tuple[int, InFlight]] = []
+
+    def forget(self) -> None:
+        """Forget all signatures."""
+        self.handshake.forget()
         # All ranks look up the same entries in the same order, so that they forget the same ones.
         self._step_of = lru_cache(REMEMBERED)(lambda names: KnownStep())
         self._codecs_of = lru_cache(REMEMBERED)(lambda key: Codecs())
         self._output_of = lru_cache(REMEMBERED)(lambda key: KnownOutput())
         self.names: list[Names] = []
-        self.known, self.codecs, self.step = KnownStep(), list[Codecs](), 0
-        self.sent: defaultdict[int, _Sent] = defaultdict(_Sent)
-        self.unposted: defaultdict[int, deque[RecvRoute]] = defaultdict(deque)
-        self.early: list[RecvRoute] | None = []
-        self.signatures: list[tuple[int, InFlight]] = []
+        self.known, self.codecs = KnownStep(), list[Codecs]()
+        self.learned = 0
+
+    def has_learned(self) -> None:
+        """Note that this step learns what a failure makes all ranks forget."""
+        self.learned = self.handshake.steps.number
 
     # Compiling
 
@@ -244,6 +257,7 @@ class Channels:
 
     def _look_up(self, names: list[Names]) -> None:
         """Find the signatures that are known in a step of these names, of each replica."""
+        self.has_learned()
         self.names = names
         self.known = self._step_of(tuple(each.step for each in names))
         own = self._keys(self.connections.grid.replica)
@@ -321,6 +335,8 @@ class Channels:
         if shared is not None and same(shared.codec.signature, signature):
             return shared.codec
         codec = PayloadCodec(signature, self.connections.device.torch_device)
+        if shared is None or not shared.varies:
+            self.has_learned()
         if shared is None:
             codecs[key] = SharedCodec(codec, self.step)
         else:

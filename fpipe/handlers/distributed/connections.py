@@ -7,6 +7,7 @@ Invariants:
 - a host's wait is known to the watchdog, which ends it (liveness.py);
 - all ranks make the same connections, in one order, or none of them;
 - a graph with operations of a group is reset before the group ends: NCCL waits for the graphs that hold it;
+- after a failed step the groups are cut on which it has posted something, and made again under names of a new epoch;
 - connections that have not failed are closed when the device has done everything that was posted on them.
 """
 
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fpipe.devices import Device, Graph, aside, launch
-from fpipe.errors import StageError
+from fpipe.errors import StageError, TransportError
 from fpipe.handlers.distributed.activity import Activity, Markers
 from fpipe.handlers.distributed.backends import CUT_LIMIT, Backend, Edge, Gloo, gloo_group, rounds
 from fpipe.handlers.distributed.grid import Grid
@@ -44,6 +45,7 @@ WEIGHTS = 1  # the tag of numbers between replicas on the control group, whose o
 T = TypeVar("T")
 NO_LANES: Mapping[str, Sequence[int]] = MappingProxyType({})
 
+Key = Edge | str
 Operation = Callable[[Any], list[dist.Work]]
 """Posts an operation of a group."""
 InFlight = tuple[list[dist.Work], list[torch.Tensor]]
@@ -73,26 +75,32 @@ class Connections:
         compute_timeout: float,
     ) -> None:
         self.store, self.grid, self.timeout = store, grid, timeout
-        self.rank, self.size = rank, size = grid.number, grid.size
+        self.rank, self.size = grid.number, grid.size
         self.device, self.backend = device, backend
         self.activity = Activity(Markers(device))
         self.groups = _Groups(backend, self.activity.markers, compute_timeout)
-        self.edges, self.closed = self.groups.edges, self.groups.closed
+        self.edges, self.closed, self.used = self.groups.edges, self.groups.closed, self.groups.used
         self.planned: frozenset[Edge] = frozenset()  # of all ranks
         self.lanes: dict[str, Sequence[int]] = {}  # the processes of each
         # Also at the interpreter's exit: gloo's threads must not outlive it.
         weakref.finalize(self, self.groups.close)
-        self.groups.shared["control"] = GLOO.group(PrefixStore("control", store), "control", rank, range(size), timeout)
+        self._connect_control()
 
     @property
     def control(self) -> Any:
         """All ranks, on the CPU."""
-        return self.groups.shared["control"]
+        return self._shared("control")
 
     @property
     def results(self) -> Any:
         """All ranks, on the device."""
-        return self.groups.shared.get("results", self.control)
+        return self._shared("results" if self.backend.asynchronous else "control")
+
+    def _shared(self, name: str) -> Any:
+        if name not in self.groups.shared:
+            raise PeerLost(None, "reaching all ranks")
+        self.used.add(name)
+        return self.groups.shared[name]
 
     def new_group(self, name: str, timeout: float | None) -> Any:
         """Return a gloo group of all ranks, over separate connections: a failure there does not affect the others.
@@ -125,49 +133,88 @@ class Connections:
             edges: of all ranks, which none of them refuses.
             lanes: the name of a lane -> the ranks of this one's, itself included: some of its replicas, or all.
         """
-        planned = self.planned | set(edges)
-        with warnings.catch_warnings():  # it is what an edge is made for
-            warnings.filterwarnings("ignore", message="An unbatched P2P op")
-            # gloo's errors name the peer of an edge, but not that of a lane.
-            if (self.backend.asynchronous or self.grid.replicas > 2) and self.groups.lifeline is None and self.size > 1:
-                self.groups.lifeline = Lifeline(self.store, self.rank, self.size, self.timeout, self.grid.name)
-            if self.backend.asynchronous and self.size > 1 and "results" not in self.groups.shared:
-                self._within_limit(self._connect_results, "connecting all ranks")
-            for edge in (edge for each in rounds(planned - self.planned) for edge in each):
-                if self.rank in edge:
-                    source, target = edge
-                    purpose = f"connecting {self.grid.name(source)} to {self.grid.name(target)}"
-                    self._within_limit(partial(self._connect_edge, edge, purpose), purpose)
-            for lane, ranks in lanes.items():
-                if lane not in self.groups.lanes:
+        new = set(edges) - self.planned
+        self.planned |= new  # before they are there: where one can't be made, all ranks make it in the next epoch
+        # gloo's errors name the peer of an edge, but not that of a lane.
+        if (self.backend.asynchronous or self.grid.replicas > 2) and self.groups.lifeline is None and self.size > 1:
+            self.groups.lifeline = Lifeline(self.store, self.rank, self.size, self.timeout, self.grid.name)
+        new_lanes = {lane: ranks for lane, ranks in lanes.items() if lane not in self.lanes}
+        self.lanes |= new_lanes
+        self._connect(new, new_lanes)
+
+    def missing(self) -> list[str]:
+        """Return the names of the connections that this process should have and has not."""
+        edges = [_name_of(edge) for edge in self.planned if self.rank in edge and edge not in self.edges]
+        lanes = [_name_of_lane(lane, ranks) for lane, ranks in self.lanes.items() if lane not in self.groups.lanes]
+        return edges + lanes + ["results"] * self._lacks_results
+
+    def connect_again(self, names: Collection[str]) -> None:
+        """Make the control group and the connections of these names, in the new epoch. Every rank calls it.
+
+        Args:
+            names: of all connections that one of the ranks is missing; the others are kept.
+        """
+        lanes = {lane: ranks for lane, ranks in self.lanes.items() if _name_of_lane(lane, ranks) in names}
+        edges = {_edge_of(name) for name in names if name[0].isdigit()}
+        self.groups.drop([*edges, *lanes, "control", *({"results"} & set(names))])
+        self.planned |= edges
+        self._connect_control()
+        self._connect(edges, lanes)
+
+    @property
+    def _lacks_results(self) -> bool:
+        return self.backend.asynchronous and self.size > 1 and "results" not in self.groups.shared
+
+    def _connect(self, edges: Collection[Edge], lanes: Mapping[str, Sequence[int]]) -> None:
+        try:
+            with warnings.catch_warnings():  # it is what an edge is made for
+                warnings.filterwarnings("ignore", message="An unbatched P2P op")
+                if self._lacks_results:
+                    self._within_limit(self._connect_results, "connecting all ranks")
+                for edge in (edge for each in rounds(edges) for edge in each):
+                    if self.rank in edge:
+                        source, target = edge
+                        purpose = f"connecting {self.grid.name(source)} to {self.grid.name(target)}"
+                        self._within_limit(partial(self._connect_edge, edge, purpose), purpose)
+                for lane, ranks in lanes.items():
                     purpose = f"connecting the replicas of rank {self.grid.rank}"
                     self._within_limit(partial(self._connect_lane, lane, ranks, purpose), purpose)
-        self.planned = planned
+        except (StageError, TransportError):
+            raise
+        except RuntimeError as error:  # of torch.distributed
+            raise PeerLost(None, f"setting up connections ({error})") from error
+
+    def _store_of(self, name: str) -> Store:
+        """Return the store through which the ranks of a new group find each other."""
+        return PrefixStore(f"{name} of epoch {self.groups.epoch}", self.store)
+
+    def _connect_control(self) -> None:
+        store, ranks = self._store_of("control"), range(self.size)
+        self.groups.shared["control"] = GLOO.group(store, "control", self.rank, ranks, self.timeout)
 
     def _connect_results(self) -> None:
-        purpose = "connecting all ranks"
-        store, ranks = PrefixStore("results", self.store), range(self.size)
-        group = self.backend.group(store, "results", self.rank, ranks, self.timeout)
+        purpose, ranks = "connecting all ranks", range(self.size)
+        group = self.backend.group(self._store_of("results"), "results", self.rank, ranks, self.timeout)
         ping = torch.ones(1, device=self.device.torch_device)
         self.wait(self._post(None, purpose, group.broadcast, [(ping, 0)]), None, purpose)
+        pings = _as_bytes(ping.new_empty(self.size)), _as_bytes(ping)
+        self.wait(self.backend.all_gather(group, *pings), None, purpose)
         self.groups.shared["results"] = group
 
     def _connect_lane(self, lane: str, ranks: Sequence[int], purpose: str) -> None:
-        name = f"{lane} {'-'.join(map(str, ranks))}"
-        store = PrefixStore(name, self.store)
-        group = self.backend.group(store, name, ranks.index(self.rank), ranks, self.timeout)
+        name = _name_of_lane(lane, ranks)
+        group = self.backend.group(self._store_of(name), name, ranks.index(self.rank), ranks, self.timeout)
         if self.closed.is_set():  # this thread was left behind
             return
-        self.groups.lanes[lane], self.lanes[lane] = group, ranks
+        self.groups.lanes[lane] = group
         ping = torch.ones(1, device=self.device.torch_device)
         pings = ping.new_empty(len(ranks))
         self.wait_on_lane(lane, self.all_gather(lane, pings, ping, purpose), purpose)
 
     def _connect_edge(self, edge: Edge, purpose: str) -> None:
         source, target = edge
-        ranks, name, sends = sorted(edge), f"{source}-{target}", self.rank == source
-        store = PrefixStore(name, self.store)
-        group = self.backend.group(store, name, ranks.index(self.rank), ranks, self.timeout)
+        ranks, name, sends = sorted(edge), _name_of(edge), self.rank == source
+        group = self.backend.group(self._store_of(name), name, ranks.index(self.rank), ranks, self.timeout)
         if self.closed.is_set():  # this thread was left behind
             return
         self.edges[edge] = group
@@ -217,6 +264,7 @@ class Connections:
         def post() -> None:
             if edge not in self.edges:
                 raise PeerLost(peer, f"could not {what} {self.grid.name(peer)}")
+            self.used.add(edge)
             works.extend(self._post_each(getattr(self.edges[edge], operation), sent, side, peer, what))
 
         launch(post)
@@ -287,19 +335,25 @@ class Connections:
         except RuntimeError as error:
             raise StageError(f"its device has failed: {first_line(error)}", rank=self.grid.rank) from error
 
+    def use_all(self) -> None:
+        """Note that anything may be posted on any connection, as by a graph that the device replays."""
+        self.used.update(self.edges, self.groups.lanes, ["results"])
+
+    def cut_used(self) -> None:
+        """Break the connections on which the running step has posted, so that peers that wait get an error at once."""
+        keys = [*self.used, "control"]
+        self.groups.cut(keys)
+        self.groups.drop(keys)
+
     def abort(self) -> None:
         """Break all connections, so that peers that wait for this process get an error at once.
 
         gloo closes its sockets when the last reference to a group goes: nothing else may keep one.
         """
         if self.backend.asynchronous:
-            self.cut()
+            self.groups.cut()
         self.groups.is_cut = True
         self.groups.close()
-
-    def cut(self) -> None:
-        """End all operations that are not complete, and all waits for them. Any thread may call it."""
-        self.groups.cut()
 
     # Collectives among the replicas of this rank
 
@@ -358,6 +412,7 @@ class Connections:
         def post() -> None:
             if lane not in self.groups.lanes:
                 raise PeerLost(None, purpose)
+            self.used.add(lane)
             works.extend(*self._post(None, purpose, operation, [(self.groups.lanes[lane],)]))
 
         launch(post)
@@ -385,6 +440,8 @@ class Connections:
 
     def gather(self, tensor: torch.Tensor, purpose: str) -> torch.Tensor:
         """Return the equal tensors of all ranks, in their order, along a new first dimension."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
         every = tensor.new_empty(self.size, *tensor.shape)
         arguments = _as_bytes(every), _as_bytes(tensor)
         self._run_collective(lambda group: self.backend.all_gather(group, *arguments), None, purpose)
@@ -467,6 +524,19 @@ def first_line(error: Exception) -> str:
     return "the connection closed" if "onnection" in text and ("closed" in text or "reset" in text) else text
 
 
+def _name_of(edge: Edge) -> str:
+    return f"{edge[0]}-{edge[1]}"
+
+
+def _edge_of(name: str) -> Edge:
+    source, target = map(int, name.split("-"))
+    return source, target
+
+
+def _name_of_lane(lane: str, ranks: Sequence[int]) -> str:
+    return f"{lane} {'-'.join(map(str, ranks))}"
+
+
 def _side(rank: int, other: int) -> int:
     """Return a rank's number in a group of two."""
     return int(rank > other)
@@ -475,15 +545,24 @@ def _side(rank: int, other: int) -> int:
 class _Groups:
     """The groups of one handler; closed when its connections are collected.
 
+    A key is an edge, the name of a lane, or "control" or "results".
+
     Args:
         limit: seconds that the device may take for what was posted before.
+
+    Attributes:
+        used: the keys of groups on which the running step has posted something.
+        epoch: how often groups were made again after a failed step.
+        is_cut: some groups of this epoch were cut.
     """
 
     def __init__(self, backend: Backend, markers: Markers, limit: float) -> None:
         self.edges: dict[Edge, Any] = {}
         self.lanes: dict[str, Any] = {}
         self.shared: dict[str, Any] = {}
-        self.closed, self.is_cut = threading.Event(), False
+        self.used: set[Key] = set()
+        self.closed, self.is_cut, self.epoch = threading.Event(), False, 0
+        self._cutting = threading.Lock()
         self.lifeline: Lifeline | None = None
         self._graphs: list[weakref.ref[Graph]] = []
         self._backend, self._markers, self._limit = backend, markers, limit
@@ -498,15 +577,41 @@ class _Groups:
         if self.is_cut:  # by another thread
             graph.reset()
 
-    def cut(self) -> None:
-        """End all operations that are not complete."""
-        self.is_cut = True
+    def cut(self, keys: Collection[Key] | None = None, epoch: int | None = None) -> None:
+        """End all operations that are not complete, and all waits for them. Any thread may call it.
+
+        Args:
+            keys: of the groups that end; by default all of them.
+            epoch: only in this one.
+        """
+        with self._cutting:
+            if epoch is None or epoch == self.epoch:
+                self.is_cut = True
+                self._end({*self._on_device(), "control"} if keys is None else keys)
+
+    def drop(self, keys: Collection[Key]) -> None:
+        """End some groups and give them up. The thread that posts calls it."""
+        with self._cutting:
+            self._end(keys)
+        kinds: list[dict[Any, Any]] = [self.edges, self.lanes, self.shared]
+        for key in keys:
+            for groups in kinds:
+                groups.pop(key, None)
+
+    def _end(self, keys: Collection[Key]) -> None:
         # In another thread: a launch that can't go on before the groups are cut holds its graph.
         resets = threading.Thread(target=self._reset_graphs, daemon=True, name="fpipe-graphs")
         resets.start()
-        self._backend.cut(self._on_device())
+        self._backend.cut([group for key, group in self._on_device().items() if key in keys])
         resets.join(CUT_LIMIT)
-        GLOO.cut([group for name, group in dict(self.shared).items() if name == "control"])
+        if "control" in keys and "control" in self.shared:
+            GLOO.cut([self.shared["control"]])
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin the epoch in which groups are made again."""
+        with self._cutting:
+            self.epoch, self.is_cut = epoch, False
+        self.used.clear()
 
     def close(self) -> None:
         """Close the connections; if none has failed, when the device has done everything that was posted on them.
@@ -521,7 +626,7 @@ class _Groups:
             self.cut()
         if not self.is_cut:
             self._reset_graphs()
-            self._backend.close(self._on_device())
+            self._backend.close([*self._on_device().values()])
         self.closed.set()
         if self.lifeline is not None:
             self.lifeline.close()
@@ -534,6 +639,6 @@ class _Groups:
             if (graph := each()) is not None:
                 graph.reset()
 
-    def _on_device(self) -> list[Any]:
-        own = *dict(self.edges).values(), *dict(self.lanes).values()
-        return [*own, *(group for name, group in dict(self.shared).items() if name == "results")]
+    def _on_device(self) -> dict[Key, Any]:
+        results = {name: group for name, group in dict(self.shared).items() if name == "results"}
+        return {**dict(self.edges), **dict(self.lanes), **results}

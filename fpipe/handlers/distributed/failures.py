@@ -1,21 +1,20 @@
-"""Turn a failure on one rank into an error of all ranks: a reason in the job's store, then broken connections."""
+"""What has failed, as the ranks of a handler write it into the job's store, where all of them read it."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from fpipe.errors import StageError, TransportError
-from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.grid import Grid
-from fpipe.handlers.protocol import PeerLost
 
 log = logging.getLogger("fpipe.transport")
 
@@ -23,25 +22,45 @@ T = TypeVar("T")
 STORE_TIMEOUT = 2.0  # seconds for an answer of the job's store
 
 
+class Failure(NamedTuple):
+    """A step that failed on a rank that is still there.
+
+    Args:
+        step: its number, counted over all steps and set-ups of the handler.
+        reason: why, for the other ranks.
+        repeatable: running it changed nothing that a rank keeps, as of `evaluate`: ranks that had finished it go on.
+    """
+
+    step: int
+    reason: str
+    repeatable: bool = False
+
+
 class Failures:
-    """The failures of one handler, which its ranks share through the job's store. The first reason under a key stays.
+    """The failures of one handler. Of those that end it the first one counts.
 
     Args:
         name: of this process, for messages.
         ended: the reason why this handler can't be used any more.
-        calls: how many steps and replays on this handler have begun; the same on every rank.
+        epoch: how often the ranks have connected again after a failed step; the same on every rank.
+        calls: how many roll calls have begun in this epoch; the same on every rank.
     """
 
     def __init__(self, grid: Grid, store: Store) -> None:
         self.grid, self.rank, self.store = grid, grid.number, store
         self.name = grid.name(grid.number)
         self.ended: str | None = None
-        self.calls = 0
+        self.epoch = self.calls = 0
 
     def check(self) -> None:
-        """Raise TransportError if this handler has failed."""
+        """Raise TransportError if this handler has ended."""
         if self.ended is not None:
-            raise TransportError(f"this handler ended with an earlier failure: {self.ended}; make a new one")
+            raise TransportError(
+                f"this handler ended with an earlier failure: {self.ended}; make a new one, in a new job where a rank "
+                "is gone"
+            )
+
+    # What ends the handler
 
     def post(self, reason: str, key: str = "failed") -> None:
         """Write the reason into the store, unless there is one already."""
@@ -59,41 +78,39 @@ class Failures:
             time.sleep(0.02)
         return str(self.store.get(key), "utf-8")
 
-    def of_peer(self, connections: Connections, lost: PeerLost) -> TransportError:
-        """End this handler because of a peer, and return the error to raise."""
-        known = lost.peer if lost.peer != self.rank else None  # a broadcast of this rank's has no particular peer
-        if known is None and connections.size == 2:
-            known = 1 - self.rank
-        peer = "a peer" if known is None else self.grid.name(known)
-        # A rank that fails writes its reason before it breaks its connections; so does this rank's watchdog. Of those
-        # that have lost a peer, one that knows which comes first.
-        reason = self.ended or self._reason_of_others(connections, 1.0 if known is None else 0.2)
-        if reason is None:
-            reason = f"{peer} did not give a reason: did its script end, or was its process killed?"
-            self.post(f"{self.name} lost {peer} while {lost}. {reason}")
-        self.ended = reason
-        connections.abort()
-        return TransportError(f"{self.name} lost {peer} while {lost}. {reason}")
+    # Steps that failed
 
-    def _reason_of_others(self, connections: Connections, seconds: float) -> str | None:
-        """Return the first reason that a rank wrote, or that the lifeline notices here; None if there is none."""
-        until = time.monotonic() + seconds
-        while (reason := self.wait(0.05)) is None and time.monotonic() < until:
-            if (loss := connections.groups.loss()) is not None:
-                self.post(loss)
-        return reason
+    @property
+    def key(self) -> str:
+        """The key of this epoch's failed steps, one in a line."""
+        return f"failed steps {self.epoch}"
 
-    def of_own(self, connections: Connections, error: BaseException) -> None:
-        """End this handler because this rank failed, and give the reason to the other ranks."""
-        self.ended = self.reason(error)
-        self.post(self.ended)
-        connections.abort()
+    def begin_epoch(self) -> None:
+        """Begin the epoch after a failed step."""
+        following = f"failed steps {self.epoch + 1}"
+        call_with_timeout(STORE_TIMEOUT, lambda: self.store.compare_set(following, "", ""))  # before the watchdog asks
+        self.epoch, self.calls = self.epoch + 1, 0
+
+    def record(self, failure: Failure) -> None:
+        """Write a failed step of this rank."""
+        line = json.dumps(failure) + "\n"
+        call_with_timeout(STORE_TIMEOUT, lambda: self.store.append(self.key, line))  # type: ignore[attr-defined]
+
+    def read(self) -> tuple[str | None, list[Failure]] | None:
+        """Return why the handler has ended, if it has, and this epoch's failed steps; None if the store is silent."""
+        answer = call_with_timeout(STORE_TIMEOUT, lambda: self.store.multi_get(["failed", self.key]))
+        return None if answer is None else (str(answer[0], "utf-8") or None, failed_steps(answer[1]))
 
     def reason(self, error: BaseException) -> str:
         """Return why this rank failed, for the others."""
         if isinstance(error, StageError) and error.rank is not None:
             return (f"replica {self.grid.replica}, " if self.grid.replicas > 1 else "") + str(error)
         return f"{self.name}: {type(error).__name__}" + (f": {error}" if str(error) else "")
+
+
+def failed_steps(text: bytes) -> list[Failure]:
+    """Return the failed steps of the lines that ranks wrote."""
+    return [Failure(*json.loads(line)) for line in text.splitlines()]
 
 
 def call_with_timeout(seconds: float, call: Callable[[], T]) -> T | None:

@@ -2,15 +2,15 @@
 
 A step begins with the handshake: numbers of all ranks, from which each learns whether the inputs have the signature of
 an earlier step and whether every rank can run the step. Ranks wait for it before the first value is received or
-sent. If the inputs of a rank are wrong, it raises, its peers raise `TransportError` with its reason, and the handler
-stays usable. A rank that fails later in the step writes its reason into the job's store and breaks its connections.
+sent. It ends with the exchange of the losses: no rank returns them before every other one has run its program. A rank
+that fails raises its error, its peers raise `TransportError` with its reason, and the next step may go on: steps.py.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
@@ -32,19 +32,21 @@ from fpipe.handlers.distributed.collectives import Collectives, fingerprint, ove
 from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.grid import Grid
-from fpipe.handlers.distributed.handshake import COMPILING, REPLAYING, Handshake, RollCall, StepRejected, tokens
+from fpipe.handlers.distributed.handshake import COMPILING, REPLAYING, Handshake, RollCall, tokens
 from fpipe.handlers.distributed.liveness import Watchdog, introduce
 from fpipe.handlers.distributed.rendezvous import meet
 from fpipe.handlers.distributed.replicas import ReplicaChannels, lanes
+from fpipe.handlers.distributed.steps import Steps
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.gradients import names_read_elsewhere, readers_of_shared_leaves
-from fpipe.handlers.protocol import Inputs, Observer, PeerLost, Replays, Replicas, Results, Run
+from fpipe.handlers.protocol import Inputs, Observer, PeerLost, Replays, Replicas, Results, Run, StepRejected
 from fpipe.plan import Plan
 from fpipe.programs.completions import send_completions
 from fpipe.programs.program import Program
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import flatten
 from fpipe.stages.sharding import is_dtensor, locals_of
+from fpipe.tables import WEIGHT
 
 
 class Distributed:
@@ -71,8 +73,9 @@ class Distributed:
 
     Raises:
         ScheduleError: (by them) the group's size is not the plan's, or ranks have different programs.
-        TransportError: (by them, and in a step) a peer failed; names it, its reason, and the value waited for. Or (by
-            them) a GPU can't run so many edges, or an environment variable would make ranks wait for ever.
+        TransportError: (by them, and in a step) a peer failed; names it, its reason, and the value waited for. The next
+            step may go on, unless a rank is lost. Or (by them) a GPU can't run so many edges, or an environment
+            variable would make ranks wait for ever.
     """
 
     def __init__(
@@ -134,7 +137,8 @@ class Distributed:
         return Replicas(here, self.grid.replicas, self._setup.numbers_of_replicas, self.mesh)
 
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
-        connections, failures = self._setup.ready()
+        steps = self._setup.ready()
+        connections = steps.connections
         grid, plan = self.grid, programs[self.rank].plan
         sends = {(rank, e.rank) for rank, p in programs.items() for e in p if isinstance(e, fx.Send)}
         edges = {(grid.process(a, r), grid.process(b, r)) for a, b in sends for r in range(grid.replicas)}
@@ -147,30 +151,20 @@ class Distributed:
             "options argnums=": sorted(pieces.argnums),
             "options reduction= or weight=": pieces.shares,
         }
-        connections.activity.enter()
-        try:
+        with steps.running(lambda: "setting up connections"):
+            number = steps.number
             numbers = [*map(fingerprint, alike.values())]
-            self._compare(RollCall(connections, failures, COMPILING, numbers, None), alike)
+            self._compare(RollCall(steps, COMPILING, numbers, None), alike)
             refusal = connections.refusal(edges, own_lanes)
-            roll = RollCall(connections, failures, COMPILING, [], None if refusal is None else TransportError(refusal))
+            roll = RollCall(steps, COMPILING, [], None if refusal is None else TransportError(refusal))
             _, reason = roll.answers("setting up connections")
             if reason is not None:
-                raise TransportError(reason)
+                raise StepRejected(TransportError(reason))
             connections.connect(edges, own_lanes)
-        except StepRejected as refused:
-            raise refused.error from None
-        except PeerLost as lost:
-            raise failures.of_peer(connections, lost) from None
-        except TransportError:
-            raise
-        except RuntimeError as error:
-            raise failures.of_peer(connections, PeerLost(None, f"setting up connections ({error})")) from error
-        finally:
-            connections.activity.leave()
         options_of_replicas = self.exact, plan.gathered, pieces.precision
         channels = Channels(
             connections,
-            Handshake(connections, failures, program=failures.calls),
+            Handshake(steps, program=number),
             send_completions(programs, self.rank),
             any(stage.stateful for stage in pieces.pipeline.stages),
             None if self.mesh is None else partial(ReplicaChannels, connections, self.mesh, *options_of_replicas),
@@ -186,7 +180,7 @@ class Distributed:
 
         paced = pace if device.asynchronous else None
         calls = Calls(programs[self.rank], pieces, channels, observe, device, self.functions, paced)
-        return _CompiledProgram(Executor(calls), channels, failures)
+        return _CompiledProgram(Executor(calls), channels, steps)
 
     @property
     def replays(self) -> Replays:
@@ -213,9 +207,11 @@ class Distributed:
         """Check that all ranks compile the same, by one number of each name."""
         for name, numbers in zip(names, zip(*roll.wait(), strict=True), strict=True):
             if len(set(numbers)) > 1:
-                raise ScheduleError(
-                    f"rank {self.rank}: the ranks were given different {name}; every rank"
-                    f"{' of every replica' if self.grid.replicas > 1 else ''} must make the same"
+                raise StepRejected(
+                    ScheduleError(
+                        f"rank {self.rank}: the ranks were given different {name}; every rank"
+                        f"{' of every replica' if self.grid.replicas > 1 else ''} must make the same"
+                    )
                 )
 
 
@@ -235,29 +231,30 @@ class _Setup:
         self._group, self._replicas, self._grid = group, replicas, grid
         self.timeout, self._compute_timeout = timeout, compute_timeout
         self._device, self._backend = device, backend
-        self._parts: tuple[Connections, Failures] | None = None
+        self._steps: Steps | None = None
         self._token_of = tokens()
 
-    def ready(self) -> tuple[Connections, Failures]:
-        """Return the connections and the failures so far.
+    def ready(self) -> Steps:
+        """Return the steps of the handler, which connects the ranks at the first call.
 
         Raises:
-            TransportError: a rank did not come, or the handler has failed.
+            TransportError: a rank did not come, or the handler has ended.
         """
-        connections, failures = self._parts = self._parts or self._make()
-        failures.check()
-        return connections, failures
+        self._steps = self._steps or self._make()
+        self._steps.failures.check()
+        return self._steps
 
     def check(self) -> None:
-        """Wait for the device; raise if the handler has failed."""
-        if self._parts is not None:
-            connections, failures = self._parts
-            try:
-                connections.activity.markers.drain(lambda: failures.ended is None)
-            except RuntimeError as error:
-                failures.of_own(connections, error)
-                raise TransportError(f"rank {failures.rank}: its device has failed: {error}") from error
-            failures.check()
+        """Wait for the device; raise if a peer has failed since."""
+        if self._steps is not None:
+            self._steps.check()
+
+    @property
+    def epoch(self) -> int:
+        return self.ready().failures.epoch
+
+    def step(self) -> AbstractContextManager[None]:
+        return self.ready().running()
 
     def agree(self, key: Hashable | None) -> Hashable | None:
         numbers = self._call_roll([*((0, 0) if key is None else self._token_of(key)), key is None], None)
@@ -265,19 +262,23 @@ class _Setup:
         return None if new else (first, second)
 
     def refuse(self, error: BaseException) -> NoReturn:
-        with suppress(Exception):  # this one; or the handler has ended, and all ranks know why
-            self._call_roll([0, 0, True], error)
+        if not self.ready().is_over:
+            with suppress(Exception):  # this one; or the step has failed, or the handler has ended, and all ranks know
+                self._call_roll([0, 0, True], error)
         raise error
 
     def _call_roll(self, numbers: list[int], error: BaseException | None) -> list[list[int]]:
-        connections, failures = self.ready()
-        with together(connections, failures):
-            return RollCall(connections, failures, REPLAYING, numbers, error).wait()
+        steps = self.ready()
+        with steps.running():
+            return RollCall(steps, REPLAYING, numbers, error).wait()
 
     @contextmanager
     def running(self, part: str) -> Iterator[None]:
-        connections, failures = self.ready()
-        with together(connections, failures, lambda: part):
+        steps = self.ready()
+        connections = steps.connections
+        with steps.running(lambda: part):
+            if connections.device.asynchronous:
+                connections.use_all()  # a replay runs none of the code that posts
             try:
                 yield
             except GraphReset:
@@ -288,7 +289,7 @@ class _Setup:
 
     @contextmanager
     def capturing(self, graph: Graph) -> Iterator[None]:
-        connections, _ = self.ready()
+        connections = self.ready().connections
         markers = connections.activity.markers
         markers.paused = True
         try:
@@ -298,19 +299,19 @@ class _Setup:
         connections.groups.keep(graph)
 
     def add(self, x: Tensor, purpose: str) -> Tensor:
-        return self.ready()[0].add(x, purpose)
+        return self.ready().connections.add(x, purpose)
 
     def numbers_of_replicas(self, numbers: list[float]) -> list[float]:
         """Return the numbers of all replicas, in their order; in a step, on the same ranks of each."""
-        return self.ready()[0].numbers_of_replicas(numbers)
+        return self.ready().connections.numbers_of_replicas(numbers)
 
     def store(self) -> Store:
-        return self.ready()[0].store
+        return self.ready().connections.store
 
     def group(self, purpose: str, timeout: float | None) -> dist.ProcessGroup:
-        return self.ready()[0].new_group(purpose, timeout)  # type: ignore[no-any-return]
+        return self.ready().connections.new_group(purpose, timeout)  # type: ignore[no-any-return]
 
-    def _make(self) -> tuple[Connections, Failures]:
+    def _make(self) -> Steps:
         grid = self._grid
         store = meet(self._name(), grid.number, grid.size, self.timeout)
         failures = Failures(grid, store)
@@ -326,7 +327,7 @@ class _Setup:
             ) from error
         if grid.size > 1:
             Watchdog(failures, connections, self._compute_timeout).start()
-        return connections, failures
+        return Steps(connections, failures, self._compute_timeout)
 
     def _name(self) -> str:
         """Return the name of the processes, the same on all of them.
@@ -366,62 +367,30 @@ def _device(group: dist.ProcessGroup) -> str:
     return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group) else "cpu"
 
 
-@contextmanager
-def together(
-    connections: Connections,
-    failures: Failures,
-    effect: Callable[[], object] = lambda: None,
-    clear: Callable[[], None] = lambda: None,
-) -> Iterator[None]:
-    """Make a failure of this rank inside the context one of all ranks, and a peer's a `TransportError`.
-
-    Args:
-        effect: returns the effect that runs, or what runs in its place.
-        clear: drops what keeps connections open.
-    """
-    failures.check()
-    connections.activity.enter(effect)
-    try:
-        yield
-        failures.check()  # on CUDA an aborted group raises nothing: its values are wrong
-    except StepRejected as refused:
-        raise refused.error from refused.error.__cause__
-    except PeerLost as lost:
-        clear()
-        raise failures.of_peer(connections, lost) from None
-    except TransportError:
-        clear()
-        connections.abort()
-        raise
-    except BaseException as error:  # an interrupt too: the other ranks wait for this one
-        clear()
-        failures.of_own(connections, error)
-        raise
-    finally:
-        connections.activity.leave()
-
-
 class _CompiledProgram:
     """A program, compiled for the rank of this process; called once a step."""
 
-    def __init__(self, executor: Executor, channels: Channels, failures: Failures) -> None:
-        self.executor, self.channels, self.failures = executor, channels, failures
+    def __init__(self, executor: Executor, channels: Channels, steps: Steps) -> None:
+        self.executor, self.channels, self.steps = executor, channels, steps
         self.plan, self.pieces, self.connections = executor.plan, executor.pieces, channels.connections
         self.shared_readers = readers_of_shared_leaves(executor.pipeline, self.plan, self.pieces.argnums)
+        program = executor.calls.program
+        effects = (part for effect in program for part in fx.parts(effect))
+        self.is_evaluation = not any(program.table.effects[type(part)].work & WEIGHT for part in effects)
 
     def __call__(self, inputs: Inputs) -> Results:
         if (grid := self.connections.grid).replicas > 1:
             count = self.plan.microbatches
             inputs = replace(inputs, first=grid.replica * count, total=grid.replicas * count)
         try:
-            with together(self.connections, self.failures, self.executor.effect, self.channels.clear):
+            with self.steps.running(self.executor.effect, self.channels.clear, self.is_evaluation):
                 return self._step(inputs)
         finally:
             self.executor.calls.clear()
             self.channels.clear()
 
     def _step(self, inputs: Inputs) -> Results:
-        executor, program = self.executor, self.executor.calls.program
+        executor = self.executor
         if inputs.broken is None:
             try:
                 executor.start(inputs)
@@ -430,6 +399,26 @@ class _CompiledProgram:
                 inputs = replace(inputs, broken=error)
         has_loss = self.plan.stages - 1 in executor.stages
         self.channels.begin(inputs, has_loss)
+        try:
+            self._run(inputs, has_loss)
+        except (PeerLost, StepRejected, TransportError):
+            raise
+        except Exception as error:
+            self.channels.handshake.meet(error)
+            raise
+        self.channels.agree()
+        results = executor.finish()
+        for stage in self.shared_readers:
+            self._share_data_gradients(stage, results, inputs.data)
+        self._share(results)
+        self.channels.end()
+        if self.pieces.loss and self.connections.device.asynchronous:
+            self.channels.handshake.confirm()  # the exchange of the losses makes devices wait, not hosts
+        return results
+
+    def _run(self, inputs: Inputs, has_loss: bool) -> None:
+        """Run the program, once every rank is known to run it where that changes how this one does."""
+        executor = self.executor
         if inputs.broken is not None:
             self.channels.agree()
         is_replicated = self.plan.replicas > 1
@@ -438,14 +427,7 @@ class _CompiledProgram:
             executor.set_rows(self.channels.handshake.rows, self.channels.handshake.here)
         if is_replicated and any(microbatch.scale is not None for microbatch in inputs.data):
             self.channels.agree()  # a refused step must not leave its weights to be received in the next one
-        executor.run(0, len(program))
-        self.channels.agree()
-        results = executor.finish()
-        for stage in self.shared_readers:
-            self._share_data_gradients(stage, results, inputs.data)
-        self._share(results)
-        self.channels.end()
-        return results
+        executor.run(0, len(executor.calls.program))
 
     def _placed(self, inputs: Inputs) -> Inputs:
         """Take the params of this replica; return the inputs with its pieces of them."""
@@ -480,26 +462,18 @@ class _CompiledProgram:
                 output = flatten(results.outputs[m]) if home == rank else None
                 replica, at = divmod(m, plan.microbatches)
                 purpose, before = f"gathering the outputs of microbatch {m}", known[replica][at]
-                payload, before.codec = self.connections.broadcast_payload(output, home, purpose, before.codec)
+                payload, codec = self.connections.broadcast_payload(output, home, purpose, before.codec)
+                if codec is not before.codec:
+                    self.channels.has_learned()
+                before.codec = codec
                 results.outputs[m] = payload.tree
         if len(results.outputs) in (plan.microbatches, plan.microbatches * grid.replicas):
             try:
                 results.output = self.pieces.merge(results.outputs, self.channels.handshake.apart)
             except ValueError as error:
                 raise StageError(f"the outputs can't be merged: {error}", rank=grid.rank, stage=last) from error
-        dtype = self.channels.known.loss_dtype
-        if self.pieces.loss and grid.replicas > 1 and dtype is not None:
-            results.losses = self._gather_losses(results.losses, dtype, blocks)
-            return
-        for home, block in blocks if self.pieces.loss else ():
-            losses = torch.stack([results.losses[m] for m in block]) if home == rank else None
-            if dtype is None:
-                losses = self._introduce_losses(losses, home, results)
-            else:
-                losses = self._share_losses(losses, home, len(block))
-            results.losses |= dict(zip(block, losses.unbind(), strict=True))
-        if self.pieces.loss and dtype is None:
-            results.refuse_constant_loss()
+        if self.pieces.loss:
+            results.losses = self._gather_losses(results, blocks)
 
     def _share_data_gradients(self, stage: int, results: Results, data: Sequence[Microbatch]) -> None:
         """Send the gradients of what a stage read of the batch, and stages on other ranks too, to every rank."""
@@ -512,24 +486,28 @@ class _CompiledProgram:
                 names = names_read_elsewhere(self.executor.pipeline, plan, stage, data[m])
                 payload = flatten({name: x for name, x in results.data_gradients[at].items() if name in names})
             purpose = f"sharing gradients of the batch that stage {stage} reads, microbatch {at[1]}"
-            received, known[stage] = self.connections.broadcast_payload(payload, home, purpose, known.get(stage))
+            before = known.get(stage)
+            received, known[stage] = self.connections.broadcast_payload(payload, home, purpose, before)
+            if known[stage] is not before:
+                self.channels.has_learned()
             if payload is None:
                 results.data_gradients[at] = received.tree
 
-    def _gather_losses(
-        self, losses: Mapping[int, Tensor], dtype: torch.dtype, blocks: Iterable[tuple[int, range]]
-    ) -> dict[int, Tensor]:
-        """Return the losses of all replicas at once.
+    def _gather_losses(self, results: Results, blocks: Sequence[tuple[int, range]]) -> dict[int, Tensor]:
+        """Return the losses of all ranks and replicas.
 
         Args:
             blocks: the processes that compute them, and the microbatches of each.
         """
+        if self.channels.known.loss_dtype is None:
+            self._introduce_losses(results, [home for home, _ in blocks])
+        losses, dtype = results.losses, self.channels.known.loss_dtype
         if others := [loss.dtype for loss in losses.values() if loss.dtype != dtype]:
             raise self._other_dtype(others[0])
         nothing = torch.zeros((), dtype=dtype, device=self.connections.device.torch_device)
         first, count = self.connections.grid.replica * self.plan.microbatches, self.plan.microbatches
         here = torch.stack([losses.get(first + m, nothing) for m in range(count)])
-        every = self.connections.gather(here, "waiting for the losses of all replicas").unbind()
+        every = self.connections.gather(here, "waiting for the loss: a rank has not ended the step").unbind()
         return {m: every[home][m % count] for home, block in blocks for m in block}
 
     def _other_dtype(self, dtype: torch.dtype) -> StageError:
@@ -537,25 +515,19 @@ class _CompiledProgram:
         message = f"the loss is {dtype}, where equal inputs gave {known} before"
         return StageError(message, rank=grid.rank, stage=self.plan.stages - 1)
 
-    def _introduce_losses(self, losses: Tensor | None, home: int, results: Results) -> Tensor:
-        """Share losses whose dtype the other ranks do not know yet, and whether they require a gradient."""
-        payload = None if losses is None else flatten((losses, results.differentiable))
-        payload, _ = self.connections.broadcast_payload(payload, home, self._waiting(home), None)
-        losses, differentiable = payload.tree
-        assert losses is not None
-        results.differentiable |= differentiable
-        if self.channels.known.loss_dtype not in (None, losses.dtype):
-            raise self._other_dtype(losses.dtype)
-        self.channels.known.loss_dtype = losses.dtype
-        return losses
-
-    def _waiting(self, home: int) -> str:
-        return f"waiting for the loss from {self.connections.grid.name(home)}"
-
-    def _share_losses(self, losses: Tensor | None, home: int, count: int) -> Tensor:
-        known, device = self.channels.known, self.connections.device.torch_device
-        if losses is None:
-            losses = torch.empty(count, dtype=known.loss_dtype, device=device)
-        if losses.dtype != known.loss_dtype:
-            raise self._other_dtype(losses.dtype)
-        return self.connections.broadcast(losses, home, self._waiting(home))
+    def _introduce_losses(self, results: Results, homes: Iterable[int]) -> None:
+        """Share the dtype of the losses, which other ranks do not know yet, and whether they require a gradient."""
+        known, grid = self.channels.known, self.connections.grid
+        self.channels.has_learned()
+        for home in homes:
+            payload = None
+            if home == self.connections.rank:
+                payload = flatten((next(iter(results.losses.values())).dtype, results.differentiable))
+            purpose = f"waiting for the loss from {grid.name(home)}"
+            payload, _ = self.connections.broadcast_payload(payload, home, purpose, None)
+            dtype, differentiable = payload.tree
+            results.differentiable |= differentiable
+            if known.loss_dtype not in (None, dtype):
+                raise self._other_dtype(dtype)
+            known.loss_dtype = dtype
+        results.refuse_constant_loss()

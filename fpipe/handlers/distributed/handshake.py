@@ -16,22 +16,23 @@ import json
 import secrets
 from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.devices import aside, autocasts
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.distributed.collectives import fingerprint
-from fpipe.handlers.distributed.connections import Connections
-from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.signature import signature_of
+from fpipe.handlers.distributed.steps import Steps
 from fpipe.handlers.distributed.wire import alike, look
-from fpipe.handlers.protocol import Inputs
+from fpipe.handlers.protocol import Inputs, PeerLost, StepRejected
 from fpipe.stages.microbatch import WEIGHING
 from fpipe.stages.pytree import PLAIN, Flat, flatten
 
@@ -46,13 +47,6 @@ Name = tuple[int, int]
 """The sums of the numbers that the ranks of a replica give for a signature: the same on all ranks."""
 
 
-class StepRejected(Exception):
-    """A rank can't run this step. No value has travelled, and the handler stays usable."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
 class RollCall:
     """Whole numbers of all ranks; the host waits for them. A rank that can't go on gives its reason.
 
@@ -62,19 +56,23 @@ class RollCall:
         error: why this rank can't.
     """
 
-    def __init__(
-        self, connections: Connections, failures: Failures, call: int, numbers: list[int], error: BaseException | None
-    ) -> None:
+    def __init__(self, steps: Steps, call: int, numbers: list[int], error: BaseException | None) -> None:
+        self._steps, self._connections, self._failures = steps, steps.connections, steps.failures
+        self._count, self._error = len(numbers), error
+        self._row = [call, error is not None, *numbers, *[0] * (WIDTH - len(numbers))]
+        self._works: list[dist.Work] | None = None
+        with suppress(PeerLost):  # that a rank is gone shows in the wait
+            self._post()
+
+    def _post(self) -> None:
+        failures, error = self._failures, self._error
         failures.calls += 1
-        self._count = len(numbers)
-        self._connections, self._failures, self._error = connections, failures, error
-        self._key = f"refused {failures.calls}"
+        self._key = f"refused {failures.epoch} {failures.calls}"
         if error is not None:
             text = failures.reason(error) if isinstance(error, StageError) else str(error) or repr(error)
             failures.post(text, self._key)
         with aside():
-            padding = [0] * (WIDTH - len(numbers))
-            self._rows, self._works = connections.collect([call, error is not None, *numbers, *padding])
+            self._rows, self._works = self._connections.collect(self._row)
 
     def answers(self, purpose: str) -> tuple[list[list[int]], str | None]:
         """Return the numbers of each rank, and the reason of one that can't go on, if there is one.
@@ -85,9 +83,10 @@ class RollCall:
         Raises:
             StepRejected: the ranks came to different calls.
         """
-        with aside():
-            self._connections.wait_for_control(self._works, None, purpose)
-            rows = self._rows.tolist()
+        rows = None
+        while rows is None:
+            rows = self._await(purpose)
+        self._steps.has_met = True
         numbers = [row[2 : 2 + self._count] for row in rows]
         if any(refused for _, refused, *_ in rows):
             return numbers, self._failures.wait(5.0, self._key) or "its reason could not be read"
@@ -101,6 +100,21 @@ class RollCall:
                 )
             )
         return numbers, None
+
+    def _await(self, purpose: str) -> list[list[int]] | None:
+        """Wait for the rows; return None if the ranks had to connect again after an earlier step."""
+        try:
+            with aside():
+                if self._works is None:
+                    self._post()
+                assert self._works is not None
+                self._connections.wait_for_control(self._works, None, purpose)
+                rows: list[list[int]] = self._rows.tolist()
+                return rows
+        except PeerLost as lost:
+            self._works = None
+            self._steps.connect_after(lost)
+            return None
 
     def wait(self) -> list[list[int]]:
         """Return the numbers of each rank.
@@ -117,7 +131,7 @@ class RollCall:
 
     def clear(self) -> None:
         """Drop the works: a pending one would keep its connection open."""
-        self._works = []
+        self._works = None
 
 
 class Names(NamedTuple):
@@ -144,22 +158,28 @@ class Handshake:
 
     Args:
         program: its number, the same on every rank, and another one for every other program of the handler.
+        has_learned: is called when names that are new become known.
         names: after `wait`, those of every replica.
         rows: after `wait`, the rows of the whole batch, of all replicas, if any rank has them.
         here: those of this replica.
         apart: after `wait`, whether the batch came as `Microbatches`, which some ranks may not have been given.
     """
 
-    def __init__(self, connections: Connections, failures: Failures, program: int) -> None:
-        self.connections, self.failures, self.program = connections, failures, program
+    def __init__(self, steps: Steps, program: int) -> None:
+        self.steps, self.connections, self.failures, self.program = steps, steps.connections, steps.failures, program
         self.roll: RollCall | None = None
         self.names: list[Names] = []
         self._token_of = tokens()
         self._tokens: list[int] = []
-        # All ranks look up the same sums in the same order, so that they forget the same ones.
-        self._known = lru_cache(REMEMBERED_STEPS)(lambda sums: _KnownNames())
+        self.has_learned: Callable[[], None] = lambda: None
+        self.forget()
         self._of_params = _Latest(lambda flat: self._token_of(_hashable(flat)))
         self._of_data = _Latest(self._sign_data)
+
+    def forget(self) -> None:
+        """Forget the names of all inputs."""
+        # All ranks look up the same sums in the same order, so that they forget the same ones.
+        self._known = lru_cache(REMEMBERED_STEPS)(lambda sums: _KnownNames())
 
     def begin(self, inputs: Inputs, has_loss: bool) -> None:
         """Post this rank's part; does not wait.
@@ -174,7 +194,26 @@ class Handshake:
         apart = UNKNOWN if inputs.apart is None else inputs.apart
         self._tokens = [] if inputs.broken is not None else self._tokens_of(inputs)
         numbers = [apart, lacks_rows, rows, order, _settings(inputs), *_digest(self._tokens)]
-        self.roll = RollCall(self.connections, self.failures, self.program, numbers, inputs.broken)
+        self.roll = RollCall(self.steps, self.program, numbers, inputs.broken)
+
+    def meet(self, error: BaseException) -> None:
+        """Wait until every rank has begun the step, in which this one has failed before it knew that.
+
+        Raises:
+            StepRejected: a rank can't run the step anyway; with this error.
+        """
+        if self.roll is None or self.steps.has_met:
+            return
+        try:
+            self.roll.wait()
+        except StepRejected:
+            raise StepRejected(error) from None
+        except PeerLost:
+            """It is gone, or fails too."""
+
+    def confirm(self) -> None:
+        """Wait until every rank has launched the whole step."""
+        self._exchange([0], "ending a step: a rank has not launched all of it")
 
     def clear(self) -> None:
         """Drop what a failed step left."""
@@ -238,6 +277,7 @@ class Handshake:
         """
         known = [self._known(sums) for sums in self._sums(pairs)]
         if any(each.names is None for each in known):
+            self.has_learned()
             every = self._sums(self._exchange(self._tokens, "comparing signatures"))
             for each, (first, second, *others) in zip(known, every, strict=True):
                 each.names = Names((first, second), tuple(zip(others[::2], others[1::2], strict=True)))
@@ -308,7 +348,7 @@ class Handshake:
 
         They travel through the job's store, once the digests are known to differ.
         """
-        grid, key = self.connections.grid, f"params {self.failures.calls} {rank} "
+        grid, key = self.connections.grid, f"params {self.failures.epoch} {self.failures.calls} {rank} "
         if rank == grid.rank:
             self.failures.post(json.dumps(digest), key + str(grid.replica))
         texts = (self.failures.wait(5.0, key + str(replica)) for replica in range(grid.replicas))

@@ -22,15 +22,33 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from types import MappingProxyType
+from typing import NamedTuple
 
 from fpipe.handlers.distributed.activity import State
 from fpipe.handlers.distributed.connections import Connections, first_line
-from fpipe.handlers.distributed.failures import STORE_TIMEOUT, Failures
+from fpipe.handlers.distributed.failures import STORE_TIMEOUT, Failure, Failures, failed_steps
 
 log = logging.getLogger("fpipe.transport")
 States = Mapping[int, State | None]
-Answer = tuple[str | None, States, list[int]]
-"""Of the job's store: the reason of a failure, or all states and the ranks that are overdue, if they were asked for."""
+
+
+class Answer(NamedTuple):
+    """An answer of the job's store.
+
+    Args:
+        ended: why the handler has ended, if it has.
+        failed: the failed steps of an epoch.
+        states, overdue: of all ranks, and those that have not answered, if they were asked for.
+    """
+
+    ended: str | None
+    epoch: int
+    failed: list[Failure]
+    states: States = MappingProxyType({})
+    overdue: Collection[int] = ()
+
+
 SUSPECT, OVERDUE = 0.25, 0.75
 """Of the time limit: how long a rank waits before it asks, and how long it waits for an answer."""
 
@@ -140,6 +158,7 @@ class Questions:
 def introduce(failures: Failures) -> None:
     """Write what every rank reads, before any of them does: no reason, no question, this rank's first answer."""
     failures.store.compare_set("failed", "", "")
+    failures.store.compare_set(failures.key, "", "")
     failures.store.add("questions", 0)
     failures.store.set(f"answer {failures.rank}", json.dumps([0, *State(0, "absent", "", 0.0)]))
 
@@ -197,13 +216,21 @@ class Watchdog(threading.Thread):
             return None
         self._answered = time.monotonic()
         self._interval = self._idle if state.kind == "absent" else self._busy
-        reason, states, overdue = answer
-        if reason is None and states:
+        if answer.ended is None and answer.states:
             limits = self._timeout, self._compute_timeout
-            reason = verdict(self._failures.rank, states, overdue, *limits, self._failures.grid.name)
+            name = self._failures.grid.name
+            reason = verdict(self._failures.rank, answer.states, answer.overdue, *limits, name)
             if reason is not None:
                 return self._first(reason)
-        return reason
+        if state.kind != "absent" and any(each.step <= self._activity.calls for each in answer.failed):
+            self._end_step(answer.epoch)
+        return answer.ended
+
+    def _end_step(self, epoch: int) -> None:
+        """End the waits of a step that has failed on another rank, once the device has done those before."""
+        groups = self._groups
+        if not groups.is_cut and self._activity.markers.is_committed():
+            groups.cut([*groups.used, "control"], epoch)
 
     def _exchange(self, state: State) -> Answer | None:
         """Return the answer of the job's store; None if it has not come yet."""
@@ -221,14 +248,15 @@ class Watchdog(threading.Thread):
         store = self._failures.store
         while (state := self._states.get()) is not None:
             try:
-                failed, question = store.multi_get(["failed", "questions"])
+                epoch, key = self._failures.epoch, self._failures.key
+                ended, lines, question = store.multi_get(["failed", key, "questions"])
                 suspects = state.kind in ("waiting", "replaying") and state.seconds >= SUSPECT * self._timeout
-                answer = failed or self._questions.exchange(state, int(question), suspects)
+                answers = None if ended else self._questions.exchange(state, int(question), suspects)
             except RuntimeError as error:
                 log.debug("the job's store can't be reached: %s", error)
                 self._answers.put(None)
                 continue
-            self._answers.put((str(failed, "utf-8"), {}, []) if failed else (None, *(answer or ({}, []))))
+            self._answers.put(Answer(str(ended, "utf-8") or None, epoch, failed_steps(lines), *(answers or ())))
 
     def _first(self, reason: str) -> str:
         """Write a reason; return the first that any rank wrote."""

@@ -1,0 +1,295 @@
+"""The steps and set-ups of a handler, which all ranks make together: a failure of one is a failure of all.
+
+A step is refused, fails, or loses a rank:
+- refused: a rank can't begin it, and says so in the roll call. Every rank raises, and no connection is cut.
+- failed: a rank that is still there fails in the middle. It writes its reason into the job's store, and cuts the
+  connections on which it has posted something; so do the others, whose waits end. In the next step all connect again.
+- lost: a rank is gone, or does not come in time. The handler ends.
+
+Invariants:
+- a rank cuts connections only when every rank has begun the step: one may still be in an earlier one, as of
+  `evaluate`, whose values this one has sent;
+- nothing is cut before the device has done the steps that all ranks have ended;
+- all ranks connect again, or none: they compare messages in the job's store, and decide alike;
+- connections on which no rank has posted anything in the failed step are kept;
+- what some ranks have learned in a failed step is forgotten on all of them;
+- a step that a rank has ended with results that it keeps, and in which another one fails, ends the handler.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from fpipe.errors import TransportError
+from fpipe.handlers.distributed.connections import Connections, first_line
+from fpipe.handlers.distributed.failures import STORE_TIMEOUT, Failure, Failures, call_with_timeout
+from fpipe.handlers.distributed.rendezvous import FIRST_PAUSE, LAST_PAUSE
+from fpipe.handlers.protocol import PeerLost, StepRejected
+
+RECONNECTING = "connecting again after a failed step: a rank has not come to the next one"
+
+
+class Learner(Protocol):
+    """Remembers what ranks have exchanged in earlier steps.
+
+    Args:
+        learned: the number of the step in which it has learned something last.
+    """
+
+    learned: int
+
+    def forget(self) -> None:
+        """Forget it all."""
+
+
+def _nothing() -> None:
+    """Run no effect."""
+
+
+class Steps:
+    """The steps of one handler on this rank.
+
+    Args:
+        compute_timeout: seconds that the device may take for the steps before.
+
+    Attributes:
+        failure: of the last step, until the ranks are connected again.
+        has_met: whether every rank is known to have begun the running step.
+        learners: what was learned, by the number of its program.
+    """
+
+    def __init__(self, connections: Connections, failures: Failures, compute_timeout: float) -> None:
+        self.connections, self.failures, self._limit = connections, failures, compute_timeout
+        self.failure: Failure | None = None
+        self.has_met = False
+        self.learners: weakref.WeakValueDictionary[int, Learner] = weakref.WeakValueDictionary()
+        self._refused: BaseException | None = None
+        self._is_repeatable = False
+
+    @property
+    def number(self) -> int:
+        """The number of the running step; the same on every rank."""
+        return self.connections.activity.calls
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the running step was refused or has failed on this rank."""
+        return self._refused is not None or self.failure is not None
+
+    @contextmanager
+    def running(
+        self,
+        effect: Callable[[], object] = _nothing,
+        clear: Callable[[], None] = _nothing,
+        is_repeatable: bool = False,
+    ) -> Iterator[None]:
+        """Run a step, or a part of it inside: a failure of this rank is one of all, a peer's is a `TransportError`.
+
+        Args:
+            effect: returns the effect that runs, or what runs in its place.
+            clear: drops what keeps connections open.
+            is_repeatable: running the step changes nothing that a rank keeps.
+        """
+        activity = self.connections.activity
+        if is_step := not activity.inside:
+            self._begin(is_repeatable)
+        try:
+            with activity.runs(effect):
+                if is_step and self.failure is not None:
+                    self._connect_again()
+                yield
+                self._check_cut()
+        except StepRejected as refused:
+            self._refused = refused.error
+            raise refused.error from refused.error.__cause__
+        except PeerLost as lost:
+            clear()
+            raise self._of_peer(lost) from None
+        except BaseException as error:  # an interrupt too: the other ranks wait for this one
+            if not self.is_over and self.failures.ended is None:
+                clear()
+                self._of_own(error)
+            raise
+        finally:
+            if is_step:
+                activity.leave()
+
+    def connect_after(self, lost: PeerLost) -> None:
+        """Connect again if another rank has failed in a step that this one had ended; else raise `lost`.
+
+        Nothing but a roll call may be on its way.
+        """
+        failure = self._recorded(lost)
+        if failure is None or failure.step >= self.number or self.failures.ended is not None:
+            raise lost
+        self._connect_again()
+
+    def check(self) -> None:
+        """Wait for the device.
+
+        Raises:
+            TransportError: the handler has ended, or a peer has failed in a step that this rank has launched.
+        """
+        activity, failures = self.connections.activity, self.failures
+        try:
+            activity.markers.drain(lambda: failures.ended is None and not self.connections.groups.is_cut)
+        except RuntimeError as error:
+            self._end(f"{failures.name}: its device has failed: {error}")
+            raise TransportError(f"{failures.name}: its device has failed: {error}") from error
+        failures.check()
+        if self.failure is None and self.connections.groups.is_cut:
+            _, recorded = failures.read() or (None, [])
+            reason = next((each.reason for each in recorded), "it gave no reason")
+            raise TransportError(f"a peer failed in a step whose results this rank has: {reason}")
+
+    def _begin(self, is_repeatable: bool) -> None:
+        self.failures.check()
+        if not self._is_repeatable:
+            self.connections.activity.markers.commit()
+        self.connections.activity.enter()
+        if not self.connections.groups.is_cut:  # else another rank failed in the step before, which needs these
+            self.connections.used.clear()
+        self.has_met, self._refused, self._is_repeatable = False, None, is_repeatable
+
+    def _check_cut(self) -> None:
+        if not self.is_over and (self.connections.groups.is_cut or self.failures.ended is not None):
+            raise PeerLost(None, "finishing the step")  # on CUDA a group that was cut raises nothing
+
+    # A failure of this step
+
+    def _of_own(self, error: BaseException) -> None:
+        """Fail the step because this rank does, and give the reason to the other ranks."""
+        failure = Failure(self.number, self.failures.reason(error), self._is_repeatable)
+        self.failures.record(failure)
+        self._fail(failure)
+
+    def _of_peer(self, lost: PeerLost) -> TransportError:
+        """Fail the step because a peer does, or end the handler because it is gone; return the error to raise."""
+        failures = self.failures
+        failure = self._recorded(lost)
+        if failures.ended is None and failure is not None:
+            self._fail(failure._replace(step=self.number, repeatable=self._is_repeatable))
+        if failures.ended is None and failure is not None:
+            return TransportError(
+                f"{failures.name} can't finish the step, for a peer can't: {failure.reason} ({failures.name} was "
+                f"{lost}). Nothing of this step counts on any rank, and the next one may go on"
+            )
+        peer = self._name(lost)
+        if failures.ended is None:
+            reason = f"{peer} did not give a reason: did its script end, or was its process killed?"
+            failures.post(f"{failures.name} lost {peer} while {lost}. {reason}")
+            failures.ended = reason
+        self.connections.abort()
+        return TransportError(f"{failures.name} lost {peer} while {lost}. {failures.ended}")
+
+    def _name(self, lost: PeerLost) -> str:
+        known = self._known(lost)
+        return "a peer" if known is None else self.failures.grid.name(known)
+
+    def _known(self, lost: PeerLost) -> int | None:
+        known = lost.peer if lost.peer != self.connections.rank else None  # a broadcast of this rank's has no peer
+        return 1 - self.connections.rank if known is None and self.connections.size == 2 else known
+
+    def _recorded(self, lost: PeerLost) -> Failure | None:
+        """Return the failure behind a lost peer; None if there is none, or the handler has ended.
+
+        A rank that fails writes its reason before it breaks its connections; so does this rank's watchdog. Of those
+        that have lost a peer, one that knows which comes first.
+        """
+        failures, groups = self.failures, self.connections.groups
+        until, pause = time.monotonic() + (1.0 if self._known(lost) is None else 0.2), FIRST_PAUSE
+        while failures.ended is None:
+            failures.ended, recorded = failures.read() or (None, [])
+            if failures.ended is not None:
+                break
+            if failure := next((each for each in recorded if each.step <= self.number), None):
+                return failure
+            if (loss := groups.loss()) is not None:
+                failures.post(loss)
+            elif time.monotonic() > until:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE)
+        return None
+
+    def _fail(self, failure: Failure) -> None:
+        """Cut the connections of this step."""
+        self.failure = failure
+        markers, until = self.connections.activity.markers, time.monotonic() + self._limit
+        try:
+            while not markers.is_committed():
+                if self.failures.ended is not None or time.monotonic() > until:
+                    self._end(f"{self.failures.name}: its device has not done the steps before: {failure.reason}")
+                    return
+                time.sleep(FIRST_PAUSE)
+        except RuntimeError as error:
+            self._end(f"{self.failures.name}: its device has failed: {first_line(error)}")
+            return
+        if self.has_met:
+            self.connections.cut_used()
+
+    def _end(self, reason: str) -> None:
+        """End the handler."""
+        if self.failures.ended is None:
+            self.failures.post(reason)
+            self.failures.ended = self.failures.wait(0.0) or reason
+        self.connections.abort()
+
+    # The next step
+
+    def _connect_again(self) -> None:
+        """Begin a new epoch: meet the other ranks, make the connections again that one of them is missing."""
+        connections, failures, failure, rank = self.connections, self.failures, self.failure, self.connections.rank
+        failures.begin_epoch()
+        connections.groups.begin_epoch(failures.epoch)
+        self.failure = None  # from here on, a failure is one of this step
+        learned = {number: each.learned for number, each in self.learners.items()}
+        message = {
+            "step": self.number,
+            "failure": failure,
+            "missing": connections.missing(),
+            "learned": [number for number, at in learned.items() if at >= self.number - 1],
+        }
+        key = f"epoch {failures.epoch} "
+        call_with_timeout(STORE_TIMEOUT, lambda: failures.store.set(f"{key}{rank}", json.dumps(message)))
+        messages = self._messages([f"{key}{each}" for each in range(connections.size)])
+        if (why := self._unsafe(messages)) is not None:
+            self._end(why)
+            raise TransportError(f"{why}. The handler has ended: make a new one, and go on from a checkpoint")
+        self.has_met = True
+        connections.connect_again({name for each in messages for name in each["missing"]})
+        for number in {number for each in messages for number in each["learned"]}:
+            if number in self.learners:
+                self.learners[number].forget()
+
+    def _messages(self, keys: list[str]) -> list[Any]:
+        """Return the messages of all ranks; the watchdog ends the wait for one that does not come."""
+        store, pause = self.failures.store, FIRST_PAUSE
+        with self.connections.activity.waits_for(RECONNECTING):
+            while True:
+                texts = call_with_timeout(STORE_TIMEOUT, lambda: store.multi_get(keys) if store.check(keys) else None)
+                if texts is not None:
+                    return [json.loads(text) for text in texts]
+                if self.failures.ended is not None or self.connections.groups.is_cut:
+                    raise PeerLost(None, RECONNECTING)
+                time.sleep(pause)
+                pause = min(2 * pause, LAST_PAUSE)
+
+    def _unsafe(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return why the ranks can't go on together; the same on every rank."""
+        name, steps = self.failures.grid.name, [each["step"] for each in messages]
+        if others := [rank for rank, step in enumerate(steps) if step != steps[0]]:
+            return f"after a failed step, {name(0)} came to another step than {name(others[0])}"
+        failures = [each["failure"] and Failure(*each["failure"]) for each in messages]
+        failed, ended = ([rank for rank, each in enumerate(failures) if bool(each) == has] for has in (True, False))
+        if failed and ended and not failures[failed[0]].repeatable:
+            return (
+                f"{name(failed[0])} failed in a step that {name(ended[0])} had ended, so that their results are of "
+                f"different steps: {failures[failed[0]].reason}"
+            )
+        return None

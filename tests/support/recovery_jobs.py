@@ -1,0 +1,244 @@
+"""Steps that fail at any effect of any rank, and those after them, on one handler that outlives all of it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import fpipe
+from fpipe import handlers, interop
+from fpipe.autodiff.functions import TraceConfig
+from fpipe.devices.tape import Tape
+from fpipe.handlers.calls import FUNCTIONS
+from fpipe.handlers.distributed.connections import Connections
+from fpipe.programs.lowering import forward_only
+from tests.support import cases, replica_jobs
+from tests.support.jobs import differences, expected_on
+from tests.support.sharing import sharing
+from tests.support.streams import Checker, RecordedDevice, RecordedNCCL
+from tests.support.train_jobs import OPTIMIZERS
+
+MICROBATCHES = 3
+GRID = replica_jobs.Grid("dp2 pp2")
+REPLICATED = {"replicas": None, "shards": "least"}
+WAYS = ("graph", "eager", "train", "captured", "pieces", "evaluate", "gathered", "recorded", *REPLICATED)
+ERRORS = (fpipe.StageError, fpipe.TransportError, KeyboardInterrupt)
+
+armed = {}
+"""Effect -> the error that it raises, once, on this rank."""
+
+
+def failing(function):
+    """A function of an effect that raises what is armed for it, then runs as it would."""
+
+    def compiled(calls, effect):
+        run = function(calls, effect)
+
+        def call():
+            if error := armed.pop(effect, None):
+                raise error
+            return run()
+
+        return None if run is None else call
+
+    return compiled
+
+
+FAILING = {effect: failing(function) for effect, function in FUNCTIONS.items()}
+
+
+@functools.cache
+def handler(kind):
+    options = {"timeout": 20, "functions": FAILING}
+    if kind == "replicas":
+        return handlers.Distributed(GRID.mesh["pp"], replicas=GRID.over, **options)
+    if kind == "recorded":  # the path of NCCL
+        checker = Checker()
+        return handlers.Distributed(device=RecordedDevice(checker), backend=RecordedNCCL(checker), **options)
+    return handlers.Distributed(**options)
+
+
+def forget(rank):
+    handler.cache_clear()
+    made.cache_clear()
+
+
+class Trained:
+    """A step on this process, and the reference's results.
+
+    Attributes:
+        program: of this rank.
+        warm: how many steps it takes until a step is like those after it.
+    """
+
+    def __init__(self, rank, way, ranks, name="tied", schedule="zb_v"):
+        self.way, self.rank = way, rank
+        replicas = GRID.replicas if way in REPLICATED else 1
+        self.handler = own = handler("replicas" if way in REPLICATED else "recorded" if way == "recorded" else "plain")
+        case, generator, plan = cases.make(name, schedule, ranks, MICROBATCHES, cases.rows(replicas * MICROBATCHES))
+        plan = replace(plan, replicas=replicas)
+        params, batch, target = replica_jobs.arguments(case, plan, own.grid)
+        expected = expected_on(replica_jobs.oracle(name, plan), params, plan, own.rank, False)
+        self.arguments, self.program = [params, batch, target], fpipe.lower(generator, plan)[own.rank]
+        self.options, self.warm = {"rng": case.rng}, 2 if way in ("captured", "train", "pieces") else 1
+        shared = sharing(own, name, ranks, way)
+        if way in ("evaluate", "gathered"):
+            gather, self.program = way == "gathered", forward_only(fpipe.lower(generator, plan))[own.rank]
+            self.step = fpipe.evaluate(case.pipeline, plan, schedule=generator, handler=shared, gather=gather)
+            outputs = fpipe.evaluate(case.pipeline, plan, handler=handlers.Reference())(case.params, case.batch)
+            has = gather or plan.stages - 1 in plan.stages_on(own.rank)
+            self.expected, self.options = outputs if has else None, {}
+            self.arguments.pop()
+            return
+        options = {"autodiff": "eager" if way == "eager" else "graph", **case.options}
+        self.expected = expected
+        if way in ("captured", "train"):
+            optimizer = OPTIMIZERS["fused"](donate=False)
+            arguments = dict(handler=shared, max_norm=0.1, **options)
+            plain, self.step = (
+                fpipe.train_step(case.pipeline, generator, plan, optimizer, capture=c, **arguments)
+                for c in (False, way == "captured")
+            )
+            self.arguments.insert(1, optimizer.init(params))
+            self.expected = plain(*self.arguments, **self.options)
+            return
+        if way == "shards":
+            self.arguments[0] = interop.fsdp(params, GRID.over)
+            self.expected = expected[0], interop.fsdp(expected[1], GRID.over)
+            options["resident"] = replica_jobs.room(generator, plan, "least")
+        capture = "pieces" if way == "pieces" else False
+        self.step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=shared, capture=capture, **options)
+
+    def __call__(self, **changes):
+        """Run a step; return where it differs from the reference's."""
+        arguments = [{}, *self.arguments[1:]] if changes.pop("wrong", False) else self.arguments
+        found = self.step(*arguments, **self.options)
+        if self.way == "shards":
+            return differences(*(replica_jobs.locals_of(tree) for tree in (found, self.expected)))
+        return differences(found, self.expected)
+
+    @property
+    def connections(self):
+        return self.handler._setup.ready().connections
+
+    def groups(self):
+        """The identity of each connection of this rank."""
+        groups = self.connections.groups
+        return {str(key): id(group) for each in (groups.edges, groups.lanes) for key, group in each.items()}
+
+
+@functools.cache
+def made(rank, way, ranks, schedule="zb_v"):
+    """A step that is warm."""
+    trained = Trained(rank, way, ranks, schedule=schedule)
+    for _ in range(trained.warm):
+        assert trained() == []
+    return trained
+
+
+def fault(trained, kind, guilty):
+    """Arm this rank's part of a fault."""
+    program, rank = [e for e in trained.program if type(e) in FAILING], trained.connections.rank
+    if trained.way == "captured":  # the others run no Python
+        return
+    middle, own = program[len(program) // 2], rank == guilty
+    compute = [e for e in program if type(e).__name__ in ("Forward", "Backward", "BackwardInput", "BackwardWeight")]
+    at = {"first": compute[0], "last": compute[-1]}.get(kind, middle)
+    if own or kind == "two":
+        armed[at] = KeyboardInterrupt("stopped") if kind == "interrupt" else ArithmeticError(f"by {rank}")
+
+
+def attempt(trained, **changes):
+    """The error of a step: its type and text; nothing where it had none."""
+    try:
+        trained(**changes)
+    except ERRORS as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        armed.clear()
+    return ""
+
+
+@contextmanager
+def replays_stopped(number):
+    """A replay is interrupted after some of its calls; None for one that is not."""
+    replay = Tape.replay
+
+    def stopped(tape, seeds):
+        if number is None:
+            return replay(tape, seeds)
+        for call in tape.calls[: int(number * len(tape.calls))]:
+            call()
+        raise KeyboardInterrupt("stopped")
+
+    with patch.object(Tape, "replay", stopped):
+        yield
+
+
+def recover(rank, way, kind, ranks, guilty):
+    """(errors of the steps that fail, differences after them, traces and signatures sent after them)."""
+    trained, counts = made(rank, way, ranks), []
+    steps = 2 if kind == "again" else 1
+    errors = []
+    for _ in range(steps):
+        wrong = kind == "argument" and rank == guilty
+        fault(trained, "middle" if kind == "again" else kind, guilty)
+        if way == "captured" and kind != "argument":
+            with replays_stopped(0.5 if rank == guilty else None):
+                errors.append(attempt(trained))
+        else:
+            errors.append(attempt(trained, wrong=wrong))
+    partition, send = TraceConfig.partition, Connections.send_bytes
+    with (
+        patch.object(TraceConfig, "partition", lambda *args: counts.append("trace") or partition(*args)),
+        patch.object(Connections, "send_bytes", lambda *args: counts.append("signature") or send(*args)),
+    ):
+        found = [d for _ in range(trained.warm + 1) for d in trained()]
+    return errors, found, counts
+
+
+def kept(rank, ranks):
+    """A step of a handler that two share fails in an evaluation: the connections that are new, and the differences."""
+    trained, evaluated = made(rank, "graph", ranks, "one_f_one_b"), made(rank, "evaluate", ranks, "one_f_one_b")
+    before = trained.groups()
+    fault(evaluated, "last", ranks - 1)
+    attempt(evaluated)
+    found = trained() + evaluated()
+    after = trained.groups()
+    return sorted(key for key in before if before[key] != after[key]), found
+
+
+def resources():
+    """Open files and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def attack(rank, ranks, ways, seed, steps):
+    """Random faults in a row: where results are wrong, steps whose errors name no rank, and resources at both ends."""
+    every, found, before = [made(rank, way, ranks) for way in ways], [], None
+    chance = random.Random(seed)  # the same on all ranks
+    for number in range(steps):
+        trained = chance.choice(every)
+        guilty = {r: chance.random() for r in range(trained.connections.size) if chance.random() < 0.6 / ranks}
+        kinds = {r: chance.choice([ArithmeticError, ArithmeticError, KeyboardInterrupt]) for r in guilty}
+        if (at := guilty.get(trained.connections.rank)) is not None:
+            program = [e for e in trained.program if type(e) in FAILING]
+            error = kinds[trained.connections.rank]
+            armed[program[int(at * len(program))]] = error(f"by {trained.connections.rank}")
+        stops = at if kinds.get(trained.connections.rank) is KeyboardInterrupt and trained.way == "captured" else None
+        try:
+            with replays_stopped(stops):
+                found += [(number, trained.way, d) for d in trained()]
+        except ERRORS as error:
+            if not any(f"rank {r % ranks}" in str(error) for r in guilty) and not isinstance(error, KeyboardInterrupt):
+                found.append((number, trained.way, sorted(guilty), f"{type(error).__name__}: {error}"))
+        armed.clear()
+        if number == 10:
+            before = resources()
+    found += [(trained.way, d) for trained in every for d in trained()]
+    return found, before, resources()
