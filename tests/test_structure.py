@@ -73,7 +73,7 @@ LAYOUT = {
     "fpipe.autodiff.graph": "policies stages devices errors",
     "fpipe.autodiff": "autodiff.graph policies stages devices plan effects errors",
     "fpipe.handlers": "autodiff autodiff.graph stages devices programs tables plan effects errors",
-    "fpipe.handlers.distributed": "handlers autodiff stages devices programs plan effects errors",
+    "fpipe.handlers.distributed": "handlers autodiff stages devices programs tables plan effects errors",
     "fpipe.profiling": (
         "policies handlers handlers.distributed autodiff stages devices timelines programs _format costs plan effects "
         "errors"

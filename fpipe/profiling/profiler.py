@@ -20,7 +20,7 @@ from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.costs import OVER_REPLICAS, Costs, Shared
 from fpipe.devices import device_of
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, fold_tracebacks
 from fpipe.handlers.calls import paths_read
 from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.distributed.strides import buffer, strides_of
@@ -50,6 +50,7 @@ PIECES: Mapping[type, str] = {
 HINT = "every process calls profile with the handler"
 
 
+@fold_tracebacks
 def profile(
     pipeline: Pipeline,
     params: Mapping[int, Any],

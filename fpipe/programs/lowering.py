@@ -36,7 +36,7 @@ from fpipe.effects import (
     WeightGradient,
     parts,
 )
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, fold_tracebacks
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interning import Interning
 from fpipe.programs.names import check_names
@@ -49,6 +49,7 @@ from fpipe.tables import BACKWARD, INPUT, TABLE, WEIGHT, Table, halves, is_unifo
 Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values that are not received yet
 
 
+@fold_tracebacks
 def lower(
     schedule: Schedule | str,
     plan: Plan,

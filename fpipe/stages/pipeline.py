@@ -10,7 +10,7 @@ from typing import Any, Protocol, SupportsIndex
 
 import torch
 
-from fpipe.errors import StageError
+from fpipe.errors import StageError, fold_tracebacks
 from fpipe.plan import Cotangents, Edges, Placement, Plan, check_cotangents
 from fpipe.stages.describe import description, html
 from fpipe.stages.microbatch import Microbatch, Microbatches
@@ -167,6 +167,7 @@ class Pipeline:
                 trained.append(path)
         return tuple(entries) if trained else ((),)
 
+    @fold_tracebacks
     def __call__(
         self, params: Mapping[int, Any], batch: Any, *target: Any, state: Mapping[int, Any] | None = None
     ) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fpipe._format import extent
 from fpipe.autodiff.interface import Argument, NonZero
 from fpipe.devices import autocasts, current_device
-from fpipe.errors import StageError, warn
+from fpipe.errors import StageError, fold_tracebacks, warn
 from fpipe.handlers.captured import Captured
 from fpipe.handlers.captured_pieces import CapturedPieces
 from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Replays, Results, Run
@@ -121,6 +121,7 @@ class Step:
     def __repr__(self) -> str:
         return f"<Step: {self.name}, {extent(self.spec.plan)}, {self.handler}>"
 
+    @fold_tracebacks
     def __call__(
         self,
         params: Mapping[int, Any],

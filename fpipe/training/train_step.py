@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fpipe._format import extent
 from fpipe.devices import CaptureError, without_autocast
-from fpipe.errors import StageError
+from fpipe.errors import StageError, fold_tracebacks
 from fpipe.handlers.protocol import Handler
 from fpipe.plan import Plan, Schedule
 from fpipe.stages.pipeline import Pipeline
@@ -135,6 +135,7 @@ class TrainStep:
     def __repr__(self) -> str:
         return f"<TrainStep: {self.differentiate.name}, {extent(self.plan)}, {self.handler}>"
 
+    @fold_tracebacks
     def __call__(
         self,
         params: Mapping[int, Any],

@@ -33,10 +33,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fpipe.autodiff.graph.aliasing import storage
-from fpipe.autodiff.graph.locations import LIBRARIES, user_line
+from fpipe.autodiff.graph.locations import user_line
 from fpipe.autodiff.graph.lost_gradients import refuse_lost
 from fpipe.autodiff.graph.nodes import written
-from fpipe.errors import StageError
+from fpipe.errors import StageError, is_library
 from fpipe.interop.splitting.opaque import ELEMENTWISE, OwnGradient, Recorder, submodule_called
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ def line_of(node: fx.Node) -> str:
     """Return the line of the model that a node comes from."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
     files = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    users = [i for i in files if not lines[i].removeprefix('File "').startswith(LIBRARIES)] or files
+    users = [i for i in files if not is_library(lines[i].removeprefix('File "'))] or files
     return f" ({'; '.join(lines[users[-1] : users[-1] + 2])})" if users else ""
 
 

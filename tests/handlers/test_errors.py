@@ -2,6 +2,7 @@
 
 import re
 import signal
+import traceback
 
 import pytest
 import torch
@@ -77,10 +78,6 @@ def test_a_rank_that_missed_a_handler_can_make_the_next(pools):
     assert pools(2).run(faults.missed_handler) == ["TransportError then a loss", "nothing then a loss"]
 
 
-def test_a_handler_that_ended_says_so(pools):
-    assert all("ended with an earlier failure: rank 1, stage 1" in text for text in pools(3).run(faults.twice, 3))
-
-
 def test_the_world_is_not_the_plans(pools):
     for outcome in pools(2).outcomes(faults.run, 3, "world size"):
         assert outcome.error == "ScheduleError"
@@ -91,6 +88,13 @@ def test_ranks_with_different_programs(pools):
     for rank, outcome in enumerate(pools(2).outcomes(faults.different_programs)):
         assert outcome.error == "ScheduleError"
         assert f"rank {rank}: the ranks were given different schedules" in outcome.text
+
+
+def test_a_handler_that_lost_a_rank_says_so_again(fresh_pool):
+    outcomes = fresh_pool(3).outcomes(faults.twice, 3, limit=30)
+    for rank in (0, 2):
+        assert "this handler ended with an earlier failure: " in outcomes[rank].value
+        assert "rank 1 did not give a reason: did its script end" in outcomes[rank].value
 
 
 @both
@@ -104,16 +108,96 @@ def test_a_killed_rank(fresh_pool, autodiff):
 
 
 @pytest.mark.parametrize(
-    ("fault", "autodiff", "where"),
-    [(*way, (1, 3)) for way in faults.ways("raises")] + [(*way, (0, 0)) for way in faults.ways("raises at once")],
+    ("fault", "autodiff", "where", "frames"),
+    [(*way, (1, 3), ["guilty"]) for way in faults.ways("raises")]
+    + [(*way, (0, 0), ["first"]) for way in faults.ways("raises at once")]
+    + [(*way, (2, 0), ["layer"]) for way in faults.ways("misfit")],
 )
-def test_the_users_traceback_is_kept(fault, autodiff, where):
+def test_a_traceback_begins_in_the_users_code(monkeypatch, fault, autodiff, where, frames):
+    step = faults.step(fault, 3, handlers.Local(), autodiff=autodiff)
     with pytest.raises(StageError) as caught:
-        faults.step(fault, 3, handlers.Local(), autodiff=autodiff)()
-    cause = caught.value.__cause__
-    assert isinstance(cause, ArithmeticError)
-    assert cause.__traceback__.tb_next is not None
+        step()
     assert (caught.value.stage, caught.value.microbatch) == where
+    assert names_of(caught.value.__cause__) == frames
+    assert names_of(caught.value)[1:] == ["run"]  # of the caller, after this function
+    assert re.fullmatch(r"\d+ frames of fpipe and torch are folded; FPIPE_TRACEBACK=full .*", *caught.value.__notes__)
+    monkeypatch.setenv("FPIPE_TRACEBACK", "full")
+    with pytest.raises(StageError) as caught:
+        step()
+    *own, last = names_of(caught.value.__cause__)
+    assert own
+    assert [last] == frames
+    assert not hasattr(caught.value, "__notes__")
+
+
+def names_of(error):
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("backward")
+
+
+def failing_backward(p, x):
+    return Backward.apply(x @ p["w"])
+
+
+def failing_loss(output, target):
+    return torch.nn.functional.mse_loss(output, target[:, :1, None].expand(2, 3, 5))
+
+
+def failing_weight(target):
+    return target.nothing
+
+
+@pytest.mark.parametrize(
+    ("stage", "loss", "options", "frames"),
+    [
+        (failing_backward, mse, {"autodiff": "eager"}, ["backward"]),
+        (failing_backward, mse, {"autodiff": "graph"}, ["backward"]),
+        (faults.layer, failing_loss, {}, ["failing_loss", "broadcast_tensors"]),  # torch's own innermost frame stays
+        (faults.layer, mse, {"weight": failing_weight}, ["failing_weight"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_whatever_of_the_users_fails_comes_first(stage, loss, options, frames):
+    pipeline = Pipeline([stage], loss)
+    plan = pipeline.plan(Placement.loop(1), 2)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), **options)
+    with pytest.raises(StageError) as caught:
+        step({0: {"w": torch.eye(4)}}, torch.ones(4, 4), torch.ones(4, 4))
+    assert names_of(caught.value.__cause__) == frames
+    assert len(names_of(caught.value)) == 1
+
+
+def test_a_schedule_that_fails_comes_first():
+    def schedule(rank, plan):
+        yield fpipe.effects.Forward(0, 0)
+        raise ZeroDivisionError("schedule")
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        fpipe.verify(schedule, fpipe.Plan(Placement.loop(1), 1))
+    assert names_of(caught.value)[1:] == ["schedule"]
+
+
+def test_a_module_of_torchs_that_fails_shows_one_line_of_torch():
+    pipeline, params = fpipe.interop.from_modules([torch.nn.Linear(3, 4)], loss=mse)
+    step = fpipe.value_and_grad(pipeline, "gpipe", pipeline.plan(Placement.loop(1), 1), handler=handlers.Local())
+    with pytest.raises(StageError) as caught:
+        step(params, torch.ones(2, 4), torch.ones(2, 4))
+    assert names_of(caught.value.__cause__) == ["forward"]
+
+
+def test_a_wrong_argument_keeps_its_frames():
+    with pytest.raises(StageError, match="rng must be") as caught:
+        faults.plain_step()(rng=3)
+    assert len(names_of(caught.value)) > 3
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fpipe.handlers.distributed.backends import NCCL, Gloo
 from fpipe.handlers.distributed.connections import _Groups
 from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.grid import Grid
-from fpipe.handlers.distributed.liveness import Watchdog, verdict
+from fpipe.handlers.distributed.liveness import Answer, Watchdog, verdict
 from tests.support import faults
 from tests.support.fake_device import FakeDevice
 
@@ -158,7 +158,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
     connections.activity.enter()
     connections.activity.waiting = "a value"
     watchdog = Watchdog(Failures(Grid(1), dist.HashStore()), connections, 10.0)
-    monkeypatch.setattr(watchdog, "_exchange", lambda state: (None, {0: state, 1: state}, []))
+    monkeypatch.setattr(watchdog, "_exchange", lambda state: Answer(None, 0, [], {0: state, 1: state}))
     assert watchdog._look() is None
     now += 100
     assert watchdog._look() is None

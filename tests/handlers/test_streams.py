@@ -11,7 +11,11 @@ from tests.support.combinations import ALL, sample
 from tests.support.replica_jobs import Grid
 
 NAMES = ["attention", "skip", "tied", "layouts", "dictionary", "dropout", "modules", "twice"]
-DOCUMENTED = {"event", "beginning a step: a rank has not come to it"}
+DOCUMENTED = {
+    "event",
+    "beginning a step: a rank has not come to it",
+    "ending a step: a rank has not launched all of it",
+}
 """What the host waits for in a step whose signature is known: that the device keeps up, and all ranks' hosts."""
 
 

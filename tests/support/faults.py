@@ -138,7 +138,7 @@ def recover(rank, ranks, fault, autodiff):
 
 
 def twice(rank, ranks):
-    again = step("raises", ranks, handlers.Distributed(timeout=30), rank)
+    again = step("killed", ranks, handlers.Distributed(timeout=30), rank)
     with contextlib.suppress(fpipe.StageError, fpipe.TransportError):
         again()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import threading
@@ -215,12 +216,14 @@ def kept(rank, ranks):
 
 def resources():
     """Open files and threads of this process."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
 def attack(rank, ranks, ways, seed, steps):
     """Random faults in a row: where results are wrong, steps whose errors name no rank, and resources at both ends."""
-    every, found, before = [made(rank, way, ranks) for way in ways], [], None
+    every, found = [made(rank, way, ranks) for way in ways], []
+    before = resources()
     chance = random.Random(seed)  # the same on all ranks
     for number in range(steps):
         trained = chance.choice(every)
@@ -238,7 +241,5 @@ def attack(rank, ranks, ways, seed, steps):
             if not any(f"rank {r % ranks}" in str(error) for r in guilty) and not isinstance(error, KeyboardInterrupt):
                 found.append((number, trained.way, sorted(guilty), f"{type(error).__name__}: {error}"))
         armed.clear()
-        if number == 10:
-            before = resources()
     found += [(trained.way, d) for trained in every for d in trained()]
     return found, before, resources()
