@@ -16,7 +16,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, cast
@@ -188,9 +188,11 @@ def _noticing(forward: Callable[..., Any], module: nn.Module) -> Callable[..., A
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress the graph that torch prints when it fails. The error has the information."""
-    printed, logger = io.StringIO(), logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    with redirect_stderr(printed), patch.object(logger, "disabled", True):
+    """Suppress the graph and the traceback that torch prints when it fails. The error has the information."""
+    printed, names = io.StringIO(), ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+    with redirect_stderr(printed), ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(logging.getLogger(name), "disabled", True))
         yield
     sys.stderr.write(printed.getvalue())
 

@@ -3,10 +3,9 @@
 import pytest
 
 from tests.support import recovery_jobs
-from tests.support.combinations import combined, sample
+from tests.support.combinations import ALL, sample
 
 KINDS = ("argument", "first", "middle", "last", "interrupt", "two", "again")
-GUILTY = 1
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -16,29 +15,57 @@ def forgotten(pools):
         pool.run(recovery_jobs.forget)
 
 
-@combined(
-    lambda way, kind, guilty: way != "captured" or kind in ("argument", "interrupt"),
-    way=recovery_jobs.WAYS,
-    kind=KINDS,
-    guilty=(0, 1),
-)
-def test_the_step_after_a_failed_one(pools, way, kind, guilty):
-    is_replicated = way in recovery_jobs.REPLICATED
-    outcomes = pools(4 if is_replicated else 2).run(recovery_jobs.recover, way, kind, 2, guilty)
-    for number, (errors, differences, counts) in enumerate(outcomes):
-        for error in errors:
-            if not error and way == "evaluate":  # it had ended its part
-                continue
-            failed = number == guilty or (kind == "two" and number < 2)
-            names = {"interrupt": "stopped", "argument": "params has no entry"}.get(kind, "by ")
-            assert names in error, error
-            if number == guilty:
-                assert error.startswith("KeyboardInterrupt" if kind == "interrupt" else "StageError")
-            elif not failed and kind != "two":
-                assert error.startswith("TransportError")
-                assert f"rank {guilty}" in error
-        assert differences == []
-        assert counts == []
+def kinds_of(way):
+    """Kinds of faults, each with the rank at fault, which alternates: by default every other one under each way."""
+    kinds = ("argument", "interrupt") if way == "captured" else KINDS
+    number = recovery_jobs.WAYS.index(way)
+    chosen = kinds if ALL or len(kinds) == 2 else kinds[number % 2 :: 2]
+    return [(kind, (number // 2 + i) % 2) for i, kind in enumerate(chosen)]
+
+
+@pytest.mark.parametrize("way", recovery_jobs.WAYS)
+def test_the_step_after_a_failed_one(pools, way):
+    """It has the reference's bits, traces nothing again, and knows the signatures; each survivor names the rank."""
+    kinds = kinds_of(way)
+    size = 4 if way in recovery_jobs.REPLICATED else 2
+    for number, outcomes in enumerate(pools(size).run(recovery_jobs.recover, way, kinds, 2)):
+        for (kind, guilty), (errors, differences, counts) in zip(kinds, outcomes, strict=True):
+            assert (differences, counts) == ([], [])
+            for error in errors:
+                if not error and way == "evaluate":  # it had ended its part
+                    continue
+                assert {"interrupt": "stopped", "argument": "params has no entry"}.get(kind, "by ") in error
+                if number == guilty:
+                    assert error.startswith("KeyboardInterrupt" if kind == "interrupt" else "StageError")
+                elif kind != "two":
+                    assert error.startswith("TransportError")
+                    assert f"rank {guilty}" in error
+
+
+def test_connections_on_which_nothing_was_posted_are_kept(pools):
+    """An evaluation posts nothing on those backward, and the first ranks may have ended it."""
+    outcomes = pools(4).run(recovery_jobs.kept, 4)
+    assert [differences for _, differences in outcomes] == [[]] * 4
+    assert outcomes[3][0] == ["(2, 3)"]
+    for rank, (new, _) in enumerate(outcomes):
+        assert {*new} <= {str((r, r + 1)) for r in (rank - 1, rank)}
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_set_up_that_fails_is_no_end(pools, wrong):
+    outcomes = pools(2).run(recovery_jobs.new_program, wrong)
+    assert outcomes[wrong][0].startswith("KeyboardInterrupt")
+    assert "can't finish the step" in outcomes[1 - wrong][0]
+    assert [found for _, *found in outcomes] == [[[], []]] * 2
+
+
+def test_a_step_whose_results_one_rank_has_ends_the_handler(pools):
+    """One rank has updated its parameters, and the other one has not: nothing that follows would be right."""
+    first, second = pools(2).run(recovery_jobs.ended_by_one)
+    assert (first[0], second[0]) == ("", "KeyboardInterrupt: stopped")
+    for error in (*first[1:], *second[1:]):
+        assert "TransportError" in error
+        assert "rank 1 failed in a step that rank 0 had ended" in error
 
 
 @pytest.mark.parametrize("ranks", sample([2, 4], []))

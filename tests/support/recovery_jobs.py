@@ -9,6 +9,7 @@ import random
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import fpipe
@@ -16,6 +17,7 @@ from fpipe import handlers, interop
 from fpipe.autodiff.functions import TraceConfig
 from fpipe.devices.tape import Tape
 from fpipe.handlers.calls import FUNCTIONS
+from fpipe.handlers.distributed.channels import Channels
 from fpipe.handlers.distributed.connections import Connections
 from fpipe.programs.lowering import forward_only
 from tests.support import cases, replica_jobs
@@ -87,7 +89,7 @@ class Trained:
         expected = expected_on(replica_jobs.oracle(name, plan), params, plan, own.rank, False)
         self.arguments, self.program = [params, batch, target], fpipe.lower(generator, plan)[own.rank]
         self.options, self.warm = {"rng": case.rng}, 2 if way in ("captured", "train", "pieces") else 1
-        shared = sharing(own, name, ranks, way)
+        shared = sharing(own, "failed steps", name, ranks)
         if way in ("evaluate", "gathered"):
             gather, self.program = way == "gathered", forward_only(fpipe.lower(generator, plan))[own.rank]
             self.step = fpipe.evaluate(case.pipeline, plan, schedule=generator, handler=shared, gather=gather)
@@ -128,9 +130,9 @@ class Trained:
         return self.handler._setup.ready().connections
 
     def groups(self):
-        """The identity of each connection of this rank."""
+        """The connections of this rank."""
         groups = self.connections.groups
-        return {str(key): id(group) for each in (groups.edges, groups.lanes) for key, group in each.items()}
+        return {str(key): group for each in (groups.edges, groups.lanes) for key, group in each.items()}
 
 
 @functools.cache
@@ -181,37 +183,83 @@ def replays_stopped(number):
         yield
 
 
-def recover(rank, way, kind, ranks, guilty):
-    """(errors of the steps that fail, differences after them, traces and signatures sent after them)."""
-    trained, counts = made(rank, way, ranks), []
-    steps = 2 if kind == "again" else 1
-    errors = []
-    for _ in range(steps):
-        wrong = kind == "argument" and rank == guilty
-        fault(trained, "middle" if kind == "again" else kind, guilty)
-        if way == "captured" and kind != "argument":
-            with replays_stopped(0.5 if rank == guilty else None):
-                errors.append(attempt(trained))
-        else:
-            errors.append(attempt(trained, wrong=wrong))
+def recover(rank, way, kinds, ranks):
+    """For each kind of fault: the errors of the steps that fail, the differences after them, traces and signatures.
+
+    Args:
+        kinds: with the rank that is guilty.
+    """
+    return [recovered(made(rank, way, ranks), kind, guilty) for kind, guilty in kinds]
+
+
+def recovered(trained, kind, guilty):
+    is_guilty, errors, counts = trained.connections.rank == guilty, [], []
+    for _ in range(2 if kind == "again" else 1):
+        fault(trained, kind, guilty)
+        with replays_stopped(0.5 if is_guilty and kind == "interrupt" and trained.way == "captured" else None):
+            errors.append(attempt(trained, wrong=kind == "argument" and is_guilty))
     partition, send = TraceConfig.partition, Connections.send_bytes
     with (
         patch.object(TraceConfig, "partition", lambda *args: counts.append("trace") or partition(*args)),
         patch.object(Connections, "send_bytes", lambda *args: counts.append("signature") or send(*args)),
     ):
-        found = [d for _ in range(trained.warm + 1) for d in trained()]
+        found = [d for _ in range(trained.warm if trained.way != "captured" else 3) for d in trained()]
     return errors, found, counts
 
 
 def kept(rank, ranks):
-    """A step of a handler that two share fails in an evaluation: the connections that are new, and the differences."""
+    """An evaluation fails on a handler that a step shares: the connections that are new, and the differences."""
     trained, evaluated = made(rank, "graph", ranks, "one_f_one_b"), made(rank, "evaluate", ranks, "one_f_one_b")
     before = trained.groups()
     fault(evaluated, "last", ranks - 1)
     attempt(evaluated)
-    found = trained() + evaluated()
+    found = evaluated() + trained()
     after = trained.groups()
-    return sorted(key for key in before if before[key] != after[key]), found
+    return sorted(key for key in before if before[key] is not after[key]), found
+
+
+def new_program(rank, wrong):
+    """A set-up fails on one rank after a good step: the errors of both ranks, and whether the next ones work."""
+    trained = made(rank, "graph", 2)
+    case, generator, plan = cases.make("linear", "gpipe", 2, MICROBATCHES)
+    make = partial(fpipe.value_and_grad, case.pipeline, generator, plan, handler=trained.handler)
+    connect = Connections.connect
+
+    def stopped(*arguments):
+        if rank == wrong:
+            raise KeyboardInterrupt("stopped")
+        return connect(*arguments)
+
+    error = ""
+    with patch.object(Connections, "connect", stopped):
+        try:
+            make()
+        except ERRORS as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    return error, attempt(trained) or trained(), trained()
+
+
+def ended_by_one(rank):
+    """Rank 1 is interrupted in a step whose results rank 0 has: the errors of three steps."""
+    own = handlers.Distributed(timeout=10)
+    case, generator, plan = cases.make("linear", "gpipe", 2, MICROBATCHES)
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, autodiff="eager")
+    arguments = cases.own(case, plan, rank)[:3]
+    errors, end = [], Channels.end
+
+    def stopped(channels):
+        if rank == 1:
+            raise KeyboardInterrupt("stopped")
+        end(channels)
+
+    for number in range(3):
+        with patch.object(Channels, "end", stopped if number == 0 else end):
+            try:
+                step(*arguments)
+                errors.append("")
+            except ERRORS as error:
+                errors.append(f"{type(error).__name__}: {error}")
+    return errors
 
 
 def resources():

@@ -268,7 +268,7 @@ def two_levels(rank, grid, name, schedule, which):
 
     And the bytes of the parameters on this rank.
     """
-    connections, _ = handler(grid, exact=False)._setup.ready()
+    connections = handler(grid, exact=False)._setup.ready().connections
     processes, moved = {}, Counter()
 
     def watched(operation):

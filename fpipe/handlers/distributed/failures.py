@@ -56,7 +56,7 @@ class Failures:
         """Raise TransportError if this handler has ended."""
         if self.ended is not None:
             raise TransportError(
-                f"this handler ended with an earlier failure: {self.ended}; make a new one, or start again where a rank "
+                f"this handler ended with an earlier failure: {self.ended}; make a new one, or start again if a rank "
                 "is gone"
             )
 

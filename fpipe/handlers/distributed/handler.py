@@ -161,6 +161,8 @@ class Distributed:
             if reason is not None:
                 raise StepRejected(TransportError(reason))
             connections.connect(edges, own_lanes)
+            # The program is every rank's, or none's.
+            RollCall(steps, COMPILING, [], None).answers("setting up connections")
         options_of_replicas = self.exact, plan.gathered, pieces.precision
         channels = Channels(
             connections,
