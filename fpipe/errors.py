@@ -30,7 +30,8 @@ class StageError(RuntimeError):
         message: the failure, and a way out.
         rank, stage, microbatch: where it failed, as far as that is known.
 
-    An exception that the stage raised is the `__cause__`, with its own traceback.
+    An exception that the stage raised is the `__cause__`, with the frames of the user's code; FPIPE_TRACEBACK=full
+    keeps all frames.
     """
 
     def __init__(
@@ -81,7 +82,10 @@ def blaming(stage: int, microbatch: int) -> Iterator[None]:
 
 
 class TransportError(RuntimeError):
-    """A peer failed or can't be reached; the message repeats the peer's reason if the peer left one."""
+    """A peer failed or can't be reached; the message repeats the peer's reason if the peer left one.
+
+    If the peer is still there, the next step may go on; if it is lost, its handler has ended.
+    """
 
 
 LIBRARIES = {"", "concurrent", "contextlib", "fpipe", "functools", "optree", "threading", "torch"}
