@@ -32,6 +32,7 @@ REPLICATED = {"replicas": None, "shards": "least"}
 WAYS = ("graph", "eager", "train", "captured", "pieces", "evaluate", "gathered", "recorded", *REPLICATED)
 ERRORS = (fpipe.StageError, fpipe.TransportError, KeyboardInterrupt)
 
+kept_alive = []
 armed = {}
 """Effect -> the error that it raises, once, on this rank."""
 
@@ -237,6 +238,22 @@ def new_program(rank, wrong):
         except ERRORS as raised:
             error = f"{type(raised).__name__}: {raised}"
     return error, attempt(trained) or trained(), trained()
+
+
+def left_alone(rank):
+    """Rank 1 fails and does not come again: the errors of the steps."""
+    kept_alive.append(own := handlers.Distributed(timeout=1, functions=FAILING))
+    case, generator, plan = cases.make("linear", "gpipe", 2, MICROBATCHES)
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, autodiff="eager")
+    arguments, errors = cases.own(case, plan, rank)[:3], []
+    for _ in range(1 if rank else 3):
+        if rank:
+            armed[fpipe.effects.Forward(1, 1)] = ArithmeticError("by 1")
+        try:
+            step(*arguments)
+        except ERRORS as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
 
 
 def ended_by_one(rank):

@@ -18,8 +18,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -135,12 +135,13 @@ class Connections:
         """
         new = set(edges) - self.planned
         self.planned |= new  # before they are there: where one can't be made, all ranks make it in the next epoch
-        # gloo's errors name the peer of an edge, but not that of a lane.
-        if (self.backend.asynchronous or self.grid.replicas > 2) and self.groups.lifeline is None and self.size > 1:
-            self.groups.lifeline = Lifeline(self.store, self.rank, self.size, self.timeout, self.grid.name)
         new_lanes = {lane: ranks for lane, ranks in lanes.items() if lane not in self.lanes}
         self.lanes |= new_lanes
-        self._connect(new, new_lanes)
+        with _connecting():
+            # gloo's errors name the peer of an edge, but not that of a lane.
+            if (self.backend.asynchronous or self.grid.replicas > 2) and self.groups.lifeline is None and self.size > 1:
+                self.groups.lifeline = Lifeline(self.store, self.rank, self.size, self.timeout, self.grid.name)
+            self._connect(new, new_lanes)
 
     def missing(self) -> list[str]:
         """Return the names of the connections that this process should have and has not."""
@@ -158,31 +159,25 @@ class Connections:
         edges = {_edge_of(name) for name in names if name[0].isdigit()}
         self.groups.drop([*edges, *lanes, "control", *({"results"} & set(names))])
         self.planned |= edges
-        self._connect_control()
-        self._connect(edges, lanes)
+        with _connecting():
+            self._connect_control()
+            self._connect(edges, lanes)
 
     @property
     def _lacks_results(self) -> bool:
         return self.backend.asynchronous and self.size > 1 and "results" not in self.groups.shared
 
     def _connect(self, edges: Collection[Edge], lanes: Mapping[str, Sequence[int]]) -> None:
-        try:
-            with warnings.catch_warnings():  # it is what an edge is made for
-                warnings.filterwarnings("ignore", message="An unbatched P2P op")
-                if self._lacks_results:
-                    self._within_limit(self._connect_results, "connecting all ranks")
-                for edge in (edge for each in rounds(edges) for edge in each):
-                    if self.rank in edge:
-                        source, target = edge
-                        purpose = f"connecting {self.grid.name(source)} to {self.grid.name(target)}"
-                        self._within_limit(partial(self._connect_edge, edge, purpose), purpose)
-                for lane, ranks in lanes.items():
-                    purpose = f"connecting the replicas of rank {self.grid.rank}"
-                    self._within_limit(partial(self._connect_lane, lane, ranks, purpose), purpose)
-        except (StageError, TransportError):
-            raise
-        except RuntimeError as error:  # of torch.distributed
-            raise PeerLost(None, f"setting up connections ({error})") from error
+        if self._lacks_results:
+            self._within_limit(self._connect_results, "connecting all ranks")
+        for edge in (edge for each in rounds(edges) for edge in each):
+            if self.rank in edge:
+                source, target = edge
+                purpose = f"connecting {self.grid.name(source)} to {self.grid.name(target)}"
+                self._within_limit(partial(self._connect_edge, edge, purpose), purpose)
+        for lane, ranks in lanes.items():
+            purpose = f"connecting the replicas of rank {self.grid.rank}"
+            self._within_limit(partial(self._connect_lane, lane, ranks, purpose), purpose)
 
     def _store_of(self, name: str) -> Store:
         """Return the store through which the ranks of a new group find each other."""
@@ -497,6 +492,19 @@ class Connections:
         self.broadcast(body, source, purpose, control=True)
         signature = decode(body.numpy().tobytes()) if payload is None else signature_of(payload)
         return PayloadCodec(signature, self.device.torch_device)
+
+
+@contextmanager
+def _connecting() -> Iterator[None]:
+    """Raise PeerLost for an error of torch.distributed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="An unbatched P2P op")  # it is what an edge is made for
+            yield
+    except (StageError, TransportError):
+        raise
+    except RuntimeError as error:
+        raise PeerLost(None, f"setting up connections ({error})") from error
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

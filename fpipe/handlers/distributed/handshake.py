@@ -209,7 +209,7 @@ class Handshake:
         except StepRejected:
             raise StepRejected(error) from None
         except PeerLost:
-            """It is gone, or fails too."""
+            return  # it is gone, or fails too
 
     def confirm(self) -> None:
         """Wait until every rank has launched the whole step."""
