@@ -372,7 +372,7 @@ def test_kills_at_random_moments_leave_the_last_or_the_next_whole(tmp_path):
 def test_kills_of_two_ranks_at_random_moments_leave_the_last_or_the_next_whole(tmp_path, replicas):
     amid = elsewhere(kill_ranks_at_random, str(tmp_path / "saved"), 15 if ALL else 8, replicas)
     assert isinstance(amid, int), amid
-    assert amid > 3
+    assert amid > (3 if ALL else 0)  # of the moments, which are random, those within a save
 
 
 def test_a_kill_at_any_call_of_the_operating_systems_leaves_one_whole(tmp_path):
