@@ -63,9 +63,9 @@ def job(
     keys = [*((name, way) for name in schedules for way in WAYS), ("search", "fpipe")]
     steps = {key: step(*key, rank, ranks, trained, layer, handler) for key in keys}
     for name in schedules:
-        found = [run() for run in (steps[name, way] for way in WAYS)]
-        for other in found[1:]:
-            torch.testing.assert_close(other, found[0], rtol=1e-5, atol=0)
+        gradients = [run() for run in (steps[name, way] for way in WAYS)]
+        for other in gradients[1:]:
+            torch.testing.assert_close(other, gradients[0], rtol=1e-5, atol=0)
     times = {key: list[float]() for key in steps}
     steps["search", "fpipe"]()
     for _ in range(rounds):
@@ -109,8 +109,8 @@ def ordered(name: str, way: str, ranks: int, trained: Sequence[int], seconds: fl
     """Return a step's schedule and plan."""
     plan = Plan(Placement.loop(ranks), models.MICROBATCHES, trained=None if way == "whole" else trained)
     if name == "search":
-        found = fpipe.schedules.search(plan, Costs(seconds, seconds, seconds), chunks=(1, 2))
-        return found.schedule, found.plan
+        best = fpipe.schedules.search(plan, Costs(seconds, seconds, seconds), chunks=(1, 2))
+        return best.schedule, best.plan
     return CATALOGUE[name].schedule(plan), plan
 
 

@@ -144,10 +144,10 @@ def main() -> None:
     try:
         for kind in options.stages:
             arguments = kind, options.schedules, options.sigmas, options.rounds
-            for found in models.in_processes(job, RANKS[kind], *arguments, limit=options.limit):
-                rows += found
+            for part in models.in_processes(job, RANKS[kind], *arguments, limit=options.limit):
+                rows += part
                 if not options.json:
-                    show(found)
+                    show(part)
     except (TimeoutError, ProcessException) as error:
         sys.exit(f"lengths: {str(error).strip()}")
     if options.json:

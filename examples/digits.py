@@ -32,9 +32,9 @@ def convnet() -> list[nn.Module]:
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return images and labels for training and for testing: every fifth is for the test."""
-    found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(found.target)
+    dataset = load_digits()
+    images = torch.tensor(dataset.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(dataset.target)
     test = torch.arange(len(labels)) % 5 == 0
     return images[~test], labels[~test], images[test], labels[test]
 

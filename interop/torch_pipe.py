@@ -79,9 +79,9 @@ def _check(traced: Sequence[Sizes | None], inputs: Sequence[Any]) -> None:
         if sizes is None or not isinstance(x, Tensor):
             continue
         if len(sizes) != x.ndim or any(n not in (None, size) for n, size in zip(sizes, x.shape, strict=True)):
-            said = ", ".join("any" if n is None else str(n) for n in sizes)
+            shape = ", ".join("any" if n is None else str(n) for n in sizes)
             raise ValueError(
-                f"its input {i} is {describe(x)}, and its Pipe was traced for [{said}], sizes that the graph may hold "
+                f"its input {i} is {describe(x)}, and its Pipe was traced for [{shape}], sizes that the graph may hold "
                 "as numbers: make microbatches as large as mb_args was, trace with an example of this size, or take "
                 "interop.split of the module, which leaves the batch's size free"
             )

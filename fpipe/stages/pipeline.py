@@ -15,7 +15,7 @@ from fpipe.plan import Cotangents, Edges, Placement, Plan, check_cotangents
 from fpipe.stages.describe import description, html
 from fpipe.stages.microbatch import Microbatch, Microbatches
 from fpipe.stages.pytree import Path, as_path, flatten, get_at, paths, set_at, short
-from fpipe.stages.selection import Where, selected
+from fpipe.stages.selection import Where, leaves_of, selected
 from fpipe.stages.stage import Batch, Output, Read, Stage, StageFunction, Target
 
 SharedParam = tuple[int, Path]
@@ -139,12 +139,7 @@ class Pipeline:
 
     def _with_frozen(self, params: Mapping[int, Any], where: Where, frozen: bool) -> Pipeline:
         trees = {stage: _tree_of(params, stage) for stage in range(len(self.stages))}
-        leaves = [
-            ((s, *path), x)
-            for s, tree in trees.items()
-            for path, x in zip(paths(tree), flatten(tree).leaves, strict=True)
-        ]
-        changed = set(selected(where, leaves))
+        changed = set(selected(where, leaves_of(trees)))
         stages = [
             replace(stage, frozen=self._frozen_paths(params, index, changed, frozen))
             for index, stage in enumerate(self.stages)

@@ -101,6 +101,18 @@ def set_at(tree: Any, path: Path, value: Any) -> Any:
     return {**tree, key: set_at(tree.get(key, {}), tuple(rest), value) if rest else value}
 
 
+def put_at(tree: Any, path: Path, value: Any) -> Any:
+    """Return a copy of a tree of dicts with a value at a path, in place of the one that is there.
+
+    >>> put_at({"a": {"b": 1}}, ("a", "b"), 2)
+    {'a': {'b': 2}}
+    """
+    if not path:
+        return value
+    key, *rest = path
+    return {**tree, key: put_at(tree.get(key, {}), tuple(rest), value)}
+
+
 def as_path(path: Any) -> Path:
     """Return a path as a tuple. A single key is one component, even with dots."""
     return path if isinstance(path, tuple) else (path,)

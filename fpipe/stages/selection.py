@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
 
-from fpipe.stages.pytree import Path
+from fpipe.stages.pytree import Path, flatten, paths
 
 Where = str | Sequence[str] | Callable[[Path, Tensor], bool]
 """Params: a pattern of names, several of them, or a predicate of (path, parameter).
@@ -16,6 +16,15 @@ Where = str | Sequence[str] | Callable[[Path, Tensor], bool]
 A path begins with the stage: `(stage, name)` in `{stage: {name: tensor}}`. A pattern is that of a shell, `*` and `?`,
 for the path without the stage, with its components joined by dots: "*.bias", "layers.0.*".
 """
+
+
+def leaves_of(params: Mapping[int, Any]) -> list[tuple[Path, Any]]:
+    """Return the leaves of all stages with their paths, which begin with the stage."""
+    return [
+        ((stage, *path), x)
+        for stage, tree in params.items()
+        for path, x in zip(paths(tree), flatten(tree).leaves, strict=True)
+    ]
 
 
 def selected(where: Where, leaves: Sequence[tuple[Path, Any]]) -> list[Path]:

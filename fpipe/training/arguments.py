@@ -171,7 +171,7 @@ class StepSpec:
             self._check_params(params)
             factor = self._factor(loss_scale)
             states = self._states(state)
-            _ = self._told_of_changes
+            _ = self._is_changed
             data, sizes = self._split(batch, target, scales)
         except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
             return Inputs({}, (), (), broken=self._stage_error(error))
@@ -263,8 +263,8 @@ class StepSpec:
         return loss_scale.tensor
 
     @functools.cached_property
-    def _told_of_changes(self) -> bool:
-        """Whether modules were frozen or unfrozen between `Pipeline` and the first call, which alone warns of them."""
+    def _is_changed(self) -> bool:
+        """Whether modules were frozen or unfrozen between `Pipeline` and the first call, which warns of it, once."""
         names = _changed_parameters(self.pipeline) if self.differentiated else []
         if names:
             warn(

@@ -61,10 +61,10 @@ def raise_if_not_finite(
 
 def _names(grads: Mapping[int, Any], stages: Sequence[int], handler: Handler) -> list[str]:
     """Return the names of some gradients that are not finite, the same on every rank."""
-    own = [name for stage in stages if stage in grads for name in _names_of(stage, grads[stage])][:NAMED]
+    names = [name for stage in stages if stage in grads for name in _names_of(stage, grads[stage])][:NAMED]
     if handler.peers is None:
-        return own
-    _, shares = handler.peers.new_group(PURPOSE, hint=HINT).agree(lambda: own, "check_finite")
+        return names
+    _, shares = handler.peers.new_group(PURPOSE, hint=HINT).agree(lambda: names, "check_finite")
     return sorted({name for share in shares for name in share})
 
 

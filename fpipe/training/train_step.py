@@ -25,9 +25,9 @@ from fpipe.training.verbs import value_and_grad
 Optimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]
 """`init(params) -> state` and `update(grads, state, params, **options) -> (params, state)`, both pure."""
 
-
 Choose = Callable[[Tensor, Any, Callable[[], Any], Any], Any]
 """`choose(finite, old, update, gradients)` returns the updated tree, or the old one where the step is to be skipped."""
+CAPTURABLE = "give the optimizer fused=True and capturable=True, as far as its class has them, and max_norm as a number"
 
 
 class Updated(NamedTuple):
@@ -224,6 +224,3 @@ class TrainStep:
         params, opt_state, state = results
         loss, raised = self.differentiate.value(computed), sums if self.raises else None
         return Updated(params, opt_state, state, loss, norm, finite, raised, following)
-
-
-CAPTURABLE = "give the optimizer fused=True and capturable=True, as far as its class has them, and max_norm as a number"

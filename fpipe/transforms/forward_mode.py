@@ -56,10 +56,10 @@ def hvp(pipeline: Pipeline, *, has_aux: bool = False) -> Pipeline:
     {0: Dual(primal=tensor(12.), tangent=tensor(12.))}
     """
     check(pipeline)
-    own = _own_loss(pipeline, has_aux)
+    plain = _own_loss(pipeline, has_aux)
 
     def slope(output: Any, target: Any) -> Any:
-        loss, more = own(output, target)
+        loss, more = plain(output, target)
         tangent, aux = more if has_aux else (more, None)
         loss = (tangent - tangent.detach()) + loss.detach()  # the loss in value, its tangent in the gradient
         return (loss, aux) if has_aux else loss

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.stages.microbatch import axes_of
 from fpipe.stages.pipeline import Pipeline
-from fpipe.stages.pytree import NAMESPACE, Flat, Path, flatten, get_at
+from fpipe.stages.pytree import NAMESPACE, Flat, Path, flatten, get_at, put_at
 from fpipe.stages.stage import Batch, Output, Read, Stage
 from fpipe.transforms.duals import NO_CHECKPOINT
 from fpipe.transforms.wrapping import with_functions
@@ -223,11 +223,5 @@ def _params(params: Any, axes: Any, tied: Mapping[Path, Any]) -> Any:
     if tied and not isinstance(axes, Mapping):
         axes = optree.tree_map(lambda _: axes, params, none_is_leaf=True, namespace=NAMESPACE)
     for path, shared in tied.items():
-        axes = _put(axes, path, shared)
+        axes = put_at(axes, path, shared)
     return mapped(params, axes, "params")
-
-
-def _put(tree: Any, path: Path, value: Any) -> Any:
-    """Return a tree of dicts with a value at a path."""
-    key, *rest = path
-    return {**tree, key: _put(tree.get(key, {}), tuple(rest), value) if rest else value}

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fpipe.interop.adapters.adapted import Adapted, summed
 from fpipe.stages.pipeline import Pipeline
-from fpipe.stages.pytree import Path, describe, flatten, get_at, paths, short
-from fpipe.stages.selection import Where, name_of, selected
+from fpipe.stages.pytree import Path, describe, get_at, put_at, short
+from fpipe.stages.selection import Where, leaves_of, name_of, selected
 from fpipe.stages.sharding import is_dtensor
 from fpipe.stages.stage import Original, Stage, StageFunction, StageSpec
 
@@ -48,11 +48,11 @@ class AdaptedFunction:
         """Return the params of the stage without adapters: `combine(W, left, right, scale)` in place of each W."""
         for path in self.adapted:
             (*outer, key) = path
-            own = get_at(params, outer)
-            a, b = own[key + A], own[key + B]
+            entries = dict(get_at(params, outer))
+            a, b = entries.pop(key + A), entries.pop(key + B)
             left, right = (a.t(), b.t()) if self.fan_in_fan_out else (b, a)
-            rest = {name: x for name, x in own.items() if name not in (key + A, key + B)}
-            params = _with(params, tuple(outer), {**rest, key: combine(own[key], left, right, self.scale)})
+            entries[key] = combine(entries[key], left, right, self.scale)
+            params = put_at(params, tuple(outer), entries)
         return params
 
 
@@ -147,16 +147,15 @@ def lora(
     if rank < 1:
         raise ValueError(f"the rank of adapters must be at least 1, not {rank}")
     trees = {stage: params[stage] for stage in sorted(params)}
-    leaves = [((s, *path), x) for s, tree in trees.items() for path, x in zip(*_leaves(tree), strict=True)]
-    chosen = selected(at, leaves)
+    chosen = selected(at, leaves_of(trees))
     _check(pipeline, trees, chosen)
     stages = list(pipeline.stages)
     for stage, (*outer, key), w in ((path[0], path[1:], get_at(trees[path[0]], path[1:])) for path in chosen):
         qualified = getattr(pipeline.stages[stage].fn, "qualified", False)
         name = name_of((stage, *outer, key))
         pair = _pair(w, rank, fan_in_fan_out, f"{seed}/{name if qualified else f'{stage}.{name}'}")
-        own = {**get_at(trees[stage], outer), key + A: pair[0], key + B: pair[1]}
-        trees[stage] = _with(trees[stage], tuple(outer), own)
+        entries = {**get_at(trees[stage], outer), key + A: pair[0], key + B: pair[1]}
+        trees[stage] = put_at(trees[stage], tuple(outer), entries)
     for stage in {path[0] for path in chosen}:
         before, adapted = pipeline.stages[stage], tuple(path[1:] for path in chosen if path[0] == stage)
         options = before, adapted, alpha / rank, fan_in_fan_out
@@ -184,10 +183,6 @@ def merge_lora(pipeline: Pipeline, params: Mapping[int, Any]) -> tuple[Pipeline,
                 with torch.no_grad():
                     merged[index] = stage.fn.with_adapters(params[index], summed)
     return pipeline.replace(stages, pipeline.loss), merged
-
-
-def _leaves(tree: Any) -> tuple[list[Path], list[Any]]:
-    return paths(tree), flatten(tree).leaves
 
 
 def _check(pipeline: Pipeline, trees: Mapping[int, Any], chosen: Sequence[Path]) -> None:
@@ -219,11 +214,3 @@ def _pair(w: Tensor, rank: int, fan_in_fan_out: bool, seed: str) -> tuple[Tensor
     a = torch.empty(rank, inputs, dtype=torch.float32, device="cpu")
     nn.init.kaiming_uniform_(a, a=sqrt(5), generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))
     return a.to(w), b
-
-
-def _with(tree: Any, path: Path, value: Any) -> Any:
-    """Return a tree of dicts with another value at a path."""
-    if not path:
-        return value
-    key, *rest = path
-    return {**tree, key: _with(tree[key], tuple(rest), value)}

@@ -51,12 +51,12 @@ class ModuleFunction:
             return call(self.skeleton, params, inputs, watched)[0]
         state, *rest = inputs
         with torch.inference_mode(False):  # else they would count no changes
-            own = {name: buffer.clone() for name, buffer in state.items()}
-        versions = {name: own[name]._version for name in self.shared}
-        outputs, module = call(self.skeleton, {**params, **own}, rest, watched)
+            buffers = {name: buffer.clone() for name, buffer in state.items()}
+        versions = {name: buffers[name]._version for name in self.shared}
+        outputs, module = call(self.skeleton, {**params, **buffers}, rest, watched)
         new = {name: module.get_buffer(name) for name in state}  # changed in place, or assigned anew
         for name, version in versions.items():
-            if new[name] is not own[name] or new[name]._version != version:
+            if new[name] is not buffers[name] or new[name]._version != version:
                 raise StageError(
                     f"forward changes its buffer {name}, which is {self.shared[name]} as well: a buffer that changes "
                     "belongs to one stage. Put all its uses into one stage, or register a buffer for each"

@@ -139,13 +139,13 @@ def _sized(value: Any) -> Any:
     return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
 
-def _moved(given: Any, result: Any) -> int:
+def _moved(arguments: Any, result: Any) -> int:
     """Return the bytes read and written: 0 for a view."""
-    made, read = tensors_in(result), tensors_in(given)
+    written, read = tensors_in(result), tensors_in(arguments)
     seen = {x.untyped_storage()._cdata for x in read}
-    if all(x.untyped_storage()._cdata in seen for x in made):
+    if all(x.untyped_storage()._cdata in seen for x in written):
         return 0
-    return sum(bytes_of(x) for x in (*made, *read))
+    return sum(bytes_of(x) for x in (*written, *read))
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

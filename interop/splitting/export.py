@@ -352,7 +352,7 @@ def _needs_values(error: Exception) -> bool:
 
 
 def _why(error: Exception, module: nn.Module) -> str:
-    said = next((line for line in str(error).strip().splitlines() if line.strip()), "")
+    reason = next((line for line in str(error).strip().splitlines() if line.strip()), "")
     frames = traceback.extract_tb(error.__traceback__)
     where = user_line(frames)
     hint = ""
@@ -366,6 +366,6 @@ def _why(error: Exception, module: nn.Module) -> str:
         hint = "A FakeQuantize looks at its switches, which are tensors. "
     if hint and any(frame.name == "_detect_is_causal_mask" for frame in frames):
         hint = "It looks at the values of a mask: give the transformer tgt_is_causal= or is_causal=, True or False. "
-    if type(error).__name__ == "SpecViolationError" and "copy_" in said:
+    if type(error).__name__ == "SpecViolationError" and "copy_" in reason:
         hint = "It assigns a buffer, or what it is given, to a buffer as it is: assign a clone(). "
-    return f"{type(module).__name__} can't be exported: {type(error).__name__}: {said}{where}. {hint}{MANUAL}"
+    return f"{type(module).__name__} can't be exported: {type(error).__name__}: {reason}{where}. {hint}{MANUAL}"

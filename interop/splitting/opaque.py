@@ -108,10 +108,10 @@ class OpaqueCall:
                 stack.enter_context(context)
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype))
-            own = [x.detach().requires_grad_(wanted) for x, wanted in zip(tensors, self.wanted, strict=True)]
-            versions = [x._version for x in own]
-            leaves, spec = pytree.tree_flatten(self._call(own, sizes))
-        if [x._version for x in own] != versions:
+            inputs = [x.detach().requires_grad_(wanted) for x, wanted in zip(tensors, self.wanted, strict=True)]
+            versions = [x._version for x in inputs]
+            leaves, spec = pytree.tree_flatten(self._call(inputs, sizes))
+        if [x._version for x in inputs] != versions:
             raise StageError(f"{self.name} writes in place to a tensor that it reads: write to a clone of it")
         self.results = [A_TENSOR if isinstance(x, Tensor) else x for x in leaves], spec
         return [x for x in leaves if isinstance(x, Tensor)]

@@ -198,8 +198,8 @@ class Steps:
     def _recorded(self, lost: PeerLost) -> Failure | None:
         """Return the failure behind a lost peer; None if there is none, or the handler has ended.
 
-        A rank that fails writes its reason before it breaks its connections; so does this rank's watchdog. Of those
-        that have lost a peer, one that knows which comes first.
+        A rank that fails writes its reason before it breaks its connections; so does this rank's watchdog. A rank that
+        does not know which peer it has lost waits longer, so that one that knows can write first.
         """
         failures, groups = self.failures, self.connections.groups
         until, pause = time.monotonic() + (1.0 if self._known(lost) is None else 0.2), FIRST_PAUSE
