@@ -7,23 +7,52 @@ passes nothing on either.
 from __future__ import annotations
 
 import random
+import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import numpy
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpipe.errors import warn
-from fpipe.stages.pytree import describe
+from fpipe.stages.pytree import describe, flatten
 
 LOCK = threading.RLock()
 """The patch is process-wide: one call at a time."""
 
 REGISTERED = ("_parameters", "_buffers", "_modules")
 MISSING = object()
+
+
+class Dependents(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the tensors that are computed from the values of some others."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors = WeakTensorKeyDictionary(dict.fromkeys(tensors))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if not FACTORY.search(getattr(func, "__name__", "")) and any(map(self.has, pytree.tree_leaves((args, kwargs)))):
+            for x in pytree.tree_leaves(results):
+                if isinstance(x, Tensor):
+                    self.tensors[x] = None
+        return results
+
+    def has(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x in self.tensors
+
+
+FACTORY = re.compile(r"_like\b|^new_")
+"""Operators that take the shape of a tensor alone."""
 
 
 def attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
@@ -35,21 +64,35 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
 
 
 @contextmanager
-def warning_of_changes(module: nn.Module) -> Iterator[None]:
+def warning_of_changes(module: nn.Module, inputs: Any = None) -> Iterator[None]:
     """Warn of attributes that forward reads first, and then changes.
 
     One that is missing or None before is most often a cache that forward fills, as a mask: it is filled anew instead.
+    Only if it is then computed from the inputs, forward passes something on.
+
+    Args:
+        inputs: of forward; None if torch warns of attributes that are computed from them, as `torch.export` does.
     """
     before = {(id(part), name): (value, _content(value)) for _, part, name, value in attributes(module)}
     reads = dict[tuple[int, str], Any]()
-    with LOCK, patch.object(nn.Module, "__getattribute__", _noting(reads)):
+    dependents = Dependents(x for x in flatten(inputs).leaves if isinstance(x, Tensor))
+    with LOCK, ExitStack() as stack:
+        stack.enter_context(patch.object(nn.Module, "__getattribute__", _noting(reads)))
+        if inputs is not None:
+            stack.enter_context(dependents)
         yield
     for prefix, part, name, value in attributes(module):
         key = id(part), name
-        was, content = before.get(key, (None, None))
-        is_read_first = key in reads and reads[key] is was and was is not None
         is_torchs = type(part).__module__.startswith("torch.")  # such as the list of an LSTM's weights
-        if is_read_first and not is_torchs and not (_same(was, value) and _same_all(content, _content(value))):
+        if is_torchs or key not in reads:
+            continue
+        was, content = before.get(key, (reads[key], None))  # of the class, or missing
+        if was is None or was is MISSING:
+            is_changed = any(map(dependents.has, [value, *_content(value)]))
+        else:
+            is_same = _same(was, value) and (content is None or _same_all(content, _content(value)))
+            is_changed = reads[key] is was and not is_same
+        if is_changed:
             change = "what is in it" if was is value else f"it from {_text(was)} to {_text(value)}"
             place = f"{prefix}.{name}" if prefix else name
             warn(
@@ -95,9 +138,11 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | complex | str | tuple) and bool(a == b))
 
 
-def _same_all(a: list[Any] | None, b: list[Any]) -> bool:
-    return a is not None and len(a) == len(b) and all(map(_same, a, b))
+def _same_all(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(_same, a, b))
 
 
 def _text(value: Any) -> str:
+    if value is MISSING:
+        return "nothing"
     return "None" if value is None else describe(value)

@@ -235,7 +235,7 @@ def call(
         "from where it is registered"
     )
     try:
-        with warning_of_changes(module) if watched else nullcontext():
+        with warning_of_changes(module, inputs) if watched else nullcontext():
             outputs = module(*inputs)
     except RuntimeError as error:
         if re.search(r"\bmeta\b", str(error)) and not _on_meta((tensors, inputs)):

@@ -372,6 +372,8 @@ def test_what_a_stage_was_not_given_is_said_when_it_runs(kind, autodiff):
 class Passing(nn.Module):
     """Its forward passes something on to the next by an attribute, or only leaves something."""
 
+    level = 1
+
     def __init__(self, kind):
         super().__init__()
         self.kind, self.calls, self.before, self.seen = kind, 0, None, []
@@ -388,6 +390,12 @@ class Passing(nn.Module):
             case "list":
                 self.seen.append(1)
                 return x * len(self.seen)
+            case "level":
+                self.level += 1
+                return x * self.level
+            case "cache":
+                self.before = torch.ones_like(x) if self.before is None else self.before
+                return x * self.before
             case "generator":
                 return x * float(self.generator.random())
             case "new":
@@ -403,11 +411,13 @@ class Passing(nn.Module):
     ("kind", "message"),
     [
         ("counter", r"attribute 1\.calls of a Passing, and then changes it from 0 to 1.*make it a buffer"),
-        ("tensor", None),  # from None, or from nothing: as a lazy cache, which each call may fill anew, and rightly
+        ("tensor", r"attribute 1\.before of a Passing, and then changes it from None to float32\[4, 4\]"),
+        ("level", r"attribute 1\.level of a Passing, and then changes it from 1 to 2"),
         ("list", r"attribute 1\.seen of a Passing, and then changes what is in it"),
         ("generator", r"attribute 1\.generator of a Passing, and then changes what is in it"),
-        ("new", None),
+        ("new", r"attribute 1\.new of a Passing, and then changes it from nothing to float32\[4, 4\]"),
         ("left", None),
+        ("cache", None),  # of the shape alone: each call may fill it anew, and rightly
     ],
 )
 def test_attributes_that_pass_something_on_are_named(kind, message, autodiff):
