@@ -165,12 +165,12 @@ def _fold(error: Exception) -> None:
         return
     folded = 0
     for one in chain:
-        kept = [frame for frame in frames[id(one)] if _is_users(frame)]
-        if frames[id(one)] and (kept or one is not error) and not _is_users(frames[id(one)][-1]):
-            kept.append(frames[id(one)][-1])
-        folded += len(frames[id(one)]) - len(kept)
+        shown = [frame for frame in frames[id(one)] if _is_users(frame)]
+        if frames[id(one)] and (shown or one is not error) and not _is_users(frames[id(one)][-1]):
+            shown.append(frames[id(one)][-1])
+        folded += len(frames[id(one)]) - len(shown)
         one.__traceback__ = None
-        for frame in reversed(kept):
+        for frame in reversed(shown):
             one.__traceback__ = TracebackType(one.__traceback__, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     notes = getattr(error, "__notes__", [])
     before = sum(int(note.split()[0]) for note in notes if note.endswith(FOLDED))  # of a call inside this one

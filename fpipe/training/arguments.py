@@ -65,6 +65,11 @@ class StepSpec:
             raise ValueError(f"reduction must be 'mean' or 'sum', not {self.reduction!r}")
         if self.buffers not in ("own", None):
             raise ValueError(f"buffers must be 'own' or None, not {self.buffers!r}")
+        if not isinstance(self.precision, Precision):
+            raise TypeError(
+                "precision must be a fpipe.Precision, such as Precision(compute=torch.bfloat16), not "
+                f"{self.precision!r}"
+            )
         if self.weight is not None and self.reduction != "mean":
             raise ValueError("weight needs reduction='mean': with 'sum', losses have no weights")
         of_pipeline = self.pipeline.plan(self.plan.placement, self.plan.microbatches)
@@ -193,9 +198,9 @@ class StepSpec:
         """
         if transform := enclosing_transform():
             raise StageError(
-                f"the step is called within {transform}, which can't see into it: fpipe.transforms.jvp, hvp, vmap and "
-                "per_sample make of a pipeline one whose step computes it, and torch.func takes the pipeline itself, "
-                "pipeline(params, batch, target), in one process"
+                f"the step is called within {transform}, which can't see into it: transform the pipeline instead, by "
+                "fpipe.transforms.jvp, hvp, vmap or per_sample, and make a step of the result. In one process "
+                "torch.func takes the pipeline itself, pipeline(params, batch, target)"
             )
         if self.differentiated and torch.is_inference_mode_enabled():
             raise StageError(

@@ -56,10 +56,10 @@ def hvp(pipeline: Pipeline, *, has_aux: bool = False) -> Pipeline:
     {0: Dual(primal=tensor(12.), tangent=tensor(12.))}
     """
     check(pipeline)
-    plain = _own_loss(pipeline, has_aux)
+    pushed = _own_loss(pipeline, has_aux, needs_tangent=True)
 
     def slope(output: Any, target: Any) -> Any:
-        loss, more = plain(output, target)
+        loss, more = pushed(output, target)
         tangent, aux = more if has_aux else (more, None)
         loss = (tangent - tangent.detach()) + loss.detach()  # the loss in value, its tangent in the gradient
         return (loss, aux) if has_aux else loss
@@ -69,7 +69,9 @@ def hvp(pipeline: Pipeline, *, has_aux: bool = False) -> Pipeline:
     return twin
 
 
-def _own_loss(pipeline: Pipeline, has_aux: bool) -> Callable[[Any, Any], tuple[Tensor, Any]]:
+def _own_loss(
+    pipeline: Pipeline, has_aux: bool, needs_tangent: bool = False
+) -> Callable[[Any, Any], tuple[Tensor, Any]]:
     """Return a function that returns the loss of outputs with tangents, and its tangent; beside it aux, if any."""
     function = pushforward(pipeline.loss or _output)
 
@@ -81,7 +83,9 @@ def _own_loss(pipeline: Pipeline, has_aux: bool) -> Callable[[Any, Any], tuple[T
                 raise TypeError(
                     f"the loss must be a tensor, not {type(value).__name__}; has_aux=True takes (loss, aux)"
                 )
-            value = Dual(value, torch.zeros_like(value))  # no tangent leads to it
+            if needs_tangent:
+                raise ValueError("no tangent reaches the loss: pass the params as transforms.dual(params, vector)")
+            value = Dual(value, torch.zeros_like(value))
         return value.primal, (value.tangent, primals(aux)) if has_aux else value.tangent
 
     return loss

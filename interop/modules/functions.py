@@ -210,12 +210,18 @@ def buffers(modules: Sequence[nn.Module] | Pipeline, module: nn.Module | None = 
     Args:
         modules: the modules of `from_modules`; or a pipeline, as of `split`.
         module: the whole module, if `modules` is a pipeline.
+
+    Raises:
+        TypeError: `modules` is a pipeline, and `module` is no module.
     """
     if not isinstance(modules, Pipeline):
         trees = {i: {n: b.detach().clone() for n, b in uncompiled(m).named_buffers()} for i, m in enumerate(modules)}
         return {index: tree for index, tree in trees.items() if tree}
-    if module is None:
-        raise TypeError("buffers(pipeline, module): a pipeline holds no values")
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"a pipeline holds no values, and module is a {type(module).__name__}: call buffers(pipeline, module) with "
+            "the module that was split, or buffers(modules) with those of from_modules"
+        )
     values = dict(uncompiled(module).named_buffers(remove_duplicate=False))
     names = {i: spec_of(modules, i).state for i, stage in enumerate(modules.stages) if stage.stateful}
     return {i: {name: values[name].detach().clone() for name in tree} for i, tree in names.items()}

@@ -214,7 +214,7 @@ class Recorder:
 
 
 def _applied(function: Any, forward: Callable[..., Any], has_context: bool) -> Callable[..., Any]:
-    """Return what a call of a function runs: its forward alone on fakes, where its gradient does not count."""
+    """Return the function that a call runs: on fakes its forward alone, since its gradient does not count there."""
 
     def call(*args: Any) -> Any:
         if not getattr(THREAD, "is_running", False):

@@ -106,6 +106,12 @@ def test_what_a_step_can_not_be_made_of_is_refused(arguments, handler, message):
         (lambda: Pipeline([Stage(lambda p, x: x, reads=0)] * 2), TypeError, r"give a list of its inputs, reads=\[0\]"),
         (lambda: PIPELINE.params_on(PARAMS, PLAN, -1), ScheduleError, "there is no rank -1: the plan has ranks 0 to 1"),
         (lambda: PIPELINE.state_on({}, PLAN, 2), ScheduleError, "there is no rank 2"),
+        (lambda: interop.buffers(PIPELINE, []), TypeError, "module is a list: call buffers"),
+        (
+            lambda: fpipe.evaluate(PIPELINE, PLAN, handler=handlers.Local(), precision=torch.bfloat16),
+            TypeError,
+            "precision must be a fpipe.Precision, such as",
+        ),
         (lambda: fpipe.profile(PIPELINE, PARAMS, X, X, microbatches=0), ValueError, "microbatches must be .* not 0"),
         (lambda: fpipe.profile(PIPELINE, PARAMS, X, X, rng=5), ValueError, r"rng must be \(seed, step\).* not 5"),
         (

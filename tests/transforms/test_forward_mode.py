@@ -145,6 +145,9 @@ def test_stages_without_tangents_run_as_they_are():
 def test_a_loss_that_no_tangent_leads_to():
     pipeline = transforms.jvp(Pipeline([lambda p, x: x * p], loss=lambda y, t: t.sum()))
     assert pipeline({0: torch.ones(2)}, Dual(torch.ones(2), torch.ones(2)), torch.ones(2)) == (2.0, 0.0)
+    product = transforms.hvp(Pipeline([lambda p, x: x * p], loss=cases.mse))
+    with pytest.raises(ValueError, match=r"no tangent reaches the loss: pass the params as transforms\.dual"):
+        product({0: torch.ones(2)}, torch.ones(2), torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +184,7 @@ def test_a_step_within_a_transform_of_torch_func_names_the_way(capture):
         "jvp": lambda: jvp(lambda x: run(params, x), (x,), (x,)),
     }
     for name, call in calls.items():
-        with pytest.raises(StageError, match=rf"within torch\.func\.{name}, .*fpipe\.transforms\.jvp, hvp, vmap and"):
+        with pytest.raises(StageError, match=rf"within torch\.func\.{name}, .*fpipe\.transforms\.jvp, hvp, vmap or"):
             call()
     with torch.autograd.forward_ad.dual_level(), pytest.raises(StageError, match=r"within torch\.autograd\.forward_ad"):
         run(params, x)
