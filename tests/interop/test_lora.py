@@ -9,7 +9,9 @@ import fpipe
 from fpipe import Pipeline, Placement, handlers, interop
 from fpipe.interop.adapters.adapted import Adapted
 from fpipe.profiling.live_bytes import peak_bytes
-from tests.support import cases, jobs
+from tests.support import cases, jobs, replica_jobs
+from tests.support.replica_jobs import Grid
+from tests.support.shards import whole
 from tests.support.trees import Pair
 
 
@@ -122,6 +124,33 @@ def test_a_step_of_an_optimizer_changes_the_adapters_alone():
 
 
 @pytest.mark.parametrize("fan_in_fan_out", [False, True])
+def in_processes(rank, grid):
+    """Where two steps of a grid of processes, with params in shards if it has replicas, differ from those of one."""
+    torch.manual_seed(0)
+    pipeline, params, *_ = chain()
+    batch, target = torch.randn(2, 8, 4)
+    pipeline, params = interop.lora(pipeline, params, rank=2, at=lambda path, x: path[0] and x.ndim == 2)
+    plan = pipeline.plan(Placement.loop(grid.ranks, chunks=4 // grid.ranks), 2, replicas=grid.replicas)
+    adamw, own, sharded = interop.optimizer(torch.optim.AdamW, lr=0.1), replica_jobs.handler(grid), grid.replicas > 1
+    rows = slice(rank * 4, rank * 4 + 4) if sharded else slice(None)
+    options = {"resident": 1} if sharded else {}
+    step = fpipe.train_step(pipeline, "looped-bfs", plan, adamw, handler=own, **options)
+    alone = fpipe.train_step(pipeline, "looped-bfs", plan, adamw, handler=handlers.Local())
+    placed = interop.fsdp(params, grid.over) if sharded else pipeline.params_on(params, plan, own)
+    ours, theirs = (placed, adamw.init(placed)), (params, adamw.init(params))
+    for _ in range(2):
+        *ours, loss = step(*ours, batch[rows], target[rows])
+        *theirs, expected = alone(*theirs, batch, target)
+    assert not torch.equal(theirs[0][3]["w.lora_A"], params[3]["w.lora_A"])
+    expected = [{stage: tree for stage, tree in trees.items() if stage in placed} for trees in theirs], expected
+    return jobs.differences((whole(ours), loss), expected)
+
+
+@pytest.mark.parametrize("text", ["dp1 pp2", "dp2 pp1"])
+def test_processes_have_the_bits_of_one(text, pools):
+    assert pools(2).run(in_processes, Grid(text)) == [[], []]
+
+
 def test_no_gradient_of_the_size_of_a_matrix_is_computed(fan_in_fan_out):
     width, rows = 256, 8
 
