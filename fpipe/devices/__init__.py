@@ -17,3 +17,4 @@ from fpipe.devices.interface import Stream as Stream
 from fpipe.devices.tape import aside as aside
 from fpipe.devices.tape import is_capturing as is_capturing
 from fpipe.devices.tape import launch as launch
+from fpipe.devices.tape import try_again as try_again

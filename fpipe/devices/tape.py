@@ -47,6 +47,7 @@ class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         generators: those that it draws from.
         saved: number of a tensor that was written to -> its value before, on the host, which has room for it.
         drawn: the keys of the scopes in which something was drawn, in order.
+        again: the next call with such arguments is a trial too, by `try_again`.
 
     Raises:
         CaptureError: the function reads a tensor on the host or waits for CUDA, has a result whose shape depends on
@@ -64,6 +65,7 @@ class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.numbers.setdefault(storage(x), []).append(i)
         self.saved: dict[int, Tensor] = {}
         self.drawn: dict[Any, None] = {}
+        self.again = False
         self.fresh: set[int] = set()
         self.key: Hashable = None
         self.states: list[Tensor] = []
@@ -262,6 +264,13 @@ def is_capturing() -> bool:
     """Return whether this thread captures a graph, so that nothing can be read on the host."""
     on_cuda = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
     return on_cuda or any(isinstance(mode, _Recorder) for mode in _get_current_dispatch_mode_stack())
+
+
+def try_again() -> None:
+    """Let the next call of a function that is on trial be a trial too: no graph is to have these arguments."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Trial):
+            mode.again = True
 
 
 @contextmanager

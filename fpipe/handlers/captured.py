@@ -2,7 +2,8 @@
 
 Invariants:
 - The first call with a signature runs the function as it is, and finds out what the graph needs: which arguments the
-  function writes to, and under which keys it draws. The second captures it, later ones replay it.
+  function writes to, and under which keys it draws. The second captures it, later ones replay it. A function may say
+  on trial that no graph can have these arguments (`try_again`): then the second runs as the first did.
 - All ranks of a handler run, capture or replay the same step: they agree on its name before each call.
 - An argument that the function writes to is donated: its own memory is the graph's, and results in that memory are
   returned as they are. Another place in memory is another graph.
@@ -132,7 +133,9 @@ class Captured:
         with trial.running():
             results = self.function(arguments, None if rng is None else seeder)
             needs = Needs(frozenset(numbers[i] for i in trial.saved), tuple(trial.drawn))
-            name = self.replays.agree(_place(signature, leaves, needs))
+            name = self.replays.agree(None if trial.again else _place(signature, leaves, needs))
+        if name is None:
+            return results
         _keep(self.needs, signature, needs, self.limit)
         if len(self.graphs) == self.limit and name not in self.graphs and not self.warned:
             self.warned = True

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.devices import CaptureError, aside, is_capturing
+from fpipe.devices import CaptureError, aside, is_capturing, try_again
 from fpipe.devices.tape import storage
 from fpipe.stages.pytree import flatten
 
@@ -51,6 +51,7 @@ def _read(finite: Tensor) -> bool:
             "the optimizer's state has another structure after the update, and a graph can't skip that: pass the state "
             "that an update has returned"
         )
+    try_again()  # where it is skipped, the next step has the same arguments, and a graph can't hold both structures
     with aside():
         return bool(finite.item())
 

@@ -256,3 +256,20 @@ def test_a_step_that_is_skipped_leaves_the_state_of_stages_too(capture):
     assert means == [0.75, 0.938, 0.984, 0.984, 0.996]
     assert opt_state[0]["step"] == 4
     assert torch.equal(params[0], opt_state[0]["master"].bfloat16())
+
+
+def test_a_captured_step_may_be_skipped_before_the_first_update():
+    """The state of an optimizer that donates nothing has entries only after its first update."""
+    pipeline = Pipeline([lambda p, x: x * p] * 2, lambda y, t: y.square().mean())
+    plan, own = pipeline.plan(Placement.loop(2), 2), handlers.Local()
+    adam = interop.optimizer(torch.optim.Adam, lr=0.1, fused=True)
+    steps = [fpipe.train_step(pipeline, schedules.gpipe, plan, adam, handler=own, capture=c) for c in (True, False)]
+    params, good = {0: torch.ones(2), 1: torch.ones(2)}, torch.ones(4, 2)
+    ours, theirs = [(params, adam.init(params), LossScale(2.0**8))] * 2
+    for batch in (good * torch.inf, good * torch.inf, good, good, good, good * torch.inf, good):
+        results = [f(*s[:2], batch, loss_scale=s[2]) for f, s in zip(steps, (ours, theirs), strict=True)]
+        assert differences(*results) == []
+        ours, theirs = ((*new, scale) for *new, _, scale in results)
+    assert ours[2].value == 2.0**5
+    assert ours[1][0]["step"] == 4
+    assert steps[0].captured.graphs == 1
