@@ -148,9 +148,8 @@ def _mapped(x: Any, axis: int | None, what: str, keep: bool) -> Any:
     if axis is None or not isinstance(x, Tensor):
         return x
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(
-            f"a tensor of shape {list(x.shape)} in the {what} has no axis {axis}: give its axis in in_dims"
-        )
+        way_out = "stack the members' states on it" if what == "state" else "give its axis in in_dims"
+        raise ValueError(f"a tensor of shape {list(x.shape)} in the {what} has no axis {axis}: {way_out}")
     axis %= x.ndim
     first = x.movedim(axis, 0)
     return Mapped(first.unsqueeze(axis + 1) if keep else first)

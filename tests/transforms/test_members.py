@@ -176,3 +176,12 @@ def test_an_optimizer_updates_every_member():
     second = optree.tree_map(lambda x: x[1], params)
     alone, *_ = step_of(pipeline)(second, adam.init(second), x, y)
     torch.testing.assert_close(optree.tree_map(lambda x: x[1], new), alone, **TOLERANCE)
+
+
+def test_a_state_without_the_members_is_refused():
+    pipeline = transforms.vmap(Pipeline([Stage(lambda p, s, x: (x * p, s + 1), stateful=True)], lambda y, t: y.sum()))
+    step = fpipe.value_and_grad(
+        pipeline, "gpipe", pipeline.plan(Placement.loop(1), 1), handler=handlers.Local(), has_aux=True
+    )
+    with pytest.raises(StageError, match=r"shape \[\] in the state has no axis 0: stack the members' states"):
+        step({0: torch.ones(3)}, torch.ones(4), state={0: torch.tensor(0)})
