@@ -123,7 +123,6 @@ def test_a_step_of_an_optimizer_changes_the_adapters_alone():
     assert all(new[s][name] is params[s][name] for s in params for name in ("w", "b"))
 
 
-@pytest.mark.parametrize("fan_in_fan_out", [False, True])
 def in_processes(rank, grid):
     """Where two steps of a grid of processes, with params in shards if it has replicas, differ from those of one."""
     torch.manual_seed(0)
@@ -151,6 +150,7 @@ def test_processes_have_the_bits_of_one(text, pools):
     assert pools(2).run(in_processes, Grid(text)) == [[], []]
 
 
+@pytest.mark.parametrize("fan_in_fan_out", [False, True])
 def test_no_gradient_of_the_size_of_a_matrix_is_computed(fan_in_fan_out):
     width, rows = 256, 8
 
