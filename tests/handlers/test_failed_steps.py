@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import recovery_jobs
-from tests.support.combinations import ALL, sample
+from tests.support.combinations import ALL
 
 KINDS = ("argument", "first", "middle", "last", "interrupt", "two", "again")
 
@@ -76,7 +76,8 @@ def test_a_step_whose_results_one_rank_has_ends_the_handler(pools):
         assert "rank 1 failed in a step that rank 0 had ended" in error
 
 
-@pytest.mark.parametrize("ranks", sample([2, 4], []))
+@pytest.mark.skipif(not ALL, reason="takes minutes: FPIPE_TESTS=all")
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("seed", range(2))
 def test_many_faults_in_a_row(pools, ranks, seed):
     """On a handler that six functions share: no hang, no wrong bits, nothing that stays."""
@@ -87,7 +88,8 @@ def test_many_faults_in_a_row(pools, ranks, seed):
         assert after[1] <= before[1]
 
 
-@pytest.mark.parametrize("seed", sample(range(2), []))
+@pytest.mark.skipif(not ALL, reason="takes minutes: FPIPE_TESTS=all")
+@pytest.mark.parametrize("seed", range(2))
 def test_many_faults_of_replicas_in_a_row(pools, seed):
     for found, before, after in pools(4).run(recovery_jobs.attack, 2, ("replicas", "shards"), seed, 200, limit=300):
         assert found == []
