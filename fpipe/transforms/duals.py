@@ -94,7 +94,7 @@ def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def pushforward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with tangents: `torch.func.jvp` over the `Dual`s in its arguments.
+    """Return the function with tangents: `torch.func.jvp` over each `Dual` among its arguments.
 
     Every floating-point or complex tensor that it returns is then a `Dual`, with a tangent of zeros where it depends on
     none. Without a `Dual` among its arguments it runs as it is. Attention takes its math kernel, the only one with a
