@@ -15,7 +15,7 @@ from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
 
 Cotangents = Literal["by_consumer", "by_rank"]
-"""How the gradients of an output are added that several stages read: each by itself, or those of a rank first."""
+"""The order of adding the gradients of an output that several stages read: each by itself, or first those of a rank."""
 _LISTED = 16  # stages of a placement whose ranks its repr lists
 
 

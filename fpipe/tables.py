@@ -467,7 +467,7 @@ def _gradient_bytes(v: Gradient, costs: Prices, plan: Topology | None, rank: int
 
 
 def _is_sent(v: Gradient, plan: Topology) -> bool:
-    """Whether a gradient goes to the rank of its stage. With cotangents by rank, that of a rank's lowest stage does."""
+    """Return whether a gradient is sent to its stage's rank. With cotangents by rank, a rank's lowest stage sends."""
     return v.consumer in plan.terms(v.stage, v.microbatch)
 
 

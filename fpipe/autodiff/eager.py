@@ -81,12 +81,12 @@ class Eager:
     ) -> tuple[Flat, SavedTape | None, Any]:
         inputs = {source: [detached(x, keep) for x in value.leaves] for source, value in sources.items()}
         outputs = {source: sources[source].spec.unflatten(leaves) for source, leaves in inputs.items()}
-        given = self.stage.given(data)
+        parts = self.stage.given(data)
         if keep and self.differentiates_data:
-            given = differentiated(self.stage, data, self.argnums)
-            inputs[DATA] = flatten(given).leaves
+            parts = differentiated(self.stage, data, self.argnums)
+            inputs[DATA] = flatten(parts).leaves
         with torch.set_grad_enabled(keep):
-            arguments = self.stage.arguments(outputs, given)
+            arguments = self.stage.arguments(outputs, parts)
             with refusing_writes(arguments), refusing_writes(prepared.own, PARAMETER_WRITTEN):
                 tree, new = self.stage(prepared.tree, state, arguments)
             leaves, spec = flatten(alias_leaves(tree))

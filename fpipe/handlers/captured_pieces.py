@@ -274,7 +274,7 @@ class _Copy:
 
     @property
     def is_full(self) -> bool:
-        """Whether values have been computed of the params for so many signatures that most are of dropped graphs."""
+        """Return whether so many values of the params are kept that most of them belong to dropped graphs."""
         return len(self.prepared.computed) > COMPUTED
 
     def begin(self, leaves: Leaves) -> None:

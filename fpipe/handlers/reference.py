@@ -154,9 +154,9 @@ class _Step:
         stage, argnums = self.pipeline.stages[s], self.pieces.argnums
         if not self.train or not differentiates_data(stage, argnums):
             return stage.given(data)
-        given = differentiated(stage, data, argnums)
-        self.read[s] = flatten(given).leaves
-        return given
+        parts = differentiated(stage, data, argnums)
+        self.read[s] = flatten(parts).leaves
+        return parts
 
     def _grads(self, m: int, loss: Tensor, last_inputs: Any) -> dict[tuple[int, Path], Tensor | None]:
         """Return the gradient of every trained parameter by (stage, path). Record the loss, and gradients of data.

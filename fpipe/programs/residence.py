@@ -24,7 +24,7 @@ from fpipe.programs.program import Program, Programs, plan_of
 
 @dataclass(frozen=True)
 class Residence:
-    """How many sharded stages of a rank are whole at a time, and when they are gathered.
+    """The room of a rank for sharded stages that are whole, and the time of their gathers.
 
     Args:
         limit: how many stages, or with `sizes` how many bytes, may be whole at a time; None for all.

@@ -73,7 +73,7 @@ class Pipeline:
 
     @property
     def by_row(self) -> bool:
-        """Whether params get a gradient for each row of the batch, which are not added."""
+        """Return whether params get a gradient for each row of the batch, which are not added."""
         return any(stage.rows is not None for stage in self.stages)
 
     def plan(

@@ -59,7 +59,7 @@ class Precision:
         return gradient.to(self.sum_dtype(gradient.dtype)) if isinstance(gradient, Tensor) else gradient
 
     def adds_in_place(self, total: torch.dtype, gradient: torch.dtype) -> bool:
-        """Whether a gradient can be added to a total in place, with the bits of the sum with its `term`."""
+        """Return whether a gradient can be added to a total in place, with the bits of the sum with its `term`."""
         if total is not self.sum_dtype(gradient):
             return False
         return gradient is total or (total is torch.float32 and gradient in HALVES)

@@ -159,9 +159,9 @@ class TrainStep:
             choose = skipping.on_host if self.skips or loss_scale is not None else None
             arguments = Arguments(params, batch, target, state, None, (), loss_scale, more)
             updated = self._updated(arguments, computed, sums, choose)
-        asked = {"norm": self.max_norm is not None, "finite": self.skips}
-        asked |= {"loss_scale": loss_scale is not None, "state": self.stateful}
-        more_results = [getattr(updated, name) for name, is_asked in asked.items() if is_asked]
+        is_returned = {"norm": self.max_norm is not None, "finite": self.skips}
+        is_returned |= {"loss_scale": loss_scale is not None, "state": self.stateful}
+        more_results = [getattr(updated, name) for name, returned in is_returned.items() if returned]
         return updated.params, updated.opt_state, updated.loss, *more_results
 
     def _is_guarded(self, scale: LossScale | None) -> bool:

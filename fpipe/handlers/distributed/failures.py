@@ -1,4 +1,4 @@
-"""What has failed, as the ranks of a handler write it into the job's store, where all of them read it."""
+"""The failures of a handler: its ranks write them into the job's store, and read those of the others there."""
 
 from __future__ import annotations
 

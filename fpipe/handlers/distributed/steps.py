@@ -78,7 +78,7 @@ class Steps:
 
     @property
     def is_over(self) -> bool:
-        """Whether the running step was refused or has failed on this rank."""
+        """Return whether the running step was refused or has failed on this rank."""
         return self._refused is not None or self.failure is not None
 
     @contextmanager
