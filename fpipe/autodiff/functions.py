@@ -52,8 +52,12 @@ class TraceConfig:
         self, signature: Signature, cotangents: Cotangents | None, kept: Sequence[int] | None = None
     ) -> tuple[Joint, Blocks]:
         """Trace and partition the stage for a signature."""
-        joint = without_duplicates(functionalize(trace(self.stage, signature, cotangents, self.loss, self.dynamic)))
+        joint = self.joint(signature, cotangents)
         return joint, partition(joint, self.policy, kept)
+
+    def joint(self, signature: Signature, cotangents: Cotangents | None) -> Joint:
+        """Trace the stage for a signature, without writes in place and duplicates."""
+        return without_duplicates(functionalize(trace(self.stage, signature, cotangents, self.loss, self.dynamic)))
 
     def function(self, block: Block, joint: Joint) -> Callable[..., Any]:
         if not self.compile:
