@@ -6,8 +6,9 @@ READY := $(VENV)/.ready
 
 # Processes that run tests, a file at a time: in the order of their names, since many short files stand at the end of it.
 # Each also starts pools of two to four ranks. What a busy machine may break runs alone afterwards.
-WORKERS ?= 2
-TESTS := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not timing"
+WORKERS ?= 3
+PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+TESTS := $(PYTEST) -m "not timing" --ignore tests/docs
 TIMING := $(BIN)/pytest -m timing `grep -rl --include='test_*.py' mark.timing tests`
 unexport PYTHONDONTWRITEBYTECODE  # else each of the processes compiles all that it imports
 
@@ -16,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE  # else each of the processes compiles all that
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
-# Every pair of case, schedule, handler, policy and number of microbatches.
+# The library: every pair of case, schedule, handler, policy and number of microbatches.
 test: $(READY)
 	$(TESTS)
 	$(TIMING)
@@ -31,10 +32,12 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Warnings are errors. The site, in build/docs, needs no network.
+# All that users read: the site, in build/docs, which needs no network and where a warning is an error; then every code
+# block of the pages, the examples and the benchmarks run.
 docs: $(READY)
 	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
 	@echo "build/docs/index.html"
+	$(PYTEST) -m "not timing" tests/docs
 
 bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
