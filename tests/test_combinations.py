@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from tests.support.combinations import combined, pairwise, product
+from tests.support.combinations import combined, each_value, pairwise, product
 
 AXES = ("case", range(12)), ("schedule", range(18)), ("handler", range(3)), ("policy", range(7)), ("count", range(5))
 
@@ -38,6 +38,23 @@ def test_pairs_of_random_axes(sizes, forbidden):
     allowed = [row for row in every if hash(row) % 31 > forbidden]
     assert pairs(rows) == pairs(allowed)
     assert set(rows) <= set(allowed)
+
+
+@hypothesis.settings(max_examples=50)
+@hypothesis.given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(0, 30))
+def test_single_values_of_random_axes(sizes, forbidden):
+    axes = [range(size) for size in sizes]
+    allowed = [row for row in itertools.product(*axes) if hash(row) % 31 > forbidden]
+    rows = each_value(*axes, allowed=lambda row: hash(row) % 31 > forbidden)
+    assert {each for row in rows for each in enumerate(row)} == {each for row in allowed for each in enumerate(row)}
+    assert set(rows) <= set(allowed)
+    assert len(rows) <= sum(sizes)
+
+
+def test_single_values_take_as_few_rows_as_the_longest_axis_has_values():
+    rows = each_value("abcdef", range(10), "xy", allowed=lambda row: row[:2] != ("a", 0))
+    assert len(rows) == 10
+    assert rows == each_value("abcdef", range(10), "xy", allowed=lambda row: row[:2] != ("a", 0))
 
 
 def test_the_same_axes_give_the_same_rows():

@@ -194,7 +194,8 @@ ONE_LAYOUT = dict(zip(stage_zoo.EXAMPLES, cycle([(transposed,), (expanded,)])))
     ("kind", "name"),
     sample(
         [*product(KINDS, stage_zoo.EXAMPLES)],
-        [("eager", name) for name in MANY_LAYOUTS] + [("graph", name) for name in stage_zoo.EXAMPLES],
+        [("eager", name) for name in MANY_LAYOUTS]
+        + [("graph", name) for name in {**dict.fromkeys(MANY_LAYOUTS), **dict.fromkeys([*stage_zoo.EXAMPLES][::2])}],
     ),
 )
 def test_cotangents_of_every_layout(kind, name):

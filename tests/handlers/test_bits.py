@@ -60,7 +60,7 @@ def test_training(pools, name, schedule, way, m, handler, ranks):
 def test_dynamic(name, schedule):
     """Microbatches of several sizes, and a second batch of others, by one graph."""
     case, generator, plan = cases.make(name, schedule, 2, 4 if schedule in cases.BOTH_WAYS else 3)
-    own = Sharing(handlers.Local(), {})
+    own = Sharing(handlers.Local(), graphs={})
     step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, autodiff="graph", dynamic=True)
     for rows in (16, 9):
         part = replace(case, batch=case.batch[:rows], target=case.target[:rows])

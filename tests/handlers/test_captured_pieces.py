@@ -41,7 +41,7 @@ def possible_over_gloo(name, schedule, way):
 
 def pair(case, schedule, plan, way="everything", handler=None, **options):
     """A step, and the same step with captured pieces."""
-    options = {"handler": handler or handlers.Local(), **jobs.WAYS[way], **case.options, **options}
+    options = {"handler": handler or sharing(handlers.Local(), "pair"), **jobs.WAYS[way], **case.options, **options}
     return [fpipe.value_and_grad(case.pipeline, schedule, plan, capture=c, **options) for c in (False, "pieces")]
 
 
@@ -51,10 +51,10 @@ def linear(rows=8, m=4, schedule=schedules.one_f_one_b, **options):
     return case, *pair(case, schedule, plan, **options)
 
 
-@combined(name=CASES, schedule=SCHEDULES, m=(2, 3), way=("everything", "eager", "nothing"), where=possible)
+@combined(name=CASES, schedule=SCHEDULES, m=(2, 3), way=("everything", "eager", "nothing"), where=possible, singly=True)
 def test_bits(name, schedule, m, way):
     case, order, plan = cases.make(name, schedule, 2, m, cases.rows(m))
-    plain, captured = pair(case, order, plan, way, sharing(handlers.Local(), name, plan.stages, way, "pieces"))
+    plain, captured = pair(case, order, plan, way, sharing(handlers.Local(), name))
     check_steps(case, plain, captured)
     assert captured.pieces.graphs > 0
 

@@ -31,6 +31,7 @@ def mixed(name, schedule, ranks=2, microbatches=4, replicas=1):
     name=["linear", "tied", "skip"],
     schedule=["gpipe", "zb_v", "interleaved_1f1b", "dualpipe"],
     replicas=[1, 3],
+    singly=True,
 )
 def test_every_schedule_has_the_references_bits(name, schedule, replicas):
     case, generator, plan = mixed(name, schedule, replicas=replicas)

@@ -37,6 +37,7 @@ SCHEDULES = ["interleaved_1f1b", "interleaved_zb", "looped_bfs", "zb_v", "v_half
     way=("everything", "nothing", "eager"),
     m=(2, 4),
     handler=("local", "gloo"),
+    singly=True,
 )
 def test_the_reference_has_the_same_bits(pools, name, schedule, way, m, handler):
     if handler == "local":

@@ -50,6 +50,7 @@ def possible(name, schedule, m, handler, **_):
     handler=("local", "gloo"),
     ranks=(2, 4) if ALL else (2,),
     where=possible,
+    singly=True,
 )
 def test_training(pools, name, schedule, way, m, handler, ranks):
     if handler == "gloo":
@@ -183,7 +184,7 @@ def test_equal_microbatches_are_a_batch_that_is_split():
 @pytest.mark.parametrize(("dynamic", "traces"), [(True, 1), (False, 3)])
 def test_traces_are_those_of_equal_shapes(dynamic, traces):
     schedule, plan, pipeline, params, batch, target = sequences("zb_h1", (3, 5, 3, 4))
-    own = Sharing(handlers.Local(), {})
+    own = Sharing(handlers.Local(), graphs={})
     options = {"autodiff": "graph", "dynamic": dynamic}
     step = fpipe.value_and_grad(pipeline, schedule, plan, handler=own, **options)
     reference = fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Reference())
@@ -191,7 +192,7 @@ def test_traces_are_those_of_equal_shapes(dynamic, traces):
         data = [Microbatches(each[m] for m in order) for each in (batch, target)]
         assert jobs.differences(step(params, *data), reference(params, *data)) == []
     assert {len(graphs.traced) for graphs in own.graphs.values()} == {traces}
-    forward = Sharing(handlers.Local(), {})
+    forward = Sharing(handlers.Local(), graphs={})
     outputs = fpipe.evaluate(Pipeline(pipeline.stages), plan, handler=forward, **options)(params, batch)
     assert [each.shape for each in outputs] == [each.shape for each in batch]
     assert {len(graphs.traced) for graphs in forward.graphs.values()} == {traces}
@@ -202,7 +203,7 @@ def lengths_in_turn(monkeypatch, kept, **options):
     monkeypatch.setattr("fpipe.autodiff.traced.GRAPHS_KEPT", kept)
     monkeypatch.setattr("fpipe.autodiff.traced.GRAPHS_BEFORE_WARNING", 2 * kept)
     schedule, plan, pipeline, params, *data = sequences("zb_h1", (3, 5, 7, 4, 6, 8, 9, 2, 10, 11, 12, 13))
-    plan, own = pipeline.plan(plan.placement, 4), Sharing(handlers.Local(), {})
+    plan, own = pipeline.plan(plan.placement, 4), Sharing(handlers.Local(), graphs={})
     step = fpipe.value_and_grad(pipeline, schedule, plan, handler=own, autodiff="graph", **options)
     reference = fpipe.value_and_grad(pipeline, schedule, plan, handler=handlers.Reference())
     parts = [[each[at : at + 4] for each in data] for at in (0, 4, 8, 0, 4, 8)]

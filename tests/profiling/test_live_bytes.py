@@ -134,6 +134,7 @@ def test_a_rank_that_is_not_played_here_holds_nothing():
     name=["gpipe_v", "interleaved_zb", "zb_v", "dualpipe_v"],
     policy=["everything", "cheap", "dots", "nothing"],
     kind=live_jobs.KINDS,
+    singly=True,
 )
 def test_one_process_that_hands_values_on_to_itself_holds_what_is_predicted(name, policy, kind):
     schedule, place = cases.SCHEDULES[name]
@@ -141,7 +142,11 @@ def test_one_process_that_hands_values_on_to_itself_holds_what_is_predicted(name
 
 
 @combined(
-    name=["gpipe", "interleaved_zb"], kind=live_jobs.KINDS, trained=[(3,), (0,), (1,), (0, 3)], autodiff=["graph"]
+    name=["gpipe", "interleaved_zb"],
+    kind=live_jobs.KINDS,
+    trained=[(3,), (0,), (1,), (0, 3)],
+    autodiff=["graph"],
+    singly=True,
 )
 def test_stages_that_are_not_trained_hold_what_is_predicted(name, kind, trained, autodiff):
     schedule, _ = cases.SCHEDULES[name]

@@ -118,7 +118,7 @@ def moved_on(order, at):
     return (*rest[: at + 3], order[at], *rest[at + 3 :])
 
 
-STEP = 1 if ALL else 16
+STEP = 1 if ALL else 32
 """Of so many effects of a rank one has a fault."""
 
 

@@ -1,4 +1,7 @@
-"""Parametrize a test over several axes: every pair of values by default, the full product under FPIPE_TESTS=all."""
+"""Parametrize a test over several axes: every pair of values by default, the full product under FPIPE_TESTS=all.
+
+A test of a feature whose parts meet every pair in another test has every single value by default.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,15 @@ ALL = os.environ.get("FPIPE_TESTS") == "all"
 
 
 def combined(
-    where: Callable[..., bool] = lambda **_: True, every: bool = ALL, **axes: Collection[Any]
+    where: Callable[..., bool] = lambda **_: True, every: bool = ALL, singly: bool = False, **axes: Collection[Any]
 ) -> pytest.MarkDecorator:
-    """Parametrize a test by rows of the axes' values; `where` is called with a row's values by name."""
-    choose = product if every else pairwise
+    """Parametrize a test by rows of the axes' values; `where` is called with a row's values by name.
+
+    Args:
+        every: the full product.
+        singly: by default, rows in which every value occurs, rather than every pair of values.
+    """
+    choose = product if every else each_value if singly else pairwise
     rows = choose(*axes.values(), allowed=lambda row: where(**dict(zip(axes, row, strict=True))))
     return pytest.mark.parametrize(list(axes), [row if len(axes) > 1 else row[0] for row in rows])
 
@@ -35,6 +43,36 @@ def examples(count: int) -> int:
 def product(*axes: Collection[Any], allowed: Callable[[tuple[Any, ...]], bool]) -> list[tuple[Any, ...]]:
     """Every row that is allowed."""
     return [row for row in itertools.product(*axes) if allowed(row)]
+
+
+def each_value(*axes: Collection[Any], allowed: Callable[[tuple[Any, ...]], bool]) -> list[tuple[Any, ...]]:
+    """Allowed rows in which every value occurs that occurs in any allowed row.
+
+    Greedy: each row takes the next value of the axis with the most values left, and of the others values that are left,
+    or else the next in turn. The same axes give the same rows.
+    """
+    values = [list(axis) for axis in axes]
+    left = [dict.fromkeys(range(len(axis))) for axis in values]
+    rows: list[tuple[Any, ...]] = []
+    while any(left):
+        orders = [sorted(range(len(x)), key=_turn(x, left[a], len(rows))) for a, x in enumerate(values)]
+        longest = max(range(len(values)), key=lambda axis: len(left[axis]))
+        del left[longest][orders[longest][0]]
+        orders[longest] = orders[longest][:1]
+        for places in sorted(itertools.product(*(range(len(order)) for order in orders)), key=sum):
+            chosen = [order[place] for order, place in zip(orders, places, strict=True)]
+            row = tuple(axis[i] for axis, i in zip(values, chosen, strict=True))
+            if allowed(row):
+                rows.append(row)
+                for axis, i in enumerate(chosen):
+                    left[axis].pop(i, None)
+                break
+    return rows
+
+
+def _turn(axis: Sequence[Any], left: Collection[int], row: int) -> Callable[[int], tuple[bool, int]]:
+    """A sort key: values that are left come first, then the others in turn from row to row."""
+    return lambda i: (i not in left, i if i in left else (i - row) % len(axis))
 
 
 def pairwise(

@@ -72,15 +72,14 @@ WAYS = {
     way=WAYS,
     handler=["local", "gloo"],
     where=fits,
+    singly=True,
 )
 def test_training(pools, name, schedule, trained, way, handler):
     if handler == "gloo":
         options = {} if way == "pieces" else WAYS[way]
         assert pools(2).run(over_gloo_with, options, name, schedule, trained) == [[], []]
     else:
-        local = (
-            handlers.Local() if way in ("captured", "pieces") else sharing(handlers.Local(), name, "frozen", trained)
-        )
+        local = handlers.Local() if way in ("captured", "pieces") else sharing(handlers.Local(), name, trained)
         assert differing(local, name, schedule, trained, **WAYS[way]) == []
 
 
@@ -93,7 +92,7 @@ def over_gloo_with(rank, options, *args):
 def test_the_gradients_are_those_of_the_plain_function(name, trained):
     """Within rounding; a param that is not trained gets None."""
     case, generator, plan = frozen(name, "zb_v", trained)
-    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local())
+    step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=sharing(handlers.Local(), name, trained))
     double = optree.tree_map(
         lambda x: x.double() if x.is_floating_point() else x, (case.params, case.batch, case.target)
     )

@@ -14,7 +14,7 @@ WAYS = {"graph": {}, "eager": {"autodiff": "eager"}, "captured": {"capture": Tru
 SCHEDULES = ["gpipe", "zb_v", "dualpipe", "interleaved_1f1b"]
 
 
-@combined(mode=jobs.MODES, schedule=SCHEDULES, way=WAYS)
+@combined(mode=jobs.MODES, schedule=SCHEDULES, way=WAYS, singly=True)
 def test_every_schedule_has_the_references_bits(mode, schedule, way):
     assert jobs.compare(handlers.Local(), mode, schedule, **WAYS[way]) == []
 

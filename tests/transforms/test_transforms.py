@@ -52,6 +52,7 @@ def runs(schedule, name, m, **rest):
     way=["graph", "eager", "gloo"],
     m=[2, 5],
     where=runs,
+    singly=True,
 )
 def test_bits(pools, transform, name, schedule, way, m):
     if way == "gloo":
