@@ -19,6 +19,18 @@ def number(value: float) -> str:
     return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """Format a count with its noun.
+
+    Args:
+        plural: its ending.
+
+    >>> counted(1, "row"), counted(0, "row"), counted(2, "row")
+    ('1 row', '0 rows', '2 rows')
+    """
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
 def format_bytes(count: float) -> str:
     """Format a byte count in the largest binary unit not above it, with four digits.
 
@@ -90,11 +102,12 @@ def extent(plan: Plan) -> str:
     >>> extent(Plan(Placement.v(4), 8)), extent(Plan(Placement((0,)), 1, replicas=2))
     ('4 ranks, 8 stages, 8 microbatches', '1 rank, 1 stage, 1 microbatch, 2 replicas')
     """
-    counts = {"rank": plan.ranks, "stage": plan.stages, "microbatch": plan.microbatches}
-    if plan.replicas > 1:
-        counts["replica"] = plan.replicas
-    ending = {"rank": "s", "stage": "s", "microbatch": "es", "replica": "s"}
-    return ", ".join(f"{count} {noun}{ending[noun] if count != 1 else ''}" for noun, count in counts.items())
+    counts = [
+        counted(plan.ranks, "rank"),
+        counted(plan.stages, "stage"),
+        counted(plan.microbatches, "microbatch", "es"),
+    ]
+    return ", ".join(counts + [counted(plan.replicas, "replica")] * (plan.replicas > 1))
 
 
 def sized(costs: Costs) -> bool:

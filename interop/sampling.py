@@ -53,14 +53,16 @@ def rows(
     if step < 0:
         raise ValueError(f"step must be at least 0, not {step}")
     if size < 1 or (drop_last and batch > size):
-        raise ValueError(f"{size} rows are no whole batch of {batch}: take a smaller one, or drop_last=False")
+        raise ValueError(
+            f"a dataset of size {size} is no whole batch of {batch}: take a smaller one, or drop_last=False"
+        )
     each = f"{microbatches} microbatches each" if microbatches > 1 else "a row each"
     if batch < replicas * microbatches:
-        raise ValueError(f"a batch of {batch} rows is too small for {replicas} replicas with {each}: make it larger")
+        raise ValueError(f"a batch of size {batch} is too small for {replicas} replicas with {each}: make it larger")
     last = size % batch or batch
     if not drop_last and last < replicas * microbatches:
         raise ValueError(
-            f"the last batch of an epoch has {last} rows, too few for {replicas} replicas with {each}: take "
+            f"the last batch of an epoch has size {last}, too small for {replicas} replicas with {each}: take "
             "drop_last=True, or a batch that leaves more rows, or none, over"
         )
     epoch, at = divmod(step, size // batch if drop_last else -(-size // batch))

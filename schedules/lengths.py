@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from math import isfinite
 
+from fpipe._format import counted
+
 
 def by_length(lengths: Iterable[float]) -> list[int]:
     """Return the numbers of microbatches in the order in which a pipeline waits least: shortest at both ends.
@@ -46,7 +48,10 @@ def pack(lengths: Iterable[float], microbatches: int) -> list[list[int]]:
     """
     each = _checked(lengths)
     if not 1 <= microbatches <= len(each):
-        raise ValueError(f"{len(each)} sequences can't fill {microbatches} microbatches: each has at least one")
+        raise ValueError(
+            f"{counted(len(each), 'sequence')} can't fill {counted(microbatches, 'microbatch', 'es')}: each has at "
+            "least one"
+        )
     packs: list[list[int]] = [[] for _ in range(microbatches)]
     emptiest = [(0.0, 0, m) for m in range(microbatches)]
     for i in sorted(range(len(each)), key=lambda i: -each[i]):

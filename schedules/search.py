@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, floor, inf
 
-from fpipe._format import extent, format_bytes, number, sized
+from fpipe._format import counted, extent, format_bytes, number, sized
 from fpipe.costs import Costs
 from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, Forward, Gradient, Name, Overlap
 from fpipe.errors import ScheduleError
@@ -145,7 +145,7 @@ def _too_small(
 def describe_chunks(result: Found) -> str:
     """Return the number of stages on a rank, and how many of them are whole."""
     count = max(len(result.plan.stages_on(rank)) for rank in range(result.plan.ranks))
-    stages = f"{count} stage{'s' if count > 1 else ''} on a rank"
+    stages = f"{counted(count, 'stage')} on a rank"
     return stages if result.resident is None else f"{stages}, {result.resident} of them whole at a time"
 
 

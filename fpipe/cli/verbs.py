@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fpipe._format import extent, number, percent, scale_of, sized
+from fpipe._format import counted, extent, number, percent, scale_of, sized
 from fpipe.cli.app import verb
 from fpipe.cli.options import (
     SCHEDULE_HELP,
@@ -276,7 +276,7 @@ def compare(
                 enforce_limit(peaks, limit)
                 entrants.append((job.name, simulated, max(peaks)))
             except ScheduleError as error:
-                refused[name if chunks is None else f"{name} ({chunks} chunk{'s' if chunks > 1 else ''})"] = str(error)
+                refused[name if chunks is None else f"{name} ({counted(chunks, 'chunk')})"] = str(error)
     entrants.sort(key=lambda entrant: (entrant[1].timeline.cost, entrant[1].timeline.makespan))
     if as_json:
         rows = [

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import effects as fx
+from fpipe._format import counted
 from fpipe.autodiff.functions import SavedGraph
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
@@ -151,9 +152,8 @@ def _check_place(handler: Handler, params: Any, stages: int) -> None:
             )
     if isinstance(handler, Distributed) and handler.grid.replicas > 1 and handler.size > stages:
         raise ScheduleError(
-            f"the handler has {handler.size} ranks in each replica, and the pipeline {stages} "
-            f"stage{'s' if stages > 1 else ''}: to measure gathers, profile needs a stage on each rank. Cut the model "
-            "into more stages, or leave handler out"
+            f"the handler has {handler.size} ranks in each replica, and the pipeline {counted(stages, 'stage')}: to "
+            "measure gathers, profile needs a stage on each rank. Cut the model into more stages, or leave handler out"
         )
 
 

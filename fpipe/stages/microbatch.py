@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fpipe._format import counted
 from fpipe.stages.pytree import NAMESPACE, describe, short, summary
 
 
@@ -119,11 +120,11 @@ def split(tree: Any, count: int, axes: Any = 0, what: str = "batch") -> tuple[li
             raise ValueError(f"{name} has no axis {axis} to split; in_axes=None gives it to every microbatch whole")
         if rows is not None and leaf.shape[axis] != rows:
             raise ValueError(
-                f"{name} has {leaf.shape[axis]} rows on axis {axis} where the leaves before it have {rows}"
+                f"{name} has {counted(leaf.shape[axis], 'row')} on axis {axis} where the leaves before it have {rows}"
             )
         rows = leaf.shape[axis]
         if rows < count:
-            raise ValueError(f"{name} has {rows} rows on axis {axis}: too few for {count} microbatches")
+            raise ValueError(f"{name} has {counted(rows, 'row')} on axis {axis}: too few for {count} microbatches")
         columns.append(torch.tensor_split(leaf, count, dim=axis))
     return [spec.unflatten([column[m] for column in columns]) for m in range(count)], rows
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, SupportsIndex
 
 import torch
 
+from fpipe._format import counted
 from fpipe.errors import StageError, fold_tracebacks
 from fpipe.plan import Cotangents, Edges, Placement, Plan, check_cotangents
 from fpipe.stages.describe import description, html
@@ -275,9 +276,9 @@ class Pipeline:
         return description(self.stages, self.entries, params)
 
     def __repr__(self) -> str:
-        counts = [f"{len(self.stages)} stage{'s' if len(self.stages) > 1 else ''}"]
+        counts = [counted(len(self.stages), "stage")]
         if ties := sum(len(uses) - 1 for uses in self.entries.values()):
-            counts.append(f"{ties} tie{'s' if ties > 1 else ''}")
+            counts.append(counted(ties, "tie"))
         if self.loss is not None:
             counts.append(f"loss {getattr(self.loss, '__name__', type(self.loss).__name__)}")
         return f"<Pipeline: {', '.join(counts)}>"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fpipe._format import counted
 from fpipe.autodiff.interface import Argument, DifferentiablePipeline, differentiates_data
 from fpipe.autodiff.options import Options
 from fpipe.devices import HostCopy, device_of
@@ -105,7 +106,7 @@ class StepSpec:
         if self.plan.replicas > 1:
             raise ValueError(
                 f"a pipeline of per_sample has a row for each sample, which replicas can't add, and the plan has "
-                f"{self.plan.replicas}: make one without, and give each a pipeline and a handler of its own"
+                f"{self.plan.replicas}: make a plan without replicas, and on each a handler of its ranks alone"
             )
 
     def pieces(self) -> DifferentiablePipeline:
@@ -176,7 +177,7 @@ class StepSpec:
             self._check_params(params)
             factor = self._factor(loss_scale)
             states = self._states(state)
-            _ = self._is_changed
+            self._warn_of_changes()
             data, sizes = self._split(batch, target, scales)
         except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
             return Inputs({}, (), (), broken=self._stage_error(error))
@@ -268,16 +269,20 @@ class StepSpec:
         return loss_scale.tensor
 
     @functools.cached_property
-    def _is_changed(self) -> bool:
-        """Whether modules were frozen or unfrozen between `Pipeline` and the first call, which warns of it, once."""
-        names = _changed_parameters(self.pipeline) if self.differentiated else []
-        if names:
-            warn(
-                f"requires_grad of {', '.join(names[:3])}{' and more' if len(names) > 3 else ''} has changed in the "
-                "module since the pipeline was made. The step trains the params that were trained then. If the change "
-                "is meant for it, make the pipeline of the module again, and go on with the same params",
-            )
-        return bool(names)
+    def _warn_of_changes(self) -> Callable[[], None]:
+        """Warn of modules that were frozen or unfrozen between `Pipeline` and the first call, in that call alone."""
+
+        @functools.cache
+        def warn_once() -> None:
+            names = _changed_parameters(self.pipeline) if self.differentiated else []
+            if names:
+                warn(
+                    f"requires_grad of {', '.join(names[:3])}{' and more' if len(names) > 3 else ''} has changed in "
+                    "the module since the pipeline was made. The step trains the params that were trained then. If "
+                    "the change is meant for it, make the pipeline of the module again, and go on with the same params",
+                )
+
+        return warn_once
 
     def _states(self, state: State | None) -> Sequence[Mapping[int, Any]]:
         """Return the state of each replica that this process plays."""
@@ -331,7 +336,7 @@ class StepSpec:
         if True in apart:
             return data, self._samples(batch, target, axes) if self.loss and self._weighed else None
         if self.reduction == "mean" and None not in (rows, target_rows) and rows != target_rows:
-            raise ValueError(f"the batch has {rows} rows, the target {target_rows}")
+            raise ValueError(f"the batch has {counted(rows or 0, 'row')}, the target {target_rows}")
         rows = rows if rows is not None else target_rows
         return data, None if rows is None else sizes_of(rows, count)
 
@@ -352,7 +357,8 @@ class StepSpec:
         for m, (rows, target_rows) in enumerate(zip(of_batch, of_target, strict=True)):
             if rows != target_rows:
                 raise ValueError(
-                    f"microbatch {m} of the batch has {rows} rows, that of the target {target_rows}: {WEIGHING}"
+                    f"microbatch {m} of the batch has {counted(rows, 'row')}, that of the target "
+                    f"{target_rows}: {WEIGHING}"
                 )
         return of_batch
 

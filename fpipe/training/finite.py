@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fpipe._format import counted
+from fpipe.autodiff.interface import Argument
 from fpipe.errors import NonFiniteError
 from fpipe.handlers.protocol import Handler
 from fpipe.plan import Plan
 from fpipe.stages.pytree import flatten, paths_of, short
 from fpipe.stages.sharding import local
-from fpipe.training.norms import HINT, PURPOSE, squares, squares_everywhere
+from fpipe.training.norms import HINT, PURPOSE, squares, squares_everywhere, sum_of_squares
 
+Owner = int | Argument
+"""Of gradients: a stage, or the batch or the target."""
+NO_GRADIENTS: Mapping[Argument, Any] = MappingProxyType({})
 CheckFinite = bool | Literal["raise", "skip"] | None
 NAMED = 3  # leaves that a message names
 WAYS_OUT = (
@@ -36,6 +42,7 @@ def raise_if_not_finite(
     handler: Handler,
     grads: Mapping[int, Any] | None = None,
     sums: Tensor | None = None,
+    data_gradients: Mapping[Argument, Any] = NO_GRADIENTS,
 ) -> None:
     """Raise NonFiniteError on every rank if a loss or a gradient is not finite. Every rank calls it.
 
@@ -44,47 +51,63 @@ def raise_if_not_finite(
         grads: as the step returns them; None without gradients, and where they are gone.
         sums: each stage's sum of squares on all ranks; by default those of `grads`, for which the ranks exchange one
             message.
+        data_gradients: those of the batch and the target, as the step returns them, beside `grads`.
     """
     if sums is None and grads is not None:
-        sums = squares_everywhere(lambda: squares(grads, plan, handler), handler)
+        sums = squares_everywhere(lambda: _sums(grads, data_gradients, plan, handler), handler)
     each = torch.stack([loss.detach() for _, loss in sorted(losses.items())])
     parts = [each.to(torch.float64), *([] if sums is None else [sums.to(each.device)])]
     finite = torch.cat(parts).isfinite().tolist()
     if all(finite):
         return
     microbatches = [m for m, is_finite in zip(sorted(losses), finite, strict=False) if not is_finite]
-    stages = [stage for stage, is_finite in enumerate(finite[len(losses) :]) if not is_finite]
-    names = _names(grads, stages, handler) if grads is not None else []
+    owners = [*range(plan.stages), *data_gradients]
+    bad = [owner for owner, is_finite in zip(owners, finite[len(losses) :], strict=False) if not is_finite]
+    stages = [owner for owner in bad if isinstance(owner, int)]
+    trees: list[tuple[Owner, Any]] = [] if grads is None else [*grads.items(), *data_gradients.items()]
+    names = [] if grads is None else _names(dict(trees), bad, handler)
     raise NonFiniteError(
-        _message(losses, microbatches, stages, names), microbatch=next(iter(microbatches), None), stages=stages
+        _message(losses, microbatches, bad, names), microbatch=next(iter(microbatches), None), stages=stages
     )
 
 
-def _names(grads: Mapping[int, Any], stages: Sequence[int], handler: Handler) -> list[str]:
+def _sums(grads: Mapping[int, Any], data_gradients: Mapping[Argument, Any], plan: Plan, handler: Handler) -> Tensor:
+    """Return the sum of squares of each stage's gradients, then those of the batch and the target, on this process."""
+    sums = squares(grads, plan, handler)
+    of_data = [flatten(tree).leaves for tree in data_gradients.values()]
+    return torch.stack(
+        [*sums, *(sum_of_squares(each).to(sums.device) if each else sums.new_zeros(()) for each in of_data)]
+    )
+
+
+def _names(grads: Mapping[Owner, Any], owners: Sequence[Owner], handler: Handler) -> list[str]:
     """Return the names of some gradients that are not finite, the same on every rank."""
-    names = [name for stage in stages if stage in grads for name in _names_of(stage, grads[stage])][:NAMED]
+    names = [name for owner in owners if owner in grads for name in _names_of(owner, grads[owner])][:NAMED]
     if handler.peers is None:
         return names
     _, shares = handler.peers.new_group(PURPOSE, hint=HINT).agree(lambda: names, "check_finite")
     return sorted({name for share in shares for name in share})
 
 
-def _names_of(stage: int, tree: Any) -> list[str]:
+def _names_of(owner: Owner, tree: Any) -> list[str]:
     leaves, spec = flatten(tree)
     named = zip(paths_of(spec), leaves, strict=True)
-    return [f"grads[{stage}]{short(path)}" for path, leaf in named if not local(leaf).isfinite().all()]
+    root = owner if isinstance(owner, str) else f"grads[{owner}]"
+    return [f"{root}{short(path)}" for path, leaf in named if not local(leaf).isfinite().all()]
 
 
 def _message(
-    losses: Mapping[int, Tensor], microbatches: Sequence[int], stages: Sequence[int], names: Sequence[str]
+    losses: Mapping[int, Tensor], microbatches: Sequence[int], owners: Sequence[Owner], names: Sequence[str]
 ) -> str:
     parts = []
     if microbatches:
-        value = losses[microbatches[0]].item()
-        more = f", and that of {len(microbatches) - 1} others is not finite" if len(microbatches) > 1 else ""
+        value, others = losses[microbatches[0]].item(), len(microbatches) - 1
+        more = f", and that of {counted(others, 'other')} is not finite" if others else ""
         parts.append(f"the loss is {value}{more}")
-    if stages:
-        which = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    if owners:
+        stages = [str(owner) for owner in owners if isinstance(owner, int)]
+        which = [f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"] if stages else []
+        which += [f"the {owner}" for owner in owners if isinstance(owner, str)]
         some = f": {', '.join(names[:NAMED])}{' and more' if len(names) > NAMED else ''}" if names else ""
-        parts.append(f"the gradients of {which} are not finite{some}")
+        parts.append(f"the gradients of {' and '.join(which)} are not finite{some}")
     return f"{'; '.join(parts)}. {WAYS_OUT}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -158,16 +158,23 @@ def _squares(stage: int, tree: Any, replicas: Replicas, by_row: bool) -> Tensor 
     leaves = flatten(tree).leaves
     if wrong := [leaf for leaf in leaves if not isinstance(leaf, Tensor)]:
         raise TypeError(f"a gradient of stage {stage} is a {type(wrong[0]).__name__}: it must be a tensor or None")
-    first = (leaf for leaf in leaves if is_first(leaf, replicas.here[0], replicas.mesh))
-    numbers = [_real(local(leaf).detach()) for leaf in first]
-    if by_row and numbers:
+    first = [leaf for leaf in leaves if is_first(leaf, replicas.here[0], replicas.mesh)]
+    if by_row and first:
+        numbers = (_real(leaf) for leaf in first)
         norms = [torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1, dtype=torch.float64) for x in numbers]
         return torch.stack(norms).square().sum(0)
-    return torch.stack(torch._foreach_norm(numbers, 2, torch.float64)).square().sum() if numbers else None
+    return sum_of_squares(first) if first else None
+
+
+def sum_of_squares(leaves: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the squares of all numbers in some tensors, in float64."""
+    numbers = [_real(leaf) for leaf in leaves]
+    return torch.stack(torch._foreach_norm(numbers, 2, torch.float64)).square().sum()
 
 
 def _real(leaf: Tensor) -> Tensor:
-    """Return the values of a leaf as real numbers, also if it is sparse or complex."""
+    """Return the values of a leaf here as real numbers, also if it is sparse or complex."""
+    leaf = local(leaf).detach()
     dense = leaf.coalesce().values() if leaf.is_sparse else leaf
     return torch.view_as_real(dense) if dense.is_complex() else dense
 

@@ -156,7 +156,8 @@ class Step:
             _, computed = self.captured(params, batch, target, state, rng, loss_scale)
         if self.checks:  # of gradients that are scaled, not finite only means that the scale is too large
             grads = computed.gradients if self.spec.differentiated and loss_scale is None else None
-            raise_if_not_finite(computed.losses, self.spec.plan, self.handler, grads)
+            data_gradients = computed.data_gradients
+            raise_if_not_finite(computed.losses, self.spec.plan, self.handler, grads, data_gradients=data_gradients)
         return self.result(self.value(computed), computed)
 
     def compute(

@@ -362,7 +362,7 @@ WRONG = {
     ),
     "other rows": (
         (0, lambda each: Microbatches([each[0], torch.cat([each[1]] * 2)])),
-        r"microbatch 1 of the batch has 1 rows, that of the target 2: pass weight= or reduction='sum'",
+        r"microbatch 1 of the batch has 1 row, that of the target 2: pass weight= or reduction='sum'",
     ),
     "rows unclear": (
         (lambda each: Microbatches([each[0], (each[1], torch.ones(7))]), 0),

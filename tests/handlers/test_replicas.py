@@ -470,7 +470,7 @@ FAULTS = {
     "not sharded": ([0, 1, 2, 3], WHOLE),
     "not resident": ([0, 1, 2, 3], SHARDED),
     "one replica is sharded": ([2, 3], SHARDED),
-    "few rows": ([2, 3], r"rank \d: (batch|target) \(float32\[1, 8\]\) has 1 rows on axis 0: too few for 2 microbatch"),
+    "few rows": ([2, 3], r"rank \d: (batch|target) \(float32\[1, 8\]\) has 1 row on axis 0: too few for 2 microbatch"),
     "a mesh of another size": ([3], r"rank 1, stage 1: params\['b'\]: a leaf float32\[8\] is cut over DeviceMesh\("),
     "the ranks' mesh": (..., TENSOR_PARALLEL),
     "the ranks' mesh, whole": (..., TENSOR_PARALLEL),
@@ -540,7 +540,7 @@ def test_a_refused_step_leaves_no_weights(pools):
     """The next step is scaled by its own weights, though nothing is received before they are."""
     (first, *different), (second, *others) = pools(2).run(replica_jobs.refused, Grid("dp2 pp1"))
     assert first[0] == "TransportError"
-    assert "can't run the step, for a peer can't: replica 1, rank 0: batch (float32[1, 8]) has 1 rows" in first[1]
+    assert "can't run the step, for a peer can't: replica 1, rank 0: batch (float32[1, 8]) has 1 row on" in first[1]
     assert second[0] == "StageError"
     assert different == others == [[]]
 

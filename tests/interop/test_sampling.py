@@ -57,11 +57,11 @@ def test_what_is_returned_is_the_callers():
     [
         ({"replica": 2}, "replica must be one of 0 to 1, not 2"),
         ({"step": -1}, "step must be at least 0, not -1"),
-        ({"batch": 1}, "a batch of 1 rows is too small for 2 replicas with a row each"),
-        ({"batch": 4, "microbatches": 3}, "a batch of 4 rows is too small for 2 replicas with 3 microbatches each"),
-        ({"batch": 4, "size": 9, "drop_last": False}, "the last batch of an epoch has 1 rows, .*take drop_last=True"),
-        ({"batch": 11}, "10 rows are no whole batch of 11: take a smaller one, or drop_last=False"),
-        ({"size": 0, "drop_last": False}, "0 rows are no whole batch of 4"),
+        ({"batch": 1}, "a batch of size 1 is too small for 2 replicas with a row each"),
+        ({"batch": 4, "microbatches": 3}, "a batch of size 4 is too small for 2 replicas with 3 microbatches each"),
+        ({"batch": 4, "size": 9, "drop_last": False}, "the last batch of an epoch has size 1, .*take drop_last=True"),
+        ({"batch": 11}, "a dataset of size 10 is no whole batch of 11: take a smaller one, or drop_last=False"),
+        ({"size": 0, "drop_last": False}, "a dataset of size 0 is no whole batch of 4"),
     ],
 )
 def test_numbers_out_of_range(changed, says):

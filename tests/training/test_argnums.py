@@ -203,3 +203,16 @@ def test_a_handler_without_these_gradients_is_refused():
     step = step_of(pipeline, "gpipe", pipeline.plan(Placement.loop(1), 1), Own(), argnums="batch")
     with pytest.raises(fpipe.StageError, match="the handler returns no gradients"):
         step({0: torch.tensor(2.0)}, torch.ones(2))
+
+
+def test_gradients_of_the_batch_are_checked():
+    pipeline = Pipeline([lambda p, x: x["a"].sqrt() * p + x["b"], lambda p, x: x + p], loss=cases.mse)
+    plan, params = pipeline.plan(Placement.loop(2), 2), {0: torch.tensor(1.0), 1: torch.tensor(1.0)}
+    batch = {"a": torch.ones(4), "b": torch.ones(4)}
+    for handler in (handlers.Local(), handlers.Reference()):
+        for argnums in ("batch", ("params", "batch")):
+            step = step_of(pipeline, "gpipe", plan, handler, argnums=argnums, check_finite=True)
+            step(params, batch, torch.ones(4))
+            zero = {**batch, "a": torch.tensor([1.0, 0.0, 1.0, 1.0])}
+            with pytest.raises(fpipe.NonFiniteError, match=r"the gradients of the batch are not finite: batch\['a'\]"):
+                step(params, zero, torch.ones(4))

@@ -29,7 +29,7 @@ def listing(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             entry["ranks"].append(name.rank)
             entry["wall"] = max(entry.get("wall", 0.0), tags[tag].max_wall_time)
     captures = [entry | {"ranks": sorted(entry["ranks"])} for _, entry in sorted(entries.items())]
-    notices = [f"{others} runs have timelines, but no name as mine/measured/rank0: they are left out"] if others else []
+    notices = [f"runs with timelines, but no name as mine/measured/rank0, are left out: {others}"] if others else []
     return {"captures": captures, "notices": notices}
 
 
