@@ -19,10 +19,8 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from optree import PyTreeSpec
-from torch import Tensor
 
 from fpipe import effects as fx
-from fpipe.autodiff.graph.lost_gradients import CONSTANT_LOSS
 from fpipe.autodiff.interface import (
     DATA,
     DifferentiablePipeline,
@@ -36,7 +34,7 @@ from fpipe.autodiff.interface import (
     zeros,
 )
 from fpipe.devices import Device
-from fpipe.errors import ScheduleError, StageError
+from fpipe.errors import ScheduleError
 from fpipe.handlers.gradients import LeafKey, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results
 from fpipe.programs.program import Program
@@ -152,8 +150,8 @@ class Calls:
         self.touched: list[tuple[int, ...]] = []
         self.running: Step | None = None
         last = self.plan.stages - 1
-        # With copies or replicas, the losses of other ranks may depend on what is trained. The handler refuses a
-        # constant loss there, at the end of a step in which it learns of all: `Distributed` in a signature's first.
+        # With copies or replicas, the losses of other ranks may depend on what is trained: the handler refuses a
+        # constant loss there, at the end of the step.
         is_last = last in self.plan.stages_on(self.rank)
         losses = list(self.plan.microbatches_of(last, self.rank)) if is_last else []
         has_all = self.plan.replicas == 1 and len(losses) == self.plan.microbatches
@@ -283,21 +281,12 @@ class Calls:
             step.results.losses[number] = weighted_loss(loss, cotangent, scale)
             step.results.outputs[number] = detached_tree(output)
             step.results.differentiable |= loss.requires_grad
-            if keep and m == self.last_microbatch and not step.results.differentiable:
-                self._refuse_constant_loss(m)
+            if keep and m == self.last_microbatch:
+                step.results.refuse_constant_loss()
         else:
             step.results.outputs[number] = outputs.tree
         if keep:
             step.seeds[m] = cotangents
-
-    def _refuse_constant_loss(self, m: int) -> None:
-        """Raise StageError if anything is differentiated, as far as this rank can know: here, or before it."""
-        last = self.plan.stages - 1
-        read = [self.slots[self.slot(fx.Activation(s, m))].leaves for s in self.plan.sources(last)]
-        is_trained = any(prepared.trained for prepared in self.step.prepared.values())
-        is_trained |= last in self.plan.batch_gradients
-        if is_trained or any(isinstance(x, Tensor) and x.requires_grad for leaves in read for x in leaves):
-            raise StageError(CONSTANT_LOSS)
 
     def _cotangents(self, stage: int, m: int) -> Callable[[], Leaves]:
         slots, gradients = self.slots, tuple(self.slot(fx.Gradient(stage, c, m)) for c in self.plan.terms(stage, m))

@@ -102,7 +102,7 @@ class Local:
                 for replica in reversed(range(len(replicas))):  # of equal gradients, those of the first one stay
                     for executor in replicas[replica].values():
                         results.merge(executor.finish(), executor.stages, replica)
-                if pieces.loss:
+                if pieces.differentiated:
                     results.refuse_constant_loss()
                 results.output = pieces.merge(results.outputs, inputs.apart)
                 return results

@@ -19,7 +19,6 @@ from fpipe.errors import StageError, TransportError
 from fpipe.plan import Plan
 from fpipe.programs.program import Program, Programs
 from fpipe.stages.microbatch import Microbatch, sizes_of
-from fpipe.stages.pytree import flatten
 from fpipe.stages.rng import Rng, Seeder
 
 T = TypeVar("T")
@@ -194,9 +193,8 @@ class Results:
     data_gradients: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
 
     def refuse_constant_loss(self) -> None:
-        """Raise StageError if there are gradients, and no loss that requires one."""
-        has_gradients = any(isinstance(x, Tensor) for x in flatten(self.gradients).leaves)
-        if not self.differentiable and (has_gradients or self.data_gradients):
+        """Raise StageError if no loss requires a gradient; for steps that differentiate, once all losses are known."""
+        if not self.differentiable:
             raise StageError(CONSTANT_LOSS)
 
     def merge(self, other: Results, stages: Collection[int], replica: int = 0) -> None:

@@ -125,11 +125,19 @@ def test_a_loss_that_depends_on_no_parameter_is_refused(handler, autodiff):
 
 
 @each_way
-def test_a_loss_may_be_constant_where_nothing_is_trained(handler, autodiff):
+def test_a_pipeline_without_trained_parameters_is_refused(handler, autodiff):
+    """As autograd refuses such a loss; the batch may still have gradients, and the loss alone is evaluate's."""
     modules = [nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]
-    loss, grads = stepped(modules, mse, handler, autodiff)
-    torch.testing.assert_close(loss, mse(nn.Sequential(*modules)(torch.ones(8, 4)), torch.zeros(8, 4)))
-    assert grads == {stage: {"weight": None, "bias": None} for stage in range(2)}
+    with pytest.raises(StageError, match=r"where every parameter is frozen, pipeline\.unfreeze trains some"):
+        stepped(modules, mse, handler, autodiff)
+    pipeline, params = interop.from_modules(modules, loss=mse)
+    plan, batch, target = pipeline.plan(Placement.loop(2), 2), torch.ones(8, 4), torch.zeros(8, 4)
+    options = {"handler": handler, "argnums": "batch", "autodiff": autodiff}
+    loss, gradient = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, **options)(params, batch, target)
+    x = batch.clone().requires_grad_()
+    expected = mse(nn.Sequential(*modules)(x), target)
+    torch.testing.assert_close((loss, gradient), (expected.detach(), *torch.autograd.grad(expected, [x])))
+    assert fpipe.evaluate(pipeline, plan, handler=handler, loss=True)(params, batch, target) == loss
 
 
 @each_way
@@ -150,25 +158,26 @@ def masked(output, target):
     return mse(output, target[0]) if target[1].any() else torch.zeros(())
 
 
-def partly_constant(handler, kind, mask):
-    """The results of a step in which the microbatches of some ranks have constant losses."""
+def partly_constant(handler, kind, *masks):
+    """The results of the last of equal steps in which the microbatches of some ranks have constant losses."""
     torch.manual_seed(0)
     pipeline, params = interop.from_modules([nn.Linear(4, 4), nn.Linear(4, 4)], loss=masked)
     schedule, plan = schedules.gpipe, pipeline.plan(Placement.loop(1, 2), 2, replicas=2)
-    batch, target = torch.ones(8, 4), (torch.zeros(8, 4), mask)
+    rows = slice(None)
     if kind == "copies":
         schedule, plan = schedules.dualpipe, pipeline.plan(Placement.both_ways(2), 4)
     elif isinstance(handler, handlers.Distributed):
-        own = slice(4 * handler.grid.replica, 4 * handler.grid.replica + 4)
-        batch, target = batch[own], tuple(x[own] for x in target)
-    return fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="eager")(params, batch, target)
+        rows = slice(4 * handler.grid.replica, 4 * handler.grid.replica + 4)
+    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="eager")
+    batch, target = torch.ones(8, 4)[rows], torch.zeros(8, 4)[rows]
+    return [step(params, batch, (target, mask[rows])) for mask in masks][-1]
 
 
 SOME, NONE = torch.arange(8) // 4, torch.zeros(8)
 
 
 def partly_constant_over_gloo(rank, kind):
-    """(where a step differs from the reference, the error of one in which all losses are constant)."""
+    """(where a step differs from the reference, the errors of a first and a later one whose losses are constant)."""
 
     def made():
         grid = replica_jobs.Grid("dp2 pp1")
@@ -176,9 +185,12 @@ def partly_constant_over_gloo(rank, kind):
         return handlers.Distributed(**replicated, timeout=30)
 
     wrong = jobs.differences(partly_constant(made(), kind, SOME), partly_constant(handlers.Reference(), kind, SOME))
-    with pytest.raises((StageError, fpipe.TransportError)) as caught:
-        partly_constant(made(), kind, NONE)
-    return wrong, str(caught.value)
+    texts = []
+    for masks in ([NONE], [SOME, NONE]):
+        with pytest.raises((StageError, fpipe.TransportError)) as caught:
+            partly_constant(made(), kind, *masks)
+        texts.append(str(caught.value))
+    return wrong, texts
 
 
 @pytest.mark.parametrize("kind", ["copies", "replicas"])
@@ -188,6 +200,6 @@ def test_the_losses_of_a_copy_or_a_replica_may_be_constant_but_not_all(kind, poo
     for handler in (handlers.Local(), handlers.Reference()):
         with pytest.raises(StageError, match="requires no gradient for any microbatch"):
             partly_constant(handler, kind, NONE)
-    for wrong, text in pools(2).run(partly_constant_over_gloo, kind):
+    for wrong, texts in pools(2).run(partly_constant_over_gloo, kind):
         assert wrong == []
-        assert "requires no gradient for any microbatch" in text
+        assert ["requires no gradient for any microbatch" in text for text in texts] == [True, True]

@@ -53,7 +53,9 @@ def differing(handler, name, schedule, trained, rank=None, **options):
 
 
 def fits(name, schedule, trained, way, handler):
-    return not (schedule == "dualpipe" and name == "modules") and not (handler == "gloo" and way == "captured")
+    alone = (schedule == "dualpipe" and name == "modules") or (handler == "gloo" and way == "captured")
+    nothing = trained == "none" or (name == "twice" and trained in ("second", "last"))  # their params are the first's
+    return not (alone or nothing)
 
 
 WAYS = {
@@ -88,7 +90,7 @@ def over_gloo_with(rank, options, *args):
 
 
 @pytest.mark.parametrize("name", ["linear", "skip", "tied"])
-@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("trained", [trained for trained in TRAINED if trained != "none"])
 def test_the_gradients_are_those_of_the_plain_function(name, trained):
     """Within rounding; a param that is not trained gets None."""
     case, generator, plan = frozen(name, "zb_v", trained)

@@ -84,6 +84,7 @@ LOST = (
 )
 CONSTANT_LOSS = (
     "the loss requires no gradient for any microbatch: it depends on no parameter that is trained, and on nothing else "
-    "that is differentiated. Compute it of the stages' outputs, without detach or torch.no_grad(); "
-    "evaluate(loss=True) gives the loss alone"
+    "that is differentiated. Compute it of the stages' outputs, without detach or torch.no_grad(); where every "
+    "parameter is frozen, pipeline.unfreeze trains some, and argnums='batch' differentiates the batch alone; "
+    "evaluate(loss=True) gives the loss"
 )

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 
 from fpipe import effects as fx
 from fpipe.autodiff.interface import DifferentiablePipeline
-from fpipe.devices import Device, Graph, GraphReset, device_of
+from fpipe.devices import Device, Graph, GraphReset, aside, device_of, is_capturing
 from fpipe.errors import ScheduleError, StageError, TransportError
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.distributed.backends import NCCL, Backend, Gloo
@@ -415,7 +415,10 @@ class _CompiledProgram:
         self._share(results)
         self.channels.end()
         if self.pieces.loss and self.connections.device.asynchronous:
-            self.channels.handshake.confirm()  # the exchange of the losses makes devices wait, not hosts
+            # The exchange of the losses makes devices wait, not hosts.
+            results.differentiable |= any(self.channels.handshake.confirm(results.differentiable))
+        if self.pieces.differentiated and not is_capturing():
+            results.refuse_constant_loss()
         return results
 
     def _run(self, inputs: Inputs, has_loss: bool) -> None:
@@ -508,8 +511,12 @@ class _CompiledProgram:
             raise self._other_dtype(others[0])
         nothing = torch.zeros((), dtype=dtype, device=self.connections.device.torch_device)
         first, count = self.connections.grid.replica * self.plan.microbatches, self.plan.microbatches
-        here = torch.stack([losses.get(first + m, nothing) for m in range(count)])
-        every = self.connections.gather(here, "waiting for the loss: a rank has not ended the step").unbind()
+        flag = torch.full_like(nothing, results.differentiable)
+        here = torch.stack([*(losses.get(first + m, nothing) for m in range(count)), flag])
+        every = self.connections.gather(here, "waiting for the loss: a rank has not ended the step")
+        if not (self.connections.device.asynchronous or is_capturing()):
+            with aside():
+                results.differentiable = bool(every[:, -1].any())
         return {m: every[home][m % count] for home, block in blocks for m in block}
 
     def _other_dtype(self, dtype: torch.dtype) -> StageError:
@@ -518,18 +525,16 @@ class _CompiledProgram:
         return StageError(message, rank=grid.rank, stage=self.plan.stages - 1)
 
     def _introduce_losses(self, results: Results, homes: Iterable[int]) -> None:
-        """Share the dtype of the losses, which other ranks do not know yet, and whether they require a gradient."""
+        """Share the dtype of the losses, which other ranks do not know yet."""
         known, grid = self.channels.known, self.connections.grid
         self.channels.has_learned()
         for home in homes:
             payload = None
             if home == self.connections.rank:
-                payload = flatten((next(iter(results.losses.values())).dtype, results.differentiable))
+                payload = flatten((next(iter(results.losses.values())).dtype,))
             purpose = f"waiting for the loss from {grid.name(home)}"
             payload, _ = self.connections.broadcast_payload(payload, home, purpose, None)
-            dtype, differentiable = payload.tree
-            results.differentiable |= differentiable
+            (dtype,) = payload.tree
             if known.loss_dtype not in (None, dtype):
                 raise self._other_dtype(dtype)
             known.loss_dtype = dtype
-        results.refuse_constant_loss()

@@ -211,9 +211,9 @@ class Handshake:
         except PeerLost:
             return  # it is gone, or fails too
 
-    def confirm(self) -> None:
-        """Wait until every rank has launched the whole step."""
-        self._exchange([0], "ending a step: a rank has not launched all of it")
+    def confirm(self, number: int) -> list[int]:
+        """Wait until every rank has launched the whole step; return the number that each gives."""
+        return [each for (each,) in self._exchange([number], "ending a step: a rank has not launched all of it")]
 
     def clear(self) -> None:
         """Drop what a failed step left."""
@@ -315,7 +315,9 @@ class Handshake:
             if len({count for count, _ in counts}) == 1:
                 difference = "in another order, or divided otherwise"
             in_all = " in all" if self.apart else ""
-            each = ", ".join(f"rank {rank} {count} rows{in_all}" for (count, _), rank in counts.items())
+            each = ", ".join(
+                f"rank {rank} {count} row{'s' * (count != 1)}{in_all}" for (count, _), rank in counts.items()
+            )
             raise self._rejected(
                 f"{ranks} were given {what} {difference}, {each}: every rank must be given (its part of) the "
                 f"same batch{' of its replica' if grid.replicas > 1 else ''}"

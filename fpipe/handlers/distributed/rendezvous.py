@@ -7,6 +7,7 @@ that the ranks which it has missed find the next one.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
@@ -55,23 +56,24 @@ def _missed(rank: int, timeout: float, why: str) -> TransportError:
 
 def _join(store: Store, rank: int, until: float) -> int | None:
     """Return the number of the first open meeting that this rank has not been at; None if none opens in time."""
-    pause = FIRST_PAUSE
-    while time.monotonic() < until:
+    for _ in _polls(until):
         number = store.add("meetings", 0)
         if not (store.check([f"meeting {number} rank {rank}"]) or store.check([f"meeting {number}"])):
             store.set(f"meeting {number} rank {rank}", "here")
-            return number
-        time.sleep(pause)  # a rank of that meeting is about to close it
-        pause = min(2 * pause, LAST_PAUSE)
+            return number  # else a rank of that meeting is about to close it
     return None
 
 
 def _appears(store: Store, key: str, until: float) -> bool:
     """Return whether a key is written in time."""
+    return any(store.check([key]) for _ in _polls(until))
+
+
+def _polls(until: float) -> Iterator[None]:
+    """Iterate until a time, and once at least, with pauses that grow."""
     pause = FIRST_PAUSE
-    while not store.check([key]):
-        if time.monotonic() > until:
-            return False
+    yield
+    while time.monotonic() < until:
         time.sleep(pause)
+        yield
         pause = min(2 * pause, LAST_PAUSE)
-    return True
