@@ -173,6 +173,7 @@ def optimizer(
         return spec.unflatten(leaves), spec.unflatten(states)
 
     arguments = (f"{name}={value!r}" for name, value in options.items())
+    update.donates = donate  # type: ignore[attr-defined]
     update.__qualname__ = f"{kind.__name__}({', '.join(arguments)})"
     return Optimizer(init, update)
 

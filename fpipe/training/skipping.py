@@ -18,12 +18,13 @@ def on_host(finite: Tensor, old: Any, update: Callable[[], Any], gradients: Any)
     return update() if finite.item() else old
 
 
-def on_device(finite: Tensor, old: Any, update: Callable[[], Any], gradients: Any) -> Any:
+def on_device(finite: Tensor, old: Any, update: Callable[[], Any], gradients: Any, in_place: bool = True) -> Any:
     """Return the updated tree with the old values where `finite` is false, also in memory that the update reuses.
 
     Args:
         old: (params, ...).
         gradients: of the params; a parameter without one is not updated.
+        in_place: the update may reuse the memory of the old tree, which is then copied before.
 
     Raises:
         CaptureError: in a graph, the update gives the tree another structure, as the first one of most optimizers.
@@ -31,7 +32,7 @@ def on_device(finite: Tensor, old: Any, update: Callable[[], Any], gradients: An
     leaves, spec = flatten(old)
     frozen = _frozen(old[0], gradients)
     changing = [isinstance(x, Tensor) and id(x) not in frozen for x in leaves]
-    saved = [x.clone() if changes else x for x, changes in zip(leaves, changing, strict=True)]
+    saved = [x.clone() if changes and in_place else x for x, changes in zip(leaves, changing, strict=True)]
     new, new_spec = flatten(update())
     if new_spec != spec:
         return new_spec.unflatten(new) if _read(finite) else spec.unflatten(saved)

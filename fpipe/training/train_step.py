@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ def train_step(
         ValueError: (at once) as `value_and_grad`; or `argnums` is given.
 
     Whether a step is skipped is read on the host at its end; a captured step selects on the device, which takes a copy
-    of params and optimizer state.
+    of params and optimizer state where the update reuses their memory.
 
     >>> import torch
     >>> from fpipe import Pipeline, Placement, handlers, interop, schedules
@@ -192,7 +193,9 @@ class TrainStep:
 
     def _in_a_graph(self, arguments: Arguments, computed: Computed) -> tuple[Updated, Computed]:
         """Go on with the results of a step that is captured."""
-        choose = skipping.on_device if self._is_guarded(arguments.loss_scale) else None
+        in_place = getattr(self.update, "donates", True)  # of another function than interop.optimizer's, maybe
+        on_device = functools.partial(skipping.on_device, in_place=in_place)
+        choose = on_device if self._is_guarded(arguments.loss_scale) else None
         try:
             sums = self._sums(computed, arguments.loss_scale, in_a_graph=True)
             updated = self._updated(arguments, computed, sums, choose)
