@@ -86,12 +86,14 @@ class Eager:
             parts = differentiated(self.stage, data, self.argnums)
             inputs[DATA] = flatten(parts).leaves
         with torch.set_grad_enabled(keep):
+            if keep:  # autocast caches a leaf's cast, an activation's not
+                outputs = {source: alias_leaves(tree) for source, tree in outputs.items()}
             arguments = self.stage.arguments(outputs, parts)
             with refusing_writes(arguments), refusing_writes(prepared.own, PARAMETER_WRITTEN):
                 tree, new = self.stage(prepared.tree, state, arguments)
             leaves, spec = flatten(alias_leaves(tree))
             if keep and Eager not in prepared.computed:  # once a step
-                self._refuse_lost(leaves, prepared, state, arguments)
+                self._refuse_lost(leaves, prepared, state, arguments, inputs)
         output = Flat([detached(x, keep) for x in leaves], spec)
         if not keep:
             return output, None, detached_tree(new)
@@ -101,13 +103,15 @@ class Eager:
         residuals = SavedTape(list(map(_edge, leaves)), edges, prepared.computed[Eager])
         return output, residuals, detached_tree(new)
 
-    def _refuse_lost(self, outputs: Leaves, prepared: Prepared, state: Any, arguments: Any) -> None:
+    def _refuse_lost(
+        self, outputs: Leaves, prepared: Prepared, state: Any, arguments: Any, inputs: Mapping[int, Leaves]
+    ) -> None:
         """Raise StageError if a gradient would go to a tensor from outside."""
 
         def again() -> Leaves:
             return flatten(alias_leaves(self.stage(prepared.tree, state, arguments)[0])).leaves
 
-        self.leaves.check(outputs, [*prepared.own, *flatten((state, arguments)).leaves], again)
+        self.leaves.check(outputs, [*prepared.own, *flatten((state, arguments, dict(inputs))).leaves], again)
 
     def backward(
         self, residuals: SavedTape, cotangents: Leaves, sink: Sink | None = None

@@ -43,11 +43,15 @@ def own(x, wanted):
 
 
 def oracle(example, seeds):
-    """Plain `torch.autograd.grad` on the stage's function; each output is read through an identity of its own."""
+    """Plain `torch.autograd.grad` on the stage's function; inputs and outputs are read through identities of their own.
+
+    So an input is no leaf, whose cast autocast would cache.
+    """
     stage, tree = example.stage, own_params(example)
     params = leaves_of(tree)
     sources = {s: stage_zoo.tensors_mapped(lambda x: own(x, x.requires_grad), x) for s, x in example.sources.items()}
-    inputs = arguments(example, sources)
+    read = {s: stage_zoo.tensors_mapped(torch.ops.aten.alias.default, tree) for s, tree in sources.items()}
+    inputs = arguments(example, read)
     tree, state = stage(tree, example.state, inputs)
     outputs = stage_zoo.tensors_mapped(torch.ops.aten.alias.default, tree)
     given = {s: leaves_of(tree) for s, tree in sources.items()}

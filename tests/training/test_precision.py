@@ -72,6 +72,30 @@ def test_the_reference_and_a_step_are_torchs_autograd(mode, way):
         assert differences([found_grads[s][k] for s, k in leaves], grads) == []
 
 
+@pytest.mark.parametrize("within", [True, False])
+def test_the_gradients_of_an_activation_that_is_read_twice_are_not_added_in_bfloat16(within):
+    """Autocast casts a leaf once, and adds the gradients of its cast; of an activation it casts each read."""
+
+    def twice(p, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=within or torch.is_autocast_enabled("cpu")):
+            return torch.tanh(x @ p["a"] + (x @ p["b"]).sin() + p["c"])  # float32, as c is
+
+    torch.manual_seed(0)
+    params = {s: {"a": torch.randn(4, 4), "b": torch.randn(4, 4), "c": torch.randn(4)} for s in range(3)}
+    pipeline = Pipeline([twice] * 3, loss=lambda y, t: (y - t).square().mean())
+    plan, batch, target = pipeline.plan(Placement.loop(3), 1), torch.randn(6, 4), torch.randn(6, 4)
+    wanted = {s: {k: x.clone().requires_grad_() for k, x in tree.items()} for s, tree in params.items()}
+    leaves = [(s, k) for s in range(3) for k in "abc"]
+    with torch.autocast("cpu", torch.bfloat16, enabled=not within):
+        whole = pipeline(wanted, batch, target)
+    expected = torch.autograd.grad(whole, [wanted[s][k] for s, k in leaves])
+    for own, way in ((handlers.Reference(), "auto"), (handlers.Local(), "graph"), (handlers.Local(), "eager")):
+        step = fpipe.value_and_grad(pipeline, schedules.zb_h1, plan, handler=own, autodiff=way)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not within):
+            loss, grads = step(params, batch, target)
+        assert differences((loss, [grads[s][k] for s, k in leaves]), (whole.detach(), list(expected))) == []
+
+
 def test_a_split_transformer_under_autocast_is_the_module_under_autocast():
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
@@ -273,3 +297,21 @@ def test_a_captured_step_may_be_skipped_before_the_first_update():
     assert ours[2].value == 2.0**5
     assert ours[1][0]["step"] == 4
     assert steps[0].captured.graphs == 1
+
+
+def test_a_captured_step_that_can_skip_copies_only_what_is_donated():
+    pipeline = Pipeline([lambda p, x: x @ p] * 2, loss=lambda y, t: (y - t).square().mean())
+    plan, x, size = pipeline.plan(Placement.loop(2), 1), torch.randn(2, 64), 2 * 64 * 64 * 4
+    extra = {}
+    for donate in (False, True):
+        peaks = []
+        for check in (None, "skip"):
+            adamw = interop.optimizer(torch.optim.AdamW, fused=True, donate=donate)
+            options = {"handler": handlers.Local(), "check_finite": check, "capture": True}
+            step = fpipe.train_step(pipeline, schedules.gpipe, plan, adamw, **options)
+            params = {s: torch.randn(64, 64) for s in range(2)}
+            params, state, *_ = step(params, adamw.init(params), x, x)
+            peaks.append(fpipe.peak_bytes(lambda: step(params, state, x, x)))  # noqa: B023
+        extra[donate] = (peaks[1] - peaks[0]) / (3 * size)
+    assert extra[False] < 1.2  # the values that are selected
+    assert extra[True] > 1.8

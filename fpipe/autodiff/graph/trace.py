@@ -147,6 +147,7 @@ class _JointFunction:
         params, state, *sources, data = (tree.spec.unflatten(x) for tree, x in zip(trees, leaves, strict=True))
         torch.set_autocast_cache_enabled(True)  # as outside of make_fx, which restores the setting
         with self.annotator, torch.set_grad_enabled(signature.keep):
+            sources = [alias_leaves(tree) for tree in sources]  # autocast caches a leaf's cast, an activation's not
             arguments = self.stage.arguments(dict(zip(self.stage.sources, sources, strict=True)), data)
             drawn = host_generators()
             result, new = self.stage(params, state, arguments)
