@@ -5,7 +5,7 @@ Transforms nest: the outer one owns the innermost `Dual` of a nest, whose primal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -14,13 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fpipe.stages.pytree import NAMESPACE, Flat, describe, flatten, short, summary
+from fpipe.stages.pytree import NAMESPACE, describe, short, summary
 from fpipe.transforms.forward_rules import ForwardRules
-
-NO_CHECKPOINT = (
-    "torch.utils.checkpoint, or another hook of saved tensors, does not work within transforms: leave it out, and give "
-    "value_and_grad policy=fpipe.policies.nothing_saveable"
-)
+from fpipe.transforms.marks import NO_CHECKPOINT, through
 
 
 class Dual(NamedTuple):
@@ -104,33 +100,23 @@ def pushforward(function: Callable[..., Any]) -> Callable[..., Any]:
     Dual(primal=tensor(9.), tangent=tensor(6.))
     """
 
-    def pushed(*arguments: Any) -> Any:
-        trees: Any = arguments
-        leaves, spec = optree.tree_flatten(trees, is_leaf=is_dual, namespace=NAMESPACE)
-        at = [i for i, x in enumerate(leaves) if is_dual(x)]
-        if not at:
-            return function(*arguments)
-        result: Flat = flatten(None)
+    def run(of_tensors: Callable[..., list[Any]], duals: Sequence[Dual]) -> list[Any]:
+        leaves: list[Any] = []
 
-        def of_duals(*values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-            nonlocal result
-            whole = list(leaves)
-            for i, value in zip(at, values, strict=True):
-                whole[i] = value
-            result = flatten(function(*spec.unflatten(whole)))
-            tensors = [x for x in result.leaves if isinstance(x, Tensor)]
+        def of_primals(*values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            nonlocal leaves
+            leaves = of_tensors(*values)
+            tensors = [x for x in leaves if isinstance(x, Tensor)]
             return [x for x in tensors if _has_tangent(x)], [x for x in tensors if not _has_tangent(x)]
 
-        values, directions = zip(*(leaves[i] for i in at), strict=True)
+        values, directions = zip(*duals, strict=True)
         attention = sdpa_kernel(SDPBackend.MATH)  # no other kernel has a forward mode
         with disable_saved_tensors_hooks(NO_CHECKPOINT), ForwardRules(), attention:
-            outputs, slopes, others = torch.func.jvp(of_duals, values, directions, has_aux=True)  # type: ignore[misc]
-        duals, plain = map(Dual, outputs, slopes), iter(others)
-        return result.spec.unflatten(
-            [x if not isinstance(x, Tensor) else next(duals) if _has_tangent(x) else next(plain) for x in result.leaves]
-        )
+            outputs, slopes, others = torch.func.jvp(of_primals, values, directions, has_aux=True)  # type: ignore[misc]
+        new, plain = map(Dual, outputs, slopes), iter(others)
+        return [x if not isinstance(x, Tensor) else next(new) if _has_tangent(x) else next(plain) for x in leaves]
 
-    return pushed
+    return through(function, is_dual, run)
 
 
 def _has_tangent(x: Tensor) -> bool:

@@ -5,7 +5,7 @@ Transforms nest: the outer one owns the innermost `Mapped` of a nest, whose valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.stages.microbatch import axes_of
 from fpipe.stages.pipeline import Pipeline
-from fpipe.stages.pytree import NAMESPACE, Flat, Path, flatten, get_at, put_at
+from fpipe.stages.pytree import NAMESPACE, Path, get_at, put_at
 from fpipe.stages.stage import Batch, Output, Read, Stage
-from fpipe.transforms.duals import NO_CHECKPOINT
+from fpipe.transforms.marks import NO_CHECKPOINT, through
 from fpipe.transforms.wrapping import with_functions
 
 Randomness = Literal["error", "different", "same"]
@@ -57,34 +57,31 @@ class Sizes(TorchFunctionMode):
         return self.METHODS.get(func, func)(*args, **(kwargs or {}))
 
 
-def mapping(function: Callable[..., Any], randomness: Randomness) -> Callable[..., Any]:
+def vectorized(function: Callable[..., Any], randomness: Randomness) -> Callable[..., Any]:
     """Return the function mapped over each `Mapped` in its arguments, by `torch.func.vmap`.
 
     Every tensor that it returns is then a `Mapped`. Without one among its arguments it runs as it is.
     """
 
-    def over(*arguments: Any) -> Any:
-        trees: Any = arguments
-        leaves, spec = optree.tree_flatten(trees, is_leaf=is_mapped, namespace=NAMESPACE)
-        at = [i for i, x in enumerate(leaves) if is_mapped(x)]
-        if not at:
-            return function(*arguments)
-        result: Flat = flatten(None)
+    def run(of_tensors: Callable[..., list[Any]], members: Sequence[Mapped]) -> list[Any]:
+        leaves: list[Any] = []
 
         def of_one(*values: Tensor) -> list[Tensor]:
-            nonlocal result
-            whole = list(leaves)
-            for i, value in zip(at, values, strict=True):
-                whole[i] = value
-            result = flatten(function(*spec.unflatten(whole)))
-            return [x for x in result.leaves if isinstance(x, Tensor)]
+            nonlocal leaves
+            leaves = of_tensors(*values)
+            return [x for x in leaves if isinstance(x, Tensor)]
 
         with disable_saved_tensors_hooks(NO_CHECKPOINT), Sizes():
-            values = torch.func.vmap(of_one, randomness=randomness)(*(leaves[i].value for i in at))
-        stacked = map(Mapped, values)
-        return result.spec.unflatten([next(stacked) if isinstance(x, Tensor) else x for x in result.leaves])
+            values = torch.func.vmap(of_one, randomness=randomness)(*(each.value for each in members))
+        stacked = map(Mapped, map(_dense, values))
+        return [next(stacked) if isinstance(x, Tensor) else x for x in leaves]
 
-    return over
+    return through(function, is_mapped, run)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return a value without axes of stride 0, as vmap gives one that depends on no member: a tangent can't lie so."""
+    return x.contiguous() if 0 in x.stride() and x.is_floating_point() else x
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ class Axes:
         return min(self.out, x.ndim - 1)
 
 
-def mapped(tree: Any, axes: Any, what: str, keep: bool = False) -> Any:
+def marked(tree: Any, axes: Any, what: str, keep: bool = False) -> Any:
     """Return a tree with a `Mapped` for each tensor that has an axis.
 
     Args:
@@ -141,10 +138,10 @@ def mapped(tree: Any, axes: Any, what: str, keep: bool = False) -> Any:
     """
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     each = axes_of(tree, axes, f"in_dims of the {what}")
-    return spec.unflatten([_mapped(x, axis, what, keep) for x, axis in zip(leaves, each, strict=True)])
+    return spec.unflatten([_marked(x, axis, what, keep) for x, axis in zip(leaves, each, strict=True)])
 
 
-def _mapped(x: Any, axis: int | None, what: str, keep: bool) -> Any:
+def _marked(x: Any, axis: int | None, what: str, keep: bool) -> Any:
     if axis is None or not isinstance(x, Tensor):
         return x
     if not -x.ndim <= axis < x.ndim:
@@ -164,7 +161,7 @@ def _at(axes: Any, path: Path) -> Any:
     return axes
 
 
-def map_over(
+def vectorized_pipeline(
     pipeline: Pipeline,
     axes: Axes,
     randomness: Randomness,
@@ -177,16 +174,16 @@ def map_over(
         result: `result(losses, aux)` returns the result of the loss; in aux, each tensor is a `Mapped`.
     """
     last = len(pipeline.stages) - 1
-    loss_of = mapping(pipeline.loss or (lambda output, target: output), randomness)
+    loss_of = vectorized(pipeline.loss or (lambda output, target: output), randomness)
 
     def function_of(index: int, stage: Stage) -> Callable[..., Any]:
-        function, params_axes = mapping(stage.fn, randomness), axes.of_params(pipeline, index)
+        function, params_axes = vectorized(stage.fn, randomness), axes.of_params(pipeline, index)
         dims = [axes.of_read(read) for read in stage.inputs]
 
         def over(params: Any, *inputs: Any) -> Any:
             state, inputs = inputs[: stage.stateful], inputs[stage.stateful :]
-            read = [mapped(x, axis, "batch", axes.keep) for x, axis in zip(inputs, dims, strict=True)]
-            outputs = function(_params(params, *params_axes), *(mapped(x, 0, "state") for x in state), *read)
+            read = [marked(x, axis, "batch", axes.keep) for x, axis in zip(inputs, dims, strict=True)]
+            outputs = function(_params(params, *params_axes), *(marked(x, 0, "state") for x in state), *read)
             outputs, *new = outputs if state else (outputs,)
             if index == last:
                 outputs = to_last(outputs)
@@ -204,7 +201,7 @@ def map_over(
         output = optree.tree_map(
             lambda x: Mapped(x.movedim(axes.last(x), 0)) if isinstance(x, Tensor) else x, output, namespace=NAMESPACE
         )
-        losses = loss_of(output, mapped(target, axes.target, "target", axes.keep))
+        losses = loss_of(output, marked(target, axes.target, "target", axes.keep))
         losses, aux = losses if has_aux else (losses, None)
         if not is_mapped(losses) or losses.value.ndim != 1:
             kind = f"a tensor of shape {list(losses.value.shape[1:])}" if is_mapped(losses) else type(losses).__name__
@@ -223,4 +220,4 @@ def _params(params: Any, axes: Any, tied: Mapping[Path, Any]) -> Any:
         axes = optree.tree_map(lambda _: axes, params, none_is_leaf=True, namespace=NAMESPACE)
     for path, shared in tied.items():
         axes = put_at(axes, path, shared)
-    return mapped(params, axes, "params")
+    return marked(params, axes, "params")

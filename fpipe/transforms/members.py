@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fpipe.stages.pipeline import Pipeline
-from fpipe.transforms.mapped import Axes, Randomness, map_over, unmapped
+from fpipe.transforms.mapped import Axes, Randomness, unmapped, vectorized_pipeline
 from fpipe.transforms.wrapping import check
 
 
@@ -57,4 +57,4 @@ def vmap(
         aux = unmapped(aux, lambda x: x[None] if x.ndim == 1 else x.movedim(0, axes.last(x)))
         return losses.sum(), (losses[None], aux)
 
-    return map_over(pipeline, axes, randomness, result, has_aux)
+    return vectorized_pipeline(pipeline, axes, randomness, result, has_aux)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import NAMESPACE
 from fpipe.stages.stage import Stage
-from fpipe.transforms.mapped import Axes, Randomness, is_mapped, map_over, mapped, unmapped
+from fpipe.transforms.mapped import Axes, Randomness, is_mapped, marked, unmapped, vectorized_pipeline
 from fpipe.transforms.wrapping import check
 
 
@@ -53,8 +53,8 @@ def per_sample(
     for number, stage in enumerate(pipeline.stages):
         if stage.stateful:
             raise ValueError(
-                f"stage {number} is stateful, and a state, as of batch norm, is of all samples: per_sample takes "
-                "stages whose samples don't depend on each other"
+                f"stage {number} is stateful, and a state, as of batch norm, is of all samples: take a layer "
+                "without one, such as group norm or layer norm"
             )
     dims = in_dims if isinstance(in_dims, tuple) else (in_dims, in_dims)
     if len(dims) != 2:
@@ -64,7 +64,7 @@ def per_sample(
     def result(losses: Tensor, aux: Any) -> Any:
         return losses.sum(), (losses, unmapped(aux, lambda x: x)) if has_aux else losses
 
-    twin = map_over(pipeline, axes, randomness, result, has_aux)
+    twin = vectorized_pipeline(pipeline, axes, randomness, result, has_aux)
     stages = [replace(stage, rows=_rows(number, stage, axes)) for number, stage in enumerate(twin.stages)]
     twin = twin.replace(stages, twin.loss)
     twin.no_update = "they are the rows of samples"
@@ -76,7 +76,7 @@ def _rows(number: int, stage: Stage, axes: Axes) -> Callable[..., int]:
 
     def rows(*inputs: Any) -> int:
         for x, read in zip(inputs, reads, strict=False):  # the last stage gets the target as well
-            tree = mapped(x, axes.of_read(read), "batch")
+            tree = marked(x, axes.of_read(read), "batch")
             for leaf in optree.tree_leaves(tree, is_leaf=is_mapped, namespace=NAMESPACE):
                 if is_mapped(leaf):
                     return int(leaf.value.shape[0])

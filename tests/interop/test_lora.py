@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fpipe
-from fpipe import Pipeline, Placement, handlers, interop
+from fpipe import Pipeline, Placement, handlers, interop, transforms
 from fpipe.interop.adapters.adapted import Adapted
 from fpipe.profiling.live_bytes import peak_bytes
 from tests.support import cases, jobs, replica_jobs
@@ -108,6 +108,72 @@ def test_adapters(model, at, options, trained):
         assert {name for name, x in tree.items() if x is not None} == plain[s].keys()
         for name, x in plain[s].items():
             torch.testing.assert_close(tree[name], x, rtol=1e-3, atol=1e-5)
+
+
+def adapted(model, at, **options):
+    """(pipeline, params, batch, target) with adapters that are not zero."""
+    torch.manual_seed(0)
+    pipeline, params, batch, target = model()
+    pipeline, params = interop.lora(pipeline, params, rank=2, at=at, **options)
+    new = {
+        s: {k: torch.randn_like(x) / 4 if ".lora" in k else x for k, x in tree.items()} for s, tree in params.items()
+    }
+    return pipeline, new, batch, target
+
+
+def differing(pipeline, *arguments, calls=1, **options):
+    """Where a step, after as many calls, differs from the reference's."""
+    plan, reference = pipeline.plan(Placement.loop(len(pipeline.stages)), 2), handlers.Reference()
+    shared = {name: x for name, x in options.items() if name in ("has_aux", "reduction")}
+    expected = fpipe.value_and_grad(pipeline, "zb-h1", plan, handler=reference, **shared)(*arguments)
+    step = fpipe.value_and_grad(pipeline, "zb-h1", plan, handler=handlers.Local(), **options)
+    return [d for _ in range(calls) for d in jobs.differences(step(*arguments), expected)]
+
+
+@pytest.mark.filterwarnings("error:.*eager autograd")
+def test_adapters_within_transforms():
+    pipeline, params, batch, target = adapted(chain, "w", fan_in_fan_out=True)
+    vector = {s: {k: torch.randn_like(x) if ".lora" in k else None for k, x in t.items()} for s, t in params.items()}
+    tangents = transforms.dual(params, vector)
+    assert differing(transforms.jvp(pipeline), tangents, batch, target, has_aux=True) == []
+    assert differing(transforms.hvp(pipeline), tangents, batch, target) == []
+    members = {s: {k: torch.stack([x, -x]) if ".lora" in k else x for k, x in t.items()} for s, t in params.items()}
+    dims = {s: {k: 0 if ".lora" in k else None for k in tree} for s, tree in params.items()}
+    ensemble = transforms.vmap(pipeline, (dims, None, None))
+    assert differing(ensemble, members, batch, target, has_aux=True) == []
+    rows = {"has_aux": True, "reduction": "sum"}
+    assert differing(transforms.per_sample(pipeline), params, batch, target, **rows) == []
+
+    trained = {s: {k: x for k, x in tree.items() if ".lora" in k} for s, tree in params.items()}
+    plan = pipeline.plan(Placement.loop(4), 2)
+    step = fpipe.value_and_grad(transforms.hvp(pipeline), "1f1b", plan, handler=handlers.Local())
+    _, grads = step(tangents, batch, target)
+    along = {s: {k: x for k, x in tree.items() if ".lora" in k} for s, tree in vector.items()}
+
+    def loss(adapters):
+        return pipeline({s: {**params[s], **adapters[s]} for s in params}, batch, target)
+
+    gradients, products = torch.func.jvp(torch.func.grad(loss), (trained,), (along,))
+    for s, tree in products.items():
+        for k, product in tree.items():
+            torch.testing.assert_close(tuple(grads[s][k]), (product, gradients[s][k]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("capture", [True, "pieces"])
+def test_adapters_in_captured_steps(capture):
+    assert differing(*adapted(exported, "*.weight"), calls=3, capture=capture) == []
+
+
+def test_adapters_under_autocast():
+    pipeline, params, batch, target = adapted(chain, "w", fan_in_fan_out=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert differing(pipeline, params, batch, target) == []
+        loss = pipeline(params, batch, target)
+    step = fpipe.value_and_grad(pipeline, "1f1b", pipeline.plan(Placement.loop(4), 2), handler=handlers.Local())
+    exact, grads = step(params, batch, target)
+    torch.testing.assert_close(loss, exact, rtol=0.05, atol=0.0)
+    assert loss != exact
+    assert {x.dtype for tree in grads.values() for x in tree.values() if x is not None} == {torch.float32}
 
 
 def test_a_step_of_an_optimizer_changes_the_adapters_alone():

@@ -13,6 +13,7 @@ from fpipe.transforms import dual, hvp, per_sample
 from fpipe.transforms.mapped import Sizes
 from tests.support import cases, transforms
 from tests.support.combinations import combined
+from tests.support.jobs import differences
 
 CASES = ["linear", "skip", "tied", "modules", "weighted", "subtrees"]
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -60,6 +61,23 @@ def test_bits(pools, transform, name, schedule, way, m):
         assert pools(2).run(transforms.on_this_rank, *arguments) == [[], []]
     else:
         assert transforms.locally(transform, name, schedule, m, {"autodiff": way}) == []
+
+
+@pytest.mark.filterwarnings("error:.*eager autograd")
+@pytest.mark.parametrize("transform", ["hvp of vmap", "vmap of hvp"])
+def test_an_output_that_depends_on_no_member_has_tangents(transform):
+    torch.manual_seed(0)
+    pipeline = Pipeline([lambda p, x: x, lambda p, x: torch.tanh(x @ p)], loss=cases.mse)
+    x, y = torch.randn(2, 4, 3).unbind()
+    made = transforms.TRANSFORMS[transform](cases.Case(pipeline, {0: torch.ones(3), 1: torch.randn(3, 3)}, x, y), 2)
+    case, plan = made.case, pipeline.plan(Placement.loop(2), 2)
+    steps = [
+        fpipe.value_and_grad(case.pipeline, "zb-h1", plan, handler=handler, **case.options)
+        for handler in (handlers.Reference(), handlers.Local())
+    ]
+    (_, expected), (_, grads) = (step(case.params, case.batch, case.target) for step in steps)
+    assert differences(grads, expected) == []
+    torch.testing.assert_close(grads[1], made.expected()[1], **TOLERANCE)
 
 
 @combined(
