@@ -11,8 +11,9 @@ average a microbatch, in multiples of 16. `timed` has four ranks whose pieces sl
 ms on average and rank.
 
 A prediction is `simulate` with costs from `fpipe.profile` for the average length, times `Costs(scale=)`, and with a
-measured link. The work is that of the busiest rank, predicted. Measured steps are medians of rounds, from a barrier to
-a barrier; the first call of a step, which traces every length, is not counted.
+measured link. The work is that of the busiest rank, predicted. All are medians of rounds, each of which profiles anew,
+because the machine's speed changes. Steps are measured from a barrier to a barrier; the first call of a step, which
+traces every length, is not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 import fpipe
 from benchmarks import models, timed
-from fpipe import Microbatches, Pipeline, handlers, interop
+from fpipe import Microbatches, Pipeline, Timeline, handlers, interop
 from fpipe.schedules.catalogue import CATALOGUE
 
 RANKS = {"real": 2, "timed": 4}
@@ -76,13 +77,8 @@ def job(
     for name in names:
         plan = CATALOGUE[name].plan(ranks, MICROBATCHES)
         pipeline, params = model(kind, plan.stages)
-        options: dict[str, Any] = {
-            "microbatches": 1,
-            "autodiff": "graph",
-            "repeats": models.REPEATS,
-            "handler": handler,
-        }
-        costs = replace(fpipe.profile(pipeline, params, *data(kind, LENGTH), **options), communication=link)
+        options: dict[str, Any] = {"microbatches": 1, "autodiff": "graph", "handler": handler}
+        profile = partial(fpipe.profile, pipeline, params, *data(kind, LENGTH), repeats=models.REPEATS, **options)
         schedule = CATALOGUE[name].schedule(plan)
         step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph")
         cases = {}
@@ -95,12 +91,15 @@ def job(
                 call()
                 cases[sigma, order] = each, call
         times = {case: list[float]() for case in cases}
-        for _ in range(rounds):
-            for case, (_, call) in cases.items():
+        predictions = {case: list[Timeline]() for case in cases}
+        for _ in range(rounds):  # each with a profile of its own, for the machine's speed changes
+            costs = replace(profile(), communication=link)
+            for case, (each, call) in cases.items():
                 times[case].append(timed.milliseconds(call))
+                scale = [n / LENGTH for n in each]
+                predictions[case].append(fpipe.simulate(schedule, plan, replace(costs, scale=scale)))
         rows = []
-        for (sigma, order), (each, _) in cases.items():
-            timeline = fpipe.simulate(schedule, plan, replace(costs, scale=[n / LENGTH for n in each]))
+        for (sigma, order), timelines in predictions.items():
             rows.append(
                 {
                     "stages": kind,
@@ -109,8 +108,8 @@ def job(
                     "sigma": sigma,
                     "order": order,
                     "measured_ms": statistics.median(times[sigma, order]),
-                    "predicted_ms": 1e3 * timeline.makespan,
-                    "work_ms": 1e3 * max(timeline.busy),
+                    "predicted_ms": 1e3 * statistics.median(timeline.makespan for timeline in timelines),
+                    "work_ms": 1e3 * statistics.median(max(timeline.busy) for timeline in timelines),
                 }
             )
         yield rows
