@@ -111,7 +111,10 @@ class _Watched(TorchFunctionMode):
         if func in ELEMENTWISE:
             return self.recorder.elementwise(func, args, kwargs or {})
         if isinstance(func, torch._ops.HigherOrderOperator) and any(map(_switches, args)):
-            _refuse(f"switches gradients off inside {func}", "switch them off around it")
+            _refuse(
+                f"applies a torch.autograd.Function, or switches gradients off inside {func}",
+                f"{OPERATION}, or switch them off around it",
+            )
         return func(*args, **(kwargs or {}))
 
 

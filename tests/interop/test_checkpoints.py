@@ -287,8 +287,18 @@ def kill_at_random(folder, kills):
     return amid
 
 
+def seen(condition, seconds=30):
+    """Wait until something is so."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+
+
 def kill_ranks_at_random(folder, kills, replicas):
-    """Kill two processes that save together, again and again: how often a save was under way, or what went wrong."""
+    """Kill two processes that save together, again and again: how often a save was under way, or what went wrong.
+
+    Every second time it is as soon as a save is seen, else at any moment.
+    """
     torch.set_num_threads(1)
     rng, amid = random.Random(0), 0
     ours, theirs = os.pipe()
@@ -296,11 +306,14 @@ def kill_ranks_at_random(folder, kills, replicas):
     with open(ours, "rb", buffering=0) as reading:
         keep_saving(folder, theirs, steps=1)
         whole = acknowledged(reading)[-1]
-        for _ in range(kills):
+        for kill in range(kills):
             Path(f"{folder}.store").unlink(missing_ok=True)
             pids = [forked(lambda rank=rank: save_as_rank(rank, folder, theirs, replicas)) for rank in (0, 1)]
             select.select([ours], [], [], 30)
-            time.sleep(rng.uniform(0, 0.1))
+            if kill % 2:
+                seen(lambda: any(Path(folder).glob(".unfinished-*")))
+            else:
+                time.sleep(rng.uniform(0, 0.1))
             for pid in rng.sample(pids, 2):
                 os.kill(pid, signal.SIGKILL)
                 time.sleep(rng.choice([0, 0.01]))  # the second has noticed, or not
@@ -372,7 +385,7 @@ def test_kills_at_random_moments_leave_the_last_or_the_next_whole(tmp_path):
 def test_kills_of_two_ranks_at_random_moments_leave_the_last_or_the_next_whole(tmp_path, replicas):
     amid = elsewhere(kill_ranks_at_random, str(tmp_path / "saved"), 15 if ALL else 8, replicas)
     assert isinstance(amid, int), amid
-    assert amid > (3 if ALL else 0)  # of the moments, which are random, those within a save
+    assert amid > (3 if ALL else 0)
 
 
 def test_a_kill_at_any_call_of_the_operating_systems_leaves_one_whole(tmp_path):

@@ -242,7 +242,7 @@ def new_program(rank, wrong):
 
 def left_alone(rank):
     """Rank 1 fails and does not come again: the errors of the steps."""
-    kept_alive.append(own := handlers.Distributed(timeout=3, functions=FAILING))
+    kept_alive.append(own := handlers.Distributed(timeout=1, functions=FAILING))
     case, generator, plan = cases.make("linear", "gpipe", 2, MICROBATCHES)
     step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, autodiff="eager")
     arguments, errors = cases.own(case, plan, rank)[:3], []
