@@ -14,7 +14,8 @@ from fpipe.tables import BACKWARD, TABLE, Table, fields_of
 
 PerStage = float | Sequence[float]
 Edge = tuple[int, int]  # source rank, target rank; or stage, reader
-NOT_BY_STAGE = {"communication", "shared", "reads", "extra", "scale", "sizes", "replicas", "optimizer"}
+BY_CLASS = ("extra", "collectives")
+NOT_BY_STAGE = {"communication", "shared", "reads", *BY_CLASS, "scale", "sizes", "replicas", "optimizer"}
 OVER_REPLICAS = ("gather", "scatter")
 SIZES = {"activation", "residuals", "deferred"}
 BY_DEFAULT = {
@@ -107,6 +108,9 @@ class Costs:
         optimizer: bytes of the optimizer's state for each byte of a parameter: 2 for Adam in the parameters' dtype.
         reads: {(stage, reader): bytes} where a stage reads only a part of another's output: the bytes that its rank
             receives, and the size of the gradient that it computes.
+        collectives: {class: seconds}: the part of an effect's time that collectives inside its piece take, as those of
+            tensor parallelism: `{Forward: 0.2, BackwardInput: 0.2}`. That of a whole backward is by default that of its
+            two halves, and no part is more than the time. A timeline adds them up; they change no time.
         extra: {class: cost} of effects and values that you define: the time of an effect, the bytes of a value.
             By default 0.
         scale: one factor for each microbatch, for the times of its effects; by default 1. The time of an overlap
@@ -141,6 +145,7 @@ class Costs:
     shared: Sequence[Shared] = ()
     reads: Mapping[Edge, float] = _ByKey()
     extra: Mapping[type, PerStage] = _ByKey()
+    collectives: Mapping[type, PerStage] = _ByKey()
     scale: Sequence[float] = ()
     sizes: Sequence[float] = ()
 
@@ -161,9 +166,9 @@ class Costs:
                 normal = tuple(Shared(_number("shared", size), tuple(names)) for size, names in value)
             elif field.name == "reads":
                 normal = _ByKey((edge, _number("reads", size)) for edge, size in sorted(dict(value).items()))
-            elif field.name == "extra":
+            elif field.name in BY_CLASS:
                 if not all(isinstance(kind, type) for kind in dict(value)):
-                    raise ScheduleError(f"extra maps classes of effects and values to costs, not {value!r}")
+                    raise ScheduleError(f"{field.name} maps classes of effects and values to costs, not {value!r}")
                 normal = _ByKey((kind, _per_stage(kind.__name__, cost)) for kind, cost in dict(value).items())
             elif field.name in ("scale", "sizes"):
                 factors = _per_stage(field.name, value)
@@ -197,6 +202,20 @@ class Costs:
         factors = () if cost in UNSCALED else self.sizes if cost in SIZES else self.scale
         factor = sum(factors[part.microbatch] for part in both) / len(both) if factors else 1.0
         return _at(per_stage, both[0].stage) * factor
+
+    def collective(self, effect: Any, table: Table = TABLE) -> float:
+        """Return how much of an effect's time collectives inside its piece take."""
+        return sum(self._collective(part, table) for part in parts(effect))
+
+    def _collective(self, effect: Any, table: Table) -> float:
+        if not self.collectives:
+            return 0.0
+        kind, rows = type(effect), table.effects
+        halves = [half for half in self.collectives if rows[half].work and not rows[half].work & ~rows[kind].work]
+        times = sum(
+            _at(self.collectives[each], effect.stage) for each in ([kind] if kind in self.collectives else halves)
+        )
+        return min(times * (self.scale[effect.microbatch] if self.scale else 1.0), self.time(effect, table))
 
     def replica_transfer(self, cost: str, stage: int) -> float:
         """Return the time of a `gather`, or of a `scatter` to shards, of a stage."""
@@ -276,10 +295,10 @@ class Costs:
                     f"{field.name} has {len(cost)} entries, the plan {plan.stages} stages: give one number for all "
                     "stages, or one for each"
                 )
-        for kind, cost in self.extra.items():
+        for name, kind, cost in ((field, *item) for field in BY_CLASS for item in getattr(self, field).items()):
             if isinstance(cost, tuple) and (len(cost) != plan.stages or "stage" not in fields_of(kind)):
                 raise ScheduleError(
-                    f"extra has {len(cost)} entries for {kind.__name__}: give one number, or, where it names a stage, "
+                    f"{name} has {len(cost)} entries for {kind.__name__}: give one number, or, where it names a stage, "
                     f"one for each of the plan's {plan.stages} stages"
                 )
         for name in ("scale", "sizes"):

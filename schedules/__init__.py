@@ -14,9 +14,12 @@ from fpipe.schedules.dualpipe import dualpipe as dualpipe, dualpipe_v as dualpip
 from fpipe.schedules.gpipe import gpipe as gpipe
 from fpipe.schedules.interleaved import interleaved_1f1b as interleaved_1f1b
 from fpipe.schedules.interleaved_zb import interleaved_zb as interleaved_zb
+from fpipe.schedules.layouts import Layout as Layout, layouts as layouts
 from fpipe.schedules.looped_bfs import looped_bfs as looped_bfs
+from fpipe.schedules.machines import MACHINES as MACHINES, Machine as Machine
 from fpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b
 from fpipe.schedules.search import Found as Found, lower_bound as lower_bound, pareto as pareto, search as search
+from fpipe.schedules.shapes import SHAPES as SHAPES, ModelShape as ModelShape
 from fpipe.schedules.table import from_table as from_table
 from fpipe.schedules.zb_auto import zb_auto as zb_auto
 from fpipe.schedules.zb_v import zb_v as zb_v

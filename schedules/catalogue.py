@@ -222,6 +222,7 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     }
     if into != stages:
         costs = replace(costs, shared=(), reads={})
+    spread["collectives"] = {kind: _spread(cost, stages, into) for kind, cost in costs.collectives.items()}
     return replace(costs, activation=_at_ends(costs.activation, stages, into), **spread)
 
 

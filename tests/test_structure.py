@@ -250,7 +250,10 @@ SURFACE = {
         Backend Distributed Gloo Handler Inputs Local NCCL Observer Peers Reference Replicas Results auto
     """,
     "fpipe.schedules": " ".join(
-        sorted({*FUNCTIONS, "CATALOGUE", "Found", "from_table", "get", "lower_bound", "pareto", "search"})
+        sorted(
+            {*FUNCTIONS, "CATALOGUE", "Found", "from_table", "get", "lower_bound", "pareto", "search"}
+            | {"Layout", "MACHINES", "Machine", "ModelShape", "SHAPES", "layouts"}
+        )
     ),
     "fpipe.tensorboard": "Recorder",
     "fpipe.transforms": "Dual dual hvp jvp per_sample primals pushforward tangents vmap",

@@ -29,10 +29,10 @@ def _number(text: str, example: str = "0.5, or one a stage as 1,1,2,1") -> float
     return value
 
 
-def _bytes(text: str | float) -> float:
+def byte_count(text: str | float) -> float:
     """Parse 8e9, 80GiB or 512 MB.
 
-    >>> _bytes("8e9"), _bytes("1.5KiB"), _bytes("2 MB")
+    >>> byte_count("8e9"), byte_count("1.5KiB"), byte_count("2 MB")
     (8000000000.0, 1536.0, 2000000.0)
     """
     whole = str(text).strip()
@@ -41,7 +41,7 @@ def _bytes(text: str | float) -> float:
 
 
 def _bytes_per_stage(text: str | float) -> PerStage:
-    sizes = tuple(_bytes(part) for part in str(text).split(","))
+    sizes = tuple(byte_count(part) for part in str(text).split(","))
     return sizes if len(sizes) > 1 else sizes[0]
 
 
@@ -57,7 +57,7 @@ def _stages_or_bytes(option: str | int) -> int | Size:
     """
     text = str(option).strip()
     if text[-1:].isalpha():
-        return Size(_bytes(text))
+        return Size(byte_count(text))
     if text.isdecimal() and int(text):
         return int(text)
     raise typer.BadParameter(f"{text!r} is neither a number of stages, as 2, nor a number of bytes, as 4GiB")
@@ -96,6 +96,18 @@ def _transfer(text: str) -> float | Link:
     latency, colon, bandwidth = text.partition(":")
     link = Link(float(latency), float(bandwidth) if colon else inf)
     return link if colon else link.latency
+
+
+def link(option: str | Link) -> Link:
+    """Parse a latency and a bandwidth, as 3e-6:450e9."""
+    text = str(option)
+    try:
+        latency, bandwidth = map(float, text.split(":"))
+        return Link(latency, bandwidth)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is no link: give seconds of latency and bytes a second (more than 0), as 3e-6:450e9"
+        ) from None
 
 
 def _edge(text: str) -> Edge:
@@ -152,7 +164,7 @@ LimitBytes = Annotated[
     InPlan(
         "--memory-limit-bytes",
         metavar="BYTES",
-        parser=_bytes,
+        parser=byte_count,
         help="Bytes that a rank has for parameters, gradients, optimizer state and live values, as 80GiB.",
     ),
 ]
@@ -219,6 +231,14 @@ def check_size(stages: int, microbatches: int, any_size: bool, option: str = "--
         )
 
 
+def required(options: object, option: str) -> int:
+    """Return an option; raise typer.BadParameter if it is missing."""
+    count: int | None = getattr(options, option)
+    if count is None:
+        raise typer.BadParameter(f"missing: give a number, as in --{option} 8", param_hint=f"--{option}")
+    return count
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """The plan of one schedule."""
@@ -247,10 +267,10 @@ class PlanOptions:
 
     def _plan(self, entry: CatalogueEntry | None) -> Plan:
         if self.placement and self.placement not in PLACES:
-            placement, microbatches = _listed(self.placement), self._required("microbatches")
+            placement, microbatches = _listed(self.placement), required(self, "microbatches")
             check_size(placement.stages, microbatches, self.any_size, option="--microbatches")
             return self.check_consistent(Plan(placement, microbatches), self.placement)
-        ranks, microbatches = self._required("ranks"), self._required("microbatches")
+        ranks, microbatches = required(self, "ranks"), required(self, "microbatches")
         chunks = self.chunks or (2 if self.placement == "v" else entry.chunks if entry and not self.placement else 1)
         if self.placement == "both-ways" or (entry and not self.placement and entry.place is PLACES["both-ways"]):
             chunks = 1  # the copies of a stage share its microbatches: forwards are those of one stage on each rank
@@ -266,12 +286,6 @@ class PlanOptions:
             if getattr(self, option) not in (None, has):
                 raise typer.BadParameter(f"{source} has {has}, not {getattr(self, option)}", param_hint=f"--{option}")
         return self._completed(plan)
-
-    def _required(self, option: str) -> int:
-        count: int | None = getattr(self, option)
-        if count is None:
-            raise typer.BadParameter(f"missing: give a number, as in --{option} 8", param_hint=f"--{option}")
-        return count
 
 
 def counts(plan: Plan) -> dict[str, int]:
@@ -294,8 +308,8 @@ def _listed(text: str) -> Placement:
 class ModelOptions:
     """A model on a number of ranks, for any schedule."""
 
-    ranks: Annotated[int, Count(help="How many ranks.")]
-    microbatches: Annotated[int, Count(help="How many microbatches.")]
+    ranks: Annotated[int | None, Count(help="How many ranks.")] = None
+    microbatches: Annotated[int | None, Count(help="How many microbatches.")] = None
     chunks: Annotated[
         int, Count(help="Costs are those of a stage when a rank has so many; other cuts take their share of them.")
     ] = 1
@@ -306,10 +320,11 @@ class ModelOptions:
     @property
     def plan(self) -> Plan:
         """The plan of the costs."""
-        check_size(self.ranks * self.chunks, self.microbatches, self.any_size)
-        placement = Placement.loop(self.ranks, self.chunks)
+        ranks, microbatches = required(self, "ranks"), required(self, "microbatches")
+        check_size(ranks * self.chunks, microbatches, self.any_size)
+        placement = Placement.loop(ranks, self.chunks)
         trained = None if self.trained is None else self.trained.numbers
-        return Plan(placement, self.microbatches, replicas=self.replicas, trained=trained)
+        return Plan(placement, microbatches, replicas=self.replicas, trained=trained)
 
     def of_cut(self, chunks: int | None) -> PlanOptions:
         """Return the options of a plan of the same model with another number of stages on a rank."""

@@ -12,6 +12,7 @@ import typer
 
 from fpipe._format import counted, extent, number, percent, scale_of, sized
 from fpipe.cli.app import verb
+from fpipe.cli.layouts import LayoutOptions, ranking, row
 from fpipe.cli.options import (
     SCHEDULE_HELP,
     Chunks,
@@ -305,10 +306,12 @@ def _tried(name: str, loops: tuple[int, ...]) -> tuple[int | None, ...]:
 @verb(
     "fpipe search --ranks 4 --microbatches 8 --backward-weight 0.5 --memory-limit 4",
     "fpipe search --ranks 2 --microbatches 4 --replicas 2 --parameters 4GiB --memory-limit-bytes 20GiB",
+    "fpipe search --world 8 --model gpt2 --machine a100 --schedules 1f1b,zb-v --loops 1 --top 3",
 )
 def search(
-    model: ModelOptions,
+    size: ModelOptions,
     costs: CostOptions,
+    of_world: LayoutOptions,
     limit: Limit = None,
     limit_bytes: LimitBytes = None,
     loops: Annotated[Any, Chunks(help="Chunks to try with schedules that take any.")] = _CHUNKS,
@@ -322,10 +325,22 @@ def search(
     on a rank, each takes chunks/v of that. Peaks and the limit count
     microbatches of a rank's share of the model. With replicas, it also finds
     whether to shard the parameters, and how many stages are whole at a time.
+
+    With --world in place of --ranks, search the layouts of a transformer over
+    so many ranks: pipelines, replicas, tensor and context parallel.
     """
+    if of_world.world is not None:
+        of_world.refuse(size, costs, **{"--memory-limit": limit, "--pareto": frontier or None, "--out": out})
+        found = of_world.found(loops, limit_bytes)
+        if as_json:
+            print_json([row(layout) for layout in found])
+        else:
+            show(*ranking(found))
+        return
     if frontier and out:
         raise typer.BadParameter("one schedule is written: take --memory-limit, not --pareto", param_hint="--out")
-    plan, stage_costs = model.plan, costs.validated(model.plan)
+    plan = size.plan
+    stage_costs = costs.validated(plan)
     with progress("search") as step:
         options: dict[str, Any] = {"chunks": loops, "progress": step}
         options |= {"memory_limit_bytes": limit_bytes}
@@ -335,7 +350,7 @@ def search(
         results = [each for each in results if each.peak <= limit + 1e-9]
     if as_json:
         rows = [
-            result(each.name, Played(each.timeline, each.footprint), each.resident, model.plan.stages)
+            result(each.name, Played(each.timeline, each.footprint), each.resident, plan.stages)
             | {"lower_bound": each.lower_bound}
             for each in results
         ]

@@ -104,6 +104,12 @@ class Timeline:
         return [sum(ends[at] - starts[at] for at in indices) for indices in self._computes]
 
     @cached_property
+    def collectives(self) -> list[float]:
+        """Each rank's time in collectives inside its pieces, a part of `busy`: `Costs(collectives=)` of its effects."""
+        effects = self.spans.effects
+        return [sum(self.costs.collective(effects[at], self.table) for at in indices) for indices in self._computes]
+
+    @cached_property
     def idle(self) -> list[float]:
         """Each rank's span less its compute."""
         return [max(0.0, end - start - busy) for (start, end), busy in zip(self._bounds, self.busy, strict=True)]

@@ -908,3 +908,38 @@ def test_sizes_have_units(text, size):
 @pytest.mark.parametrize("text", ["80GiBB", "GiB", "-1GiB", "1,x"])
 def test_sizes_that_are_none_are_refused(text):
     assert "give one as 8e9 or 80GiB" in said(run("simulate", "gpipe", *SMALL, f"--parameters={text}", status=2))
+
+
+WORLD = ("search", "--world", "4", "--machine", "a100", "--rows", "1", "--schedules", "1f1b,zb-v", "--loops", "1")
+
+
+def test_search_ranks_the_layouts_of_a_world():
+    rows = told(*WORLD, "--model", "gpt2", "--batch", "16", "--top", "3", "--memory-limit-bytes", "16GiB")
+    assert [row["pp"] * row["dp"] * row["tp"] * row["cp"] for row in rows] == [4, 4, 4]
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+    for row in rows:
+        assert row["tokens_per_second"] == pytest.approx(16 * 1024 / row["step"])
+        assert row["bytes"] == max(rank["total"] for rank in row["memory"]) < 16 * 2**30
+        assert sum(row["layers"]) == 12
+    shape = ("--layers", "12", "--hidden", "768", "--heads", "12", "--vocabulary", "50257", "--sequence", "512")
+    shown = run(
+        *WORLD, *shape, "--batch-tokens", "8192", "--peak", "100e12", "--tp", "2", "--inside", "1e-6:1e12"
+    ).stdout
+    assert re.search(r"^pp +dp +tp +cp +schedule +v +resident +rows +remat +step +tokens/s +MFU", shown)
+    assert len(re.findall(r"^ *\d+ +\d+ +2 +\d+ +(?:1f1b|zb-v) ", shown, re.MULTILINE)) == 3
+    noted = run(*WORLD, "--model", "gpt2", "--memory-limit-bytes", "1MiB", status=1).stderr
+    assert "no layout keeps to 1 MiB on a rank: the least reached is" in " ".join(noted.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (("--model", "gpt5"), "'gpt5' is not one of gpt2, llama-8b"),
+        (("--hidden", "8"), "a model without a name needs --layers, --heads, --vocabulary, --sequence"),
+        (("--model", "gpt2", "--batch-tokens", "1500"), "no whole number of sequences of 1024: take 1024"),
+        (("--model", "gpt2", "--ranks", "4", "--forward", "2", "--pareto"), "--pareto, --ranks, --forward"),
+        (("--model", "gpt2", "--inside", "1"), "is no link: give seconds of latency and bytes a second"),
+    ],
+)
+def test_options_of_a_world_are_checked(args, error):
+    assert error in said(run(*WORLD, *args, status=2))

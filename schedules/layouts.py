@@ -1,0 +1,614 @@
+"""Search the layouts of a transformer: pipelines, replicas, tensor and context parallel. No torch.
+
+Ranks are numbered with tensor parallel innermost, then context parallel, replicas, and the pipeline outermost, so that
+the dimensions that send most stay inside a host (Narayanan et al., "Efficient Large-Scale Language Model Training on
+GPU Clusters Using Megatron-LM", SC 2021, section 3). The collectives of a piece are a part of its time:
+
+- tensor parallel: two all-reduces of a layer's activations in its forward, and two in its input gradient (Shoeybi et
+  al., "Megatron-LM", 2019, section 3); a sequence-parallel layer gathers and scatters the same bytes. One more after
+  the embedding, and one in the input gradient of the head, whose loss adds three numbers for each token.
+- context parallel: a layer gathers the keys and values of a sequence, and adds and scatters their gradients.
+
+Replicas take other sequences, and context-parallel ranks other tokens: gradients are added over both, and parameters
+are sharded over both. Not in the prediction: links that several transfers share, the padding of vocabularies, and the
+host's own time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, product
+from math import ceil, inf
+from typing import NamedTuple, TypeVar
+
+from fpipe._format import format_bytes, number
+from fpipe.costs import Costs, Link
+from fpipe.effects import BackwardInput, BackwardWeight, Forward, parts
+from fpipe.errors import ScheduleError, warn
+from fpipe.plan import Placement, Plan, Schedule
+from fpipe.programs.footprint import RankBytes, footprint
+from fpipe.programs.lowering import lower
+from fpipe.programs.program import Programs
+from fpipe.programs.residence import residence
+from fpipe.schedules.catalogue import CatalogueEntry, named
+from fpipe.schedules.machines import ITEMSIZES, MACHINES, Machine, gathering, summing
+from fpipe.schedules.shapes import SHAPES, Flops, Kept, ModelShape
+from fpipe.timelines.simulator import simulate_programs
+from fpipe.timelines.timeline import Timeline
+
+T = TypeVar("T")
+
+# Those that need no search and no copies of stages; GPipe takes as long as 1F1B, with more memory.
+SCHEDULES = ("1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min")
+CLOSE = 0.01  # what could be faster by no more than this share is not simulated
+ROWS, CHUNKS, REMAT = (1, 2, 4), (1, 2, 4), ("none", "full")
+UPDATED = 28  # bytes of Adam's update of a parameter in float32: four are read, and three of them written
+SINGLE = 4  # bytes of a number in float32
+
+
+class Degrees(NamedTuple):
+    """The number of ranks along each dimension."""
+
+    pp: int
+    dp: int
+    tp: int
+    cp: int
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self._asdict().items())
+
+    @property
+    def replicas(self) -> int:
+        """The ranks over which gradients are added, and parameters sharded."""
+        return self.dp * self.cp
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model on its ranks, with a schedule, and the predicted step.
+
+    Args:
+        degrees: ranks along each dimension.
+        rows: sequences of a microbatch.
+        remat: "full" where a stage keeps only its input and the results of its collectives.
+        name, schedule, plan, costs, resident: as `Found` has them; run it by
+            `value_and_grad(pipeline, schedule, plan, resident=resident)`.
+        layers: the number of layers of each stage.
+        timeline: the predicted step, without the optimizer.
+        footprint: the account of each pipeline rank's bytes.
+        working: the most bytes inside a piece on each rank: gradients of logits, and activations computed again.
+        step: seconds of a step, with the optimizer's update.
+        tokens: of a step, in all.
+        mfu: the FLOPs that the model needs over those that the devices' peak allows in a step.
+    """
+
+    degrees: Degrees
+    rows: int
+    remat: str
+    name: str
+    schedule: Schedule
+    plan: Plan
+    costs: Costs
+    resident: int | None
+    layers: tuple[int, ...]
+    timeline: Timeline
+    footprint: tuple[RankBytes, ...]
+    working: tuple[float, ...]
+    step: float
+    tokens: int
+    mfu: float
+
+    def __repr__(self) -> str:
+        return f"<Layout: {self.degrees}, {self.name}, {number(self.step)} s, {format_bytes(self.bytes)}>"
+
+    @property
+    def bytes(self) -> float:
+        """The most bytes on a rank."""
+        return max(account.total + working for account, working in zip(self.footprint, self.working, strict=True))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step
+
+    @property
+    def chunks(self) -> int:
+        """The number of stages on a rank."""
+        return len(self.plan.stages_on(0))
+
+    @property
+    def collectives(self) -> float:
+        """The share of the busiest rank's compute that the collectives inside its pieces take."""
+        busy = self.timeline.busy
+        rank = busy.index(max(busy))
+        return self.timeline.collectives[rank] / busy[rank]
+
+
+def layouts(
+    model: ModelShape | str,
+    world: int,
+    machine: Machine | str = "h100",
+    *,
+    batch: int,
+    memory_limit_bytes: float | None = None,
+    dtype: str | None = None,
+    rows: Sequence[int] = ROWS,
+    pp: Sequence[int] | None = None,
+    dp: Sequence[int] | None = None,
+    tp: Sequence[int] | None = None,
+    cp: Sequence[int] | None = None,
+    schedules: Sequence[str] = SCHEDULES,
+    chunks: Sequence[int] = CHUNKS,
+    remat: Sequence[str] = REMAT,
+    sequence_parallel: bool = False,
+    top: int = 10,
+    budget: float | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[Layout]:
+    """Return the fastest layouts of a model over `world` ranks that fit into memory, fastest first.
+
+    Each has other degrees, and the best it can do with a schedule, a number of stages on a rank, of resident stages, of
+    sequences in a microbatch, and with or without rematerialisation. Of these, only those are simulated whose lower
+    bound says that they may be more than 1 % faster.
+
+    Args:
+        model: a shape, or a name in `SHAPES`.
+        machine: devices and links, or a name in `MACHINES`.
+        batch: sequences of a step, over all replicas.
+        memory_limit_bytes: bytes that a rank has; by default those of the machine.
+        dtype: in which stages compute; parameters, sums and Adam's two moments are float32. By default bfloat16 if the
+            machine has a peak for it.
+        rows: the numbers of sequences of a microbatch to try.
+        pp, dp, tp, cp: the degrees to try; by default every one.
+        schedules, chunks: names in `CATALOGUE`, and numbers of stages on a rank, to try.
+        remat: whether to try stages that keep all, "none", and their input only, "full".
+        sequence_parallel: whether tensor-parallel ranks share the tokens between matrix products.
+        top: how many to return, at most.
+        budget: seconds after which to stop, with a warning; the result is then the best of what was simulated.
+        progress: called with each candidate that is simulated.
+
+    Raises:
+        ScheduleError: no layout divides the model, the batch and the ranks; or none fits, and then the message has the
+            least bytes that would.
+
+    >>> best, *_ = layouts("llama-8b", 8, "h100", batch=16, dp=[1], cp=[1], schedules=["1f1b"], rows=[1])
+    >>> best.degrees, best.name, best.remat, best.layers
+    (Degrees(pp=2, dp=1, tp=4, cp=1), '1f1b', 'none', (17, 15))
+    """
+    shape = _of_name(model, SHAPES, "model shape") if isinstance(model, str) else model
+    hosts = _of_name(machine, MACHINES, "machine") if isinstance(machine, str) else machine
+    for option, counts in {"rows": rows, "chunks": chunks, "world": [world], "batch": [batch], "top": [top]}.items():
+        if not counts or min(counts) < 1:
+            raise ScheduleError(f"{option} must be whole numbers of at least 1, not {counts!r}")
+    if unknown := set(remat) - set(REMAT) or (set() if remat else {"nothing"}):
+        raise ScheduleError(f"remat is none or full, not {', '.join(sorted(unknown))}")
+    hosts = replace(hosts, on_host=min(hosts.on_host, world))
+    dtype = dtype or hosts.dtype
+    hosts.peak(dtype)
+    limit = hosts.memory if memory_limit_bytes is None else memory_limit_bytes
+    job = _Job(shape, hosts, world, batch, dtype, sequence_parallel, limit)
+    entries = [named(name) for name in schedules]
+    candidates: list[_Candidate] = []
+    for degrees in job.degrees(pp, dp, tp, cp):
+        for size, kind in product(sorted(set(rows)), dict.fromkeys(remat)):
+            if batch % (degrees.dp * size) == 0:
+                candidates += job.candidates(degrees, size, kind, entries, chunks)
+    if not candidates:
+        raise job.nothing_divides(rows, schedules, chunks, {"pp": pp, "dp": dp, "tp": tp, "cp": cp})
+    return _ranked(candidates, limit, top, budget, progress)
+
+
+def _of_name(name: str, known: Mapping[str, T], noun: str) -> T:
+    if name not in known:
+        raise ScheduleError(f"no {noun} is called {name!r}: there are {', '.join(known)}")
+    return known[name]
+
+
+def _ranked(
+    candidates: list[_Candidate],
+    limit: float,
+    top: int,
+    budget: float | None,
+    progress: Callable[[str], None] | None,
+) -> list[Layout]:
+    """Simulate candidates, those of the least bound first, until no other can be among the best."""
+    best: dict[Degrees, Layout] = {}
+    rest = sorted((each for each in candidates if each.least <= limit), key=lambda each: (each.bound, each.least))
+    end = inf if budget is None else time.monotonic() + budget
+    for at, candidate in enumerate(rest):
+        steps = sorted(layout.step for layout in best.values())
+        enough = candidate.bound * (1 + CLOSE)
+        if len(steps) >= top and enough >= steps[top - 1]:
+            break
+        known = best.get(candidate.degrees)
+        if known and enough >= known.step:
+            continue
+        if time.monotonic() > end:
+            stopped = f"stopped after {number(budget or 0.0)} s with {at} of up to {len(rest)} candidates done"
+            way_out = "allow more time, or fewer degrees, schedules, chunks or sizes of a microbatch"
+            if not best:
+                raise ScheduleError(f"{stopped}, of which none keeps to {format_bytes(limit)}: {way_out}")
+            warn(f"{stopped}, so that there may be faster layouts: {way_out}")
+            break
+        if progress:
+            progress(str(candidate))
+        layout = candidate.layout(limit)
+        if layout and (not known or (layout.step, layout.bytes) < (known.step, known.bytes)):
+            best[layout.degrees] = layout
+    if not best:
+        raise _too_small(candidates, limit)
+    return sorted(best.values(), key=lambda layout: (layout.step, layout.bytes))[:top]
+
+
+def _too_small(candidates: Sequence[_Candidate], limit: float, tried: int = 16) -> ScheduleError:
+    """Return the error that has the least bytes that were reached, of the candidates that may need least."""
+    few = sorted(candidates, key=lambda each: each.least)[:tried]
+    nbytes, least = min(((each.least_bytes(), each) for each in few), key=lambda reached: reached[0])
+    return ScheduleError(
+        f"no layout keeps to {format_bytes(limit)} on a rank: the least reached is {format_bytes(nbytes)}, of "
+        f"{least.degrees} with {least.entry.name}, {least.pieces.rows} sequences in a microbatch and remat "
+        f"{least.pieces.remat}; more ranks, more memory, or shorter sequences need less"
+    )
+
+
+class _Piece(NamedTuple):
+    """The seconds of a layer, an embedding or a head; `summing` and `summing_back` are those of its collectives."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    summing: float = 0.0
+    summing_back: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The arguments of `layouts`."""
+
+    model: ModelShape
+    machine: Machine
+    world: int
+    batch: int
+    dtype: str
+    sequence_parallel: bool
+    limit: float
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZES[self.dtype]
+
+    def degrees(self, *asked: Sequence[int] | None) -> Iterator[Degrees]:
+        """Yield all degrees whose product is the number of ranks, and which divide heads and tokens."""
+        model, divisors = self.model, [n for n in range(1, self.world + 1) if self.world % n == 0]
+        pp, dp, tp, cp = ([n for n in divisors if of is None or n in of] for of in asked)
+        for each in (Degrees(*sizes) for sizes in product(pp, dp, tp, cp)):
+            divides = model.key_heads % each.tp == 0 and model.inner % each.tp == 0 and model.sequence % each.cp == 0
+            shares_tokens = not self.sequence_parallel or model.sequence // each.cp % each.tp == 0
+            all_ranks = each.pp * each.dp * each.tp * each.cp == self.world
+            if all_ranks and divides and shares_tokens and each.pp <= model.layers and self.batch % each.dp == 0:
+                yield each
+
+    def nothing_divides(
+        self,
+        rows: Sequence[int],
+        schedules: Sequence[str],
+        chunks: Sequence[int],
+        asked: Mapping[str, Sequence[int] | None],
+    ) -> ScheduleError:
+        model = self.model
+        given = "".join(f", {name} of {list(of)}" for name, of in asked.items() if of is not None)
+        return ScheduleError(
+            f"no layout divides {self.world} ranks{given}: tp divides {model.key_heads} heads of keys and the inner "
+            f"width of {model.inner}, cp {model.sequence} tokens, pp times the stages on a rank ({list(chunks)}) is at "
+            f"most {model.layers} layers, and dp times the sequences of a microbatch ({list(rows)}) divides a batch of "
+            f"{self.batch}, for one of the schedules {', '.join(schedules)}"
+        )
+
+    def candidates(
+        self, degrees: Degrees, rows: int, remat: str, entries: Sequence[CatalogueEntry], chunks: Sequence[int]
+    ) -> Iterator[_Candidate]:
+        pieces = _Pieces(self, degrees, rows, remat)
+        microbatches = self.batch // (degrees.dp * rows)
+        for entry in entries:
+            for v in chunks if entry.any_chunks else (entry.chunks,):
+                try:
+                    plan = replace(entry.plan(degrees.pp, microbatches, v), replicas=degrees.replicas)
+                except ScheduleError:
+                    continue
+                if plan.stages <= self.model.layers:
+                    yield _Candidate(pieces, entry, plan)
+
+
+class _Pieces:
+    """The costs of a layer, of the embedding and of the head, for degrees and a size of a microbatch."""
+
+    def __init__(self, job: _Job, degrees: Degrees, rows: int, remat: str) -> None:
+        self.job, self.degrees, self.rows, self.remat = job, degrees, rows, remat
+        model, tp, cp = job.model, degrees.tp, degrees.cp
+        tokens = rows * model.sequence / cp
+        whole = tokens * model.hidden * job.itemsize  # bytes of an activation
+        self.activation = whole / (tp if job.sequence_parallel else 1)
+        self.kept = model.layer_kept(rows, job.itemsize, tp=tp, cp=cp, sequence_parallel=job.sequence_parallel)
+        self.head_kept = model.head_kept(rows, job.itemsize, tp=tp, cp=cp)
+        self.logits = SINGLE * tokens * ceil(model.vocabulary / tp)  # bytes of their gradient
+        across, along = job.machine.link(tp, 1), job.machine.link(cp, tp)
+        summed = summing(across, tp, whole)
+        exchanged = 2 * gathering(along, cp, rows * model.sequence * model.keys / tp * job.itemsize)
+        each = 2 * summed + exchanged
+        self.layer = self._piece(model.layer_flops, model.layer_parameters, self.kept, each, each)
+        three = 3 * summing(across, tp, SINGLE * tokens)  # the largest logit, the sum, and the target's
+        self.head = self._piece(model.head_flops, model.head_parameters, self.head_kept, three, summed)
+        moved = self._time(0, 2 * whole)
+        self.embedding = _Piece(moved + summed, 0.0, 2 * moved, summed)
+        over = job.machine.link(degrees.replicas, tp)
+        self.over_replicas = Link((degrees.replicas - 1) * over.latency, over.bandwidth)
+
+    def _piece(
+        self, count: Callable[[float], Flops], parameters: int, kept: Kept, summing: float, summing_back: float
+    ) -> _Piece:
+        """Return the times of a part of the model. A value that is kept is written once, and read once."""
+        flops = count(self.rows * self.job.model.sequence)
+        moved = self.job.itemsize * parameters / self.degrees.tp + 2 * kept.residuals
+        again = self._time(flops.again, moved) if self.remat == "full" else 0.0
+        return _Piece(
+            self._time(flops.forward, moved) + summing,
+            self._time(flops.backward_input, moved) + again + summing_back,
+            self._time(flops.backward_weight, moved),
+            summing,
+            summing_back,
+        )
+
+    def _time(self, flops: float, moved: float) -> float:
+        return self.job.machine.time(flops / (self.degrees.tp * self.degrees.cp), moved, self.job.dtype)
+
+    def link(self, source: int, target: int) -> Link:
+        """Return the link between two ranks of a pipeline."""
+        machine, stride = self.job.machine, self.degrees.replicas * self.degrees.tp
+        together = source * stride // machine.on_host == target * stride // machine.on_host
+        return machine.inside if together else machine.between
+
+    def links(self) -> Link | dict[tuple[int, int], Link]:
+        """Return the links between all ranks of a pipeline; one, if they are alike."""
+        ranks = range(self.degrees.pp)
+        links = {
+            (source, target): self.link(source, target) for source in ranks for target in ranks if source != target
+        }
+        return next(iter(links.values())) if len(set(links.values())) == 1 else links
+
+
+class _Candidate:
+    """Degrees with a schedule and a plan, before they are simulated.
+
+    Invariants: no step of it takes less than `bound`, and none needs fewer bytes than `least`.
+    """
+
+    def __init__(self, pieces: _Pieces, entry: CatalogueEntry, plan: Plan) -> None:
+        self.pieces, self.entry, self.plan, self.degrees = pieces, entry, plan, pieces.degrees
+        self.layers = _divided(pieces.job.model, plan.placement)
+        times = [
+            self._of_stages(pieces.layer[at], pieces.head[at], pieces.embedding[at])
+            for at in range(len(_Piece._fields))
+        ]
+        # The first stage needs no gradient of its input: all of its backward is one for its weights.
+        self.forward, self.backward_input, self.backward_weight, self.summing, self.summing_back = times
+        self.backward_weight[0] += self.backward_input[0]
+        self.backward_input[0] = 0.0
+        self.parameters = self._parameters()
+        self.residuals, self.deferred, self.working = self._sizes()
+        self.bound, self.least = self._bound(), self._least()
+
+    def __str__(self) -> str:
+        return f"{self.degrees}, {self.entry.name}"
+
+    def _of_stages(self, layer: float, head: float, embedding: float = 0.0) -> list[float]:
+        """Return a cost of each stage from those of its parts."""
+        each = [count * layer for count in self.layers]
+        each[0] += embedding
+        each[-1] += head
+        return each
+
+    def _parameters(self) -> list[float]:
+        model, end = self.pieces.job.model, self.plan.stages - 1
+        together = self.plan.rank_of(0, 0) == self.plan.rank_of(end, 0)
+        head = model.hidden if model.tied and together else model.head_parameters
+        numbers = self._of_stages(model.layer_parameters, head, model.embedding_parameters)
+        return [count / self.degrees.tp for count in numbers]
+
+    def _sizes(self) -> tuple[list[float], list[float], list[float]]:
+        """Return each stage's residuals, deferred bytes, and bytes inside its backward."""
+        pieces, layer, head = self.pieces, self.pieces.kept, self.pieces.head_kept
+        residuals = self._of_stages(layer.residuals, head.residuals)
+        deferred = self._of_stages(layer.deferred, head.deferred)
+        working = self._of_stages(0.0, pieces.logits)
+        if pieces.remat == "full":
+            working = [more + size for more, size in zip(working, residuals, strict=True)]
+            residuals = [pieces.activation + size for size in self._of_stages(layer.collectives, head.collectives)]
+        deferred[0] = residuals[0]
+        return residuals, deferred, working
+
+    def _bound(self) -> float:
+        """Return seconds that no schedule with these stages falls below.
+
+        A rank waits for the forwards of the stages before its first, and runs all passes of its stages. After its last
+        backward, the gradient passes the stages before its first, in a fused backward with their weight gradients; and
+        after its last weight gradient, this is added over the replicas.
+        """
+        plan, is_split, link = self.plan, _is_split(self.entry.name), self.pieces.link(0, min(1, self.plan.ranks - 1))
+        hop = link.latency + self.pieces.activation / link.bandwidth if plan.ranks > 1 else 0.0
+        up = [0.0, *accumulate(forward + hop for forward in self.forward)]
+        ups = zip(self.backward_input, self.backward_weight, strict=True)
+        down = [0.0, *accumulate(hop + inputs + (0.0 if is_split else weights) for inputs, weights in ups)]
+        bound = 0.0
+        for rank in range(plan.ranks):
+            stages = plan.stages_on(rank)
+            numbers = [len(plan.microbatches_of(s, rank)) for s in stages]
+            first = stages[0] if min(numbers) == plan.microbatches else 0  # copies share the microbatches
+            pairs = [*zip(numbers, stages, strict=True)]
+            inputs = sum(n * (self.forward[s] + self.backward_input[s]) for n, s in pairs)
+            weights = sum(n * self.backward_weight[s] for n, s in pairs)
+            scatter = min(map(self._scatter, stages))
+            after = max(weights + scatter, down[first] if is_split else weights + down[first])
+            bound = max(bound, up[first] + inputs + after)
+        return bound + self._update(plan.replicas)
+
+    def _scatter(self, stage: int) -> float:
+        link, replicas = self.pieces.over_replicas, self.plan.replicas
+        share = (replicas - 1) / replicas
+        return link.latency + share * SINGLE * self.parameters[stage] / link.bandwidth
+
+    def _least(self) -> float:
+        """Return bytes that no schedule with these stages falls below: shards, and a microbatch of one stage."""
+        itemsize = self.pieces.job.itemsize
+        each = 4 * SINGLE + (itemsize if itemsize < SINGLE else 0)  # parameters, their sum, two moments, and the cast
+        plan, sizes = self.plan, [more + size for more, size in zip(self.working, self.residuals, strict=True)]
+        ranks = map(plan.stages_on, range(plan.ranks))
+        return max(
+            each * sum(self.parameters[s] for s in stages) / plan.replicas + max(sizes[s] for s in stages)
+            for stages in ranks
+        )
+
+    def _update(self, shards: int) -> float:
+        """Return the seconds of the optimizer's update, and of the exchange of a tied gradient before it."""
+        job, plan = self.pieces.job, self.plan
+        most = max(sum(self.parameters[s] for s in plan.stages_on(rank)) for rank in range(plan.ranks))
+        ends = plan.rank_of(0, 0), plan.rank_of(plan.stages - 1, 0)
+        exchange = 0.0
+        if job.model.tied and ends[0] != ends[1]:
+            link = self.pieces.link(*ends)
+            tied = SINGLE * job.model.hidden * job.model.vocabulary / self.degrees.tp / shards
+            exchange = link.latency + tied / link.bandwidth
+        return exchange + UPDATED * most / shards / job.machine.bandwidth
+
+    @cached_property
+    def costs(self) -> Costs:
+        first, *later = self.summing_back
+        sizes = [SINGLE * count for count in self.parameters]
+        itemsize = self.pieces.job.itemsize
+        return Costs(
+            forward=self.forward,
+            backward_input=self.backward_input,
+            backward_weight=self.backward_weight,
+            collectives={
+                Forward: self.summing,
+                BackwardInput: [0.0, *later],
+                BackwardWeight: [first, *(0.0 for _ in later)],
+            },
+            communication=self.pieces.links() if self.plan.ranks > 1 else 0.0,
+            activation=[self.pieces.activation] * (self.plan.stages - 1) + [float(SINGLE)],
+            residuals=self.residuals,
+            deferred=self.deferred,
+            parameters=sizes,
+            gathered=[itemsize * count for count in self.parameters] if itemsize < SINGLE else None,
+            gradients=sizes,
+            gather=self.pieces.over_replicas,
+            scatter=self.pieces.over_replicas,
+        )
+
+    def layout(self, limit: float) -> Layout | None:
+        """Return the layout with the most resident stages that fits; None if none does, or the plan is refused.
+
+        Memory with few microbatches decides first, because it is no more than with all of them.
+        """
+        few = min(self.plan.microbatches, self.plan.ranks)
+        try:
+            for resident in self.rooms:
+                if self.most_bytes(self._placed(few, resident)) <= limit:
+                    placed = self._placed(self.plan.microbatches, resident)
+                    if few == self.plan.microbatches or self.most_bytes(placed) <= limit:
+                        return self._layout(placed, resident)
+        except ScheduleError:  # the schedule does not take the plan
+            pass
+        return None
+
+    @property
+    def rooms(self) -> list[int | None]:
+        """The numbers of resident stages to try, the most first.
+
+        Whole parameters are never faster: their all-reduce sends what a scatter and a gather of shards do, all at the
+        end of a step.
+        """
+        if self.plan.replicas == 1:
+            return [None]
+        most = max(len(self.plan.stages_on(rank)) for rank in range(self.plan.ranks))
+        return [most >> halvings for halvings in range(most.bit_length())]
+
+    def least_bytes(self) -> float:
+        """Return the bytes with fewest resident stages and few microbatches; infinity if the plan is refused."""
+        try:
+            few = min(self.plan.microbatches, 2 * self.plan.ranks)
+            return self.most_bytes(self._placed(few, self.rooms[-1]))
+        except ScheduleError:
+            return inf
+
+    def _schedule(self, plan: Plan) -> Schedule:
+        return self.entry.schedule(plan, self.costs)
+
+    def _placed(self, microbatches: int, resident: int | None) -> Programs:
+        plan = replace(self.plan, microbatches=microbatches)
+        programs = lower(self._schedule(plan), plan)
+        return programs if resident is None else residence(programs, resident)
+
+    def _working(self) -> tuple[float, ...]:
+        return tuple(max(self.working[s] for s in self.plan.stages_on(rank)) for rank in range(self.plan.ranks))
+
+    def most_bytes(self, placed: Programs) -> float:
+        accounts = footprint(placed, self.costs)
+        return max(account.total + working for account, working in zip(accounts, self._working(), strict=True))
+
+    def _layout(self, placed: Programs, resident: int | None) -> Layout:
+        job, timeline = self.pieces.job, simulate_programs(placed, self.costs)
+        step = timeline.makespan + self._update(1 if resident is None else self.plan.replicas)
+        tokens = job.batch * job.model.sequence
+        return Layout(
+            self.degrees,
+            self.pieces.rows,
+            self.pieces.remat,
+            self.entry.name,
+            self._schedule(self.plan),
+            self.plan,
+            self.costs,
+            resident,
+            self.layers,
+            timeline,
+            footprint(placed, self.costs),
+            self._working(),
+            step,
+            tokens,
+            job.model.step_flops(tokens) / (job.world * job.machine.peak(job.dtype) * step),
+        )
+
+
+@lru_cache(maxsize=256)
+def _divided(model: ModelShape, placement: Placement) -> tuple[int, ...]:
+    """Return the number of layers of each stage, at least one.
+
+    Each next layer goes to the rank that has least to compute, and there to the stage that has.
+    """
+    tokens = model.sequence
+    head = model.head_flops(tokens).model / model.layer_flops(tokens).model
+    counts, end = [1] * placement.stages, placement.stages - 1
+    work = [0.0] * placement.ranks
+    for stage, ranks in enumerate(placement.holders):
+        for rank in ranks:
+            work[rank] += 1 + (head if stage == end else 0.0)
+    for _ in range(model.layers - placement.stages):
+        stage = min(
+            range(placement.stages),
+            key=lambda s: (max(work[rank] for rank in placement.holders[s]), counts[s] + (head if s == end else 0.0)),
+        )
+        counts[stage] += 1
+        for rank in placement.holders[stage]:
+            work[rank] += 1
+    return tuple(counts)
+
+
+@lru_cache
+def _is_split(name: str) -> bool:
+    """Whether a schedule of the catalogue has weight gradients apart from input gradients."""
+    entry = named(name)
+    plan = entry.plan(2, 4)
+    schedule = entry.schedule(plan)
+    effects = (part for rank in range(2) for effect in schedule(rank, plan) for part in parts(effect))
+    return any(isinstance(effect, BackwardWeight) for effect in effects)
