@@ -48,6 +48,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.mesh
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.timed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.frozen
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.layouts
 	$(BIN)/python -m benchmarks.scale
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lengths
 	$(BIN)/python -m benchmarks.tab

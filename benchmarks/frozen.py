@@ -52,7 +52,7 @@ class TimedStage(nn.Module):
         self.w, self.seconds = nn.Parameter(w.clone(), requires_grad=is_trained), seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return timed.forward(x, self.w, self.seconds)
+        return timed.forward(x, self.w, [self.seconds] * 3)
 
 
 def job(

@@ -58,7 +58,7 @@ def model(kind: str, stages: int) -> tuple[Pipeline, dict[int, Any]]:
     if kind == "real":
         return interop.from_modules(models.stages(models.layers(WIDTH), stages), loss=models.loss_fn)
     seconds = SECONDS * RANKS[kind] / stages / LENGTH  # for a token
-    stage = lambda w, x: timed.forward(x, w, x.shape[1] * seconds)  # noqa: E731
+    stage = lambda w, x: timed.forward(x, w, [x.shape[1] * seconds] * 3)  # noqa: E731
     return Pipeline([stage] * stages, models.loss_fn), {s: torch.ones(4) for s in range(stages)}
 
 

@@ -69,9 +69,9 @@ TABLES = {"2x2": Table(2, 2), "4x1": Table(4, 1, gathers=(0,)), "residence": Tab
 
 
 @torch.library.custom_op("timed::forward", mutates_args=())
-def forward(x: Tensor, w: Tensor, seconds: float) -> Tensor:
-    """Return x times the mean of w, after a sleep."""
-    time.sleep(seconds)
+def forward(x: Tensor, w: Tensor, seconds: Sequence[float]) -> Tensor:
+    """Return x times the mean of w, after a sleep; `seconds` of the forward, the input and the weight gradient."""
+    time.sleep(seconds[0])
     return x * w.mean()
 
 
@@ -88,9 +88,13 @@ def backward_weight(cotangent: Tensor, x: Tensor, w: Tensor, seconds: float) -> 
 
 
 @forward.register_fake
-@backward_input.register_fake
-def _like_first(x: Tensor, w: Tensor, seconds: float) -> Tensor:
+def _forward_like(x: Tensor, w: Tensor, seconds: Sequence[float]) -> Tensor:
     return torch.empty_like(x)
+
+
+@backward_input.register_fake
+def _like_cotangent(cotangent: Tensor, w: Tensor, seconds: float) -> Tensor:
+    return torch.empty_like(cotangent)
 
 
 @backward_weight.register_fake
@@ -106,9 +110,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, w = ctx.saved_tensors
     to_x, to_w, _ = ctx.needs_input_grad
+    _, for_x, for_w = ctx.seconds
     return (
-        backward_input(cotangent, w, ctx.seconds) if to_x else None,
-        backward_weight(cotangent, x, w, ctx.seconds) if to_w else None,
+        backward_input(cotangent, w, for_x) if to_x else None,
+        backward_weight(cotangent, x, w, for_w) if to_w else None,
         None,
     )
 
@@ -119,7 +124,7 @@ forward.register_autograd(_backward, setup_context=_save)
 def stages(count: int, layer: float) -> tuple[Pipeline, dict[int, Tensor]]:
     """Return a pipeline of all layers in `count` stages, and its params; `layer` is the seconds of one's forward."""
     each = models.LAYERS // count
-    pipeline = Pipeline([lambda w, x: forward(x, w, each * layer)] * count, lambda y, t: (y - t).square().mean())
+    pipeline = Pipeline([lambda w, x: forward(x, w, [each * layer] * 3)] * count, lambda y, t: (y - t).square().mean())
     return pipeline, {stage: torch.ones(each * SIDE, SIDE) for stage in range(count)}
 
 
@@ -144,8 +149,8 @@ class Late:
 class SlowGroup:
     """A process group of replicas, each of whose operations occupies the link for a time, one after another."""
 
-    def __init__(self, group: Any, bandwidth: float) -> None:
-        self.group, self.bandwidth, self.free = group, bandwidth, 0.0
+    def __init__(self, group: Any, bandwidth: float, latency: float) -> None:
+        self.group, self.bandwidth, self.latency, self.free = group, bandwidth, latency, 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
@@ -155,20 +160,22 @@ class SlowGroup:
 
     def late(self, work: dist.Work, received: Tensor) -> Late:
         share = 1 - 1 / self.group.size()
-        self.free = max(self.free, time.perf_counter()) + share * received.nbytes / self.bandwidth
+        start = max(self.free, time.perf_counter())
+        self.free = start + self.latency + share * received.nbytes / self.bandwidth
         return Late(work, self.free)
 
 
 @dataclass(frozen=True)
 class SlowLink(Gloo):
-    """gloo, with a link of a bandwidth (bytes a second) between the replicas of a rank."""
+    """gloo, with a link of a bandwidth (bytes a second) and a latency between the replicas of a rank."""
 
     bandwidth: float
+    latency: float = 0.0
 
     def group(self, *arguments: Any) -> Any:
         _, name, *_ = arguments
         group = super().group(*arguments)
-        return SlowGroup(group, self.bandwidth) if name.startswith(("gather", "scatter")) else group
+        return SlowGroup(group, self.bandwidth, self.latency) if name.startswith(("gather", "scatter")) else group
 
     def all_gather(self, group: Any, whole: Tensor, piece: Tensor) -> list[Any]:
         if not isinstance(group, SlowGroup):

@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 
 from fpipe._format import format_bytes, number
 from fpipe.costs import Costs, Link
-from fpipe.effects import BackwardInput, BackwardWeight, Forward, parts
+from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, parts
 from fpipe.errors import ScheduleError, warn
 from fpipe.plan import Placement, Plan, Schedule
 from fpipe.programs.footprint import RankBytes, footprint
@@ -246,6 +246,9 @@ def _too_small(candidates: Sequence[_Candidate], limit: float, tried: int = 16) 
     """Return the error that has the least bytes that were reached, of the candidates that may need least."""
     few = sorted(candidates, key=lambda each: each.least)[:tried]
     nbytes, least = min(((each.least_bytes(), each) for each in few), key=lambda reached: reached[0])
+    if nbytes == inf:
+        names = sorted({each.entry.name for each in few})
+        return ScheduleError(f"{', '.join(names)} take no layout of this model and these ranks: try other schedules")
     return ScheduleError(
         f"no layout keeps to {format_bytes(limit)} on a rank: the least reached is {format_bytes(nbytes)}, of "
         f"{least.degrees} with {least.entry.name}, {least.pieces.rows} sequences in a microbatch and remat "
@@ -435,8 +438,9 @@ class _Candidate:
         backward, the gradient passes the stages before its first, in a fused backward with their weight gradients; and
         after its last weight gradient, this is added over the replicas.
         """
-        plan, is_split, link = self.plan, _is_split(self.entry.name), self.pieces.link(0, min(1, self.plan.ranks - 1))
-        hop = link.latency + self.pieces.activation / link.bandwidth if plan.ranks > 1 else 0.0
+        plan, is_split = self.plan, _is_split(self.entry.name)
+        links = [self.pieces.link(rank, rank + 1) for rank in range(plan.ranks - 1)]
+        hop = min((link.latency + self.pieces.activation / link.bandwidth for link in links), default=0.0)
         up = [0.0, *accumulate(forward + hop for forward in self.forward)]
         ups = zip(self.backward_input, self.backward_weight, strict=True)
         down = [0.0, *accumulate(hop + inputs + (0.0 if is_split else weights) for inputs, weights in ups)]
@@ -459,15 +463,27 @@ class _Candidate:
         return link.latency + share * SINGLE * self.parameters[stage] / link.bandwidth
 
     def _least(self) -> float:
-        """Return bytes that no schedule with these stages falls below: shards, and a microbatch of one stage."""
-        itemsize = self.pieces.job.itemsize
+        """Return bytes that no schedule with these stages falls below.
+
+        They are those of the shards, and of the microbatches whose residuals are there at the same time: one, or as
+        many as the order of the schedule says, where this does not depend on costs.
+        """
+        plan, itemsize = self.plan, self.pieces.job.itemsize
         each = 4 * SINGLE + (itemsize if itemsize < SINGLE else 0)  # parameters, their sum, two moments, and the cast
-        plan, sizes = self.plan, [more + size for more, size in zip(self.working, self.residuals, strict=True)]
-        ranks = map(plan.stages_on, range(plan.ranks))
-        return max(
-            each * sum(self.parameters[s] for s in stages) / plan.replicas + max(sizes[s] for s in stages)
-            for stages in ranks
-        )
+        counts = [1] * plan.ranks
+        if not (self.entry.by_costs or self.entry.limited):
+            counts = _in_flight(self.entry.name, plan.ranks, self.chunks, min(plan.microbatches, plan.ranks))
+        return max(self._least_of(rank, count, each / plan.replicas) for rank, count in enumerate(counts))
+
+    def _least_of(self, rank: int, count: int, of_parameter: float) -> float:
+        stages = self.plan.stages_on(rank)
+        one = max(self.residuals[s] + self.working[s] for s in stages)
+        several = count * min(self.residuals[s] for s in stages) + min(self.working[s] for s in stages)
+        return of_parameter * sum(self.parameters[s] for s in stages) + max(one, several)
+
+    @property
+    def chunks(self) -> int:
+        return max(len(self.plan.stages_on(rank)) for rank in range(self.plan.ranks))
 
     def _update(self, shards: int) -> float:
         """Return the seconds of the optimizer's update, and of the exchange of a tied gradient before it."""
@@ -531,8 +547,7 @@ class _Candidate:
         """
         if self.plan.replicas == 1:
             return [None]
-        most = max(len(self.plan.stages_on(rank)) for rank in range(self.plan.ranks))
-        return [most >> halvings for halvings in range(most.bit_length())]
+        return [self.chunks >> halvings for halvings in range(self.chunks.bit_length())]
 
     def least_bytes(self) -> float:
         """Return the bytes with fewest resident stages and few microbatches; infinity if the plan is refused."""
@@ -612,3 +627,19 @@ def _is_split(name: str) -> bool:
     schedule = entry.schedule(plan)
     effects = (part for rank in range(2) for effect in schedule(rank, plan) for part in parts(effect))
     return any(isinstance(effect, BackwardWeight) for effect in effects)
+
+
+@lru_cache(maxsize=1024)
+def _in_flight(name: str, ranks: int, chunks: int, microbatches: int) -> list[int]:
+    """Return how many forwards of stages each rank is ahead of their backwards, at most, in the order of a schedule."""
+    entry = named(name)
+    plan = entry.plan(ranks, microbatches, chunks)
+    schedule, most = entry.schedule(plan), [1] * ranks
+    try:
+        for rank in range(ranks):
+            effects = (part for effect in schedule(rank, plan) for part in parts(effect))
+            ahead = accumulate(isinstance(e, Forward) - isinstance(e, Backward | BackwardInput) for e in effects)
+            most[rank] = max(ahead)
+    except ScheduleError:  # it does not take the plan, and says so again when it is lowered
+        pass
+    return most

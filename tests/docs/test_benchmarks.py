@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
-from benchmarks import models, timed
+from benchmarks import layouts, models, timed
 from fpipe import Costs
+from fpipe.schedules.layouts import Degrees
 from tests.support.combinations import ALL
 
 PEERS = {"schedule", "ranks", "width", "fpipe_ms", "peer_ms", "ratio", "limit_share", "fpipe_bytes", "peer_bytes"}
@@ -152,3 +153,28 @@ def test_costs_of_a_model_that_grows():
     found = benchmark("scale").grown(Costs(forward=[1, 2, 4, 6, 9], activation=[5] * 5, **same), count=8, stages=4)
     assert found.forward == (5, 8, 8, 13)
     assert found.activation == (5, 5, 5, 5)
+
+
+def of_layouts(rank, degrees, layer):
+    """The rows of layouts with some degrees in a process, of one round."""
+    (rows,) = layouts.job(rank, 4, degrees, layer, 1)
+    return rows
+
+
+def test_layouts_by_timed_stages(pools):
+    """Twice: a pipeline with replicas, and one whose tensor-parallel collectives are slept."""
+    layer = 0.5e-3
+    rows = pools(4).run(of_layouts, [Degrees(2, 2, 1, 1), Degrees(2, 1, 2, 1)], layer)[0]
+    assert {(row["pp"], row["dp"], row["tp"], row["schedule"]) for row in rows} == {
+        (2, dp, tp, schedule) for dp, tp in [(2, 1), (1, 2)] for schedule in layouts.SCHEDULES
+    }
+    for row in rows:
+        assert row.keys() >= TIMED
+        assert (row["collectives"] > 0) == (row["tp"] > 1)
+        slept = 3 * layer * models.LAYERS * layouts.BATCH / 4
+        assert min(row["predicted_ms"], row["measured_ms"]) >= 1e3 * slept
+
+
+def test_pairs_that_are_apart_have_an_order():
+    rows = [{"predicted_ms": p, "measured_ms": m} for p, m in [(100, 130), (104, 120), (110, 129)]]
+    assert layouts.disordered(rows) == [(rows[0], rows[2])]

@@ -156,12 +156,13 @@ SEARCHED = {"batch": 16, "rows": (1, 2), "chunks": (1, 2), "schedules": ("1f1b",
 
 def test_the_ranking_is_that_of_simulating_all(monkeypatch):
     """Within the share that is not looked at; and no step is below the bound, nor its bytes below the least."""
-    found = layouts("gpt2", 8, "a100", memory_limit_bytes=8e9, top=5, **SEARCHED)
+    hosts = replace(MACHINES["a100"], on_host=4)
+    found = layouts("gpt2", 8, hosts, memory_limit_bytes=8e9, top=5, **SEARCHED)
     assert found == sorted(found, key=lambda layout: layout.step)
     assert len({layout.degrees for layout in found}) == 5
     candidates = []
     monkeypatch.setattr(module, "_ranked", lambda every, *rest: candidates.extend(every) or [])
-    layouts("gpt2", 8, "a100", memory_limit_bytes=8e9, dp=[2, 4, 8], tp=[1], cp=[1], **SEARCHED)
+    layouts("gpt2", 8, hosts, memory_limit_bytes=8e9, dp=[2, 4, 8], tp=[1], cp=[1], **SEARCHED)
     best = {}
     for candidate in candidates:
         layout = candidate.layout(8e9)
@@ -192,6 +193,7 @@ def test_a_layout_is_simulated_again_by_its_parts():
         ({"world": 7, "tp": [7]}, "no layout divides 7 ranks, tp of \\[7\\]: tp divides 12 heads"),
         ({"memory_limit_bytes": 1e6}, "keeps to 976.6 KiB on a rank: the least reached is .* MiB, of pp"),
         ({"dtype": "float64"}, "no peak for float64: it has those for bfloat16, float16, float32"),
+        ({"schedules": ["dualpipe"], "world": 4, "pp": [1]}, "no layout divides 4 ranks, pp of \\[1\\]"),
         ({"remat": ["half"]}, "remat is none or full, not half"),
         ({"batch": 0}, "batch must be whole numbers of at least 1"),
         ({"budget": 0.0, "memory_limit_bytes": 8e9}, "stopped after 0 s with 0 of up to"),

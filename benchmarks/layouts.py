@@ -1,0 +1,177 @@
+"""Compare the predicted with the measured order of layouts, by timed stages: each piece sleeps for its cost.
+
+    python -m benchmarks.layouts                  # two tables: 4 processes, and 8
+    python -m benchmarks.layouts --worlds 4 --rounds 3
+    python -m benchmarks.layouts --json           # a list of objects, and nothing else
+
+`fpipe.schedules.layouts` predicts the steps of a transformer of eight layers over 4 and 8 ranks of a made-up machine
+that is slow enough for gloo: pipelines, replicas and tensor parallel in all products, by 1F1B and by ZB-V. Then each
+layout runs with one process for each rank. Pieces sleep for the time that the prediction has for them, their
+tensor-parallel collectives included. Transfers, gathers and scatters are real ones over gloo; gathers and scatters end
+no earlier than over the link of the prediction, of bytes in proportion to those of the model.
+
+A measured time is the least of the rounds, because a busy machine only adds to it. The ratio is measured over
+predicted; quartiles are those of all rounds. `order` says whether layouts whose predictions are more than 5 % apart
+were measured in the same order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import combinations
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import ProcessException
+
+import fpipe
+from benchmarks import models, timed
+from fpipe import Link, Pipeline, handlers, interop
+from fpipe.handlers.distributed.backends import Gloo
+from fpipe.schedules.layouts import Degrees, Layout, layouts
+from fpipe.schedules.machines import Machine
+from fpipe.schedules.shapes import ModelShape
+
+WORLDS = (4, 8)
+BATCH, WIDTH = 16, 64  # sequences of a step; numbers of an activation
+SCALE = 1 / 16  # bytes of a real parameter for each that is predicted
+CLOSE = 0.05  # predictions that are no further apart have no order
+SHAPE = ModelShape(layers=models.LAYERS, hidden=256, heads=4, vocabulary=256, sequence=64)
+LATENCY, GATHER = 0.03, 1.5  # of a link, and of a layer's parameters over it, in times of a layer's forward
+SCHEDULES = ("1f1b", "zb-v")
+OPTIONS: dict[str, Any] = {"batch": BATCH, "rows": [1], "cp": [1], "tp": [1, 2], "remat": ["none"], "top": 100}
+
+
+def machine(layer: float) -> Machine:
+    """Return the machine on which a layer's forward takes so many seconds."""
+    flops = SHAPE.layer_flops(SHAPE.sequence).forward / layer
+    bandwidth = torch.float32.itemsize * SHAPE.layer_parameters / (GATHER * layer)
+    link = Link(LATENCY * layer, bandwidth)
+    return Machine({"float32": flops}, bandwidth=1e12, memory=1e12, inside=link, between=link, on_host=1, efficiency=1)
+
+
+def predicted(world: int, layer: float) -> list[Layout]:
+    """Return the layouts that are measured, fastest first: all degrees, by each schedule."""
+    by_schedule = (layouts(SHAPE, world, machine(layer), schedules=[name], **OPTIONS) for name in SCHEDULES)
+    return sorted((layout for found in by_schedule for layout in found), key=lambda layout: layout.step)
+
+
+def stages(layout: Layout) -> tuple[Pipeline, dict[int, Tensor]]:
+    """Return a pipeline whose pieces sleep as long as the layout says, with parameters in proportion to its bytes."""
+    costs = layout.costs
+    times = [*zip(*map(per_stage, (costs.forward, costs.backward_input, costs.backward_weight)), strict=True)]
+    pipeline = Pipeline([partial(sleeping, seconds) for seconds in times], lambda y, t: (y - t).square().mean())
+    numbers = [max(1, round(SCALE * size / torch.float32.itemsize / WIDTH)) for size in per_stage(costs.parameters)]
+    replicas = layout.degrees.replicas  # which share rows equally, so that shards have no padding
+    return pipeline, {s: torch.ones(ceil(rows / replicas) * replicas, WIDTH) for s, rows in enumerate(numbers)}
+
+
+def sleeping(seconds: Sequence[float], w: Tensor, x: Tensor) -> Tensor:
+    return timed.forward(x, w, list(seconds))
+
+
+def per_stage(cost: Any) -> tuple[float, ...]:
+    assert isinstance(cost, tuple)
+    return cost
+
+
+def step(layout: Layout) -> Callable[[], object]:
+    """Return a function that runs a step of this process."""
+    pp, dp, tp, _ = layout.degrees
+    mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    link = layout.costs.gather
+    assert isinstance(link, Link)
+    backend = timed.SlowLink(SCALE * link.bandwidth, link.latency) if dp > 1 else Gloo()
+    replicas = mesh["dp"] if dp > 1 else None
+    handler = handlers.Distributed(mesh["pp"], replicas=replicas, backend=backend, timeout=models.TIMEOUT)
+    pipeline, params = stages(layout)
+    own = pipeline.params_on(params if replicas is None else interop.fsdp(params, replicas), layout.plan, handler.rank)
+    options: dict[str, Any] = {"handler": handler, "autodiff": "graph", "resident": layout.resident}
+    run = fpipe.value_and_grad(pipeline, layout.schedule, layout.plan, **options)
+    rows = layout.plan.microbatches
+    return partial(run, own, torch.ones(rows, WIDTH), torch.zeros(rows, WIDTH))
+
+
+def job(rank: int, world: int, degrees: Sequence[Degrees], layer: float, rounds: int) -> Iterator[Any]:
+    """Run one process: yield the rows of all layouts, or of those with some degrees, as measured on rank 0."""
+    chosen = [layout for layout in predicted(world, layer) if not degrees or layout.degrees in degrees]
+    steps = [step(layout) for layout in chosen]
+    times = [list[float]() for _ in steps]
+    for run in steps:
+        run()
+    for _ in range(rounds):
+        for run, taken in zip(steps, times, strict=True):
+            taken.append(timed.milliseconds(run))
+    yield [row(layout, taken, layer) for layout, taken in zip(chosen, times, strict=True)]
+
+
+def row(layout: Layout, times: Sequence[float], layer: float) -> dict[str, Any]:
+    ratios = [ms / (1e3 * layout.step) for ms in times]
+    return {
+        **layout.degrees._asdict(),
+        "layer_ms": 1e3 * layer,
+        "schedule": layout.name,
+        "chunks": layout.chunks,
+        "microbatches": layout.plan.microbatches,
+        "collectives": layout.collectives,
+        "predicted_ms": 1e3 * layout.step,
+        "measured_ms": min(times),
+        "ratio": min(ratios),
+        "ratio_quartiles": statistics.quantiles(ratios)[::2] if len(ratios) > 1 else ratios * 2,
+        "rounds": len(times),
+    }
+
+
+def disordered(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the pairs whose predictions are apart, and which were measured in the other order."""
+    pairs = combinations(sorted(rows, key=lambda row: row["predicted_ms"]), 2)
+    apart = (pair for pair in pairs if pair[1]["predicted_ms"] > (1 + CLOSE) * pair[0]["predicted_ms"])
+    return [(a, b) for a, b in apart if a["measured_ms"] >= b["measured_ms"]]
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    world = rows[0]["pp"] * rows[0]["dp"] * rows[0]["tp"]
+    print(f"\n{world} ranks, {rows[0]['rounds']} rounds; a layer's forward takes {rows[0]['layer_ms']:g} ms")
+    print(f"{'pp':>3}{'dp':>4}{'tp':>4}  {'schedule':12}{'v':>2} {'inside':>7}", end="")
+    print(f" {'predicted':>10} {'measured':>9} {'ratio':>6} {'quartiles':>13}")
+    for r in rows:
+        print(f"{r['pp']:3}{r['dp']:4}{r['tp']:4}  {r['schedule']:12}{r['chunks']:2} {r['collectives']:7.1%}", end="")
+        print(f" {r['predicted_ms']:10.1f} {r['measured_ms']:9.1f} {r['ratio']:6.3f}", end="")
+        print(f" {'{:.3f}-{:.3f}'.format(*r['ratio_quartiles']):>13}")
+    wrong = disordered(rows)
+    print(f"order: {'as predicted' if not wrong else f'{len(wrong)} pairs are not as predicted'}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", nargs="+", type=int, choices=WORLDS, default=list(WORLDS))
+    parser.add_argument("--layer", type=models.positive, default=40, help="milliseconds of a layer's forward")
+    parser.add_argument("--rounds", type=models.positive, default=3)
+    parser.add_argument("--limit", type=models.positive, default=600, help="seconds until processes are ended")
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    options = parser.parse_args()
+    print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
+    rows: list[dict[str, Any]] = []
+    try:
+        for world in options.worlds:
+            arguments = (), 1e-3 * options.layer, options.rounds
+            for measured in models.in_processes(job, world, *arguments, limit=options.limit):
+                rows += measured
+                if not options.json:
+                    show(measured)
+    except (TimeoutError, ProcessException) as error:
+        sys.exit(f"layouts: {str(error).strip()}")
+    if options.json:
+        print(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
