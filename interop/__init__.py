@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from fpipe._lazy import attach
 
 if TYPE_CHECKING:
-    from fpipe.interop import transformers as transformers
+    from fpipe.interop import styles as styles, transformers as transformers
     from fpipe.interop.adapters.lora import lora as lora, merge_lora as merge_lora
     from fpipe.interop.checkpoints.checkpoints import Checkpoints as Checkpoints
     from fpipe.interop.checkpoints.safetensors import export_safetensors as export_safetensors

@@ -28,8 +28,8 @@ def shard(params: Any, mesh: DeviceMesh, rule: Rule) -> Any:
             are no tensors stay as they are.
         mesh: such as the dimension `mesh["tp"]` of a larger one.
         rule: a function of (path, leaf), as of `(stage, name)` in `{stage: {name: tensor}}`; or placements by pattern
-            of the name without the stage, as `"blocks.*.weight"`. The first pattern that matches counts; where none
-            does, the leaf is replicated.
+            of the name without the stage, as `"blocks.*.weight"`, or as `styles.megatron` returns them; `"*.head.*"`
+            matches `"head.weight"` too. The first pattern that matches counts; where none does, the leaf is replicated.
 
     The result is on the mesh's type of device and shares no memory with `params`.
 
@@ -163,17 +163,21 @@ def _by_pattern(
 ) -> Callable[[Path, Tensor], Sequence[Placement]]:
     names = {path: ".".join(map(str, path[1:])) for path in paths}
     for pattern in rule:
-        if not any(fnmatchcase(name, pattern) for name in names.values()):
+        if not any(_matches(name, pattern) for name in names.values()):
             raise ValueError(
                 f"no leaf matches {pattern!r}; names are like {', '.join([*names.values()][:3])}: call shard on the "
                 "params of all stages, before pipeline.params_on selects those of a rank"
             )
 
     def choose(path: Path, leaf: Tensor) -> Sequence[Placement]:
-        matching = (placements for pattern, placements in rule.items() if fnmatchcase(names[path], pattern))
+        matching = (placements for pattern, placements in rule.items() if _matches(names[path], pattern))
         return next(matching, [Replicate()] * mesh.ndim)
 
     return choose
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(f".{name}", pattern)
 
 
 def _check_placements(placements: Sequence[Placement], mesh: DeviceMesh, leaf: Tensor, path: Path) -> None:

@@ -86,6 +86,7 @@ LAYOUT = {
     "fpipe.interop.torch_csv": "schedules programs plan effects errors",
     "fpipe.interop.sampling": "",
     "fpipe.interop.sharding": "stages errors",
+    "fpipe.interop.styles": "",
     "fpipe.interop.modules": "interop.sharding stages plan errors",
     "fpipe.interop.splitting": "interop.modules autodiff.graph stages devices plan errors",
     "fpipe.interop.checkpoints": "interop.modules handlers handlers.distributed stages plan errors",
@@ -260,7 +261,7 @@ SURFACE = {
     "fpipe.interop": """
         CheckpointError Checkpoints End Optimizer buffers eval_mode export_safetensors from_csv from_functions
         from_modules from_pipe from_state_dict fsdp into_modules lora materialise merge_lora optimizer pipe_split
-        rows shard split split_points to_csv to_state_dict transformers
+        rows shard split split_points styles to_csv to_state_dict transformers
     """,
 }
 

@@ -22,7 +22,7 @@ from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.precision import OWN_DTYPES, Precision
 from fpipe.stages.pytree import HOW_TO_REGISTER, PLAIN, Flat, Path, as_path, flatten, indices, paths_of, short
-from fpipe.stages.sharding import is_dtensor
+from fpipe.stages.sharding import Placed, is_dtensor
 from fpipe.stages.stage import Batch, Output, Stage, Target
 
 Leaves = list[Any]
@@ -107,6 +107,7 @@ class Prepared:
         trained: numbers of the leaves that get gradients, in the order of the weight gradients.
         paths: paths of the trained leaves.
         computed: a cache of values that depend on the params alone.
+        placed: by number, the layouts of the leaves that are pieces, of which the stage reads the whole.
     """
 
     leaves: Leaves
@@ -114,6 +115,7 @@ class Prepared:
     trained: tuple[int, ...]
     paths: tuple[Path, ...]
     computed: dict[Any, Any] = field(default_factory=dict)
+    placed: dict[int, Placed] = field(default_factory=dict)
 
     @cached_property
     def own(self) -> Leaves:
@@ -141,6 +143,12 @@ class Prepared:
                     pairs = zip(function(self.leaves), values, strict=True)
                     moved = [(x, old) for x, old in pairs if isinstance(x, Tensor) and x.data_ptr() != old.data_ptr()]
                     copy([x for x, _ in moved], [in_memory(old) for _, old in moved])  # the others are views of leaves
+
+
+UNTRACED = (
+    "its params have DTensors over a dimension of tensor parallelism, which are computed with in traced stages alone: "
+    "leave autodiff='eager' out, and transforms.per_sample"
+)
 
 
 def prepared(stage: Stage, params: Any, argnums: Collection[Argument] = PARAMS) -> Prepared:

@@ -193,7 +193,7 @@ class Traced:
             if is_reentrant(error):
                 raise StageError(NO_REENTRANT, stage=self.name) from error
             self.graphs.reason = self.graphs.reason or _reason(error)
-            self.cause = None if self.fallback else error
+            self.cause = None if self.fallback and not prepared.placed else error
             self.graphs.walked_once |= "selective activation checkpoint" in str(error)
         entry.functions = functions
         gc.collect(1)  # torch's tracer leaves reference cycles that hold the tensors of this call
@@ -233,7 +233,8 @@ class Traced:
     def _key(self, prepared: Prepared, trees: list[Flat], inputs: Leaves, keep: bool) -> Hashable:
         """Return a key for the signature. A number stands for the parts that are constant during a step."""
         if self not in prepared.computed:
-            step = prepared.spec, ambient(), *map(leaf_key, prepared.leaves)
+            placed = tuple(prepared.placed.items())
+            step = prepared.spec, placed, ambient(), *map(leaf_key, prepared.leaves)
             prepared.computed[self] = self.graphs.step(step)
         return prepared.computed[self], keep, *[tree.spec for tree in trees], *map(leaf_key, inputs)
 
@@ -241,6 +242,12 @@ class Traced:
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, Any, Any]:
         """Run a stage that cannot be traced. An error of the stage itself is raised here, before any about tracing."""
+        if prepared.placed:
+            raise StageError(
+                f"its params have DTensors over a dimension of tensor parallelism, and it can't be traced: "
+                f"{self.graphs.reason}",
+                stage=self.name,
+            ) from self.cause
         if self.eager.whole != self.graphs.walked_once:
             self.eager = Eager(self.stage, whole=self.graphs.walked_once, argnums=self.argnums)
         result = self.eager.forward(prepared, state, sources, data, keep)
@@ -268,7 +275,7 @@ def signature_of(prepared: Prepared, state: Flat, *rest: Flat, keep: bool, data_
     """
     *sources, data = rest
     return Signature(
-        Tree.of(prepared.leaves, prepared.spec, set(prepared.trained)),
+        Tree.of(prepared.leaves, prepared.spec, set(prepared.trained), prepared.placed),
         prepared.trained,
         Tree.of(*state),
         tuple(Tree.of(*value, _requiring_grad(value.leaves) if keep else ()) for value in sources),

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from fpipe import effects as fx
+from fpipe.autodiff.by_row import ByRow
+from fpipe.autodiff.eager import Eager
+from fpipe.autodiff.interface import UNTRACED
 from fpipe.devices import CaptureError, is_capturing
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.calls import Calls, Step
@@ -16,8 +22,8 @@ from fpipe.handlers.captured import UNCAPTURED, uncapturable
 from fpipe.handlers.gradients import Rows, Sum, check_trained, data_gradients, received, total, unscaled
 from fpipe.handlers.protocol import Inputs, PeerLost, Results, StepRejected
 from fpipe.stages.microbatch import sizes_of
-from fpipe.stages.pytree import summary
-from fpipe.stages.sharding import wrapped
+from fpipe.stages.pytree import flatten, paths_of, short, summary
+from fpipe.stages.sharding import Placed, is_dtensor, local, locals_of, wrapped
 from fpipe.stages.stage import Batch
 
 
@@ -51,6 +57,44 @@ class Executor:
         sums = defaultdict[int, Sum](partial(Rows if self.pipeline.by_row else Sum, self.pieces.precision))
         (state,) = inputs.state
         self.calls.running = Step(inputs, prepared, dict(state), sums)
+
+    def place(self, processes: Collection[int] = ()) -> Inputs:
+        """Put this process's pieces in place of DTensors, those over replicas excepted; return the inputs with pieces.
+
+        Args:
+            processes: the handler's, over which no stage is computed.
+
+        Raises:
+            StageError: a stage's params are placed as no stage can read them.
+        """
+        step = self.calls.step
+        for stage, prepared in step.prepared.items():
+            for i, leaf in enumerate(prepared.leaves):
+                if is_dtensor(leaf):
+                    if (placed := self._placed(stage, leaf)) is not None:
+                        prepared.placed[i] = placed
+                    prepared.leaves[i] = self.pieces.precision.cast(local(leaf))
+            for i, placed in prepared.placed.items():
+                if len({*placed.mesh.mesh.flatten().tolist()} & {*processes}) > 1:
+                    name = f"params{short(paths_of(prepared.spec)[i])}"
+                    raise StageError(
+                        f"{name} is placed {placed.placements} over {placed.mesh}, which has ranks of the pipeline: "
+                        "shard it over another dimension of the mesh, as mesh['tp']",
+                        rank=self.rank,
+                        stage=stage,
+                    )
+            if prepared.placed and isinstance(self.pieces.stages[stage], Eager | ByRow):
+                raise StageError(UNTRACED, rank=self.rank, stage=stage)
+        if any(map(is_dtensor, flatten(dict(step.inputs.params)).leaves)):
+            step.placed = step.inputs.params
+            step.inputs = replace(step.inputs, params=locals_of(dict(step.inputs.params)))
+        return step.inputs
+
+    def _placed(self, stage: int, leaf: Tensor) -> Placed | None:
+        try:
+            return Placed.of(leaf, None)
+        except ValueError as error:
+            raise StageError(f"its params can't be used: {error}", rank=self.rank, stage=stage) from error
 
     def set_rows(self, rows: int | None, here: int | None) -> None:
         """Set the step's number of rows, of all replicas and of this one, received from other processes."""

@@ -96,6 +96,7 @@ class Local:
                     inputs_of = inputs.of_replica(replica, len(replicas)) if len(replicas) > 1 else inputs
                     for executor in own.values():
                         executor.start(self._inputs_of(inputs_of, executor))
+                        executor.place()
                 for turn in order:
                     turn()
                 results = Results(state=[{} for _ in replicas])

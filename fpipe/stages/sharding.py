@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeGuard
 
 import optree
 import torch
@@ -23,12 +23,18 @@ from fpipe.stages.pytree import NAMESPACE, describe
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(leaf, getattr(module, "DTensor", ()))
+
+
+def has_dtensor(types: Sequence[type]) -> bool:
+    """Whether DTensor is among types."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and getattr(module, "DTensor", None) in types
 
 
 def placed_alike(leaf: Tensor, other: Tensor) -> bool:
@@ -69,35 +75,40 @@ def wrap(piece: Tensor, like: Tensor) -> Tensor:
 
 
 def is_first(leaf: Tensor, replica: int, replicas: DeviceMesh | None) -> bool:
-    """Whether this process is the first that holds its piece of a leaf, so that sums over processes count it once.
+    """Whether this process's replica is the first that holds its piece of a leaf, so that sums over them count it once.
+
+    Dimensions of its mesh that are not the replicas', as of tensor parallelism, make no difference.
 
     Args:
         replica: the number of this process's replica. A leaf that is no DTensor is the same on all.
         replicas: their mesh; None where one process plays all.
 
     Raises:
-        ValueError: the leaf is cut over other processes than the replicas, or holds partial sums.
+        ValueError: the leaf holds partial sums.
     """
     if not is_dtensor(leaf):
         return replica == 0
-    mesh = leaf.device_mesh
-    mesh_dims = {} if replicas is None else _dims_within(replicas, mesh)
-    for at, placement in enumerate(leaf.placements):
-        is_cut_elsewhere = placement.is_shard() and mesh.size(at) > 1 and at not in mesh_dims.values()
-        if is_cut_elsewhere or placement.is_partial():
-            raise ValueError(
-                f"a leaf {describe(leaf)} is placed {leaf.placements} over {mesh}, and the handler has "
-                f"{'no mesh of replicas' if replicas is None else f'the replicas of {replicas}'}: shard params over "
-                "the mesh of the handler's replicas, for other dimensions (tensor parallelism) are not supported yet"
-            )
+    if any(placement.is_partial() for placement in leaf.placements):
+        raise ValueError(f"a leaf {describe(leaf)} holds partial sums, {leaf.placements}: redistribute it")
     if replicas is None:
         return replica == 0
+    mesh_dims = _dims_within(replicas, leaf.device_mesh)
     is_empty = local(leaf).numel() == 0  # pieces without rows are all the same
     return all(
         at == 0
         for dim, at in enumerate(replicas.get_coordinate() or ())
         if is_empty or dim not in mesh_dims or leaf.placements[mesh_dims[dim]].is_replicate()
     )
+
+
+def cut_over(leaf: Tensor, replicas: DeviceMesh | None) -> DeviceMesh | None:
+    """Return the mesh of the processes over which a leaf is cut that are no replicas; None if it is not.
+
+    Raises:
+        ValueError: see `Placed.of`.
+    """
+    placed = Placed.of(leaf, replicas)
+    return None if placed is None or placed.placements[0].is_replicate() else placed.mesh
 
 
 def locals_of(tree: Any) -> Any:
@@ -116,6 +127,45 @@ def wrapped(tree: Any, like: Any) -> Any:
     )
 
 
+class Placed(NamedTuple):
+    """The layout of a leaf over processes that compute its stage together, as those of tensor parallelism do.
+
+    Args:
+        mesh: of these processes, which has one dimension.
+        shape, stride: of the whole leaf.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, leaf: Tensor, replicas: DeviceMesh | None) -> Self | None:
+        """Return the layout of a leaf over the dimensions of its mesh that are not the replicas'; None without any.
+
+        Raises:
+            ValueError: there are several such dimensions of more than one process, or it holds partial sums.
+        """
+        if not is_dtensor(leaf):
+            return None
+        mesh = leaf.device_mesh
+        taken = set() if replicas is None else {*_dims_within(replicas, mesh).values()}
+        dims = [at for at in range(mesh.ndim) if at not in taken and mesh.size(at) > 1]
+        if any(leaf.placements[at].is_partial() for at in dims):
+            raise ValueError(f"a leaf {describe(leaf)} holds partial sums, {leaf.placements}: redistribute it")
+        if len(dims) > 1:
+            raise ValueError(
+                f"a leaf {describe(leaf)} is placed over {len(dims)} dimensions of {mesh} that are no replicas: "
+                "flatten them to one, and pass those of the replicas to the handler"
+            )
+        if not dims:
+            return None
+        (at,) = dims
+        own = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[at]]
+        return cls(own, (leaf.placements[at],), leaf.shape, leaf.stride())
+
+
 @dataclass(frozen=True)
 class Layout:
     """The part of a leaf that one replica holds, out of the leaf that its stage reads.
@@ -130,6 +180,7 @@ class Layout:
         shards: the number of pieces.
         shard: the number of this process's piece.
         mesh_dim: the dimension of the replicas' mesh over which it is cut; over the others the piece is replicated.
+        placed: the layout over the other dimensions, if it is cut over them.
 
     >>> layout = Layout(torch.Size([5, 2]), (2, 1), torch.float32, dim=0, shards=4, shard=2, mesh_dim=0)
     >>> layout.sizes, layout.rows
@@ -143,6 +194,7 @@ class Layout:
     shards: int = 1
     shard: int = 0
     mesh_dim: int | None = None
+    placed: Placed | None = None
 
     @classmethod
     def of(cls, leaf: Tensor, replicas: DeviceMesh) -> Layout:
@@ -166,8 +218,9 @@ class Layout:
                 f"a leaf {describe(leaf)} is cut over {mesh}, and the replicas are those of {replicas}: cut it over "
                 "the mesh that is passed to the handler"
             )
+        placed = Placed.of(leaf, replicas)
         if not cut:
-            return cls(piece.shape, _dense(piece.shape, leaf.stride()), piece.dtype)
+            return cls(piece.shape, _dense(piece.shape, leaf.stride()), piece.dtype, placed=placed)
         if len(cut) > 1:
             raise ValueError(
                 f"a leaf {describe(leaf)} is cut over {len(cut)} dimensions of the replicas' mesh, {leaf.placements}: "
@@ -179,7 +232,7 @@ class Layout:
         others = prod(size for i, size in sizes.items() if getattr(leaf.placements[i], "dim", None) == dim)
         shape = torch.Size([*piece.shape[:dim], leaf.shape[dim] // others, *piece.shape[dim + 1 :]])
         shards, shard = replicas.size(mesh_dim), replicas.get_local_rank(mesh_dim)
-        return cls(shape, _dense(shape, leaf.stride()), piece.dtype, dim, shards, shard, mesh_dim)
+        return cls(shape, _dense(shape, leaf.stride()), piece.dtype, dim, shards, shard, mesh_dim, placed)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ with the stage that owns it, a stage with copies where its first copy is, a leaf
 first of them.
 
 The squares of a leaf that is sharded over replicas are summed on each, and these sums are added in the order of the
-replicas: where leaves are sharded, the bits depend on the number of shards.
+replicas: where leaves are sharded, the bits depend on the number of shards. The same holds for leaves that are cut over
+another dimension of the mesh, as of tensor parallelism, over which the sums are added first.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.handlers.protocol import Handler, Replicas
 from fpipe.plan import Plan
 from fpipe.stages.pytree import flatten
-from fpipe.stages.sharding import is_first, local, wrap
+from fpipe.stages.sharding import cut_over, is_first, local, wrap
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 PURPOSE = "the norm of the gradients"
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -38,7 +43,8 @@ def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler, by_ro
         by_row: return the norm of each row along axis 0, which all gradients have in common: of each sample with
             `transforms.per_sample`, of each member with `transforms.vmap` if all have their own params.
         grads: `{stage: tree}` as a step returns it; None, the gradient of a frozen parameter, counts as nothing. Leaves
-            may be DTensors over the handler's replicas.
+            may be DTensors over the handler's replicas, and over one more dimension of the mesh, as of tensor
+            parallelism; each number counts once.
         plan, handler: the step's own.
 
     Returns:
@@ -132,11 +138,27 @@ def squares(
         )
     holders, ranks, replicas = plan.placement.holders, handler.ranks(plan), handler.replicas(plan)
     shape = _rows(grads) if by_row else ()
-    sums = {s: _squares(s, tree, replicas, by_row) for s, tree in sorted(grads.items()) if holders[s][0] in ranks}
-    device = next((x.device for x in sums.values() if x is not None), device or torch.device("cpu"))
+    counted = {s: _counted(s, tree, replicas) for s, tree in sorted(grads.items()) if holders[s][0] in ranks}
+    sums = {s: _squares([x for x, mesh in leaves if mesh is None], by_row) for s, leaves in counted.items()}
+    device = next((x.device for leaves in counted.values() for x, _ in leaves), device or torch.device("cpu"))
     zero = torch.zeros(shape, dtype=torch.float64, device=device)
-    each = [sums.get(stage) for stage in range(plan.stages)]
-    return torch.stack([zero if x is None else x.to(device) for x in each])
+
+    def stacked(sums: Mapping[int, Tensor | None]) -> Tensor:
+        each = [sums.get(stage) for stage in range(plan.stages)]
+        return torch.stack([zero if x is None else x.to(device) for x in each])
+
+    total = stacked(sums)
+    for mesh in dict.fromkeys(mesh for leaves in counted.values() for _, mesh in leaves if mesh is not None):
+        cut = {s: _squares([x for x, over in leaves if over == mesh], by_row) for s, leaves in counted.items()}
+        total = total + _added(stacked(cut), mesh)
+    return total
+
+
+def _added(sums: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sums of all processes of a mesh, added in their order."""
+    every = [torch.empty_like(sums) for _ in range(mesh.size())]
+    dist.all_gather(every, sums, group=mesh.get_group())
+    return functools.reduce(torch.add, every)
 
 
 def _rows(grads: Mapping[int, Any]) -> tuple[int]:
@@ -154,16 +176,21 @@ def _rows(grads: Mapping[int, Any]) -> tuple[int]:
     return (rows[0],)
 
 
-def _squares(stage: int, tree: Any, replicas: Replicas, by_row: bool) -> Tensor | None:
+def _counted(stage: int, tree: Any, replicas: Replicas) -> list[tuple[Tensor, DeviceMesh | None]]:
+    """Return the leaves that count in this process, each with the mesh over which it is cut but for the replicas."""
     leaves = flatten(tree).leaves
     if wrong := [leaf for leaf in leaves if not isinstance(leaf, Tensor)]:
         raise TypeError(f"a gradient of stage {stage} is a {type(wrong[0]).__name__}: it must be a tensor or None")
     first = [leaf for leaf in leaves if is_first(leaf, replicas.here[0], replicas.mesh)]
-    if by_row and first:
-        numbers = (_real(leaf) for leaf in first)
+    return [(leaf, cut_over(leaf, replicas.mesh)) for leaf in first]
+
+
+def _squares(leaves: Sequence[Tensor], by_row: bool) -> Tensor | None:
+    if by_row and leaves:
+        numbers = map(_real, leaves)
         norms = [torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1, dtype=torch.float64) for x in numbers]
         return torch.stack(norms).square().sum(0)
-    return sum_of_squares(first) if first else None
+    return sum_of_squares(leaves) if leaves else None
 
 
 def sum_of_squares(leaves: Sequence[Tensor]) -> Tensor:

@@ -37,7 +37,7 @@ from fpipe.interop.checkpoints.storage import (
 from fpipe.plan import Plan
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import describe
-from fpipe.stages.sharding import is_first, local, wrap
+from fpipe.stages.sharding import Placed, is_first, local, wrap
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ class Checkpoints:
             TransportError: a rank did not come, or is gone; or a peer failed in a step before.
             OSError: it can't be written.
             TypeError: a leaf is neither a dense tensor, a number, a text nor None.
-            ValueError: a leaf is a DTensor over other processes than the handler's replicas.
+            ValueError: a leaf is a DTensor over other processes than the handler's replicas, as of tensor parallelism.
         """
         self._begin("save")
         return self._save(lambda: self._share(params=params, state=state, optimizer=optimizer, **rest))
@@ -266,6 +266,12 @@ class Checkpoints:
             leaf = entry.leaf if entry.is_empty else _storable(entry.name, entry.leaf)
             if entry.stage is None:
                 share.common[entry.name] = "None" if leaf is None else describe(leaf)
+            if isinstance(leaf, Tensor) and (placed := Placed.of(leaf, self._replicas.mesh)) is not None:
+                raise ValueError(
+                    f"{entry.name} is a leaf {describe(leaf)} placed {placed.placements} over {placed.mesh}, and the "
+                    "processes of Checkpoints are those of the handler: save what is tensor-parallel by "
+                    "torch.distributed.checkpoint, which all processes of the job call"
+                )
             is_ours = entry.stage in saved_here if entry.stage is not None else 0 in self._ranks
             is_own = self._owns_state and kind_of(entry.name[0]) == "state"
             if is_ours and (is_own or is_first(leaf, self._replica, self._replicas.mesh)):

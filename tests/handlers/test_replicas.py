@@ -460,9 +460,9 @@ WHOLE = (
     "is not: shard all"
 )
 OTHERS = r"rank \d: the replicas of rank 1 were given different parameters: "
-TENSOR_PARALLEL = (
-    r"rank \d, stage \d: params\['b'\], float32\[8\], is cut over other dimensions than the replicas', "
-    r"\(Shard\(dim=0\),\) over DeviceMesh\(\(pp=2\), .*\): tensor parallelism is not supported yet"
+OVER_RANKS = (
+    r"rank \d, stage \d: params\['b'\] is placed \(Shard\(dim=0\),\) over DeviceMesh\(\(pp=2\), .*, which has ranks of "
+    "the pipeline: shard it over another dimension"
 )
 PROGRAMS = r"rank \d: the ranks were given different schedules, plans or recorders; every rank of every replica must"
 FAULTS = {
@@ -472,8 +472,8 @@ FAULTS = {
     "one replica is sharded": ([2, 3], SHARDED),
     "few rows": ([2, 3], r"rank \d: (batch|target) \(float32\[1, 8\]\) has 1 row on axis 0: too few for 2 microbatch"),
     "a mesh of another size": ([3], r"rank 1, stage 1: params\['b'\]: a leaf float32\[8\] is cut over DeviceMesh\("),
-    "the ranks' mesh": (..., TENSOR_PARALLEL),
-    "the ranks' mesh, whole": (..., TENSOR_PARALLEL),
+    "the ranks' mesh": (..., OVER_RANKS),
+    "the ranks' mesh, whole": (..., OVER_RANKS),
     "along another dimension": (
         ...,
         OTHERS
@@ -487,7 +487,7 @@ FAULTS = {
     ),
     "no replicas": (
         ...,
-        r"rank \d: params has DTensors, and the handler has no replicas: pass Distributed\(mesh\['pp'",
+        r"rank \d, stage \d: its params have DTensors over a dimension of tensor parallelism, .*'eager'",
     ),
     "other shapes": (..., OTHERS + r"params\[1\]\['more'\] is missing on replica 0 and float32\[3\] on replica 1;"),
     "other dtypes": (..., OTHERS + r"params\[1\]\['b'\] is float32\[8\] on replica 0 and float64\[8\] on replica 1;"),

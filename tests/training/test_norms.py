@@ -10,6 +10,7 @@ import optree
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import fpipe
 from fpipe import Placement, Plan, TransportError, handlers, interop, schedules
@@ -279,21 +280,16 @@ def test_the_norm_counts_what_replicas_share_once(pools, shape, ranks, sharded):
     assert found[0][0] == pytest.approx(expected, rel=1e-14 if sharded else 0)
 
 
-def of_another_mesh(rank):
-    """The errors where one process plays all, and where as many processes as replicas have the shards: the ranks."""
-    mesh, told = mesh_of(2, 2), []
-    for own, grads in (
-        (handlers.Local(), interop.fsdp(everybodys(), mesh["a"])),
-        (Replicated(2, mesh=mesh["a"]), interop.fsdp(everybodys(), mesh["b"])),
-    ):
-        with pytest.raises(ValueError, match="shard params over the mesh of the handler's replicas") as caught:
-            fpipe.global_norm(grads, ALONE, handler=own)
-        told.append(str(caught.value).split(":")[0])
-    return told
+def norm_of_pieces(rank):
+    """The norm and what clipping gives, where leaves are cut over processes that compute together, and are no ranks."""
+    cut = interop.shard(everybodys(), mesh_of(2), {"w": [Shard(1)], "b": [Shard(0)]})
+    norm = fpipe.global_norm(cut, ALONE, handler=handlers.Local())
+    clipped, _ = fpipe.clip_by_global_norm(cut, 1.0, ALONE, handler=handlers.Local())
+    return norm, whole(clipped)[0]["w"]
 
 
-def test_shards_over_other_processes_than_the_replicas_are_refused(pools):
-    start = r"a leaf float32\[(3|5, 7)\] is placed \(Shard\(dim=0\),\) over DeviceMesh"
-    for alone, other in pools(4).run(of_another_mesh):
-        assert re.fullmatch(rf"{start}\(\(a=2\), 'cpu', .*, and the handler has no mesh of replicas", alone)
-        assert re.fullmatch(rf"{start}\(\(b=2\), 'cpu', .*, and the handler has the replicas of DeviceMesh.*", other)
+def test_the_norm_counts_what_is_cut_over_another_dimension_once(pools):
+    clipped, norm = fpipe.clip_by_global_norm(everybodys(), 1.0, ALONE, handler=handlers.Local())
+    for found, w in pools(2).run(norm_of_pieces):
+        torch.testing.assert_close(found, norm, rtol=1e-14, atol=0)
+        torch.testing.assert_close(w, clipped[0]["w"])

@@ -6,7 +6,7 @@ kernels, and so bits, depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from fpipe.devices import autocasts
 from fpipe.stages.pytree import PLAIN, Absent, describe
+from fpipe.stages.sharding import Placed
 
 TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+NOT_PLACED: Mapping[int, Placed] = {}
 
 
 class Untraceable(Exception):
@@ -37,6 +39,7 @@ class Spec(NamedTuple):
     wanted: bool  # whether it requires a gradient
     conj: bool
     neg: bool
+    placed: Placed | None = None  # of a tensor that is this process's piece of a larger one: the layout of that
 
 
 class Static(NamedTuple):
@@ -70,9 +73,20 @@ class Tree(NamedTuple):
     spec: optree.PyTreeSpec
 
     @classmethod
-    def of(cls, leaves: Sequence[Any], spec: optree.PyTreeSpec, wanted: Collection[int] = ()) -> Tree:
-        """Return the tree of values. `wanted` has the numbers of those that require gradients."""
-        return cls(tuple(leaf(x, i in wanted) for i, x in enumerate(leaves)), spec)
+    def of(
+        cls,
+        leaves: Sequence[Any],
+        spec: optree.PyTreeSpec,
+        wanted: Collection[int] = (),
+        placed: Mapping[int, Placed] = NOT_PLACED,
+    ) -> Tree:
+        """Return the tree of values.
+
+        Args:
+            wanted: numbers of those that require gradients.
+            placed: by number, the layouts of those that are pieces.
+        """
+        return cls(tuple(leaf(x, i in wanted, placed.get(i)) for i, x in enumerate(leaves)), spec)
 
 
 class Ambient(NamedTuple):
@@ -105,12 +119,17 @@ class Signature(NamedTuple):
     ambient: Ambient
 
     @property
+    def placed(self) -> list[Placed]:
+        """Return the layouts of the params that are pieces."""
+        return [x.placed for x in self.params.leaves if isinstance(x, Spec) and x.placed is not None]
+
+    @property
     def inputs(self) -> tuple[Leaf, ...]:
         """Return all leaves except those of the params."""
         return (*self.state.leaves, *(x for tree in self.sources for x in tree.leaves), *self.data.leaves)
 
 
-def leaf(x: Any, wanted: bool = False) -> Leaf:
+def leaf(x: Any, wanted: bool = False, placed: Placed | None = None) -> Leaf:
     """Return a leaf of a signature.
 
     Raises:
@@ -119,7 +138,7 @@ def leaf(x: Any, wanted: bool = False) -> Leaf:
     if isinstance(x, Tensor):
         if type(x) not in TENSORS or x.layout != torch.strided:
             raise Untraceable(f"{describe(x)} is a {type(x).__qualname__} of layout {x.layout}, not a plain tensor")
-        return Spec(tuple(x.shape), x.stride(), x.dtype, x.device, wanted, x.is_conj(), x.is_neg())
+        return Spec(tuple(x.shape), x.stride(), x.dtype, x.device, wanted, x.is_conj(), x.is_neg(), placed)
     if type(x) not in PLAIN and not isinstance(x, Absent):
         raise Untraceable(f"a value of type {type(x).__module__}.{type(x).__qualname__} is neither a tensor nor plain")
     return Static(x)

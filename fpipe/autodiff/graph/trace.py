@@ -14,9 +14,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -35,7 +35,11 @@ from fpipe.devices import all_generators, device_of, without_autocast
 from fpipe.devices.operators import draws, written_arguments
 from fpipe.stages.pytree import Flat, alias_leaves, flatten
 from fpipe.stages.rng import host_generators, restored, set_host_generators
+from fpipe.stages.sharding import Placed, has_dtensor
 from fpipe.stages.stage import Stage
+
+if TYPE_CHECKING:
+    from fpipe.autodiff.graph.sharded import Partitioner
 
 Cotangent = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
 """Shape, strides and dtype of an output leaf's cotangent; None where the leaf has none."""
@@ -144,9 +148,14 @@ class _JointFunction:
         signature, rest = self.signature, iter(fakes)
         trees = (signature.params, signature.state, *signature.sources, signature.data)
         leaves = [[_argument(x, rest) for x in tree.leaves] for tree in trees]
-        params, state, *sources, data = (tree.spec.unflatten(x) for tree, x in zip(trees, leaves, strict=True))
+        partitioner = _partitioner(signature)
+        params, state, *sources, data = (
+            tree.spec.unflatten(x if partitioner is None else map(partitioner.read, x, map(_placed, tree.leaves)))
+            for tree, x in zip(trees, leaves, strict=True)
+        )
         torch.set_autocast_cache_enabled(True)  # as outside of make_fx, which restores the setting
-        with self.annotator, torch.set_grad_enabled(signature.keep):
+        partitioned = nullcontext() if partitioner is None else partitioner.running()
+        with self.annotator, partitioned, torch.set_grad_enabled(signature.keep):
             sources = [alias_leaves(tree) for tree in sources]  # autocast caches a leaf's cast, an activation's not
             arguments = self.stage.arguments(dict(zip(self.stage.sources, sources, strict=True)), data)
             drawn = host_generators()
@@ -155,6 +164,10 @@ class _JointFunction:
                 set_host_generators(drawn)
                 raise Untraceable("it draws from the random numbers of Python or NumPy, which a graph would repeat")
             self.outputs, self.state = flatten(alias_leaves(result)), flatten(alias_leaves(new))
+            if partitioner is not None:
+                self.outputs, self.state = (
+                    Flat(list(map(partitioner.whole, tree.leaves)), tree.spec) for tree in (self.outputs, self.state)
+                )
             refuse_lost(self.outputs.leaves, itertools.chain(*leaves), lambda x: not isinstance(x, FakeTensor))
             self.annotator.start_backward()
             trained = [leaves[0][i] for i in signature.trained]
@@ -189,6 +202,19 @@ def _check_sizes(leaves: list[Any], env: ShapeEnv) -> None:
     for x in leaves:
         if not _is_traced(x) and (isinstance(x, torch.Size) or any(name in str(x) for name in names)):
             raise Untraceable(f"it returns {type(x).__name__} {x}, which depends on sizes")
+
+
+def _partitioner(signature: Signature) -> Partitioner | None:
+    """Return what computes with pieces of params; None for a stage whose params are whole."""
+    if not signature.placed:
+        return None
+    from fpipe.autodiff.graph.sharded import Partitioner  # imports torch.distributed.tensor, which takes time
+
+    return Partitioner(signature.placed)
+
+
+def _placed(x: Leaf) -> Placed | None:
+    return x.placed if isinstance(x, Spec) else None
 
 
 def _is_traced(x: Any) -> bool:
@@ -266,6 +292,8 @@ class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # often; short for what follows
             return args[0].fake_device
         kwargs = kwargs or {}
+        if has_dtensor(types):
+            return NotImplemented  # the operations on pieces come here too
         if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in written_arguments(func, args, kwargs)):
             raise Untraceable("it writes in place to a tensor that it closes over")
         out = func(*args, **kwargs)

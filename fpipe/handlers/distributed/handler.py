@@ -45,7 +45,6 @@ from fpipe.programs.completions import send_completions
 from fpipe.programs.program import Program
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import flatten
-from fpipe.stages.sharding import is_dtensor, locals_of
 from fpipe.tables import WEIGHT
 
 
@@ -136,6 +135,11 @@ class Distributed:
         here = range(self.grid.replica, self.grid.replica + 1)
         return Replicas(here, self.grid.replicas, self._setup.numbers_of_replicas, self.mesh)
 
+    def _processes(self) -> frozenset[int]:
+        """Return the job's numbers of this handler's processes."""
+        replicas = [] if self.mesh is None else self.mesh.mesh.flatten().tolist()
+        return frozenset([*dist.get_process_group_ranks(self.group), *replicas])
+
     def compile(self, programs: Mapping[int, Program], pieces: DifferentiablePipeline, observe: Observer | None) -> Run:
         steps = self._setup.ready()
         connections = steps.connections
@@ -182,7 +186,7 @@ class Distributed:
 
         paced = pace if device.asynchronous else None
         calls = Calls(programs[self.rank], pieces, channels, observe, device, self.functions, paced)
-        return _CompiledProgram(Executor(calls), channels, steps)
+        return _CompiledProgram(Executor(calls), channels, steps, self._processes())
 
     @property
     def replays(self) -> Replays:
@@ -372,8 +376,10 @@ def _device(group: dist.ProcessGroup) -> str:
 class _CompiledProgram:
     """A program, compiled for the rank of this process; called once a step."""
 
-    def __init__(self, executor: Executor, channels: Channels, steps: Steps) -> None:
-        self.executor, self.channels, self.steps = executor, channels, steps
+    def __init__(
+        self, executor: Executor, channels: Channels, steps: Steps, processes: frozenset[int] = frozenset()
+    ) -> None:
+        self.executor, self.channels, self.steps, self.processes = executor, channels, steps, processes
         self.plan, self.pieces, self.connections = executor.plan, executor.pieces, channels.connections
         self.shared_readers = readers_of_shared_leaves(executor.pipeline, self.plan, self.pieces.argnums)
         program = executor.calls.program
@@ -437,20 +443,10 @@ class _CompiledProgram:
     def _placed(self, inputs: Inputs) -> Inputs:
         """Take the params of this replica; return the inputs with its pieces of them."""
         replicas, step = self.channels.replicas, self.executor.calls.step
-        if replicas is None:
-            if any(is_dtensor(leaf) for prepared in step.prepared.values() for leaf in prepared.leaves):
-                raise StageError(
-                    "params has DTensors, and the handler has no replicas: pass Distributed(mesh['pp'], "
-                    "replicas=mesh['dp']), and a plan of as many replicas",
-                    rank=self.connections.grid.rank,
-                )
-            return inputs
-        replicas.begin(step)
-        self.channels.digest = partial(replicas.digest, step)
-        if any(is_dtensor(leaf) for leaf in flatten(dict(inputs.params)).leaves):
-            step.placed = inputs.params
-            inputs = step.inputs = replace(inputs, params=locals_of(dict(inputs.params)))
-        return inputs
+        if replicas is not None:
+            replicas.begin(step)
+            self.channels.digest = partial(replicas.digest, step)
+        return self.executor.place(self.processes)
 
     def _share(self, results: Results) -> None:
         """Send gathered outputs and the losses to every rank; last, so that no rank returns before another fails."""

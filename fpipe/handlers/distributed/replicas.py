@@ -122,6 +122,7 @@ class ReplicaChannels:
                 layouts = {i: replace(layout, dtype=pieces[i].dtype) for i, layout in layouts.items()}
             self.shards[stage] = Shards(pieces, layouts)
             prepared.leaves[:] = self.shards[stage].pieces
+            prepared.placed.update({i: layout.placed for i, layout in layouts.items() if layout.placed is not None})
 
     def clear(self) -> None:
         """Drop what refers to a step's params and gradients."""
@@ -141,12 +142,6 @@ class ReplicaChannels:
             layout = Layout.of(leaf, self.mesh)
         except ValueError as error:
             raise self._wrong(stage, f"{name}: {error}") from error
-        if is_dtensor(leaf) and layout.shape != leaf.shape:
-            raise self._wrong(
-                stage,
-                f"{name}, {describe(leaf)}, is cut over other dimensions than the replicas', {_placed(leaf)}: tensor "
-                "parallelism is not supported yet. Shard it by interop.fsdp(params, mesh) over the replicas alone",
-            )
         if is_dtensor(leaf) and layout.mesh_dim not in (None, self.mesh.ndim - 1):
             raise self._wrong(
                 stage,

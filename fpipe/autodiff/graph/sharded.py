@@ -1,0 +1,384 @@
+"""Partition a stage over the processes that compute it together, while it is traced: tensor parallelism.
+
+The trace begins with this process's pieces of the params, which the stage's function reads as DTensors; the graph holds
+the operations on pieces, and the collectives between them. DTensor's own rules choose where each operation's result
+lives. `Partitioner` adds what they lack:
+
+- a sum of which each process has a part is added over the processes once, when something else than an addition or a
+  view reads it;
+- an embedding whose rows are cut keeps its gradient cut, and a cross entropy over cut classes exchanges three numbers
+  for each row, never the logits;
+- attention on the CPU is computed by head;
+- random numbers are drawn for the whole tensor on every process, which takes its piece: dropout has the bits of one
+  process.
+
+Sources: Shoeybi et al., Megatron-LM, 2019, section 3; the vocabulary-parallel cross entropy is in its section 3 too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe.autodiff.graph.signature import Untraceable
+from fpipe.devices.operators import draws, written_arguments
+from fpipe.stages.sharding import Placed
+
+aten = torch.ops.aten
+REPLICATE, HEADS = Replicate(), Shard(1)
+
+ADDITIONS = {aten.add.Tensor, aten.sub.Tensor}
+"""Of two sums that are not added over the processes yet, the result is another."""
+MOVES = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.detach.default,
+    aten.alias.default,
+}
+DRAWN_IN_PLACE = {
+    aten.bernoulli_.float,
+    aten.uniform_.default,
+    aten.normal_.default,
+    aten.exponential_.default,
+}
+DRAWN_LIKE = {aten.rand_like.default, aten.randn_like.default}
+
+
+class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes with DTensors over a mesh of one dimension; plain tensors are the same in all its processes.
+
+    Args:
+        placed: the layouts of the params of the stage.
+
+    Raises:
+        Untraceable: they are not over one mesh.
+    """
+
+    def __init__(self, placed: Sequence[Placed]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        meshes = {each.mesh for each in placed}
+        if len(meshes) > 1:
+            raise Untraceable(
+                f"its params are DTensors over several meshes, {sorted(map(str, meshes))}: shard over one"
+            )
+        (self.mesh,) = meshes
+        self.count, self.rank = self.mesh.size(), self.mesh.get_local_rank()
+        self.sums: dict[int, tuple[DTensor, DTensor]] = {}  # by identity; the first keeps it from being used again
+        self.row_sums: dict[int, tuple[DTensor, Tensor]] = {}
+        self.cut_tables: set[int] = set()  # numbers of rows of the embeddings whose rows are cut
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with implicit_replication(), self:
+            yield
+
+    def read(self, leaf: Any, placed: Placed | None) -> Any:
+        """Return a leaf of the arguments as the stage's function gets it: a piece as the whole DTensor.
+
+        A leaf that gets a gradient is one too, so that parts of its gradient are added.
+        """
+        if placed is not None:
+            return DTensor.from_local(
+                leaf, self.mesh, placed.placements, run_check=False, shape=placed.shape, stride=placed.stride
+            )
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            return DTensor.from_local(leaf, self.mesh, [REPLICATE], run_check=False)
+        return leaf
+
+    def whole(self, leaf: Any) -> Any:
+        """Return a result of the stage's function, whole on every process."""
+        return leaf.redistribute(placements=[REPLICATE]).to_local() if isinstance(leaf, DTensor) else leaf
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(issubclass(kind, DTensor) for kind in types):
+            return func(*args, **kwargs)
+        if any(map(_is_partial, written_arguments(func, args, kwargs))):
+            raise Untraceable(
+                f"{func} writes in place to a tensor of which each process has a part of the sum: write x = x + y for "
+                "x += y"
+            )
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+        if any(map(_is_partial, tensors)) and not (
+            func in MOVES or (func in ADDITIONS and len(tensors) > 1 and all(map(_is_partial, tensors)))
+        ):
+            args, kwargs = pytree.tree_map(self._settled, (args, kwargs))
+        if draws(func, args, kwargs):
+            return self._draw(func, args, kwargs)
+        rule = RULES.get(func)
+        result = NotImplemented if rule is None else rule(self, func, *args, **kwargs)
+        if result is NotImplemented:
+            result = _viewed(func, args, kwargs) if func is aten.view.default else func(*args, **kwargs)
+        return self._settled(result) if _is_masked(result) else result
+
+    def _settled(self, x: Any) -> Any:
+        """Return a tensor whose parts are added over the processes, once."""
+        if not _is_partial(x):
+            return x
+        if id(x) not in self.sums:
+            self.sums[id(x)] = x, x.redistribute(placements=[REPLICATE])
+        return self.sums[id(x)][1]
+
+    # Pieces
+
+    def placement(self, x: Any) -> Placement:
+        return x.placements[0] if isinstance(x, DTensor) else REPLICATE
+
+    def is_cut(self, x: Any, dim: int) -> bool:
+        return isinstance(x, DTensor) and x.placements[0] == Shard(dim % x.ndim)
+
+    def local(self, x: Any, placement: Placement) -> Any:
+        """Return this process's piece of a tensor, placed so."""
+        if not isinstance(x, Tensor):
+            return x
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, self.mesh, [REPLICATE], run_check=False)
+        return x.redistribute(placements=[placement])._local_tensor
+
+    def placed(self, piece: Tensor, placement: Placement, size: int | None = None) -> DTensor:
+        """Return the tensor that a piece is of.
+
+        Args:
+            size: of the dimension that is cut.
+        """
+        shape = list(piece.shape)
+        if isinstance(placement, Shard):
+            assert size is not None
+            shape[placement.dim] = size
+        stride = make_contiguous_strides_for(shape)
+        whole = torch.Size(shape)
+        return DTensor.from_local(piece, self.mesh, [placement], run_check=False, shape=whole, stride=stride)
+
+    def rows(self, size: int) -> range:
+        """Return the rows of this process's piece of a dimension, by the rule of `torch.chunk`."""
+        chunk = -(-size // self.count)
+        return range(min(size, self.rank * chunk), min(size, (self.rank + 1) * chunk))
+
+    def piece_of(self, whole: Tensor, placement: Placement) -> Tensor:
+        if placement == REPLICATE:
+            return whole
+        if not isinstance(placement, Shard):
+            raise Untraceable(f"it draws random numbers for a tensor placed as {placement}")
+        rows = self.rows(whole.shape[placement.dim])
+        return whole.narrow(placement.dim, rows.start, len(rows))
+
+    def sum(self, x: Tensor, operation: str = "sum") -> Tensor:
+        """Return the sum, or the maximum, over the processes."""
+        result: Tensor = functional.all_reduce(x, operation, (self.mesh, 0))
+        return result
+
+    # Random numbers
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        x, *rest = args
+        placement = self.placement(x)
+        drawn = func in DRAWN_IN_PLACE or func in DRAWN_LIKE or func is aten.native_dropout.default
+        if not drawn or not isinstance(x, DTensor):
+            raise Untraceable(
+                f"{func} draws random numbers, which it can't do for a tensor that is cut: for attention, set its "
+                "dropout to 0 or choose SDPBackend.MATH"
+            )
+        if func is aten.native_dropout.default:
+            whole = torch.ones(x.shape, dtype=x.dtype, device=x.device)
+            mask = self.piece_of(func(whole, *rest, **kwargs)[1], placement)
+            rate, train = rest
+            scale = 1.0 if not train else 0.0 if rate == 1 else 1 / (1 - rate)
+            size = x.shape[placement.dim] if isinstance(placement, Shard) else None
+            dropped = self.placed(x._local_tensor * mask * scale, placement, size)
+            return dropped, self.placed(mask, placement, size)
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        piece = self.piece_of(func(like, *rest, **kwargs), placement)
+        if func in DRAWN_IN_PLACE:
+            x._local_tensor.copy_(piece)
+            return x
+        return self.placed(piece, placement, x.shape[placement.dim] if isinstance(placement, Shard) else None)
+
+    # Rows of an embedding
+
+    def _rows_here(self, indices: Any, size: int) -> tuple[Tensor, Tensor, int]:
+        """Return indices into this process's rows, which of them are elsewhere, and the number of these rows."""
+        rows = self.rows(size)
+        numbers = self.local(indices, REPLICATE)
+        elsewhere = (numbers < rows.start) | (numbers >= rows.stop)
+        return numbers - rows.start, elsewhere, len(rows)
+
+    def embedding(
+        self, func: Any, weight: Any, indices: Any, padding: int = -1, by_frequency: bool = False, sparse: bool = False
+    ) -> Any:
+        if not self.is_cut(weight, 0):
+            return NotImplemented
+        if sparse or by_frequency:
+            raise Untraceable("an embedding whose rows are cut can't have sparse=True or scale_grad_by_freq=True")
+        self.cut_tables.add(weight.shape[0])
+        here, elsewhere, _ = self._rows_here(indices, weight.shape[0])
+        part = func(weight._local_tensor, here.masked_fill(elsewhere, 0))
+        return self.placed(self.sum(part.masked_fill(elsewhere.unsqueeze(-1), 0)), REPLICATE)
+
+    def embedding_backward(
+        self, func: Any, gradient: Any, indices: Any, size: int, padding: int, by_frequency: bool
+    ) -> Any:
+        if size not in self.cut_tables:
+            return NotImplemented
+        here, elsewhere, count = self._rows_here(indices, size)
+        if padding >= 0:
+            elsewhere = elsewhere | (self.local(indices, REPLICATE) == padding)
+        rows = func(self.local(gradient, REPLICATE), here.masked_fill(elsewhere, count), count + 1, -1, False)
+        return self.placed(rows[:count].clone(), Shard(0), size)
+
+    # Classes of a cross entropy
+
+    def log_softmax(self, func: Any, x: Any, dim: int, to_float: bool) -> Any:
+        if not self.is_cut(x, dim):
+            return NotImplemented
+        piece = x._local_tensor.float() if to_float else x._local_tensor
+        dtype, piece = piece.dtype, piece.to(torch.promote_types(piece.dtype, torch.float32))
+        shifted = piece - self.sum(piece.amax(dim, keepdim=True), "max")
+        result = shifted - self.sum(shifted.exp().sum(dim, keepdim=True)).log()
+        return self.placed(result.to(dtype), self.placement(x), x.shape[dim])
+
+    def log_softmax_backward(self, func: Any, gradient: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
+        if not self.is_cut(output, dim):
+            return NotImplemented
+        placement = self.placement(output)
+        piece = self.local(gradient, placement)
+        if id(gradient) in self.row_sums:
+            sums = self.row_sums[id(gradient)][1]
+        else:
+            sums = self.sum(piece.sum(dim, keepdim=True))
+        result = piece - output._local_tensor.exp() * sums
+        return self.placed(result.to(dtype), placement, output.shape[dim])
+
+    def nll_loss(self, func: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
+        if not self.is_cut(x, 1) or x.ndim != 2:
+            return NotImplemented
+        target, weights = self.local(target, REPLICATE), self._class_weights(x, target, weight, ignore)
+        here, elsewhere, _ = self._rows_here(target, x.shape[1])
+        picked = x._local_tensor.gather(1, here.masked_fill(elsewhere, 0).unsqueeze(1)).squeeze(1)
+        losses = -self.sum(picked.masked_fill(elsewhere, 0)) * weights
+        total = weights.sum()
+        if reduction == 0:
+            return self.placed(losses, REPLICATE), self.placed(torch.zeros_like(total), REPLICATE)
+        loss = losses.sum() / total if reduction == 1 else losses.sum()
+        return self.placed(loss, REPLICATE), self.placed(total, REPLICATE)
+
+    def nll_loss_backward(
+        self, func: Any, gradient: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any
+    ) -> Any:
+        if not self.is_cut(x, 1) or x.ndim != 2:
+            return NotImplemented
+        target, weights = self.local(target, REPLICATE), self._class_weights(x, target, weight, ignore)
+        gradient = self.local(gradient, REPLICATE)
+        each = -gradient * weights if reduction != 1 else -gradient * weights / self.local(total, REPLICATE)
+        here, elsewhere, _ = self._rows_here(target, x.shape[1])
+        piece = torch.zeros_like(x._local_tensor).scatter(
+            1, here.masked_fill(elsewhere, 0).unsqueeze(1), each.masked_fill(elsewhere, 0).unsqueeze(1)
+        )
+        result = self.placed(piece, self.placement(x), x.shape[1])
+        self.row_sums[id(result)] = result, each.unsqueeze(1)  # so that log_softmax need not add them
+        return result
+
+    def _class_weights(self, x: DTensor, target: Tensor, weight: Any, ignore: int) -> Tensor:
+        """Return the weight of each row: that of its class, and 0 where the class is to be ignored."""
+        ignored = target == ignore
+        if weight is None:
+            return torch.ones_like(target, dtype=x.dtype).masked_fill(ignored, 0)
+        of_class: Tensor = self.local(weight, REPLICATE)[target.masked_fill(ignored, 0)]
+        return of_class.masked_fill(ignored, 0)
+
+    # Attention on the CPU, which has no rule of DTensor's
+
+    def attention(self, func: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        out, sums = func(*self._by_head(q, k, v), *args, **self._masked(q, kwargs))
+        placement = self.placement(q)
+        size = q.shape[placement.dim] if isinstance(placement, Shard) else None
+        return self.placed(out, placement, size), self.placed(sums, placement, size)
+
+    def attention_backward(
+        self, func: Any, gradient: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        placement = self.placement(q)
+        dim = placement.dim if isinstance(placement, Shard) else None
+        pieces = [self.local(x, placement) for x in (gradient, q, k, v, out, sums)]
+        gradients = func(*pieces, *args, **self._masked(q, kwargs))
+        return tuple(
+            self.placed(x, placement, None if dim is None else like.shape[dim])
+            for x, like in zip(gradients, (q, k, v), strict=True)
+        )
+
+    def _by_head(self, q: Any, k: Any, v: Any) -> list[Tensor]:
+        placement = self.placement(q)
+        if placement not in (REPLICATE, HEADS, Shard(0)):
+            raise Untraceable(f"attention can't be cut along dimension {placement} of its queries")
+        if placement == HEADS:
+            for x, name in (q, "query"), (k, "key"), (v, "value"):
+                if x.shape[1] % self.count:
+                    raise Untraceable(
+                        f"attention has {x.shape[1]} {name} heads, which {self.count} processes don't divide"
+                    )
+        return [self.local(x, placement) for x in (q, k, v)]
+
+    def _masked(self, q: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        mask, placement = kwargs.get("attn_mask"), self.placement(q)
+        if mask is None:
+            return dict(kwargs)
+        is_cut = isinstance(placement, Shard) and mask.ndim == q.ndim and mask.shape[placement.dim] > 1
+        return {**kwargs, "attn_mask": self.local(mask, placement if is_cut else REPLICATE)}
+
+
+RULES: Mapping[Any, Callable[..., Any]] = {
+    aten.embedding.default: Partitioner.embedding,
+    aten.embedding_dense_backward.default: Partitioner.embedding_backward,
+    aten._log_softmax.default: Partitioner.log_softmax,
+    aten._log_softmax_backward_data.default: Partitioner.log_softmax_backward,
+    aten.nll_loss_forward.default: Partitioner.nll_loss,
+    aten.nll_loss_backward.default: Partitioner.nll_loss_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: Partitioner.attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Partitioner.attention_backward,
+}
+
+
+def _is_partial(x: Any) -> bool:
+    return isinstance(x, DTensor) and any(p.is_partial() for p in x.placements)
+
+
+def _is_masked(x: Any) -> bool:
+    """Return whether the parts of a sum come with a mask, which is used up when they are added."""
+    return isinstance(x, DTensor) and any(p.is_partial() and type(p) is not Partial for p in x.placements)
+
+
+def _viewed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return a view, of a contiguous copy where the strides of the piece don't allow what those of the whole do."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if "view size" not in str(error):
+            raise
+    x: DTensor = args[0]
+    piece = DTensor.from_local(
+        x._local_tensor.contiguous(),
+        x.device_mesh,
+        x.placements,
+        run_check=False,
+        shape=x.shape,
+        stride=make_contiguous_strides_for(x.shape),
+    )
+    return func(piece, *args[1:], **kwargs)
