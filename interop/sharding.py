@@ -69,13 +69,14 @@ def fsdp(params: Any, mesh: DeviceMesh, *, dim: int = 0) -> Any:
 
     A dimension that the shards don't divide is cut by the rule of `torch.chunk`: the last shards are smaller or empty.
     A leaf that `shard` has cut over other dimensions of the same mesh is cut further: its mesh then begins with `mesh`.
+    If it is cut along `dim` already, and the shards of both don't divide that, it is cut along its first other one.
 
     The result is on the mesh's type of device and shares no memory with `params`.
 
     Raises:
         ValueError: the mesh has other than one or two dimensions; a leaf is a DTensor over it already, or over a mesh
-            that is not a part of the same one; leaves have no such dimension; the shards don't divide a dimension that
-            another one cuts too; or this process is not in the mesh.
+            that is not a part of the same one; leaves have no such dimension; the shards don't divide the only
+            dimension, which another mesh cuts too; or this process is not in the mesh.
     """
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fsdp takes a mesh of one dimension, or of two to replicate over the first, not {mesh}")
@@ -118,15 +119,15 @@ def _cut_further(leaf: DTensor, mesh: DeviceMesh, placements: list[Placement], p
     whole = _joined_mesh(mesh, leaf, path)
     axis = getattr(placements[-1], "dim", None)
     if axis is not None:
-        sizes = zip(leaf.placements, leaf.device_mesh.shape, strict=True)
-        others = prod(size for placement, size in sizes if getattr(placement, "dim", None) == axis)
-        if others > 1:
-            if leaf.shape[axis] % (others * mesh.size(-1)):
-                raise ValueError(
-                    f"params{short(path)} is {describe(leaf)}, of which {others} x {mesh.size(-1)} shards don't divide "
-                    f"dimension {axis}: cut it along another one"
-                )
-            placements[-1] = _StridedShard(axis, split_factor=others)
+        axes = [axis, *(at for at in range(leaf.ndim) if at != axis)]
+        cuts = {at: _shards_along(leaf, at) for at in axes}
+        axis = next((at for at in axes if cuts[at] == 1 or not leaf.shape[at] % (cuts[at] * mesh.size(-1))), None)
+        if axis is None:
+            raise ValueError(
+                f"params{short(path)} is {describe(leaf)}, of which {cuts[axes[0]]} x {mesh.size(-1)} shards don't "
+                f"divide dimension {axes[0]}, and it has no other that they do: leave it whole over one of the meshes"
+            )
+        placements[-1] = Shard(axis) if cuts[axis] == 1 else _StridedShard(axis, split_factor=cuts[axis])
     piece = local(leaf)
     if axis is not None:
         shards = Layout(piece.shape, piece.stride(), piece.dtype, axis, mesh.size(-1))
@@ -140,6 +141,12 @@ def _cut_further(leaf: DTensor, mesh: DeviceMesh, placements: list[Placement], p
             shape=leaf.shape,
             stride=leaf.stride(),
         )
+
+
+def _shards_along(leaf: DTensor, dim: int) -> int:
+    """Return the number of shards into which a dimension of a leaf is cut."""
+    sizes = zip(leaf.placements, leaf.device_mesh.shape, strict=True)
+    return prod(size for placement, size in sizes if getattr(placement, "dim", None) == dim)
 
 
 def _joined_mesh(mesh: DeviceMesh, leaf: DTensor, path: Path) -> DeviceMesh:

@@ -60,20 +60,6 @@ class Block(nn.Module):
         return x + self.down_proj(self.dropout(F.silu(self.gate_proj(y)) * self.up_proj(y)))
 
 
-class Llama(nn.Module):
-    def __init__(self, layers=4, **options):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH, padding_idx=2)
-        self.blocks = nn.ModuleList(Block(**options) for _ in range(layers))
-        self.norm, self.lm_head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens):
-        x = self.embed_tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(self.norm(x))
-
-
 def loss(logits, target):
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=3)
 
@@ -84,13 +70,27 @@ def data():
     return tuple(torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in range(2))
 
 
+class Stage(nn.Module):
+    """A block of the model, with what comes before the first one and after the last one."""
+
+    def __init__(self, first, last, **options):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH, padding_idx=2) if first else None
+        self.block = Block(**options)
+        self.norm = nn.RMSNorm(WIDTH) if last else None
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False) if last else None
+
+    def forward(self, x):
+        x = self.block(x if self.embed_tokens is None else self.embed_tokens(x))
+        return x if self.norm is None else self.lm_head(self.norm(x))
+
+
 @functools.cache
 def llama(stages=4, **options):
     """A pipeline of a block in each stage, and its params."""
     torch.manual_seed(0)
-    model = Llama(stages, **options)
-    at = [f"blocks.{i}" for i in range(1, stages)]
-    return interop.split(model, at=at, example=(data()[0][:2],), loss=loss)
+    blocks = [Stage(i == 0, i == stages - 1, **options) for i in range(stages)]
+    return interop.from_modules(blocks, loss=loss)
 
 
 def distances(grads, expected):
@@ -127,12 +127,28 @@ class Collectives:
         functions.TraceConfig.partition = self.partition
 
 
+def step_of(name, pipeline, plan, handler, **options):
+    return fpipe.value_and_grad(pipeline, getattr(schedules, name), plan, handler=handler, **options)
+
+
 @functools.cache
-def expected(stages=4, rng=None, **options):
-    """The loss and the gradients of one process, by the reference."""
+def expected(stages=4, steps=1, rng=None, **options):
+    """The losses of some steps of AdamW, and the gradients and norm of the first, of one process, by the reference."""
     pipeline, params = llama(stages, **options)
     plan = pipeline.plan(fpipe.Placement.loop(ranks=1, chunks=stages), microbatches=4)
-    return fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Reference())(params, *data(), rng=rng)
+    return trained(step_of("gpipe", pipeline, plan, handlers.Reference()), params, data(), steps, rng, plan)
+
+
+def trained(step, params, rows, steps, rng, plan, handler=None):
+    adamw = interop.optimizer(torch.optim.AdamW, lr=1e-2)
+    state, losses, first = adamw.init(params), [], ()
+    for i in range(steps):
+        loss, grads = step(params, *rows, rng=rng and (rng, i))
+        losses.append(loss.item())
+        clipped, norm = fpipe.clip_by_global_norm(grads, 1.0, plan, handler=handler or handlers.Reference())
+        first = first or (grads, norm)
+        params, state = adamw.update(clipped, state, params)
+    return losses, *first
 
 
 def collectives(rank, name, policy):
@@ -143,8 +159,33 @@ def collectives(rank, name, policy):
     plan = pipeline.plan(placement, microbatches=4)
     with Collectives() as counted:
         options = {"policy": getattr(fpipe.policies, policy), "autodiff": "graph"}
-        step = fpipe.value_and_grad(pipeline, getattr(schedules, name), plan, handler=handlers.Local(), **options)
-        value, grads = step(tp, *data())
-    value0, grads0 = expected()
+        value, grads = step_of(name, pipeline, plan, handlers.Local(), **options)(tp, *data())
+    (value0,), grads0, _ = expected()
     alike = all(g.placements == tp[s][n].placements for s, tree in grads.items() for n, g in tree.items())
-    return counted.counts, abs(value - value0).item() / value0.item(), max(distances(grads, grads0).values()), alike
+    return counted.counts, abs(value.item() - value0) / value0, max(distances(grads, grads0).values()), alike
+
+
+def three_dimensions(rank, shape, name, resident, dropout):
+    """Errors of losses, gradients and norm of five steps, over processes of (pp, dp, tp)."""
+    mesh = mesh_of(*shape, names=("pp", "dp", "tp"))
+    stages = 4 if resident is not None or name in ("zb_v", "dualpipe_v", "looped_bfs") else shape[0]
+    options = {"dropout": dropout, "heads": 4 * max(1, shape[2] // 2)}
+    pipeline, params = llama(stages, **options)
+    placement = fpipe.Placement.loop(ranks=shape[0], chunks=stages // shape[0])
+    if name in ("zb_v", "dualpipe_v"):
+        placement = fpipe.Placement.v(ranks=shape[0])
+    plan = pipeline.plan(placement, microbatches=4 // shape[1], replicas=shape[1])
+    handler = handlers.Distributed(mesh["pp"], replicas=mesh["dp"] if shape[1] > 1 else None, timeout=60)
+    params = interop.shard(params, mesh["tp"], interop.styles.megatron(**STYLE))
+    if resident is not None:
+        params = interop.fsdp(params, mesh["dp"])
+    own = pipeline.params_on(params, plan, handler)
+    count = ROWS // shape[1]
+    rows = slice(count * mesh["dp"].get_local_rank(), count * (mesh["dp"].get_local_rank() + 1))
+    step = step_of(name, pipeline, plan, handler, resident=resident)
+    batch = [x[rows] for x in data()]
+    losses, grads, norm = trained(step, own, batch, 5, 7, plan, handler)
+    losses0, grads0, norm0 = expected(stages, 5, 7, **options)
+    wrong = [abs(a - b) / b for a, b in zip(losses, losses0, strict=True)]
+    alike = all(g.placements == own[s][n].placements for s, tree in grads.items() for n, g in tree.items())
+    return wrong[0], wrong[4], max(distances(grads, grads0).values()), abs(norm - norm0).item() / norm0.item(), alike
