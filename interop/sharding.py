@@ -69,14 +69,14 @@ def fsdp(params: Any, mesh: DeviceMesh, *, dim: int = 0) -> Any:
 
     A dimension that the shards don't divide is cut by the rule of `torch.chunk`: the last shards are smaller or empty.
     A leaf that `shard` has cut over other dimensions of the same mesh is cut further: its mesh then begins with `mesh`.
-    If it is cut along `dim` already, and the shards of both don't divide that, it is cut along its first other one.
+    If it is cut along `dim` already, and the shards of both don't divide that, it is cut along its first other one, and
+    replicated if it has none.
 
     The result is on the mesh's type of device and shares no memory with `params`.
 
     Raises:
         ValueError: the mesh has other than one or two dimensions; a leaf is a DTensor over it already, or over a mesh
-            that is not a part of the same one; leaves have no such dimension; the shards don't divide the only
-            dimension, which another mesh cuts too; or this process is not in the mesh.
+            that is not a part of the same one; leaves have no such dimension; or this process is not in the mesh.
     """
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fsdp takes a mesh of one dimension, or of two to replicate over the first, not {mesh}")
@@ -121,13 +121,12 @@ def _cut_further(leaf: DTensor, mesh: DeviceMesh, placements: list[Placement], p
     if axis is not None:
         axes = [axis, *(at for at in range(leaf.ndim) if at != axis)]
         cuts = {at: _shards_along(leaf, at) for at in axes}
-        axis = next((at for at in axes if cuts[at] == 1 or not leaf.shape[at] % (cuts[at] * mesh.size(-1))), None)
+        is_fused = any(isinstance(placement, _StridedShard) for placement in leaf.placements)
+        axis = next((at for at in axes if cuts[at] == 1 or (_divides(mesh, cuts[at], leaf, at) and not is_fused)), None)
         if axis is None:
-            raise ValueError(
-                f"params{short(path)} is {describe(leaf)}, of which {cuts[axes[0]]} x {mesh.size(-1)} shards don't "
-                f"divide dimension {axes[0]}, and it has no other that they do: leave it whole over one of the meshes"
-            )
-        placements[-1] = Shard(axis) if cuts[axis] == 1 else _StridedShard(axis, split_factor=cuts[axis])
+            placements[-1] = Replicate()
+        else:
+            placements[-1] = Shard(axis) if cuts[axis] == 1 else _StridedShard(axis, split_factor=cuts[axis])
     piece = local(leaf)
     if axis is not None:
         shards = Layout(piece.shape, piece.stride(), piece.dtype, axis, mesh.size(-1))
@@ -141,6 +140,10 @@ def _cut_further(leaf: DTensor, mesh: DeviceMesh, placements: list[Placement], p
             shape=leaf.shape,
             stride=leaf.stride(),
         )
+
+
+def _divides(mesh: DeviceMesh, cuts: int, leaf: DTensor, dim: int) -> bool:
+    return not leaf.shape[dim] % (cuts * mesh.size(-1))
 
 
 def _shards_along(leaf: DTensor, dim: int) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+NOTHING_FUSED: Mapping[str, int] = {}
 
 
 def megatron(
@@ -12,6 +15,7 @@ def megatron(
     row: Iterable[str] = (),
     vocabulary: Iterable[str] = (),
     transposed: Iterable[str] = (),
+    fused: Mapping[str, int] = NOTHING_FUSED,
 ) -> dict[str, Sequence[Placement]]:
     """Return placements by pattern of the name, as `shard` takes them, for the tensor parallelism of Megatron-LM.
 
@@ -25,18 +29,20 @@ def megatron(
         vocabulary: embeddings and heads. Where the loss is `cross_entropy` of a head's output, the logits are never
             gathered.
         transposed: those of the above whose weight is [in, out], as of `Conv1D` of transformers.
+        fused: those of `column` whose outputs are several things one after the other, and their number: `{"c_attn": 3}`
+            of GPT-2, whose layer makes queries, keys and values. Each of them is cut.
 
     A name is the last part of a module's: `"q_proj"` is `layers.0.attention.q_proj`, with its weight and bias. Other
     leaves are the same in every process.
 
     Raises:
-        ValueError: a name is in two of the first three, or one of `transposed` in none of them.
+        ValueError: a name is in two of the first three, or one of `transposed` or `fused` is not where it must be.
 
     Source: Shoeybi et al., Megatron-LM: training multi-billion parameter language models using model parallelism, 2019,
     section 3.
 
     >>> megatron(column=["q_proj"], row=["o_proj"])
-    {'*.q_proj.*': [Shard(dim=0)], '*.o_proj.weight': [Shard(dim=1)]}
+    {'*.q_proj.[wb]*': [Shard(dim=0)], '*.o_proj.weight': [Shard(dim=1)]}
     """
     styles = {"column": tuple(column), "row": tuple(row), "vocabulary": tuple(vocabulary)}
     names = [name for each in styles.values() for name in each]
@@ -44,6 +50,8 @@ def megatron(
         raise ValueError(f"{min(twice)!r} is named twice: a layer has one style")
     if unknown := {*transposed} - {*names}:
         raise ValueError(f"transposed names {min(unknown)!r}, which has no style: name it in column or row too")
+    if unknown := {*fused} - {*styles["column"]}:
+        raise ValueError(f"fused names {min(unknown)!r}, which is none of column")
     rule: dict[str, Sequence[Placement]] = {}
     for style, each in styles.items():
         for name in each:
@@ -51,7 +59,10 @@ def megatron(
             if style == "row":
                 rule[f"*.{name}.weight"] = [Shard(inputs)]
                 continue
+            weight, bias = (
+                _StridedShard(dim, split_factor=fused[name]) if name in fused else Shard(dim) for dim in (outputs, 0)
+            )
             if outputs:
-                rule[f"*.{name}.weight"] = [Shard(outputs)]
-            rule[f"*.{name}.*"] = [Shard(0)]
+                rule[f"*.{name}.weight"] = [weight]
+            rule[f"*.{name}.[wb]*"] = [bias]  # weight and bias
     return rule

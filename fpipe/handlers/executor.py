@@ -17,6 +17,7 @@ from fpipe.autodiff.eager import Eager
 from fpipe.autodiff.interface import UNTRACED
 from fpipe.devices import CaptureError, is_capturing
 from fpipe.errors import StageError, TransportError
+from fpipe.handlers.alike import compare, descriptions
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
 from fpipe.handlers.gradients import Rows, Sum, check_trained, data_gradients, received, total, unscaled
@@ -34,6 +35,7 @@ class Executor:
         self.calls, self.plan, self.rank = calls, calls.plan, calls.rank
         self.pieces, self.pipeline = calls.pieces, calls.pipeline
         self.stages = self.plan.stages_on(self.rank)
+        self.is_compared = False
         self.at = 0  # the index of the instruction that runs
 
     def start(self, inputs: Inputs) -> None:
@@ -85,10 +87,24 @@ class Executor:
                     )
             if prepared.placed and isinstance(self.pieces.stages[stage], Eager | ByRow):
                 raise StageError(UNTRACED, rank=self.rank, stage=stage)
+        self._compare(step)
         if any(map(is_dtensor, flatten(dict(step.inputs.params)).leaves)):
             step.placed = step.inputs.params
             step.inputs = replace(step.inputs, params=locals_of(dict(step.inputs.params)))
         return step.inputs
+
+    def _compare(self, step: Step) -> None:
+        """Compare the arguments of the first step with those of the processes that compute stages together."""
+        meshes = dict.fromkeys(
+            placed.mesh for prepared in step.prepared.values() for placed in prepared.placed.values()
+        )
+        if meshes and not self.is_compared:
+            for mesh in meshes:
+                try:
+                    compare(mesh, descriptions(step))
+                except StageError as error:
+                    raise error.on(self.rank) from None
+            self.is_compared = True
 
     def _placed(self, stage: int, leaf: Tensor) -> Placed | None:
         try:

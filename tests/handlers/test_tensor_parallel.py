@@ -1,6 +1,7 @@
 """Tensor parallelism: leaves that are DTensors on mesh["tp"] give the loss and the gradients of one process."""
 
 import math
+import re
 
 import pytest
 
@@ -54,3 +55,40 @@ def test_the_whole_mesh_trains_as_one_process(pools, shape, name, resident, drop
         assert gradients <= 1e-5
         assert norm <= 1e-6
         assert alike
+
+
+def test_the_fused_layer_of_gpt2_is_cut_by_head(pools):
+    """Unchanged, with its dropout, its tied head and its layers of [in, out]: it gathers nothing."""
+    for counts, loss, gradients in pools(2).run(tensor_jobs.gpt2):
+        assert [counts[stage, "forward"] for stage in (0, 1)] == [{"all_reduce": 3}, {"all_reduce": 5}]
+        assert [counts[stage, "backward"] for stage in (0, 1)] == [{"all_reduce": 2}, {"all_reduce": 3}]
+        assert counts[1, "backward_weight"] == {}
+        assert loss <= 1e-6
+        assert gradients <= 1e-5
+
+
+TOGETHER = r"rank 0: processes \[0, 1\] compute stages together and were given different arguments: "
+FAULTS = {
+    "batch": TOGETHER + r"batch of microbatch 0 is int64\[4, 5\] with values of digest \w+ on process 0 and int64",
+    "rng": TOGETHER + r"rng is \(0, 1\) on process 0 and \(0, 2\) on process 1\. They take",
+    "placement": TOGETHER
+    + r"params\[0\]\['block.gate_proj.weight'\] is \[12, 8\] placed \(Shard\(dim=0\),\) on process 0 and \[12, 8\]",
+    "eager": r"rank 0, stage 0: its params have DTensors over a dimension of tensor parallelism, .*: leave autodiff=",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_does_not_fit_is_one_error_on_all_processes(pools, fault):
+    for text in pools(2).run(tensor_jobs.wrong, fault):
+        assert re.match(FAULTS[fault], text), text
+
+
+def test_heads_that_the_processes_do_not_divide_are_right(pools):
+    """DTensor gathers what the one head of keys and values needs."""
+    for loss, gradients in pools(2).run(tensor_jobs.few_heads):
+        assert loss <= 1e-6
+        assert gradients <= 1e-5
+
+
+def test_pieces_are_made_and_go_from_one_mesh_into_another(pools, tmp_path):
+    assert pools(4).run(tensor_jobs.stored, str(tmp_path)) == [([[], [], []], [], True)] * 4

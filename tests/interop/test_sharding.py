@@ -122,8 +122,9 @@ def over_tensor_parallelism(rank):
     from torch.distributed.tensor import Replicate, Shard
 
     mesh = mesh_of(2, 2, names=("dp", "tp"))
-    params = {0: {"column": values(8, 6), "row": values(8, 4, seed=1), "norm": values(5), "odd": values(5, 3)}}
-    placed = interop.shard(params, mesh["tp"], {"column": [Shard(0)], "row": [Shard(1)], "odd": [Shard(0)]})
+    params = {0: {"column": values(8, 6), "row": values(8, 4, seed=1), "norm": values(5)}}
+    params[0] |= {"odd": values(5, 3), "few": values(3)}
+    placed = interop.shard(params, mesh["tp"], {"row": [Shard(1)], "norm": [Replicate()], "*": [Shard(0)]})
     shards = interop.fsdp(placed, mesh["dp"])
     column = shards[0]["column"]
     rows = values(8, 6).chunk(2)[mesh.get_local_rank("tp")].chunk(2)[mesh.get_local_rank("dp")]
@@ -142,6 +143,7 @@ def test_what_tensor_parallelism_cuts_is_cut_further(pools):
             "row": "(Shard(dim=0), Shard(dim=1))",
             "norm": "(Shard(dim=0), Replicate())",
             "odd": "(Shard(dim=1), Shard(dim=0))",  # 2 x 2 shards don't divide its rows
+            "few": "(Replicate(), Shard(dim=0))",
         }
         assert names == {("dp", "tp")}
         assert piece
@@ -149,18 +151,16 @@ def test_what_tensor_parallelism_cuts_is_cut_further(pools):
 
 
 def wrong_calls(rank):
-    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor import Partial, Shard
 
     mesh, params = mesh_of(2, 2), {0: {"w": values(6, 4), "b": values(3)}}
     sharded = interop.fsdp(params, mesh["b"])
-    columns = interop.shard(params, mesh["a"], lambda path, x: [Replicate()] if x.ndim > 1 else [Shard(0)])
     calls = {
         "three dimensions": lambda: interop.fsdp(params, mesh_of(2, 2, 1)),
         "again": lambda: interop.fsdp(sharded, mesh["b"]),
         "over both": lambda: interop.fsdp(sharded, mesh),
         "another mesh": lambda: interop.fsdp(sharded, mesh_of(4, names=("other",))),
         "no dimension": lambda: interop.fsdp(params, mesh["a"], dim=-2),
-        "uneven": lambda: interop.fsdp(columns, mesh["b"]),
         "sharded": lambda: interop.shard(sharded, mesh["a"], {"w": [Shard(0)]}),
         "pattern": lambda: interop.shard(params, mesh["a"], {"q_proj": [Shard(0)]}),
         "count": lambda: interop.shard(params, mesh, {"w": [Shard(0)]}),
@@ -181,7 +181,6 @@ WRONG = {
     "over both": "params[0]['b'] is a DTensor over b already",
     "another mesh": "params[0]['b'] is a DTensor over DeviceMesh((b=2), 'cpu', stride=(1,)), which can't be joined",
     "no dimension": "params[0]['b'] is float32[3], which has no dimension -2: choose another",
-    "uneven": "params[0]['b'] is float32[3], of which 2 x 2 shards don't divide dimension 0, and it has no other that",
     "sharded": "params[0]['b'] is a DTensor over DeviceMesh((b=2), 'cpu', stride=(1,)) already: call shard",
     "pattern": "no leaf matches 'q_proj'; names are like b, w: call shard on the params of all stages, before",
     "count": "params[0]['w'] has 1 placements for the 2 dimensions of DeviceMesh((a=2, b=2)",

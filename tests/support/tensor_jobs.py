@@ -6,6 +6,7 @@ import functools
 import re
 from collections import Counter
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 import fpipe
 from fpipe import handlers, interop, schedules
 from fpipe.autodiff import functions
+from tests.support.jobs import differences
 from tests.support.shards import mesh_of, whole
 
 VOCABULARY, WIDTH, HEADS, HIDDEN, LENGTH, ROWS = 11, 8, 4, 12, 5, 8
@@ -101,6 +103,7 @@ def distances(grads, expected):
         for stage, tree in expected.items()
         if stage in grads
         for name, leaf in tree.items()
+        if leaf is not None
     }
 
 
@@ -189,3 +192,80 @@ def three_dimensions(rank, shape, name, resident, dropout):
     wrong = [abs(a - b) / b for a, b in zip(losses, losses0, strict=True)]
     alike = all(g.placements == own[s][n].placements for s, tree in grads.items() for n, g in tree.items())
     return wrong[0], wrong[4], max(distances(grads, grads0).values()), abs(norm - norm0).item() / norm0.item(), alike
+
+
+def gpt2(rank):
+    """Counts of collectives by stage and block, and errors of loss and gradients, of GPT-2 of Hugging Face."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+    text = torch.randint(31, (4, 8))
+    batch = {"input_ids": text, "labels": text}
+    pipeline, params = interop.transformers.split(model, example=batch, stages=2)
+    plan = pipeline.plan(fpipe.Placement.loop(ranks=2), microbatches=2)
+    value0, grads0 = step_of("zb_h1", pipeline, plan, handlers.Reference())(params, batch, text, rng=(0, 1))
+    style = interop.styles.megatron(
+        column=["c_attn", "c_fc"],
+        row=["c_proj"],
+        vocabulary=["wte"],
+        transposed=["c_attn", "c_fc", "c_proj"],
+        fused={"c_attn": 3},
+    )
+    tp = interop.shard(params, mesh_of(2, names=("tp",)), style)
+    with Collectives() as counted:
+        value, grads = step_of("zb_h1", pipeline, plan, handlers.Local())(tp, batch, text, rng=(0, 1))
+    errors = distances(grads, grads0)
+    return counted.counts, abs(value - value0).item() / value0.item(), max(errors.values())
+
+
+def wrong(rank, fault):
+    """The error of a step whose processes were given different arguments, or that is not traced."""
+    mesh = mesh_of(2, names=("tp",))
+    pipeline, params = llama(2)
+    plan = pipeline.plan(fpipe.Placement.loop(ranks=2), microbatches=2)
+    rows, style, rng = data(), interop.styles.megatron(**STYLE), (0, 1)
+    options = {"autodiff": "eager"} if fault == "eager" else {}
+    if fault == "batch" and rank:
+        rows = (rows[0].flip(0), rows[1])
+    if fault == "rng" and rank:
+        rng = (0, 2)
+    if fault == "placement" and rank:
+        style |= {"*.gate_proj.[wb]*": style["*.o_proj.weight"]}
+    tp = interop.shard(params, mesh, style)
+    with pytest.raises(fpipe.StageError) as caught:
+        step_of("gpipe", pipeline, plan, handlers.Local(), **options)(tp, *rows, rng=rng)
+    return str(caught.value)
+
+
+def few_heads(rank):
+    """Errors of the loss and the gradients where the processes don't divide the heads of keys and values."""
+    pipeline, params = llama(2, heads=2)
+    plan = pipeline.plan(fpipe.Placement.loop(ranks=2), microbatches=4)
+    tp = interop.shard(params, mesh_of(2, names=("tp",)), interop.styles.megatron(**STYLE))
+    value, grads = step_of("gpipe", pipeline, plan, handlers.Local())(tp, *data())
+    (value0,), grads0, _ = expected(2, heads=2)
+    return abs(value.item() - value0) / value0, max(distances(grads, grads0).values())
+
+
+def stored(rank, folder):
+    """Where params that are made in pieces, and that other meshes load from a checkpoint of pieces, differ."""
+    import torch.distributed.checkpoint as dcp
+
+    def by_name(params):
+        return {f"{stage}.{name}": x for stage, tree in params.items() for name, x in tree.items()}
+
+    mesh, style = mesh_of(2, 2, names=("dp", "tp")), interop.styles.megatron(**STYLE)
+    pipeline, params = llama(2)
+    zeros = {stage: {name: torch.zeros_like(x) for name, x in tree.items()} for stage, tree in params.items()}
+    both = interop.fsdp(interop.shard(params, mesh["tp"], style), mesh["dp"])
+    dcp.save(by_name(both), checkpoint_id=folder)
+    into = [zeros, interop.fsdp(zeros, mesh_of(4)), interop.fsdp(interop.shard(zeros, mesh["dp"], style), mesh["tp"])]
+    for other in into:
+        dcp.load(by_name(other), checkpoint_id=folder)
+    blank = {stage: {name: x.to("meta") for name, x in tree.items()} for stage, tree in params.items()}
+    like = interop.fsdp(interop.shard(blank, mesh["tp"], style), mesh["dp"])
+    made, expected = (interop.materialise(pipeline, like=placed)[0] for placed in (like, None))
+    alike = all(made[s][n].placements == x.placements for s, tree in both.items() for n, x in tree.items())
+    return [differences(whole(other), params) for other in into], differences(whole(made), expected), alike

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,6 +83,7 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count, self.rank = self.mesh.size(), self.mesh.get_local_rank()
         self.sums: dict[int, tuple[DTensor, DTensor]] = {}  # by identity; the first keeps it from being used again
         self.row_sums: dict[int, tuple[DTensor, Tensor]] = {}
+        self.is_backward = False
         self.cut_tables: set[int] = set()  # numbers of rows of the embeddings whose rows are cut
 
     @contextmanager
@@ -106,6 +108,10 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a result of the stage's function, whole on every process."""
         return leaf.redistribute(placements=[REPLICATE]).to_local() if isinstance(leaf, DTensor) else leaf
 
+    def start_backward(self) -> None:
+        """Count the operations from here on as those of the backward."""
+        self.is_backward = True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -121,6 +127,8 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(_is_partial, tensors)) and not (
             func in MOVES or (func in ADDITIONS and len(tensors) > 1 and all(map(_is_partial, tensors)))
         ):
+            if func is aten.add.Tensor and self.is_backward and (part := self._added(args, kwargs)) is not None:
+                return part
             args, kwargs = pytree.tree_map(self._settled, (args, kwargs))
         if draws(func, args, kwargs):
             return self._draw(func, args, kwargs)
@@ -138,6 +146,18 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.sums[id(x)] = x, x.redistribute(placements=[REPLICATE])
         return self.sums[id(x)][1]
 
+    def _added(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DTensor | None:
+        """Return the sum of a gradient and one that the processes have parts of, as such parts: the first adds both.
+
+        Autograd adds the gradients of a tensor in an order of its own. So their sum is added over the processes once.
+        """
+        part, other = sorted(args, key=_is_partial, reverse=True)
+        if kwargs or not isinstance(other, DTensor) or id(part) in self.sums or part.shape != other.shape:
+            return None
+        piece = part._local_tensor
+        piece = piece + self.local(other, REPLICATE) if self.rank == 0 else piece.detach()
+        return self.placed(piece, part.placements[0], stride=part.stride())
+
     # Pieces
 
     def placement(self, x: Any) -> Placement:
@@ -154,17 +174,20 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             x = DTensor.from_local(x, self.mesh, [REPLICATE], run_check=False)
         return x.redistribute(placements=[placement])._local_tensor
 
-    def placed(self, piece: Tensor, placement: Placement, size: int | None = None) -> DTensor:
+    def placed(
+        self, piece: Tensor, placement: Placement, size: int | None = None, stride: Sequence[int] | None = None
+    ) -> DTensor:
         """Return the tensor that a piece is of.
 
         Args:
             size: of the dimension that is cut.
+            stride: by default, that of a contiguous tensor.
         """
         shape = list(piece.shape)
-        if isinstance(placement, Shard):
+        if isinstance(placement, Shard | _StridedShard):
             assert size is not None
             shape[placement.dim] = size
-        stride = make_contiguous_strides_for(shape)
+        stride = tuple(stride or make_contiguous_strides_for(shape))
         whole = torch.Size(shape)
         return DTensor.from_local(piece, self.mesh, [placement], run_check=False, shape=whole, stride=stride)
 
@@ -185,6 +208,29 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the sum, or the maximum, over the processes."""
         result: Tensor = functional.all_reduce(x, operation, (self.mesh, 0))
         return result
+
+    # Layers that make several things at once, as queries, keys and values
+
+    def split(self, func: Any, x: Any, sizes: Any, dim: int = 0) -> Any:
+        """Split what is cut into parts each of which is cut: each process has its piece of each."""
+        placement, dim = self.placement(x), dim % x.ndim
+        if not isinstance(placement, _StridedShard) or placement.dim != dim:
+            return NotImplemented
+        count, size = placement.split_factor, x.shape[dim]
+        every = [sizes] * -(-size // sizes) if isinstance(sizes, int) else [*sizes]
+        if every != [size // count] * count or size % (count * self.count):
+            return NotImplemented
+        pieces = x._local_tensor.split(size // count // self.count, dim)
+        return [self.placed(piece, Shard(dim), size // count, x.stride()) for piece in pieces]
+
+    def cat(self, func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+        """Join tensors along the dimension that is cut: each process joins its pieces."""
+        first, dim = tensors[0], dim % tensors[0].ndim
+        is_even = all(self.is_cut(x, dim) and x.shape == first.shape for x in tensors)
+        if not is_even or first.shape[dim] % self.count:
+            return NotImplemented
+        pieces = torch.cat([x._local_tensor for x in tensors], dim)
+        return self.placed(pieces, _StridedShard(dim, split_factor=len(tensors)), len(tensors) * first.shape[dim])
 
     # Random numbers
 
@@ -347,6 +393,9 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
 RULES: Mapping[Any, Callable[..., Any]] = {
     aten.embedding.default: Partitioner.embedding,
     aten.embedding_dense_backward.default: Partitioner.embedding_backward,
+    aten.split.Tensor: Partitioner.split,
+    aten.split_with_sizes.default: Partitioner.split,
+    aten.cat.default: Partitioner.cat,
     aten._log_softmax.default: Partitioner.log_softmax,
     aten._log_softmax_backward_data.default: Partitioner.log_softmax_backward,
     aten.nll_loss_forward.default: Partitioner.nll_loss,

@@ -170,6 +170,8 @@ class _JointFunction:
                 )
             refuse_lost(self.outputs.leaves, itertools.chain(*leaves), lambda x: not isinstance(x, FakeTensor))
             self.annotator.start_backward()
+            if partitioner is not None:
+                partitioner.start_backward()
             trained = [leaves[0][i] for i in signature.trained]
             self.weights, self.gradients = self._gradients(trained, list(itertools.chain.from_iterable(leaves[1:])))
         if (env := self.annotator.env) is not None:
