@@ -85,7 +85,7 @@ def _values(tree: object) -> Iterator[tuple[str, str]]:
         if not isinstance(leaf, Tensor):
             yield short(path), repr(leaf)
             continue
-        numbers = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        numbers = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         yield (
             short(path),
             f"{describe(leaf)} with values of digest {hashlib.blake2b(numbers, digest_size=4).hexdigest()}",
