@@ -83,11 +83,18 @@ def test_what_does_not_fit_is_one_error_on_all_processes(pools, fault):
         assert re.match(FAULTS[fault], text), text
 
 
-def test_heads_that_the_processes_do_not_divide_are_right(pools):
-    """DTensor gathers what the one head of keys and values needs."""
-    for loss, gradients in pools(2).run(tensor_jobs.few_heads):
+@pytest.mark.parametrize("options", [{"heads": 2}, {"post": True}], ids=str)
+def test_other_models_are_right(pools, options):
+    """DTensor gathers one head of keys and values, which two processes don't divide.
+
+    After a layer that normalises its sum, gradients of both terms meet: what is whole, and parts of three products.
+    """
+    for loss, gradients, counts in pools(2).run(tensor_jobs.other_models, options):
         assert loss <= 1e-6
         assert gradients <= 1e-5
+        if "post" in options:
+            assert counts[1, "backward_input"] == {"all_reduce": 3}
+            assert counts[1, "backward_weight"] == {}
 
 
 def test_pieces_are_made_and_go_from_one_mesh_into_another(pools, tmp_path):

@@ -49,14 +49,22 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dropout=0.0, heads=HEADS):
+    """
+    Args:
+        post: normalise after each addition, as BERT does, rather than before each layer.
+    """
+
+    def __init__(self, dropout=0.0, heads=HEADS, post=False):
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.attention = Attention(heads)
+        self.attention, self.post = Attention(heads), post
         self.gate_proj, self.up_proj = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
         self.down_proj, self.dropout = nn.Linear(HIDDEN, WIDTH, bias=False), nn.Dropout(dropout)
 
     def forward(self, x):
+        if self.post:
+            y = self.norm1(x + self.attention(x))
+            return self.norm2(y + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y)))
         x = x + self.attention(self.norm1(x))
         y = self.norm2(x)
         return x + self.down_proj(self.dropout(F.silu(self.gate_proj(y)) * self.up_proj(y)))
@@ -239,14 +247,15 @@ def wrong(rank, fault):
     return str(caught.value)
 
 
-def few_heads(rank):
-    """Errors of the loss and the gradients where the processes don't divide the heads of keys and values."""
-    pipeline, params = llama(2, heads=2)
+def other_models(rank, options):
+    """Errors of the loss and the gradients, and counts of collectives by stage and block."""
+    pipeline, params = llama(2, **options)
     plan = pipeline.plan(fpipe.Placement.loop(ranks=2), microbatches=4)
     tp = interop.shard(params, mesh_of(2, names=("tp",)), interop.styles.megatron(**STYLE))
-    value, grads = step_of("gpipe", pipeline, plan, handlers.Local())(tp, *data())
-    (value0,), grads0, _ = expected(2, heads=2)
-    return abs(value.item() - value0) / value0, max(distances(grads, grads0).values())
+    with Collectives() as counted:
+        value, grads = step_of("gpipe", pipeline, plan, handlers.Local())(tp, *data())
+    (value0,), grads0, _ = expected(2, **options)
+    return abs(value.item() - value0) / value0, max(distances(grads, grads0).values()), counted.counts
 
 
 def stored(rank, folder):

@@ -152,10 +152,11 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Autograd adds the gradients of a tensor in an order of its own. So their sum is added over the processes once.
         """
         part, other = sorted(args, key=_is_partial, reverse=True)
-        if kwargs or not isinstance(other, DTensor) or id(part) in self.sums or part.shape != other.shape:
+        is_whole = isinstance(other, DTensor) and self.placement(other) == REPLICATE
+        if kwargs or not is_whole or id(part) in self.sums or part.shape != other.shape:
             return None
         piece = part._local_tensor
-        piece = piece + self.local(other, REPLICATE) if self.rank == 0 else piece.detach()
+        piece = piece + other._local_tensor if self.rank == 0 else piece.detach()
         return self.placed(piece, part.placements[0], stride=part.stride())
 
     # Pieces
