@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         effects as effects,
         handlers as handlers,
         interop as interop,
+        parallel as parallel,
         policies as policies,
         schedules as schedules,
         tensorboard as tensorboard,

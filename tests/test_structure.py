@@ -15,7 +15,7 @@ from fpipe.tables import TABLE
 from tests.support.catalogue import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-LAZY = ["fpipe", "fpipe.handlers", "fpipe.interop", "fpipe.tensorboard", "fpipe.transforms"]
+LAZY = ["fpipe", "fpipe.handlers", "fpipe.interop", "fpipe.parallel", "fpipe.tensorboard", "fpipe.transforms"]
 
 
 def modules(folder):
@@ -83,6 +83,7 @@ LAYOUT = {
         "errors"
     ),
     "fpipe.transforms": "stages errors",
+    "fpipe.parallel": "stages devices errors",
     "fpipe.interop.torch_csv": "schedules programs plan effects errors",
     "fpipe.interop.sampling": "",
     "fpipe.interop.sharding": "stages errors",
@@ -244,7 +245,8 @@ SURFACE = {
         Batch Costs Edges Link LiveBytes LossScale Measurement Microbatches NonFiniteError Output Pipeline Placement
         Plan Precision Program Recording Report Residence ScheduleError Stage StageError Timeline TransportError
         by_length
-        clip_by_global_norm draw effects evaluate footprint gather global_norm handlers interop lower pack peak_bytes
+        clip_by_global_norm draw effects evaluate footprint gather global_norm handlers interop lower pack parallel
+        peak_bytes
         policies profile schedules simulate tensorboard train_step transforms value_and_grad verify
     """,
     "fpipe.handlers": """
@@ -256,6 +258,7 @@ SURFACE = {
             | {"Layout", "MACHINES", "Machine", "ModelShape", "SHAPES", "layouts"}
         )
     ),
+    "fpipe.parallel": "all_gather all_reduce all_to_all copy reduce_scatter shift",
     "fpipe.tensorboard": "Recorder",
     "fpipe.transforms": "Dual dual hvp jvp per_sample primals pushforward tangents vmap",
     "fpipe.interop": """

@@ -1,0 +1,17 @@
+"""Functions that a stage may call to compute together with other processes. Imported on first use."""
+
+from typing import TYPE_CHECKING
+
+from fpipe._lazy import attach
+
+if TYPE_CHECKING:
+    from fpipe.parallel.collectives import (
+        all_gather as all_gather,
+        all_reduce as all_reduce,
+        all_to_all as all_to_all,
+        copy as copy,
+        reduce_scatter as reduce_scatter,
+        shift as shift,
+    )
+
+__getattr__, __dir__ = attach(__name__)
