@@ -73,7 +73,7 @@ LAYOUT = {
     "fpipe.autodiff.graph": "policies stages devices errors",
     "fpipe.autodiff": "autodiff.graph policies stages devices plan effects errors",
     "fpipe.handlers": "autodiff autodiff.graph stages devices programs tables plan effects errors",
-    "fpipe.handlers.distributed": "handlers autodiff stages devices programs tables plan effects errors",
+    "fpipe.handlers.distributed": "handlers autodiff autodiff.graph stages devices programs tables plan effects errors",
     "fpipe.profiling": (
         "policies handlers handlers.distributed autodiff stages devices timelines programs _format costs plan effects "
         "errors"
@@ -258,7 +258,9 @@ SURFACE = {
             | {"Layout", "MACHINES", "Machine", "ModelShape", "SHAPES", "layouts"}
         )
     ),
-    "fpipe.parallel": "all_gather all_reduce all_to_all copy reduce_scatter shift",
+    "fpipe.parallel": """
+        all_gather all_reduce all_to_all attention copy positions reduce_scatter shard_sequence shift unshard_sequence
+    """,
     "fpipe.tensorboard": "Recorder",
     "fpipe.transforms": "Dual dual hvp jvp per_sample primals pushforward tangents vmap",
     "fpipe.interop": """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fpipe.autodiff.graph.block import Sink
+from fpipe.autodiff.graph.collectives import Communicates, RefusingCollectives
 from fpipe.autodiff.graph.input_writes import PARAMETER_WRITTEN, refusing_writes
 from fpipe.autodiff.graph.lost_gradients import EagerLeaves
 from fpipe.autodiff.interface import (
@@ -28,6 +30,7 @@ from fpipe.autodiff.interface import (
     prepared,
 )
 from fpipe.devices import without_autocast
+from fpipe.errors import StageError
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Flat, alias_leaves, flatten
 from fpipe.stages.stage import Stage
@@ -89,7 +92,7 @@ class Eager:
             if keep:  # autocast caches a leaf's cast, an activation's not
                 outputs = {source: alias_leaves(tree) for source, tree in outputs.items()}
             arguments = self.stage.arguments(outputs, parts)
-            with refusing_writes(arguments), refusing_writes(prepared.own, PARAMETER_WRITTEN):
+            with refusing_writes(arguments), refusing_writes(prepared.own, PARAMETER_WRITTEN), self._checked():
                 tree, new = self.stage(prepared.tree, state, arguments)
             leaves, spec = flatten(alias_leaves(tree))
             if keep and Eager not in prepared.computed:  # once a step
@@ -102,6 +105,22 @@ class Eager:
         edges = {source: list(map(_edge, values)) for source, values in inputs.items()}
         residuals = SavedTape(list(map(_edge, leaves)), edges, prepared.computed[Eager])
         return output, residuals, detached_tree(new)
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Refuse collectives in the first call."""
+        if self.leaves.ran:
+            yield
+            return
+        try:
+            with RefusingCollectives():  # type: ignore[no-untyped-call]
+                yield
+        except Communicates as error:
+            raise StageError(str(error)) from None
+        except Exception as error:
+            RefusingCollectives.trim(error)
+            raise
+        self.leaves.ran = True
 
     def _refuse_lost(
         self, outputs: Leaves, prepared: Prepared, state: Any, arguments: Any, inputs: Mapping[int, Leaves]

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe.autodiff import agreement
 from fpipe.autodiff.graph.block import Block, Sink
 from fpipe.autodiff.graph.codegen import emit
+from fpipe.autodiff.graph.collectives import Post, posts
 from fpipe.autodiff.graph.cse import without_duplicates
 from fpipe.autodiff.graph.functionalize import functionalize
 from fpipe.autodiff.graph.guards import Guards, guards
 from fpipe.autodiff.graph.partition import Backward, Blocks, NotKept, layout, partition
-from fpipe.autodiff.graph.signature import Signature
+from fpipe.autodiff.graph.signature import Signature, Untraceable
 from fpipe.autodiff.graph.trace import AS_OUTPUT, Cotangent, Cotangents, Joint, trace
 from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients
 from fpipe.devices import autocasts, without_autocast
@@ -107,6 +109,7 @@ class Functions:
     def __init__(self, config: TraceConfig, signature: Signature) -> None:
         joint, blocks = config.partition(signature, None)
         self.config, self.signature = config, signature
+        self.collectives = self._collectives([blocks.prepare, blocks.forward, *blocks.backward.pieces])
         self.guards: Guards | None = guards(joint.fakes, signature) if config.dynamic else None
         self.kept, self.digest = blocks.kept, blocks.digest
         self.prepare: Prepare = config.function(blocks.prepare, joint)
@@ -193,7 +196,24 @@ class Functions:
                 "and run the same operations for the same arguments",
                 stage=self.config.number,
             )
+        agreement.compare(self.config.number, self._collectives(blocks.backward.pieces))
         return self._functions(blocks.backward, joint, self.config.function(blocks.backward.prepare, joint))
+
+    def compare(self) -> None:
+        """Compare the collectives with those of other processes, before any of them runs."""
+        agreement.compare(self.config.number, self.collectives)
+
+    def _collectives(self, blocks: Sequence[Block]) -> list[Post]:
+        collectives = [post for block in blocks for post in posts(block.name, block.body)]
+        if collectives and self.config.compile:
+            raise StageError(
+                "it has collectives, which compile=True does not support: their waits would not be watched. Leave "
+                "compile out",
+                stage=self.config.number,
+            )
+        if collectives and self.config.dynamic:
+            raise Untraceable("it has collectives, whose sizes are compared over the processes when it is traced")
+        return collectives
 
     def _functions(self, blocks: Backward[Block], joint: Joint, prepare: Prepare) -> Backward[Function]:
         fused, by_input, by_weight = (

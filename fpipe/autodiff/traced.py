@@ -21,6 +21,7 @@ from torch import Tensor
 from fpipe.autodiff.eager import NO_REENTRANT, Eager, is_reentrant
 from fpipe.autodiff.functions import DeferredGraph, Functions, SavedGraph, TraceConfig
 from fpipe.autodiff.graph.block import Sink
+from fpipe.autodiff.graph.collectives import Communicates
 from fpipe.autodiff.graph.locations import user_line
 from fpipe.autodiff.graph.signature import Impure, Signature, Tree, Untraceable, ambient, leaf_key
 from fpipe.autodiff.interface import (
@@ -187,6 +188,12 @@ class Traced:
             functions = self._find(signature_of(prepared, *trees, keep=keep, data_wanted=self.differentiates_data))
         except StageError as error:
             raise StageError(error.message, stage=self.name) from error.__cause__
+        except Communicates as error:
+            raise StageError(
+                f"it has collectives, and can't be traced: {_reason(_cause(error))}. By eager autograd, ranks "
+                "could run them in different orders, and wait for each other for ever",
+                stage=self.name,
+            ) from error.__cause__
         except Impure as error:
             raise StageError(str(error), stage=self.name) from error
         except Exception as error:
@@ -195,6 +202,8 @@ class Traced:
             self.graphs.reason = self.graphs.reason or _reason(error)
             self.cause = None if self.fallback and not prepared.placed else error
             self.graphs.walked_once |= "selective activation checkpoint" in str(error)
+        if functions is not None:
+            functions.compare()
         entry.functions = functions
         gc.collect(1)  # torch's tracer leaves reference cycles that hold the tensors of this call
         return functions
@@ -287,6 +296,10 @@ def signature_of(prepared: Prepared, state: Flat, *rest: Flat, keep: bool, data_
 
 def _requiring_grad(leaves: Leaves) -> set[int]:
     return {i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
+
+
+def _cause(error: Exception) -> Exception:
+    return error.__cause__ if isinstance(error.__cause__, Exception) else error
 
 
 def _reason(error: Exception) -> str:

@@ -5,6 +5,12 @@ from typing import TYPE_CHECKING
 from fpipe._lazy import attach
 
 if TYPE_CHECKING:
+    from fpipe.parallel.context import (
+        attention as attention,
+        positions as positions,
+        shard_sequence as shard_sequence,
+        unshard_sequence as unshard_sequence,
+    )
     from fpipe.parallel.collectives import (
         all_gather as all_gather,
         all_reduce as all_reduce,

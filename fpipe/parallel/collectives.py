@@ -31,7 +31,7 @@ def all_reduce(x: Tensor, group: Group, *, replicated: bool = False) -> Tensor:
         replicated: all processes compute the same from the sum, and their gradients are equal: the gradient is the
             process's own.
     """
-    name, size = _named(group)
+    name, size = named(group)
     return x if size == 1 else _call(_AllReduce, x, name, replicated)
 
 
@@ -40,7 +40,7 @@ def copy(x: Tensor, group: Group) -> Tensor:
 
     The gradient is the sum of the processes' gradients.
     """
-    name, size = _named(group)
+    name, size = named(group)
     return x if size == 1 else _call(_Copy, x, name)
 
 
@@ -49,7 +49,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 
     All have one shape. The gradient is `reduce_scatter` of the processes' gradients.
     """
-    name, size = _named(group)
+    name, size = named(group)
     return x if size == 1 else _along(dim, lambda y: _call(_AllGather, y, name, size), x)
 
 
@@ -61,7 +61,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     Raises:
         ValueError: the dimension can't be cut into equal parts.
     """
-    name, size = _named(group)
+    name, size = named(group)
     _check_parts(x, dim, size)
     return x if size == 1 else _along(dim, lambda y: _call(_ReduceScatter, y, name, size), x)
 
@@ -74,7 +74,7 @@ def all_to_all(x: Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0)
     Raises:
         ValueError: the dimension can't be cut into equal parts.
     """
-    name, size = _named(group)
+    name, size = named(group)
     _check_parts(x, split_dim, size)
     if size == 1:
         return x
@@ -89,18 +89,20 @@ def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
 
     The gradient is sent the other way round.
     """
-    name, size = _named(group)
+    name, size = named(group)
     if by % size == 0:
         return x
-    return _call(_Shift, x, name, dist.get_group_rank(_group_of(group), dist.get_rank()), size, by % size)
+    return _call(_Shift, x, name, dist.get_group_rank(group_of(group), dist.get_rank()), size, by % size)
 
 
-def _group_of(group: Group) -> dist.ProcessGroup:
+def group_of(group: Group) -> dist.ProcessGroup:
+    """Return the process group."""
     return group.get_group() if isinstance(group, DeviceMesh) else group
 
 
-def _named(group: Group) -> tuple[str, int]:
-    process_group = _group_of(group)
+def named(group: Group) -> tuple[str, int]:
+    """Return a group's name, as operators take it, and the number of its processes."""
+    process_group = group_of(group)
     return process_group.group_name, process_group.size()
 
 
@@ -121,20 +123,25 @@ def _call(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
 
 
-def _run(name: str, x: Tensor, *args: Any) -> Tensor:
+def run_collective(name: str, x: Tensor, *args: Any) -> Tensor:
     """Run an operator and wait for its result. In a traced graph the two are nodes, and the wait moves to its use."""
     operators = torch.ops._c10d_functional
     return cast(Tensor, operators.wait_tensor(getattr(operators, name)(x.contiguous(), *args)))
+
+
+def run_all_to_all(x: Tensor, received: list[int], sent: list[int], name: str) -> Tensor:
+    """Exchange rows: numbers of those that come from each process, and that go to it."""
+    return run_collective("all_to_all_single", x, received, sent, name)
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, replicated: bool) -> Tensor:
         ctx.name, ctx.replicated = name, replicated
-        return _run("all_reduce", x, "sum", name)
+        return run_collective("all_reduce", x, "sum", name)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient if ctx.replicated else _call(_AllReduce, gradient, ctx.name, False), None, None
 
 
@@ -145,7 +152,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _call(_AllReduce, gradient, ctx.name, True), None
 
 
@@ -153,10 +160,10 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, size: int) -> Tensor:
         ctx.name, ctx.size = name, size
-        return _run("all_gather_into_tensor", x, size, name)
+        return run_collective("all_gather_into_tensor", x, size, name)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _call(_ReduceScatter, gradient, ctx.name, ctx.size), None, None
 
 
@@ -164,10 +171,10 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, size: int) -> Tensor:
         ctx.name, ctx.size = name, size
-        return _run("reduce_scatter_tensor", x, "sum", size, name)
+        return run_collective("reduce_scatter_tensor", x, "sum", size, name)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _call(_AllGather, gradient, ctx.name, ctx.size), None, None
 
 
@@ -175,10 +182,10 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, sizes: tuple[int, ...]) -> Tensor:
         ctx.name, ctx.sizes = name, sizes
-        return _run("all_to_all_single", x, [*sizes], [*sizes], name)
+        return run_all_to_all(x, [*sizes], [*sizes], name)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _call(_AllToAll, gradient, ctx.name, ctx.sizes), None, None
 
 
@@ -189,8 +196,8 @@ class _Shift(torch.autograd.Function):
         sent, received = ([0] * size for _ in range(2))
         flat = x.reshape(-1)
         sent[(rank + by) % size] = received[(rank - by) % size] = flat.shape[0]
-        return _run("all_to_all_single", flat, received, sent, name).view(x.shape)
+        return run_all_to_all(flat, received, sent, name).view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _call(_Shift, gradient, ctx.name, ctx.rank, ctx.size, ctx.size - ctx.by), *[None] * 4

@@ -28,6 +28,7 @@ from torch import Tensor, fx
 from fpipe.autodiff.graph.aliasing import root
 from fpipe.autodiff.graph.bindings import fastest
 from fpipe.autodiff.graph.block import Block, Sink
+from fpipe.autodiff.graph.collectives import is_collective, is_wait, watched
 from fpipe.autodiff.graph.copies import with_fewer_copies
 from fpipe.autodiff.graph.nodes import returns_itself, written
 
@@ -121,7 +122,7 @@ class _Writer:
     def last_reads(self) -> dict[fx.Node, int]:
         """The place of the last node that reads each memory that the block makes and does not return."""
         inside = set(self.block.body) - {root(n) for n in self.block.results}
-        reads = {root(n): i for i, node in enumerate(self.block.body) for n in node.all_input_nodes}
+        reads = {root(n): i for i, node in enumerate(self.block.body) for n in _read(node)}
         return {n: i for n, i in reads.items() if n in inside}
 
     def _expression(self, node: fx.Node, overwritten: Sequence[str]) -> str:
@@ -142,7 +143,9 @@ class _Writer:
             return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
         if node.target in OPERATORS:
             return OPERATORS[node.target].join(map(self.text, node.args))
-        function = fastest(node) if self.bindings else node.target
+        function: Any = fastest(node) if self.bindings else node.target
+        if self.bindings and is_collective(node.target):
+            function = watched(node, function)
         arguments = [*map(self.text, node.args), *(f"{key}={self.text(value)}" for key, value in node.kwargs.items())]
         name = self._global(function, str(getattr(function, "__name__", "")).replace(".", "_"))
         return f"{name}({', '.join(arguments)})"
@@ -165,6 +168,13 @@ class _Writer:
         if isinstance(arg, slice):
             return f"slice({self.text(arg.start)}, {self.text(arg.stop)}, {self.text(arg.step)})"
         return repr(arg) if type(arg) in SIMPLE else self._global(arg)
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """Return the values that a node reads. A collective reads its inputs until it is waited for."""
+    if not is_wait(node.target):
+        return node.all_input_nodes
+    return [n for post in node.all_input_nodes for n in (post, *post.all_input_nodes)]
 
 
 def offer(sink: Sink | None, i: int, x: Tensor) -> Tensor | None:

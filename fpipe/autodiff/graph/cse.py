@@ -13,6 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.autodiff.graph.aliasing import note_views, storage
+from fpipe.autodiff.graph.collectives import is_collective
 from fpipe.autodiff.graph.functionalize import geometry
 from fpipe.autodiff.graph.nodes import is_impure, is_random
 from fpipe.autodiff.graph.signature import Untraceable
@@ -21,6 +22,8 @@ from fpipe.autodiff.graph.trace import Joint
 
 def without_duplicates(joint: Joint) -> Joint:
     """Return the graph with each value computed once. A view that equals an earlier tensor becomes that tensor.
+
+    A node that nothing reads any more has `node.meta["merged"]`.
 
     Raises:
         Untraceable: the backward draws random numbers that the forward did not draw.
@@ -39,6 +42,7 @@ def without_duplicates(joint: Joint) -> Joint:
         twin = _twin(node, seen, draws)
         if twin is not None:
             same[node] = twin
+            node.meta["merged"] = True
             twin.meta["names"] = {*twin.meta.get("names", ()), *node.meta.get("names", ())}
     return joint.map_results(lambda node: same.get(node, node))
 
@@ -62,7 +66,8 @@ def _keys(node: fx.Node) -> Iterator[Hashable]:
     value = node.meta.get("val")
     if isinstance(value, FakeTensor):
         yield (storage(value), geometry(value))
-    if node.op == "call_function" and not is_random(node) and not is_impure(node) and "cotangent" not in node.meta:
+    mergeable = not is_random(node) and (is_collective(node.target) or not is_impure(node))
+    if node.op == "call_function" and mergeable and "cotangent" not in node.meta:
         yield node.meta["forward"], expression(node)
     if node.op == "get_attr":
         yield node.target

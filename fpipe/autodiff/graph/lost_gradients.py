@@ -37,6 +37,7 @@ class EagerLeaves:
     """
 
     def __init__(self) -> None:
+        self.ran = False  # the stage, once
         self.before: list[weakref.ref[Tensor]] | None = None
 
     def check(self, outputs: Iterable[Any], leaves: Iterable[Any], again: Callable[[], Iterable[Any]]) -> None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fpipe.autodiff.graph.aliasing import nbytes, root
 from fpipe.autodiff.graph.block import Block
+from fpipe.autodiff.graph.collectives import is_collective, overlapped
 from fpipe.autodiff.graph.cse import expression
 from fpipe.autodiff.graph.guards import hint
 from fpipe.autodiff.graph.nodes import ancestors, is_impure, is_random
@@ -61,6 +62,10 @@ class Backward(Generic[Part]):
     weight: Part
     fresh: frozenset[int]
     reads: frozenset[int]
+
+    @property
+    def pieces(self) -> tuple[Part, Part, Part]:
+        return self.fused, self.input, self.weight
 
 
 @dataclass(frozen=True)
@@ -129,12 +134,12 @@ class _Partitioner:
         positions = tuple(by_position if self.kept is None else self.kept)
         residuals = [by_position.get(at) for at in positions]
         ends = [*joint.outputs, *joint.state, *self.saved]
-        pinned = [n for n in order if n.meta["forward"] and (is_random(n) or is_impure(n))]
+        pinned = [n for n in order if n.meta["forward"] and _is_pinned(n)]
         body = sorted(ancestors([*ends, *pinned], self._runs_forward), key=order.__getitem__)
         v, prepare = self._prepared([*body, *self.backward], [*ends, *weights, *gradients])
         return Blocks(
             prepare,
-            Block("forward", {"v": v, "x": joint.inputs}, body, [joint.outputs, joint.state, residuals]),
+            Block("forward", {"v": v, "x": joint.inputs}, overlapped(body), [joint.outputs, joint.state, residuals]),
             self._backward(v, prepare, residuals, weights, gradients),
             positions,
             tuple(str(n.target) for n in order if n.meta["forward"] and n.op == "call_function"),
@@ -148,7 +153,8 @@ class _Partitioner:
         """The nodes that depend on parameters alone."""
         constant = {node for node in self.joint.params if node is not None}
         for node in self.joint.graph.nodes:
-            pure = node.op == "call_function" and not is_random(node) and not is_impure(node)
+            pure = node.op == "call_function" and not is_random(node)
+            pure = pure and (is_collective(node.target) or not is_impure(node))
             if node.op == "get_attr" or (
                 pure and node not in self.cotangents and constant.issuperset(node.all_input_nodes)
             ):
@@ -284,12 +290,13 @@ class _Partitioner:
 
     # Blocks
 
-    def _prepared(self, body: Sequence[fx.Node], ends: Iterable[Any]) -> tuple[list[fx.Node], Block]:
+    def _prepared(self, rest: Sequence[fx.Node], ends: Iterable[Any]) -> tuple[list[fx.Node], Block]:
         """Return `v`, and the block that computes it."""
-        used = {n for node in body for n in node.all_input_nodes} | {x for x in ends if isinstance(x, fx.Node)}
+        used = {n for node in rest for n in node.all_input_nodes} | {x for x in ends if isinstance(x, fx.Node)}
         v = sorted(used & self.constant, key=self.order.__getitem__)
         inner = sorted(ancestors(v, lambda n: n in self.constant), key=self.order.__getitem__)
-        return v, Block("prepare", {"p": self.joint.params}, [n for n in inner if n.op != "placeholder"], [v])
+        body = [n for n in inner if n.op != "placeholder"]
+        return v, Block("prepare", {"p": self.joint.params}, overlapped(body), [v])
 
     def _backward(
         self,
@@ -315,9 +322,9 @@ class _Partitioner:
         return Backward(
             tuple(None if n is None else layout(n.meta["val"]) for n in c),
             prepare,
-            Block("backward", inputs, whole, [weights, gradients], "r", large),
-            Block("backward_input", inputs, first, [gradients, deferred], "r"),
-            Block("backward_weight", {"v": v, "d": deferred}, rest, [weights], "d", large),
+            Block("backward", inputs, overlapped(whole), [weights, gradients], "r", large),
+            Block("backward_input", inputs, overlapped(first), [gradients, deferred], "r"),
+            Block("backward_weight", {"v": v, "d": deferred}, overlapped(rest), [weights], "d", large),
             frozenset(i for i, alone in enumerate(self._unshared(weights, [*residuals, *c, *gradients])) if alone),
             frozenset(i for i, x in enumerate(v) if x in read),
         )
@@ -331,8 +338,17 @@ class _Partitioner:
         )
 
 
+def _is_pinned(node: fx.Node) -> bool:
+    """Return whether a node runs even if nothing reads its value: a peer takes part in a collective."""
+    if is_collective(node.target):
+        return "merged" not in node.meta
+    return is_random(node) or is_impure(node)
+
+
 def _can_recompute(node: fx.Node) -> bool:
-    return node.op != "placeholder" and not is_random(_origin(node)) and not is_impure(_origin(node))
+    origin = _origin(node)
+    is_single = is_random(origin) or is_impure(origin) or is_collective(origin.target)
+    return node.op != "placeholder" and not is_single
 
 
 def _fills(node: fx.Node) -> bool:

@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import policies
+from fpipe.autodiff.graph.collectives import Communicates, communicates, is_collective
 from fpipe.autodiff.graph.guards import symbolic
 from fpipe.autodiff.graph.lost_gradients import refuse_lost
 from fpipe.autodiff.graph.signature import Leaf, Signature, Spec, Static, Untraceable
@@ -120,7 +121,12 @@ def trace(
         read = [symbolic(x, f"x{i}", mode) if dynamic else _fake(x) for i, x in enumerate(inputs)]
         fakes = [*params, *(_with_bits(x, spec) for x, spec in zip(read, inputs, strict=True))]
         function = _JointFunction(stage, signature, cotangents, loss, annotator)
-        module = make_fx(function, _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(fakes)
+        try:
+            module = make_fx(function, _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(fakes)
+        except Exception as error:
+            if annotator.communicates:
+                raise Communicates(str(error)) from error
+            raise
     return _assemble(module, function, read)
 
 
@@ -267,6 +273,7 @@ class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.env = env
         self.seeds: dict[torch.Generator, int] = {}
         self.backward = False
+        self.communicates = False
 
     @property
     def graph(self) -> fx.Graph:
@@ -296,6 +303,10 @@ class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if has_dtensor(types):
             return NotImplemented  # the operations on pieces come here too
+        if communicates(func):
+            self.communicates = True
+            if not is_collective(func) or func._schema.is_mutable:
+                raise Untraceable(f"{func} writes to its argument: take the function of fpipe.parallel instead")
         if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in written_arguments(func, args, kwargs)):
             raise Untraceable("it writes in place to a tensor that it closes over")
         out = func(*args, **kwargs)

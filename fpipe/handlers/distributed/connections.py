@@ -560,6 +560,7 @@ class _Groups:
 
     Attributes:
         used: the keys of groups on which the running step has posted something.
+        lent: process groups of the caller, on which pieces of the running step have posted collectives.
         epoch: how often groups were made again after a failed step.
         is_cut: some groups of this epoch were cut.
     """
@@ -569,6 +570,7 @@ class _Groups:
         self.lanes: dict[str, Any] = {}
         self.shared: dict[str, Any] = {}
         self.used: set[Key] = set()
+        self.lent: set[Any] = set()
         self.closed, self.is_cut, self.epoch = threading.Event(), False, 0
         self._cutting = threading.Lock()
         self.lifeline: Lifeline | None = None
@@ -578,6 +580,12 @@ class _Groups:
     def loss(self) -> str | None:
         """Return which rank's process has ended, if the lifeline knows one."""
         return None if self.lifeline is None else self.lifeline.lost
+
+    def lend(self, group: Any) -> None:
+        """Note that a piece posts a collective on a group of the caller's, or waits for one."""
+        self.lent.add(group)
+        if self.is_cut:  # by another thread, which did not know of it
+            self._end_lent()
 
     def keep(self, graph: Graph) -> None:
         """Remember a graph that holds operations of these groups."""
@@ -614,6 +622,18 @@ class _Groups:
         resets.join(CUT_LIMIT)
         if "control" in keys and "control" in self.shared:
             GLOO.cut([self.shared["control"]])
+        self._end_lent()
+
+    def _end_lent(self) -> None:
+        """End what pieces wait for; their groups can't be used again."""
+        if not self.lent:
+            return
+        devices = {group: {device.type for device in group._device_types} for group in list(self.lent)}
+        gloo = [group._get_backend(torch.device("cpu")) for group, types in devices.items() if "cpu" in types]
+        GLOO.cut(gloo)
+        if self._backend.asynchronous:
+            others = [group._get_backend(torch.device("cuda")) for group, types in devices.items() if "cuda" in types]
+            self._backend.cut(others)
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin the epoch in which groups are made again."""

@@ -19,6 +19,10 @@ from fpipe.handlers.distributed.grid import Grid
 log = logging.getLogger("fpipe.transport")
 
 T = TypeVar("T")
+LENT = (
+    "Pieces of the step had begun collectives, on groups that can't be connected again, so the handler has ended: make "
+    "these groups and the handler anew, and go on from a checkpoint"
+)
 STORE_TIMEOUT = 2.0  # seconds for an answer of the job's store
 
 

@@ -12,6 +12,7 @@ class Grid:
     Args:
         ranks: of one replica.
         rank, replica: of this process.
+        batches: by replica, the number of the batch whose rows it has, where several share one; by default all differ.
 
     >>> grid = Grid(ranks=2, replicas=3, rank=1, replica=2)
     >>> grid.number, grid.size, grid.process(0), grid.same_rank
@@ -24,6 +25,7 @@ class Grid:
     replicas: int = 1
     rank: int = 0
     replica: int = 0
+    batches: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import NoReturn
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from fpipe import effects as fx
+from fpipe.autodiff.graph.collectives import WATCH
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.devices import Device, Graph, GraphReset, aside, device_of, is_capturing
 from fpipe.errors import ScheduleError, StageError, TransportError
@@ -34,6 +36,7 @@ from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.handshake import COMPILING, REPLAYING, Handshake, RollCall, tokens
 from fpipe.handlers.distributed.liveness import Watchdog, introduce
+from fpipe.handlers.distributed.pieces import PieceWatch
 from fpipe.handlers.distributed.rendezvous import meet
 from fpipe.handlers.distributed.replicas import ReplicaChannels, lanes
 from fpipe.handlers.distributed.steps import Steps
@@ -56,6 +59,9 @@ class Distributed:
             processes of the job.
         replicas: the other dimensions of the mesh: `Distributed(mesh["pp"], replicas=mesh["dp"])`. A replica's batch is
             its own; loss and gradients are those of all replicas' batches together. By default there is one replica.
+        context: the name of a dimension of `replicas`, or several, whose ranks share the rows of a batch and have parts
+            of each row, as of a sequence: `Distributed(mesh["pp"], replicas=mesh["dp", "cp"], context="cp")`. A row
+            counts once. Their stages exchange what they need of each other's parts: `fpipe.parallel.attention`.
         exact: add the gradients of the replicas in their order, so that the bits are those of one process with the same
             number of threads; else in an order of the backend's. Over a mesh of several dimensions, they are then
             added over the last one first, and each part of the sum over the others.
@@ -82,6 +88,7 @@ class Distributed:
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         replicas: DeviceMesh | None = None,
+        context: str | Sequence[str] = (),
         exact: bool = True,
         timeout: float = 300.0,
         compute_timeout: float = 1800.0,
@@ -95,7 +102,7 @@ class Distributed:
         if self.rank < 0:
             raise TransportError("this process is not in the group: make the handler on the group's ranks only")
         self.mesh, self.exact = replicas, exact
-        self.grid = _grid(self.group, replicas)
+        self.grid = _grid(self.group, replicas, (context,) if isinstance(context, str) else tuple(context))
         self.size = self.grid.ranks
         place = device_of(_device(self.group) if device is None else device)
         self.device = place.torch_device
@@ -147,6 +154,7 @@ class Distributed:
         sends = {(rank, e.rank) for rank, p in programs.items() for e in p if isinstance(e, fx.Send)}
         edges = {(grid.process(a, r), grid.process(b, r)) for a, b in sends for r in range(grid.replicas)}
         own_lanes = self._lanes(plan)
+        self._check_context(pieces)
         recorder = () if observe is None else observe.agreed
         alike = {
             "schedules, plans or recorders": (recorder, [(p.plan, p.effects) for _, p in sorted(programs.items())]),
@@ -202,6 +210,21 @@ class Distributed:
             TransportError: a peer failed; what this process computed since may be wrong.
         """
         self._setup.check()
+
+    def _check_context(self, pieces: DifferentiablePipeline) -> None:
+        """Raise ScheduleError for what would join parts of a row as if they were rows."""
+        if not self.grid.batches:
+            return
+        if pieces.gather:
+            raise ScheduleError(
+                "gather=True joins the outputs of replicas by rows, and with context= they are parts of rows: leave it "
+                "out, and join them by fpipe.parallel.unshard_sequence"
+            )
+        if pieces.pipeline.by_row:
+            raise ScheduleError(
+                "per_sample gives the gradients of each row, and with context= a rank has parts of rows: leave one of "
+                "them out"
+            )
 
     def _lanes(self, plan: Plan) -> Mapping[str, Sequence[int]]:
         """Return the processes with which this one gathers and scatters."""
@@ -354,19 +377,31 @@ class _Setup:
         return f"mesh {processes}"
 
 
-def _grid(group: dist.ProcessGroup, replicas: DeviceMesh | None) -> Grid:
+def _grid(group: dist.ProcessGroup, replicas: DeviceMesh | None, context: Sequence[str]) -> Grid:
     """Return the place of this process.
 
     Raises:
+        ValueError: the replicas have no such dimensions.
         TransportError: it is not in the mesh of the replicas.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    names = () if replicas is None else tuple(replicas.mesh_dim_names or ())
+    if unknown := [name for name in context if name not in names]:
+        raise ValueError(
+            f"context={unknown[0]!r} is no dimension of the replicas, {[*names]}: pass "
+            "Distributed(mesh['pp'], replicas=mesh['dp', 'cp'], context='cp')"
+        )
     if replicas is None:
         return Grid(size, 1, rank, 0)
     processes = replicas.mesh.flatten().tolist()
     if dist.get_rank() not in processes:
         raise TransportError("this process is not in the mesh of the replicas: make the handler on its processes only")
-    return Grid(size, len(processes), rank, processes.index(dist.get_rank()))
+    batches: tuple[int, ...] = ()
+    if context:
+        parts = [n if name in context else 1 for name, n in zip(names, replicas.shape, strict=True)]
+        apart = [1 if name in context else n for name, n in zip(names, replicas.shape, strict=True)]
+        batches = tuple(torch.arange(prod(apart)).reshape(apart).repeat(parts).flatten().tolist())
+    return Grid(size, len(processes), rank, processes.index(dist.get_rank()), batches)
 
 
 def _device(group: dist.ProcessGroup) -> str:
@@ -382,6 +417,7 @@ class _CompiledProgram:
         self.executor, self.channels, self.steps, self.processes = executor, channels, steps, processes
         self.plan, self.pieces, self.connections = executor.plan, executor.pieces, channels.connections
         self.shared_readers = readers_of_shared_leaves(executor.pipeline, self.plan, self.pieces.argnums)
+        self.watch = PieceWatch(self.connections, channels.agree)
         program = executor.calls.program
         effects = (part for effect in program for part in fx.parts(effect))
         self.is_evaluation = not any(program.table.effects[type(part)].work & WEIGHT for part in effects)
@@ -390,10 +426,12 @@ class _CompiledProgram:
         if (grid := self.connections.grid).replicas > 1:
             count = self.plan.microbatches
             inputs = replace(inputs, first=grid.replica * count, total=grid.replicas * count)
+        token = WATCH.set(self.watch)
         try:
             with self.steps.running(self.executor.effect, self.channels.clear, self.is_evaluation):
                 return self._step(inputs)
         finally:
+            WATCH.reset(token)
             self.executor.calls.clear()
             self.channels.clear()
 

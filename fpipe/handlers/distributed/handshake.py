@@ -260,6 +260,7 @@ class Handshake:
                 f"only {len(rows)} of {len(each)} replicas were given a batch with rows, by which losses are weighed: "
                 "give each replica its own rows, or pass weight= or reduction='sum', which need none"
             )
+        self._check_shared(each)
         if rows and self.apart and any(lacks_rows):
             raise self._rejected(
                 "the losses of Microbatches are weighed by their rows, which a rank of the last stage was not given: "
@@ -268,6 +269,17 @@ class Handshake:
         if rows:
             self.rows, self.here = sum(rows), rows[grid.replica]
         self.names = self._names([row[5:] for row in calls])
+
+    def _check_shared(self, rows: Sequence[int | None]) -> None:
+        """Check that replicas with parts of the same rows have equally many."""
+        first = dict[int, int]()  # the first replica with each batch
+        for replica, batch in enumerate(self.connections.grid.batches):
+            other = first.setdefault(batch, replica)
+            if rows[replica] != rows[other]:
+                raise self._rejected(
+                    f"replicas {other} and {replica} share the rows of a batch, for they differ in context= alone, and "
+                    f"were given {rows[other]} and {rows[replica]} rows: give each its part of the same rows"
+                )
 
     def _names(self, pairs: list[list[int]]) -> list[Names]:
         """Return the names of each replica's inputs. Where those of a replica are new, the numbers of each travel.

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from fpipe.handlers.distributed.activity import State
 from fpipe.handlers.distributed.connections import Connections, first_line
-from fpipe.handlers.distributed.failures import STORE_TIMEOUT, Failure, Failures, failed_steps
+from fpipe.handlers.distributed.failures import LENT, STORE_TIMEOUT, Failure, Failures, failed_steps
 
 log = logging.getLogger("fpipe.transport")
 States = Mapping[int, State | None]
@@ -222,7 +222,10 @@ class Watchdog(threading.Thread):
             reason = verdict(self._failures.rank, answer.states, answer.overdue, *limits, name)
             if reason is not None:
                 return self._first(reason)
-        if state.kind != "absent" and any(each.step <= self._activity.calls for each in answer.failed):
+        reasons = [each.reason for each in answer.failed if each.step <= self._activity.calls]
+        if state.kind != "absent" and reasons:
+            if self._groups.lent and answer.ended is None:
+                return self._first(f"{reasons[0]}. {LENT}")
             self._end_step(answer.epoch)
         return answer.ended
 

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from fpipe.errors import TransportError
 from fpipe.handlers.distributed.connections import Connections, first_line
-from fpipe.handlers.distributed.failures import STORE_TIMEOUT, Failure, Failures, call_with_timeout
+from fpipe.handlers.distributed.failures import LENT, STORE_TIMEOUT, Failure, Failures, call_with_timeout
 from fpipe.handlers.distributed.rendezvous import FIRST_PAUSE, LAST_PAUSE
 from fpipe.handlers.protocol import PeerLost, StepRejected
 
@@ -154,6 +154,7 @@ class Steps:
         self.connections.activity.enter()
         if not self.connections.groups.is_cut:  # else another rank failed in the step before, which needs these
             self.connections.used.clear()
+            self.connections.groups.lent.clear()
         self.has_met, self._refused, self._is_repeatable = False, None, is_repeatable
 
     def _check_cut(self) -> None:
@@ -165,6 +166,9 @@ class Steps:
     def _of_own(self, error: BaseException) -> None:
         """Fail the step because this rank does, and give the reason to the other ranks."""
         failure = Failure(self.number, self.failures.reason(error), self._is_repeatable)
+        if self.connections.groups.lent:
+            self._end(f"{failure.reason}. {LENT}")
+            return
         self.failures.record(failure)
         self._fail(failure)
 
@@ -172,6 +176,8 @@ class Steps:
         """Fail the step because a peer does, or end the handler because it is gone; return the error to raise."""
         failures = self.failures
         failure = self._recorded(lost)
+        if failures.ended is None and failure is not None and self.connections.groups.lent:
+            self._end(f"{failure.reason}. {LENT}")
         if failures.ended is None and failure is not None:
             self._fail(failure._replace(step=self.number, repeatable=self._is_repeatable))
         if failures.ended is None and failure is not None:

@@ -1,0 +1,53 @@
+"""The collectives inside pieces: groups that the caller made, watched by the handler while a step runs.
+
+Invariants:
+- a step posts one only when every rank is known to run the step: a rank that refuses it would not come;
+- a host's wait for one is known to the watchdog, which ends it (liveness.py);
+- these groups can't be made again: a step that fails after one was used ends the handler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fpipe.errors import StageError, TransportError
+from fpipe.handlers.distributed.connections import Connections, first_line
+from fpipe.handlers.protocol import PeerLost
+
+
+class PieceWatch:
+    """Watches the collectives of one program's pieces.
+
+    Args:
+        agree: waits for the handshake of the step.
+    """
+
+    timeout = None
+
+    def __init__(self, connections: Connections, agree: Callable[[], None]) -> None:
+        self._connections, self._agree = connections, agree
+
+    def before_posting(self) -> None:
+        self._agree()
+
+    @contextmanager
+    def waiting(self, purpose: str, group: Any) -> Iterator[None]:
+        connections = self._connections
+        if group is not None:
+            connections.groups.lend(group)
+        try:
+            with connections.activity.waits_for(purpose):
+                yield
+        except (StageError, TransportError):
+            raise
+        except RuntimeError as error:
+            cut = connections.groups.is_cut
+            raise PeerLost(None, purpose if cut else f"{purpose} ({first_line(error)})") from None
+        if connections.device.asynchronous and group is not None:
+            connections.activity.markers.add(purpose, "waiting")
+
+    def check(self, purpose: str) -> None:
+        if self._connections.groups.is_cut:
+            raise PeerLost(None, purpose)

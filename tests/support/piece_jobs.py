@@ -1,0 +1,190 @@
+"""Collectives inside pieces: what graphs make of them, what is refused, and what a lost peer does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+import fpipe
+from fpipe import handlers, parallel, policies
+from fpipe.autodiff.traced import Traced
+from fpipe.effects import Backward
+from fpipe.stages.microbatch import Microbatch
+from fpipe.stages.stage import Batch, Stage
+from tests.support.context_jobs import block, mse, params_of, text_of
+from tests.support.replica_jobs import Grid
+
+WIDTH = 4
+
+
+def layer(params, x):
+    """A collective in the middle, beside work that needs none."""
+    gathered = parallel.all_gather(x.sin(), dist.group.WORLD)
+    beside = (x @ params["w"]).cos()
+    return (gathered.sum(0) * beside).sum(-1, keepdim=True) * beside
+
+
+def twice(params, x):
+    """One sum, twice; the first one is written to."""
+    first, second = (parallel.all_reduce(x * params["w"][0], dist.group.WORLD) for _ in range(2))
+    return first.relu_() + second * x
+
+
+def unread(params, x):
+    """A sum that nobody reads, as a peer's branch may."""
+    parallel.all_reduce(x, dist.group.WORLD)
+    return x @ params["w"]
+
+
+def of_params(params, x):
+    """A sum of parameters alone, which does not change in a step."""
+    return x @ parallel.all_reduce(params["w"].tanh(), dist.group.WORLD)
+
+
+STAGES = {"layer": layer, "twice": twice, "unread": unread, "of_params": of_params}
+
+
+def arguments(rank):
+    w = torch.arange(16.0).reshape(4, 4).sin()
+    return w.requires_grad_(), (torch.arange(12.0).reshape(3, 4).cos() + rank).requires_grad_()
+
+
+def traced(function, rank, **options):
+    """Results and gradients by graphs, whole and split, beside those of eager autograd; and the functions."""
+    piece = Traced(Stage(function, reads=(Batch(),)), fallback=False, argnums=frozenset({"params", "batch"}), **options)
+    w, x = arguments(rank)
+    runs = []
+    for is_split in (False, True):
+        prepared = piece.prepare({"w": w.detach()})
+        (output, residuals, _) = piece.forward(prepared, None, {}, Microbatch(x.detach(), None), True)
+        cotangents = [y.detach().sin() for y in output.leaves]
+        if is_split:
+            gradients, deferred = piece.backward_input(residuals, cotangents)
+            weights = piece.backward_weight(deferred)
+        else:
+            weights, gradients = piece.backward(residuals, cotangents)
+        runs.append([output.leaves[0].detach(), *weights, *next(iter(gradients.values()))])
+    y = function({"w": w}, x)
+    expected = [y.detach(), *torch.autograd.grad(y, (w, x), y.detach().sin())]
+    return runs, expected, piece.graphs.traced[0]
+
+
+def graphs(rank):
+    """By stage and policy: whether bits are eager's, the collectives of each piece, and the source of the forward."""
+    outcomes = {}
+    for name, function in STAGES.items():
+        for policy in (policies.everything_saveable, policies.nothing_saveable):
+            runs, expected, functions = traced(function, rank, policy=policy)
+            equal = all(torch.equal(a, b) for run in runs for a, b in zip(run, expected, strict=True))
+            counts = Counter((post.piece, post.text.split("(")[0]) for post in functions.collectives)
+            outcomes[name, policy.__name__] = equal, dict(counts), functions.run.source
+    return outcomes
+
+
+def attention_counts(rank):
+    """The collectives of each piece of attention, by gathering and round a ring."""
+    counts = []
+    for ring in (False, True):
+        stage = Stage(block(dist.group.WORLD, ring=ring), reads=(Batch(),))
+        piece = Traced(stage, fallback=False, policy=policies.nothing_saveable, argnums=frozenset({"params", "batch"}))
+        prepared = piece.prepare(params_of(1)[0])
+        piece.forward(prepared, None, {}, Microbatch(torch.randn(2, 4, 8), None), True)
+        (functions,) = piece.graphs.traced
+        counts.append(dict(Counter((post.piece, post.text.split("(")[0]) for post in functions.collectives)))
+    return counts
+
+
+def different(rank, which):
+    """What every process raises where their collectives differ, and of a step after that."""
+    group = dist.group.WORLD
+    functions = {
+        "order": lambda p, x: parallel.all_reduce(x, group) + (x if rank else parallel.all_reduce(x * p["w"], group)),
+        "shape": lambda p, x: parallel.all_gather(x[: 1 + rank], group).sum() * x * p["w"],
+        "backward": lambda p, x: parallel.all_reduce(x * p["w"] if rank else (x * p["w"]).detach(), group) + p["w"],
+        "equal": lambda p, x: parallel.all_reduce(x * p["w"], group),
+    }
+    mesh = Grid("pp1 cp2").mesh
+    own = handlers.Local() if which == "local" else handlers.Distributed(mesh["pp"], replicas=mesh["cp"], timeout=30)
+    outcomes = {}
+    for name, function in functions.items():
+        pipeline = fpipe.Pipeline([function], loss=mse)
+        plan = pipeline.plan(fpipe.Placement.loop(1), 2, replicas=1 if which == "local" else 2)
+        step = fpipe.value_and_grad(pipeline, "gpipe", plan, handler=own)
+        x = torch.ones(4, WIDTH)
+        outcomes[name] = text_of(lambda step=step, x=x: step({0: {"w": torch.ones(WIDTH)}}, x, x))
+    return outcomes
+
+
+def refusals(rank):
+    """What a stage with collectives can't be: by its name."""
+    group = dist.group.WORLD
+
+    def branches(params, x):
+        return parallel.all_reduce(x * params["w"], group) if x.sum() > 0 else x
+
+    def after(params, x):
+        y = parallel.all_reduce(x * params["w"], group)
+        return y if y.sum() > 0 else x
+
+    def in_place(params, x):
+        y = x * params["w"]
+        dist.all_reduce(y)
+        return y
+
+    def plain(params, x):
+        return parallel.all_reduce(x * params["w"], group)
+
+    cases = {
+        "branches": (branches, {}),
+        "after": (after, {}),
+        "in_place": (in_place, {}),
+        "eager": (plain, {"autodiff": "eager"}),
+        "compile": (plain, {"compile": True}),
+        "capture": (plain, {"capture": True}),
+        "pieces": (plain, {"capture": "pieces"}),
+    }
+    outcomes = {}
+    for name, (function, options) in cases.items():
+        pipeline = fpipe.Pipeline([function], loss=mse)
+        plan = pipeline.plan(fpipe.Placement.loop(1), 1)
+        x, params = torch.ones(2, WIDTH), {0: {"w": torch.ones(WIDTH)}}
+
+        def run(pipeline=pipeline, plan=plan, options=options, x=x, params=params):
+            step = fpipe.value_and_grad(pipeline, "gpipe", plan, handler=handlers.Local(), **options)
+            for _ in range(4):
+                step(params, x, x)
+
+        outcomes[name] = text_of(run)
+    return outcomes
+
+
+def lose(rank, how):
+    """The error of a rank whose peer in a collective goes, and how long it waited, after a step that went well."""
+    mesh = Grid("pp1 cp2").mesh
+    limit = 6 if how == "stopped" else 20  # a rank that ends is known at once
+    own = handlers.Distributed(mesh["pp"], replicas=mesh["cp"], timeout=limit)
+    steps = []
+
+    class Going(handlers.Observer):
+        def begin(self, rank_, effect):
+            if len(steps) == 1 and rank == 1 and isinstance(effect, Backward):
+                if how == "raises":
+                    raise RuntimeError("out of luck")
+                os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+
+    def stage(params, x):
+        return parallel.all_reduce(x * params["w"], mesh["cp"])
+
+    pipeline = fpipe.Pipeline([stage], loss=mse)
+    plan = pipeline.plan(fpipe.Placement.loop(1), 1, replicas=2)
+    step = fpipe.value_and_grad(pipeline, "gpipe", plan, handler=own, observe=Going())
+    x, params = torch.ones(2, WIDTH), {0: {"w": torch.ones(WIDTH)}}
+    steps.append(step(params, x, x))
+    began = time.monotonic()
+    first = text_of(lambda: step(params, x, x))
+    return first, time.monotonic() - began, text_of(lambda: step(params, x, x))
