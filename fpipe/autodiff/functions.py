@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fpipe.autodiff import agreement
+from fpipe.autodiff.braid import Run, plainly, waits
 from fpipe.autodiff.graph.block import Block, Sink
 from fpipe.autodiff.graph.codegen import emit
 from fpipe.autodiff.graph.collectives import Post, posts
@@ -104,6 +105,7 @@ class Functions:
         run: (v, inputs) -> (outputs, state, residuals). `run.source` is its text.
         first: the backward for cotangents with the layouts of the outputs.
         backwards: the backwards so far, by the layouts of the cotangents.
+        waits: whether any of them waits for collectives.
     """
 
     def __init__(self, config: TraceConfig, signature: Signature) -> None:
@@ -122,12 +124,15 @@ class Functions:
         self.rooted = [wanted and not (config.loss and i) for i, wanted in enumerate(joint.wanted)]
         self.first = self._functions(blocks.backward, joint, self.prepare)
         self.backwards = {self.first.expected: self.first}
+        self.waits = any(map(waits, (self.run, self.first.fused, self.first.weight)))
 
-    def forward(self, prepared: Prepared, inputs: Leaves) -> tuple[Leaves, Leaves, SavedGraph | None]:
+    def forward(
+        self, prepared: Prepared, inputs: Leaves, run: Run = plainly
+    ) -> tuple[Leaves, Leaves, SavedGraph | None]:
         """Return `(outputs, state, residuals)` as leaves. Residuals are None if the call is not differentiated."""
         inputs = [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in inputs]
         with running(self.signature):
-            outputs, state, residuals = self.run(_v(prepared, self.prepare), inputs)
+            outputs, state, residuals = run(self.run, _v(prepared, self.prepare), inputs)
         outputs = list(map(_as_output, outputs, self.wanted, self.fresh))
         state = [_as_output(x, False, fresh) for x, fresh in zip(state, self.fresh_state, strict=True)]
         if not self.signature.keep:
@@ -136,30 +141,32 @@ class Functions:
         return outputs, state, SavedGraph(self, prepared, residuals, layouts)
 
     def backward(
-        self, residuals: SavedGraph, cotangents: Leaves, sink: Sink | None
+        self, residuals: SavedGraph, cotangents: Leaves, sink: Sink | None, run: Run = plainly
     ) -> tuple[WeightGradients, list[Leaves]]:
         """Return `(weight gradients, input gradients of each source, and of the data where it gets any)`."""
         backward, cotangents = self._for(residuals, cotangents)
         with running(self.signature):
             v = _v(residuals.prepared, backward.prepare)
-            weights, gradients = backward.fused(v, residuals.values, cotangents, sink)
+            weights, gradients = run(backward.fused, v, residuals.values, cotangents, sink)
         return WeightGradients(weights, backward.fresh), self._by_source(gradients)
 
-    def backward_input(self, residuals: SavedGraph, cotangents: Leaves) -> tuple[list[Leaves], DeferredGraph]:
+    def backward_input(
+        self, residuals: SavedGraph, cotangents: Leaves, run: Run = plainly
+    ) -> tuple[list[Leaves], DeferredGraph]:
         """Return `(input gradients as of `backward`, deferred)`."""
         backward, cotangents = self._for(residuals, cotangents)
         with running(self.signature):
             v = _v(residuals.prepared, backward.prepare)
-            gradients, deferred = backward.input(v, residuals.values, cotangents)
+            gradients, deferred = run(backward.input, v, residuals.values, cotangents)
         read = [x if i in backward.reads else None for i, x in enumerate(v)] if self.trees else None
         return self._by_source(gradients), DeferredGraph(self, backward, residuals.prepared, read, deferred)
 
-    def backward_weight(self, deferred: DeferredGraph, sink: Sink | None) -> WeightGradients:
+    def backward_weight(self, deferred: DeferredGraph, sink: Sink | None, run: Run = plainly) -> WeightGradients:
         """Return the weight gradients that `backward_input` deferred."""
         backward = deferred.backward
         with running(self.signature):
             v = _v(deferred.prepared, backward.prepare) if deferred.v is None else deferred.v
-            weights = backward.weight(v, deferred.values, sink)
+            weights = run(backward.weight, v, deferred.values, sink)
         return WeightGradients(weights, backward.fresh)
 
     def _by_source(self, gradients: Leaves) -> list[Leaves]:

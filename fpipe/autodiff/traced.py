@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fpipe.autodiff.braid import Run, plainly
 from fpipe.autodiff.eager import NO_REENTRANT, Eager, is_reentrant
 from fpipe.autodiff.functions import DeferredGraph, Functions, SavedGraph, TraceConfig
 from fpipe.autodiff.graph.block import Sink
@@ -97,6 +98,10 @@ class Traced:
         graphs: graphs to share with stages of the same function.
         argnums: the arguments of the step that are differentiated.
 
+    Attributes:
+        run: calls the functions of graphs; another one runs them in turns with those of another stage.
+        waits: whether a graph has waited for collectives.
+
     Raises:
         StageError: (by its methods) the stage cannot be traced, and `fallback` is False.
     """
@@ -125,6 +130,8 @@ class Traced:
         self.graphs = graphs or Graphs()
         self.cause: Exception | None = None
         self.warned = False
+        self.run: Run = plainly
+        self.waits = False
 
     def prepare(self, params: Any) -> Prepared:
         return prepared(self.stage, params, self.argnums)
@@ -143,27 +150,32 @@ class Traced:
         functions = self._functions(prepared, trees, inputs, keep)
         if functions is None:
             return self._by_eager(prepared, state, sources, data, keep)
-        outputs, new, residuals = functions.forward(prepared, inputs)
+        outputs, new, residuals = functions.forward(prepared, inputs, self.run)
         return Flat(outputs, functions.output_spec), residuals, functions.state_spec.unflatten(new)
 
     def backward(
         self, residuals: Any, cotangents: Leaves, sink: Sink | None = None
     ) -> tuple[WeightGradients, dict[int, Leaves]]:
         if isinstance(residuals, SavedGraph):
-            weights, gradients = residuals.functions.backward(residuals, cotangents, sink)
+            weights, gradients = residuals.functions.backward(residuals, cotangents, sink, self.run)
             return weights, dict(zip(self.inputs, gradients, strict=True))
         return self.eager.backward(residuals, cotangents)
 
     def backward_input(self, residuals: Any, cotangents: Leaves) -> tuple[dict[int, Leaves], Any]:
         if isinstance(residuals, SavedGraph):
-            gradients, deferred = residuals.functions.backward_input(residuals, cotangents)
+            gradients, deferred = residuals.functions.backward_input(residuals, cotangents, self.run)
             return dict(zip(self.inputs, gradients, strict=True)), deferred
         return self.eager.backward_input(residuals, cotangents)
 
     def backward_weight(self, deferred: Any, sink: Sink | None = None) -> WeightGradients:
         if isinstance(deferred, DeferredGraph):
-            return deferred.functions.backward_weight(deferred, sink)
+            return deferred.functions.backward_weight(deferred, sink, self.run)
         return self.eager.backward_weight(deferred)
+
+    @staticmethod
+    def is_graph(saved: Any) -> bool:
+        """Return whether residuals or deferred values are a graph's, rather than eager autograd's."""
+        return isinstance(saved, SavedGraph | DeferredGraph)
 
     # Tracing
 
@@ -176,6 +188,7 @@ class Traced:
             return None
         if key != self.latest[0]:
             self.latest = key, self._look_up(key, prepared, trees, keep)
+            self.waits |= self.latest[1] is not None and self.latest[1].waits
         return self.latest[1]
 
     def _look_up(self, key: Hashable, prepared: Prepared, trees: list[Flat], keep: bool) -> Functions | None:

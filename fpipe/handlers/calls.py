@@ -5,6 +5,7 @@ Invariants:
 - A value of another rank is taken from its channel at its first use, not earlier.
 - A backward owns its residuals, deferred values and cotangents while it runs, so it may free them early.
 - Residuals are saved only if an effect of the program needs them.
+- The parts of an overlap run in turns where both are fpipe's own and traced, else one after the other.
 - All lookups happen before a step: an instruction has its slots, stage functions and channels in its closure.
 """
 
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 from optree import PyTreeSpec
 
 from fpipe import effects as fx
+from fpipe.autodiff.braid import Part, in_turns
 from fpipe.autodiff.interface import (
     DATA,
     DifferentiablePipeline,
@@ -33,6 +35,7 @@ from fpipe.autodiff.interface import (
     weighted_loss,
     zeros,
 )
+from fpipe.autodiff.traced import Traced
 from fpipe.devices import Device
 from fpipe.errors import ScheduleError
 from fpipe.handlers.gradients import LeafKey, Sum, add_leaves, sent
@@ -218,6 +221,15 @@ class Calls:
         """Add an effect's instructions, between the calls of the observer."""
         if self.observe is not None:
             self.calls.append(partial(self.observe.begin, self.rank, effect))
+        if isinstance(effect, fx.Overlap) and all(map(self._is_traced, fx.parts(effect))):
+            self.calls.append(self._in_turns(effect))
+            self.calls += [] if self.pace is None else map(self.pace, fx.parts(effect))
+        else:
+            self._one_by_one(effect)
+        if self.observe is not None:
+            self.calls.append(partial(self.observe.end, self.rank, effect))
+
+    def _one_by_one(self, effect: fx.Effect) -> None:
         for part in fx.parts(effect):
             function = self._function(part)
             if (call := function(self, part)) is not None:
@@ -228,8 +240,35 @@ class Calls:
                 self.calls.append(call)
                 if computes and self.pace is not None:
                     self.calls.append(self.pace(part))
-        if self.observe is not None:
-            self.calls.append(partial(self.observe.end, self.rank, effect))
+
+    def _is_traced(self, part: Any) -> bool:
+        """Return whether fpipe's own function runs a part of an overlap, and its stage may have graphs."""
+        is_own = self.functions.get(type(part)) is FUNCTIONS[type(part)]
+        return is_own and isinstance(self.pieces.stages[part.stage], Traced)
+
+    def _in_turns(self, e: fx.Overlap) -> Instruction:
+        forward, backward = (self._part(part, len(self.calls)) for part in fx.parts(e))
+        slots, needs = self.slots, self.table.needs(e.backward, self.plan)
+        saved = next(self.slot(name) for name in needs if isinstance(name, fx.Residuals | fx.Deferred))
+        one, other, is_graph = forward.stage, backward.stage, Traced.is_graph
+
+        def call() -> None:
+            if (one.waits or other.waits) and is_graph(slots[saved]):  # eager autograd may draw random numbers
+                in_turns(forward, backward)
+            else:
+                forward.begin()
+                forward.call()
+                backward.begin()
+                backward.call()
+
+        return call
+
+    def _part(self, part: Any, at: int) -> Part:
+        """Return a part of the overlap whose instruction has this number."""
+        call, stage = FUNCTIONS[type(part)](self, part), self.pieces.stages[part.stage]
+        assert call is not None
+        assert isinstance(stage, Traced)
+        return Part(stage, call, partial(self.computes.__setitem__, at, part))
 
     def _function(self, effect: fx.Effect) -> Function:
         try:

@@ -8,6 +8,9 @@
         return [n2], [], [n1]
 
 `emit(...).source` is the text. Tracebacks and debuggers show it.
+
+A function that waits for collectives exists as a generator too, `emit(...).steps`. It yields when it has posted some
+and would wait for them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import linecache
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -28,7 +31,7 @@ from torch import Tensor, fx
 from fpipe.autodiff.graph.aliasing import root
 from fpipe.autodiff.graph.bindings import fastest
 from fpipe.autodiff.graph.block import Block, Sink
-from fpipe.autodiff.graph.collectives import is_collective, is_wait, watched
+from fpipe.autodiff.graph.collectives import is_collective, is_post, is_wait, watched
 from fpipe.autodiff.graph.copies import with_fewer_copies
 from fpipe.autodiff.graph.nodes import returns_itself, written
 
@@ -36,12 +39,18 @@ SIMPLE = (bool, int, str, type(None))
 OPERATORS = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.mod: "%"}
 NUMBERS = itertools.count()
 """Numbers that make the file names of functions unique."""
+CUT = "yield"
 
 
 class Emitted(Protocol):
-    """A function of lists, and its text."""
+    """A function of lists, and its text.
+
+    Args:
+        steps: the function as a generator, which returns the results; None where it waits for no collective.
+    """
 
     source: str
+    steps: Callable[..., Generator[None, None, Any]] | None
 
     def __call__(self, *lists: Any) -> Any: ...
 
@@ -56,11 +65,14 @@ def emit(block: Block, module: torch.nn.Module, bindings: bool = True) -> Emitte
     block = with_fewer_copies(block) if bindings else block
     writer = _Writer(replace(block, body=_unpacked_at_once(block.body)), module, bindings)
     arguments = [*block.inputs, *([] if block.large is None else ["sink"])]
-    source = "\n    ".join([f"def {block.name}({', '.join(arguments)}):", *writer.lines()]) + "\n"
-    return _defined(block.name, source, writer.globals)
+    head, lines = f"def {block.name}({', '.join(arguments)}):", list(writer.lines())
+    function = _defined(block.name, [head, *(line for line in lines if line != CUT)], writer.globals)
+    function.steps = cast(Any, _defined(block.name, [head, *lines], writer.globals)) if CUT in lines else None
+    return function
 
 
-def _defined(name: str, source: str, names: dict[str, Any]) -> Emitted:
+def _defined(name: str, lines: Sequence[str], names: dict[str, Any]) -> Emitted:
+    source = "\n    ".join(lines) + "\n"
     file = f"<fpipe {name} {next(NUMBERS)}>"
     exec(compile(source, file, "exec"), names)
     function = cast(Emitted, names[name])
@@ -103,8 +115,10 @@ class _Writer:
 
     def _statements(self) -> Iterator[str]:
         """Yield the lines of each node: copies of what it must not overwrite, its call, and what follows it."""
-        dying, offered = _last_uses(self.block), _offered(self.block)
+        dying, offered, cuts = _last_uses(self.block), _offered(self.block), _cuts(self.block.body)
         for i, node in enumerate(self.block.body):
+            if node in cuts:
+                yield CUT
             overwritten = {n: self.names[n] for n in written(node)}
             for n, name in overwritten.items():
                 if self.last_reads.get(root(n)) != i:
@@ -210,6 +224,27 @@ def _offered(block: Block) -> dict[fx.Node, int]:
     used = {n for node in block.body for n in node.all_input_nodes}
     large = {block.outputs[0][i]: i for i in sorted(block.large or ())}
     return {node: i for node, i in large.items() if results[node] == 1 and node not in used}
+
+
+def _cuts(body: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return the nodes before which a turn ends: waits, or collectives, after the last collective of a turn.
+
+    A turn posts as many collectives as do not depend on each other. So their numbers follow from the collectives, and
+    processes in which other operations stand between these post them in the same turns.
+    """
+    cuts, latest = set[fx.Node](), dict[fx.Node, int]()  # the number of the last collective that a node depends on
+    first, count, wait = 0, 0, None
+    for node in body:
+        latest[node] = max((latest[n] for n in node.all_input_nodes if n in latest), default=-1)
+        if is_post(node.target):
+            if latest[node] >= first:
+                cuts.add(wait or node)
+                first = count
+            latest[node], wait = count, None
+            count += 1
+        elif wait is None and is_wait(node.target) and latest[node] >= first:
+            wait = node
+    return cuts if wait is None else cuts | {wait}
 
 
 def _last_uses(block: Block) -> dict[fx.Node, list[fx.Node]]:
