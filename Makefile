@@ -49,6 +49,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.timed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.frozen
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.layouts
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.scale
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lengths
 	$(BIN)/python -m benchmarks.tab

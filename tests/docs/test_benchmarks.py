@@ -78,6 +78,24 @@ def test_timed_stages(pools):
         assert min(row["predicted_ms"], row["measured_ms"]) >= 1e3 * slept
 
 
+def of_overlaps(rank, layer, collective):
+    """The row of one time of a layer, of one round."""
+    return list(benchmark("overlap").job(rank, 2, [layer], collective, 1))
+
+
+def test_overlaps(pools):
+    layer, collective = 0.5e-3, 1e-3
+    (row,) = pools(2).run(of_overlaps, layer, collective)[0]
+    overlap = benchmark("overlap")
+    link, slept = 1e3 * 2 * overlap.LAYERS * collective, 1e3 * 2 * overlap.LAYERS * layer
+    assert (row["link_ms"], row["overlaps"]) == (pytest.approx(link), 13)
+    assert row["compute_ms"] > slept
+    assert row["unbraided_ms"] > link + slept
+    assert row["bound_ms"] == max(row["compute_ms"], link)
+    assert row["over_bound"] == pytest.approx(row["braided_ms"] / row["bound_ms"])
+    assert row["speedup"] == pytest.approx(row["unbraided_ms"] / row["braided_ms"])
+
+
 @pytest.mark.skipif(not ALL, reason="a prediction of a large model takes half a minute: FPIPE_TESTS=all runs it")
 def test_scale(printed):
     options = ("--ranks", "4", "--microbatches", "4", "--width", "32", "--schedules", "1f1b")

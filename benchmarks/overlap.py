@@ -1,0 +1,235 @@
+"""Measure overlaps of a forward and a backward whose stages hold collectives: in turns, and one after the other.
+
+    python -m benchmarks.overlap                        # four rows
+    python -m benchmarks.overlap --layer 2 4 8 --collective 2
+    python -m benchmarks.overlap --json                 # a list of objects, and nothing else
+    python -m benchmarks.overlap --out overlap.json     # and into a file, with the machine
+
+Two processes share every layer, as in tensor parallelism: each of a stage's four layers computes, and then sums its
+result over both (`fpipe.parallel.all_reduce`), in the forward and in the backward. A layer's compute sleeps, so that it
+needs no core: as long as `--layer` says in the forward, half of that for the gradient of the inputs, and half for that
+of the weights. Sums are gloo's, over a link on which each takes `--collective` ms, one after another.
+
+The program is dualpipe-v of one rank: two stages, 8 microbatches, most of them in overlaps. An object has the
+milliseconds of one overlap, as medians of rounds in which all ways take turns:
+
+- layer_ms, collective_ms: of one layer's forward, and of one sum.
+- compute_ms: measured, the same layers without sums.
+- link_ms: the time of all sums on the link.
+- bound_ms: the larger of the two. Nothing is faster.
+- unbraided_ms: measured, the forward and then the backward.
+- braided_ms: measured, in turns.
+- speedup, with speedup_quartiles: unbraided_ms over braided_ms.
+- over_bound: braided_ms over bound_ms.
+- overlaps, rounds: in a step, and that were measured.
+
+Before anything is timed, the gradients of both ways are compared in bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import ProcessException
+
+import fpipe
+from benchmarks import models, timed
+from fpipe import Pipeline, Placement, Plan, handlers, parallel, schedules
+from fpipe.effects import Effect, Forward, Overlap
+from fpipe.handlers.calls import FUNCTIONS
+from fpipe.handlers.protocol import Observer
+
+LAYERS = 4  # of a stage
+SIDE = 8
+WAYS = ("compute", "unbraided", "braided")
+
+
+class LateWork(dist._Work):
+    """A work that is complete no earlier than at a time."""
+
+    def __init__(self, work: dist.Work, until: float) -> None:
+        super().__init__()
+        self.late = timed.Late(work, until)
+
+    def wait(self, *limit: Any) -> bool:
+        self.late.wait(*limit)
+        return True
+
+
+class SlowGroup(dist.ProcessGroup):
+    """gloo, over a link that each sum occupies for a time, one after another."""
+
+    seconds, free = 0.0, 0.0
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self.gloo, self.name = dist.ProcessGroupGloo(store, rank, size, timeout), ""
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self.name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self.name
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> LateWork:
+        self.free = max(self.free, time.perf_counter()) + self.seconds
+        return LateWork(self.gloo.allreduce(tensors, options), self.free)
+
+
+def slow_group(seconds: float) -> SlowGroup:
+    if "slow" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("slow", SlowGroup, devices=["cpu"])
+    group: Any = dist.new_group(backend="slow")
+    group.seconds = seconds
+    return group  # type: ignore[no-any-return]
+
+
+class Spans(Observer):
+    """Measures the overlaps of a step, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.start = 0.0
+
+    def begin(self, rank: int, effect: Effect) -> None:
+        self.start = time.perf_counter()
+
+    def end(self, rank: int, effect: Effect) -> None:
+        if isinstance(effect, Overlap):
+            self.seconds.append(time.perf_counter() - self.start)
+
+
+class Way:
+    """A step whose overlaps run in one of the ways."""
+
+    def __init__(self, way: str, group: SlowGroup, layer: float) -> None:
+        def layers(ws: list[Tensor], x: Tensor) -> Tensor:
+            for w in ws:
+                x = Layer.apply(x, w, layer)
+                x = x if way == "compute" else parallel.all_reduce(x, group)
+            return x
+
+        self.spans, plan = Spans(), Plan(Placement.v(1), models.MICROBATCHES)
+        pipeline = Pipeline([layers] * plan.stages, models.loss_fn)
+        # A forward of one's own is not taken apart, so the backward runs after it.
+        functions = {} if way != "unbraided" else {Forward: lambda calls, e: FUNCTIONS[Forward](calls, e)}
+        self.step = fpipe.value_and_grad(
+            pipeline,
+            schedules.dualpipe_v,
+            plan,
+            handler=handlers.Local(functions=functions),
+            autodiff="graph",
+            observe=self.spans,
+        )
+        self.params = {stage: [torch.full((SIDE, SIDE), 0.5) for _ in range(LAYERS)] for stage in range(plan.stages)}
+        self.data = torch.ones(models.MICROBATCHES, SIDE), torch.zeros(models.MICROBATCHES, SIDE)
+
+    def gradients(self) -> Any:
+        return self.step(self.params, *self.data)[1]
+
+    def milliseconds(self) -> float:
+        """Run a step; return the time of one overlap."""
+        dist.barrier()
+        self.spans.seconds.clear()
+        self.gradients()
+        return 1e3 * statistics.median(self.spans.seconds)
+
+
+class Layer(torch.autograd.Function):
+    """The timed forward of `benchmarks.timed`, whose backward takes as long as it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, seconds: float) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.seconds = seconds
+        return timed.forward(x, w, seconds)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        half = ctx.seconds / 2
+        return timed.backward_input(cotangent, w, half), timed.backward_weight(cotangent, x, w, half), None
+
+
+def job(rank: int, processes: int, layers: Sequence[float], collective: float, rounds: int) -> Iterator[dict[str, Any]]:
+    """Run one process: yield a row for each time of a layer, as measured on rank 0."""
+    group = slow_group(collective)
+    for layer in layers:
+        ways = {way: Way(way, group, layer) for way in WAYS}
+        _, one, other = (ways[way].gradients() for way in WAYS)
+        assert all(torch.equal(a, b) for stage in one for a, b in zip(one[stage], other[stage], strict=True))
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        for _ in range(rounds):
+            for way in WAYS:
+                times[way].append(ways[way].milliseconds())
+        yield row(layer, collective, times, len(ways["braided"].spans.seconds))
+
+
+def row(layer: float, collective: float, times: dict[str, list[float]], overlaps: int) -> dict[str, Any]:
+    link = 1e3 * 2 * LAYERS * collective
+    compute, unbraided, braided = (statistics.median(times[way]) for way in WAYS)
+    ratios = [a / b for a, b in zip(times["unbraided"], times["braided"], strict=True)]
+    return {
+        "layer_ms": 1e3 * layer,
+        "collective_ms": 1e3 * collective,
+        "compute_ms": compute,
+        "link_ms": link,
+        "bound_ms": max(compute, link),
+        "unbraided_ms": unbraided,
+        "braided_ms": braided,
+        "speedup": statistics.median(ratios),
+        "speedup_quartiles": statistics.quantiles(ratios)[::2] if len(ratios) > 1 else ratios * 2,
+        "over_bound": braided / max(compute, link),
+        "overlaps": overlaps,
+        "rounds": len(ratios),
+    }
+
+
+def show(r: dict[str, Any]) -> None:
+    print("layer {layer_ms:g} ms, sum {collective_ms:g} ms: ".format(**r), end="")
+    print("compute {compute_ms:.1f}, link {link_ms:g}; ".format(**r), end="")
+    print("unbraided {unbraided_ms:.1f}, braided {braided_ms:.1f}: ".format(**r), end="")
+    print("{speedup:.2f} times as fast, {over_bound:.3f} of the bound".format(**r), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--layer", nargs="+", type=models.positive, default=[1, 2, 4, 8], help="milliseconds of a forward"
+    )
+    parser.add_argument("--collective", type=models.positive, default=2, help="ms of a sum over processes")
+    parser.add_argument("--rounds", type=models.positive, default=5)
+    parser.add_argument("--limit", type=models.positive, default=600, help="seconds until processes are ended")
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument(
+        "--out", type=partial(models.output, kinds=[".json"]), metavar="FILE.json", help="a file for them"
+    )
+    options = parser.parse_args()
+    print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
+    rows: list[dict[str, Any]] = []
+    arguments = [1e-3 * ms for ms in options.layer], 1e-3 * options.collective, options.rounds
+    try:
+        for measured in models.in_processes(job, 2, *arguments, limit=options.limit):
+            rows.append(measured)
+            if not options.json:
+                show(measured)
+    except (TimeoutError, ProcessException) as error:
+        sys.exit(f"overlap: {str(error).strip()}")
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps({"machine": models.machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
