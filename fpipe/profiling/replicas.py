@@ -57,7 +57,7 @@ def measure(
     timing = copy.copy(handler)
     timing.functions = {fx.Forward: _agree, fx.Backward: _zeros, fx.Reduce: _finish}
     watch = _Watch(now, sharded)
-    run = timing.compile(programs, replace(pieces, loss=False), watch)
+    run = timing.compile(programs, replace(pieces, loss=False, differentiated=False), watch)
     inputs = Inputs(pipeline.params_on(params, plan, rank), state, [Microbatch(None, None)])
     run(inputs)
     watch.seconds.clear()
