@@ -259,7 +259,8 @@ SURFACE = {
         )
     ),
     "fpipe.parallel": """
-        all_gather all_reduce all_to_all attention copy positions reduce_scatter shard_sequence shift unshard_sequence
+        Routing all_gather all_reduce all_to_all attention balance_loss copy dropped mixture_of_experts positions
+        reduce_scatter route shard_sequence shift unshard_sequence
     """,
     "fpipe.tensorboard": "Recorder",
     "fpipe.transforms": "Dual dual hvp jvp per_sample primals pushforward tangents vmap",

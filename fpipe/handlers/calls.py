@@ -91,6 +91,7 @@ class Step:
         state: stage -> its state, updated by each forward.
         sums: stage of this rank -> sum of its weight gradients.
         placed: the params as the caller passed them, where leaves are sharded; `inputs` then has this replica's pieces.
+        joint: the stages that compute with the microbatches of other replicas too, as those with experts do.
         scattered: stage -> function that returns its sums over all replicas; waits for them.
         foreign: (stage, rank) -> leaves of that rank's sum, as received.
         seeds: microbatch -> cotangents of the last stage's output.
@@ -102,6 +103,7 @@ class Step:
     state: dict[int, Any]
     sums: defaultdict[int, Sum] = field(default_factory=lambda: defaultdict(Sum))
     placed: Mapping[int, Any] | None = None
+    joint: set[int] = field(default_factory=set)
     scattered: dict[int, Callable[[], Leaves]] = field(default_factory=dict)
     foreign: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     seeds: dict[int, Leaves] = field(default_factory=dict)
@@ -360,7 +362,8 @@ class Calls:
 
     def _has_weight(self, stage: int, m: int) -> bool:
         """Return False for a backward of the last stage whose microbatch has a loss of weight zero."""
-        return stage < self.plan.stages - 1 or has_weight(self.step.inputs.scale(m))
+        is_alone = stage == self.plan.stages - 1 and stage not in self.step.joint
+        return not is_alone or has_weight(self.step.inputs.scale(m))
 
     def _backward(self, e: fx.Backward) -> Instruction:
         return self._whole_backward(e.stage, e.microbatch)

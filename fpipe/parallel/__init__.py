@@ -19,5 +19,12 @@ if TYPE_CHECKING:
         reduce_scatter as reduce_scatter,
         shift as shift,
     )
+    from fpipe.parallel.experts import (
+        Routing as Routing,
+        balance_loss as balance_loss,
+        dropped as dropped,
+        mixture_of_experts as mixture_of_experts,
+        route as route,
+    )
 
 __getattr__, __dir__ = attach(__name__)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,7 +39,10 @@ from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.precision import OWN_DTYPES, Precision
 from fpipe.stages.pytree import flatten, indices
 from fpipe.stages.rng import as_rng
-from fpipe.stages.sharding import is_dtensor
+from fpipe.stages.sharding import expert_dim, is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 PIECES: Mapping[type, str] = {
@@ -74,7 +77,7 @@ def profile(
 
     Args:
         params, state: of all stages. With a handler of several replicas, params may be sharded over these: each process
-            gets them whole.
+            gets them whole, and of experts its own.
         batch, target: split into `microbatches`. The costs are those of one microbatch: the median over all of them.
         rng: (seed, step), by default (0, 0).
         precision: the dtypes of the step, as of `value_and_grad`.
@@ -126,7 +129,7 @@ def profile(
 
     peers = None if handler is None or handler.peers is None else handler.peers.new_group("a profile", hint=HINT)
     split_inputs = _agreed(peers, inputs, "splitting the batch")  # before shards are gathered, by all processes at once
-    whole = replace(split_inputs, params=_whole(params, precision))
+    whole = replace(split_inputs, params=_whole(params, precision, handler))
     run = _agreed(peers, lambda: _Run(pieces, plan, whole), "tracing stages")
     seconds = _agreed(peers, lambda: run.seconds(repeats), "measuring stages")
     count = 1 if handler is None else handler.replicas(plan).count
@@ -136,7 +139,7 @@ def profile(
         seconds = _joined(peers.gather(seconds, "comparing times"))
     return replace(
         run.profiler.costs(plan, seconds),
-        **_sizes(params, range(plan.stages), precision),
+        **_sizes(params, range(plan.stages), precision, handler),
         replicas=count,
     )
 
@@ -187,10 +190,32 @@ class _Run:
         return dict(self.profiler.seconds)
 
 
-def _whole(params: Mapping[int, Any], precision: Precision) -> Any:
-    """Return params as stages compute with them, whole in place of DTensors; every process of their mesh calls it."""
+def _whole(params: Mapping[int, Any], precision: Precision, handler: Handler | None) -> Any:
+    """Return params as stages compute with them, whole in place of DTensors, but for the experts of other processes.
+
+    Every process of their mesh calls it.
+    """
+
+    def whole(leaf: Any) -> Any:
+        if not is_dtensor(leaf):
+            return leaf
+        at = _expert_dim(leaf, handler)
+        if at is None:
+            return leaf.full_tensor()
+        from torch.distributed.tensor import Replicate  # imported already: there is a DTensor
+
+        placements = [kind if i == at else Replicate() for i, kind in enumerate(leaf.placements)]
+        return leaf.redistribute(placements=placements).to_local()
+
     leaves, spec = flatten(dict(params))
-    return spec.unflatten([precision.cast(x.full_tensor() if is_dtensor(x) else x) for x in leaves])
+    return spec.unflatten([precision.cast(whole(leaf)) for leaf in leaves])
+
+
+def _expert_dim(leaf: DTensor, handler: Handler | None) -> int | None:
+    """Return the dimension of a leaf's mesh over which it is cut into a handler's experts; None if it is not."""
+    if not isinstance(handler, Distributed) or handler.mesh is None:
+        return None
+    return expert_dim(leaf, handler.mesh, handler.experts)
 
 
 def _joined(shares: Iterable[Seconds]) -> Seconds:
@@ -202,7 +227,9 @@ def _joined(shares: Iterable[Seconds]) -> Seconds:
     return joined
 
 
-def _sizes(params: Mapping[int, Any], stages: Iterable[int], precision: Precision) -> dict[str, Any]:
+def _sizes(
+    params: Mapping[int, Any], stages: Iterable[int], precision: Precision, handler: Handler | None
+) -> dict[str, Any]:
     """Return the sizes of parameters and of sums that `Costs` have, without those that are the same as others."""
 
     def computed(dtype: torch.dtype) -> torch.dtype:
@@ -212,21 +239,31 @@ def _sizes(params: Mapping[int, Any], stages: Iterable[int], precision: Precisio
         return precision.sum_dtype(computed(dtype))
 
     def sizes(dtype_of: Callable[[torch.dtype], torch.dtype]) -> list[int]:
-        return [_parameter_bytes(params[stage], dtype_of) for stage in stages]
+        return [_parameter_bytes(params[stage], dtype_of, handler) for stage in stages]
 
     parameters, gathered, gradients = sizes(lambda dtype: dtype), sizes(computed), sizes(added)
     other = {"gathered": gathered} if precision.compute is not None else {}
     return {"parameters": parameters, **other} | ({"gradients": gradients} if gradients != gathered else {})
 
 
-def _parameter_bytes(params: Any, dtype_of: Callable[[torch.dtype], torch.dtype]) -> int:
+def _parameter_bytes(
+    params: Any, dtype_of: Callable[[torch.dtype], torch.dtype], handler: Handler | None = None
+) -> int:
     """Return the bytes of a stage's parameters, with those of floating point in other dtypes; a DTensor counts whole.
 
     Args:
         dtype_of: dtype of a parameter -> the dtype in which it counts.
+        handler: of its experts, those of one process count.
     """
+
+    def count(x: Tensor) -> int:
+        if not is_dtensor(x):
+            return x.numel()
+        at = _expert_dim(x, handler)
+        return x.numel() if at is None else x.numel() // x.device_mesh.size(at)
+
     leaves = {id(x): x for x in flatten(params).leaves if isinstance(x, Tensor)}.values()
-    return sum(x.numel() * (dtype_of(x.dtype) if x.is_floating_point() else x.dtype).itemsize for x in leaves)
+    return sum(count(x) * (dtype_of(x.dtype) if x.is_floating_point() else x.dtype).itemsize for x in leaves)
 
 
 def _effects(plan: Plan, backward: Iterable[Any]) -> Iterator[fx.Effect]:

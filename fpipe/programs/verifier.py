@@ -16,7 +16,8 @@ The rules, in the order of the checks; the first broken rule is the error:
 By 1 and 4 each name has exactly the uses of the plan, so that no value is left unused if 5 holds.
 
 The replicas of a pipeline run equal programs, so that one replica's are enough: a cycle of waits over several replicas
-would be a closed walk in the waits of one, if equal effects of all replicas are taken for one.
+would be a closed walk in the waits of one, if equal effects of all replicas are taken for one. This holds too where
+their pieces wait for each other in collectives, if a piece has the same ones, in one order, in all replicas.
 """
 
 from __future__ import annotations

@@ -181,6 +181,7 @@ class Layout:
         shard: the number of this process's piece.
         mesh_dim: the dimension of the replicas' mesh over which it is cut; over the others the piece is replicated.
         placed: the layout over the other dimensions, if it is cut over them.
+        is_expert: each process along the dimension of the experts has a leaf of its own: its piece.
 
     >>> layout = Layout(torch.Size([5, 2]), (2, 1), torch.float32, dim=0, shards=4, shard=2, mesh_dim=0)
     >>> layout.sizes, layout.rows
@@ -195,14 +196,18 @@ class Layout:
     shard: int = 0
     mesh_dim: int | None = None
     placed: Placed | None = None
+    is_expert: bool = False
 
     @classmethod
-    def of(cls, leaf: Tensor, replicas: DeviceMesh) -> Layout:
+    def of(cls, leaf: Tensor, replicas: DeviceMesh, experts: int | None = None) -> Layout:
         """Return the layout of a leaf over the replicas' mesh. A leaf that is no DTensor is whole on every replica.
 
+        Args:
+            experts: the dimension of that mesh over which leaves are experts' if they are cut.
+
         Raises:
-            ValueError: the leaf is cut over two dimensions of that mesh, or over another mesh of replicas, or holds
-                partial sums.
+            ValueError: the leaf is cut over two dimensions of that mesh beside that of the experts, or into experts of
+                unequal numbers, or over another mesh of replicas, or holds partial sums.
         """
         piece = local(leaf)
         if not is_dtensor(leaf):
@@ -211,7 +216,10 @@ class Layout:
         mesh_dims = _dims_within(replicas, mesh)
         if any(placement.is_partial() for placement in leaf.placements):
             raise ValueError(f"a leaf {describe(leaf)} holds partial sums, {leaf.placements}: redistribute it")
-        cut = [(i, at) for i, at in mesh_dims.items() if not leaf.placements[at].is_replicate()]
+        own = expert_dim(leaf, replicas, experts)
+        if own is not None:
+            _check_experts(leaf, own)
+        cut = [(i, at) for i, at in mesh_dims.items() if not leaf.placements[at].is_replicate() and at != own]
         elsewhere = [at for at, kind in enumerate(leaf.placements) if at not in mesh_dims.values() and kind.is_shard()]
         if any(len({*_processes(mesh, at)} & {*replicas.mesh.flatten().tolist()}) > 1 for at in elsewhere):
             raise ValueError(
@@ -220,7 +228,9 @@ class Layout:
             )
         placed = Placed.of(leaf, replicas)
         if not cut:
-            return cls(piece.shape, _dense(piece.shape, leaf.stride()), piece.dtype, placed=placed)
+            return cls(
+                piece.shape, _dense(piece.shape, leaf.stride()), piece.dtype, placed=placed, is_expert=own is not None
+            )
         if len(cut) > 1:
             raise ValueError(
                 f"a leaf {describe(leaf)} is cut over {len(cut)} dimensions of the replicas' mesh, {leaf.placements}: "
@@ -232,7 +242,10 @@ class Layout:
         others = prod(size for i, size in sizes.items() if getattr(leaf.placements[i], "dim", None) == dim)
         shape = torch.Size([*piece.shape[:dim], leaf.shape[dim] // others, *piece.shape[dim + 1 :]])
         shards, shard = replicas.size(mesh_dim), replicas.get_local_rank(mesh_dim)
-        return cls(shape, _dense(shape, leaf.stride()), piece.dtype, dim, shards, shard, mesh_dim, placed)
+        is_expert = own is not None
+        return cls(
+            shape, _dense(shape, leaf.stride()), piece.dtype, dim, shards, shard, mesh_dim, placed, is_expert=is_expert
+        )
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -280,6 +293,25 @@ class Layout:
         for place, piece in zip(places, pieces, strict=True):
             place.copy_(piece)
         return whole
+
+
+def expert_dim(leaf: DTensor, replicas: DeviceMesh, experts: int | None) -> int | None:
+    """Return the dimension of a leaf's mesh over which it is cut into experts; None if it is not.
+
+    Args:
+        experts: the dimension of the replicas' mesh over which experts are spread.
+    """
+    at = None if experts is None else _dims_within(replicas, leaf.device_mesh).get(experts)
+    return at if at is not None and leaf.placements[at].is_shard() else None
+
+
+def _check_experts(leaf: DTensor, at: int) -> None:
+    dim, size = leaf.placements[at].dim, leaf.device_mesh.size(at)  # type: ignore[attr-defined]
+    if leaf.shape[dim] % size:
+        raise ValueError(
+            f"a leaf {describe(leaf)} is cut into experts over {size} processes, which don't divide its dimension "
+            f"{dim}: take a multiple of {size} experts, or a dimension of the mesh whose size divides their number"
+        )
 
 
 def _dims_within(replicas: DeviceMesh, mesh: DeviceMesh) -> dict[int, int]:

@@ -275,7 +275,7 @@ def two_levels(rank, grid, name, schedule, which):
         post = getattr(connections, operation)
 
         def call(*arguments):
-            lane, tensor = ("scatter", arguments[0]) if operation == "exchange" else arguments[:2]
+            lane, tensor = arguments[:2]
             processes[lane, operation] = len(connections.lanes[lane])
             if not arguments[-1].startswith("connecting"):  # the purpose
                 moved[lane, operation] += tensor.nbytes

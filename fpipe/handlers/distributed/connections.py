@@ -357,9 +357,10 @@ class Connections:
         tensors = _as_bytes(whole), _as_bytes(piece)
         return self._launch_on_lane(lane, lambda group: self.backend.all_gather(group, *tensors), purpose)
 
-    def exchange(self, parts: torch.Tensor, exact: bool, purpose: str) -> tuple[list[dist.Work], torch.Tensor]:
-        """Post the exchange of equal parts on the lane "scatter", one for each process: it gets all parts for it, or
-        their sum.
+    def exchange(
+        self, lane: str, parts: torch.Tensor, exact: bool, purpose: str
+    ) -> tuple[list[dist.Work], torch.Tensor]:
+        """Post the exchange of equal parts on a lane, one for each process: it gets all parts for it, or their sum.
 
         Args:
             exact: return the parts, in the order of the lane; else their sum, in an order of the backend's own.
@@ -368,9 +369,9 @@ class Connections:
             received = torch.empty_like(parts)
             equal: list[int] = []  # parts
             arguments = _as_bytes(received), _as_bytes(parts), equal, equal
-            return self._launch_on_lane("scatter", lambda group: [group.alltoall_base(*arguments)], purpose), received
-        sums = parts.new_empty(parts.numel() // len(self.lanes["scatter"]))
-        return self._launch_on_lane("scatter", lambda group: [group._reduce_scatter_base(sums, parts)], purpose), sums
+            return self._launch_on_lane(lane, lambda group: [group.alltoall_base(*arguments)], purpose), received
+        sums = parts.new_empty(parts.numel() // len(self.lanes[lane]))
+        return self._launch_on_lane(lane, lambda group: [group._reduce_scatter_base(sums, parts)], purpose), sums
 
     def all_reduce(self, lane: str, tensor: torch.Tensor, purpose: str) -> list[dist.Work]:
         """Post the sum over a lane, in place, in an order of the backend's own."""

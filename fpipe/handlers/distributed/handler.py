@@ -65,6 +65,10 @@ class Distributed:
         exact: add the gradients of the replicas in their order, so that the bits are those of one process with the same
             number of threads; else in an order of the backend's. Over a mesh of several dimensions, they are then
             added over the last one first, and each part of the sum over the others.
+        experts: the name of a dimension of `replicas` over which experts are spread:
+            `Distributed(mesh["pp"], replicas=mesh["dp", "ep"], experts="ep")`. A stage gets this process's piece of a
+            leaf that is cut over it, as by `interop.shard`; its gradient is added over the other dimensions alone. See
+            `parallel.mixture_of_experts`.
         timeout: seconds within which a rank that others wait for must answer, and come to the step.
         compute_timeout: seconds that one effect may compute while others wait for it, with tracing and compilation.
         device: where values are; under NCCL by default the current CUDA device (call `torch.cuda.set_device`
@@ -77,6 +81,7 @@ class Distributed:
     `value_and_grad` and `evaluate` connect the ranks: every rank calls them, in the same order.
 
     Raises:
+        ValueError: the replicas have no dimension for the experts.
         ScheduleError: (by them) the group's size is not the plan's, or ranks have different programs.
         TransportError: (by them, and in a step) a peer failed; names it, its reason, and the value waited for. The next
             step may go on, unless a rank is lost. Or (by them) a GPU can't run so many edges, or an environment
@@ -90,6 +95,7 @@ class Distributed:
         replicas: DeviceMesh | None = None,
         context: str | Sequence[str] = (),
         exact: bool = True,
+        experts: str | None = None,
         timeout: float = 300.0,
         compute_timeout: float = 1800.0,
         device: torch.device | str | Device | None = None,
@@ -103,6 +109,7 @@ class Distributed:
             raise TransportError("this process is not in the group: make the handler on the group's ranks only")
         self.mesh, self.exact = replicas, exact
         self.grid = _grid(self.group, replicas, (context,) if isinstance(context, str) else tuple(context))
+        self.experts = None if experts is None else _expert_dim(experts, replicas)
         self.size = self.grid.ranks
         place = device_of(_device(self.group) if device is None else device)
         self.device = place.torch_device
@@ -158,7 +165,7 @@ class Distributed:
         recorder = () if observe is None else observe.agreed
         alike = {
             "schedules, plans or recorders": (recorder, [(p.plan, p.effects) for _, p in sorted(programs.items())]),
-            "options loss=, gather= or exact=": (pieces.loss, pieces.gather, self.exact),
+            "options loss=, gather=, exact= or experts=": (pieces.loss, pieces.gather, self.exact, self.experts),
             "options precision=": pieces.precision,
             "options argnums=": sorted(pieces.argnums),
             "options reduction= or weight=": pieces.shares,
@@ -175,7 +182,7 @@ class Distributed:
             connections.connect(edges, own_lanes)
             # The program is every rank's, or none's.
             RollCall(steps, COMPILING, [], None).answers("setting up connections")
-        options_of_replicas = self.exact, plan.gathered, pieces.precision
+        options_of_replicas = self.exact, plan.gathered, pieces.precision, self.experts
         channels = Channels(
             connections,
             Handshake(steps, program=number),
@@ -230,7 +237,7 @@ class Distributed:
         """Return the processes with which this one gathers and scatters."""
         if self.mesh is None:
             return {}
-        return lanes(self.mesh, self.grid, self.exact, bool(plan.gathered))
+        return lanes(self.mesh, self.grid, self.exact, bool(plan.gathered), self.experts)
 
     def _compare(self, roll: RollCall, names: Iterable[str]) -> None:
         """Check that all ranks compile the same, by one number of each name."""
@@ -402,6 +409,21 @@ def _grid(group: dist.ProcessGroup, replicas: DeviceMesh | None, context: Sequen
         apart = [1 if name in context else n for name, n in zip(names, replicas.shape, strict=True)]
         batches = tuple(torch.arange(prod(apart)).reshape(apart).repeat(parts).flatten().tolist())
     return Grid(size, len(processes), rank, processes.index(dist.get_rank()), batches)
+
+
+def _expert_dim(name: str, replicas: DeviceMesh | None) -> int:
+    """Return the number of a dimension of the replicas.
+
+    Raises:
+        ValueError: they have no such dimension.
+    """
+    names = [] if replicas is None else list(replicas.mesh_dim_names or ())
+    if name not in names:
+        raise ValueError(
+            f"experts={name!r} is no dimension of the replicas, {names}: pass Distributed(mesh['pp'], "
+            "replicas=mesh['dp', 'ep'], experts='ep')"
+        )
+    return names.index(name)
 
 
 def _device(group: dist.ProcessGroup) -> str:

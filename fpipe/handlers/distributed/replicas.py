@@ -5,8 +5,12 @@ part, which adds them. So the bits are those of one process. With `exact=False` 
 over a mesh of several dimensions on two levels: gradients are scattered over the last one, that of the shards, and each
 part is then added over the others. So all but a part of the bytes stays where the links are fast.
 
+Experts are spread over one dimension of the mesh. A process has its own, and computes their gradients from the tokens
+of all processes along that dimension: they are added over the other dimensions alone.
+
 Invariants:
-- gathers, scatters and the second level have their own connections; on each, operations run in the order of posts;
+- gathers, scatters, those of experts, and the second level have their own connections; on each, operations run in the
+  order of posts;
 - a post never waits, except for the handshake of the step;
 - what is gathered belongs to the stage until its release; no buffer is used twice.
 """
@@ -14,8 +18,9 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +44,40 @@ if TYPE_CHECKING:
 IN_PLACE = 1 << 18  # bytes from which a parameter is gathered straight into its place; smaller ones are packed
 
 
-def lanes(mesh: DeviceMesh, grid: Grid, exact: bool, gathers: bool) -> dict[str, Sequence[int]]:
-    """Return the processes with which this one gathers and scatters; parameters are sharded over the last dimension."""
-    shards = mesh.shape[-1]
-    first, at = grid.replica // shards * shards, grid.replica % shards
-    same_copy, same_shard = grid.same_rank[first : first + shards], grid.same_rank[at::shards]
+def lanes(
+    mesh: DeviceMesh, grid: Grid, exact: bool, gathers: bool, experts: int | None = None
+) -> dict[str, Sequence[int]]:
+    """Return the processes with which this one gathers and scatters.
+
+    Args:
+        experts: the dimension of the mesh over which experts are spread.
+    """
+    shards = shard_dim(mesh, experts)
+    same_copy = _along(mesh, grid, {shards})
+    same_shard = _along(mesh, grid, {*range(mesh.ndim)} - {shards})
+    same_experts = _along(mesh, grid, {*range(mesh.ndim)} - {experts})
     two_levels = not exact and len(same_copy) > 1 and len(same_shard) > 1
     own: dict[str, Sequence[int]] = {"scatter": same_copy if two_levels else grid.same_rank}
+    if experts is not None and len(same_experts) > 1:
+        own["experts"] = same_experts
     return own | ({"replicate": same_shard} if two_levels else {}) | ({"gather": same_copy} if gathers else {})
+
+
+def shard_dim(mesh: DeviceMesh, experts: int | None) -> int | None:
+    """Return the dimension over which parameters are sharded: the last one that is not that of the experts."""
+    return max((dim for dim in range(mesh.ndim) if dim != experts), default=None)
+
+
+def _along(mesh: DeviceMesh, grid: Grid, dims: Collection[int | None]) -> tuple[int, ...]:
+    """Return the processes of this rank whose replicas differ from this one's along these dimensions of the mesh."""
+    places = list(product(*map(range, mesh.shape)))
+    own = places[grid.replica]
+    fixed = [dim for dim in range(mesh.ndim) if dim not in dims]
+    return tuple(
+        process
+        for process, place in zip(grid.same_rank, places, strict=True)
+        if all(place[dim] == own[dim] for dim in fixed)
+    )
 
 
 @dataclass
@@ -73,6 +104,7 @@ class ReplicaChannels:
         agree: waits for the handshake of the step.
         gathered: the stages that the program gathers.
         precision: the dtypes of gathered parameters and of sums.
+        experts: the dimension of the mesh over which experts are spread.
     """
 
     def __init__(
@@ -82,13 +114,13 @@ class ReplicaChannels:
         exact: bool,
         gathered: frozenset[int],
         precision: Precision,
+        experts: int | None,
         agree: Callable[[], None],
     ) -> None:
         self.connections, self.mesh, self.exact, self.agree, self.gathered = connections, mesh, exact, agree, gathered
-        self.precision = precision
-        self.members = connections.lanes["scatter"]
+        self.precision, self.experts = precision, experts
         self.shards: dict[int, Shards] = {}
-        self.reductions: list[list[_Reduction]] = []  # of each scatter of the program, where it is not taken yet
+        self.reductions: list[list[_Reduction | _Single]] = []  # of each scatter that is not taken yet
         self.known: dict[int, tuple[list[tuple[object, ...]], dict[int, Layout]]] = {}  # by stage, of the step before
 
     def begin(self, step: Step) -> None:
@@ -107,7 +139,8 @@ class ReplicaChannels:
                 raise self._wrong(
                     stage,
                     f"its parameters are sharded over the replicas, as {names[sharded[0]]} is: pass resident= to "
-                    "value_and_grad and evaluate",
+                    "value_and_grad and evaluate. If they are experts, of which each process computes its own, make "
+                    "the handler with experts='ep' instead",
                 )
             plain = [i for i, x in tensors.items() if not is_dtensor(x)]
             if stage in self.gathered and plain:
@@ -120,6 +153,8 @@ class ReplicaChannels:
             pieces = [self.precision.cast(local(leaf)) for leaf in prepared.leaves]
             if self.precision.compute is not None:
                 layouts = {i: replace(layout, dtype=pieces[i].dtype) for i, layout in layouts.items()}
+            if any(layout.is_expert for layout in layouts.values()):
+                step.joint.add(stage)
             self.shards[stage] = Shards(pieces, layouts)
             prepared.leaves[:] = self.shards[stage].pieces
             prepared.placed.update({i: layout.placed for i, layout in layouts.items() if layout.placed is not None})
@@ -139,14 +174,15 @@ class ReplicaChannels:
 
     def _layout(self, stage: int, leaf: Tensor, name: str) -> Layout:
         try:
-            layout = Layout.of(leaf, self.mesh)
+            layout = Layout.of(leaf, self.mesh, self.experts)
         except ValueError as error:
             raise self._wrong(stage, f"{name}: {error}") from error
-        if is_dtensor(leaf) and layout.mesh_dim not in (None, self.mesh.ndim - 1):
+        if is_dtensor(leaf) and layout.mesh_dim not in (None, shard_dim(self.mesh, self.experts)):
+            last = "last one" if self.experts is None else "last one beside that of the experts"
             raise self._wrong(
                 stage,
                 f"{name}, {describe(leaf)}, is cut over dimension {layout.mesh_dim} of the replicas' mesh, "
-                f"{_placed(leaf)}, and shards are gathered over its last one: shard it by interop.fsdp(params, mesh), "
+                f"{_placed(leaf)}, and shards are gathered over its {last}: shard it by interop.fsdp(params, mesh), "
                 "or pass the mesh's dimensions to the handler in the other order",
             )
         return layout
@@ -162,8 +198,9 @@ class ReplicaChannels:
             for i, layout in self.shards[stage].layouts.items():
                 dtype = str(layout.dtype).removeprefix("torch.")
                 pieces = "" if layout.dim is None else f" in {layout.shards} shards along dimension {layout.dim}"
+                experts = ", of each process's own experts" if layout.is_expert else ""
                 frozen = "" if i in prepared.trained else ", frozen"
-                rows[f"params[{stage}]{short(names[i])}"] = f"{dtype}{[*layout.shape]}{pieces}{frozen}"
+                rows[f"params[{stage}]{short(names[i])}"] = f"{dtype}{[*layout.shape]}{pieces}{experts}{frozen}"
         return rows
 
     # Parameters
@@ -242,7 +279,7 @@ class ReplicaChannels:
 
     def scatter(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], Callable[[], Leaves]]]:
         purpose = f"adding the gradients of stage {stage} over the replicas"
-        reductions: list[_Reduction] = []
+        reductions: list[_Reduction | _Single] = []
         self.reductions.append(reductions)
 
         def post(step: Step) -> None:
@@ -254,9 +291,15 @@ class ReplicaChannels:
             for k, layout in enumerate(of_trained):
                 if terms[k] is None:
                     terms[k] = self.precision.term(_filled(pieces[prepared.trained[k]], layout))
+                lane = "experts" if layout.is_expert else "scatter"
                 alone = k if terms[k].nbytes >= IN_PLACE else None
-                same[alone, terms[k].dtype, terms[k].device].append(k)
-            reductions[:] = [_Reduction(self, numbers, of_trained, terms, purpose) for numbers in same.values()]
+                same[lane, alone, terms[k].dtype, terms[k].device].append(k)
+            reductions[:] = [
+                _Reduction(self, lane, numbers, of_trained, terms, purpose)
+                if lane in self.connections.lanes
+                else _Single(numbers, of_trained, terms)
+                for (lane, *_), numbers in same.items()
+            ]
 
         def take(step: Step) -> Callable[[], Leaves]:
             for reduction in reductions:
@@ -277,18 +320,41 @@ class ReplicaChannels:
         return post, take
 
 
+class _Single:
+    """The sum of some gradients of a stage that no other replica has: those of experts that are on one process each."""
+
+    def __init__(self, numbers: Sequence[int], layouts: Sequence[Layout], terms: Leaves) -> None:
+        self.sums = {k: layouts[k].laid_out(terms[k]) for k in numbers}
+
+    def add(self) -> None:
+        """There is nothing to wait for."""
+
+    def share(self) -> None:
+        """There is nothing to post."""
+
+    def put(self, result: Leaves) -> None:
+        for k, total in self.sums.items():
+            result[k] = total
+
+
 class _Reduction:
     """The sum of some gradients of a stage over the replicas; they have one dtype and one device.
 
-    Every process of the lane "scatter" gets its shard of the sharded ones, and an equal part of the others, which is
-    then gathered.
+    Every process of a lane gets its shard of the sharded ones, and an equal part of the others, which is then gathered.
     """
 
     def __init__(
-        self, channels: ReplicaChannels, numbers: list[int], layouts: Sequence[Layout], terms: Leaves, purpose: str
+        self,
+        channels: ReplicaChannels,
+        lane: str,
+        numbers: list[int],
+        layouts: Sequence[Layout],
+        terms: Leaves,
+        purpose: str,
     ) -> None:
-        self.connections, self.purpose, self.exact = channels.connections, purpose, channels.exact
-        self.members, self.two_levels = channels.members, "replicate" in channels.connections.lanes
+        self.connections, self.lane, self.purpose, self.exact = channels.connections, lane, purpose, channels.exact
+        self.members = self.connections.lanes[lane]
+        self.two_levels = lane == "scatter" and "replicate" in self.connections.lanes
         self.sharded = [(k, layouts[k]) for k in numbers if layouts[k].dim is not None]
         self.others = [(k, layouts[k]) for k in numbers if layouts[k].dim is None]
         count = sum(terms[k].numel() for k, _ in self.others)
@@ -298,7 +364,7 @@ class _Reduction:
             self.sent, self.own = whole.view(-1), whole.numel() // len(self.members)
         else:
             self.sent, self.own = self._packed(channels, layouts, terms)
-        works, received = self.connections.exchange(self.sent, self.exact, purpose)
+        works, received = self.connections.exchange(lane, self.sent, self.exact, purpose)
         self.works: list[dist.Work] = works
         self.received: Tensor | None = received
 
@@ -322,7 +388,7 @@ class _Reduction:
     def add(self) -> None:
         """Wait for the others' parts, and add them; post the sum of the second level."""
         assert self.received is not None
-        self.connections.wait_on_lane("scatter", self.works, self.purpose)
+        self.connections.wait_on_lane(self.lane, self.works, self.purpose)
         if self.exact:
             first, *others = self.received.view(len(self.members), -1)
             self.sum = first + others[0]
@@ -342,7 +408,7 @@ class _Reduction:
         if self.others:
             part = self.sum[self.own - self.part : self.own].contiguous()
             self.rest = part.new_empty(len(self.members) * self.part)
-            self.works = self.connections.all_gather("scatter", self.rest, part, self.purpose)
+            self.works = self.connections.all_gather(self.lane, self.rest, part, self.purpose)
 
     def put(self, result: Leaves) -> None:
         """Put the sums into their places, in the memory order of the parameters, as autograd accumulates gradients."""
@@ -352,7 +418,7 @@ class _Reduction:
             result[k] = layout.laid_out(self.sum[at : at + prod(shape)].view(shape))
             at += prod(shape)
         if self.others:
-            self.connections.wait_on_lane("scatter", self.works, self.purpose)
+            self.connections.wait_on_lane(self.lane, self.works, self.purpose)
             at = 0
             for k, layout in self.others:
                 shape = layout.shape
