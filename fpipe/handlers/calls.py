@@ -91,7 +91,8 @@ class Step:
         state: stage -> its state, updated by each forward.
         sums: stage of this rank -> sum of its weight gradients.
         placed: the params as the caller passed them, where leaves are sharded; `inputs` then has this replica's pieces.
-        joint: the stages that compute with the microbatches of other replicas too, as those with experts do.
+        joint: the stages that compute with the microbatches of other replicas too, as those with experts, or with parts
+            of a sequence, do.
         scattered: stage -> function that returns its sums over all replicas; waits for them.
         foreign: (stage, rank) -> leaves of that rank's sum, as received.
         seeds: microbatch -> cotangents of the last stage's output.

@@ -30,6 +30,12 @@ def test_a_step_is_that_of_one_process(pools, text, schedule, is_causal, ring, h
         assert outputs <= 1e-5
 
 
+def test_tokens_without_targets_have_a_part_in_the_gradients_of_the_others(pools):
+    for loss, grads in pools(2).run(jobs.masked):
+        assert loss <= 1e-6
+        assert grads <= 1e-5
+
+
 def test_what_is_no_part_of_the_same_rows_is_refused(pools):
     (texts, loss), (others, other) = pools(2).run(jobs.refusals)
     assert torch.equal(loss, other)

@@ -102,6 +102,27 @@ def train(rank, text, schedule, chunks, is_causal, ring, heads, weighed):
     return float((loss - value).abs() / value), relative(grads, {s: expected[s] for s in grads}), *errors
 
 
+def masked(rank):
+    """The errors of loss and gradients where the tokens of one rank have no targets, and so its loss no weight."""
+    mesh, own = handler(Grid("pp1 cp2"))
+    batch, target = data()
+    target[:, [0, 1, -2, -1]] = torch.nan  # rank 0's
+
+    def loss(output, target):
+        is_counted = ~target.isnan().any(-1)
+        errors = (output - target.nan_to_num()).square().mean(-1) * is_counted
+        return errors.sum() / is_counted.sum().clamp(min=1)
+
+    pipeline, whole = (fpipe.Pipeline([block(group)], loss=loss) for group in (mesh["cp"], None))
+    plan = pipeline.plan(fpipe.Placement.loop(1), 2, replicas=2)
+    step = fpipe.value_and_grad(
+        pipeline, "gpipe", plan, handler=own, weight=lambda target: float((~target.isnan().any(-1)).sum())
+    )
+    found = step(params_of(1), *(parallel.shard_sequence(x, mesh["cp"]) for x in (batch, target)))
+    grads, value = torch.func.grad_and_value(lambda params: whole(params, batch, target))(params_of(1))
+    return float((found[0] - value).abs() / value), relative(found[1], grads)
+
+
 def refusals(rank):
     """What a handler with context= refuses, by name, and the step after that."""
     mesh, own = handler(Grid("pp1 cp2"))

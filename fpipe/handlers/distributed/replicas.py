@@ -153,7 +153,7 @@ class ReplicaChannels:
             pieces = [self.precision.cast(local(leaf)) for leaf in prepared.leaves]
             if self.precision.compute is not None:
                 layouts = {i: replace(layout, dtype=pieces[i].dtype) for i, layout in layouts.items()}
-            if any(layout.is_expert for layout in layouts.values()):
+            if self.connections.grid.batches or any(layout.is_expert for layout in layouts.values()):
                 step.joint.add(stage)
             self.shards[stage] = Shards(pieces, layouts)
             prepared.leaves[:] = self.shards[stage].pieces
