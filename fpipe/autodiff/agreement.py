@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -37,38 +37,58 @@ def compare(stage: int, posts: Sequence[Post]) -> None:
 
 def _exchange(stage: int, group: Ranks, posts: Sequence[Post]) -> list[list[Post]]:
     """Return the collectives of each process of a group."""
+    each = exchange(
+        "pieces",
+        group,
+        [stage, *map(astuple, posts)],
+        f"comparing the collectives of stage {stage} with ranks {[*group]}",
+        lambda missing, timeout: _missing(stage, group, missing, timeout),
+    )
+    if others := [rank for rank, (other, *_) in zip(group, each, strict=True) if other != stage]:
+        other = each[group.index(others[0])][0]
+        raise StageError(
+            f"rank {dist.get_rank()} has traced it where rank {others[0]} has traced stage {other}, and their "
+            "collectives would meet: processes that share a group run the same stages in the same order",
+            stage=stage,
+        )
+    return [[_post(*fields) for fields in posted] for _, *posted in each]
+
+
+def exchange(
+    kind: str,
+    group: Ranks,
+    value: Any,
+    purpose: str,
+    error: Callable[[Sequence[int], float], TransportError],
+) -> list[Any]:
+    """Return the values that the processes of a group give in this exchange, in their order; wait for them.
+
+    Args:
+        kind: exchanges of each kind are numbered, and each process of the group makes the same ones.
+        value: of plain lists, dicts, numbers and texts.
+        error: made of the processes that have given nothing in time, and the limit in seconds.
+    """
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # where torch has it
 
-    store = PrefixStore(f"fpipe/pieces/{'-'.join(map(str, group))}", _get_default_store())
+    store = PrefixStore(f"fpipe/{kind}/{'-'.join(map(str, group))}", _get_default_store())
     rank, watch = dist.get_rank(), watch_of_handler()
-    number = store.add(f"count of {rank}", 1)  # of comparisons, the same on each process of the group
+    number = store.add(f"count of {rank}", 1)
     keys = {each: f"{number} of {each}" for each in group}
-    store.set(keys[rank], json.dumps([stage, *map(astuple, posts)]))
+    store.set(keys[rank], json.dumps(value))
     began, (pause, longest) = time.monotonic(), PAUSES
-    purpose = f"comparing the collectives of stage {stage} with ranks {[*group]}"
     with watch.waiting(purpose, None):
         while not store.check([*keys.values()]):
             try:
                 watch.check(purpose)
                 if watch.timeout is not None and time.monotonic() > began + watch.timeout:
-                    raise _missing(
-                        stage, group, [each for each in group if not store.check([keys[each]])], watch.timeout
-                    )
+                    raise error([each for each in group if not store.check([keys[each]])], watch.timeout)
             except BaseException:
-                store.delete_key(keys[rank])  # so that the next comparison is the same one on each process
+                store.delete_key(keys[rank])  # so that the next exchange has the same number on each process
                 store.add(f"count of {rank}", -1)
                 raise
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        texts = [json.loads(text) for text in store.multi_get([*keys.values()])]
-    if others := [each for each, (other, *_) in zip(group, texts, strict=True) if other != stage]:
-        other = texts[group.index(others[0])][0]
-        raise StageError(
-            f"rank {rank} has traced it where rank {others[0]} has traced stage {other}, and their collectives would "
-            "meet: processes that share a group run the same stages in the same order",
-            stage=stage,
-        )
-    return [[_post(*fields) for fields in each] for _, *each in texts]
+        return [json.loads(text) for text in store.multi_get([*keys.values()])]
 
 
 def _post(piece: str, group: Iterable[int], text: str, sends: Any, receives: Any) -> Post:

@@ -7,16 +7,13 @@ each process writes descriptions into the job's store, and reads those of the ot
 from __future__ import annotations
 
 import hashlib
-import json
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from fpipe.autodiff.agreement import exchange
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.calls import Step
 from fpipe.stages.pytree import describe, flatten, paths_of, short
@@ -24,43 +21,32 @@ from fpipe.stages.pytree import describe, flatten, paths_of, short
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-LIMIT = 300.0
-"""Seconds within which the other processes must come to the step."""
-EACH = 0.01
-"""Seconds between two looks into the store."""
 
-
-def compare(mesh: DeviceMesh, rows: Mapping[str, str], limit: float = LIMIT) -> None:
+def compare(mesh: DeviceMesh, rows: Mapping[str, str]) -> None:
     """Compare descriptions by name with those of the other processes of a mesh; waits for them.
 
     Raises:
         StageError: they differ; on all processes, with the first name that differs.
         TransportError: a process did not come.
     """
-    processes, here = mesh.mesh.flatten().tolist(), dist.get_rank()
-    store = PrefixStore(f"fpipe/together/{'-'.join(map(str, processes))}", _get_default_store())
-    number = store.add(f"count of {here}", 1)
-    keys = {process: f"{number} of {process}" for process in processes}
-    store.set(keys[here], json.dumps(dict(rows)))
-    until = time.monotonic() + limit
-    while missing := [process for process, key in keys.items() if not store.check([key])]:
-        if time.monotonic() > until:
-            store.delete_key(keys[here])  # so that the next comparison has the same number on each process
-            store.add(f"count of {here}", -1)
-            raise TransportError(
-                f"processes {missing}, which compute stages together with this one over {mesh}, did not come to the "
-                f"step within {limit:g} s: each of them makes the same calls"
-            )
-        time.sleep(EACH)
-    first, *others = (json.loads(store.get(keys[process])) for process in processes)
+    processes = tuple(mesh.mesh.flatten().tolist())
+
+    def missing(absent: Sequence[int], timeout: float) -> TransportError:
+        return TransportError(
+            f"processes {[*absent]}, which compute stages together with this one over {mesh}, did not come to the step "
+            f"within {timeout:g} s: each of them makes the same calls"
+        )
+
+    purpose = f"comparing arguments with ranks {[*processes]}"
+    first, *others = exchange("arguments", processes, dict(rows), purpose, missing)
     for process, other in zip(processes[1:], others, strict=True):
         for name in [*first, *(name for name in other if name not in first)]:
             a, b = (each.get(name, "missing") for each in (first, other))
             if a != b:
                 raise StageError(
-                    f"processes {processes} compute stages together and were given different arguments: {name} is {a} "
-                    f"on process {processes[0]} and {b} on process {process}. They take the same params but for their "
-                    "pieces, the same batch and the same rng"
+                    f"processes {[*processes]} compute stages together and were given different arguments: {name} is "
+                    f"{a} on process {processes[0]} and {b} on process {process}. They take the same params but for "
+                    "their pieces, the same batch and the same rng"
                 )
 
 

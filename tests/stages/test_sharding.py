@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,16 +63,19 @@ def whole_on_each_replica(rank):
         distribute_tensor(x, mesh["tp"], [Shard(0)], src_data_rank=None),
     ]
     again = wrap(torch.tensor(4.0), leaves[1])
-    return [Layout.of(leaf, mesh["dp"]) for leaf in leaves], (again.placements == (Replicate(),), again.item())
+    *layouts, cut = (Layout.of(leaf, mesh["dp"]) for leaf in leaves)
+    placed = cut.placed.placements, cut.placed.shape
+    return [*layouts, replace(cut, placed=None)], placed, (again.placements == (Replicate(),), again.item())
 
 
 def test_leaves_that_the_replicas_do_not_cut(pools):
-    for layouts, again in pools(4).run(whole_on_each_replica):
+    for layouts, (placements, shape), again in pools(4).run(whole_on_each_replica):
         assert layouts == [
             Layout(torch.Size([6, 4]), (4, 1), torch.float32),
             Layout(torch.Size([]), (), torch.float32),
             Layout(torch.Size([3, 4]), (4, 1), torch.float32),
         ]
+        assert [(p.dim, *shape) for p in placements] == [(0, 6, 4)]
         x = torch.arange(24.0).view(6, 4)
         assert torch.equal(layouts[0].whole(layouts[0].pieces(x)), x)
         assert again == (True, 4.0)

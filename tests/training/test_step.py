@@ -179,12 +179,13 @@ def test_frozen_integer_and_unused_params(handler):
 
 
 @both
-def test_a_pipeline_without_trained_params_has_a_loss(handler):
+def test_a_pipeline_without_trained_params_is_for_evaluate(handler):
     params, x, y = affine_case()
     pipeline = Pipeline([Stage(affine, frozen=["w", "b"])] * 2, cases.mse)
-    loss, grads = run(pipeline, handler, 2, params, x, y)
-    torch.testing.assert_close(loss, cases.mse(plain(params, x), y))
-    assert grads == {0: {"w": None, "b": None}, 1: {"w": None, "b": None}}
+    with pytest.raises(
+        StageError, match=r"where every parameter is frozen, pipeline.unfreeze trains some, .* evaluate"
+    ):
+        run(pipeline, handler, 2, params, x, y)
 
 
 @both
