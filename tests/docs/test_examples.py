@@ -59,6 +59,12 @@ def test_train_gpt_in_two_processes_and_on_from_there_in_one(tmp_path, capsys):
     assert "is of a run with --seed 0 --steps 6: go on with the same, or save to another folder" in said
 
 
+@pytest.mark.skipif(not ALL, reason="eight processes for a minute: FPIPE_TESTS=all runs them")
+def test_llama_in_three_dimensions_trains_as_one_process():
+    out = run("llama_3d", "--check", processes=8)
+    assert len(re.findall(r"^.*: \S+ relative, at most \S+$", out, re.MULTILINE)) == 4
+
+
 def test_experts_in_two_processes_and_in_one(capsys):
     """Two replicas have the microbatches of one: the same loss, balance and drops."""
     options = {"layers": 1, "experts": 4, "width": 8, "batch": 8, "steps": 2}
