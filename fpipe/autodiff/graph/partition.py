@@ -32,7 +32,7 @@ from fpipe.policies import Policy, Value
 
 Part = TypeVar("Part")
 KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-LARGE = 1 << 15
+LARGE = 1 << 13
 """Bytes. A weight gradient of this size or more is accumulated by itself, smaller ones together by one kernel."""
 aten = torch.ops.aten
 
