@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from fpipe import effects as fx
 from fpipe.autodiff.by_row import ByRow
 from fpipe.autodiff.eager import Eager
-from fpipe.autodiff.interface import UNTRACED
+from fpipe.autodiff.interface import UNTRACED, Prepared
 from fpipe.devices import CaptureError, is_capturing
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.alike import compare, descriptions
@@ -23,9 +23,12 @@ from fpipe.handlers.captured import UNCAPTURED, uncapturable
 from fpipe.handlers.gradients import Rows, Sum, check_trained, data_gradients, received, total, unscaled
 from fpipe.handlers.protocol import Inputs, PeerLost, Results, StepRejected
 from fpipe.stages.microbatch import sizes_of
-from fpipe.stages.pytree import flatten, paths_of, short, summary
+from fpipe.stages.pytree import paths_of, short, summary
 from fpipe.stages.sharding import Placed, is_dtensor, local, locals_of, wrapped
 from fpipe.stages.stage import Batch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Executor:
@@ -58,7 +61,8 @@ class Executor:
                 raise StageError(f"its params can't be used: {error}", rank=self.rank, stage=stage) from error
         sums = defaultdict[int, Sum](partial(Rows if self.pipeline.by_row else Sum, self.pieces.precision))
         (state,) = inputs.state
-        self.calls.running = Step(inputs, prepared, dict(state), sums)
+        has_pieces = any(is_dtensor(leaf) for each in prepared.values() for leaf in each.leaves)
+        self.calls.running = Step(inputs, prepared, dict(state), sums, inputs.params if has_pieces else None)
 
     def place(self, processes: Collection[int] = ()) -> Inputs:
         """Put this process's pieces in place of DTensors, those over replicas excepted; return the inputs with pieces.
@@ -70,6 +74,9 @@ class Executor:
             StageError: a stage's params are placed as no stage can read them.
         """
         step = self.calls.step
+        if step.placed is None:
+            return step.inputs
+        meshes: dict[DeviceMesh, None] = {}  # of the processes that compute stages together
         for stage, prepared in step.prepared.items():
             for i, leaf in enumerate(prepared.leaves):
                 if is_dtensor(leaf):
@@ -77,34 +84,35 @@ class Executor:
                         prepared.placed[i] = placed
                     prepared.leaves[i] = self.pieces.precision.cast(local(leaf))
             for i, placed in prepared.placed.items():
-                if len({*placed.mesh.mesh.flatten().tolist()} & {*processes}) > 1:
-                    name = f"params{short(paths_of(prepared.spec)[i])}"
-                    raise StageError(
-                        f"{name} is placed {placed.placements} over {placed.mesh}, which has ranks of the pipeline: "
-                        "shard it over another dimension of the mesh, as mesh['tp']",
-                        rank=self.rank,
-                        stage=stage,
-                    )
+                if placed.mesh not in meshes:
+                    self._check_mesh(stage, prepared, i, processes)
+                    meshes[placed.mesh] = None
             if prepared.placed and isinstance(self.pieces.stages[stage], Eager | ByRow):
                 raise StageError(UNTRACED, rank=self.rank, stage=stage)
-        self._compare(step)
-        if any(map(is_dtensor, flatten(dict(step.inputs.params)).leaves)):
-            step.placed = step.inputs.params
-            step.inputs = replace(step.inputs, params=locals_of(dict(step.inputs.params)))
+        if meshes and not self.is_compared:
+            self._compare(step, meshes)
+        step.inputs = replace(step.inputs, params=locals_of(dict(step.inputs.params)))
         return step.inputs
 
-    def _compare(self, step: Step) -> None:
+    def _check_mesh(self, stage: int, prepared: Prepared, number: int, processes: Collection[int]) -> None:
+        """Raise StageError if a leaf is placed over ranks of the pipeline."""
+        placed = prepared.placed[number]
+        if len({*placed.mesh.mesh.flatten().tolist()} & {*processes}) > 1:
+            raise StageError(
+                f"params{short(paths_of(prepared.spec)[number])} is placed {placed.placements} over {placed.mesh}, "
+                "which has ranks of the pipeline: shard it over another dimension of the mesh, as mesh['tp']",
+                rank=self.rank,
+                stage=stage,
+            )
+
+    def _compare(self, step: Step, meshes: Iterable[DeviceMesh]) -> None:
         """Compare the arguments of the first step with those of the processes that compute stages together."""
-        meshes = dict.fromkeys(
-            placed.mesh for prepared in step.prepared.values() for placed in prepared.placed.values()
-        )
-        if meshes and not self.is_compared:
-            for mesh in meshes:
-                try:
-                    compare(mesh, descriptions(step))
-                except StageError as error:
-                    raise error.on(self.rank) from None
-            self.is_compared = True
+        for mesh in meshes:
+            try:
+                compare(mesh, descriptions(step))
+            except StageError as error:
+                raise error.on(self.rank) from None
+        self.is_compared = True
 
     def _placed(self, stage: int, leaf: Tensor) -> Placed | None:
         try:
