@@ -9,7 +9,7 @@ Latencies are those of a step of a ring in NCCL's own model (`tuning.cc`, ring, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fpipe.costs import Link
 from fpipe.errors import ScheduleError
@@ -112,6 +112,13 @@ _NVLINK, _NETWORK = 3.4e-6, 14e-6  # seconds of a step
 
 # Data sheets of NVIDIA's A100 80GB SXM, H100 SXM, H200 SXM; of DGX A100 (200 Gb/s a GPU), DGX H100 and H200 (400 Gb/s).
 # An NVLink's bandwidth is listed for both directions together. "cpu" is no device's: a core, and gloo on one host.
+_H100 = Machine(
+    flops={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
+    bandwidth=3.35e12,
+    memory=80e9,
+    inside=Link(_NVLINK, 450e9),
+    between=Link(_NETWORK, 50e9),
+)
 MACHINES = {
     "a100": Machine(
         flops={"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
@@ -120,20 +127,8 @@ MACHINES = {
         inside=Link(_NVLINK, 300e9),
         between=Link(_NETWORK, 25e9),
     ),
-    "h100": Machine(
-        flops={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
-        bandwidth=3.35e12,
-        memory=80e9,
-        inside=Link(_NVLINK, 450e9),
-        between=Link(_NETWORK, 50e9),
-    ),
-    "h200": Machine(
-        flops={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
-        bandwidth=4.8e12,
-        memory=141e9,
-        inside=Link(_NVLINK, 450e9),
-        between=Link(_NETWORK, 50e9),
-    ),
+    "h100": _H100,
+    "h200": replace(_H100, bandwidth=4.8e12, memory=141e9),
     "cpu": Machine(
         flops={"float32": 50e9},
         bandwidth=10e9,

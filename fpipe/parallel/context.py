@@ -10,7 +10,7 @@ merged by the logarithms of their sums of exponentials.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import sqrt
 from typing import Any, cast
 
@@ -205,6 +205,16 @@ def _merged(a: Pair, b: Pair) -> Pair:
     return out * (sums - total).exp().unsqueeze(-1) + other * (others - total).exp().unsqueeze(-1), total
 
 
+def _attended(q: Tensor, blocks: Iterable[tuple[slice, Tensor, Tensor, bool]], scale: float, heads: int) -> Pair:
+    """Return the attention to the keys of all blocks together, in the dtype of the queries, and its sums."""
+    total: Pair | None = None
+    for queries, keys, values, masked in blocks:
+        block = _block(q[..., queries, :], keys, values, masked, scale, heads)
+        total = block if total is None else _merged(total, block)
+    assert total is not None
+    return total[0].to(q.dtype), total[1]
+
+
 def _padded(dq: Tensor, like: Tensor) -> Tensor:
     """Return the gradient of the last queries, with zeros for those before."""
     missing = like.shape[-2] - dq.shape[-2]
@@ -215,7 +225,7 @@ def _padded(dq: Tensor, like: Tensor) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """Of all keys, the queries meet up to three blocks: their own, and those of earlier and later ranks."""
+    """A rank gathers all keys, and attends to them in up to three blocks: its own, those of earlier, of later ranks."""
 
     @staticmethod
     def forward(
@@ -232,14 +242,12 @@ class _Gathered(torch.autograd.Function):
     ) -> Tensor:
         ctx.rest = name, rank, size, causal, scale, heads
         keys, values = (_of_ranks(run_collective("all_gather_into_tensor", x, size, name), size) for x in (k, v))
-        total: Pair | None = None
-        for queries, ranks, tokens, masked in _blocks(q.shape[-2], rank, size, causal):
-            read = _tokens(keys, ranks, tokens), _tokens(values, ranks, tokens)
-            block = _block(q[..., queries, :], *read, masked, scale, heads)
-            total = block if total is None else _merged(total, block)
-        assert total is not None
-        out = total[0].to(q.dtype)
-        ctx.save_for_backward(q, keys, values, out, total[1])
+        blocks = (
+            (queries, _tokens(keys, ranks, tokens), _tokens(values, ranks, tokens), masked)
+            for queries, ranks, tokens, masked in _blocks(q.shape[-2], rank, size, causal)
+        )
+        out, sums = _attended(q, blocks, scale, heads)
+        ctx.save_for_backward(q, keys, values, out, sums)
         return out
 
     @staticmethod
@@ -248,10 +256,10 @@ class _Gathered(torch.autograd.Function):
         name, rank, size, causal, scale, heads = ctx.rest
         dq, parts = None, dict[int, Pair]()
         for queries, ranks, tokens, masked in _blocks(q.shape[-2], rank, size, causal):
-            asked = gradient[..., queries, :], q[..., queries, :]
+            at_queries = gradient[..., queries, :], q[..., queries, :]
             read = _tokens(keys, ranks, tokens), _tokens(values, ranks, tokens)
             all_keys = out[..., queries, :], sums[..., queries]
-            own, *others = _block_backward(*asked, *read, *all_keys, masked, scale, heads)
+            own, *others = _block_backward(*at_queries, *read, *all_keys, masked, scale, heads)
             dq = _padded(own, q) if dq is None else dq + _padded(own, q)
             missing = keys.shape[-2] - keys[..., tokens, :].shape[-2]
             dk, dv = (
@@ -313,45 +321,44 @@ class _Ring(torch.autograd.Function):
         heads: int,
     ) -> Tensor:
         ctx.rest = name, rank, size, causal, scale, heads
-        here = coming = k, v
-        total: Pair | None = None
-        for turn in range(size):
-            if turn < size - 1:
-                coming = _passed_on(here, name, rank, size)
-            queries, tokens, masked = _block_of(q.shape[-2], rank, (rank - turn) % size, causal)
-            read = here[0][..., tokens, :], here[1][..., tokens, :]
-            block = _block(q[..., queries, :], *read, masked, scale, heads)
-            total = block if total is None else _merged(total, block)
-            here = coming
-        assert total is not None
-        out = total[0].to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, total[1])
+        out, sums = _attended(q, _turns(q.shape[-2], (k, v), name, rank, size, causal), scale, heads)
+        ctx.save_for_backward(q, k, v, out, sums)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         q, k, v, out, sums = ctx.saved_tensors
         name, rank, size, causal, scale, heads = ctx.rest
-        here = coming = k, v
         dq: Tensor | None = None
         gradients: Pair | None = None  # of the keys and values that are here, by the ranks where they were before
-        for turn in range(size):
-            if turn < size - 1:
-                coming = _passed_on(here, name, rank, size)
-            queries, tokens, masked = _block_of(q.shape[-2], rank, (rank - turn) % size, causal)
-            asked = gradient[..., queries, :], q[..., queries, :]
-            read = here[0][..., tokens, :], here[1][..., tokens, :]
+        for queries, keys, values, masked in _turns(q.shape[-2], (k, v), name, rank, size, causal):
+            at_queries = gradient[..., queries, :], q[..., queries, :]
             all_keys = out[..., queries, :], sums[..., queries]
-            own, *others = _block_backward(*asked, *read, *all_keys, masked, scale, heads)
+            own, *others = _block_backward(*at_queries, keys, values, *all_keys, masked, scale, heads)
             dq = _padded(own, q) if dq is None else dq + _padded(own, q)
             missing = k.shape[-2] - others[0].shape[-2]
             dk, dv = (F.pad(x, (0, 0, 0, missing)) if missing else x for x in others)
             added = (dk, dv) if gradients is None else (gradients[0] + dk, gradients[1] + dv)
             gradients = _passed_on(added, name, rank, size)
-            here = coming
         assert dq is not None
         assert gradients is not None
         return dq.to(q.dtype), gradients[0].to(k.dtype), gradients[1].to(v.dtype), *[None] * 6
+
+
+def _turns(
+    tokens: int, pair: Pair, name: str, rank: int, size: int, causal: bool
+) -> Iterator[tuple[slice, Tensor, Tensor, bool]]:
+    """Yield queries, the keys and values of each rank to which they attend, and whether under a mask.
+
+    The next keys and values are sent before those that are here are yielded.
+    """
+    here = coming = pair
+    for turn in range(size):
+        if turn < size - 1:
+            coming = _passed_on(here, name, rank, size)
+        queries, read, masked = _block_of(tokens, rank, (rank - turn) % size, causal)
+        yield queries, here[0][..., read, :], here[1][..., read, :], masked
+        here = coming
 
 
 def _block_of(tokens: int, rank: int, source: int, causal: bool) -> tuple[slice, slice, bool]:

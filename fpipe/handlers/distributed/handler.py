@@ -109,7 +109,7 @@ class Distributed:
             raise TransportError("this process is not in the group: make the handler on the group's ranks only")
         self.mesh, self.exact = replicas, exact
         self.grid = _grid(self.group, replicas, (context,) if isinstance(context, str) else tuple(context))
-        self.experts = None if experts is None else _expert_dim(experts, replicas)
+        self.experts = None if experts is None else _replica_dim("experts", "ep", experts, replicas)
         self.size = self.grid.ranks
         place = device_of(_device(self.group) if device is None else device)
         self.device = place.torch_device
@@ -392,27 +392,26 @@ def _grid(group: dist.ProcessGroup, replicas: DeviceMesh | None, context: Sequen
         TransportError: it is not in the mesh of the replicas.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    names = () if replicas is None else tuple(replicas.mesh_dim_names or ())
-    if unknown := [name for name in context if name not in names]:
-        raise ValueError(
-            f"context={unknown[0]!r} is no dimension of the replicas, {[*names]}: pass "
-            "Distributed(mesh['pp'], replicas=mesh['dp', 'cp'], context='cp')"
-        )
+    shared = {_replica_dim("context", "cp", name, replicas) for name in context}
     if replicas is None:
         return Grid(size, 1, rank, 0)
     processes = replicas.mesh.flatten().tolist()
     if dist.get_rank() not in processes:
         raise TransportError("this process is not in the mesh of the replicas: make the handler on its processes only")
     batches: tuple[int, ...] = ()
-    if context:
-        parts = [n if name in context else 1 for name, n in zip(names, replicas.shape, strict=True)]
-        apart = [1 if name in context else n for name, n in zip(names, replicas.shape, strict=True)]
+    if shared:
+        parts = [n if dim in shared else 1 for dim, n in enumerate(replicas.shape)]
+        apart = [1 if dim in shared else n for dim, n in enumerate(replicas.shape)]
         batches = tuple(torch.arange(prod(apart)).reshape(apart).repeat(parts).flatten().tolist())
     return Grid(size, len(processes), rank, processes.index(dist.get_rank()), batches)
 
 
-def _expert_dim(name: str, replicas: DeviceMesh | None) -> int:
+def _replica_dim(option: str, usual: str, name: str, replicas: DeviceMesh | None) -> int:
     """Return the number of a dimension of the replicas.
+
+    Args:
+        option: the option that names it.
+        usual: the name that the message shows.
 
     Raises:
         ValueError: they have no such dimension.
@@ -420,8 +419,8 @@ def _expert_dim(name: str, replicas: DeviceMesh | None) -> int:
     names = [] if replicas is None else list(replicas.mesh_dim_names or ())
     if name not in names:
         raise ValueError(
-            f"experts={name!r} is no dimension of the replicas, {names}: pass Distributed(mesh['pp'], "
-            "replicas=mesh['dp', 'ep'], experts='ep')"
+            f"{option}={name!r} is no dimension of the replicas, {names}: pass Distributed(mesh['pp'], "
+            f"replicas=mesh['dp', {usual!r}], {option}={usual!r})"
         )
     return names.index(name)
 
