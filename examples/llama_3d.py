@@ -140,8 +140,8 @@ def check(trained: Mesh, folder: Path) -> dict[str, float]:
         params, state = ADAMW.update(clipped, state, params)
         expected.append(loss.item())
 
-    found, grads = zip(*(trained.step(number) for number in range(5)), strict=True)
-    losses = [abs(a.item() - b) / b for a, b in zip(found, expected, strict=False)]
+    values, grads = zip(*(trained.step(number) for number in range(5)), strict=True)
+    losses = [abs(a.item() - b) / b for a, b in zip(values, expected, strict=False)]
     leaves = [
         (whole(x), first[stage][name]) for stage, tree in grads[0].items() for name, x in tree.items() if x is not None
     ]

@@ -298,12 +298,12 @@ class _Job:
         rows: Sequence[int],
         schedules: Sequence[str],
         chunks: Sequence[int],
-        asked: Mapping[str, Sequence[int] | None],
+        degrees: Mapping[str, Sequence[int] | None],
     ) -> ScheduleError:
         model = self.model
-        given = "".join(f", {name} of {list(of)}" for name, of in asked.items() if of is not None)
+        limits = "".join(f", {name} of {list(sizes)}" for name, sizes in degrees.items() if sizes is not None)
         return ScheduleError(
-            f"no layout divides {self.world} ranks{given}: tp divides {model.key_heads} heads of keys and the inner "
+            f"no layout divides {self.world} ranks{limits}: tp divides {model.key_heads} heads of keys and the inner "
             f"width of {model.inner}, cp {model.sequence} tokens, pp times the stages on a rank ({list(chunks)}) is at "
             f"most {model.layers} layers, and dp times the sequences of a microbatch ({list(rows)}) divides a batch of "
             f"{self.batch}, for one of the schedules {', '.join(schedules)}"
@@ -621,7 +621,7 @@ def _divided(model: ModelShape, placement: Placement) -> tuple[int, ...]:
 
 @lru_cache
 def _is_split(name: str) -> bool:
-    """Whether a schedule of the catalogue has weight gradients apart from input gradients."""
+    """Return whether a schedule of the catalogue runs weight gradients apart from input gradients."""
     entry = named(name)
     plan = entry.plan(2, 4)
     schedule = entry.schedule(plan)

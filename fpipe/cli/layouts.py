@@ -96,15 +96,15 @@ class LayoutOptions:
 
     def refuse(self, size: ModelOptions, costs: CostOptions, **others: object) -> None:
         """Raise for options that have no meaning with --world."""
-        given = {name: of for name, of in others.items() if of is not None}
+        refused = {name: True for name, value in others.items() if value is not None}
         for options, default in ((size, ModelOptions()), (costs, CostOptions())):
             names = (
                 f.name for f in fields(default) if _plain(getattr(options, f.name)) != _plain(getattr(default, f.name))
             )
-            given |= {f"--{name.replace('_', '-')}": True for name in names}
-        if given:
+            refused |= {f"--{name.replace('_', '-')}": True for name in names}
+        if refused:
             raise typer.BadParameter(
-                f"{', '.join(given)} is for --ranks: with --world, costs follow from the model and the machine",
+                f"{', '.join(refused)} is for --ranks: with --world, costs follow from the model and the machine",
                 param_hint="--world",
             )
 
@@ -149,7 +149,7 @@ class LayoutOptions:
             )
         return sequences
 
-    def found(self, chunks: Sequence[int], limit_bytes: float | None) -> list[Layout]:
+    def layouts(self, chunks: Sequence[int], limit_bytes: float | None) -> list[Layout]:
         """Return the layouts, fastest first."""
         shape = self.shape
         names = ("dtype", "rows", "pp", "dp", "tp", "cp", "schedules", "remat", "sequence_parallel", "top", "budget")

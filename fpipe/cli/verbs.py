@@ -331,11 +331,11 @@ def search(
     """
     if of_world.world is not None:
         of_world.refuse(size, costs, **{"--memory-limit": limit, "--pareto": frontier or None, "--out": out})
-        found = of_world.found(loops, limit_bytes)
+        layouts = of_world.layouts(loops, limit_bytes)
         if as_json:
-            print_json([row(layout) for layout in found])
+            print_json([row(layout) for layout in layouts])
         else:
-            show(*ranking(found))
+            show(*ranking(layouts))
         return
     if frontier and out:
         raise typer.BadParameter("one schedule is written: take --memory-limit, not --pareto", param_hint="--out")

@@ -19,7 +19,7 @@ from fpipe.stages.sharding import local
 from fpipe.training.norms import HINT, PURPOSE, squares, squares_everywhere, sum_of_squares
 
 Owner = int | Argument
-"""Of gradients: a stage, or the batch or the target."""
+"""A stage's number, "batch" or "target": whose gradients they are."""
 NO_GRADIENTS: Mapping[Argument, Any] = MappingProxyType({})
 CheckFinite = bool | Literal["raise", "skip"] | None
 NAMED = 3  # leaves that a message names

@@ -126,7 +126,7 @@ def test_a_loss_that_depends_on_no_parameter_is_refused(handler, autodiff):
 
 @each_way
 def test_a_pipeline_without_trained_parameters_is_refused(handler, autodiff):
-    """As autograd refuses such a loss; the batch may still have gradients, and the loss alone is evaluate's."""
+    """Autograd refuses such a loss too. The batch may still get gradients, and `evaluate` gives the loss alone."""
     modules = [nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]
     with pytest.raises(StageError, match=r"where every parameter is frozen, pipeline\.unfreeze trains some"):
         stepped(modules, mse, handler, autodiff)

@@ -68,9 +68,9 @@ def test_llama_in_three_dimensions_trains_as_one_process():
 def test_experts_in_two_processes_and_in_one(capsys):
     """Two replicas have the microbatches of one: the same loss, balance and drops."""
     options = {"layers": 1, "experts": 4, "width": 8, "batch": 8, "steps": 2}
-    found = run("experts", *(f"--{name}={value}" for name, value in options.items()), "--microbatches=2", processes=2)
-    assert found == called(capsys, "experts", **options, microbatches=4)
-    assert re.findall(r"step (\d): loss .*, balance 1\.\d\d, .* % dropped\n", found) == ["0", "1"]
+    printed = run("experts", *(f"--{name}={value}" for name, value in options.items()), "--microbatches=2", processes=2)
+    assert printed == called(capsys, "experts", **options, microbatches=4)
+    assert re.findall(r"step (\d): loss .*, balance 1\.\d\d, .* % dropped\n", printed) == ["0", "1"]
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_a_step_whose_results_one_rank_has_ends_the_handler(pools):
         assert "rank 1 failed in a step that rank 0 had ended" in error
 
 
-@pytest.mark.skipif(not ALL, reason="takes minutes: FPIPE_TESTS=all")
+@pytest.mark.skipif(not ALL, reason="200 faults in a row take minutes: FPIPE_TESTS=all runs them")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("seed", range(2))
 def test_many_faults_in_a_row(pools, ranks, seed):
@@ -88,7 +88,7 @@ def test_many_faults_in_a_row(pools, ranks, seed):
         assert after[1] <= before[1]
 
 
-@pytest.mark.skipif(not ALL, reason="takes minutes: FPIPE_TESTS=all")
+@pytest.mark.skipif(not ALL, reason="200 faults in a row take minutes: FPIPE_TESTS=all runs them")
 @pytest.mark.parametrize("seed", range(2))
 def test_many_faults_of_replicas_in_a_row(pools, seed):
     for found, before, after in pools(4).run(recovery_jobs.attack, 2, ("replicas", "shards"), seed, 200, limit=300):

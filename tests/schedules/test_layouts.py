@@ -157,9 +157,9 @@ SEARCHED = {"batch": 16, "rows": (1, 2), "chunks": (1, 2), "schedules": ("1f1b",
 def test_the_ranking_is_that_of_simulating_all(monkeypatch):
     """Within the share that is not looked at; and no step is below the bound, nor its bytes below the least."""
     hosts = replace(MACHINES["a100"], on_host=4)
-    found = layouts("gpt2", 8, hosts, memory_limit_bytes=8e9, top=5, **SEARCHED)
-    assert found == sorted(found, key=lambda layout: layout.step)
-    assert len({layout.degrees for layout in found}) == 5
+    ranked = layouts("gpt2", 8, hosts, memory_limit_bytes=8e9, top=5, **SEARCHED)
+    assert ranked == sorted(ranked, key=lambda layout: layout.step)
+    assert len({layout.degrees for layout in ranked}) == 5
     candidates = []
     monkeypatch.setattr(module, "_ranked", lambda every, *rest: candidates.extend(every) or [])
     layouts("gpt2", 8, hosts, memory_limit_bytes=8e9, dp=[2, 4, 8], tp=[1], cp=[1], **SEARCHED)
@@ -170,12 +170,12 @@ def test_the_ranking_is_that_of_simulating_all(monkeypatch):
             assert layout.step >= candidate.bound * (1 - 1e-9)
             assert layout.bytes >= candidate.least * (1 - 1e-9)
             best[layout.degrees] = min(best.get(layout.degrees, layout.step), layout.step)
-    steps = {layout.degrees: layout.step for layout in found}
+    steps = {layout.degrees: layout.step for layout in ranked}
     for degrees, step in best.items():
         if degrees in steps:
             assert step <= steps[degrees] <= 1.01 * step
         else:
-            assert step * 1.01 >= found[-1].step
+            assert step * 1.01 >= ranked[-1].step
 
 
 def test_a_layout_is_simulated_again_by_its_parts():

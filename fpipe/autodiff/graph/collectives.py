@@ -223,7 +223,7 @@ class NoWatch:
 
 
 WATCH: ContextVar[Watch | None] = ContextVar("WATCH", default=None)
-"""Of the handler that runs a step, if it watches."""
+"""The watch of the handler that runs a step; None where no handler watches."""
 
 
 def watch_of_handler() -> Watch:

@@ -39,7 +39,7 @@ aten = torch.ops.aten
 REPLICATE, HEADS = Replicate(), Shard(1)
 
 ADDITIONS = {aten.add.Tensor, aten.sub.Tensor}
-"""Of two sums that are not added over the processes yet, the result is another."""
+"""Operations on two sums that are not added over the processes yet, whose result is one too."""
 MOVES = {
     aten.view.default,
     aten._unsafe_view.default,
