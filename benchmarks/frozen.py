@@ -20,10 +20,7 @@ timed, the gradients of the first three are compared.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
-from torch.multiprocessing.spawn import ProcessException
 
 import fpipe
 from benchmarks import models, timed
@@ -151,24 +147,14 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = models.parser(__doc__, rounds=5, limit=600)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--trained", nargs="+", type=int, choices=range(RANKS), default=[RANKS - 1])
     parser.add_argument("--layer", type=models.positive, default=10, help="milliseconds of a layer's forward")
-    parser.add_argument("--rounds", type=models.positive, default=5)
-    parser.add_argument("--limit", type=models.positive, default=600, help="seconds until processes are ended")
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
     options = parser.parse_args()
-    print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
     arguments = options.schedules, options.trained, 1e-3 * options.layer, options.rounds
-    try:
-        (rows,) = models.in_processes(job, RANKS, *arguments, limit=options.limit)
-    except (TimeoutError, ProcessException) as error:
-        sys.exit(f"frozen: {str(error).strip()}")
-    if options.json:
-        print(json.dumps(rows, indent=1))
-    else:
-        show(rows)
+    parts = models.in_processes(job, RANKS, *arguments, limit=options.limit)
+    models.report("frozen", options.json, parts, show)
 
 
 if __name__ == "__main__":

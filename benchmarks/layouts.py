@@ -17,10 +17,7 @@ were measured in the same order.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations
@@ -30,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import ProcessException
 
 import fpipe
 from benchmarks import models, timed
@@ -151,26 +147,15 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = models.parser(__doc__, rounds=3, limit=600)
     parser.add_argument("--worlds", nargs="+", type=int, choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--layer", type=models.positive, default=40, help="milliseconds of a layer's forward")
-    parser.add_argument("--rounds", type=models.positive, default=3)
-    parser.add_argument("--limit", type=models.positive, default=600, help="seconds until processes are ended")
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
     options = parser.parse_args()
-    print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
-    rows: list[dict[str, Any]] = []
-    try:
-        for world in options.worlds:
-            arguments = (), 1e-3 * options.layer, options.rounds
-            for measured in models.in_processes(job, world, *arguments, limit=options.limit):
-                rows += measured
-                if not options.json:
-                    show(measured)
-    except (TimeoutError, ProcessException) as error:
-        sys.exit(f"layouts: {str(error).strip()}")
-    if options.json:
-        print(json.dumps(rows, indent=1))
+    arguments = (), 1e-3 * options.layer, options.rounds
+    parts = (
+        part for world in options.worlds for part in models.in_processes(job, world, *arguments, limit=options.limit)
+    )
+    models.report("layouts", options.json, parts, show)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,7 @@ traces every length, is not counted.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.multiprocessing.spawn import ProcessException
 
 import fpipe
 from benchmarks import models, timed
@@ -127,32 +123,21 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = models.parser(__doc__, rounds=5, limit=900)
     parser.add_argument("--stages", nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--sigmas", nargs="+", type=float, default=[0.3, 0.6])
-    parser.add_argument("--rounds", type=models.positive, default=5)
-    parser.add_argument("--limit", type=models.positive, default=900, help="seconds until processes are ended")
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
-    parser.add_argument(
-        "--out", type=partial(models.output, kinds=[".json"]), metavar="FILE.json", help="a file for them"
-    )
+    models.add_out(parser)
     options = parser.parse_args()
-    print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
-    rows: list[dict[str, Any]] = []
-    try:
-        for kind in options.stages:
-            arguments = kind, options.schedules, options.sigmas, options.rounds
-            for part in models.in_processes(job, RANKS[kind], *arguments, limit=options.limit):
-                rows += part
-                if not options.json:
-                    show(part)
-    except (TimeoutError, ProcessException) as error:
-        sys.exit(f"lengths: {str(error).strip()}")
-    if options.json:
-        print(json.dumps(rows, indent=1))
+    arguments = options.schedules, options.sigmas, options.rounds
+    parts = (
+        part
+        for kind in options.stages
+        for part in models.in_processes(job, RANKS[kind], kind, *arguments, limit=options.limit)
+    )
+    rows = models.report("lengths", options.json, parts, show)
     if options.out:
-        options.out.write_text(json.dumps({"machine": models.machine(), "rows": rows}, indent=1) + "\n")
+        models.write(options.out, rows)
 
 
 if __name__ == "__main__":

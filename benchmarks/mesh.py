@@ -19,11 +19,8 @@ shards and batch, on the rank that has the most. Gathers are counted on the rank
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +29,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import schedules as theirs
-from torch.multiprocessing.spawn import ProcessException
 
 import fpipe
 from benchmarks import models, peers
@@ -176,27 +172,15 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = models.parser(__doc__, rounds=7, limit=3600)
     parser.add_argument("--width", type=int, nargs="+", choices=models.WIDTHS, default=[32, 256])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--resident", nargs="+", choices=RESIDENT, default=list(RESIDENT))
     parser.add_argument("--steps", type=models.positive, help="in a block; else 8, 1 at widths 32, 256")
-    parser.add_argument("--rounds", type=models.positive, default=7)
-    parser.add_argument("--limit", type=models.positive, default=3600, help="seconds until the processes are ended")
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
     options = parser.parse_args()
-    print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
-    rows: list[dict[str, Any]] = []
     arguments = options.width, options.schedules, options.resident, options.steps, options.rounds
-    try:
-        for of_width in models.in_processes(job, RANKS * REPLICAS, *arguments, limit=options.limit):
-            rows += of_width
-            if not options.json:
-                show(of_width)
-    except (TimeoutError, ProcessException) as error:
-        sys.exit(f"mesh: {str(error).strip()}")
-    if options.json:
-        print(json.dumps(rows, indent=1))
+    parts = models.in_processes(job, RANKS * REPLICAS, *arguments, limit=options.limit)
+    models.report("mesh", options.json, parts, show)
 
 
 if __name__ == "__main__":

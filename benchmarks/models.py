@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import pathlib
 import platform
 import queue
 import socket
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessException
 
 from fpipe import Link
 
@@ -96,6 +100,47 @@ def output(text: str, kinds: Sequence[str] = (".json", ".svg", ".png")) -> pathl
         listed = f"{', '.join(others)} or {last}" if others else last
         raise argparse.ArgumentTypeError(f"{text!r} must end in {listed}, in a folder that exists")
     return path
+
+
+def parser(description: str | None, rounds: int, limit: int) -> argparse.ArgumentParser:
+    """Return a parser of the options that all measurements in several processes have."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--rounds", type=positive, default=rounds)
+    result.add_argument("--limit", type=positive, default=limit, help="seconds until the processes are ended")
+    result.add_argument("--json", action="store_true", help="print a list of objects")
+    return result
+
+
+def add_out(options: argparse.ArgumentParser) -> None:
+    """Add the option of a file for the rows."""
+    kind = partial(output, kinds=[".json"])
+    options.add_argument("--out", type=kind, metavar="FILE.json", help="a file for them")
+
+
+def report(
+    name: str, as_json: bool, parts: Iterable[list[dict[str, Any]]], show: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """Show the rows of a benchmark part by part, as they are measured, or print all as JSON; return them.
+
+    Exit with a message if the processes of `in_processes` fail.
+    """
+    print(machine(), file=sys.stderr if as_json else sys.stdout, flush=True)
+    rows: list[dict[str, Any]] = []
+    try:
+        for part in parts:
+            rows += part
+            if not as_json:
+                show(part)
+    except (TimeoutError, ProcessException) as error:
+        sys.exit(f"{name}: {str(error).strip()}")
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    return rows
+
+
+def write(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as JSON, with the machine."""
+    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
 def in_processes(job: Callable[..., Any], ranks: int, *args: Any, limit: float) -> Iterator[Any]:

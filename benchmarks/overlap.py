@@ -28,19 +28,14 @@ Before anything is timed, the gradients of both ways are compared in bits.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import ProcessException
 
 import fpipe
 from benchmarks import models, timed
@@ -203,32 +198,18 @@ def show(r: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = models.parser(__doc__, rounds=5, limit=600)
     parser.add_argument(
         "--layer", nargs="+", type=models.positive, default=[1, 2, 4, 8], help="milliseconds of a forward"
     )
     parser.add_argument("--collective", type=models.positive, default=2, help="ms of a sum over processes")
-    parser.add_argument("--rounds", type=models.positive, default=5)
-    parser.add_argument("--limit", type=models.positive, default=600, help="seconds until processes are ended")
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
-    parser.add_argument(
-        "--out", type=partial(models.output, kinds=[".json"]), metavar="FILE.json", help="a file for them"
-    )
+    models.add_out(parser)
     options = parser.parse_args()
-    print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
-    rows: list[dict[str, Any]] = []
     arguments = [1e-3 * ms for ms in options.layer], 1e-3 * options.collective, options.rounds
-    try:
-        for measured in models.in_processes(job, 2, *arguments, limit=options.limit):
-            rows.append(measured)
-            if not options.json:
-                show(measured)
-    except (TimeoutError, ProcessException) as error:
-        sys.exit(f"overlap: {str(error).strip()}")
-    if options.json:
-        print(json.dumps(rows, indent=1))
+    parts = ([measured] for measured in models.in_processes(job, 2, *arguments, limit=options.limit))
+    rows = models.report("overlap", options.json, parts, lambda part: show(*part))
     if options.out:
-        options.out.write_text(json.dumps({"machine": models.machine(), "rows": rows}, indent=1) + "\n")
+        models.write(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,9 @@ on, are not counted.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import pathlib
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +37,6 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
-from torch.multiprocessing.spawn import ProcessException
 
 import fpipe
 from benchmarks import models
@@ -286,32 +282,21 @@ def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = models.parser(__doc__, rounds=11, limit=3600)
     parser.add_argument("--ranks", type=int, nargs="+", choices=models.RANKS, default=[2])
     parser.add_argument("--width", type=int, nargs="+", choices=models.WIDTHS, default=list(models.WIDTHS))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--steps", type=models.positive, help="in a block; else 16, 2, 1 at widths 32, 256, 512")
-    parser.add_argument("--rounds", type=models.positive, default=11)
-    parser.add_argument("--limit", type=models.positive, default=3600, help="seconds until the processes are ended")
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
     parser.add_argument("--out", type=models.output, nargs="+", default=[], help="files ending in .json, .svg or .png")
     options = parser.parse_args()
-    print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
-    rows: list[dict[str, Any]] = []
-    for ranks in options.ranks:
-        arguments = options.width, options.schedules, options.steps, options.rounds
-        try:
-            for found in models.in_processes(job, ranks, *arguments, limit=options.limit):
-                rows += found
-                if not options.json:
-                    show(found)
-        except (TimeoutError, ProcessException) as error:
-            sys.exit(f"peers: {str(error).strip()}")
-    if options.json:
-        print(json.dumps(rows, indent=1))
+    arguments = options.width, options.schedules, options.steps, options.rounds
+    parts = (
+        part for ranks in options.ranks for part in models.in_processes(job, ranks, *arguments, limit=options.limit)
+    )
+    rows = models.report("peers", options.json, parts, show)
     for path in options.out:
         if path.suffix == ".json":
-            path.write_text(json.dumps({"machine": models.machine(), "rows": rows}, indent=1) + "\n")
+            models.write(path, rows)
         else:
             draw(rows, path)
 

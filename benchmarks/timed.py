@@ -25,10 +25,7 @@ quartiles. Gathers are those of the rank with the most, as is the number of micr
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +36,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import ProcessException
 
 import fpipe
 from benchmarks import models
@@ -302,31 +298,22 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = models.parser(__doc__, rounds=5, limit=600)
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--layer", type=models.positive, default=10, help="milliseconds of a layer's forward")
-    parser.add_argument("--rounds", type=models.positive, default=5)
-    parser.add_argument("--limit", type=models.positive, default=600, help="seconds until processes are ended")
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
     options = parser.parse_args()
-    print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
-    rows: list[dict[str, Any]] = []
     layer = 1e-3 * options.layer
-    try:
+
+    def parts() -> Iterator[list[dict[str, Any]]]:
         for name, table in [(name, TABLES[name]) for name in options.tables]:
             chosen = [schedule for schedule in options.schedules if schedule in table.schedules]
             for gather in table.gathers if chosen else ():
                 arguments = name, chosen, layer, gather * layer, options.rounds
                 processes = table.ranks * table.replicas
-                for measured in models.in_processes(job, processes, *arguments, limit=options.limit):
-                    rows += measured
-                    if not options.json:
-                        show(measured)
-    except (TimeoutError, ProcessException) as error:
-        sys.exit(f"timed: {str(error).strip()}")
-    if options.json:
-        print(json.dumps(rows, indent=1))
+                yield from models.in_processes(job, processes, *arguments, limit=options.limit)
+
+    models.report("timed", options.json, parts(), show)
 
 
 if __name__ == "__main__":
