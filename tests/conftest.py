@@ -3,8 +3,11 @@
 import gc
 import logging
 import os
+import shutil
+import tempfile
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["FPIPE_FLIGHTS"] = tempfile.mkdtemp(prefix="fpipe-tests-")
 
 import hypothesis
 import pytest
@@ -21,6 +24,10 @@ hypothesis.settings.load_profile("shared machine")
 def pytest_configure(config):
     """A test that means graphs is not to run by eager autograd unnoticed."""
     config.addinivalue_line("filterwarnings", "error:stage .* can't be traced:UserWarning")
+
+
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["FPIPE_FLIGHTS"], ignore_errors=True)
 
 
 def pytest_collection_finish():

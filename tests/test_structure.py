@@ -64,6 +64,7 @@ LAYOUT = {
     "fpipe.tables": "effects",
     "fpipe.costs": "tables plan effects errors",
     "fpipe._format": "costs plan",
+    "fpipe.flight": "_format",
     "fpipe.programs": "_format tables costs plan effects errors",
     "fpipe.timelines": "_format programs tables costs plan effects errors",
     "fpipe.schedules": "timelines programs tables _format costs plan effects errors",
@@ -73,7 +74,9 @@ LAYOUT = {
     "fpipe.autodiff.graph": "policies stages devices errors",
     "fpipe.autodiff": "autodiff.graph policies stages devices plan effects errors",
     "fpipe.handlers": "autodiff autodiff.graph stages devices programs tables plan effects errors",
-    "fpipe.handlers.distributed": "handlers autodiff autodiff.graph stages devices programs tables plan effects errors",
+    "fpipe.handlers.distributed": (
+        "flight handlers autodiff autodiff.graph stages devices programs tables plan effects errors"
+    ),
     "fpipe.profiling": (
         "policies handlers handlers.distributed autodiff stages devices timelines programs _format costs plan effects "
         "errors"
@@ -98,7 +101,7 @@ LAYOUT = {
     "fpipe.interop.transformers": "interop.splitting interop.modules stages errors",
     "fpipe.cli": (
         "schedules interop.torch_csv tensorboard.files tensorboard.server "
-        "timelines programs _format _version tables costs plan effects errors"
+        "flight timelines programs _format _version tables costs plan effects errors"
     ),
     "fpipe.__main__": "cli",
     "fpipe.tensorboard.files": "_format timelines programs tables plan effects errors",
@@ -111,6 +114,7 @@ LAYOUT = {
 LATE = {"fpipe.programs.schedules": "fpipe.schedules.catalogue"}
 TORCH_FREE = [
     "_format",
+    "flight",
     "effects",
     "errors",
     "plan",

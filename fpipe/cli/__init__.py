@@ -1,4 +1,5 @@
-"""The command line: fpipe schedules, verify, simulate, draw, compare, search, export, import, timeline, env.
+"""The command line: fpipe schedules, verify, simulate, draw, compare, search, export, import, timeline,
+explain, env.
 
 - Exit status 1: the schedule is invalid, or does not fit the plan; the reason is on stderr. Status 2: usage error.
 - No torch, but for env. Each verb imports slow modules itself; matplotlib is imported only to write a figure.
@@ -6,6 +7,7 @@
 
 from fpipe.cli import verbs as verbs  # importing a module registers its verbs
 from fpipe.cli import timeline as timeline
+from fpipe.cli import explain as explain
 from fpipe.cli import environment as environment
 from fpipe.cli.app import app, main
 

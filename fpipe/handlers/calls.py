@@ -128,6 +128,7 @@ class Calls:
         touched: for each effect, the slots of the values that it needs or gives.
         device: where the rank computes; None for the current one.
         pace: returns a function that is called after an effect that computes.
+        recorded: returns a function that is called before an effect, but for sends and receives, which are only posted.
         step: the running step.
     """
 
@@ -140,11 +141,12 @@ class Calls:
         device: Device | None = None,
         functions: Functions = NO_FUNCTIONS,
         pace: Callable[[fx.Effect], Instruction] | None = None,
+        recorded: Callable[[fx.Effect], Instruction] | None = None,
     ) -> None:
         self.program, self.plan, self.rank, self.table = program, program.plan, program.rank, program.table
         self.pieces, self.pipeline = pieces, pieces.pipeline
         self.channels, self.observe, self.device = channels, observe, device
-        self.functions, self.pace = {**FUNCTIONS, **functions}, pace
+        self.functions, self.pace, self.recorded = {**FUNCTIONS, **functions}, pace, recorded
         self.number: dict[fx.Name, int] = {}
         uses = [(name, at) for at, effect in enumerate(program) for name in self.table.needs(effect, self.plan)]
         self.last_use, self.first_use = dict(uses), dict(reversed(uses))
@@ -222,6 +224,8 @@ class Calls:
 
     def _effect(self, effect: fx.Effect) -> None:
         """Add an effect's instructions, between the calls of the observer."""
+        if self.recorded is not None and not isinstance(effect, fx.Send | fx.Recv):
+            self.calls.append(self.recorded(effect))
         if self.observe is not None:
             self.calls.append(partial(self.observe.begin, self.rank, effect))
         if isinstance(effect, fx.Overlap) and all(map(self._is_traced, fx.parts(effect))):

@@ -6,6 +6,7 @@ Oracles: closed forms, the library's own results, and the examples of the help t
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,13 +21,18 @@ import fpipe
 from fpipe import Costs, Placement, Plan
 from fpipe.cli import app
 from fpipe.cli.tables import gantt
+from fpipe.flight import recording
+from fpipe.flight.format import FOLDER
 from fpipe.programs.footprint import footprint
 from fpipe.programs.verifier import verify
 from fpipe.schedules.catalogue import CATALOGUE, recut, shares
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = list(CATALOGUE)
-VERBS = ["schedules", "verify", "simulate", "draw", "compare", "search", "export", "import", "timeline", "env"]
+VERBS = [
+    *("schedules", "verify", "simulate", "draw", "compare", "search", "export", "import"),
+    *("timeline", "explain", "env"),
+]
 SMALL = ("--ranks", "4", "--microbatches", "8")
 
 OWN = """
@@ -100,6 +106,20 @@ def own(tmp_path, monkeypatch):
 def examples(verb):
     shown = run(verb, "--help").stdout
     return [line.strip() for line in shown.splitlines() if line.startswith(" fpipe ")]
+
+
+@pytest.fixture(autouse=True)
+def flight():
+    """A job of two ranks, of which rank 0 has waited for rank 1."""
+    about = [{"process": i, "name": f"rank {i}", "processes": 2} for i in range(2)]
+    ranks = [recording.record("a job", each) for each in about]
+    ranks[0].begin(3)
+    ranks[0].waits("waiting for Activation(stage=1, microbatch=0) from rank 1", 1)
+    ranks[1].begin(3)
+    ranks[1].writer("effect", "Forward(stage=1, microbatch=0)")()
+    yield
+    for rank in ranks:
+        rank.close()
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -687,7 +707,11 @@ def test_nothing_imports_torch_and_only_a_file_matplotlib(tmp_path):
             print(*args, *sys.modules.keys() & {{"torch", "matplotlib", "rich"}}, file=sys.stderr)
     """
     ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), FOLDER: os.environ[FOLDER]},
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.splitlines() == [" ".join(command) for command in commands]
@@ -697,6 +721,18 @@ def test_the_version():
     assert run("--version").stdout == f"fpipe {fpipe.__version__}\n"
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", fpipe.__version__)
     assert version("fpipe") == fpipe.__version__
+
+
+def test_explain_names_the_rank_that_others_wait_for(tmp_path):
+    found = told("explain", "--last", 5)
+    assert (found["cause"], found["at"], found["chains"]) == ("computes", [1], {"0": [0, 1]})
+    assert [each["kind"] for each in found["ranks"][0]["records"]] == ["step", "wait"]
+    assert found["ranks"][0]["records"][1]["peer"] == 1
+    shown = run("explain").stdout
+    assert f"Rank 1 (process {os.getpid()} on {socket.gethostname()}) is at work" in " ".join(shown.split())
+    assert "Rank 0 has waited since" in shown
+    assert "there is no flight in" in run("explain", tmp_path, status=1).stderr
+    assert told("explain", found["flight"])["flight"] == found["flight"]
 
 
 def test_env_describes_the_machine(monkeypatch):

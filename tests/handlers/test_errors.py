@@ -9,6 +9,9 @@ import torch
 
 import fpipe
 from fpipe import Pipeline, Placement, Stage, StageError, handlers, schedules
+from fpipe.flight.explanation import explain
+from fpipe.flight.format import folder_of_flights
+from fpipe.flight.reading import read
 from fpipe.programs.lowering import wavefront
 from tests.support import faults
 from tests.support.cases import mse
@@ -99,12 +102,18 @@ def test_a_handler_that_lost_a_rank_says_so_again(fresh_pool):
 
 @both
 def test_a_killed_rank(fresh_pool, autodiff):
+    before = {*folder_of_flights().iterdir()}
     outcomes = fresh_pool(3).outcomes(faults.run, 3, "killed", autodiff, limit=30)
     assert outcomes[1].exitcode == -signal.SIGKILL
     for rank in (0, 2):
         assert outcomes[rank].error == "TransportError"
         assert re.search(faults.FAULTS["killed"], outcomes[rank].text), outcomes[rank].text
         assert outcomes[rank].seconds < LIMIT
+    (flight,) = {*folder_of_flights().iterdir()} - before
+    explanation = explain(read(flight))
+    assert (explanation.kind, explanation.ranks) == ("gone", [1])
+    assert "Its last record is Forward(stage=1, microbatch=3), of step " in explanation.text
+    assert explanation.chains[2] == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Where this process is: what its host waits for, and how far its device is. The watchdog reads it from its own thread.
+"""Where this process is: what its host waits for, and how far its device is.
+
+The watchdog reads it from its own thread, and the flight recorder keeps it in a file.
 
 Invariants:
 - writing waits for nothing; only the markers of an asynchronous device have a lock, held for a moment;
@@ -16,6 +18,8 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from fpipe.devices import Device
+from fpipe.flight.format import Outcome
+from fpipe.flight.recording import Recording
 
 LEAD = 6
 """Effects of a rank that the host may launch before the device has run them.
@@ -52,6 +56,7 @@ class Activity:
 
     Args:
         markers: of the device.
+        flight: the flight recorder; None where no file could be made.
         calls: set-ups and steps that have begun; the same on every rank that has come as far.
         inside: whether one of them runs.
         waiting: the purpose for which the host waits, if it does.
@@ -59,8 +64,9 @@ class Activity:
         effect: returns the effect that the host runs.
     """
 
-    def __init__(self, markers: Markers) -> None:
-        self.markers, self.calls, self.waits, self.inside = markers, 0, 0, False
+    def __init__(self, markers: Markers, flight: Recording | None = None) -> None:
+        self.markers, self.flight = markers, flight
+        self.calls, self.waits, self.inside = 0, 0, False
         self.waiting: str | None = None
         self.effect: Callable[[], object] = _nothing
         self._seen: object = None
@@ -71,6 +77,8 @@ class Activity:
         """Begin a set-up or a step."""
         self.effect, self.waiting, self.inside = effect, None, True
         self.calls += 1
+        if self.flight is not None:
+            self.flight.begin(self.calls)
 
     @contextmanager
     def runs(self, effect: Callable[[], object]) -> Iterator[None]:
@@ -84,16 +92,35 @@ class Activity:
     def leave(self) -> None:
         """End it, as far as the host is concerned."""
         self.inside, self.waiting, self.effect = False, None, _nothing
+        if self.flight is not None:
+            self.flight.end()
 
     @contextmanager
-    def waits_for(self, purpose: str) -> Iterator[None]:
-        """Note that the host waits."""
+    def waits_for(self, purpose: str, peer: int | None = None) -> Iterator[None]:
+        """Note that the host waits.
+
+        Args:
+            peer: the process for which it waits; None if that may be any of them.
+        """
         self.waits += 1
         self.waiting = purpose
+        place = None if self.flight is None else self.flight.waits(purpose, peer)
         try:
             yield
         finally:
             self.waiting = None
+        if self.flight is not None and place is not None:
+            self.flight.arrived(place)
+
+    def conclude(self, outcome: Outcome, reason: str) -> None:
+        """Note in the flight recorder that a step can't be finished, or that the handler has ended."""
+        if self.flight is not None:
+            self.flight.conclude(outcome, reason)
+
+    def recover(self) -> None:
+        """Note there that the ranks have connected again."""
+        if self.flight is not None:
+            self.flight.recover()
 
     def state(self) -> State:
         """Return the state of this rank; its time counts from the first call that saw it. For one thread alone."""

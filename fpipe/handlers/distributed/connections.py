@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fpipe.devices import Device, Graph, aside, launch
 from fpipe.errors import StageError, TransportError
+from fpipe.flight.recording import Recording
 from fpipe.handlers.distributed.activity import Activity, Markers
 from fpipe.handlers.distributed.backends import CUT_LIMIT, Backend, Edge, Gloo, gloo_group, rounds
 from fpipe.handlers.distributed.grid import Grid
@@ -62,6 +63,7 @@ class Connections:
         backend: makes the edges.
         timeout: seconds in which a connection must be made; in which a rank that others wait for must come.
         compute_timeout: seconds that the device may take before the connections are closed.
+        flight: the flight recorder; None where there is none.
         closed: is set when the connections are not used any more.
     """
 
@@ -73,17 +75,20 @@ class Connections:
         backend: Backend,
         timeout: float,
         compute_timeout: float,
+        flight: Recording | None = None,
     ) -> None:
         self.store, self.grid, self.timeout = store, grid, timeout
         self.rank, self.size = grid.number, grid.size
         self.device, self.backend = device, backend
-        self.activity = Activity(Markers(device))
+        self.activity = Activity(Markers(device), flight)
         self.groups = _Groups(backend, self.activity.markers, compute_timeout)
         self.edges, self.closed, self.used = self.groups.edges, self.groups.closed, self.groups.used
         self.planned: frozenset[Edge] = frozenset()  # of all ranks
         self.lanes: dict[str, Sequence[int]] = {}  # the processes of each
         # Also at the interpreter's exit: gloo's threads must not outlive it.
         weakref.finalize(self, self.groups.close)
+        if flight is not None:
+            weakref.finalize(self, flight.close)
         self._connect_control()
 
     @property
@@ -311,7 +316,7 @@ class Connections:
 
     def _wait(self, works: list[dist.Work], peer: int | None, purpose: str, backend: Backend) -> None:
         try:
-            with self.activity.waits_for(purpose):
+            with self.activity.waits_for(purpose, peer):
                 while works:
                     backend.wait(works.pop(0))
         except RuntimeError as error:

@@ -27,6 +27,7 @@ from fpipe.autodiff.graph.collectives import WATCH
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.devices import Device, Graph, GraphReset, aside, device_of, is_capturing
 from fpipe.errors import ScheduleError, StageError, TransportError
+from fpipe.flight.recording import Recording, new_name, record
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.distributed.backends import NCCL, Backend, Gloo
 from fpipe.handlers.distributed.channels import Channels
@@ -199,8 +200,9 @@ class Distributed:
 
             return mark
 
-        paced = pace if device.asynchronous else None
-        calls = Calls(programs[self.rank], pieces, channels, observe, device, self.functions, paced)
+        paced, flight = pace if device.asynchronous else None, connections.activity.flight
+        recorded = None if flight is None else lambda effect: flight.writer("effect", str(effect))
+        calls = Calls(programs[self.rank], pieces, channels, observe, device, self.functions, paced, recorded)
         return _CompiledProgram(Executor(calls), channels, steps, self._processes())
 
     @property
@@ -313,6 +315,8 @@ class _Setup:
         steps = self.ready()
         connections = steps.connections
         with steps.running(lambda: part):
+            if connections.activity.flight is not None:
+                connections.activity.flight.writer("replay", part)()
             if connections.device.asynchronous:
                 connections.use_all()  # a replay runs none of the code that posts
             try:
@@ -353,7 +357,8 @@ class _Setup:
         failures = Failures(grid, store)
         introduce(failures)
         try:
-            connections = Connections(store, grid, self._device, self._backend, self.timeout, self._compute_timeout)
+            limits = self.timeout, self._compute_timeout
+            connections = Connections(store, grid, self._device, self._backend, *limits, _recorder(grid, store))
         except RuntimeError as error:
             raise TransportError(
                 f"{failures.name} could not connect to the other {grid.size - 1} ranks within {self.timeout:g} s. "
@@ -382,6 +387,12 @@ class _Setup:
                 "one mesh, as Distributed(mesh['pp'], replicas=mesh['dp'])"
             )
         return f"mesh {processes}"
+
+
+def _recorder(grid: Grid, store: Store) -> Recording | None:
+    """Return the flight recorder of this process, under the name that the first of the ranks gives the flight."""
+    name = str(store.compare_set("flight", "", new_name()), "utf-8")
+    return record(name, {"process": grid.number, "name": grid.name(grid.number), "processes": grid.size})
 
 
 def _grid(group: dist.ProcessGroup, replicas: DeviceMesh | None, context: Sequence[str]) -> Grid:

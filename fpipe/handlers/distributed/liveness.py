@@ -191,6 +191,7 @@ class Watchdog(threading.Thread):
             reason = self._look()
             if reason is not None:
                 self._failures.ended = reason
+                self._activity.conclude("lost", reason)
                 self._groups.cut()
         self._states.put(None)
 
@@ -202,6 +203,8 @@ class Watchdog(threading.Thread):
             self._activity.skip(asleep)
             self._questions.skip(asleep)
             self._answered += asleep
+        if self._activity.flight is not None:
+            self._activity.flight.beat()
         try:
             state = self._activity.state()
         except RuntimeError as error:

@@ -109,11 +109,14 @@ class Steps:
             raise refused.error from refused.error.__cause__
         except PeerLost as lost:
             clear()
-            raise self._of_peer(lost) from None
+            failed = self._of_peer(lost)
+            activity.conclude("lost", str(failed))
+            raise failed from None
         except BaseException as error:  # an interrupt too: the other ranks wait for this one
             if not self.is_over and self.failures.ended is None:
                 clear()
                 self._of_own(error)
+                activity.conclude("failed", self.failures.reason(error))
             raise
         finally:
             if is_step:
@@ -268,6 +271,7 @@ class Steps:
             self._end(why)
             raise TransportError(f"{why}. The handler has ended: make a new one, and go on from a checkpoint")
         self.has_met = True
+        connections.activity.recover()
         connections.connect_again({name for each in messages for name in each["missing"]})
         for number in {number for each in messages for number in each["learned"]}:
             if number in self.learners:

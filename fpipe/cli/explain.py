@@ -1,0 +1,124 @@
+"""The verb that says why a job hangs or has ended, by its flight recorders. No torch."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fpipe.cli.app import CommandError, verb
+from fpipe.cli.options import Json
+from fpipe.cli.output import print_json, show
+from fpipe.flight.explanation import Explanation
+from fpipe.flight.explanation import explain as explained
+from fpipe.flight.format import SUFFIX, folder_of_flights
+from fpipe.flight.reading import Entry, Rank, read
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SHOWN = 64  # ranks in the table
+
+
+@verb("fpipe explain", "fpipe explain --last 10", "fpipe explain --json")
+def explain(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FOLDER",
+            help="A job's flight, or a folder of flights, of which the newest is taken: by default that of this user.",
+        ),
+    ] = None,
+    last: Annotated[int, typer.Option(min=0, metavar="N", help="Show also the last N records of each rank.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Say which rank a job waits for, or why it has ended.
+
+    Each process of a Distributed handler keeps its last records in a file,
+    also when it is killed. The files of a job that ended well are deleted.
+    """
+    flight, ranks = _newest(folder_of_flights() if folder is None else folder)
+    explanation = explained(ranks)
+    if as_json:
+        print_json(_as_json(flight, ranks, explanation, last))
+        return
+    from rich.text import Text
+
+    show(Text(explanation.text), _table(ranks), *(part for rank in ranks if last for part in _records(rank, last)))
+
+
+def _newest(folder: Path) -> tuple[Path, list[Rank]]:
+    """Return the newest flight in a folder, or the flight that it is."""
+    try:
+        if any(folder.glob(f"*{SUFFIX}")):
+            flights = [folder]
+        else:
+            flights = sorted((path for path in folder.iterdir() if path.is_dir()), key=_written, reverse=True)
+        for flight in flights:
+            if ranks := read(flight):
+                return flight, ranks
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise typer.BadParameter(f"{folder} can't be read: {error.strerror}", param_hint="FOLDER") from None
+    raise CommandError(
+        f"there is no flight in {folder}: Distributed handlers write one, and delete it when the job has ended well. "
+        "Name its folder, or set FPIPE_FLIGHTS as the job did; on several hosts each has its own ranks' files"
+    )
+
+
+def _written(flight: Path) -> float:
+    return max((path.stat().st_mtime for path in flight.glob(f"*{SUFFIX}")), default=0.0)
+
+
+def _as_json(flight: Path, ranks: list[Rank], explanation: Explanation, last: int) -> dict[str, Any]:
+    return {
+        "flight": str(flight),
+        "cause": explanation.kind,
+        "at": list(explanation.ranks),
+        "text": explanation.text,
+        "chains": {str(process): list(chain) for process, chain in explanation.chains.items()},
+        "ranks": [
+            {
+                **{key: getattr(rank, key) for key in ("process", "name", "host", "pid", "state", "outcome", "reason")},
+                "seen": rank.seen / 1e9,
+                "records": [_record(entry) for entry in rank.entries[-max(1, last) :]],
+            }
+            for rank in ranks
+        ],
+    }
+
+
+def _record(entry: Entry) -> dict[str, Any]:
+    end = None if entry.end is None else entry.end / 1e9
+    return {**entry._asdict(), "begin": entry.begin / 1e9, "end": end}
+
+
+def _table(ranks: list[Rank]) -> "Table":
+    from fpipe.cli.tables import table
+
+    rows = table(["process", "step"], ["rank", "state", "last record"])
+    for rank in ranks[:_SHOWN]:
+        state = rank.state if rank.outcome == "open" else rank.outcome
+        entry = rank.entries[-1] if rank.entries else None
+        step = "" if entry is None else str(entry.step)
+        rows.add_row(str(rank.process), step, rank.name, state, "" if entry is None else _text(entry))
+    return rows
+
+
+def _text(entry: Entry) -> str:
+    from rich.markup import escape
+
+    texts = {"step": "the step begins", "end": "the step has ended"}
+    return escape(texts.get(entry.kind, entry.text))
+
+
+def _records(rank: Rank, last: int) -> "tuple[str, Table]":
+    from fpipe.cli.tables import table
+
+    rows = table(["time", "ms"], ["record"])
+    for entry in rank.entries[-last:]:
+        clock = time.strftime("%H:%M:%S", time.localtime(entry.begin // 10**9)) + f".{entry.begin // 10**3 % 10**6:06}"
+        waited = "" if entry.end is None else f"{(entry.end - entry.begin) / 1e6:.3f}"
+        rows.add_row(clock, waited, _text(entry))
+    return rank.name, rows

@@ -1,0 +1,153 @@
+"""Read the files of a flight: who wrote them, what each rank did last, and whether its process is there. No torch."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from fpipe.flight.format import (
+    AT_BEAT,
+    AT_OUTCOME,
+    AT_RECORDS,
+    BYTES,
+    KINDS,
+    NUMBER,
+    OUTCOME,
+    OUTCOMES,
+    RECORD,
+    SUFFIX,
+    Kind,
+    Outcome,
+    about_of,
+    process_state,
+    text_of,
+)
+
+SILENT = 15e9  # ns after which a process of another host is taken for stopped or gone; it writes every 5 s
+FORGOTTEN = 86400e9  # ns
+
+ProcessState = Literal["runs", "stopped", "gone", "silent"]
+"""silent: on another host, and it has not written for a while."""
+
+
+class Entry(NamedTuple):
+    """What a rank recorded.
+
+    Args:
+        begin, end: ns since the epoch, by its host's clock. A wait that has not ended has no end; nothing else has one.
+        step: its number, counted over all steps and set-ups of the handler.
+        peer: the process that it waits for; None if that may be any.
+        text: the effect, or the purpose of the wait.
+    """
+
+    begin: int
+    end: int | None
+    step: int
+    peer: int | None
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The recording of one rank.
+
+    Args:
+        process, name, processes: its number, its name, and how many there are.
+        state: of its process, when the file was read.
+        seen: the time when the process last ran, in ns since the epoch.
+        entries: the last ones, in order.
+        outcome: whether its handler has ended, or a step failed.
+        concluded: the time of that, in ns since the epoch; 0 while it is open.
+        reason: of a failure.
+    """
+
+    process: int
+    name: str
+    processes: int
+    host: str
+    pid: int
+    state: ProcessState
+    seen: int
+    entries: Sequence[Entry]
+    outcome: Outcome
+    concluded: int
+    reason: str
+
+    @property
+    def may_run(self) -> bool:
+        """Whether its process is there, or may be there on another host."""
+        return self.state in ("runs", "stopped") or (self.state == "silent" and self.seen > time.time_ns() - FORGOTTEN)
+
+    @property
+    def wait(self) -> Entry | None:
+        """The wait in which it is; None if it does not wait."""
+        last = self.entries[-1] if self.entries else None
+        return last if last is not None and last.kind == "wait" and last.end is None else None
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it is in no step."""
+        return not self.entries or self.entries[-1].kind == "end"
+
+
+def read(folder: Path) -> list[Rank]:
+    """Return the ranks of a flight by their numbers; files that are no recordings are left out.
+
+    Raises:
+        OSError: the folder can't be read.
+    """
+    ranks = (read_rank(folder / path.name) for path in sorted(folder.iterdir()) if path.suffix == SUFFIX)
+    return [rank for rank in ranks if rank is not None]
+
+
+def read_rank(path: Path) -> Rank | None:
+    """Return the recording in a file; None if it is none, or is gone."""
+    try:
+        content = path.read_bytes()
+        about = about_of(content)
+        return None if len(content) < BYTES else _rank(content, about)
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return None
+
+
+def _rank(content: bytes, about: Mapping[str, Any]) -> Rank:
+    (seen,) = NUMBER.unpack_from(content, AT_BEAT)
+    concluded, outcome, reason = OUTCOME.unpack_from(content, AT_OUTCOME)
+    entries = [entry for _, entry in sorted(_entries(content), key=itemgetter(0))]
+    seen = max([seen, concluded, *(max(entry.begin, entry.end or 0) for entry in entries[-1:])])
+    return Rank(
+        process=int(about["process"]),
+        name=str(about["name"]),
+        processes=int(about["processes"]),
+        host=str(about["host"]),
+        pid=int(about["pid"]),
+        state=_state(about, seen),
+        seen=seen,
+        entries=entries,
+        outcome=OUTCOMES[outcome] if concluded else "open",
+        concluded=concluded,
+        reason=text_of(reason),
+    )
+
+
+def _entries(content: bytes) -> Iterator[tuple[int, Entry]]:
+    """Yield the records with their numbers."""
+    for number, begin, end, step, peer, payload in RECORD.iter_unpack(content[AT_RECORDS:BYTES]):
+        if number > 0 and payload[0] < len(KINDS):
+            kind, text = KINDS[payload[0]], text_of(payload[1:])
+            yield number, Entry(begin, end or None, step, None if peer < 0 else peer, kind, text)
+
+
+def _state(about: Mapping[str, Any], seen: int) -> ProcessState:
+    if about["host"] != socket.gethostname():
+        return "silent" if seen < time.time_ns() - SILENT else "runs"
+    state = process_state(int(about["pid"]))
+    if state is None or state[1] != about["began"]:
+        return "gone"
+    return "stopped" if state[0] == "stopped" else "runs"

@@ -1,0 +1,229 @@
+"""The flight recorder: what is recorded is read again, outlives its process, and names the rank where a fault began."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fpipe.flight import recording
+from fpipe.flight.explanation import explain
+from fpipe.flight.format import BYTES, CAPACITY, TEXT
+from fpipe.flight.reading import Entry, Rank, read, read_rank
+
+ABOUT = {"process": 3, "name": "rank 1 of replica 1", "processes": 4}
+NOW = 1_800_000_000 * 10**9
+MS = 10**6
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    return recording.Recording(tmp_path / "000003.flight", ABOUT)
+
+
+def test_records_are_read_in_order(recorder):
+    recorder.begin(7)
+    recorder.writer("effect", "Forward(stage=0, microbatch=1)")()
+    arrived = recorder.waits("waiting for a", 2)
+    recorder.arrived(arrived)
+    recorder.waits("waiting for all", None)
+    recorder.end()
+    rank = read_rank(recorder.path)
+    assert [(e.kind, e.step, e.peer, e.text, e.end is None) for e in rank.entries] == [
+        ("step", 7, None, "", True),
+        ("effect", 7, None, "Forward(stage=0, microbatch=1)", True),
+        ("wait", 7, 2, "waiting for a", False),
+        ("wait", 7, None, "waiting for all", True),
+        ("end", 7, None, "", True),
+    ]
+    times = [entry.begin for entry in rank.entries]
+    assert times == sorted(times)
+    assert (rank.process, rank.name, rank.processes, rank.host, rank.pid) == (
+        *ABOUT.values(),
+        socket.gethostname(),
+        os.getpid(),
+    )
+    assert (rank.state, rank.outcome) == ("runs", "open")
+
+
+def test_the_last_records_stay(recorder):
+    write = [recorder.writer("effect", f"effect {i}") for i in range(CAPACITY + 5)]
+    for each in write:
+        each()
+    assert [entry.text for entry in read_rank(recorder.path).entries] == [f"effect {i + 5}" for i in range(CAPACITY)]
+    assert recorder.path.stat().st_size == BYTES
+
+
+def test_a_long_text_is_cut_between_characters(recorder):
+    recorder.writer("effect", "ü" * TEXT)()
+    assert read_rank(recorder.path).entries[0].text == "ü" * (TEXT // 2)
+
+
+def test_after_a_failure_nothing_is_recorded_until_the_ranks_go_on(recorder):
+    place = recorder.waits("waiting for a", 0)
+    recorder.conclude("failed", "rank 1: KeyError: 'w'")
+    recorder.arrived(place)
+    recorder.conclude("lost", "another")
+    recorder.end()
+    rank = read_rank(recorder.path)
+    assert (rank.outcome, rank.reason, rank.wait.text) == ("failed", "rank 1: KeyError: 'w'", "waiting for a")
+    recorder.recover()
+    recorder.end()
+    rank = read_rank(recorder.path)
+    assert (rank.outcome, rank.reason, rank.entries[-1].kind) == ("open", "", "end")
+
+
+@pytest.mark.parametrize("content", [b"", b"fpipe 1\0", b"another file" * 20_000, b"fpipe 1\0" + bytes(BYTES)])
+def test_what_is_no_recording_is_left_out(tmp_path, recorder, content):
+    (tmp_path / "000000.flight").write_bytes(content)
+    assert [rank.process for rank in read(tmp_path)] == [3]
+
+
+def test_every_damaged_byte_of_the_header_is_survived(recorder):
+    recorder.begin(1)
+    content = recorder.path.read_bytes()
+    damaged = recorder.path.with_name("damaged.flight")
+    for at in (*range(0, 64, 3), *range(544, 700, 5)):
+        damaged.write_bytes(content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :])
+        rank = read_rank(damaged)
+        assert rank is None or explain([rank]).text
+
+
+def test_the_files_of_ranks_that_ended_well_are_deleted(tmp_path, monkeypatch):
+    monkeypatch.setenv("FPIPE_FLIGHTS", str(tmp_path))
+    ranks = [recording.record("flight", {**ABOUT, "process": process}) for process in range(3)]
+    assert (tmp_path / "flight").stat().st_mode & 0o777 == 0o700
+    ranks[0].close()
+    ranks[1].conclude("lost", "rank 1 lost rank 2")
+    ranks[2].close()
+    ranks[1].close()
+    assert [rank.outcome for rank in read(tmp_path / "flight")] == ["ended", "lost", "ended"]
+    ranks[1].recover()
+    ranks[1].close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_flights_of_the_living_are_kept_and_the_oldest_others_go(tmp_path, monkeypatch):
+    monkeypatch.setenv("FPIPE_FLIGHTS", str(tmp_path))
+    monkeypatch.setattr(recording, "KEPT", 2)
+    living = recording.record("0", ABOUT)
+    for name in "1234":
+        (tmp_path / name).mkdir()
+    recording.record("5", ABOUT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "3", "4", "5"]
+    assert living.path.exists()
+
+
+def test_a_folder_that_can_not_be_written_is_a_warning(monkeypatch, caplog):
+    monkeypatch.setenv("FPIPE_FLIGHTS", "/proc/none")
+    assert recording.record("flight", ABOUT) is None
+    assert "FPIPE_FLIGHTS" in caplog.text
+
+
+DIES = """
+import os, sys
+from pathlib import Path
+from fpipe.flight.recording import Recording
+recorder = Recording(Path(sys.argv[1]), {"process": 0, "name": "rank 0", "processes": 1})
+recorder.begin(4)
+recorder.writer("effect", "Forward(stage=2, microbatch=1)")()
+os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+def test_a_killed_process_leaves_its_records(tmp_path):
+    path = tmp_path / "000000.flight"
+    done = subprocess.run([sys.executable, "-c", DIES, path, str(int(signal.SIGKILL))], check=False)
+    assert done.returncode == -signal.SIGKILL
+    rank = read_rank(path)
+    assert (rank.state, rank.outcome, rank.entries[-1].text) == ("gone", "open", "Forward(stage=2, microbatch=1)")
+    explanation = explain([rank])
+    assert (explanation.kind, explanation.ranks) == ("gone", [0])
+    assert "is gone and left no reason" in explanation.text
+    assert "Forward(stage=2, microbatch=1), of step 4" in explanation.text
+
+
+# Explanations
+
+
+def entry(kind, text="", ms=0.0, peer=None, step=5, end=None):
+    return Entry(int(NOW - ms * MS), end, step, peer, kind, text)
+
+
+def rank(process, *entries, state="runs", outcome="open", reason="", concluded=0, seen=NOW):
+    about = {"process": process, "name": f"rank {process}", "processes": 4, "host": "a", "pid": 100 + process}
+    return Rank(**about, state=state, seen=seen, entries=entries, outcome=outcome, concluded=concluded, reason=reason)
+
+
+def waits(process, peer, **options):
+    return rank(process, entry("wait", f"waiting for it from rank {peer}", ms=900, peer=peer), **options)
+
+
+FORWARD = entry("effect", "Forward(stage=1, microbatch=2)", ms=1000)
+ENDED = entry("end", ms=2000)
+CAUSES = {
+    "killed": ([waits(0, 1), rank(1, FORWARD, state="gone"), waits(2, 0)], "gone", [1]),
+    "killed with its neighbours": ([waits(0, 1, state="gone"), rank(1, FORWARD, state="gone")], "gone", [1]),
+    "killed first": (
+        [rank(0, FORWARD, state="gone", seen=NOW - 5), rank(1, FORWARD, state="gone", seen=NOW - 9)],
+        "gone",
+        [1],
+    ),
+    "stopped": ([waits(0, 2), waits(1, 0), rank(2, FORWARD, state="stopped")], "stopped", [2]),
+    "silent": ([waits(0, 1), rank(1, FORWARD, state="silent", seen=NOW - 60 * 10**9)], "silent", [1]),
+    "raised": (
+        [
+            waits(0, 1, outcome="lost", concluded=NOW + 5, reason="a peer can't"),
+            rank(1, FORWARD, outcome="failed", concluded=NOW, reason="rank 1: KeyError: 'w'", state="gone"),
+        ],
+        "failed",
+        [1],
+    ),
+    "slow": ([waits(0, 1), rank(1, FORWARD), waits(2, 0), rank(3, FORWARD._replace(begin=NOW))], "computes", [1]),
+    "elsewhere": ([waits(0, 1), rank(1, ENDED), rank(2, entry("wait", "beginning a step", ms=3))], "outside", [1]),
+    "left": ([waits(0, 1, outcome="lost", concluded=NOW), rank(1, ENDED, outcome="ended")], "outside", [1]),
+    "a circle": ([waits(0, 1), waits(1, 2), waits(2, 1)], "deadlock", [1, 2]),
+    "a lost message": ([rank(0, entry("wait", "waiting for the loss")), waits(1, 0)], "lost", [0, 1]),
+    "lost peers alone": ([waits(0, 3, outcome="lost", concluded=NOW, reason="rank 0 lost rank 3")], "failed", [0]),
+    "well": ([rank(0, ENDED), rank(1, ENDED)], "ended", []),
+    "new": ([rank(0), rank(1)], "ended", []),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_cause_is_found(name):
+    ranks, kind, at = CAUSES[name]
+    explanation = explain(ranks, NOW)
+    assert (explanation.kind, list(explanation.ranks)) == (kind, at)
+    for process in at[:1] if kind not in ("lost", "deadlock") else ():
+        assert explanation.text.startswith(f"Rank {process} (process {100 + process} on a) ")
+
+
+def test_a_chain_leads_to_the_rank_where_it_began():
+    explanation = explain([waits(0, 1), waits(1, 2), rank(2, FORWARD), waits(3, 0)], NOW)
+    assert explanation.chains == {0: [0, 1, 2], 1: [1, 2], 3: [3, 0, 1, 2]}
+    order = [explanation.text.index(f"Rank {process} has waited") for process in (1, 0, 3)]
+    assert order == sorted(order)
+
+
+def test_what_an_effect_usually_takes_is_said_beside_it():
+    before = [entry("effect", f"Forward(stage=1, microbatch={m})", ms=2000 - 3 * m) for m in range(4)]
+    slow = rank(1, *before, entry("effect", "Forward(stage=1, microbatch=4)", ms=1980))
+    assert "Forward(stage=1, microbatch=4), of step 5" in explain([slow], NOW).text
+    assert "1980 ms before; the last 4 of Forward(stage=1) took 3 ms, at most 11 ms" in explain([slow], NOW).text
+
+
+def test_ranks_without_a_record_are_named():
+    assert "Of 2 processes (1, 3) there is no record here" in explain([waits(0, 1), rank(2, FORWARD)], NOW).text
+
+
+def test_a_thousand_ranks_are_few_sentences():
+    ranks = [replace(waits(i, i + 1), processes=1000) for i in range(999)] + [
+        replace(rank(999, FORWARD), processes=1000)
+    ]
+    explanation = explain(ranks, NOW)
+    assert (explanation.kind, explanation.ranks) == ("computes", [999])
+    assert len(explanation.text) < 8000
