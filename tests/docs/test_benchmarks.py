@@ -89,9 +89,10 @@ def test_overlaps(pools):
     overlap = benchmark("overlap")
     link, slept = 1e3 * 2 * overlap.LAYERS * collective, 1e3 * 2 * overlap.LAYERS * layer
     assert (row["link_ms"], row["overlaps"]) == (pytest.approx(link), 13)
-    assert row["compute_ms"] > slept
+    assert min(row["compute_ms"], row["posted_ms"]) > slept
     assert row["unbraided_ms"] > link + slept
-    assert row["bound_ms"] == max(row["compute_ms"], link)
+    assert row["braided_ms"] > max(link, slept)
+    assert row["bound_ms"] == max(row["posted_ms"], link)
     assert row["over_bound"] == pytest.approx(row["braided_ms"] / row["bound_ms"])
     assert row["speedup"] == pytest.approx(row["unbraided_ms"] / row["braided_ms"])
 
