@@ -15,7 +15,7 @@ from fpipe.tables import BACKWARD, TABLE, Table, fields_of
 PerStage = float | Sequence[float]
 Edge = tuple[int, int]  # source rank, target rank; or stage, reader
 BY_CLASS = ("extra", "collectives")
-NOT_BY_STAGE = {"communication", "shared", "reads", *BY_CLASS, "scale", "sizes", "replicas", "optimizer"}
+NOT_BY_STAGE = {"communication", "shared", "reads", *BY_CLASS, "scale", "sizes", "replicas", "shards", "optimizer"}
 OVER_REPLICAS = ("gather", "scatter")
 SIZES = {"activation", "residuals", "deferred"}
 BY_DEFAULT = {
@@ -105,6 +105,7 @@ class Costs:
             rank gets (replicas - 1) / replicas of the bytes. A `Scatter` of parameters that are not sharded travels
             twice, because every replica needs the whole sum.
         replicas: how many there are, for a `Link` of `gather` or `scatter`; by default those of the plan.
+        shards: over how many of them parameters are sharded, if these are fewer, as where others have other experts.
         optimizer: bytes of the optimizer's state for each byte of a parameter: 2 for Adam in the parameters' dtype.
         reads: {(stage, reader): bytes} where a stage reads only a part of another's output: the bytes that its rank
             receives, and the size of the gradient that it computes.
@@ -139,6 +140,7 @@ class Costs:
     gather: PerStage | Link = 0.0
     scatter: PerStage | Link = 0.0
     replicas: int = 1
+    shards: int | None = None
     optimizer: float = 2.0
     gathered: PerStage | None = None
     gradients: PerStage | None = None
@@ -156,9 +158,9 @@ class Costs:
                 normal: object = _links(value)
             elif isinstance(value, Link) and field.name in OVER_REPLICAS:
                 normal = value
-            elif field.name == "replicas":
+            elif field.name == "replicas" or (field.name == "shards" and value is not None):
                 if not isinstance(value, int) or value < 1:
-                    raise ScheduleError(f"replicas must be a whole number of at least 1, not {value!r}")
+                    raise ScheduleError(f"{field.name} must be a whole number of at least 1, not {value!r}")
                 normal = value
             elif field.name == "optimizer":
                 normal = _number(field.name, value)

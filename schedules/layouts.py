@@ -1,17 +1,21 @@
-"""Search the layouts of a transformer: pipelines, replicas, tensor and context parallel. No torch.
+"""Search the layouts of a transformer: pipelines, replicas, tensor, context and expert parallel. No torch.
 
-Ranks are numbered with tensor parallel innermost, then context parallel, replicas, and the pipeline outermost, so that
-the dimensions that send most stay inside a host (Narayanan et al., "Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM", SC 2021, section 3). The collectives of a piece are a part of its time:
+Ranks are numbered with tensor parallel innermost, then expert and context parallel, replicas, and the pipeline
+outermost, so that the dimensions that send most stay inside a host (Narayanan et al., "Efficient Large-Scale Language
+Model Training on GPU Clusters Using Megatron-LM", SC 2021, section 3). The collectives of a piece are a part of its
+time:
 
 - tensor parallel: two all-reduces of a layer's activations in its forward, and two in its input gradient (Shoeybi et
   al., "Megatron-LM", 2019, section 3); a sequence-parallel layer gathers and scatters the same bytes. One more after
   the embedding, and one in the input gradient of the head, whose loss adds three numbers for each token.
 - context parallel: a layer gathers the keys and values of a sequence, and adds and scatters their gradients.
+- expert parallel: a layer exchanges the inputs of all slots of experts and their outputs, in its forward, and the
+  gradients of both in its input gradient (Lepikhin et al., "GShard", 2020, section 3.2).
 
-Replicas take other sequences, and context-parallel ranks other tokens: gradients are added over both, and parameters
-are sharded over both. Not in the prediction: links that several transfers share, the padding of vocabularies, and the
-host's own time.
+Replicas and expert-parallel ranks take other sequences, and context-parallel ranks other tokens: gradients are added
+over all three, those of experts not over the second, which has other experts. Parameters are sharded over the first and
+the last. Experts that are spread are not combined with tensor parallel. Not in the prediction: links that several
+transfers share, the padding of vocabularies, experts whose tokens are uneven, and the host's own time.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
-from math import ceil, inf
-from typing import NamedTuple, TypeVar
+from math import ceil, inf, prod
+from typing import Any, NamedTuple, TypeVar
 
 from fpipe._format import format_bytes, number
 from fpipe.costs import Costs, Link
@@ -34,7 +38,7 @@ from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs
 from fpipe.programs.residence import residence
 from fpipe.schedules.catalogue import CatalogueEntry, named
-from fpipe.schedules.machines import ITEMSIZES, MACHINES, Machine, gathering, summing
+from fpipe.schedules.machines import ITEMSIZES, MACHINES, Machine, exchanging, gathering, summing
 from fpipe.schedules.shapes import SHAPES, Flops, Kept, ModelShape
 from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
@@ -56,14 +60,28 @@ class Degrees(NamedTuple):
     dp: int
     tp: int
     cp: int
+    ep: int = 1
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {size}" for name, size in self._asdict().items())
+        sizes = self._asdict()
+        if self.ep == 1:
+            del sizes["ep"]
+        return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
     @property
     def replicas(self) -> int:
-        """The ranks over which gradients are added, and parameters sharded."""
+        """The ranks over which gradients are added, but those of experts."""
+        return self.shards * self.ep
+
+    @property
+    def shards(self) -> int:
+        """The ranks over which parameters are sharded."""
         return self.dp * self.cp
+
+    @property
+    def batches(self) -> int:
+        """The ranks that take other sequences."""
+        return self.dp * self.ep
 
 
 @dataclass(frozen=True)
@@ -139,6 +157,7 @@ def layouts(
     dp: Sequence[int] | None = None,
     tp: Sequence[int] | None = None,
     cp: Sequence[int] | None = None,
+    ep: Sequence[int] | None = None,
     schedules: Sequence[str] = SCHEDULES,
     chunks: Sequence[int] = CHUNKS,
     remat: Sequence[str] = REMAT,
@@ -161,7 +180,7 @@ def layouts(
         dtype: in which stages compute; parameters, sums and Adam's two moments are float32. By default bfloat16 if the
             machine has a peak for it.
         rows: the numbers of sequences of a microbatch to try.
-        pp, dp, tp, cp: the degrees to try; by default every one.
+        pp, dp, tp, cp, ep: the degrees to try; by default every one. Those of ep divide the experts of a layer.
         schedules, chunks: names in `CATALOGUE`, and numbers of stages on a rank, to try.
         remat: whether to try stages that keep all, "none", and their input only, "full".
         sequence_parallel: whether tensor-parallel ranks share the tokens between matrix products.
@@ -175,7 +194,7 @@ def layouts(
 
     >>> best, *_ = layouts("llama-8b", 8, "h100", batch=16, dp=[1], cp=[1], schedules=["1f1b"], rows=[1])
     >>> best.degrees, best.name, best.remat, best.layers
-    (Degrees(pp=2, dp=1, tp=4, cp=1), '1f1b', 'none', (17, 15))
+    (Degrees(pp=2, dp=1, tp=4, cp=1, ep=1), '1f1b', 'none', (17, 15))
     """
     shape = _of_name(model, SHAPES, "model shape") if isinstance(model, str) else model
     hosts = _of_name(machine, MACHINES, "machine") if isinstance(machine, str) else machine
@@ -191,12 +210,12 @@ def layouts(
     job = _Job(shape, hosts, world, batch, dtype, sequence_parallel, limit)
     entries = [named(name) for name in schedules]
     candidates: list[_Candidate] = []
-    for degrees in job.degrees(pp, dp, tp, cp):
+    for degrees in job.degrees(pp, dp, tp, cp, ep):
         for size, kind in product(sorted(set(rows)), dict.fromkeys(remat)):
-            if batch % (degrees.dp * size) == 0:
+            if batch % (degrees.batches * size) == 0:
                 candidates += job.candidates(degrees, size, kind, entries, chunks)
     if not candidates:
-        raise job.nothing_divides(rows, schedules, chunks, {"pp": pp, "dp": dp, "tp": tp, "cp": cp})
+        raise job.nothing_divides(rows, schedules, chunks, {"pp": pp, "dp": dp, "tp": tp, "cp": cp, "ep": ep})
     return _ranked(candidates, limit, top, budget, progress)
 
 
@@ -285,12 +304,12 @@ class _Job:
     def degrees(self, *asked: Sequence[int] | None) -> Iterator[Degrees]:
         """Yield all degrees whose product is the number of ranks, and which divide heads and tokens."""
         model, divisors = self.model, [n for n in range(1, self.world + 1) if self.world % n == 0]
-        pp, dp, tp, cp = ([n for n in divisors if of is None or n in of] for of in asked)
-        for each in (Degrees(*sizes) for sizes in product(pp, dp, tp, cp)):
+        sizes = ([n for n in divisors if of is None or n in of] for of in asked)
+        for each in (Degrees(*degrees) for degrees in product(*sizes) if prod(degrees) == self.world):
             divides = model.key_heads % each.tp == 0 and model.inner % each.tp == 0 and model.sequence % each.cp == 0
             shares_tokens = not self.sequence_parallel or model.sequence // each.cp % each.tp == 0
-            all_ranks = each.pp * each.dp * each.tp * each.cp == self.world
-            if all_ranks and divides and shares_tokens and each.pp <= model.layers and self.batch % each.dp == 0:
+            spreads = each.ep == 1 or (each.tp == 1 and (model.experts or 1) % each.ep == 0)
+            if divides and shares_tokens and spreads and each.pp <= model.layers and self.batch % each.batches == 0:
                 yield each
 
     def nothing_divides(
@@ -304,16 +323,17 @@ class _Job:
         limits = "".join(f", {name} of {list(sizes)}" for name, sizes in degrees.items() if sizes is not None)
         return ScheduleError(
             f"no layout divides {self.world} ranks{limits}: tp divides {model.key_heads} heads of keys and the inner "
-            f"width of {model.inner}, cp {model.sequence} tokens, pp times the stages on a rank ({list(chunks)}) is at "
-            f"most {model.layers} layers, and dp times the sequences of a microbatch ({list(rows)}) divides a batch of "
-            f"{self.batch}, for one of the schedules {', '.join(schedules)}"
+            f"width of {model.inner}, cp {model.sequence} tokens, ep {model.experts or 1} experts where tp is 1, pp "
+            f"times the stages on a rank ({list(chunks)}) is at most {model.layers} layers, and dp times ep times the "
+            f"sequences of a microbatch ({list(rows)}) divides a batch of {self.batch}, for one of the schedules "
+            f"{', '.join(schedules)}"
         )
 
     def candidates(
         self, degrees: Degrees, rows: int, remat: str, entries: Sequence[CatalogueEntry], chunks: Sequence[int]
     ) -> Iterator[_Candidate]:
         pieces = _Pieces(self, degrees, rows, remat)
-        microbatches = self.batch // (degrees.dp * rows)
+        microbatches = self.batch // (degrees.batches * rows)
         for entry in entries:
             for v in chunks if entry.any_chunks else (entry.chunks,):
                 try:
@@ -329,27 +349,28 @@ class _Pieces:
 
     def __init__(self, job: _Job, degrees: Degrees, rows: int, remat: str) -> None:
         self.job, self.degrees, self.rows, self.remat = job, degrees, rows, remat
-        model, tp, cp = job.model, degrees.tp, degrees.cp
+        model, tp, cp, ep = job.model, degrees.tp, degrees.cp, degrees.ep
         tokens = rows * model.sequence / cp
         whole = tokens * model.hidden * job.itemsize  # bytes of an activation
         self.activation = whole / (tp if job.sequence_parallel else 1)
-        self.kept = model.layer_kept(rows, job.itemsize, tp=tp, cp=cp, sequence_parallel=job.sequence_parallel)
+        self.kept = model.layer_kept(rows, job.itemsize, tp=tp, cp=cp, sequence_parallel=job.sequence_parallel, ep=ep)
         self.head_kept = model.head_kept(rows, job.itemsize, tp=tp, cp=cp)
         self.logits = SINGLE * tokens * ceil(model.vocabulary / tp)  # bytes of their gradient
-        across, along = job.machine.link(tp, 1), job.machine.link(cp, tp)
+        across, along = job.machine.link(tp, 1), job.machine.link(cp, tp * ep)
         summed = summing(across, tp, whole)
         exchanged = 2 * gathering(along, cp, rows * model.sequence * model.keys / tp * job.itemsize)
-        each = 2 * summed + exchanged
-        self.layer = self._piece(model.layer_flops, model.layer_parameters, self.kept, each, each)
+        each = 2 * summed + exchanged + 2 * exchanging(job.machine, ep, tp, model.slots * whole)
+        self.layer_parameters = model.layer_parameters - model.expert_parameters * (1 - 1 / ep)
+        self.layer = self._piece(model.layer_flops, self.layer_parameters, self.kept, each, each)
         three = 3 * summing(across, tp, SINGLE * tokens)  # the largest logit, the sum, and the target's
         self.head = self._piece(model.head_flops, model.head_parameters, self.head_kept, three, summed)
         moved = self._time(0, 2 * whole)
         self.embedding = _Piece(moved + summed, 0.0, 2 * moved, summed)
-        over = job.machine.link(degrees.replicas, tp)
-        self.over_replicas = Link((degrees.replicas - 1) * over.latency, over.bandwidth)
+        self.over_shards = job.machine.link(degrees.shards, tp * ep)
+        self.over_experts = job.machine.link(ep, tp)
 
     def _piece(
-        self, count: Callable[[float], Flops], parameters: int, kept: Kept, summing: float, summing_back: float
+        self, count: Callable[[float], Flops], parameters: float, kept: Kept, summing: float, summing_back: float
     ) -> _Piece:
         """Return the times of a part of the model. A value that is kept is written once, and read once."""
         flops = count(self.rows * self.job.model.sequence)
@@ -416,7 +437,7 @@ class _Candidate:
         model, end = self.pieces.job.model, self.plan.stages - 1
         together = self.plan.rank_of(0, 0) == self.plan.rank_of(end, 0)
         head = model.hidden if model.tied and together else model.head_parameters
-        numbers = self._of_stages(model.layer_parameters, head, model.embedding_parameters)
+        numbers = self._of_stages(self.pieces.layer_parameters, head, model.embedding_parameters)
         return [count / self.degrees.tp for count in numbers]
 
     def _sizes(self) -> tuple[list[float], list[float], list[float]]:
@@ -455,12 +476,19 @@ class _Candidate:
             scatter = min(map(self._scatter, stages))
             after = max(weights + scatter, down[first] if is_split else weights + down[first])
             bound = max(bound, up[first] + inputs + after)
-        return bound + self._update(plan.replicas)
+        return bound + self._update(self.degrees.shards)
+
+    def _gather(self, stage: int) -> float:
+        job, degrees = self.pieces.job, self.degrees
+        return gathering(self.pieces.over_shards, degrees.shards, min(job.itemsize, SINGLE) * self.parameters[stage])
 
     def _scatter(self, stage: int) -> float:
-        link, replicas = self.pieces.over_replicas, self.plan.replicas
-        share = (replicas - 1) / replicas
-        return link.latency + share * SINGLE * self.parameters[stage] / link.bandwidth
+        """Return the seconds of adding gradients: all to shards, and then those that are no experts' over these."""
+        model, degrees = self.pieces.job.model, self.degrees
+        experts = self.layers[stage] * model.expert_parameters / (degrees.ep * degrees.tp)
+        rest = SINGLE * (self.parameters[stage] - experts) / degrees.shards
+        to_shards = gathering(self.pieces.over_shards, degrees.shards, SINGLE * self.parameters[stage])
+        return to_shards + summing(self.pieces.over_experts, degrees.ep, rest)
 
     def _least(self) -> float:
         """Return bytes that no schedule with these stages falls below.
@@ -473,7 +501,7 @@ class _Candidate:
         counts = [1] * plan.ranks
         if not (self.entry.by_costs or self.entry.limited):
             counts = _in_flight(self.entry.name, plan.ranks, self.chunks, min(plan.microbatches, plan.ranks))
-        return max(self._least_of(rank, count, each / plan.replicas) for rank, count in enumerate(counts))
+        return max(self._least_of(rank, count, each / self.degrees.shards) for rank, count in enumerate(counts))
 
     def _least_of(self, rank: int, count: int, of_parameter: float) -> float:
         stages = self.plan.stages_on(rank)
@@ -518,9 +546,17 @@ class _Candidate:
             parameters=sizes,
             gathered=[itemsize * count for count in self.parameters] if itemsize < SINGLE else None,
             gradients=sizes,
-            gather=self.pieces.over_replicas,
-            scatter=self.pieces.over_replicas,
+            **self._over_replicas(),
         )
+
+    def _over_replicas(self) -> dict[str, Any]:
+        """Return the costs of gathers and scatters: over a link, or by stage, of which a part is experts."""
+        stages, degrees, over = range(self.plan.stages), self.degrees, self.pieces.over_shards
+        if degrees.ep == 1:
+            link = Link((degrees.shards - 1) * over.latency, over.bandwidth)
+            return {"gather": link, "scatter": link}
+        gather, scatter = [self._gather(s) for s in stages], [self._scatter(s) for s in stages]
+        return {"gather": gather, "scatter": scatter, "shards": degrees.shards}
 
     def layout(self, limit: float) -> Layout | None:
         """Return the layout with the most resident stages that fits; None if none does, or the plan is refused.
@@ -545,7 +581,7 @@ class _Candidate:
         Whole parameters are never faster: their all-reduce sends what a scatter and a gather of shards do, all at the
         end of a step.
         """
-        if self.plan.replicas == 1:
+        if self.degrees.shards == 1:
             return [None]
         return [self.chunks >> halvings for halvings in range(self.chunks.bit_length())]
 
@@ -574,7 +610,7 @@ class _Candidate:
 
     def _layout(self, placed: Programs, resident: int | None) -> Layout:
         job, timeline = self.pieces.job, simulate_programs(placed, self.costs)
-        step = timeline.makespan + self._update(1 if resident is None else self.plan.replicas)
+        step = timeline.makespan + self._update(self.degrees.shards)
         tokens = job.batch * job.model.sequence
         return Layout(
             self.degrees,

@@ -103,6 +103,20 @@ def gathering(link: Link, size: int, nbytes: float) -> float:
     return (size - 1) * (link.latency + nbytes / size / link.bandwidth)
 
 
+def exchanging(machine: Machine, size: int, stride: int, nbytes: float) -> float:
+    """Return the seconds in which each of `size` ranks sends every other one a part of 1/size of so many bytes.
+
+    A rank sends to one after the other, those of its host and those of others (pairwise exchange, Thakur et al. 2005).
+
+    >>> a100 = MACHINES["a100"]
+    >>> exchanging(a100, 16, 1, 16e9) == 7 * (a100.inside.latency + 1 / 300) + 8 * (a100.between.latency + 1 / 25)
+    True
+    """
+    together = min(size, max(1, machine.on_host // stride))
+    peers = ((together - 1, machine.inside), (size - together, machine.between))
+    return sum(count * (link.latency + nbytes / size / link.bandwidth) for count, link in peers)
+
+
 def summing(link: Link, size: int, nbytes: float) -> float:
     """Return the seconds of an all-reduce over a ring: a reduce-scatter and an all-gather."""
     return 2 * gathering(link, size, nbytes)

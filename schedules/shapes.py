@@ -20,17 +20,19 @@ class Flops:
 
     Args:
         again: those of a forward that a backward repeats, where it keeps only the input.
+        padding: those of a forward for slots of experts that no token takes.
     """
 
     forward: float
     backward_input: float
     backward_weight: float
     again: float
+    padding: float = 0.0
 
     @property
     def model(self) -> float:
         """Those that the model needs, whatever a device repeats: a backward takes twice the forward."""
-        return 3 * self.forward
+        return 3 * (self.forward - self.padding)
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,15 @@ class ModelShape:
         positions: whether positions are learned, one vector for each token of a sequence.
         dropout: whether there is dropout, whose masks are kept.
         fused_attention: whether attention keeps no scores (FlashAttention).
+        experts: the feed-forward parts of a layer, of which a router chooses some for each token; by default there is
+            one part, for all tokens.
+        experts_per_token: how many it chooses.
+        capacity_factor: by how much the slots of experts exceed the choices, as in `parallel.mixture_of_experts`. All
+            slots are computed, and are evenly filled here.
 
     Raises:
-        ScheduleError: a number below 1, or numbers that do not divide each other.
+        ScheduleError: a number below 1, or numbers that do not divide each other; more experts for a token than there
+            are.
 
     >>> ModelShape(layers=2, hidden=8, heads=2, vocabulary=10, sequence=4).parameters
     1736
@@ -85,6 +93,9 @@ class ModelShape:
     positions: bool = False
     dropout: bool = False
     fused_attention: bool = True
+    experts: int | None = None
+    experts_per_token: int = 1
+    capacity_factor: float = 1.25
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -95,6 +106,11 @@ class ModelShape:
             raise ScheduleError(
                 f"{self.heads} heads must divide the width of {self.hidden}, and {self.key_heads} heads of keys and "
                 f"values the {self.heads} heads"
+            )
+        if self.experts_per_token > (self.experts or 1):
+            raise ScheduleError(
+                f"a token can't have {self.experts_per_token} of {self.experts or 1} experts: experts_per_token is at "
+                "most experts"
             )
 
     @property
@@ -112,15 +128,47 @@ class ModelShape:
         return self.hidden // self.heads * self.key_heads
 
     @property
+    def _attention(self) -> int:
+        """The numbers in the matrices of an attention."""
+        return 2 * self.hidden * (self.hidden + self.keys)
+
+    @property
+    def _network(self) -> int:
+        """The numbers in the matrices of a feed-forward part, or of one expert."""
+        return (3 if self.gated else 2) * self.hidden * self.inner
+
+    @property
     def _products(self) -> int:
-        """The numbers in the matrices of a layer."""
-        return 2 * self.hidden * (self.hidden + self.keys) + (3 if self.gated else 2) * self.hidden * self.inner
+        """The numbers in the matrices of a layer that a token meets."""
+        router = self.hidden * (self.experts or 0)
+        return self._attention + router + self.experts_per_token * self._network
+
+    @property
+    def _padding(self) -> float:
+        """The numbers in matrices of experts that are multiplied by slots without a token, for each token."""
+        return (self.slots - self.experts_per_token) * self._network if self.experts else 0.0
+
+    @property
+    def slots(self) -> float:
+        """The slots of experts for each token."""
+        return min(self.capacity_factor * self.experts_per_token, self.experts or 1)
+
+    @property
+    def _expert(self) -> int:
+        """The parameters of a feed-forward part, or of one expert."""
+        return self._network + (self.inner + self.hidden if self.biases else 0)
+
+    @property
+    def expert_parameters(self) -> int:
+        """The parameters of all experts of a layer."""
+        return (self.experts or 0) * self._expert
 
     @property
     def layer_parameters(self) -> int:
         norms = 2 * self.hidden
-        biases = 3 * self.hidden + 2 * self.keys + self.inner + norms if self.biases else 0
-        return self._products + biases + norms
+        biases = 2 * self.hidden + 2 * self.keys + norms if self.biases else 0
+        networks = self.hidden * self.experts + self.expert_parameters if self.experts else self._expert
+        return self._attention + networks + biases + norms
 
     @property
     def embedding_parameters(self) -> int:
@@ -137,15 +185,25 @@ class ModelShape:
         tied = self.hidden * self.vocabulary if self.tied else 0
         return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters - tied
 
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token meets: with experts, those of the chosen ones.
+
+        >>> f"{SHAPES['mixtral-8x7b'].active_parameters:.3g} of {SHAPES['mixtral-8x7b'].parameters:.3g}"
+        '1.29e+10 of 4.67e+10'
+        """
+        return self.parameters - self.layers * ((self.experts or 1) - self.experts_per_token) * self._expert
+
     def layer_flops(self, tokens: float) -> Flops:
         """Return the FLOPs of a layer for so many tokens of whole sequences.
 
         The backward of a fused attention computes the scores again, 5 products in place of 4 (Dao, "FlashAttention-2",
         2023, section 3.1).
         """
-        products, scores = 2.0 * tokens * self._products, 4.0 * tokens * self.sequence * self.hidden
+        padding = 2.0 * tokens * self._padding
+        products, scores = 2.0 * tokens * self._products + padding, 4.0 * tokens * self.sequence * self.hidden
         whole = products + scores
-        return Flops(whole, products + (2.5 if self.fused_attention else 2) * scores, products, again=whole)
+        return Flops(whole, products + (2.5 if self.fused_attention else 2) * scores, products, whole, padding)
 
     def head_flops(self, tokens: float) -> Flops:
         """Return the FLOPs of the head for so many tokens."""
@@ -170,8 +228,13 @@ class ModelShape:
         cp: int = 1,
         sequence_parallel: bool = False,
         gathered_again: bool = False,
+        ep: int = 1,
     ) -> Kept:
         """Return the bytes that a layer keeps on a rank for a microbatch of so many sequences.
+
+        With experts it keeps the inputs of all slots in place of one, the outputs of the chosen ones, for the gradients
+        of their weights, and the router's probabilities. These are the same on any number of ranks: each computes the
+        slots that all have for its experts.
 
         With dropout and without a fused attention the residuals are those of Korthikanti et al.: equation 1; equation 2
         with `tp`; equation 4 with `sequence_parallel` and `gathered_again`.
@@ -183,12 +246,16 @@ class ModelShape:
             sequence_parallel: whether the `tp` ranks also share the tokens between the matrix products.
             gathered_again: whether the backward gathers the inputs of the products again, in place of keeping them
                 gathered, as a traced stage does.
+            ep: ranks over which the experts are spread.
 
         >>> shape = ModelShape(1, 12288, 96, 51200, 2048, dropout=True, fused_attention=False)
         >>> shape.layer_kept(rows=1).residuals / (2048 * 12288)  # 34 + 5 * heads * sequence / hidden
         114.0
         """
-        h, inner, keys, tokens = self.hidden, self.inner / tp, self.keys / tp, rows * self.sequence / cp
+        h, keys, tokens = self.hidden, self.keys / tp, rows * self.sequence / cp
+        slots, inner = self.slots, self.slots * self.inner / tp  # without experts there is one slot for each token
+        moved, chosen = (h * count if self.experts else 0.0 for count in (slots, self.experts_per_token))
+        router = 4.0 * (self.experts or 0)  # its numbers are float32
         shared = tp if sequence_parallel else 1
         inputs = itemsize * 2 * h / (shared if gathered_again else 1)  # of the first product of either part
         between = (itemsize * 2 * h + (2 * h if self.dropout else 0)) / shared  # inputs of norms, and masks
@@ -199,12 +266,13 @@ class ModelShape:
         else:
             each = itemsize + (1 + itemsize if self.dropout else 0)
             scores = each * self.heads / tp * self.sequence
-        cotangents = itemsize * (2 * h + h / tp + 2 * keys + (2 if self.gated else 1) * inner)
-        deferred = inputs + itemsize * (h / tp + inner) + cotangents
+        cotangents = itemsize * (h + (moved or h) + h / tp + 2 * keys + (2 if self.gated else 1) * inner)
+        deferred = inputs + itemsize * (h / tp + inner + moved) + cotangents + router
         results = (itemsize * 2 * h * (1 + 1 / shared if sequence_parallel else 1) if tp > 1 else 0) + (
             gathered if cp > 1 else 0
         )
-        per_token = inputs + between + products + gathered + scores
+        results += itemsize * 2 * moved if ep > 1 else 0
+        per_token = inputs + between + products + gathered + scores + itemsize * (moved + chosen) + router
         return Kept(tokens * per_token, tokens * deferred, tokens * results)
 
     def head_kept(self, rows: int, itemsize: int = 2, *, tp: int = 1, cp: int = 1) -> Kept:
@@ -214,9 +282,16 @@ class ModelShape:
         return Kept(tokens * (2 * ends + 4 * vocabulary), tokens * (ends + itemsize * vocabulary), tokens * 0.0)
 
 
-# Published: Radford et al. 2019; Llama Team, "The Llama 3 Herd of Models", 2024, table 3.
+# Published: Radford et al. 2019; Llama Team, "The Llama 3 Herd of Models", 2024, table 3; Jiang et al., "Mixtral of
+# Experts", 2024, table 1.
 SHAPES = {
     "gpt2": ModelShape(12, 768, 12, 50257, 1024, tied=True, biases=True, positions=True, dropout=True),
     "llama-8b": ModelShape(32, 4096, 32, 128256, 8192, kv_heads=8, feed_forward=14336, gated=True),
     "llama-70b": ModelShape(80, 8192, 64, 128256, 8192, kv_heads=8, feed_forward=28672, gated=True),
+    "mixtral-8x7b": ModelShape(
+        32, 4096, 32, 32000, 8192, kv_heads=8, feed_forward=14336, gated=True, experts=8, experts_per_token=2
+    ),
+    "mixtral-8x22b": ModelShape(
+        56, 6144, 48, 32000, 8192, kv_heads=8, feed_forward=16384, gated=True, experts=8, experts_per_token=2
+    ),
 }

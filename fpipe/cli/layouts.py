@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "feed_forward", "vocabulary", "sequence", "gated", "tied")
+SHAPE += ("experts", "experts_per_token", "capacity_factor")
 
 _ROWS, _SCHEDULES, _REMAT = ",".join(map(str, ROWS)), ",".join(SCHEDULES), ",".join(REMAT)
 A_RANK = 8  # sequences of a step for each rank, by default: 4 million tokens on 64 ranks at 8192 a sequence
@@ -50,6 +51,7 @@ class LayoutOptions:
     dp: Annotated[Any, Tried(help="Replicas to try.")] = None
     tp: Annotated[Any, Tried(help="Tensor-parallel ranks to try.")] = None
     cp: Annotated[Any, Tried(help="Context-parallel ranks to try.")] = None
+    ep: Annotated[Any, Tried(help="Expert-parallel ranks to try.")] = None
     schedules: Annotated[
         Any, InWorld(metavar="NAME,...", parser=_names, help="Schedules to try; their chunks are --loops.")
     ] = _SCHEDULES
@@ -82,6 +84,12 @@ class LayoutOptions:
     tied: Annotated[
         bool | None,
         typer.Option("--tied/--not-tied", help="One embedding, head too.", rich_help_panel="Model, with --world"),
+    ] = None
+    experts: Annotated[int | None, InShape(help="Experts of a layer. By default one network for all tokens.")] = None
+    experts_per_token: Annotated[int | None, InShape(help="Experts that a token goes to.")] = None
+    capacity_factor: Annotated[
+        float | None,
+        typer.Option(min=1, help="Slots of experts for each choice.", rich_help_panel="Model, with --world"),
     ] = None
     machine: Annotated[str, InMachine(metavar="NAME", help=f"{', '.join(MACHINES)}. Options change it.")] = "h100"
     dtype: Annotated[
@@ -152,7 +160,20 @@ class LayoutOptions:
     def layouts(self, chunks: Sequence[int], limit_bytes: float | None) -> list[Layout]:
         """Return the layouts, fastest first."""
         shape = self.shape
-        names = ("dtype", "rows", "pp", "dp", "tp", "cp", "schedules", "remat", "sequence_parallel", "top", "budget")
+        names = (
+            "dtype",
+            "rows",
+            "pp",
+            "dp",
+            "tp",
+            "cp",
+            "ep",
+            "schedules",
+            "remat",
+            "sequence_parallel",
+            "top",
+            "budget",
+        )
         options = {name: getattr(self, name) for name in names}
         options |= {"batch": self.sequences(shape), "chunks": chunks, "memory_limit_bytes": limit_bytes}
         with progress("search") as step, warnings.catch_warnings(record=True) as notes:
@@ -198,11 +219,12 @@ def ranking(found: Sequence[Layout]) -> list["RenderableType"]:
 
     from fpipe.cli.tables import table
 
-    columns = ["pp", "dp", "tp", "cp", "schedule", "v", "resident", "rows", "remat", "step"]
+    degrees = ["pp", "dp", "tp", "cp", *(["ep"] if any(layout.degrees.ep > 1 for layout in found) else [])]
+    columns = [*degrees, "schedule", "v", "resident", "rows", "remat", "step"]
     shown = table([*columns, "tokens/s", "MFU", "bubble", "inside", "memory"], words=["schedule", "remat"])
     for each in found:
         what = [
-            *map(str, each.degrees),
+            *(str(getattr(each.degrees, name)) for name in degrees),
             each.name,
             str(each.chunks),
             str(each.resident or "-"),

@@ -71,7 +71,7 @@ def _peak(program: Program, live: Sequence[float], costs: Costs) -> RankBytes:
         return costs.at(cost, Parameters(stage))
 
     def lasting(cost: str, stage: int) -> float:
-        return whole(cost, stage) / (plan.replicas if stage in plan.gathered else 1)
+        return whole(cost, stage) / ((costs.shards or plan.replicas) if stage in plan.gathered else 1)
 
     gradients, total = dict[tuple[int, int], float](), list[float]()
     for change in _sums(program):

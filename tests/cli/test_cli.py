@@ -4,6 +4,7 @@ Oracles: closed forms, the library's own results, and the examples of the help t
 """
 
 import json
+import math
 import os
 import re
 import socket
@@ -951,18 +952,17 @@ WORLD = ("search", "--world", "4", "--machine", "a100", "--rows", "1", "--schedu
 
 def test_search_ranks_the_layouts_of_a_world():
     rows = told(*WORLD, "--model", "gpt2", "--batch", "16", "--top", "3", "--memory-limit-bytes", "16GiB")
-    assert [row["pp"] * row["dp"] * row["tp"] * row["cp"] for row in rows] == [4, 4, 4]
+    assert [math.prod(row[name] for name in ("pp", "dp", "tp", "cp", "ep")) for row in rows] == [4, 4, 4]
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     for row in rows:
         assert row["tokens_per_second"] == pytest.approx(16 * 1024 / row["step"])
         assert row["bytes"] == max(rank["total"] for rank in row["memory"]) < 16 * 2**30
         assert sum(row["layers"]) == 12
     shape = ("--layers", "12", "--hidden", "768", "--heads", "12", "--vocabulary", "50257", "--sequence", "512")
-    shown = run(
-        *WORLD, *shape, "--batch-tokens", "8192", "--peak", "100e12", "--tp", "2", "--inside", "1e-6:1e12"
-    ).stdout
-    assert re.search(r"^pp +dp +tp +cp +schedule +v +resident +rows +remat +step +tokens/s +MFU", shown)
-    assert len(re.findall(r"^ *\d+ +\d+ +2 +\d+ +(?:1f1b|zb-v) ", shown, re.MULTILINE)) == 3
+    experts = ("--experts", "4", "--experts-per-token", "2", "--ep", "2")
+    shown = run(*WORLD, *shape, *experts, "--batch-tokens", "8192", "--peak", "100e12", "--inside", "1e-6:1e12").stdout
+    assert re.search(r"^pp +dp +tp +cp +ep +schedule +v +resident +rows +remat +step +tokens/s +MFU", shown)
+    assert len(re.findall(r"^ *\d+ +\d+ +1 +\d+ +2 +(?:1f1b|zb-v) ", shown, re.MULTILINE)) == 3
     noted = run(*WORLD, "--model", "gpt2", "--memory-limit-bytes", "1MiB", status=1).stderr
     assert "no layout keeps to 1 MiB on a rank: the least reached is" in " ".join(noted.split())
 

@@ -34,6 +34,7 @@ def megatron(layers, hidden, heads):
 def test_parameters_are_the_published_ones():
     """Those of the published checkpoints, which list every tensor."""
     published = {"gpt2": 124_439_808, "llama-8b": 8_030_261_248, "llama-70b": 70_553_706_496}
+    published |= {"mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112}
     assert {name: shape.parameters for name, shape in SHAPES.items()} == published
     for layers, hidden, heads, billions in MEGATRON:
         assert megatron(layers, hidden, heads).parameters == pytest.approx(1e9 * billions, rel=0.015)
@@ -79,11 +80,11 @@ def test_rings_by_hand():
     assert summing(link, 4, 100) == 2 * gathering(link, 4, 100)
 
 
-def one(pp, dp, tp, cp, **options):
+def one(pp, dp, tp, cp, ep=1, shape=TINY, **options):
     """The only layout of the tiny model with these degrees."""
-    degrees = {"pp": [pp], "dp": [dp], "tp": [tp], "cp": [cp]}
+    degrees = {"pp": [pp], "dp": [dp], "tp": [tp], "cp": [cp], "ep": [ep]}
     options = {"batch": 8, "rows": [1], "schedules": ["1f1b"], "remat": ["none"], **degrees, **options}
-    (layout,) = layouts(TINY, pp * dp * tp * cp, SLOW, **options)
+    (layout,) = layouts(shape, pp * dp * tp * cp * ep, SLOW, **options)
     return layout
 
 
@@ -137,6 +138,59 @@ def test_a_timeline_adds_up_collectives():
         costs.check(Plan(Placement.loop(3), 2))
 
 
+EXPERTS = replace(TINY, experts=4, experts_per_token=2, capacity_factor=1.0)
+ATTENTION, ROUTER, NORMS, EXPERT, ENDS = 256, 8 * 4, 16, 512, 2 * 128 + 8  # numbers of the tiny model
+
+
+def test_experts_cost_what_the_closed_forms_say():
+    """Two exchanges of 2 slots for each of 4 tokens in a layer's forward; all slots are computed, all weights read."""
+    layout = one(pp=1, dp=1, tp=1, cp=1, ep=2, shape=EXPERTS)
+    exchanges, products = 4 * 2 * (1 + 2 * 4 * 32 / 2 / 1e3), 2 * 4 * (ATTENTION + ROUTER + 2 * EXPERT) / 1e6
+    scores, head = 4 * 4 * 4 * 8 / 1e6, 2 * 4 * 8 * 16 / 1e6
+    costs = layout.costs
+    assert costs.collectives[Forward] == pytest.approx((exchanges,))
+    assert costs.forward == pytest.approx((exchanges + 4 * (products + scores) + head,))
+    assert costs.backward_weight == pytest.approx((exchanges + 4 * (2 * products + 2.5 * scores) + 2 * head,))
+    rest = 4 * (ATTENTION + ROUTER + NORMS) + ENDS
+    assert costs.parameters == (4 * (rest + 4 * 2 * EXPERT),)
+    assert costs.scatter == pytest.approx((2 * (1 + 4 * rest / 2 / 1e3),))  # no other rank has these experts
+    assert (costs.gather, costs.shards, layout.plan.replicas) == ((0,), 1, 2)
+    assert layout.mfu == pytest.approx(EXPERTS.step_flops(32) / (2 * 1e6 * layout.step))
+
+    both = one(pp=1, dp=2, tp=1, cp=1, ep=2, shape=EXPERTS)  # replicas are on other hosts
+    (size,) = both.costs.parameters
+    assert both.costs.gather == pytest.approx((2 + size / 2 / 1e2,))
+    assert both.costs.scatter == pytest.approx((2 + size / 2 / 1e2 + 2 * (1 + 4 * rest / 2 / 2 / 1e3),))
+    assert both.footprint[0].parameters == size / 2
+
+
+def test_numbers_of_experts_by_hand():
+    assert SHAPES["mixtral-8x7b"].active_parameters == 12_879_925_248  # 12.9e9 in the paper's table
+    padded = replace(EXPERTS, capacity_factor=1.5)
+    assert padded.layer_flops(4).model == EXPERTS.layer_flops(4).model
+    assert padded.layer_flops(4).forward - EXPERTS.layer_flops(4).forward == 2 * 4 * EXPERT
+    assert replace(EXPERTS, capacity_factor=9.0).slots == 4  # as many as tokens, for each expert
+    one_token = replace(EXPERTS, sequence=1, gated=True)
+    dense = replace(one_token, experts=None, experts_per_token=1).layer_kept(1, 4)
+    kept = one_token.layer_kept(1, 4, ep=2)
+    # 2 slots of 8 inputs, 2 outputs, 4 probabilities, and the inner values of one slot more
+    assert kept.residuals - dense.residuals == 4 * (2 * 8 + 2 * 8 + 4 + 4 * 32)
+    # inputs and outputs of 2 slots in place of the outputs of one network, 4 logits, and 3 inner values more
+    assert kept.deferred - dense.deferred == 4 * (2 * 8 + 2 * 8 - 8 + 4 + 3 * 32)
+    assert kept.collectives == 4 * 2 * 2 * 8
+
+
+def test_experts_are_spread_where_tensor_parallel_is_not():
+    tried = layouts(EXPERTS, 8, SLOW, batch=8, rows=[1], schedules=["1f1b"], remat=["none"], top=99)
+    degrees = {layout.degrees for layout in tried}
+    assert {each.ep for each in degrees if each.tp == 1} == {1, 2, 4}
+    assert {each.ep for each in degrees if each.tp > 1} == {1}
+    with pytest.raises(fpipe.ScheduleError, match="ep 4 experts where tp is 1"):
+        layouts(EXPERTS, 8, SLOW, batch=8, ep=[8])
+    with pytest.raises(fpipe.ScheduleError, match="a token can't have 2 of 1 experts"):
+        replace(TINY, experts_per_token=2)
+
+
 def test_layers_are_divided_for_equal_work():
     assert one(pp=4, dp=1, tp=1, cp=1).layers == (1, 1, 1, 1)
     heavy = replace(TINY, layers=9, vocabulary=3 * 96)  # a head as heavy as almost three layers
@@ -188,7 +242,7 @@ def test_a_layout_is_simulated_again_by_its_parts():
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"model": "gpt5"}, "no model shape is called 'gpt5': there are gpt2, llama-8b, llama-70b"),
+        ({"model": "gpt5"}, "no model shape is called 'gpt5': there are gpt2, llama-8b, llama-70b, mixtral-8x7b"),
         ({"machine": "abacus"}, "no machine is called 'abacus'"),
         ({"world": 7, "tp": [7]}, "no layout divides 7 ranks, tp of \\[7\\]: tp divides 12 heads"),
         ({"memory_limit_bytes": 1e6}, "keeps to 976.6 KiB on a rank: the least reached is .* MiB, of pp"),
