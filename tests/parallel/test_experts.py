@@ -136,6 +136,12 @@ def test_experts_of_several_processes_are_those_of_one(pools, schedule, k, facto
         assert balance < 1e-6
 
 
+def test_rows_of_a_batch_are_spread_too(pools):
+    for loss, gradients in pools(4).run(expert_jobs.context, Grid("ep2 cp2 pp1")):
+        assert abs(loss) < 1e-6  # losses are float32
+        assert gradients < 1e-12
+
+
 def test_training_and_checkpoints_on_another_mesh(pools, tmp_path):
     """Params, momentum and norms are those of one process; what two save, each with its experts, two with all load."""
     assert max(pools(2).run(expert_jobs.train_and_save, Grid("ep2 pp1"), tmp_path)) < 1e-5

@@ -257,3 +257,40 @@ def unequal(rank, grid):
     except fpipe.StageError as error:
         (loss, _), _ = step(params, batch, target)
         return str(error), float(loss)
+
+
+# Parts of rows
+
+
+def attend(params, x, mesh):
+    q, k, v = ((x @ params[name]).unflatten(-1, (2, 2)).transpose(1, 2) for name in "qkv")
+    if mesh is None:
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        y = parallel.attention(q, k, v, mesh["cp"], is_causal=True)
+    return x + y.transpose(1, 2).flatten(2)
+
+
+def context(rank, grid):
+    """Errors of loss and gradients of stages whose rows and experts are both spread, in float64."""
+
+    def step_of(mesh, own, microbatches, replicas=1):
+        def stage(params, x):
+            return block(params, attend(params, x, mesh), 2, None, mesh and mesh["ep"])[0]
+
+        pipeline = fpipe.Pipeline([stage, stage], loss=torch.nn.functional.mse_loss)
+        plan = pipeline.plan(fpipe.Placement.loop(1, chunks=2), microbatches, replicas=replicas)
+        return fpipe.value_and_grad(pipeline, schedules.zb_v, plan, handler=own)
+
+    generator = torch.Generator().manual_seed(2)
+    params = params_of(2)
+    for tree in params.values():
+        tree |= {name: torch.randn(WIDTH, WIDTH, generator=generator) for name in "qkv"}
+    params = optree.tree_map(torch.Tensor.double, params, namespace="fpipe")
+    rows = torch.randn(2, 8, 8, WIDTH, generator=generator).double()
+    expected, gradients = step_of(None, handlers.Reference(), 8)(params, *rows)
+    mesh = grid.mesh
+    own = handlers.Distributed(mesh["pp"], replicas=grid.over, context="cp", experts="ep", timeout=30)
+    parts = [parallel.shard_sequence(x.chunk(2)[mesh["ep"].get_local_rank()], mesh["cp"]) for x in rows]
+    loss, grads = step_of(mesh, own, 4, grid.replicas)(sharded(params, grid), *parts)
+    return float(loss / expected - 1), error_of(whole(grads), gradients)
