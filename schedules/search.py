@@ -13,7 +13,18 @@ from math import ceil, floor, inf
 
 from fpipe._format import counted, extent, format_bytes, number, sized
 from fpipe.costs import Costs
-from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, Forward, Gradient, Name, Overlap
+from fpipe.effects import (
+    Activation,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Deferred,
+    Forward,
+    Gradient,
+    Name,
+    Overlap,
+    Residuals,
+)
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.footprint import RankBytes, footprint
@@ -107,7 +118,7 @@ def search(
     if memory_limit_bytes is None:
         candidates = list(_candidates(plan, costs, memory_limit, chunks, progress))
     else:
-        candidates = _every(plan, costs, chunks, progress, memory_limit)
+        candidates = _every(plan, costs, chunks, progress, memory_limit, memory_limit_bytes)
     within = [
         result
         for result in candidates
@@ -172,7 +183,7 @@ def pareto(
     Memory is in bytes if the costs have parameters or there is a limit in bytes, else in microbatches in flight.
     """
     _check(plan, costs, None, chunks)
-    every = _every(plan, costs, chunks, progress)
+    every = _every(plan, costs, chunks, progress, None, memory_limit_bytes)
     by_bytes = _has_parameters(costs) or memory_limit_bytes is not None
     if memory_limit_bytes is not None:
         within = [result for result in every if result.bytes <= memory_limit_bytes * (1 + ROUNDING)]
@@ -195,14 +206,15 @@ def _every(
     costs: Costs,
     chunks: Sequence[int],
     progress: Callable[[str], None] | None,
-    memory_limit: float | None = None,
+    memory_limit: float | None,
+    limit_bytes: float | None,
 ) -> list[Found]:
     """Return all candidates; those that order under a limit also at lower limits than the given one."""
-    every = list(_candidates(plan, costs, memory_limit, chunks, progress))
+    every = list(_candidates(plan, costs, memory_limit, chunks, progress, limit_bytes=limit_bytes))
     for limit in _limits(_best(every).peak):
         limited = [entry for entry in CATALOGUE.values() if entry.limited]
         with suppress(ScheduleError):  # none takes this limit
-            every += _candidates(plan, costs, limit, chunks, progress, limited)
+            every += _candidates(plan, costs, limit, chunks, progress, limited, limit_bytes)
     return every
 
 
@@ -235,8 +247,13 @@ def _candidates(
     chunks: Sequence[int],
     progress: Callable[[str], None] | None,
     entries: Iterable[CatalogueEntry] = tuple(CATALOGUE.values()),
+    limit_bytes: float | None = None,
 ) -> Iterator[Found]:
-    """Yield a result for each entry that takes the plan and the limit; if none does, raise the first error."""
+    """Yield a result for each entry that takes the plan and the limit; if none does, raise the first error.
+
+    Args:
+        limit_bytes: for the lower bound alone.
+    """
     count, refused = 0, list[ScheduleError]()
     for entry in entries:
         for v in _tried(entry, chunks):
@@ -250,7 +267,7 @@ def _candidates(
             except ScheduleError as error:
                 refused.append(error)  # it does not take the plan, or the limit
                 continue
-            bound = lower_bound(candidate, scaled, limit)
+            bound = lower_bound(candidate, scaled, limit, memory_limit_bytes=limit_bytes)
             for timeline, resident, account in played:
                 count += 1
                 yield Found(entry.name, schedule, candidate, scaled, timeline, bound, resident, account)
@@ -294,23 +311,36 @@ def _plan_of(plan: Plan, entry: CatalogueEntry, chunks: int) -> Plan:
     return replace(candidate, edges=plan.edges, ties=plan.ties, cotangents=plan.cotangents)
 
 
-def lower_bound(plan: Plan, costs: Costs, memory_limit: float | None = None) -> float:
-    """Return a lower bound of the cost, the largest of three.
+def lower_bound(
+    plan: Plan, costs: Costs, memory_limit: float | None = None, *, memory_limit_bytes: float | None = None
+) -> float:
+    """Return a lower bound of the cost, the largest of four.
+
+    Args:
+        memory_limit: microbatches in flight on a rank, each from its forward to the end of its backward.
+        memory_limit_bytes: bytes on a rank, of residuals and deferred values.
 
     - A rank runs all passes of its stages.
     - Between a stage's first forward and its first backward a microbatch travels to the last stage and back; likewise
       between its last forward and its last backward.
     - Two chunks on each rank, equal times and k half microbatches of memory: max(6m, 6m + 6p - 3k - 1) at unit times
       (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, figure 13).
+    - A chain of stages, one on each rank. When a rank ends its last input gradient, at most as many weight gradients
+      are left to it as its memory holds deferred values; that input gradient still travels to the first rank, which
+      then has a weight gradient to do. And while the first microbatch travels from a rank to the last one and back,
+      the rank has no more forwards to do than its memory holds residuals.
 
     >>> from fpipe import Placement
     >>> lower_bound(Plan(Placement.loop(4), 1), Costs(communication=1))
     15.0
     >>> lower_bound(Plan(Placement.v(4), 8), Costs(), memory_limit=2)
     59.0
+    >>> lower_bound(Plan(Placement.loop(4), 8), Costs(), memory_limit=4)
+    27.0
     """
     costs.check(plan)
     stages = range(plan.stages)
+    bound = _in_memory(plan, costs, memory_limit, memory_limit_bytes)
     costs = existing(costs, plan)  # of a stage with one half, `backward` is then the time of that half
     fused = [costs.time(Backward(s, 0)) for s in stages]
     apart = [costs.time(BackwardInput(s, 0)) + costs.time(BackwardWeight(s, 0)) for s in stages]
@@ -319,7 +349,7 @@ def lower_bound(plan: Plan, costs: Costs, memory_limit: float | None = None) -> 
     forward = [min(costs.time(Forward(s, 0)), pair[s]) for s in stages]
     inputs = [min(costs.time(BackwardInput(s, 0)), fused[s], *pair) for s in stages]
     backward = [min(fused[s], apart[s], *pair) for s in stages]
-    bound = _published(plan, costs, memory_limit)
+    bound = max(bound, _published(plan, costs, memory_limit))
     for rank in range(plan.ranks):
         work = 0.0
         for s in plan.stages_on(rank):
@@ -365,3 +395,47 @@ def _published(plan: Plan, costs: Costs, memory_limit: float | None) -> float:
     if memory_limit in (None, inf) or not two or not plain or len(times) > 1 or m < 2 * p or plan.trained is not None:
         return 0.0
     return times.pop() * max(6 * m, 6 * m + 6 * p - 3 * floor(2 * memory_limit) - 1)
+
+
+def _in_memory(plan: Plan, costs: Costs, limit: float | None, limit_bytes: float | None) -> float:
+    """Return the bound of a chain of stages in a limited memory; 0 where its assumptions do not hold.
+
+    With s the stages before one and t those after it, and transfers counted with the stages that they lead to and from:
+    cost >= m (F + B + W) + sum over s of (F + B) - (k - 1) W + max(0, sum over t of (F + B) - (k' - 1) F), where k is
+    the number of deferred values that fit, k' of residuals, and the W that is added is the first stage's.
+    """
+    stages, m = range(plan.stages), plan.microbatches
+    is_chain = all(plan.sources(s) == ((s - 1,) if s else ()) for s in stages) and all(
+        len(plan.stages_on(rank)) == 1 and len(plan.placement.holders[plan.stages_on(rank)[0]]) == 1
+        for rank in range(plan.ranks)
+    )
+    if not is_chain or costs.backward is not None or costs.overlap is not None or plan.trained is not None:
+        return 0.0
+    forward, inputs, weight = (
+        [costs.time(kind(s, 0)) for s in stages] for kind in (Forward, BackwardInput, BackwardWeight)
+    )
+    trips = [forward[s] + inputs[s] + (_trip(plan, costs, s) if s else 0.0) for s in stages]
+    bound = 0.0
+    for s in stages:
+        residuals = _fitting(m, limit, limit_bytes, costs.bytes(Residuals(s, 0)))
+        deferred = _fitting(m, limit, limit_bytes, costs.bytes(Deferred(s, 0)))
+        work = m * (forward[s] + inputs[s] + weight[s])
+        # The first trip has no transfers of its own; that of stage s has those between the stages before it and s.
+        before = sum(trips[:s]) + (trips[s] - forward[s] - inputs[s])
+        waits = max(0.0, sum(trips[s + 1 :]) - (residuals - 1) * forward[s])
+        bound = max(bound, work + waits)
+        if s:
+            bound = max(bound, work + before - deferred * weight[s] + weight[0] + waits)
+    return bound
+
+
+def _trip(plan: Plan, costs: Costs, stage: int) -> float:
+    """Return the times of the transfers between a stage and the one before it, both ways."""
+    here, there = plan.rank_of(stage, 0), plan.rank_of(stage - 1, 0)
+    return costs.delay(there, here, Activation(stage - 1, 0)) + costs.delay(here, there, Gradient(stage - 1, stage, 0))
+
+
+def _fitting(m: int, limit: float | None, limit_bytes: float | None, size: float) -> int:
+    """Return how many values of a size a rank may hold, one a microbatch at most."""
+    count = m if limit is None else min(m, floor(limit * (1 + ROUNDING)))
+    return min(count, floor(limit_bytes / size * (1 + ROUNDING))) if limit_bytes is not None and size else count

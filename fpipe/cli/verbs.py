@@ -39,7 +39,7 @@ from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs
 from fpipe.programs.verifier import check
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, shares
-from fpipe.schedules.search import CHUNKS, pareto
+from fpipe.schedules.search import CHUNKS, lower_bound, pareto
 from fpipe.schedules.search import search as find
 from fpipe.tables import TABLE
 from fpipe.timelines.labels import drawn_rows
@@ -152,7 +152,9 @@ def simulate(
     if logdir:
         _write(logdir, name, timeline, unit)
     if as_json:
-        print_json(result(name, simulated, options.resident))
+        limits = {"memory_limit": options.limit, "memory_limit_bytes": options.limit_bytes}
+        bound = lower_bound(timeline.plan, timeline.costs, **limits)
+        print_json(result(name, simulated, options.resident) | {"lower_bound": bound})
         return
     from fpipe.cli.tables import account, headline, memory_of, share_of
 

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, handlers, lower, simulate, verify
 from fpipe.programs.footprint import footprint
-from fpipe.schedules import CATALOGUE, lower_bound, pareto, search
+from fpipe.schedules import CATALOGUE, lower_bound, pareto, search, zb_auto
 from fpipe.schedules.catalogue import recut, shares
 from fpipe.schedules.search import CHUNKS
+from fpipe.timelines.simulator import simulate_programs
 from tests.support import cases, jobs
 from tests.support.combinations import examples, sample
 
@@ -67,21 +68,48 @@ def test_nothing_that_was_tried_is_better(model, limit):
         # The busiest rank.
         (Plan(Placement.loop(2), 8), Costs(forward=[1, 2]), None, 32),
         # Rank 0 runs no backward before its first forward, that of stage 1 and the way back: 1 + 1 + 5, then 3 * 5.
-        (Plan(Placement.loop(2), 3), Costs(1, 5, 0), None, 22),
+        (Plan(Placement.loop(2), 3), Costs(1, 5, 0, backward=5), None, 22),
         # It runs the last of 3 forwards before the way to stage 1 and back: 3 * 5 + 5 + 1, then its own backward, 1.
-        (Plan(Placement.loop(2), 3), Costs(5, 1, 0), None, 22),
+        (Plan(Placement.loop(2), 3), Costs(5, 1, 0, backward=1), None, 22),
         # max(6m, 6m + 6p - 3k - 1), two chunks on each rank, k half microbatches.
         (Plan(Placement.v(4), 8), Costs(), 2, 48 + 24 - 12 - 1),
         (Plan(Placement.v(4), 8), Costs(2, 2, 2), 2, 2 * (48 + 24 - 12 - 1)),
         (Plan(Placement.v(4), 8), Costs(), 4, 48),
         (Plan(Placement.v(4), 8), Costs(), None, 48),
         (Plan(Placement.v(4), 8), Costs(1, 1, 2), 2, 64),
+        # Rank 1 begins after a forward, and rank 0 ends with the input gradient that comes last: 1 + 3 * 6 + 5.
+        (Plan(Placement.loop(2), 3), Costs(1, 5, 0), None, 24),
+        # A chain, one stage on each rank: m S + max over r of r X - (k - 1) W + max(0, (p - 1 - r) X - (k - 1) F).
+        (Plan(Placement.loop(4), 8), Costs(), 4, 24 + 6 - 3),
+        (Plan(Placement.loop(4), 8), Costs(communication=0.5), 4, 24 + 9 - 3),
+        (Plan(Placement.loop(4), 8), Costs(), 1, 24 + 6),
+        (Plan(Placement.loop(4), 8), Costs(2, 1, 0), 2, 24 + 9),
+        (Plan(Placement.loop(3), 4), Costs([1, 2, 1], 1, 1), 1, 16 + 2 + 2),
         # An overlap that hides the forward takes work off every rank.
         (Plan(Placement.v(2), 8), Costs(1, 1, 1, overlap=2), None, 32),
     ],
 )
 def test_the_bound(plan, costs, limit, bound):
     assert lower_bound(plan, costs, limit) == bound
+
+
+def test_the_bound_in_bytes_counts_what_an_input_gradient_leaves():
+    plan, costs = Plan(Placement.loop(4), 8), Costs(residuals=2, deferred=1)
+    assert lower_bound(plan, costs, memory_limit_bytes=8) == 24 + 6 - 3
+    assert lower_bound(plan, costs, memory_limit_bytes=4) == 24 + 6 - 1
+    assert lower_bound(plan, costs, memory_limit_bytes=2) == 24 + 6
+
+
+@pytest.mark.parametrize("k", [3, 4, 6])
+@pytest.mark.parametrize("communication", [0, 0.5])
+def test_an_order_is_not_below_the_bound_of_its_bytes(k, communication):
+    plan, costs = Plan(Placement.loop(3), 9), Costs(1, 1, 1, communication=communication, residuals=2, deferred=1)
+    programs = lower(zb_auto(plan, costs, k), plan)
+    limit = max(account.live for account in footprint(programs, costs))
+    assert limit <= 2 * k
+    cost = simulate_programs(programs, costs).cost
+    assert lower_bound(plan, costs, k) >= lower_bound(plan, costs, memory_limit_bytes=limit) >= 9 * 3
+    assert cost >= lower_bound(plan, costs, k)
 
 
 def test_a_limit_that_nothing_keeps_is_refused_with_the_least_that_would_do():
