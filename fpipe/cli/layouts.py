@@ -18,8 +18,10 @@ from fpipe.schedules.shapes import SHAPES, ModelShape
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-SHAPE = ("layers", "hidden", "heads", "kv_heads", "feed_forward", "vocabulary", "sequence", "gated", "tied")
-SHAPE += ("experts", "experts_per_token", "capacity_factor")
+SHAPE = (
+    *("layers", "hidden", "heads", "kv_heads", "feed_forward", "vocabulary", "sequence", "gated", "tied"),
+    *("experts", "experts_per_token", "capacity_factor"),
+)
 
 _ROWS, _SCHEDULES, _REMAT = ",".join(map(str, ROWS)), ",".join(SCHEDULES), ",".join(REMAT)
 A_RANK = 8  # sequences of a step for each rank, by default: 4 million tokens on 64 ranks at 8192 a sequence
