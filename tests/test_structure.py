@@ -60,6 +60,7 @@ LAYOUT = {
     "fpipe._version": "",
     "fpipe.effects": "",
     "fpipe.errors": "effects",
+    "fpipe.store": "errors",
     "fpipe.plan": "effects errors",
     "fpipe.tables": "effects",
     "fpipe.costs": "tables plan effects errors",
@@ -72,10 +73,10 @@ LAYOUT = {
     "fpipe.stages": "_format devices plan effects errors",
     "fpipe.policies": "",
     "fpipe.autodiff.graph": "policies stages devices errors",
-    "fpipe.autodiff": "autodiff.graph policies stages devices plan effects errors",
-    "fpipe.handlers": "autodiff autodiff.graph stages devices programs tables plan effects errors",
+    "fpipe.autodiff": "store autodiff.graph policies stages devices plan effects errors",
+    "fpipe.handlers": "store autodiff autodiff.graph stages devices programs tables plan effects errors",
     "fpipe.handlers.distributed": (
-        "flight handlers autodiff autodiff.graph stages devices programs tables plan effects errors"
+        "flight store handlers autodiff autodiff.graph stages devices programs tables plan effects errors"
     ),
     "fpipe.profiling": (
         "policies handlers handlers.distributed autodiff stages devices timelines programs _format costs plan effects "

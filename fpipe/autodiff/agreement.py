@@ -8,8 +8,8 @@ job's store, and reads those of the others of each group.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from fpipe.autodiff.graph.collectives import Post, watch_of_handler
 from fpipe.errors import StageError, TransportError
+from fpipe.store import JobStore
 
-PAUSES = 0.001, 0.1  # seconds between two looks into the store: the first, and the longest
+LAST_WORD = 2.0  # seconds for an answer of the job's store once a wait has failed
 Ranks = tuple[int, ...]
 
 
@@ -68,26 +69,23 @@ def exchange(
         value: of plain lists, dicts, numbers and texts.
         error: made of the processes that have given nothing in time, and the limit in seconds.
     """
-    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # where torch has it
-
-    store = PrefixStore(f"fpipe/{kind}/{'-'.join(map(str, group))}", _get_default_store())
     rank, watch = dist.get_rank(), watch_of_handler()
-    number = store.add(f"count of {rank}", 1)
-    keys = {each: f"{number} of {each}" for each in group}
-    store.set(keys[rank], json.dumps(value))
-    began, (pause, longest) = time.monotonic(), PAUSES
+    store = JobStore(None, watch.timeout, lambda: watch.check(purpose)).under(
+        f"fpipe/{kind}/{'-'.join(map(str, group))}"
+    )
     with watch.waiting(purpose, None):
-        while not store.check([*keys.values()]):
-            try:
-                watch.check(purpose)
-                if watch.timeout is not None and time.monotonic() > began + watch.timeout:
-                    raise error([each for each in group if not store.check([keys[each]])], watch.timeout)
-            except BaseException:
-                store.delete_key(keys[rank])  # so that the next exchange has the same number on each process
-                store.add(f"count of {rank}", -1)
-                raise
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+        number = store.add(f"count of {rank}", 1)
+        keys = {each: f"{number} of {each}" for each in group}
+        try:
+            store.set(keys[rank], json.dumps(value))
+            if not store.appear(*keys.values()):
+                raise error([each for each in group if not store.has(keys[each])], watch.timeout or 0.0)
+        except BaseException:
+            with suppress(TransportError):
+                now = store.within(LAST_WORD)
+                now.delete(keys[rank])  # so that the next exchange has the same number on each process
+                now.add(f"count of {rank}", -1)
+            raise
         return [json.loads(text) for text in store.multi_get([*keys.values()])]
 
 

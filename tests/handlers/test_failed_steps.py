@@ -62,7 +62,7 @@ def test_a_set_up_that_fails_is_no_end(pools, wrong):
 def test_a_rank_that_does_not_come_to_the_next_step_is_named(pools):
     (failed, missed, ended), _ = pools(2).run(recovery_jobs.left_alone)
     assert "rank 0 can't finish the step, for a peer can't: rank 1, stage 1, microbatch 1" in failed
-    assert "rank 0 lost rank 1 while connecting again after a failed step" in missed
+    assert "(rank 0 was connecting again after a failed step" in missed
     assert "rank 1 has not come within timeout=1 s" in missed
     assert "this handler ended with an earlier failure: rank 1 has not come" in ended
 

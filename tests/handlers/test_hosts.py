@@ -83,7 +83,7 @@ def test_a_lost_host_is_named(fresh_hosts, tmp_path, accident, lost):
     assert time.monotonic() - at[0] < LIMIT
     for rank, other in lost.items():
         assert outcomes[rank].error == "TransportError", outcomes[rank].text
-        assert f"rank {rank} lost rank {other} while" in outcomes[rank].text
+        assert f"rank {rank} can't go on: rank {other} " in outcomes[rank].text
 
 
 @pytest.mark.timing

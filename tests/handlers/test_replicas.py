@@ -599,14 +599,14 @@ def test_wrong_meshes_are_refused_on_every_process(pools, text, fault, error):
             "killed",
             "dp3 pp1",
             None,
-            "while adding the gradients of stage 0 over the replicas .* the process of rank 0 of replica 2 has ended",
+            "can't go on: rank 0 of replica 2 .* adding the gradients of stage 0 over the replicas",
         ),
-        ("stopped", "dp2 pp2", None, "rank 1 of replica 1 does not answer: its process is stopped"),
+        ("stopped", "dp2 pp2", None, "rank 1 of replica 1 does not answer within timeout=2 s: its process is stopped"),
         (
             "killed",
             "dp2 pp1",
             None,
-            "^rank 0 of replica 0 lost rank 0 of replica 1 while waiting for the weights of the replicas",
+            "^rank 0 of replica 0 can't go on: rank 0 of replica 1 did .* waiting for the weights of the replicas",
         ),
     ],
 )

@@ -13,6 +13,7 @@ import hashlib
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -21,14 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
 from fpipe.errors import TransportError
 from fpipe.handlers.distributed.connections import cause_of
-from fpipe.handlers.distributed.failures import STORE_TIMEOUT, call_with_timeout
+from fpipe.handlers.distributed.failures import STORE_TIMEOUT
+from fpipe.store import JobStore, StoreError
 
 T = TypeVar("T")
 HINT = "every rank makes the same calls in the same order"
+GROUP_TIMEOUT = 300.0  # seconds for the job's store where a process group has a limit of its own
 
 
 class Connector(Protocol):
@@ -112,7 +115,7 @@ class Collectives:
 
     def _begin(self, call: str) -> None:
         self._calls, self._call = self._calls + 1, call
-        self._explained(lambda: self.connector.store().set(self._key(self.rank), str(self._calls)))
+        self._explained(lambda: self._store().set(self._key(self.rank), str(self._calls)))
 
     def _exchange(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks."""
@@ -139,21 +142,30 @@ class Collectives:
         """Return the result of an act; turn an error of torch.distributed into one that names the missing ranks."""
         try:
             return act()
+        except StoreError as error:
+            raise self._unreachable(str(error)) from error
         except TransportError:
             raise
-        except RuntimeError as error:
-            missing = call_with_timeout(STORE_TIMEOUT, self._missing)
+        except (RuntimeError, TimeoutError) as error:
+            missing: list[int] = []
+            with suppress(StoreError):
+                missing = self._missing()
             why = cause_of(error, self.timeout) + (f"; missing: {missing}" if missing else "")
-            raise TransportError(
-                f"{self.name(self.rank)} could not reach the other ranks at {self._call} of {self.purpose} ({why}): "
-                f"{self.hint}"
-            ) from error
+            raise self._unreachable(why) from error
+
+    def _unreachable(self, why: str) -> TransportError:
+        return TransportError(
+            f"{self.name(self.rank)} could not reach the other ranks at {self._call} of {self.purpose} ({why}): "
+            f"{self.hint}"
+        )
+
+    def _store(self) -> JobStore:
+        return JobStore(self.connector.store(), self.timeout or GROUP_TIMEOUT)
 
     def _missing(self) -> list[int]:
         """Return the ranks that have not come to this call."""
-        store = self.connector.store()
-        keys = [self._key(rank) for rank in range(self.size)]
-        return [rank for rank, key in enumerate(keys) if not store.check([key]) or int(store.get(key)) < self._calls]
+        store, keys = self._store().within(STORE_TIMEOUT), [self._key(rank) for rank in range(self.size)]
+        return [rank for rank, key in enumerate(keys) if not store.has(key) or int(store.get(key)) < self._calls]
 
     def _key(self, rank: int) -> str:
         return f"{self.purpose}/{rank}"
@@ -162,13 +174,14 @@ class Collectives:
 class _OneGroup:
     """A process group of the caller's."""
 
-    def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
-        self._group, store = group, PrefixStore(f"fpipe/{group.group_name}/{purpose}", _get_default_store())
+    def __init__(self, group: dist.ProcessGroup, purpose: str, timeout: float | None) -> None:
+        self._group = group
+        store = JobStore(None, timeout or GROUP_TIMEOUT).under(f"fpipe/{group.group_name}/{purpose}")
         number = store.add(f"made by {group.rank()}", 1)  # on every rank the same, where each makes the same calls
-        self._store = PrefixStore(str(number), store)
+        self._store = store.under(str(number)).store
 
     def store(self) -> Store:
-        return self._store
+        return self._store  # type: ignore[no-any-return]
 
     def group(self, purpose: str, timeout: float | None) -> Any:
         return self._group
@@ -190,7 +203,7 @@ def over(
         timeout: seconds that one wait may take; by default the group's own.
     """
     ranks = process_group(group)
-    connector = _OneGroup(ranks, purpose)
+    connector = _OneGroup(ranks, purpose, timeout)
     return Collectives(connector, ranks.rank(), ranks.size(), timeout, purpose=purpose, hint=hint, error=error)
 
 

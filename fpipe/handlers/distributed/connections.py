@@ -39,6 +39,7 @@ from fpipe.handlers.distributed.signature import decode, encode, signature_of
 from fpipe.handlers.distributed.wire import PayloadCodec
 from fpipe.handlers.protocol import PeerLost
 from fpipe.stages.pytree import Flat
+from fpipe.store import bounded
 
 log = logging.getLogger("fpipe.transport")
 GLOO = Gloo()
@@ -65,6 +66,7 @@ class Connections:
         compute_timeout: seconds that the device may take before the connections are closed.
         flight: the flight recorder; None where there is none.
         closed: is set when the connections are not used any more.
+        on_loss: is called with the reason when the process of the next rank ends.
     """
 
     def __init__(
@@ -80,11 +82,13 @@ class Connections:
         self.store, self.grid, self.timeout = store, grid, timeout
         self.rank, self.size = grid.number, grid.size
         self.device, self.backend = device, backend
+        self._until = time.monotonic() + timeout
         self.activity = Activity(Markers(device), flight)
         self.groups = _Groups(backend, self.activity.markers, compute_timeout)
         self.edges, self.closed, self.used = self.groups.edges, self.groups.closed, self.groups.used
         self.planned: frozenset[Edge] = frozenset()  # of all ranks
         self.lanes: dict[str, Sequence[int]] = {}  # the processes of each
+        self.on_loss: Callable[[str], object] = str
         # Also at the interpreter's exit: gloo's threads must not outlive it.
         weakref.finalize(self, self.groups.close)
         if flight is not None:
@@ -114,11 +118,14 @@ class Connections:
 
         Args:
             timeout: seconds that one wait may take.
+
+        Raises:
+            TimeoutError: they are not connected in time.
         """
         shared = self.groups.shared
         if name not in shared:
-            limit = self.timeout if timeout is None else timeout
-            shared[name] = gloo_group(PrefixStore(name, self.store), self.rank, self.size, limit)
+            limit, store = self.timeout if timeout is None else timeout, PrefixStore(name, self.store)
+            shared[name] = bounded(lambda: gloo_group(store, self.rank, self.size, limit), limit)
         return shared[name]
 
     # Set-up
@@ -142,10 +149,10 @@ class Connections:
         self.planned |= new  # before they are there: where one can't be made, all ranks make it in the next epoch
         new_lanes = {lane: ranks for lane, ranks in lanes.items() if lane not in self.lanes}
         self.lanes |= new_lanes
-        with _connecting():
-            # gloo's errors name the peer of an edge, but not that of a lane.
-            if (self.backend.asynchronous or self.grid.replicas > 2) and self.groups.lifeline is None and self.size > 1:
-                self.groups.lifeline = Lifeline(self.store, self.rank, self.size, self.timeout, self.grid.name)
+        with self._connecting():
+            # gloo's errors name the peer of an edge, but not that of a lane, or of all ranks; NCCL's name none.
+            if self.groups.lifeline is None and self.size > (1 if self.backend.asynchronous else 2):
+                self._within_limit(self._make_lifeline, None, "connecting to the next rank")
             self._connect(new, new_lanes)
 
     def missing(self) -> list[str]:
@@ -164,7 +171,7 @@ class Connections:
         edges = {_edge_of(name) for name in names if name[0].isdigit()}
         self.groups.drop([*edges, *lanes, "control", *({"results"} & set(names))])
         self.planned |= edges
-        with _connecting():
+        with self._connecting():
             self._connect_control()
             self._connect(edges, lanes)
 
@@ -174,23 +181,34 @@ class Connections:
 
     def _connect(self, edges: Collection[Edge], lanes: Mapping[str, Sequence[int]]) -> None:
         if self._lacks_results:
-            self._within_limit(self._connect_results, "connecting all ranks")
+            self._within_limit(self._connect_results, None, "connecting all ranks")
         for edge in (edge for each in rounds(edges) for edge in each):
             if self.rank in edge:
                 source, target = edge
                 purpose = f"connecting {self.grid.name(source)} to {self.grid.name(target)}"
-                self._within_limit(partial(self._connect_edge, edge, purpose), purpose)
+                peer = target if self.rank == source else source
+                self._within_limit(partial(self._connect_edge, edge, purpose), peer, purpose)
         for lane, ranks in lanes.items():
             purpose = f"connecting the replicas of rank {self.grid.rank}"
-            self._within_limit(partial(self._connect_lane, lane, ranks, purpose), purpose)
+            self._within_limit(partial(self._connect_lane, lane, ranks, purpose), None, purpose)
 
     def _store_of(self, name: str) -> Store:
         """Return the store through which the ranks of a new group find each other."""
         return PrefixStore(f"{name} of epoch {self.groups.epoch}", self.store)
 
     def _connect_control(self) -> None:
+        self._within_limit(self._make_control, None, "connecting all ranks")
+
+    def _make_control(self) -> None:
         store, ranks = self._store_of("control"), range(self.size)
-        self.groups.shared["control"] = GLOO.group(store, "control", self.rank, ranks, self.timeout)
+        group = GLOO.group(store, "control", self.rank, ranks, self.timeout)
+        if not self.closed.is_set():
+            self.groups.shared["control"] = group
+
+    def _make_lifeline(self) -> None:
+        line = Lifeline(self.store, self.rank, self.size, self.timeout, self.on_loss, self.grid.name)
+        if not self.closed.is_set():
+            self.groups.lifeline = line
 
     def _connect_results(self) -> None:
         purpose, ranks = "connecting all ranks", range(self.size)
@@ -223,37 +241,49 @@ class Connections:
         self.wait(works, target if sends else source, purpose)
         log.debug("rank %d connected %d -> %d over %s", self.rank, source, target, self.backend)
 
-    def _within_limit(self, connect: Callable[[], None], purpose: str) -> None:
-        """Make a connection. One that can't be cut while it is made gets a thread, which is left after the limit."""
-        if not self.backend.asynchronous:
-            connect()
-            return
-        errors: list[BaseException] = []
+    def _within_limit(self, connect: Callable[[], None], peer: int | None, purpose: str) -> None:
+        """Make a connection in a thread, which is left behind where it has no end: it can't be cut while it is made.
+
+        Raises:
+            PeerLost: the time limit of all connections that are made together is over; or another rank has failed.
+        """
 
         def attempt() -> None:
-            try:
-                self.device.use()
-                connect()
-            except BaseException as error:
-                errors.append(error)
+            self.device.use()
+            connect()
 
-        thread = threading.Thread(target=attempt, daemon=True, name="fpipe-connect")
-        thread.start()
-        thread.join(self.timeout)
-        if errors:
-            raise errors[0]
-        if thread.is_alive():
-            raise PeerLost(None, f"{purpose} (no connection within {self.timeout:g} s)")
+        def check() -> None:
+            if self.groups.is_cut:
+                raise PeerLost(peer, purpose)
+
+        try:
+            with self.activity.waits_for(purpose):
+                bounded(attempt, max(0.0, self._until - time.monotonic()), check)
+        except TimeoutError:
+            raise PeerLost(peer, f"{purpose} (no connection within timeout={self.timeout:g} s)") from None
+
+    @contextmanager
+    def _connecting(self) -> Iterator[None]:
+        """Begin the time limit of connections made together; raise PeerLost for errors of torch.distributed."""
+        self._until = time.monotonic() + self.timeout
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="An unbatched P2P op")  # it is what an edge is made for
+                yield
+        except (StageError, TransportError):
+            raise
+        except RuntimeError as error:
+            raise PeerLost(None, f"setting up connections ({error})") from error
 
     # Posts and waits
 
     def send(self, messages: list[torch.Tensor], target: int) -> list[dist.Work]:
         """Post messages to a rank. The caller keeps them and their works until the works are complete."""
-        return self._launch_on_edge("send", (self.rank, target), messages, target, "send to")
+        return self._launch_on_edge("send", (self.rank, target), messages, target, "sending to")
 
     def receive(self, messages: list[torch.Tensor], source: int) -> list[dist.Work]:
         """Post receives from a rank."""
-        return self._launch_on_edge("recv", (source, self.rank), messages, source, "receive from")
+        return self._launch_on_edge("recv", (source, self.rank), messages, source, "receiving from")
 
     def _launch_on_edge(
         self, operation: str, edge: Edge, messages: list[torch.Tensor], peer: int, what: str
@@ -263,7 +293,7 @@ class Connections:
 
         def post() -> None:
             if edge not in self.edges:
-                raise PeerLost(peer, f"could not {what} {self.grid.name(peer)}")
+                raise PeerLost(peer, f"{what} {self.grid.name(peer)}")
             self.used.add(edge)
             works.extend(self._post_each(getattr(self.edges[edge], operation), sent, side, peer, what))
 
@@ -274,7 +304,7 @@ class Connections:
         """Post bytes to a rank, over the control group."""
         with aside():
             messages = [torch.tensor([len(text)]), _as_tensor(text)]
-            return self._post_each(self.control.send, messages, target, target, "send to"), messages
+            return self._post_each(self.control.send, messages, target, target, "sending to"), messages
 
     def recv_bytes(self, source: int, purpose: str) -> bytes:
         """Wait for bytes that a rank sent by `send_bytes`."""
@@ -286,15 +316,13 @@ class Connections:
             return body.numpy().tobytes()
 
     def _receive_control(self, message: torch.Tensor, source: int, purpose: str) -> None:
-        works = self._post_each(self.control.recv, [message], source, source, "receive from")
+        works = self._post_each(self.control.recv, [message], source, source, "receiving from")
         self.wait_for_control(works, source, purpose)
 
     def _post_each(
         self, post: Callable[..., dist.Work], messages: list[torch.Tensor], side: int, peer: int, what: str
     ) -> list[dist.Work]:
-        return self._post(
-            peer, f"could not {what} {self.grid.name(peer)}", post, [([each], side, 0) for each in messages]
-        )
+        return self._post(peer, f"{what} {self.grid.name(peer)}", post, [([each], side, 0) for each in messages])
 
     def _post(self, peer: int | None, what: str, post: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
         if self.groups.is_cut:
@@ -500,19 +528,6 @@ class Connections:
         return PayloadCodec(signature, self.device.torch_device)
 
 
-@contextmanager
-def _connecting() -> Iterator[None]:
-    """Raise PeerLost for an error of torch.distributed."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="An unbatched P2P op")  # it is what an edge is made for
-            yield
-    except (StageError, TransportError):
-        raise
-    except RuntimeError as error:
-        raise PeerLost(None, f"setting up connections ({error})") from error
-
-
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -527,8 +542,8 @@ def cause_of(error: Exception, timeout: float | None) -> str:
     Args:
         timeout: seconds; None for a process group's own limit.
     """
-    if "imed out" in str(error) or "timeout" in str(error):
-        return "nothing came within " + ("the group's timeout" if timeout is None else f"{timeout:g} s")
+    if isinstance(error, TimeoutError) or "imed out" in str(error) or "timeout" in str(error):
+        return "nothing came within " + ("the group's timeout" if timeout is None else f"timeout={timeout:g} s")
     return first_line(error)
 
 

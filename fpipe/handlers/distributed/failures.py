@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import queue
-import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.distributed.grid import Grid
+from fpipe.store import JobStore, StoreError, is_hosted_by_rank_0
 
 log = logging.getLogger("fpipe.transport")
 
-T = TypeVar("T")
 LENT = (
     "Pieces of the step had begun collectives, on groups that can't be connected again, so the handler has ended: make "
     "these groups and the handler anew, and go on from a checkpoint"
@@ -52,6 +50,7 @@ class Failures:
 
     def __init__(self, grid: Grid, store: Store) -> None:
         self.grid, self.rank, self.store = grid, grid.number, store
+        self.jobs = JobStore(store, STORE_TIMEOUT)
         self.name = grid.name(grid.number)
         self.ended: str | None = None
         self.epoch = self.calls = 0
@@ -68,19 +67,32 @@ class Failures:
 
     def post(self, reason: str, key: str = "failed") -> None:
         """Write the reason into the store, unless there is one already."""
-        call_with_timeout(STORE_TIMEOUT, lambda: self.store.compare_set(key, "", reason))
+        with self.quietly():
+            self.jobs.compare_set(key, "", reason)
 
     def wait(self, seconds: float, key: str = "failed") -> str | None:
         """Return the reason that a rank wrote; None if there is none after some seconds."""
-        return call_with_timeout(seconds + STORE_TIMEOUT, lambda: self._poll(seconds, key))
+        with self.quietly():
+            for _ in self.jobs.polls(time.monotonic() + seconds):
+                if self.jobs.has(key) and (reason := self.jobs.get(key)):
+                    return reason
+        return None
 
-    def _poll(self, seconds: float, key: str) -> str | None:
-        until = time.monotonic() + seconds
-        while not (self.store.check([key]) and self.store.get(key)):
-            if time.monotonic() > until:
-                return None
-            time.sleep(0.02)
-        return str(self.store.get(key), "utf-8")
+    def host_has_ended(self) -> bool:
+        """Return whether the process of rank 0 hosts the job's store, and has ended."""
+        try:
+            self.jobs.has("failed")
+        except StoreError as error:
+            return error.has_ended and is_hosted_by_rank_0()
+        return False
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Go on where the job's store is silent."""
+        try:
+            yield
+        except StoreError as error:
+            log.debug("%s", error)
 
     # Steps that failed
 
@@ -91,19 +103,21 @@ class Failures:
 
     def begin_epoch(self) -> None:
         """Begin the epoch after a failed step."""
-        following = f"failed steps {self.epoch + 1}"
-        call_with_timeout(STORE_TIMEOUT, lambda: self.store.compare_set(following, "", ""))  # before the watchdog asks
+        with self.quietly():
+            self.jobs.compare_set(f"failed steps {self.epoch + 1}", "", "")  # before the watchdog asks
         self.epoch, self.calls = self.epoch + 1, 0
 
     def record(self, failure: Failure) -> None:
         """Write a failed step of this rank."""
-        line = json.dumps(failure) + "\n"
-        call_with_timeout(STORE_TIMEOUT, lambda: self.store.append(self.key, line))  # type: ignore[attr-defined]
+        with self.quietly():
+            self.jobs.append(self.key, json.dumps(failure) + "\n")
 
     def read(self) -> tuple[str | None, list[Failure]] | None:
         """Return why the handler has ended, if it has, and this epoch's failed steps; None if the store is silent."""
-        answer = call_with_timeout(STORE_TIMEOUT, lambda: self.store.multi_get(["failed", self.key]))
-        return None if answer is None else (str(answer[0], "utf-8") or None, failed_steps(answer[1]))
+        answer: list[str] = []
+        with self.quietly():
+            answer = self.jobs.multi_get(["failed", self.key])
+        return (answer[0] or None, failed_steps(answer[1])) if answer else None
 
     def reason(self, error: BaseException) -> str:
         """Return why this rank failed, for the others."""
@@ -112,26 +126,6 @@ class Failures:
         return f"{self.name}: {type(error).__name__}" + (f": {error}" if str(error) else "")
 
 
-def failed_steps(text: bytes) -> list[Failure]:
+def failed_steps(text: str | bytes) -> list[Failure]:
     """Return the failed steps of the lines that ranks wrote."""
     return [Failure(*json.loads(line)) for line in text.splitlines()]
-
-
-def call_with_timeout(seconds: float, call: Callable[[], T]) -> T | None:
-    """Return the result of a call to the job's store; None if the store fails, or takes longer than `seconds`.
-
-    A call to a store whose host has vanished never returns; its thread is left behind.
-    """
-    answers: queue.SimpleQueue[T | None] = queue.SimpleQueue()
-
-    def answer() -> None:
-        try:
-            answers.put(call())
-        except RuntimeError as error:
-            log.debug("the job's store can't be reached: %s", error)
-            answers.put(None)
-
-    threading.Thread(target=answer, daemon=True, name="fpipe-store").start()
-    with contextlib.suppress(queue.Empty):
-        return answers.get(timeout=seconds)
-    return None

@@ -49,6 +49,7 @@ from fpipe.programs.completions import send_completions
 from fpipe.programs.program import Program
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import flatten
+from fpipe.store import JobStore
 from fpipe.tables import WEIGHT
 
 
@@ -346,7 +347,7 @@ class _Setup:
         return self.ready().connections.numbers_of_replicas(numbers)
 
     def store(self) -> Store:
-        return self.ready().connections.store
+        return self.ready().failures.store
 
     def group(self, purpose: str, timeout: float | None) -> dist.ProcessGroup:
         return self.ready().connections.new_group(purpose, timeout)  # type: ignore[no-any-return]
@@ -355,17 +356,20 @@ class _Setup:
         grid = self._grid
         store = meet(self._name(), grid.number, grid.size, self.timeout)
         failures = Failures(grid, store)
-        introduce(failures)
+        introduce(failures, self.timeout)
+        limits = self.timeout, self._compute_timeout
+        own = JobStore(store, self.timeout).clone().store  # a group that is made blocks its client of the store
         try:
-            limits = self.timeout, self._compute_timeout
-            connections = Connections(store, grid, self._device, self._backend, *limits, _recorder(grid, store))
-        except RuntimeError as error:
+            connections = Connections(own, grid, self._device, self._backend, *limits, _recorder(grid, store))
+        except (RuntimeError, PeerLost) as error:
             raise TransportError(
-                f"{failures.name} could not connect to the other {grid.size - 1} ranks within {self.timeout:g} s. "
+                f"{failures.name} could not connect to the other {grid.size - 1} ranks within "
+                f"timeout={self.timeout:g} s. "
                 "Do all of them make this handler, and can they reach each other? gloo uses the address of this "
                 "host's name: where that is 127.0.0.1, set GLOO_SOCKET_IFNAME to the interface that leads to the "
                 f"others ({error})"
             ) from error
+        connections.on_loss = failures.post
         if grid.size > 1:
             Watchdog(failures, connections, self._compute_timeout).start()
         return Steps(connections, failures, self._compute_timeout)
@@ -378,7 +382,8 @@ class _Setup:
         """
         if self._replicas is None:
             return self._group.group_name
-        ranks = over(self._group, "the replicas of a handler", hint="every rank makes the same handler")
+        hint = "every rank makes the same handler"
+        ranks = over(self._group, "the replicas of a handler", hint=hint, timeout=self.timeout)
         processes = ranks.gather(self._replicas.mesh.flatten().tolist(), "connecting")
         every = {process for own in processes for process in own}
         if len({len(own) for own in processes}) > 1 or len(every) < self._grid.size:

@@ -23,12 +23,19 @@ class Lifeline:
     """The connections to the two neighbours in the ring. All ranks make it together.
 
     Args:
+        on_loss: is called with the reason, in a thread of its own.
         name: of a rank, for messages.
         lost: why the next rank is gone, once it is.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: float, name: Callable[[int], str] = "rank {}".format
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        on_loss: Callable[[str], object] = str,
+        name: Callable[[int], str] = "rank {}".format,
     ) -> None:
         following, before = (rank + 1) % size, (rank - 1) % size
         self._watched: Any = None
@@ -41,15 +48,20 @@ class Lifeline:
             else:
                 self._watched = group
         self.lost: str | None = None
-        self._closing = False
-        reason = f"the process of {name(following)} has ended"
+        self._closing, self._on_loss = False, on_loss
+        reason = (
+            f"{name(following)} did not give a reason: did its script end, or was its process killed? {name(rank)} "
+            "noticed it: their connection closed"
+        )
         threading.Thread(target=self._watch, args=(reason,), daemon=True, name="fpipe-lifeline").start()
 
     def _watch(self, reason: str) -> None:
         try:
             self._watching.recv([torch.empty(1)], 1, 0).wait(FOREVER)
         except RuntimeError:
-            self.lost = None if self._closing else reason
+            if not self._closing:
+                self.lost = reason
+                self._on_loss(reason)
 
     def close(self) -> None:
         """Say goodbye to the rank that watches this one, and stop watching."""

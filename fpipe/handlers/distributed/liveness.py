@@ -28,6 +28,7 @@ from typing import NamedTuple
 from fpipe.handlers.distributed.activity import State
 from fpipe.handlers.distributed.connections import Connections, first_line
 from fpipe.handlers.distributed.failures import LENT, STORE_TIMEOUT, Failure, Failures, failed_steps
+from fpipe.store import host_of
 
 log = logging.getLogger("fpipe.transport")
 States = Mapping[int, State | None]
@@ -73,11 +74,13 @@ def verdict(
     >>> verdict(0, {0: waits, 1: computes}, (), 30.0, 60.0)
     'rank 1 has been at Forward(0, 1) for 60 s, longer than compute_timeout=60'
     >>> verdict(0, {0: waits, 1: None}, [1], 30.0, 1800.0)
-    'rank 1 does not answer: its process is stopped, its host can not be reached, or an extension holds the GIL'
+    'rank 1 does not answer within timeout=30 s: its process is stopped, its host can not be reached, or an extension \
+holds the GIL'
     >>> verdict(0, {0: waits, 1: State(2, "absent", "", 30.0)}, (), 30.0, 1800.0)
     'rank 1 has not come within timeout=30 s: its script is elsewhere, or calls fewer steps'
     >>> verdict(0, {0: waits, 1: State(3, "waiting", "finishing a send to rank 0", 31.0)}, (), 30.0, 1800.0)
-    'every rank waits, so a message was lost: rank 0, beginning a step; rank 1, finishing a send to rank 0'
+    'every rank has waited for timeout=30 s, so a message was lost: rank 0, beginning a step; rank 1, finishing a send \
+to rank 0'
     """
     answers = {other: state for other, state in states.items() if state is not None}
     for other, state in answers.items():
@@ -94,8 +97,8 @@ def verdict(
             return f"{name(other)} has not come within timeout={timeout:g} s: {where}"
     if overdue:
         return (
-            f"{name(min(overdue))} does not answer: its process is stopped, its host can not be reached, or an "
-            "extension holds the GIL"
+            f"{name(min(overdue))} does not answer within timeout={timeout:g} s: its process is stopped, its host can "
+            "not be reached, or an extension holds the GIL"
         )
     late = any(state.kind == "absent" and state.calls < answers[rank].calls for state in answers.values())
     works = any(state.kind in ("computing", "replaying") for state in answers.values())
@@ -105,7 +108,7 @@ def verdict(
     if min(state.seconds for state in stuck.values()) < timeout:
         return None
     waits = "; ".join(f"{name(other)}, {state.text}" for other, state in sorted(stuck.items()))
-    return f"every rank waits, so a message was lost: {waits}"
+    return f"every rank has waited for timeout={timeout:g} s, so a message was lost: {waits}"
 
 
 class Questions:
@@ -155,12 +158,13 @@ class Questions:
         return states, [rank for rank, (number, *_) in enumerate(answers) if due and number < due[-1]]
 
 
-def introduce(failures: Failures) -> None:
+def introduce(failures: Failures, timeout: float) -> None:
     """Write what every rank reads, before any of them does: no reason, no question, this rank's first answer."""
-    failures.store.compare_set("failed", "", "")
-    failures.store.compare_set(failures.key, "", "")
-    failures.store.add("questions", 0)
-    failures.store.set(f"answer {failures.rank}", json.dumps([0, *State(0, "absent", "", 0.0)]))
+    jobs = failures.jobs.within(timeout)
+    jobs.compare_set("failed", "", "")
+    jobs.compare_set(failures.key, "", "")
+    jobs.add("questions", 0)
+    jobs.set(f"answer {failures.rank}", json.dumps([0, *State(0, "absent", "", 0.0)]))
 
 
 class Watchdog(threading.Thread):
@@ -215,7 +219,10 @@ class Watchdog(threading.Thread):
         if answer is None:
             silence = now - self._answered
             if state.kind == "waiting" and min(silence, state.seconds) >= self._timeout:
-                return f"nothing came within timeout={self._timeout:g} s, and the job's store does not answer"
+                return (
+                    f"nothing came within timeout={self._timeout:g} s, and the job's store"
+                    f"{host_of(self._failures.store)} does not answer"
+                )
             return None
         self._answered = time.monotonic()
         self._interval = self._idle if state.kind == "absent" else self._busy

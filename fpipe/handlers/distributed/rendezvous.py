@@ -7,14 +7,14 @@ that the ranks which it has missed find the next one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
 from fpipe.errors import TransportError
+from fpipe.store import JobStore, StoreError
 
-FIRST_PAUSE, LAST_PAUSE = 0.005, 0.2  # seconds between two looks into the store
-COMPLETE, GIVEN_UP = b"complete", b"given up"
+LAST_WORD = 2.0  # seconds for an answer of the job's store once a rank gives up
+COMPLETE, GIVEN_UP = "complete", "given up"
 
 
 def meet(name: str, rank: int, size: int, timeout: float) -> Store:
@@ -25,55 +25,50 @@ def meet(name: str, rank: int, size: int, timeout: float) -> Store:
         rank, size: of this process among them, and how many there are.
 
     Raises:
-        TransportError: a rank did not come within `timeout` seconds; names the ranks that did not.
+        TransportError: a rank did not come within `timeout` seconds; names the ranks that did not. Or the store is
+            silent.
     """
-    name = f"fpipe/{name}"
-    base = _get_default_store().clone()  # type: ignore[attr-defined]  # a client of its own: nothing else blocks it
-    store, until = PrefixStore(name, base), time.monotonic() + timeout
-    number = _join(store, rank, until)
+    try:
+        base = JobStore(None, timeout, until=time.monotonic() + timeout).clone()
+        number = _meet(base.under(f"fpipe/{name}"), rank, size, timeout)
+        return base.under(f"fpipe/{name}/handler {number}").store  # type: ignore[no-any-return]
+    except StoreError as error:
+        raise _missed(rank, str(error)) from error
+
+
+def _meet(store: JobStore, rank: int, size: int, timeout: float) -> int:
+    """Return the number of a meeting to which all ranks have come."""
+    silence = f"nothing came within timeout={timeout:g} s"
+    number = _join(store, rank)
     if number is None:
-        raise _missed(rank, timeout, "; another rank has not closed the meeting before")
+        raise _missed(rank, f"{silence}; another rank has not closed the meeting before")
     state = f"meeting {number}"
     if store.add(f"{state} came", 1) == size:
-        store.compare_set(state, "", COMPLETE.decode())
-    if not _appears(store, state, until):
-        store.compare_set(state, "", GIVEN_UP.decode())
+        store.compare_set(state, "", COMPLETE)
+    store, appeared = store.within(LAST_WORD), store.appear(state)
+    if not appeared:
+        store.compare_set(state, "", GIVEN_UP)
     outcome = store.get(state)
-    if store.compare_set(f"{state} closed", "", str(rank)) == str(rank).encode():
+    if store.compare_set(f"{state} closed", "", str(rank)) == str(rank):
         store.add("meetings", 1)  # the next handler's ranks meet there
     if outcome == COMPLETE:
-        return PrefixStore(f"{name}/handler {number}", base)
-    missing = [other for other in range(size) if not store.check([f"{state} rank {other}"])]
-    raise _missed(rank, timeout, f"; missing: {missing}" if missing else "; another rank has given up")
+        return number
+    missing = [other for other in range(size) if not store.has(f"{state} rank {other}")]
+    raise _missed(rank, f"{silence}; missing: {missing}" if missing else f"{silence}; another rank has given up")
 
 
-def _missed(rank: int, timeout: float, why: str) -> TransportError:
+def _missed(rank: int, why: str) -> TransportError:
     return TransportError(
-        f"rank {rank} could not reach the other ranks at the set-up of a new handler (nothing came within {timeout:g} "
-        f"s{why}): value_and_grad and evaluate are called on every rank, in the same order"
+        f"rank {rank} could not reach the other ranks at the set-up of a new handler ({why}): value_and_grad and "
+        "evaluate are called on every rank, in the same order"
     )
 
 
-def _join(store: Store, rank: int, until: float) -> int | None:
+def _join(store: JobStore, rank: int) -> int | None:
     """Return the number of the first open meeting that this rank has not been at; None if none opens in time."""
-    for _ in _polls(until):
+    for _ in store.polls():
         number = store.add("meetings", 0)
-        if not (store.check([f"meeting {number} rank {rank}"]) or store.check([f"meeting {number}"])):
+        if not (store.has(f"meeting {number} rank {rank}") or store.has(f"meeting {number}")):
             store.set(f"meeting {number} rank {rank}", "here")
             return number  # else a rank of that meeting is about to close it
     return None
-
-
-def _appears(store: Store, key: str, until: float) -> bool:
-    """Return whether a key is written in time."""
-    return any(store.check([key]) for _ in _polls(until))
-
-
-def _polls(until: float) -> Iterator[None]:
-    """Iterate until a time, and once at least, with pauses that grow."""
-    pause = FIRST_PAUSE
-    yield
-    while time.monotonic() < until:
-        time.sleep(pause)
-        yield
-        pause = min(2 * pause, LAST_PAUSE)

@@ -27,9 +27,9 @@ from typing import Any, Protocol
 
 from fpipe.errors import TransportError
 from fpipe.handlers.distributed.connections import Connections, first_line
-from fpipe.handlers.distributed.failures import LENT, STORE_TIMEOUT, Failure, Failures, call_with_timeout
-from fpipe.handlers.distributed.rendezvous import FIRST_PAUSE, LAST_PAUSE
+from fpipe.handlers.distributed.failures import LENT, Failure, Failures
 from fpipe.handlers.protocol import PeerLost, StepRejected
+from fpipe.store import FIRST_PAUSE
 
 RECONNECTING = "connecting again after a failed step: a rank has not come to the next one"
 
@@ -188,17 +188,23 @@ class Steps:
                 f"{failures.name} can't finish the step, for a peer can't: {failure.reason} ({failures.name} was "
                 f"{lost}). Nothing of this step counts on any rank, and the next one may go on"
             )
-        peer = self._name(lost)
         if failures.ended is None:
-            reason = f"{peer} did not give a reason: did its script end, or was its process killed?"
-            failures.post(f"{failures.name} lost {peer} while {lost}. {reason}")
-            failures.ended = reason
+            reason = self._loss(lost)
+            failures.post(reason)
+            failures.ended = failures.wait(0.0) or reason  # the first one is every rank's
         self.connections.abort()
-        return TransportError(f"{failures.name} lost {peer} while {lost}. {failures.ended}")
+        return TransportError(f"{failures.name} can't go on: {failures.ended} ({failures.name} was {lost})")
 
-    def _name(self, lost: PeerLost) -> str:
-        known = self._known(lost)
-        return "a peer" if known is None else self.failures.grid.name(known)
+    def _loss(self, lost: PeerLost) -> str:
+        """Return which rank is gone, and how this one noticed it."""
+        failures, known = self.failures, self._known(lost)
+        peer = "a peer" if known is None else failures.grid.name(known)
+        if failures.host_has_ended():  # the others end their connections because they can't reach it
+            peer = f"{failures.grid.name(0)}, whose process has the job's store,"
+        return (
+            f"{peer} did not give a reason: did its script end, or was its process killed? {failures.name} noticed it "
+            f"while {lost}"
+        )
 
     def _known(self, lost: PeerLost) -> int | None:
         known = lost.peer if lost.peer != self.connections.rank else None  # a broadcast of this rank's has no peer
@@ -211,19 +217,17 @@ class Steps:
         does not know which peer it has lost waits longer, so that one that knows can write first.
         """
         failures, groups = self.failures, self.connections.groups
-        until, pause = time.monotonic() + (1.0 if self._known(lost) is None else 0.2), FIRST_PAUSE
-        while failures.ended is None:
-            failures.ended, recorded = failures.read() or (None, [])
+        until = time.monotonic() + (1.0 if self._known(lost) is None else 0.2)
+        for _ in failures.jobs.polls(until):
+            if failures.ended is None:
+                failures.ended, recorded = failures.read() or (None, [])
             if failures.ended is not None:
                 break
             if failure := next((each for each in recorded if each.step <= self.number), None):
                 return failure
             if (loss := groups.loss()) is not None:
                 failures.post(loss)
-            elif time.monotonic() > until:
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, LAST_PAUSE)
+                failures.ended = failures.wait(0.0) or loss
         return None
 
     def _fail(self, failure: Failure) -> None:
@@ -265,7 +269,8 @@ class Steps:
             "learned": [number for number, at in learned.items() if at >= self.number - 1],
         }
         key = f"epoch {failures.epoch} "
-        call_with_timeout(STORE_TIMEOUT, lambda: failures.store.set(f"{key}{rank}", json.dumps(message)))
+        with failures.quietly():
+            failures.jobs.set(f"{key}{rank}", json.dumps(message))
         messages = self._messages([f"{key}{each}" for each in range(connections.size)])
         if (why := self._unsafe(messages)) is not None:
             self._end(why)
@@ -279,16 +284,15 @@ class Steps:
 
     def _messages(self, keys: list[str]) -> list[Any]:
         """Return the messages of all ranks; the watchdog ends the wait for one that does not come."""
-        store, pause = self.failures.store, FIRST_PAUSE
+        failures, jobs = self.failures, self.failures.jobs
         with self.connections.activity.waits_for(RECONNECTING):
-            while True:
-                texts = call_with_timeout(STORE_TIMEOUT, lambda: store.multi_get(keys) if store.check(keys) else None)
-                if texts is not None:
-                    return [json.loads(text) for text in texts]
-                if self.failures.ended is not None or self.connections.groups.is_cut:
-                    raise PeerLost(None, RECONNECTING)
-                time.sleep(pause)
-                pause = min(2 * pause, LAST_PAUSE)
+            for _ in jobs.polls(float("inf")):
+                with failures.quietly():
+                    if jobs.has(*keys):
+                        return [json.loads(text) for text in jobs.multi_get(keys)]
+                if failures.ended is not None or self.connections.groups.is_cut:
+                    break
+        raise PeerLost(None, RECONNECTING)
 
     def _unsafe(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         """Return why the ranks can't go on together; the same on every rank."""
