@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from fpipe.interop import styles as styles, transformers as transformers
     from fpipe.interop.adapters.lora import lora as lora, merge_lora as merge_lora
     from fpipe.interop.checkpoints.checkpoints import Checkpoints as Checkpoints
+    from fpipe.interop.checkpoints.manifest import CheckpointError as CheckpointError
     from fpipe.interop.checkpoints.safetensors import export_safetensors as export_safetensors
-    from fpipe.interop.checkpoints.storage import CheckpointError as CheckpointError
     from fpipe.interop.modes import eval_mode as eval_mode
     from fpipe.interop.modules.functions import (
         buffers as buffers,

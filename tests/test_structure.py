@@ -94,14 +94,17 @@ LAYOUT = {
     "fpipe.interop.styles": "",
     "fpipe.interop.modules": "interop.sharding stages plan errors",
     "fpipe.interop.splitting": "interop.modules autodiff.graph stages devices plan errors",
-    "fpipe.interop.checkpoints": "interop.modules handlers handlers.distributed stages plan errors",
+    "fpipe.interop.checkpoints.manifest": "",
+    "fpipe.interop.checkpoints": (
+        "interop.checkpoints.manifest interop.modules handlers handlers.distributed stages plan errors"
+    ),
     "fpipe.interop.modes": "interop.splitting interop.modules stages errors",
     "fpipe.interop.optim": "stages errors",
     "fpipe.interop.adapters": "stages",
     "fpipe.interop.torch_pipe": "interop.modules stages errors",
     "fpipe.interop.transformers": "interop.splitting interop.modules stages errors",
     "fpipe.cli": (
-        "schedules interop.torch_csv tensorboard.files tensorboard.server "
+        "schedules interop.torch_csv interop.checkpoints.manifest tensorboard.files tensorboard.server "
         "flight timelines programs _format _version tables costs plan effects errors"
     ),
     "fpipe.__main__": "cli",
@@ -127,6 +130,7 @@ TORCH_FREE = [
     "tensorboard.files",
     "tensorboard.server",
     "interop.torch_csv",
+    "interop.checkpoints.manifest",
     "cli",
 ]
 

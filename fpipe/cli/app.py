@@ -83,7 +83,9 @@ def _complain(message: str) -> None:
     typer.echo(f"{typer.style('error:', fg='red', bold=True)} {message}", err=True)
 
 
-def verb(*examples: str, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def verb(
+    *examples: str, name: str | None = None, group: typer.Typer = app
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add a command. A parameter whose type is a dataclass stands for its fields, as options.
 
     A `ScheduleError` or `CommandError` ends the command with status 1, and its text on stderr. So does any other
@@ -92,7 +94,7 @@ def verb(*examples: str, name: str | None = None) -> Callable[[Callable[..., Non
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         epilog = "\n\n".join(("Example:" if len(examples) == 1 else "Examples:", *examples))
-        return app.command(name, epilog=epilog)(_reporting(_with_options(function)))
+        return group.command(name, epilog=epilog)(_reporting(_with_options(function)))
 
     return add
 

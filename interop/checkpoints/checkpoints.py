@@ -21,19 +21,12 @@ from torch import Tensor
 
 from fpipe.errors import warn
 from fpipe.handlers.protocol import Handler
+from fpipe.interop.checkpoints.claims import Claim
 from fpipe.interop.checkpoints.completeness import Missing, check_complete, missing_entries, nonpersistent
 from fpipe.interop.checkpoints.loading import LoadPlan
+from fpipe.interop.checkpoints.manifest import CheckpointError, checkpoints, last
 from fpipe.interop.checkpoints.names import Name, dense, dotted, entries, kind_of, sections_of, state_of
-from fpipe.interop.checkpoints.storage import (
-    CheckpointError,
-    CheckpointReader,
-    begun,
-    checkpoints,
-    last,
-    opened,
-    sealed,
-    written,
-)
+from fpipe.interop.checkpoints.storage import CheckpointReader, opened, sealed, written
 from fpipe.plan import Plan
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import describe
@@ -90,8 +83,8 @@ class Checkpoints:
         handler: Handler,
         keep: int | None = None,
     ) -> None:
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep must be at least 1, or None for all, not {keep}")
+        if keep is not None and not (isinstance(keep, int) and keep >= 1):
+            raise ValueError(f"keep must be at least 1, or None for all, not {keep!r}")
         self.folder, self.pipeline, self.plan, self.keep = Path(folder), pipeline, plan, keep
         self._handler, self._ranks, self._replicas = handler, handler.ranks(plan), handler.replicas(plan)
         self._replica = self._replicas.here[0]
@@ -138,9 +131,10 @@ class Checkpoints:
             CheckpointError: another rank could not save its part, or has another tree in `rest`; or params or state, if
                 any rank passes them, lack an entry of a stage.
             TransportError: a rank did not come, or is gone; or a peer failed in a step before.
-            OSError: it can't be written.
+            OSError: it can't be written, as on a full disk.
             TypeError: a leaf is neither a dense tensor, a number, a text nor None.
-            ValueError: a leaf is a DTensor over other processes than the handler's replicas, as of tensor parallelism.
+            ValueError: no rank passes a section; or a leaf is a DTensor over other processes than the handler's
+                replicas, as of tensor parallelism.
         """
         self._begin("save")
         return self._save(lambda: self._share(params=params, state=state, optimizer=optimizer, **rest))
@@ -168,6 +162,7 @@ class Checkpoints:
         params: Mapping[int, Any] | None = None,
         state: Any = None,
         optimizer: Mapping[int, Any] | None = None,
+        verify: bool = True,
         **rest: Any,
     ) -> dict[str, Any]:
         """Load the sections that are passed; return them by name, as they were saved.
@@ -179,6 +174,8 @@ class Checkpoints:
         Args:
             path: one of the checkpoints; by default the one that was saved last.
             params, state, optimizer, rest: of the same structure as was saved, as training begins with them.
+            verify: compare all files with the hashes of their content, SHA-256. The processes that load share the
+                files; each reads its part once more, and hashes 0.5 to 2 GB a second.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it is another model's: lists the names that are missing,
@@ -186,6 +183,8 @@ class Checkpoints:
             TransportError: a rank did not come, or is gone.
             TypeError: a tensor that is passed is sparse or nested.
         """
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise TypeError(f"load takes the path of a checkpoint, and sections by name, as params=, not {path!r}")
         self._begin("load")
         at = self.folder / self._on_first(lambda: last(self.folder).name, "load") if path is None else Path(path)
 
@@ -193,7 +192,9 @@ class Checkpoints:
 
         def planned() -> LoadPlan:
             like = self._sections(params=params, state=state, optimizer=optimizer, **rest)
-            reader = opened(at)
+            reader = opened(at, verify)
+            if verify:
+                reader.verify(self._number, self._peers.size if self._peers else 1)
             stored.update(self._stored_states(reader, warns=state is not None))
             like = {stored.get(section, section): tree for section, tree in like.items()}
             return LoadPlan(reader, like, self.pipeline, self._device)
@@ -256,6 +257,8 @@ class Checkpoints:
     def _share(self, **sections: Any) -> _Share:
         """Return the part of a training state that this process saves, which no failed step has touched."""
         self._handler.check()
+        if "verify" in sections:
+            raise ValueError("no section is called 'verify', which load takes for itself: choose another name")
         sections = self._sections(**sections)
         saved_here = {s: ranks[0] for s, ranks in enumerate(self.plan.placement.holders) if ranks[0] in self._ranks}
         missing = missing_entries(sections, self.pipeline, saved_here)
@@ -281,17 +284,30 @@ class Checkpoints:
     def _save(self, make: Callable[[], _Share]) -> Path:
         share, answers = self._agree(make, "save", lambda share: (share.sections, share.missing))
         sections, missing = map(chain.from_iterable, zip(*answers, strict=True))
-        check_complete({*sections}, missing)
-        unfinished = self.folder / self._on_first(lambda: begun(self.folder, share.step).name, "save")
-        number = self._replica * self.plan.ranks + self._ranks[0]
-        _, parts = self._agree(lambda: (written(unfinished, number, share.tensors), share.plain, share.common), "save")
+        names = {*sections}
+        if not names:
+            raise ValueError("save needs a section on some rank: pass params=, state=, optimizer=, or others by name")
+        check_complete(names, missing)
+        with Claim() as claim:
+            unfinished = self.folder / self._on_first(lambda: claim.begin(self.folder, share.step).name, "save")
 
-        def seal() -> str:
-            metadata, plain, common = zip(*parts, strict=True)
-            _check_common(common)
-            return sealed(unfinished, metadata, dict(ChainMap(*plain)), nonpersistent(self.pipeline), self.keep).name
+            def write() -> Any:
+                return written(unfinished, self._number, share.tensors), share.plain, share.common
 
-        return self.folder / self._on_first(seal, "save")
+            _, parts = self._agree(write, "save")
+
+            def seal() -> str:
+                files, plain, common = zip(*parts, strict=True)
+                _check_common(common)
+                whole = dict(ChainMap(*plain))
+                return sealed(unfinished, files, whole, nonpersistent(self.pipeline), self.keep).name
+
+            return self.folder / self._on_first(seal, "save")
+
+    @property
+    def _number(self) -> int:
+        """The number of this process among all that save."""
+        return self._replica * self.plan.ranks + self._ranks[0]
 
 
 class Saving:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from fpipe.interop.checkpoints.manifest import CheckpointError
 from fpipe.interop.checkpoints.names import Name, kind_of, name_of, some
-from fpipe.interop.checkpoints.storage import CheckpointError
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import StageFunction
 

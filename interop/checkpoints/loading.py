@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from fpipe.interop.checkpoints.manifest import CheckpointError
 from fpipe.interop.checkpoints.names import Entry, Name, dense, dotted, entries, nested, some
-from fpipe.interop.checkpoints.storage import CheckpointError, CheckpointReader
+from fpipe.interop.checkpoints.storage import CheckpointReader
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.sharding import local, wrap
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from fpipe.interop.checkpoints.manifest import CheckpointError
 from fpipe.interop.checkpoints.names import Name, dotted
-from fpipe.interop.checkpoints.storage import CheckpointError, opened, synced
+from fpipe.interop.checkpoints.storage import opened, synced
 
 DTYPES = {
     torch.float64: "F64",
@@ -39,7 +40,7 @@ DTYPES = {
 }
 
 
-def export_safetensors(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
+def export_safetensors(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, verify: bool = True) -> None:
     """Write the parameters and buffers of a checkpoint into one file, under their modules' own names.
 
     Buffers with `persistent=False`, which no state_dict has, are left out. A tied parameter is written once, under its
@@ -49,12 +50,15 @@ def export_safetensors(folder: str | os.PathLike[str], file: str | os.PathLike[s
 
     Args:
         folder: a checkpoint, or a folder of them, of which the last one is exported.
+        verify: compare the files with their hashes first.
 
     Raises:
         CheckpointError: there is none, it is damaged, two entries have one name, or one has a dtype that no such file
             holds.
     """
-    reader = opened(Path(folder))
+    reader = opened(Path(folder), verify)
+    if verify:
+        reader.verify()
     tensors = {
         name: each
         for name, each in reader.tensors.items()

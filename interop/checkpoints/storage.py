@@ -2,19 +2,18 @@
 
 Invariants:
 - a folder with such a name is complete: it is filled under another name, synced, and renamed;
+- each file is hashed while it is written, and compared with its hash when it is loaded;
 - loading makes no class that a checkpoint names, except those that describe tensors.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
-import re
-import shutil
 from collections import ChainMap, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -29,58 +28,106 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fpipe.interop.checkpoints.claims import UNFINISHED, remove
+from fpipe.interop.checkpoints.manifest import (
+    MANIFEST,
+    METADATA,
+    CheckpointError,
+    Manifest,
+    checkpoints,
+    chosen,
+    damaged,
+    guarded,
+    hash_of_file,
+    is_saved_by_fpipe,
+    new_hash,
+)
 from fpipe.interop.checkpoints.names import Name, dotted, nested
 from fpipe.stages.sharding import is_dtensor, local
 
-FORMAT = {"format": "fpipe checkpoint", "version": 2}
-MANIFEST, METADATA = "fpipe.json", ".metadata"
-NUMBERED = re.compile(r"(\d{6,})(-step-\d+)?")
-UNFINISHED = ".unfinished-"
 Plain = Mapping[Name, Any]
-
-
-class CheckpointError(RuntimeError):
-    """There is no checkpoint, or it is damaged, or it is another model's."""
+Part = tuple[bytes, Mapping[str, str]]
+"""A process's pickled metadata, which says where its tensors are, and the hashes of its files by name."""
 
 
 # Saving
 
 
-def begun(folder: Path, step: int | None) -> Path:
-    """Make a new folder to be filled, and remove those that earlier saves left unfinished."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(UNFINISHED + "*"):
-        shutil.rmtree(left)
-    number = 1 + max((_number(path) for path in checkpoints(folder)), default=0)
-    unfinished = folder / f"{UNFINISHED}{number:06d}{'' if step is None else f'-step-{step}'}"
-    unfinished.mkdir()
-    return unfinished
+class _HashedStream:
+    """A file that is hashed while it is written. It keeps the error of a write, in whose place torch raises another."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.digest, self.error = stream, new_hash(), None
+
+    def write(self, content: Any) -> int:
+        try:
+            count: int = self._stream.write(content)
+        except OSError as error:
+            self.error = error
+            raise
+        self.digest.update(content)
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
-def written(folder: Path, number: int, tensors: Mapping[Name, Tensor]) -> bytes:
-    """Write a process's tensors, of DTensors its pieces; return the pickled metadata, which says where they are."""
-    writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
+class _HashedFiles(FileSystem):
+    """Files that are hashed while they are written.
+
+    Args:
+        streams: by name.
+    """
+
+    def __init__(self) -> None:
+        self.streams: dict[str, _HashedStream] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            self.streams[Path(path).name] = hashed = _HashedStream(stream)
+            yield hashed
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        return {name: stream.digest.hexdigest() for name, stream in self.streams.items()}
+
+
+def written(folder: Path, number: int, tensors: Mapping[Name, Tensor]) -> Part:
+    """Write a process's tensors, of DTensors its pieces.
+
+    Raises:
+        OSError: they can't be written.
+    """
+    writer, planner, files = FileSystemWriter(folder), DefaultSavePlanner(), _HashedFiles()
+    writer.fs = files
     planner.set_up_planner(nested(tensors), writer.storage_meta(), True)
     writer.set_up_storage_writer(True)
     local_plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = create_default_global_save_plan([local_plan])  # of this process alone, so nothing is whole yet
     metadata.planner_data = local_plan.planner_data
     plan = writer.prepare_global_plan(plans * (number + 1))[-1]  # a file is named after the index of its plan
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    try:
+        results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    except RuntimeError:
+        if cause := next((stream.error for stream in files.streams.values() if stream.error is not None), None):
+            raise cause from None
+        raise
     synced(folder)
-    return pickle.dumps(replace(metadata, storage_data={result.index: result.storage_data for result in results}))
+    places = {result.index: result.storage_data for result in results}
+    return pickle.dumps(replace(metadata, storage_data=places)), files.hashes
 
 
-def sealed(folder: Path, parts: Sequence[bytes], plain: Plain, nonpersistent: Sequence[Name], keep: int | None) -> Path:
+def sealed(folder: Path, parts: Sequence[Part], plain: Plain, nonpersistent: Sequence[Name], keep: int | None) -> Path:
     """Make a filled folder a checkpoint, and remove all but the last `keep`.
 
     Raises:
         CheckpointError: a file that another rank wrote is not visible here, or nobody wrote some rows of a tensor.
     """
-    ranks = [unpickled(part) for part in parts]
+    ranks = [unpickled(metadata) for metadata, _ in parts]
 
     def joined(column: str) -> dict[Any, Any]:
         return dict(ChainMap(*(getattr(rank, column) for rank in ranks)))
@@ -95,14 +142,17 @@ def sealed(folder: Path, parts: Sequence[bytes], plain: Plain, nonpersistent: Se
             "all ranks share"
         )
     sizes = {name: (folder / name).stat().st_size for name in sorted(files)}
-    manifest = {**FORMAT, "files": sizes, "nonpersistent": sorted(nonpersistent), "plain": [*plain.items()]}
-    _write(folder / MANIFEST, json.dumps(manifest).encode())
+    hashes = {METADATA: hash_of_file(folder / METADATA), **dict(ChainMap(*(dict(each) for _, each in parts)))}
+    hashes = {name: each for name, each in sorted(hashes.items()) if name in files}
+    _write(folder / MANIFEST, Manifest(folder, sizes, hashes, nonpersistent, plain).text())
     synced(folder)
     final = folder.with_name(folder.name.removeprefix(UNFINISHED))
     folder.rename(final)
     synced(final.parent)
-    for old in checkpoints(final.parent)[: -keep if keep else 0]:
-        shutil.rmtree(old.rename(old.with_name(UNFINISHED + old.name)))
+    own = filter(is_saved_by_fpipe, checkpoints(final.parent))  # not what else has such a name
+    for old in list(own)[: -keep if keep else 0]:
+        with suppress(FileNotFoundError):  # another job removes it
+            remove(old.rename(old.with_name(UNFINISHED + old.name)))
     return final
 
 
@@ -144,71 +194,58 @@ def synced(path: Path) -> None:
 # Loading
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, in the order in which they were saved."""
-    paths = [path for path in folder.iterdir() if NUMBERED.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(paths, key=_number)
-
-
-def last(folder: Path) -> Path:
-    """Return the checkpoint that was saved last.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    paths = checkpoints(folder)
-    if not paths:
-        raise CheckpointError(f"there is no checkpoint in {folder}: was it saved to another folder?")
-    return paths[-1]
-
-
-def opened(path: Path) -> CheckpointReader:
+def opened(path: Path, verify: bool = True) -> CheckpointReader:
     """Open a checkpoint, or the last one in a folder of them.
+
+    Args:
+        verify: compare what describes it with hashes; `CheckpointReader.manifest.verify` does so for other files.
 
     Raises:
         CheckpointError: there is none, a file is missing or truncated, or it has another format.
     """
-    if not (path / MANIFEST).exists() and not NUMBERED.fullmatch(path.name):
-        path = last(path)
-    try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        format_, version = (manifest.get(key) for key in FORMAT)
-    except (OSError, ValueError, AttributeError) as error:
-        raise _damaged(path, f"its {MANIFEST} can't be read ({error})") from error
-    if (format_, version) != tuple(FORMAT.values()):
-        raise CheckpointError(
-            f"{path} is a {format_} of version {version}, not of version {FORMAT['version']}: load it with the fpipe "
-            "that saved it"
-        )
-    for name, size in manifest["files"].items():
-        actual = (path / name).stat().st_size if (path / name).exists() else None
-        if actual != size:
-            raise _damaged(path, f"its {name} " + ("is missing" if actual is None else f"has {actual} of {size} bytes"))
-    plain = {tuple(name): value for name, value in manifest["plain"]}
-    return CheckpointReader(path, plain, frozenset(map(tuple, manifest["nonpersistent"])))
+    manifest = Manifest.read(chosen(path), verify)
+    if verify:
+        manifest.verify([METADATA])
+    return CheckpointReader(manifest)
 
 
 @dataclass(frozen=True)
 class CheckpointReader:
-    """A complete checkpoint.
+    """A complete checkpoint."""
 
-    Args:
-        plain: the values that are no tensors.
-        nonpersistent: the buffers that no state_dict has.
-    """
+    manifest: Manifest
 
-    path: Path
-    plain: Plain
-    nonpersistent: frozenset[Name]
+    @property
+    def path(self) -> Path:
+        return self.manifest.path
+
+    @property
+    def plain(self) -> Plain:
+        """The values that are no tensors."""
+        return self.manifest.plain
+
+    @property
+    def nonpersistent(self) -> frozenset[Name]:
+        """The buffers that no state_dict has."""
+        return frozenset(self.manifest.nonpersistent)
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Compare every file of one part of them with its hash: the processes that load share the work.
+
+        Raises:
+            CheckpointError: a file has not the content that was saved.
+        """
+        self.manifest.verify(sorted(self.manifest.files)[part::parts])
 
     @cached_property
     def metadata(self) -> Metadata:
-        try:
+        def read() -> Metadata:
             metadata = unpickled((self.path / METADATA).read_bytes())
-        except (OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise _damaged(self.path, f"its {METADATA} can't be read ({error})") from error
-        assert isinstance(metadata, Metadata)
-        return metadata
+            if not isinstance(metadata, Metadata):
+                raise TypeError(f"it holds a {type(metadata).__name__}")
+            return metadata
+
+        return guarded(self.path, METADATA, read)
 
     @cached_property
     def names(self) -> set[Name]:
@@ -227,11 +264,22 @@ class CheckpointReader:
     @cached_property
     def tensors(self) -> dict[Name, TensorStorageMetadata]:
         """The metadata of each tensor."""
-        metadata = self.metadata
-        return {tuple(metadata.planner_data[key]): each for key, each in metadata.state_dict_metadata.items()}  # type: ignore[misc]
+
+        def read() -> dict[Name, TensorStorageMetadata]:
+            names: Any = self.metadata.planner_data
+            tensors = {tuple(names[key]): each for key, each in self.metadata.state_dict_metadata.items()}
+            if not all(isinstance(each, TensorStorageMetadata) for each in tensors.values()):
+                raise TypeError("it holds something else than tensors")
+            return tensors  # type: ignore[return-value]
+
+        return guarded(self.path, METADATA, read)
 
     def read(self, into: Mapping[Name, Tensor]) -> None:
-        """Read tensors into others of the same shapes; into DTensors, the rows of this process's pieces."""
+        """Read tensors into others of the same shapes; into DTensors, the rows of this process's pieces.
+
+        Raises:
+            CheckpointError: they can't be read.
+        """
         with_rows = {name: tensor for name, tensor in into.items() if not is_dtensor(tensor) or local(tensor).numel()}
         flat = {dotted(name): tensor for name, tensor in with_rows.items()}
         reader = FileSystemReader(self.path)
@@ -241,8 +289,8 @@ class CheckpointReader:
             reader.set_up_storage_reader(self.metadata, True)
             plan = reader.prepare_local_plan(planner.create_local_plan())
             reader.read_data(planner.finish_plan(plan), planner).wait()
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise _damaged(self.path, f"its tensors can't be read ({error})") from error
+        except Exception as error:  # a damaged file may raise anything
+            raise damaged(self.path, f"its tensors can't be read ({type(error).__name__}: {error})") from error
 
 
 class _Unpickler(pickle.Unpickler):
@@ -269,14 +317,3 @@ def unpickled(content: bytes) -> Any:
         pickle.UnpicklingError: it names another class.
     """
     return _Unpickler(io.BytesIO(content)).load()
-
-
-def _damaged(path: Path, why: str) -> CheckpointError:
-    earlier = [each.name for each in checkpoints(path.parent) if _number(each) < _number(path)][-1:]
-    way_out = f"; {earlier[0]} is the one before it" if earlier else ""
-    return CheckpointError(f"{path} is damaged: {why}{way_out}")
-
-
-def _number(path: Path) -> int:
-    match = NUMBERED.fullmatch(path.name)
-    return int(match[1]) if match else 0

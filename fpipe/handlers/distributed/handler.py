@@ -360,7 +360,9 @@ class _Setup:
         limits = self.timeout, self._compute_timeout
         own = JobStore(store, self.timeout).clone().store  # a group that is made blocks its client of the store
         try:
-            connections = Connections(own, grid, self._device, self._backend, *limits, _recorder(grid, store))
+            connections = Connections(
+                own, grid, self._device, self._backend, *limits, _recorder(grid, store, self.timeout)
+            )
         except (RuntimeError, PeerLost) as error:
             raise TransportError(
                 f"{failures.name} could not connect to the other {grid.size - 1} ranks within "
@@ -394,9 +396,9 @@ class _Setup:
         return f"mesh {processes}"
 
 
-def _recorder(grid: Grid, store: Store) -> Recording | None:
+def _recorder(grid: Grid, store: Store, timeout: float) -> Recording | None:
     """Return the flight recorder of this process, under the name that the first of the ranks gives the flight."""
-    name = str(store.compare_set("flight", "", new_name()), "utf-8")
+    name = JobStore(store, timeout).compare_set("flight", "", new_name())
     return record(name, {"process": grid.number, "name": grid.name(grid.number), "processes": grid.size})
 
 

@@ -1,0 +1,47 @@
+"""`fpipe checkpoint`: look at checkpoints on disk. No torch."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fpipe.cli.app import CommandError, app, verb
+from fpipe.cli.options import Json
+from fpipe.cli.output import print_json, progress, show
+from fpipe.interop.checkpoints.manifest import CheckpointError, Manifest, chosen
+
+checkpoint = typer.Typer(help="Checkpoints on disk.", no_args_is_help=True)
+app.add_typer(checkpoint, name="checkpoint")
+WORDS = {True: "right", False: "damaged", None: "has no hash"}
+
+
+@verb("fpipe checkpoint verify checkpoints/000012-step-1200", group=checkpoint)
+def verify(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: the last one.")],
+    as_json: Json = False,
+) -> None:
+    """Compare each file of a checkpoint with its size and SHA-256; status 1 if one differs."""
+    try:
+        manifest = Manifest.read(chosen(folder))
+        with progress(f"hash {folder}", len(manifest.files)) as step:
+            states = []
+            for name in manifest.files:
+                step(name)
+                states.append(WORDS[manifest.is_right(name)])
+    except CheckpointError as error:
+        raise CommandError(str(error)) from error
+    rows = [
+        {"name": name, "bytes": size, "state": state}
+        for (name, size), state in zip(manifest.files.items(), states, strict=True)
+    ]
+    if as_json:
+        print_json({"checkpoint": str(manifest.path), "files": rows})
+    else:
+        from fpipe.cli.tables import table
+
+        listing = table(["file", "bytes", "state"], words=["file", "state"])
+        for row in rows:
+            listing.add_row(row["name"], f"{row['bytes']}", row["state"])
+        show(listing, str(manifest.path))
+    if wrong := [row["name"] for row in rows if row["state"] == WORDS[False]]:
+        raise CommandError(f"{manifest.path} is damaged: {', '.join(map(str, wrong))} changed since it was saved")
