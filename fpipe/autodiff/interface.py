@@ -83,6 +83,7 @@ class DifferentiablePipeline:
         precision: the dtypes of params and of sums of gradients.
         shares: whether the factor of each loss is its share of the "rows" or of the caller's "weight"; None for the
             sum of the losses.
+        weight: describes the caller's function of the weight.
         argnums: the arguments of the step that are differentiated.
         differentiated: the step returns gradients. Forwards then run in grad mode, also those without a backward.
     """
@@ -94,6 +95,7 @@ class DifferentiablePipeline:
     merge: Callable[[Mapping[int, Any], bool | None], Any] = lambda outputs, apart: dict(outputs)
     precision: Precision = OWN_DTYPES
     shares: Literal["rows", "weight"] | None = "rows"
+    weight: str = ""
     argnums: frozenset[Argument] = PARAMS
     differentiated: bool = False
 

@@ -117,8 +117,8 @@ class StepSpec:
         if self.reduction == "mean":
             shares = "rows" if self.weight is None else "weight"
         stages = self.options.pieces(pipeline, self.loss)
-        how = gather, self._merge, self.precision, shares, self.options.argnums, self.differentiated
-        return DifferentiablePipeline(pipeline, stages, self.loss, *how)
+        how = gather, self._merge, self.precision, shares, _described(self.weight), self.options.argnums
+        return DifferentiablePipeline(pipeline, stages, self.loss, *how, self.differentiated)
 
     def _merge(self, outputs: Mapping[int, Any], apart: bool | None) -> Any:
         trees = [output for _, output in sorted(outputs.items())]
@@ -367,6 +367,15 @@ class StepSpec:
         if not any(self.plan.stages - 1 in self.plan.stages_on(rank) for rank in self.ranks):
             return [None] * len(targets)
         return _shares(list(map(weight, targets)), self.replicas)
+
+
+def _described(function: Callable[..., Any] | None) -> str:
+    """Return a text about a function: equal ones have the same in every process."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return "" if function is None else f"{getattr(function, '__qualname__', type(function).__qualname__)}"
+    constants = [const for const in code.co_consts if isinstance(const, bool | int | float | str | bytes | None)]
+    return f"{code.co_qualname} {code.co_code.hex()} {code.co_names} {constants}"
 
 
 def enclosing_transform() -> str | None:

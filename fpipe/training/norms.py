@@ -89,7 +89,7 @@ def clip_by_global_norm(
         check_limit(max_norm)
         return squares(grads, plan, handler)
 
-    norm = _norm(checked, handler)
+    norm = squares_everywhere(checked, handler, max_norm).sum(0).sqrt()
     return clipped(grads, max_norm, norm), norm
 
 
@@ -211,12 +211,28 @@ def _norm(sums: Callable[[], Tensor], handler: Handler) -> Tensor:
     return squares_everywhere(sums, handler).sum(0).sqrt()
 
 
-def squares_everywhere(sums: Callable[[], Tensor], handler: Handler) -> Tensor:
-    """Return each stage's sum of squares, of all ranks, from that of the ranks of this process."""
+def squares_everywhere(sums: Callable[[], Tensor], handler: Handler, max_norm: float | Tensor | None = None) -> Tensor:
+    """Return each stage's sum of squares, of all ranks, from that of the ranks of this process.
+
+    Args:
+        max_norm: to which all ranks clip.
+
+    Raises:
+        TransportError: the ranks have other plans, or clip to other norms.
+    """
     if handler.peers is None:
         return sums()
     group = handler.peers.new_group(PURPOSE, hint=HINT)
-    part, shares = group.agree(sums, "global_norm", Tensor.tolist)
+
+    def share(part: Tensor) -> tuple[Any, float | None]:
+        return part.tolist(), None if max_norm is None else float(max_norm)
+
+    part, answers = group.agree(sums, "global_norm", share)
+    shares, limits = zip(*answers, strict=True)
+    if others := [rank for rank, limit in enumerate(limits) if limit != limits[0]]:
+        raise TransportError(
+            f"max_norm is {limits[0]} on rank 0 and {limits[others[0]]} on rank {others[0]}: every rank passes the same"
+        )
     if len(counts := {len(share) for share in shares}) > 1:
         raise TransportError(f"the ranks have plans of {sorted(counts)} stages: every rank makes the same plan")
     total = functools.reduce(torch.add, torch.tensor(shares, dtype=torch.float64).unbind())  # 0 where it isn't held

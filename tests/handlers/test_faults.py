@@ -12,6 +12,25 @@ from tests.support.combinations import sample
 GRACE = 12.0  # seconds that an error may come later than the time limit, on a busy machine
 
 
+def test_what_must_agree_is_agreed_on(pools):
+    outcomes = pools(2).run(fault_jobs.disagreements)
+    assert outcomes[0][1] == outcomes[1][1]
+    for told, _ in outcomes:
+        for name in ("rng", "rng of one", "skipped"):
+            assert "rank 0 and rank 1 were called with different rng=" in told[name]
+        assert "rank 0 and rank 1 were given different batches of equal shapes" in told["batch"]
+        assert "rank 0 and rank 1 were given different targets of equal shapes" in told["target"]
+        for name in ("reduction", "weight"):
+            assert "the ranks were given different options reduction= or weight=" in told[name]
+        assert "max_norm is 1.0 on rank 0 and 2.0 on rank 1" in told["max_norm"]
+
+
+@pytest.mark.parametrize("kind", sample(["value_and_grad", "evaluate", "a step", "an evaluation"], ["value_and_grad"]))
+def test_ranks_out_of_step_are_told_apart(pools, kind):
+    outcomes = pools(2).run(fault_jobs.out_of_step, 2, kind, 1, "gpipe", False, "graph")
+    assert all("came to another step than rank 0" in text for text in outcomes), outcomes
+
+
 class Silent:
     """A store whose host is stopped."""
 

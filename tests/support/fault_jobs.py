@@ -118,6 +118,33 @@ def blamed(text):
     return re.search(r"can't go on: (.*?) ?(?:did not|is gone|does not|has not|, whose)", text).group(1)
 
 
+def disagreements(rank):
+    """What one of two ranks is told of each argument in which they differ, and the loss of a step after all of that."""
+    own = handlers.Distributed(timeout=20)
+    _, plan = pipeline_of(2)
+    step, state, x = step_of(2, own), params_of(rank), torch.arange(32.0).reshape(8, 4)
+    later = x + 1
+    calls = {
+        "rng": lambda: step(state, x, x, rng=(0, rank)),
+        "rng of one": lambda: step(state, x, x, rng=(0, 1) if rank else None),
+        "batch": lambda: step(state, later if rank else x, x),
+        "target": lambda: step(state, x, later if rank else x),
+        "skipped": lambda: step(state, None if rank else x, later if rank else None, rng=(0, 3 + rank)),
+        "reduction": lambda: step_of(2, own, reduction="sum" if rank else "mean"),
+        "weight": lambda: step_of(2, own, weight=(lambda t: 2 * len(t)) if rank else (lambda t: 3 * len(t))),
+        "max_norm": lambda: fpipe.clip_by_global_norm(state, 1.0 + rank, plan, handler=own),
+    }
+    told = {}
+    for name, call in calls.items():
+        try:
+            call()
+            told[name] = "nothing"
+        except (fpipe.StageError, fpipe.ScheduleError, fpipe.TransportError) as error:
+            told[name] = str(error)
+    loss, _ = step(state, None if rank else x, x if rank else None, rng=(0, 4))
+    return told, loss.item()
+
+
 def out_of_step(rank, ranks, kind, microbatches, schedule, gather, autodiff):
     """The last rank makes one call more while the others step; the error of each."""
     own = handlers.Distributed(timeout=3)

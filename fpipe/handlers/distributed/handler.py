@@ -170,7 +170,7 @@ class Distributed:
             "options loss=, gather=, exact= or experts=": (pieces.loss, pieces.gather, self.exact, self.experts),
             "options precision=": pieces.precision,
             "options argnums=": sorted(pieces.argnums),
-            "options reduction= or weight=": pieces.shares,
+            "options reduction= or weight=": (pieces.shares, pieces.weight),
         }
         with steps.running(lambda: "setting up connections"):
             number = steps.number
@@ -372,7 +372,7 @@ class _Setup:
                 f"others ({error})"
             ) from error
         connections.on_loss = failures.post
-        if grid.size > 1:
+        if dist.get_world_size() > 1:  # pieces may wait for processes beside this handler's
             Watchdog(failures, connections, self._compute_timeout).start()
         return Steps(connections, failures, self._compute_timeout)
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.devices import aside, autocasts
+from fpipe.devices import aside, autocasts, is_capturing
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.distributed.collectives import fingerprint
 from fpipe.handlers.distributed.signature import signature_of
@@ -40,7 +40,8 @@ T = TypeVar("T")
 UNKNOWN = -1  # rows, or whether they come as Microbatches
 REMEMBERED = 4096  # signatures; the least recently used is dropped
 REMEMBERED_STEPS = 512  # tuples of the signatures of all microbatches
-WIDTH = 7  # the most numbers that a call gives
+WIDTH = 10  # the most numbers that a call gives
+SAMPLED = 64  # numbers of a tensor that stand for all of it
 COMPILING, REPLAYING = 0, -1  # calls; that of a step is the number of its program
 
 Name = tuple[int, int]
@@ -193,7 +194,8 @@ class Handshake:
         lacks_rows = has_loss and inputs.weighed and rows == UNKNOWN
         apart = UNKNOWN if inputs.apart is None else inputs.apart
         self._tokens = [] if inputs.broken is not None else self._tokens_of(inputs)
-        numbers = [apart, lacks_rows, rows, order, _settings(inputs), *_digest(self._tokens)]
+        settings, rng, data = _settings(inputs), _rng(inputs), _content(inputs)
+        numbers = [apart, lacks_rows, rows, order, settings, rng, *data, *_digest(self._tokens)]
         self.roll = RollCall(self.steps, self.program, numbers, inputs.broken)
 
     def meet(self, error: BaseException) -> None:
@@ -240,12 +242,19 @@ class Handshake:
         """
         assert self.roll is not None, "begin comes first"
         grid, calls = self.connections.grid, self.roll.wait()
-        apart, lacks_rows, rows_of, order_of, settings, *_ = zip(*calls, strict=True)
+        apart, lacks_rows, rows_of, order_of, settings, rngs, *data, _, _ = zip(*calls, strict=True)
         if others := [process for process, each in enumerate(settings) if each != settings[0]]:
             raise self._rejected(
                 f"{grid.name(0)} and {grid.name(others[0])} were called under different torch.autocast, or one of them "
                 "with loss_scale=: enter the same autocast on every rank, and pass the same loss scale"
             )
+        if others := [process for process, each in enumerate(rngs) if each != rngs[0]]:
+            raise self._rejected(
+                f"{grid.name(0)} and {grid.name(others[0])} were called with different rng=: pass the same "
+                "(seed, step) on every rank, or None on every rank. Where steps differ, one rank has skipped a batch"
+            )
+        for name, numbers in zip(("batches", "targets"), data, strict=True):
+            self._check_content(name, numbers)
         if True in apart and False in apart:
             raise self._rejected(
                 f"{grid.name(apart.index(True))} was given Microbatches, {grid.name(apart.index(False))} a batch or "
@@ -268,7 +277,22 @@ class Handshake:
             )
         if rows:
             self.rows, self.here = sum(rows), rows[grid.replica]
-        self.names = self._names([row[5:] for row in calls])
+        self.names = self._names([row[8:] for row in calls])
+
+    def _check_content(self, name: str, numbers: Sequence[int]) -> None:
+        """Check that ranks of one replica that were given trees of one structure were given the same values."""
+        grid = self.connections.grid
+        first = dict[tuple[int, int], int]()  # the first process of each replica with each structure
+        for process, number in enumerate(numbers):
+            if number == UNKNOWN:
+                continue
+            other = first.setdefault((process // grid.ranks, number >> CONTENT), process)
+            if numbers[other] != number:
+                raise self._rejected(
+                    f"{grid.name(other)} and {grid.name(process)} were given different {name} of equal shapes: every "
+                    "rank must be given the same one in each step, so that inputs meet their targets. Has one of them "
+                    "skipped a batch? Pass None on ranks whose stages don't read it"
+                )
 
     def _check_shared(self, rows: Sequence[int | None]) -> None:
         """Check that replicas with parts of the same rows have equally many."""
@@ -422,6 +446,39 @@ def _hashable(flat: Flat) -> tuple[Any, ...]:
 def _ambient(inputs: Inputs) -> tuple[Any, ...]:
     """Return the settings of torch that decide dtypes beside the inputs."""
     return inputs.rng is None, autocasts(), torch.get_default_dtype()
+
+
+def _rng(inputs: Inputs) -> int:
+    """Return a number for the seed of a step; `UNKNOWN` where a graph has it."""
+    return UNKNOWN if callable(inputs.rng) else fingerprint(inputs.rng)
+
+
+CONTENT = 24  # bits of a number for values, beside those for their structure
+
+
+def _content(inputs: Inputs) -> list[int]:
+    """Return a number for the batch, and one for the target: of structure and of some values of the first microbatch.
+
+    `UNKNOWN` where this process was given none, or where values are not on the CPU, so that nothing waits for a device.
+    """
+    if not inputs.data or is_capturing():
+        return [UNKNOWN, UNKNOWN]
+    return [_number(flatten(tree)) for tree in (inputs.data[0].batch, inputs.data[0].target)]
+
+
+def _number(tree: Flat) -> int:
+    if not tree.leaves or any(type(leaf) is not Tensor or not _is_readable(leaf) for leaf in tree.leaves):
+        return UNKNOWN
+    structure, content = blake2b(digest_size=4), blake2b(digest_size=CONTENT // 8)
+    for leaf in tree.leaves:
+        structure.update(f"{leaf.dtype} {leaf.shape}".encode())
+        numbers = leaf.detach().reshape(-1)[:: max(1, leaf.numel() // SAMPLED)].contiguous()
+        content.update(numbers.view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(structure.digest(), "little") << CONTENT | int.from_bytes(content.digest(), "little")
+
+
+def _is_readable(leaf: Tensor) -> bool:
+    return leaf.device.type == "cpu" and leaf.layout is torch.strided and not (leaf.is_complex() or leaf.is_neg())
 
 
 def _settings(inputs: Inputs) -> int:

@@ -1,15 +1,15 @@
 """Signatures of values: structure, shapes, dtypes and plain leaves, encoded as text. Never pickled.
 
-A user's type travels by its name, which the receiver imports. It must be registered with optree on both sides, and its
-metadata must be plain.
+A user's type travels by its name. The receiver looks it up among the modules that it has imported, and imports none. It
+must be registered with optree on both sides, and its metadata must be plain.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import optree
@@ -84,7 +84,7 @@ def decode(text: bytes) -> Signature:
     """Return the signature of a text that `encode` made.
 
     Raises:
-        TypeError: this process can't import a type, or has not registered it.
+        TypeError: this process has not imported a type, or has not registered it.
     """
     tree, leaves, optional = json.loads(text)
     spec = None if tree is None else flatten(_decode_tree(tree)).spec
@@ -136,12 +136,14 @@ def find_type(name: str) -> Any:
     if name == "builtins:NoneType":
         return type(None)
     module, _, qualname = name.partition(":")
+    kind: Any = sys.modules.get(module)
     try:
-        kind: Any = import_module(module)
         for part in qualname.split("."):
-            kind = getattr(kind, part)
-    except (ImportError, AttributeError) as error:
-        raise TypeError(f"{name} came from another rank, but can't be imported here ({error})") from error
+            kind = vars(kind)[part]  # which runs no code of the module's, as getattr may
+    except (KeyError, TypeError):
+        raise TypeError(
+            f"{name} came from another rank, and this process has not imported it: import {module} on every rank"
+        ) from None
     if not isinstance(kind, type):
         raise TypeError(f"{name} is not a type")
     return kind
