@@ -3,10 +3,11 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py     one rank in each process, over gloo
     python examples/train_gpt.py --ranks 2                             all ranks in this process
 
-With --checkpoints FOLDER it saves regularly, and resumes from there when it is started again: with the same bits, on
-any number of ranks, if each process has the same number of threads (OMP_NUM_THREADS). With another seed, text or number
-of steps it raises an error. Ctrl-C ends all ranks, after which torchrun shows a traceback of its own. On several
-machines, start `torchrun --nnodes 2 --rdzv-endpoint HOST:PORT ...` on each.
+With --checkpoints FOLDER it saves regularly and when it gets SIGTERM, and resumes from there when it is started again,
+by a person or by torchrun (--max-restarts 3): with the same bits, on any number of ranks, if each process has the same
+number of threads (OMP_NUM_THREADS). With another seed, text or number of steps it raises an error. Ctrl-C ends all
+ranks, after which torchrun shows a traceback of its own. On several machines, start
+`torchrun --nnodes 2 --rdzv-backend c10d --rdzv-id ID --rdzv-endpoint HOST:PORT ...` on each.
 """
 
 import math
@@ -143,18 +144,18 @@ def folder(logdir: Path) -> Path:
     return logdir / name[0]
 
 
-def begin(saved: interop.Checkpoints, like: dict[str, Any]) -> dict[str, Any]:
-    """Return the last checkpoint's contents, or the initial ones. Raise if its run had other options."""
-    path = saved.latest()
-    if path is None:
-        return like
+def begin(saved: interop.Checkpoints | None, options: dict[str, Any], **sections: Any) -> interop.Run:
+    """Return the run of the last checkpoint, or a new one. Raise if it had other options."""
+    path = saved and saved.latest()
+    if saved is None or path is None:
+        return interop.resume(saved, **sections, options=options)
     try:
-        run = saved.load(path, run=like["run"])["run"]
-        others = {name: value for name, value in run.items() if value != like["run"][name]}
-        options = [f"no --{name}" if value is None else f"--{name} {value}" for name, value in others.items()]
-        if options:
-            fail(f"{path} is of a run with {' '.join(options)}: go on with the same, or save to another folder")
-        return saved.load(path, **like)
+        before = saved.load(path, options=options)["options"]
+        others = {name: value for name, value in before.items() if value != options[name]}
+        if others:
+            texts = [f"no --{name}" if value is None else f"--{name} {value}" for name, value in others.items()]
+            fail(f"{path} is of a run with {' '.join(texts)}: go on with the same, or save to another folder")
+        return interop.resume(saved, **sections, options=options)
     except interop.CheckpointError as error:
         fail(str(error))
 
@@ -233,17 +234,15 @@ def main(
         if isinstance(handler, handlers.Distributed):
             params = pipeline.params_on(params, plan, rank)
         adamw = interop.optimizer(torch.optim.AdamW, lr=lr, weight_decay=0.01)
-        run = {"seed": seed, "steps": steps, "lr": lr, "dropout": dropout, "batch": batch, "microbatches": microbatches}
-        run |= {"layers": layers, "width": width, "context": context, "text": text and str(text)}
-        kept = {"params": params, "optimizer": adamw.init(params), "step": 0, "run": run}
+        options = {"seed": seed, "steps": steps, "lr": lr, "dropout": dropout, "batch": batch, "width": width}
+        options |= {"microbatches": microbatches, "layers": layers, "context": context, "text": text and str(text)}
         saved = checkpoints and interop.Checkpoints(checkpoints, pipeline, plan, handler=handler, keep=2)
-        kept = begin(saved, kept) if saved else kept
-        params, optimizer, begun = kept["params"], kept["optimizer"], kept["step"]
-        recorder = stack.enter_context(Recorder(folder(logdir), every, first=begun, tokens=context))
+        run = begin(saved, options, params=params, optimizer=adamw.init(params))
+        recorder = stack.enter_context(Recorder(folder(logdir), every, first=run.step, tokens=context))
         step = fpipe.value_and_grad(pipeline, order, plan, handler=handler, observe=recorder)
 
         def bits_per_byte() -> float:
-            losses = [evaluate(params, *windows(validation, batch, context, i)).item() for i in range(8)]
+            losses = [evaluate(run.params, *windows(validation, batch, context, i)).item() for i in range(8)]
             return sum(losses) / len(losses) / math.log(2)
 
         def show(message: str) -> None:
@@ -252,16 +251,15 @@ def main(
 
         show(f"{count:,} parameters in {plan.stages} stages on {ranks} ranks; {len(train):,} bytes to train on")
         before = bits_per_byte()
-        recorder.scalar("validation/bits_per_byte", before, begun)
+        recorder.scalar("validation/bits_per_byte", before, run.step)
         end = min(steps, until or steps)
         with Report(steps, silent=rank > 0) as report:
-            for i in range(begun, end):
+            for i in run.steps(end, every=save_every):
                 start = time.perf_counter()
-                loss, grads = step(params, *windows(train, batch, context, seed * steps + i), rng=(seed, i))
-                params, optimizer = adamw.update(grads, optimizer, params, lr=learning_rate(i, steps, lr))
+                loss, grads = step(run.params, *windows(train, batch, context, seed * steps + i), rng=(seed, i))
+                rate = learning_rate(i, steps, lr)
+                run.params, run.optimizer = adamw.update(grads, run.optimizer, run.params, lr=rate)
                 report.show(i, loss.item(), batch * context / (time.perf_counter() - start))
-                if saved and ((i + 1) % save_every == 0 or i + 1 == end):
-                    saved.save(params=params, optimizer=optimizer, step=i + 1, run=run)
         after = bits_per_byte()
         recorder.scalar("validation/bits_per_byte", after, end)
         show(f"validation: {before:.2f} bits per byte before, {after:.2f} after {end} steps")

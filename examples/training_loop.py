@@ -27,26 +27,22 @@ pipeline, params = interop.from_modules([front, back], loss=lambda scores, y: F.
 plan, handler = pipeline.plan(Placement.loop(ranks=2), microbatches=4), handlers.auto()
 params = pipeline.params_on(params, plan, handler)
 adamw = interop.optimizer(torch.optim.AdamW)
-state = {"params": params, "optimizer": adamw.init(params), "step": 0}
 checkpoints = interop.Checkpoints(f"{FOLDER}/checkpoints", pipeline, plan, handler=handler, keep=2)
-if checkpoints.latest():
-    state = checkpoints.load(**state)
-params, optimizer, start = state.values()
+run = interop.resume(checkpoints, params=params, optimizer=adamw.init(params))
 
 bf16 = {"handler": handler, "precision": fpipe.Precision(compute=torch.bfloat16)}
 predict = fpipe.evaluate(pipeline, plan, gather=True, **bf16)
-with Recorder(FOLDER, first=start * PARTS) as recorder:
+with Recorder(FOLDER, first=run.step * PARTS) as recorder:
     step = fpipe.value_and_grad(pipeline, "1f1b", plan, observe=recorder, **bf16)
-    for i in range(start, STEPS):
-        grads = optree.tree_map(torch.zeros_like, params)
+    for i in run.steps(STEPS, every=EVERY):
+        grads = optree.tree_map(torch.zeros_like, run.params)
         for rows in interop.rows(len(y), replica=0, replicas=1, batch=BATCH, step=i, seed=0).chunk(PARTS):
-            loss, part = step(params, x[rows], y[rows])
+            loss, part = step(run.params, x[rows], y[rows])
             grads = optree.tree_map(lambda a, b: a + b / PARTS, grads, part)
         grads, norm = fpipe.clip_by_global_norm(grads, 1.0, plan, handler=handler)
         rate = 3e-3 * min((i + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * i / STEPS))
-        params, optimizer = adamw.update(grads, optimizer, params, lr=rate)
+        run.params, run.optimizer = adamw.update(grads, run.optimizer, run.params, lr=rate)
         if (i + 1) % EVERY == 0:
-            checkpoints.save(params=params, optimizer=optimizer, step=i + 1)
-            accuracy = (predict(params, test_x).argmax(1) == test_y).double().mean()
+            accuracy = (predict(run.params, test_x).argmax(1) == test_y).double().mean()
             if handler.is_first:
                 print(f"step {i + 1}: loss {loss:.3f}, accuracy {accuracy:.1%}")

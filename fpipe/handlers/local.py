@@ -20,7 +20,7 @@ from fpipe.devices import current_device, device_of
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions, Step
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.gradients import add_leaves
-from fpipe.handlers.protocol import Alone, Inputs, Observer, Replicas, Results, Run
+from fpipe.handlers.protocol import Alone, Departure, Inputs, Observer, Replicas, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.interleaving import Turn, turns
 from fpipe.programs.program import Program, plan_of
@@ -53,7 +53,7 @@ class Local:
         *,
         functions: Functions = NO_FUNCTIONS,
     ) -> None:
-        self.functions = functions
+        self.functions, self.departure = functions, Departure()
         self.devices = None if devices is None else [torch.device(d) for d in devices]
 
     def __repr__(self) -> str:

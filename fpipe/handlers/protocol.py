@@ -309,6 +309,30 @@ class Replays(Protocol):
         """Return the sum over all processes of a new tensor, by an operation that a graph holds."""
 
 
+@dataclass
+class Departure:
+    """Whether the ranks leave once they have ended the running step, as a process asks that gets SIGTERM.
+
+    Args:
+        is_alone: this process plays all ranks.
+        asked: by this process.
+        agreed: a rank had asked when the last step began; the same on every rank.
+    """
+
+    is_alone: bool = True
+    asked: bool = False
+    agreed: bool = False
+
+    def ask(self) -> None:
+        """Ask all ranks to leave: they learn it as the next step begins."""
+        self.asked = True
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether they leave; the same on every rank after a step."""
+        return self.agreed or (self.is_alone and self.asked)
+
+
 class Alone:
     """`Replays` of a handler that plays all ranks in this process."""
 
@@ -356,6 +380,10 @@ class Handler(Protocol):
     @property
     def replays(self) -> Replays | None:
         """The handler's part in steps that are captured; None where it captures none."""
+
+    @property
+    def departure(self) -> Departure:
+        """Whether the ranks leave after the running step."""
 
     @property
     def peers(self) -> Peers | None:

@@ -39,7 +39,7 @@ from fpipe.devices import current_device, without_autocast
 from fpipe.effects import Backward, BackwardWeight
 from fpipe.errors import blaming
 from fpipe.handlers.gradients import LeafKey, Sums, add, behind, check_trained, copied, data_gradients, total, unscaled
-from fpipe.handlers.protocol import Inputs, Observer, Replicas, Results, Run
+from fpipe.handlers.protocol import Departure, Inputs, Observer, Replicas, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.program import Program
 from fpipe.stages.microbatch import Microbatch
@@ -53,6 +53,9 @@ class Reference:
     peers = devices = replays = None
     rank = 0
     is_first = True
+
+    def __init__(self) -> None:
+        self.departure = Departure()
 
     def __repr__(self) -> str:
         return "Reference()"

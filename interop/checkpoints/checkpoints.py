@@ -86,7 +86,7 @@ class Checkpoints:
         if keep is not None and not (isinstance(keep, int) and keep >= 1):
             raise ValueError(f"keep must be at least 1, or None for all, not {keep!r}")
         self.folder, self.pipeline, self.plan, self.keep = Path(folder), pipeline, plan, keep
-        self._handler, self._ranks, self._replicas = handler, handler.ranks(plan), handler.replicas(plan)
+        self.handler, self._ranks, self._replicas = handler, handler.ranks(plan), handler.replicas(plan)
         self._replica = self._replicas.here[0]
         self._peers = handler.peers and handler.peers.new_group(
             f"the checkpoints in {folder}", hint=HINT, error=CheckpointError
@@ -153,6 +153,12 @@ class Checkpoints:
             share.set_exception(error)
         self._pending = Saving(self._thread.submit(self._save, share.result))
         return self._pending
+
+    def finish(self) -> None:
+        """Wait for the save in the background, if there is one; raise its error unless its handle's `wait` did."""
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.reported:
+            pending.wait()
 
     def load(
         self,
@@ -234,9 +240,7 @@ class Checkpoints:
         return sections_of(self.pipeline, **sections)
 
     def _begin(self, call: str) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None and not pending.reported:
-            pending.wait()
+        self.finish()
         if self._peers is not None:
             self._peers.connect(call)
 
@@ -256,7 +260,7 @@ class Checkpoints:
 
     def _share(self, **sections: Any) -> _Share:
         """Return the part of a training state that this process saves, which no failed step has touched."""
-        self._handler.check()
+        self.handler.check()
         if "verify" in sections:
             raise ValueError("no section is called 'verify', which load takes for itself: choose another name")
         sections = self._sections(**sections)

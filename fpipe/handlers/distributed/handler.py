@@ -43,7 +43,7 @@ from fpipe.handlers.distributed.replicas import ReplicaChannels, lanes
 from fpipe.handlers.distributed.steps import Steps
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.gradients import names_read_elsewhere, readers_of_shared_leaves
-from fpipe.handlers.protocol import Inputs, Observer, PeerLost, Replays, Replicas, Results, Run, StepRejected
+from fpipe.handlers.protocol import Departure, Inputs, Observer, PeerLost, Replays, Replicas, Results, Run, StepRejected
 from fpipe.plan import Plan
 from fpipe.programs.completions import send_completions
 from fpipe.programs.program import Program
@@ -130,6 +130,10 @@ class Distributed:
     @property
     def is_first(self) -> bool:
         return self.grid.number == 0
+
+    @property
+    def departure(self) -> Departure:
+        return self._setup.departure
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         if plan.ranks != self.size:
@@ -271,6 +275,7 @@ class _Setup:
         self.timeout, self._compute_timeout = timeout, compute_timeout
         self._device, self._backend = device, backend
         self._steps: Steps | None = None
+        self.departure = Departure(is_alone=False)
         self._token_of = tokens()
 
     def ready(self) -> Steps:
@@ -296,14 +301,16 @@ class _Setup:
         return self.ready().running()
 
     def agree(self, key: Hashable | None) -> Hashable | None:
-        numbers = self._call_roll([*((0, 0) if key is None else self._token_of(key)), key is None], None)
-        first, second, new = map(sum, zip(*numbers, strict=True))
+        token = (0, 0) if key is None else self._token_of(key)
+        numbers = self._call_roll([*token, key is None, self.departure.asked], None)
+        first, second, new, asked = map(sum, zip(*numbers, strict=True))
+        self.departure.agreed |= asked > 0
         return None if new else (first, second)
 
     def refuse(self, error: BaseException) -> NoReturn:
         if not self.ready().is_over:
             with suppress(Exception):  # this one; or the step has failed, or the handler has ended, and all ranks know
-                self._call_roll([0, 0, True], error)
+                self._call_roll([0, 0, True, False], error)
         raise error
 
     def _call_roll(self, numbers: list[int], error: BaseException | None) -> list[list[int]]:
@@ -374,7 +381,7 @@ class _Setup:
         connections.on_loss = failures.post
         if dist.get_world_size() > 1:  # pieces may wait for processes beside this handler's
             Watchdog(failures, connections, self._compute_timeout).start()
-        return Steps(connections, failures, self._compute_timeout)
+        return Steps(connections, failures, self._compute_timeout, self.departure)
 
     def _name(self) -> str:
         """Return the name of the processes, the same on all of them.

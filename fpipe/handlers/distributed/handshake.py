@@ -40,7 +40,7 @@ T = TypeVar("T")
 UNKNOWN = -1  # rows, or whether they come as Microbatches
 REMEMBERED = 4096  # signatures; the least recently used is dropped
 REMEMBERED_STEPS = 512  # tuples of the signatures of all microbatches
-WIDTH = 10  # the most numbers that a call gives
+WIDTH = 11  # the most numbers that a call gives
 SAMPLED = 64  # numbers of a tensor that stand for all of it
 COMPILING, REPLAYING = 0, -1  # calls; that of a step is the number of its program
 
@@ -195,7 +195,8 @@ class Handshake:
         apart = UNKNOWN if inputs.apart is None else inputs.apart
         self._tokens = [] if inputs.broken is not None else self._tokens_of(inputs)
         settings, rng, data = _settings(inputs), _rng(inputs), _content(inputs)
-        numbers = [apart, lacks_rows, rows, order, settings, rng, *data, *_digest(self._tokens)]
+        asked = self.steps.departure.asked
+        numbers = [asked, apart, lacks_rows, rows, order, settings, rng, *data, *_digest(self._tokens)]
         self.roll = RollCall(self.steps, self.program, numbers, inputs.broken)
 
     def meet(self, error: BaseException) -> None:
@@ -242,7 +243,8 @@ class Handshake:
         """
         assert self.roll is not None, "begin comes first"
         grid, calls = self.connections.grid, self.roll.wait()
-        apart, lacks_rows, rows_of, order_of, settings, rngs, *data, _, _ = zip(*calls, strict=True)
+        asked, apart, lacks_rows, rows_of, order_of, settings, rngs, *data, _, _ = zip(*calls, strict=True)
+        self.steps.departure.agreed |= any(asked)
         if others := [process for process, each in enumerate(settings) if each != settings[0]]:
             raise self._rejected(
                 f"{grid.name(0)} and {grid.name(others[0])} were called under different torch.autocast, or one of them "
@@ -277,7 +279,7 @@ class Handshake:
             )
         if rows:
             self.rows, self.here = sum(rows), rows[grid.replica]
-        self.names = self._names([row[8:] for row in calls])
+        self.names = self._names([row[-2:] for row in calls])
 
     def _check_content(self, name: str, numbers: Sequence[int]) -> None:
         """Check that ranks of one replica that were given trees of one structure were given the same values."""

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from fpipe.errors import TransportError
 from fpipe.handlers.distributed.connections import Connections, first_line
 from fpipe.handlers.distributed.failures import LENT, Failure, Failures
-from fpipe.handlers.protocol import PeerLost, StepRejected
+from fpipe.handlers.protocol import Departure, PeerLost, StepRejected
 from fpipe.store import FIRST_PAUSE
 
 RECONNECTING = "connecting again after a failed step: a rank has not come to the next one"
@@ -63,8 +63,11 @@ class Steps:
         learners: what was learned, by the number of its program.
     """
 
-    def __init__(self, connections: Connections, failures: Failures, compute_timeout: float) -> None:
+    def __init__(
+        self, connections: Connections, failures: Failures, compute_timeout: float, departure: Departure | None = None
+    ) -> None:
         self.connections, self.failures, self._limit = connections, failures, compute_timeout
+        self.departure = departure or Departure(is_alone=False)
         self.failure: Failure | None = None
         self.has_met = False
         self.learners: weakref.WeakValueDictionary[int, Learner] = weakref.WeakValueDictionary()

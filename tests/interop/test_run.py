@@ -1,0 +1,111 @@
+"""A training run goes on where its last checkpoint ended, with the same bits, and saves when it is asked to end."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fpipe import handlers, interop
+from tests.support import run_jobs
+from tests.support.combinations import ALL
+from tests.support.jobs import differences
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The end of a run that nothing interrupted."""
+    return run_jobs.train(*run_jobs.begin(tmp_path_factory.mktemp("whole"), handlers.Local()))
+
+
+def names(folder):
+    return [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
+
+
+def test_it_saves_in_between_and_at_the_end(tmp_path):
+    run_jobs.train(*run_jobs.begin(tmp_path, handlers.Local()))
+    assert names(tmp_path) == ["000001-step-5", "000002-step-10", "000003-step-12"]
+
+
+def test_a_run_that_has_ended_does_nothing(tmp_path, whole):
+    for _ in range(2):
+        assert not differences(run_jobs.train(*run_jobs.begin(tmp_path, handlers.Local())), whole)
+    assert len(names(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("at", [0, 6, 9])
+def test_an_error_saves_nothing_and_the_next_start_goes_on_with_the_same_bits(tmp_path, whole, at):
+    def fails(i):
+        if i == at:
+            raise ArithmeticError("bad row")
+
+    before = signal.getsignal(signal.SIGTERM)
+    run, *rest = run_jobs.begin(tmp_path, handlers.Local())
+    with pytest.raises(ArithmeticError):
+        run_jobs.train(run, *rest, fails)
+    run.checkpoints.finish()  # as the interpreter does when it exits
+    run, *rest = run_jobs.begin(tmp_path, handlers.Local())
+    assert run.step == at // run_jobs.EVERY * run_jobs.EVERY
+    assert not differences(run_jobs.train(run, *rest), whole)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_saves_the_step_that_runs_and_leaves(tmp_path, whole):
+    run, *rest = run_jobs.begin(tmp_path, handlers.Local())
+    with pytest.raises(SystemExit) as left:
+        run_jobs.train(run, *rest, lambda i: i == 7 and os.kill(os.getpid(), signal.SIGTERM))
+    assert (left.value.code, run.step) == (143, 8)
+    assert names(tmp_path) == ["000001-step-5", "000002-step-8"]
+    assert not differences(run_jobs.train(*run_jobs.begin(tmp_path, handlers.Local())), whole)
+
+
+@pytest.mark.parametrize("guilty", [[0], [1], [0, 1]])
+def test_all_ranks_save_the_same_step_whichever_gets_the_signal(pools, tmp_path, whole, guilty):
+    assert pools(2).run(run_jobs.asked, str(tmp_path), guilty, 7) == [(143, 8)] * 2
+    assert names(tmp_path) == ["000001-step-5", "000002-step-8"]
+    ends = pools(2).run(run_jobs.go_on, str(tmp_path))
+    assert not differences({**ends[0]["params"], **ends[1]["params"]}, whole["params"])
+
+
+@pytest.mark.skipif(not ALL, reason="four starts under torchrun take a minute: FPIPE_TESTS=all runs them")
+def test_a_job_that_loses_a_rank_again_and_again_ends_with_the_same_bits(tmp_path):
+    """Under torchrun, which sends SIGTERM to the other rank: no save begins, and the next start loads the last one."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [*command, "--max-restarts", "3", "--monitor-interval", "0.1", run_jobs.__file__, str(tmp_path / "killed")]
+    done = subprocess.run(
+        script, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    whole = run_jobs.train(*run_jobs.begin(tmp_path / "whole", handlers.Local()), total=20)
+    for rank in range(2):
+        end = torch.load(tmp_path / "killed" / f"end-{rank}.pt")
+        assert end["step"] == 20
+        assert not differences(end["params"][rank], whole["params"][rank])
+    assert {int(name.rpartition("-")[2]) % run_jobs.EVERY for name in names(tmp_path / "killed")} == {0}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda run: [*run.steps(-1)], "total must be a number of steps, at least 0, not -1"),
+        (lambda run: [*run.steps(1, every=0)], "every must be a number of steps, at least 1, not 0"),
+        (lambda run: [*run.steps(1, every=1.5)], r"every must be a number of steps, at least 1, not 1\.5"),
+        (lambda run: interop.resume(run.checkpoints, step=1), "the run uses the name 'step' for itself"),
+        (lambda run: interop.resume(run.checkpoints, steps=1), "the run uses the name 'steps' for itself"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path, call, message):
+    run, *_ = run_jobs.begin(tmp_path, handlers.Local())
+    with pytest.raises(ValueError, match=message):
+        call(run)
+
+
+def test_a_section_that_it_lacks_is_named(tmp_path):
+    run, *_ = run_jobs.begin(tmp_path, handlers.Local())
+    with pytest.raises(AttributeError, match="no section 'average': pass it to resume, beside params, optimizer"):
+        run.average  # noqa: B018

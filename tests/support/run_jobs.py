@@ -1,0 +1,88 @@
+"""A training run that saves, is asked to end, and goes on: in one process, on ranks of a pool, as a script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import torch
+
+import fpipe
+from fpipe import Pipeline, Placement, handlers, interop
+from tests.support.cases import mse
+
+TOTAL, EVERY = 12, 5
+
+
+def layer(p, x):
+    return torch.tanh(x @ p["w"])
+
+
+def batch(i):
+    generator = torch.Generator().manual_seed(i)
+    return torch.randn(4, 3, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def begin(folder, handler, **options):
+    """A run as it begins, or goes on, and its step."""
+    pipeline = Pipeline([layer, layer], mse)
+    ranks = getattr(handler, "size", 2)
+    plan = pipeline.plan(Placement.loop(ranks, 2 // ranks), 2)
+    generator = torch.Generator().manual_seed(0)
+    params = {s: {"w": torch.randn(3, 3, generator=generator)} for s in range(2)}
+    params = pipeline.params_on(params, plan, handler.rank) if isinstance(handler, handlers.Distributed) else params
+    adam = interop.optimizer(torch.optim.Adam, lr=0.1)
+    checkpoints = interop.Checkpoints(folder, pipeline, plan, handler=handler, **options)
+    run = interop.resume(checkpoints, params=params, optimizer=adam.init(params), order=torch.arange(3))
+    return run, fpipe.value_and_grad(pipeline, "1f1b", plan, handler=handler), adam
+
+
+def train(run, step, adam, at=lambda i: None, total=TOTAL):
+    """Train to the end; `at` is called with the number of each step."""
+    for i in run.steps(total, every=EVERY):
+        at(i)
+        _, grads = step(run.params, *batch(i))
+        run.params, run.optimizer = adam.update(grads, run.optimizer, run.params)
+        run.order = run.order.roll(1)
+    return {"params": run.params, "order": run.order, "step": run.step}
+
+
+def asked(rank, folder, guilty, at):
+    """Train on this rank; a guilty one gets SIGTERM in a step. The status with which it leaves, and its step."""
+
+    def signalled(i):
+        if i == at and rank in guilty:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run, step, adam = begin(folder, handlers.Distributed(timeout=20))
+    try:
+        train(run, step, adam, signalled)
+    except SystemExit as left:
+        return left.code, run.step
+    return None, run.step
+
+
+def go_on(rank, folder):
+    """Train to the end on this rank, from where the folder's run is."""
+    return train(*begin(folder, handlers.Distributed(timeout=20)))
+
+
+def main(folder):
+    """A rank of a job whose rank 1 is killed in every second start, and which saves each step."""
+    torch.distributed.init_process_group("gloo")
+    run, step, adam = begin(folder, handlers.Distributed(timeout=20), keep=2)
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    def killed(i):
+        if restarts < 2 and i == run_from + 6 and torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run_from = run.step
+    result = train(run, step, adam, killed, total=20)
+    torch.save(result, f"{folder}/end-{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
