@@ -63,7 +63,10 @@ def late(rank, folder):
 
 def test_a_rank_that_does_not_come_is_named_and_one_that_comes_late_is_not(fresh_pool, tmp_path):
     first, second, _ = fresh_pool(3).run(late, str(tmp_path))
-    assert "rank 0 could not reach the other ranks at second of trying (nothing came within 2 s; missing: [2])" in first
+    assert (
+        "rank 0 could not reach the other ranks at second of trying (nothing came within timeout=2 s; missing: [2])"
+        in first
+    )
     assert "missing: [2]" in second
 
 
@@ -82,5 +85,5 @@ def absent(rank, folder):
 
 def test_a_rank_that_does_not_make_the_handler_is_named(fresh_pool, tmp_path):
     text, _ = fresh_pool(2).run(absent, str(tmp_path))
-    assert "at the set-up of a new handler (nothing came within 2 s; missing: [1])" in text
+    assert "at the set-up of a new handler (nothing came within timeout=2 s; missing: [1])" in text
     assert "value_and_grad and evaluate are called on every rank, in the same order" in text

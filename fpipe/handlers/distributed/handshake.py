@@ -465,7 +465,8 @@ def _content(inputs: Inputs) -> list[int]:
     """
     if not inputs.data or is_capturing():
         return [UNKNOWN, UNKNOWN]
-    return [_number(flatten(tree)) for tree in (inputs.data[0].batch, inputs.data[0].target)]
+    with aside():
+        return [_number(flatten(tree)) for tree in (inputs.data[0].batch, inputs.data[0].target)]
 
 
 def _number(tree: Flat) -> int:
