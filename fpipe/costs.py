@@ -8,7 +8,7 @@ from math import inf, isfinite
 from typing import Any, NamedTuple, SupportsFloat
 
 from fpipe.effects import Name, Parameters, parts
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, checked_class
 from fpipe.plan import Plan, call_of
 from fpipe.tables import BACKWARD, TABLE, Table, fields_of
 
@@ -26,6 +26,7 @@ BY_DEFAULT = {
 UNSCALED = {"parameters", "gathered", "gradients"}  # by the factors of microbatches
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class Link:
     """A directed edge between two ranks: a transfer takes latency (seconds) + bytes / bandwidth (bytes a second).
@@ -81,6 +82,7 @@ class Shared(NamedTuple):
     names: tuple[Name, ...]
 
 
+@checked_class
 @dataclass(frozen=True)
 class Costs:
     """The cost of each effect. A cost of stages is one number for all stages, or a sequence of one for each.

@@ -12,7 +12,7 @@ from math import lcm
 from typing import Any, Literal, get_args
 
 from fpipe.effects import Effect
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, checked, checked_class
 
 Cotangents = Literal["by_consumer", "by_rank"]
 """The order of adding the gradients of an output that several stages read: each by itself, or first those of a rank."""
@@ -57,6 +57,7 @@ class Placement:
 
     holders: tuple[tuple[int, ...], ...]
 
+    @checked
     def __init__(self, ranks: Sequence[int | Sequence[int]]) -> None:
         argument: object = ranks
         if not isinstance(argument, Iterable) or isinstance(argument, str):
@@ -79,18 +80,21 @@ class Placement:
             raise ScheduleError(f"rank {idle} has no stage: ranks are numbered 0 to {used[-1]} without gaps")
 
     @classmethod
+    @checked
     def loop(cls, ranks: int, chunks: int = 1) -> Placement:
         """Place stage s on rank s mod ranks: a chain, or `chunks` rounds of it (Narayanan et al. 2021)."""
         _positive(ranks=ranks, chunks=chunks)
         return cls([s % ranks for s in range(ranks * chunks)])
 
     @classmethod
+    @checked
     def v(cls, ranks: int) -> Placement:
         """Place two stages on each rank, down the ranks and back up (Qi et al. 2024, ZB-V)."""
         _positive(ranks=ranks)
         return cls([*range(ranks), *reversed(range(ranks))])
 
     @classmethod
+    @checked
     def both_ways(cls, ranks: int) -> Placement:
         """Place two copies of each stage, one counted from either end (DualPipe, DeepSeek-V3 report)."""
         _positive(ranks=ranks)
@@ -132,6 +136,7 @@ class Edges:
 
     reads: tuple[tuple[int, ...], ...]
 
+    @checked
     def __init__(self, reads: Sequence[Sequence[int]]) -> None:
         object.__setattr__(self, "reads", tuple(tuple(sorted(set(r))) for r in reads))
         last = len(self.reads) - 1
@@ -152,6 +157,7 @@ class Edges:
         return call_of(self, "reads")
 
     @classmethod
+    @checked
     def chain(cls, stages: int) -> Edges:
         """Return edges on which each stage reads the stage before it."""
         _positive(stages=stages)
@@ -185,6 +191,7 @@ def check_cotangents(cotangents: object) -> None:
         raise ScheduleError(f"cotangents must be 'by_consumer' or 'by_rank', not {cotangents!r}")
 
 
+@checked_class
 @dataclass(frozen=True)
 class Plan:
     """All that a schedule depends on: the placement, the number of microbatches, the edges, ties, and what is trained.
@@ -287,7 +294,7 @@ class Plan:
         """
         try:
             return self._stages_on[rank]
-        except KeyError:
+        except (KeyError, TypeError):
             raise ScheduleError(f"there is no rank {rank!r}: the plan has ranks 0 to {self.ranks - 1}") from None
 
     def rank_of(self, stage: int, microbatch: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import fx, nn
 
+from fpipe.errors import checked
 from fpipe.interop.modules.functions import ModuleFunction
 from fpipe.interop.splitting.export import export
 from fpipe.interop.splitting.partition import Flow
@@ -15,6 +16,7 @@ from fpipe.interop.splitting.stage_graph import GraphFunction
 from fpipe.stages.pipeline import Pipeline
 
 
+@checked
 def eval_mode(pipeline: Pipeline, mode: bool = True) -> Pipeline:
     """Return the pipeline with its modules in evaluation mode: no dropout, batch norm by its running statistics.
 

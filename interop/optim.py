@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fpipe.errors import checked
 from fpipe.stages.pytree import NAMESPACE, Path, describe, paths_of, short
 from fpipe.stages.sharding import is_dtensor, local, placed_alike, wrap
 
@@ -62,6 +63,7 @@ class Optimizer(NamedTuple):
         return f"<Optimizer: {getattr(self.update, '__qualname__', self.update)}>"
 
 
+@checked
 def optimizer(
     kind: type[torch.optim.Optimizer],
     *,
@@ -115,6 +117,12 @@ def optimizer(
         raise TypeError("LBFGS evaluates the loss itself, which a pure update can't")
     if issubclass(kind, torch.optim.SparseAdam):
         raise TypeError("SparseAdam takes sparse gradients alone, which not all are: take Adam, Adagrad or SGD")
+
+    plain = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
+    try:
+        kind([{"params": [torch.zeros(1, 1, requires_grad=True)]}], **plain)
+    except TypeError as error:
+        raise TypeError(f"{kind.__name__} can't be made with options {plain}: {error}") from error
 
     def init(params: Any) -> State:
         return optree.tree_map(lambda p: {}, params, namespace=NAMESPACE)

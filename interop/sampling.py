@@ -8,7 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fpipe.errors import checked
 
+
+@checked
 def rows(
     size: int,
     *,

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fpipe.errors import checked
 from fpipe.stages.pytree import Path, describe, flatten, paths_of, short
 from fpipe.stages.sharding import Layout, is_dtensor, local, wrap
 
@@ -20,6 +21,7 @@ Rule = Callable[[Path, Tensor], Sequence[Placement]] | Mapping[str, Sequence[Pla
 """Placements of each leaf, one for each dimension of the mesh."""
 
 
+@checked
 def shard(params: Any, mesh: DeviceMesh, rule: Rule) -> Any:
     """Return params whose tensors are DTensors, placed over a mesh by a rule.
 
@@ -57,6 +59,7 @@ def shard(params: Any, mesh: DeviceMesh, rule: Rule) -> Any:
     return spec.unflatten(map(placed, paths, leaves))
 
 
+@checked
 def fsdp(params: Any, mesh: DeviceMesh, *, dim: int = 0) -> Any:
     """Return params whose tensors are cut along a dimension over the replicas, as of fully sharded data parallelism.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fpipe.costs import OVER_REPLICAS, UNSCALED, Costs, Link, PerStage
 from fpipe.effects import BackwardInput, BackwardWeight
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, checked
 from fpipe.plan import Placement, Plan, Schedule
 from fpipe.schedules.controllable_memory import v_auto, v_half, v_min
 from fpipe.schedules.dualpipe import dualpipe, dualpipe_v
@@ -160,6 +160,7 @@ _ENTRIES = (
 CATALOGUE = {entry.name: entry for entry in _ENTRIES}
 
 
+@checked
 def get(name: str) -> Schedule:
     """Return a schedule of the catalogue. Where a function takes a schedule, it also takes such a name.
 

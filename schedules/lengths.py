@@ -5,10 +5,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from math import isfinite
+from numbers import Real
 
 from fpipe._format import counted
+from fpipe.errors import checked
 
 
+@checked
 def by_length(lengths: Iterable[float]) -> list[int]:
     """Return the numbers of microbatches in the order in which a pipeline waits least: shortest at both ends.
 
@@ -29,6 +32,7 @@ def by_length(lengths: Iterable[float]) -> list[int]:
     return ascending[::2] + ascending[1::2][::-1]
 
 
+@checked
 def pack(lengths: Iterable[float], microbatches: int) -> list[list[int]]:
     """Return the numbers of the sequences of each microbatch, so that the microbatches are about equally long.
 
@@ -49,8 +53,8 @@ def pack(lengths: Iterable[float], microbatches: int) -> list[list[int]]:
     each = _checked(lengths)
     if not 1 <= microbatches <= len(each):
         raise ValueError(
-            f"{counted(len(each), 'sequence')} can't fill {counted(microbatches, 'microbatch', 'es')}: each has at "
-            "least one"
+            f"lengths: {counted(len(each), 'sequence')} can't fill {counted(microbatches, 'microbatch', 'es')}: each "
+            "has at least one"
         )
     packs: list[list[int]] = [[] for _ in range(microbatches)]
     emptiest = [(0.0, 0, m) for m in range(microbatches)]
@@ -64,6 +68,8 @@ def pack(lengths: Iterable[float], microbatches: int) -> list[list[int]]:
 def _checked(lengths: Iterable[float]) -> Sequence[float]:
     each = list(lengths)
     for i, length in enumerate(each):
+        if not isinstance(length, Real):
+            raise TypeError(f"length {i} is {length!r}: a length is a number of at least 0")
         if not (isfinite(length) and length >= 0):
             raise ValueError(f"length {i} is {length!r}: a length is a number of at least 0")
     return each

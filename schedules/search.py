@@ -25,7 +25,7 @@ from fpipe.effects import (
     Overlap,
     Residuals,
 )
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, checked
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.footprint import RankBytes, footprint
 from fpipe.programs.lowering import lower
@@ -76,6 +76,7 @@ class Found:
         return max(account.total for account in self.footprint)
 
 
+@checked
 def search(
     plan: Plan,
     costs: Costs = Costs(),
@@ -170,6 +171,7 @@ def _check(plan: Plan, costs: Costs, memory_limit: float | None, chunks: Sequenc
         )
 
 
+@checked
 def pareto(
     plan: Plan,
     costs: Costs = Costs(),
@@ -311,6 +313,7 @@ def _plan_of(plan: Plan, entry: CatalogueEntry, chunks: int) -> Plan:
     return replace(candidate, edges=plan.edges, ties=plan.ties, cotangents=plan.cotangents)
 
 
+@checked
 def lower_bound(
     plan: Plan, costs: Costs, memory_limit: float | None = None, *, memory_limit_bytes: float | None = None
 ) -> float:

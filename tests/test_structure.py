@@ -89,7 +89,7 @@ LAYOUT = {
     "fpipe.transforms": "stages errors",
     "fpipe.parallel": "stages devices errors",
     "fpipe.interop.torch_csv": "schedules programs plan effects errors",
-    "fpipe.interop.sampling": "",
+    "fpipe.interop.sampling": "errors",
     "fpipe.interop.sharding": "stages errors",
     "fpipe.interop.styles": "",
     "fpipe.interop.modules": "interop.sharding stages plan errors",

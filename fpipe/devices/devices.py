@@ -144,7 +144,10 @@ def device_of(device: torch.device | str | Device) -> Device:
     """
     if not isinstance(device, torch.device | str):
         return device
-    kind = torch.device(device).type
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"{device!r} is no device: {error}") from error
     if kind == "cuda":
         return Cuda(device)
     if kind == "cpu":

@@ -17,6 +17,7 @@ import torch
 from fpipe import effects as fx
 from fpipe.autodiff.interface import DifferentiablePipeline, Leaves
 from fpipe.devices import current_device, device_of
+from fpipe.errors import checked
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions, Step
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.gradients import add_leaves
@@ -47,6 +48,7 @@ class Local:
     rank = 0  # the first of those that it plays, as of every handler
     is_first = True
 
+    @checked
     def __init__(
         self,
         devices: Sequence[torch.device | str] | None = None,
@@ -54,7 +56,11 @@ class Local:
         functions: Functions = NO_FUNCTIONS,
     ) -> None:
         self.functions, self.departure = functions, Departure()
-        self.devices = None if devices is None else [torch.device(d) for d in devices]
+        try:
+            self.devices = None if devices is None else [torch.device(d) for d in devices]
+        except (RuntimeError, TypeError) as error:
+            why = str(error).splitlines()[0]
+            raise ValueError(f"devices must be devices of torch's, not {devices!r}: {why}") from error
 
     def __repr__(self) -> str:
         return f"Local({'' if self.devices is None else [str(device) for device in self.devices]})"

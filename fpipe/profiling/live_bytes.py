@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from fpipe.devices import Device, device_of
 from fpipe.effects import Effect, Reduce, Send, WeightGradient
+from fpipe.errors import checked
 from fpipe.handlers.protocol import Observer
 
 P = ParamSpec("P")
@@ -24,6 +25,7 @@ T = TypeVar("T")
 MARK = "fpipe.live"
 
 
+@checked
 def peak_bytes(call: Callable[[], object], device: torch.device | str | Device = "cpu") -> int:
     """Return the most bytes of tensors that are live during a call, beyond those that were live before it.
 

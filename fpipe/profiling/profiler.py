@@ -21,7 +21,7 @@ from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.costs import OVER_REPLICAS, Costs, Shared
 from fpipe.devices import device_of
-from fpipe.errors import ScheduleError, fold_tracebacks
+from fpipe.errors import ScheduleError, checked, fold_tracebacks
 from fpipe.handlers.calls import paths_read
 from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.distributed.strides import buffer, strides_of
@@ -54,6 +54,7 @@ PIECES: Mapping[type, str] = {
 HINT = "every process calls profile with the handler"
 
 
+@checked
 @fold_tracebacks
 def profile(
     pipeline: Pipeline,
@@ -124,7 +125,9 @@ def profile(
 
     def inputs() -> Inputs:
         axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
-        batches, targets = (split(x, microbatches, axis)[0] for x, axis in zip((batch, target), axes, strict=True))
+        names = ("batch", "target")
+        trees = zip((batch, target), axes, names, strict=True)
+        batches, targets = (split(x, microbatches, axis, name)[0] for x, axis, name in trees)
         return Inputs({}, [state or {}], list(map(Microbatch, batches, targets)), rng=as_rng(rng or (0, 0)))
 
     peers = None if handler is None or handler.peers is None else handler.peers.new_group("a profile", hint=HINT)

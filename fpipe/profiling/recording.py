@@ -15,7 +15,7 @@ from math import isnan, nan
 
 from fpipe._format import extent
 from fpipe.effects import Effect, Name, Recv
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, checked
 from fpipe.handlers.protocol import Handler
 from fpipe.profiling.observers import HostTimed
 from fpipe.programs.program import Programs, plan_of
@@ -74,6 +74,7 @@ class Recording(HostTimed):
     ['Forward', 'Forward', 'Backward', 'Backward']
     """
 
+    @checked
     def __init__(self, programs: Programs, clock: Callable[[], float] = time.perf_counter) -> None:
         plan_of(programs)  # one of each rank
         self.programs, self.clock = programs, clock

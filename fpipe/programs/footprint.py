@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from fpipe._format import format_bytes
 from fpipe.costs import Costs
 from fpipe.effects import Parameters, Recv, Scatter, WeightGradient, parts
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, checked
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import live_bytes
 from fpipe.programs.program import Program, Programs, plan_of, table_of
@@ -49,6 +49,7 @@ class RankBytes(NamedTuple):
         return ", ".join(named).replace("of live", "of live values").replace("of optimizer", "of optimizer state")
 
 
+@checked
 def footprint(programs: Programs, costs: Costs) -> tuple[RankBytes, ...]:
     """Return the account of each rank at its peak, from the sizes in the costs.
 

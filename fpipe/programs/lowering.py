@@ -36,7 +36,7 @@ from fpipe.effects import (
     WeightGradient,
     parts,
 )
-from fpipe.errors import ScheduleError, fold_tracebacks
+from fpipe.errors import ScheduleError, checked, fold_tracebacks
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interning import Interning
 from fpipe.programs.names import check_names
@@ -49,6 +49,7 @@ from fpipe.tables import BACKWARD, INPUT, TABLE, WEIGHT, Table, halves, is_unifo
 Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values that are not received yet
 
 
+@checked
 @fold_tracebacks
 def lower(
     schedule: Schedule | str,
@@ -96,7 +97,12 @@ def collect(schedule: Schedule | str, plan: Plan, table: Table = TABLE) -> Progr
         raise ScheduleError(f"plan must be a Plan, as pipeline.plan(placement, microbatches) makes it, not {plan!r}")
     programs = {}
     for rank in range(plan.ranks):
-        yielded = schedule(rank, plan)
+        try:
+            yielded = schedule(rank, plan)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # from inside of it
+                raise
+            raise ScheduleError(f"schedule must be a function of (rank, plan), not {schedule!r}: {error}") from None
         if not isinstance(yielded, Iterable):
             raise ScheduleError(
                 f"on rank {rank} the schedule returns {yielded!r}: it yields effects, or returns a list"

@@ -18,10 +18,11 @@ from math import inf
 from fpipe._format import format_bytes
 from fpipe.costs import Costs
 from fpipe.effects import Effect, Gather, Parameters, Release
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, checked_class
 from fpipe.programs.program import Program, Programs, plan_of
 
 
+@checked_class
 @dataclass(frozen=True)
 class Residence:
     """The room of a rank for sharded stages that are whole, and the time of their gathers.

@@ -45,7 +45,7 @@ from fpipe.effects import (
     WeightGradient,
     parts,
 )
-from fpipe.errors import ScheduleError, fold_tracebacks
+from fpipe.errors import ScheduleError, checked, fold_tracebacks
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interleaving import crossed, turns
 from fpipe.programs.interning import Interning
@@ -123,6 +123,7 @@ class Report:
         return "\n".join([self._title, *aligned(ranks), *(aligned(edges) if self.messages else [])])
 
 
+@checked
 @fold_tracebacks
 def verify(
     schedule: Schedule | str,

@@ -10,6 +10,7 @@ import optree
 import torch
 
 from fpipe._format import counted
+from fpipe.errors import checked
 from fpipe.stages.pytree import NAMESPACE, describe, short, summary
 
 
@@ -40,6 +41,7 @@ class Microbatches(Sequence[Any]):
     Microbatches([float32[1, 5], float32[1, 3]])
     """
 
+    @checked
     def __init__(self, trees: Iterable[Any]) -> None:
         if isinstance(trees, torch.Tensor | Mapping | str):
             raise TypeError(f"Microbatches takes a list of trees, one for each, not a {type(trees).__name__}")
@@ -115,6 +117,8 @@ def split(tree: Any, count: int, axes: Any = 0, what: str = "batch") -> tuple[li
         if axis is None or not isinstance(leaf, torch.Tensor):
             columns.append([leaf] * count)
             continue
+        if not isinstance(axis, int):
+            raise TypeError(f"in_axes must be an axis, None, or a tree of them, not {axis!r} for {what}{short(path)}")
         name = f"{what}{short(path)} ({describe(leaf)})"
         if not -leaf.ndim <= axis < leaf.ndim:
             raise ValueError(f"{name} has no axis {axis} to split; in_axes=None gives it to every microbatch whole")

@@ -11,7 +11,7 @@ from typing import Any, Protocol, SupportsIndex
 import torch
 
 from fpipe._format import counted
-from fpipe.errors import StageError, fold_tracebacks
+from fpipe.errors import StageError, checked, fold_tracebacks
 from fpipe.plan import Cotangents, Edges, Placement, Plan, check_cotangents
 from fpipe.stages.describe import description, html
 from fpipe.stages.microbatch import Microbatch, Microbatches
@@ -49,6 +49,7 @@ class Pipeline:
     tensor(9.)
     """
 
+    @checked
     def __init__(
         self,
         stages: Sequence[Stage | Callable[..., Any]],
@@ -58,7 +59,7 @@ class Pipeline:
         cotangents: Cotangents = "by_consumer",
     ) -> None:
         check_cotangents(cotangents)
-        if not stages:
+        if not len(stages):
             raise ValueError("a pipeline needs at least one stage")
         self.stages = tuple(_with_reads(s if isinstance(s, Stage) else Stage(s), i) for i, s in enumerate(stages))
         self.loss, self.cotangents = loss, cotangents
@@ -77,6 +78,7 @@ class Pipeline:
         """Return whether params get a gradient for each row of the batch, which are not added."""
         return any(stage.rows is not None for stage in self.stages)
 
+    @checked
     def plan(
         self, placement: Placement, microbatches: int, replicas: int = 1, trained: Collection[int] | None = None
     ) -> Plan:
@@ -111,6 +113,7 @@ class Pipeline:
         entries = map(as_path, self.stages[stage].frozen)
         return any(path[: len(entry)] == entry for entry in entries)
 
+    @checked
     def freeze(self, params: Mapping[int, Any], where: Where) -> Pipeline:
         """Return the pipeline with more params frozen: they get no gradient, which is None.
 
@@ -134,6 +137,7 @@ class Pipeline:
         """
         return self._with_frozen(params, where, True)
 
+    @checked
     def unfreeze(self, params: Mapping[int, Any], where: Where) -> Pipeline:
         """Return the pipeline with fewer params frozen. The arguments and errors are those of `freeze`."""
         return self._with_frozen(params, where, False)
@@ -230,6 +234,7 @@ class Pipeline:
                 stage=stage,
             ) from error
 
+    @checked
     def params_on(self, params: Mapping[int, Any], plan: Plan, rank: SupportsIndex | PlaysRanks) -> dict[int, Any]:
         """Return the params that a rank, or a process, needs: its stages' trees, and the entries that they share.
 
@@ -248,6 +253,7 @@ class Pipeline:
                 trees[owner] = set_at(trees.get(owner, {}), path, self._shared(params, *users[0], owner, path))
         return dict(sorted(trees.items()))
 
+    @checked
     def state_on(self, state: Mapping[int, Any], plan: Plan, rank: SupportsIndex | PlaysRanks) -> dict[int, Any]:
         """Return the state that a rank, or a process, needs: its stages' trees. `rank` is as in `params_on`.
 
@@ -302,11 +308,18 @@ class Pipeline:
 
 
 def _stages_on(plan: Plan, rank: SupportsIndex | PlaysRanks) -> list[int]:
-    ranks = [operator.index(rank)] if isinstance(rank, SupportsIndex) else rank.ranks(plan)
+    if not (isinstance(rank, SupportsIndex) or callable(getattr(rank, "ranks", None))):
+        raise TypeError(f"rank must be a number, or a handler, which plays ranks, not {rank!r}")
+    try:
+        ranks = [operator.index(rank)] if isinstance(rank, SupportsIndex) else rank.ranks(plan)
+    except TypeError as error:
+        raise TypeError(f"rank must be a number, or a handler, which plays ranks, not {rank!r}") from error
     return sorted({stage for each in ranks for stage in plan.stages_on(each)})
 
 
 def _tree_of(params: Mapping[int, Any], stage: int) -> Any:
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params must be {{stage: tree}}, not {params!r}")
     if stage in params:
         return params[stage]
     raise StageError(

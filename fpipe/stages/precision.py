@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fpipe.errors import checked_class
 from fpipe.stages.pytree import NAMESPACE
 from fpipe.stages.sharding import is_dtensor
 
@@ -16,6 +17,7 @@ HALVES = (torch.bfloat16, torch.float16)
 """The dtypes of which torch adds tensors to float32 ones without a cast before."""
 
 
+@checked_class
 @dataclass(frozen=True)
 class Precision:
     """The dtypes in which stages compute, and in which their gradients are added.

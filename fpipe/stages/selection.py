@@ -46,7 +46,7 @@ def selected(where: Where, leaves: Sequence[tuple[Path, Any]]) -> list[Path]:
         if not matching:
             names = list(dict.fromkeys(name_of(path) for path, _ in tensors))
             such = f"names are such as {', '.join(names[:4])}" if names else "there is no tensor of floating point"
-            raise ValueError(f"no parameter is called {pattern!r}: {such}")
+            raise ValueError(f"where: no parameter is called {pattern!r}: {such}")
         chosen |= dict.fromkeys(matching)
     return list(chosen)
 

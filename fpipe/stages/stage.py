@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from fpipe.errors import checked, checked_class
 from fpipe.plan import call_of
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Path, flatten, get_at, short
@@ -21,6 +22,7 @@ class Output:
     stage: int
     path: Path
 
+    @checked
     def __init__(self, stage: int, *path: Any) -> None:
         object.__setattr__(self, "stage", stage)
         object.__setattr__(self, "path", path)
@@ -130,6 +132,7 @@ class StageFunction(Protocol):
     def __call__(self, params: Any, *inputs: Any) -> Any: ...
 
 
+@checked_class
 @dataclass(frozen=True)
 class Stage:
     """A pure function `fn(params, *inputs) -> outputs` over pytrees.

@@ -19,7 +19,7 @@ from typing import Any
 
 from fpipe.costs import Costs, Link
 from fpipe.effects import Recv, Send
-from fpipe.errors import fold_tracebacks
+from fpipe.errors import checked, fold_tracebacks
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.footprint import enforce, footprint
 from fpipe.programs.interleaving import turns
@@ -31,6 +31,7 @@ from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
 
 
+@checked
 @fold_tracebacks
 def simulate(
     schedule: Schedule | str,

@@ -7,6 +7,7 @@ from math import floor
 from typing import NamedTuple
 
 from fpipe.effects import Effect, Name, Recv, Send
+from fpipe.errors import checked
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interleaving import interleave
 from fpipe.programs.lowering import lower
@@ -15,6 +16,7 @@ from fpipe.timelines.labels import text
 from fpipe.timelines.timeline import Timeline
 
 
+@checked
 def draw(schedule: Schedule | str, plan: Plan, *, effects: Table = TABLE) -> str:
     """Draw the timeline in which every compute effect takes one unit of time and transfers take no time.
 

@@ -9,9 +9,11 @@ import optree
 import torch
 from torch import Tensor
 
+from fpipe.errors import checked_class
 from fpipe.stages.pytree import NAMESPACE
 
 
+@checked_class
 @dataclass(frozen=True, eq=False)
 class LossScale:
     """A loss scale, and the rule by which it changes: that of `torch.amp.GradScaler`. A pytree of two tensors.
@@ -50,7 +52,7 @@ class LossScale:
         if self.growth_interval < 1:
             raise ValueError(f"growth_interval must be at least 1, not {self.growth_interval}")
         if isinstance(self.value, int | float) and not 0.0 < self.value < float("inf"):
-            raise ValueError(f"the loss scale must be a positive number, not {self.value}")
+            raise ValueError(f"value, the loss scale, must be a positive number, not {self.value}")
         if isinstance(self.value, int | float):
             object.__setattr__(self, "value", torch.tensor(self.value, dtype=torch.float32))
         if isinstance(self.streak, int):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.errors import TransportError
+from fpipe.errors import TransportError, checked
 from fpipe.handlers.protocol import Handler, Replicas
 from fpipe.plan import Plan
 from fpipe.stages.pytree import flatten
@@ -36,6 +36,7 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 HINT = "every rank calls global_norm or clip_by_global_norm, after the same step; after this, make a new handler"
 
 
+@checked
 def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler, by_row: bool = False) -> Tensor:
     """Return the 2-norm of the gradients of the whole pipeline, on every rank. Every rank calls it.
 
@@ -66,6 +67,7 @@ def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler, by_ro
     return _norm(lambda: squares(grads, plan, handler, by_row=by_row), handler)
 
 
+@checked
 def clip_by_global_norm(
     grads: Mapping[int, Any], max_norm: float | Tensor, plan: Plan, *, handler: Handler
 ) -> tuple[dict[int, Any], Tensor]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fpipe._format import extent
 from fpipe.devices import CaptureError, without_autocast
-from fpipe.errors import StageError, fold_tracebacks
+from fpipe.errors import StageError, checked, fold_tracebacks
 from fpipe.handlers.protocol import Handler
 from fpipe.plan import Plan, Schedule
 from fpipe.stages.pipeline import Pipeline
@@ -52,6 +52,7 @@ class Updated(NamedTuple):
     loss_scale: LossScale | None
 
 
+@checked
 def train_step(
     pipeline: Pipeline,
     schedule: Schedule | str,
@@ -101,6 +102,8 @@ def train_step(
     """
     if pipeline.no_update is not None:
         raise ValueError(f"no optimizer takes this pipeline's gradients: {pipeline.no_update}. Take value_and_grad")
+    if not (isinstance(optimizer, Sequence) and len(optimizer) == 2 and all(map(callable, optimizer))):
+        raise TypeError(f"optimizer must be a pair (init, update), as interop.optimizer returns it, not {optimizer!r}")
     _, update = optimizer
     if "argnums" in options:
         raise ValueError(

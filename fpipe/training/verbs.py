@@ -10,7 +10,7 @@ from typing import Any, get_args
 from fpipe.autodiff.interface import Argument, differentiates_data
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.effects import parts
-from fpipe.errors import ScheduleError, fold_tracebacks
+from fpipe.errors import ScheduleError, checked, fold_tracebacks
 from fpipe.handlers.protocol import Handler, Observer
 from fpipe.plan import Plan, Schedule
 from fpipe.policies import everything_saveable
@@ -27,6 +27,7 @@ from fpipe.training.finite import CheckFinite, check_option
 from fpipe.training.step import Capture, Computed, Step, check_capture, check_replicas_captured
 
 
+@checked
 @fold_tracebacks
 def value_and_grad(
     pipeline: Pipeline,
@@ -168,6 +169,7 @@ def value_and_grad(
     return Step(spec, programs, handler, observe, _name(schedule), result, capture, bool(check_finite))
 
 
+@checked
 @fold_tracebacks
 def evaluate(
     pipeline: Pipeline,

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe.errors import checked
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Stage
 from fpipe.transforms.duals import Dual, is_dual, primals, pushforward
 from fpipe.transforms.wrapping import check, with_functions
 
 
+@checked
 def jvp(pipeline: Pipeline, loss: Callable[..., Any] | None = None, *, has_aux: bool = False) -> Pipeline:
     """Return a pipeline that pushes tangents through its stages, beside the values.
 
@@ -40,6 +42,7 @@ def jvp(pipeline: Pipeline, loss: Callable[..., Any] | None = None, *, has_aux: 
     return _pushed(pipeline, loss or _own_loss(pipeline, has_aux))
 
 
+@checked
 def hvp(pipeline: Pipeline, *, has_aux: bool = False) -> Pipeline:
     """Return a pipeline whose gradient is a Hessian-vector product, by reverse over forward.
 

@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from fpipe.errors import checked
 from fpipe.stages.pipeline import Pipeline
 from fpipe.transforms.mapped import Axes, Randomness, unmapped, vectorized_pipeline
 from fpipe.transforms.wrapping import check
 
 
+@checked
 def vmap(
     pipeline: Pipeline,
     in_dims: Any = (0, None, None),

@@ -9,6 +9,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from fpipe.errors import checked
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import NAMESPACE
 from fpipe.stages.stage import Stage
@@ -16,6 +17,7 @@ from fpipe.transforms.mapped import Axes, Randomness, is_mapped, marked, unmappe
 from fpipe.transforms.wrapping import check
 
 
+@checked
 def per_sample(
     pipeline: Pipeline, in_dims: Any = 0, *, randomness: Randomness = "error", has_aux: bool = False
 ) -> Pipeline:

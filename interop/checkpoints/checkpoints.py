@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpipe.errors import warn
+from fpipe.errors import checked, warn
 from fpipe.handlers.protocol import Handler
 from fpipe.interop.checkpoints.claims import Claim
 from fpipe.interop.checkpoints.completeness import Missing, check_complete, missing_entries, nonpersistent
@@ -74,6 +74,7 @@ class Checkpoints:
     {'params': {0: {'scale': tensor([3.])}}, 'step': 12, 'rng': (7, 12)}
     """
 
+    @checked
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -160,6 +161,7 @@ class Checkpoints:
         if pending is not None and not pending.reported:
             pending.wait()
 
+    @checked
     def load(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -189,8 +191,6 @@ class Checkpoints:
             TransportError: a rank did not come, or is gone.
             TypeError: a tensor that is passed is sparse or nested.
         """
-        if path is not None and not isinstance(path, str | os.PathLike):
-            raise TypeError(f"load takes the path of a checkpoint, and sections by name, as params=, not {path!r}")
         self._begin("load")
         at = self.folder / self._on_first(lambda: last(self.folder).name, "load") if path is None else Path(path)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from fpipe.errors import checked
 from fpipe.interop.checkpoints.manifest import CheckpointError
 from fpipe.interop.checkpoints.names import Name, dotted
 from fpipe.interop.checkpoints.storage import opened, synced
@@ -40,6 +41,7 @@ DTYPES = {
 }
 
 
+@checked
 def export_safetensors(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, verify: bool = True) -> None:
     """Write the parameters and buffers of a checkpoint into one file, under their modules' own names.
 

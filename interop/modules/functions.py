@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fpipe.errors import StageError
+from fpipe.errors import StageError, checked
 from fpipe.interop.modules.shared_memory import overlapping, refuse_overlapping_params
 from fpipe.interop.modules.skeletons import call, own_tensors, to_meta, uncompiled, validated
 from fpipe.plan import Cotangents
@@ -81,6 +81,7 @@ class ModuleFunction:
         """Accept every batch."""
 
 
+@checked
 def from_modules(
     modules: Sequence[nn.Module] | nn.Sequential,
     *,
@@ -174,6 +175,7 @@ def _cut(modules: Sequence[nn.Module] | nn.Sequential, at: Sequence[int]) -> lis
     return parts
 
 
+@checked
 def from_functions(
     functions: Sequence[Callable[..., Any]],
     *,
@@ -204,6 +206,7 @@ def from_functions(
     return Pipeline(stages, loss, ties=ties, cotangents=cotangents)
 
 
+@checked
 def buffers(modules: Sequence[nn.Module] | Pipeline, module: nn.Module | None = None) -> dict[int, Tree]:
     """Return the state of stateful stages: copies of the buffers, by stage.
 
@@ -227,6 +230,7 @@ def buffers(modules: Sequence[nn.Module] | Pipeline, module: nn.Module | None = 
     return {i: {name: values[name].detach().clone() for name in tree} for i, tree in names.items()}
 
 
+@checked
 def into_modules(
     modules: Sequence[nn.Module], params: Mapping[int, Tree], state: Mapping[int, Tree] | None = None
 ) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from fpipe.errors import checked
 from fpipe.interop.modules.functions import Tree, spec_of
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import StageFunction, StageSpec
 
 
+@checked
 def from_state_dict(
     pipeline: Pipeline,
     state_dict: Mapping[str, Tensor],
@@ -84,6 +86,7 @@ def place(name: str, whole: Tensor, like: Mapping[str, Tensor] | None) -> Tensor
         raise ValueError(f"{name}: {error}") from error
 
 
+@checked
 def to_state_dict(
     pipeline: Pipeline, params: Mapping[int, Tree], state: Mapping[int, Tree] | None = None
 ) -> dict[str, Tensor]:

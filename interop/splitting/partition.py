@@ -152,7 +152,7 @@ class Flow:
         elif at and not (call.isdigit() and int(call) in calls):
             problem = f"{name!r} runs {len(calls)} times, counted from 0"
         if problem:
-            raise ValueError(f"there is no split point {point!r}: {problem}")
+            raise ValueError(f"at: there is no split point {point!r}: {problem}")
         chosen = [calls[int(call)]] if at else list(calls.values())
         return min(low for low, _ in chosen) if isinstance(point, str) else max(high for _, high in chosen) + 1
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fpipe.errors import StageError, fold_tracebacks
+from fpipe.errors import StageError, checked, fold_tracebacks
 from fpipe.interop.modules.functions import Tree, aliases_of, canonical, named_tensors, originals_of
 from fpipe.interop.modules.shared_memory import overlapping, refuse_overlapping_params
 from fpipe.interop.modules.skeletons import to_meta, validated
@@ -26,6 +26,7 @@ from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Stage, frozen_paths
 
 
+@checked
 @fold_tracebacks
 def split(
     module: nn.Module,

@@ -179,7 +179,7 @@ def test_nothing_is_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="save needs a section on some rank"):
         saved.save()
     assert saved.latest() == first
-    with pytest.raises(TypeError, match=r"sections by name, as params=, not \{\}"):
+    with pytest.raises(TypeError, match=r"load: path must be .*, not \{\}"):
         saved.load({})
-    with pytest.raises(ValueError, match="keep must be at least 1"):
+    with pytest.raises(TypeError, match="keep must be int"):
         small(tmp_path, keep=1.5)

@@ -9,11 +9,13 @@ import sys
 import torch
 import torch.distributed as dist
 
+from fpipe.errors import checked
 from fpipe.handlers.calls import NO_FUNCTIONS, Functions
 from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.local import Local
 
 
+@checked
 def auto(
     device: torch.device | str | None = None,
     *,

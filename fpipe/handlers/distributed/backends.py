@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from fpipe.devices import Device
+from fpipe.errors import checked_class
 
 log = logging.getLogger("fpipe.transport")
 
@@ -151,6 +152,7 @@ class Gloo:
 MOMENT = timedelta(milliseconds=1)
 
 
+@checked_class
 @dataclass(frozen=True)
 class NCCL:
     """NCCL, with a communicator for each edge.

@@ -26,7 +26,7 @@ from fpipe import effects as fx
 from fpipe.autodiff.graph.collectives import WATCH
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.devices import Device, Graph, GraphReset, aside, device_of, is_capturing
-from fpipe.errors import ScheduleError, StageError, TransportError
+from fpipe.errors import ScheduleError, StageError, TransportError, checked
 from fpipe.flight.recording import Recording, new_name, record
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.distributed.backends import NCCL, Backend, Gloo
@@ -90,6 +90,7 @@ class Distributed:
             variable would make ranks wait for ever.
     """
 
+    @checked
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
