@@ -101,6 +101,7 @@ class Traced:
     Attributes:
         run: calls the functions of graphs; another one runs them in turns with those of another stage.
         waits: whether a graph has waited for collectives.
+        peers: the processes in the groups of its collectives.
 
     Raises:
         StageError: (by its methods) the stage cannot be traced, and `fallback` is False.
@@ -132,6 +133,7 @@ class Traced:
         self.warned = False
         self.run: Run = plainly
         self.waits = False
+        self.peers = frozenset[int]()
 
     def prepare(self, params: Any) -> Prepared:
         return prepared(self.stage, params, self.argnums)
@@ -188,7 +190,9 @@ class Traced:
             return None
         if key != self.latest[0]:
             self.latest = key, self._look_up(key, prepared, trees, keep)
-            self.waits |= self.latest[1] is not None and self.latest[1].waits
+            if (functions := self.latest[1]) is not None:
+                self.waits |= functions.waits
+                self.peers = self.peers.union(*(post.group for post in functions.collectives))
         return self.latest[1]
 
     def _look_up(self, key: Hashable, prepared: Prepared, trees: list[Flat], keep: bool) -> Functions | None:

@@ -93,6 +93,7 @@ class Step:
         placed: the params as the caller passed them, where leaves are sharded; `inputs` then has this replica's pieces.
         joint: the stages that compute with the microbatches of other replicas too, as those with experts, or with parts
             of a sequence, do.
+        others: the job's processes that have this rank in the other replicas.
         scattered: stage -> function that returns its sums over all replicas; waits for them.
         foreign: (stage, rank) -> leaves of that rank's sum, as received.
         seeds: microbatch -> cotangents of the last stage's output.
@@ -105,6 +106,7 @@ class Step:
     sums: defaultdict[int, Sum] = field(default_factory=lambda: defaultdict(Sum))
     placed: Mapping[int, Any] | None = None
     joint: set[int] = field(default_factory=set)
+    others: frozenset[int] = frozenset()
     scattered: dict[int, Callable[[], Leaves]] = field(default_factory=dict)
     foreign: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     seeds: dict[int, Leaves] = field(default_factory=dict)
@@ -367,8 +369,10 @@ class Calls:
 
     def _has_weight(self, stage: int, m: int) -> bool:
         """Return False for a backward of the last stage whose microbatch has a loss of weight zero."""
-        is_alone = stage == self.plan.stages - 1 and stage not in self.step.joint
-        return not is_alone or has_weight(self.step.inputs.scale(m))
+        if stage != self.plan.stages - 1 or has_weight(self.step.inputs.scale(m)):
+            return True
+        piece, step = self.pieces.stages[stage], self.step  # other replicas' losses may depend on this microbatch
+        return stage in step.joint or not step.others.isdisjoint(getattr(piece, "peers", ()))
 
     def _backward(self, e: fx.Backward) -> Instruction:
         return self._whole_backward(e.stage, e.microbatch)

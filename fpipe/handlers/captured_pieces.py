@@ -115,6 +115,11 @@ class CapturedStage:
         self.copies: dict[int, _Copy] = {}
         self.steps, self.refused = 0, False
 
+    @property
+    def peers(self) -> frozenset[int]:
+        """The processes in the groups of the collectives, with which it runs without graphs."""
+        return getattr(self.piece, "peers", frozenset())
+
     def prepare(self, params: Any) -> Prepared:
         """Return the parameters in the graphs' memory, and capture what ran as it is in the last step."""
         prepared = self.piece.prepare(params)

@@ -1,6 +1,7 @@
 """Collectives inside pieces: nodes of graphs, compared over processes before they run, and watched while they do."""
 
 import pytest
+import torch
 
 from tests.support import piece_jobs as jobs
 
@@ -53,6 +54,11 @@ def test_the_collectives_of_attention(pools):
     }
     exchange = "all_to_all_single"
     assert ring == {("forward", exchange): 1, ("backward", exchange): 3, ("backward_input", exchange): 3}
+
+
+def test_a_microbatch_without_weight_has_its_part_in_the_losses_of_other_replicas(pools):
+    for results, expected in pools(2).run(jobs.weightless):
+        torch.testing.assert_close(results, expected)
 
 
 @pytest.mark.parametrize("which", ["local", "distributed"])

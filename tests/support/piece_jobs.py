@@ -15,7 +15,7 @@ from fpipe import handlers, parallel, policies
 from fpipe.autodiff.traced import Traced
 from fpipe.effects import Backward
 from fpipe.stages.microbatch import Microbatch
-from fpipe.stages.stage import Batch, Stage
+from fpipe.stages.stage import Batch, Stage, Target
 from tests.support.context_jobs import block, mse, params_of, text_of
 from tests.support.replica_jobs import Grid
 
@@ -118,6 +118,46 @@ def different(rank, which):
         x = torch.ones(4, WIDTH)
         outcomes[name] = text_of(lambda step=step, x=x: step({0: {"w": torch.ones(WIDTH)}}, x, x))
     return outcomes
+
+
+def contrast(p, x, target, gather):
+    """The mean distance of rows to the sum of all replicas' rows, over those with a target."""
+    y = x * p["w"]
+    is_counted = ~target.isnan()
+    distances = (y - gather(y.tanh()).sum(0)).square().sum(-1) - target.nan_to_num()
+    return (distances * is_counted).sum() / is_counted.sum().clamp(min=1)
+
+
+def weightless(rank):
+    """Gradients of replicas whose last stage gathers over them, one without a microbatch's targets; and of autograd."""
+    mesh = Grid("pp1 dp2").mesh
+    own = handlers.Distributed(mesh["pp"], replicas=mesh["dp"], timeout=30)
+    pipeline = fpipe.Pipeline(
+        [
+            fpipe.Stage(lambda p, x: x * p),
+            fpipe.Stage(
+                lambda p, x, target: contrast(p, x, target, lambda y: parallel.all_gather(y, mesh["dp"])),
+                reads=(fpipe.Output(0), Target()),
+            ),
+        ],
+        loss=None,
+    )
+    plan = pipeline.plan(fpipe.Placement.loop(1, chunks=2), 2, replicas=2)
+    x = torch.arange(32.0).reshape(2, 4, WIDTH).sin()  # [replica, row, width]
+    target = torch.arange(8.0).reshape(2, 4)
+    target[1, 2:] = torch.nan
+    count = lambda t: float((~t.isnan()).sum())  # noqa: E731
+    params = {0: torch.ones(WIDTH), 1: {"w": torch.arange(1.0, WIDTH + 1)}}
+    step = fpipe.value_and_grad(pipeline, "gpipe", plan, handler=own, weight=count)
+    loss, grads = step(params, x[rank], target[rank])
+    leaves = [params[0].clone().requires_grad_(), params[1]["w"].clone().requires_grad_()]
+    expected = 0
+    for rows in (slice(0, 2), slice(2, 4)):
+        ys = torch.cat([(x[r, rows] * leaves[0] * leaves[1]).tanh() for r in range(2)])
+        for r in range(2):
+            part = contrast({"w": leaves[1]}, x[r, rows] * leaves[0], target[r, rows], lambda y, ys=ys: ys)
+            expected = expected + part * count(target[r, rows]) / count(target)
+    return (loss, grads[0], grads[1]["w"]), (expected.detach(), *torch.autograd.grad(expected, leaves))
 
 
 def refusals(rank):

@@ -119,6 +119,7 @@ class ReplicaChannels:
     ) -> None:
         self.connections, self.mesh, self.exact, self.agree, self.gathered = connections, mesh, exact, agree, gathered
         self.precision, self.experts = precision, experts
+        self.others = frozenset(mesh.mesh.flatten().tolist()) - {dist.get_rank()}
         self.shards: dict[int, Shards] = {}
         self.reductions: list[list[_Reduction | _Single]] = []  # of each scatter that is not taken yet
         self.known: dict[int, tuple[list[tuple[object, ...]], dict[int, Layout]]] = {}  # by stage, of the step before
@@ -129,7 +130,7 @@ class ReplicaChannels:
         Raises:
             StageError: a stage's are sharded where the program gathers nothing, or the other way round.
         """
-        self.shards = {}
+        self.shards, step.others = {}, self.others
         for stage, prepared in step.prepared.items():
             tensors = {i: x for i, x in enumerate(prepared.leaves) if isinstance(x, Tensor)}
             names = [f"params{short(path)}" for path in paths_of(prepared.spec)]
