@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-Group = dist.ProcessGroup | DeviceMesh
-"""The processes that take part: a process group, or one dimension of a DeviceMesh."""
+Group = dist.ProcessGroup | DeviceMesh | None
+"""The processes that take part: a process group, or one dimension of a DeviceMesh; None for this process alone."""
 
 
 def all_reduce(x: Tensor, group: Group, *, replicated: bool = False) -> Tensor:
@@ -92,16 +92,23 @@ def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
     name, size = named(group)
     if by % size == 0:
         return x
-    return _call(_Shift, x, name, dist.get_group_rank(group_of(group), dist.get_rank()), size, by % size)
+    return _call(_Shift, x, name, rank_in(group), size, by % size)
 
 
-def group_of(group: Group) -> dist.ProcessGroup:
+def group_of(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
     """Return the process group."""
     return group.get_group() if isinstance(group, DeviceMesh) else group
 
 
+def rank_in(group: Group) -> int:
+    """Return this process's rank in a group."""
+    return 0 if group is None else dist.get_group_rank(group_of(group), dist.get_rank())
+
+
 def named(group: Group) -> tuple[str, int]:
     """Return a group's name, as operators take it, and the number of its processes."""
+    if group is None:
+        return "", 1
     process_group = group_of(group)
     return process_group.group_name, process_group.size()
 

@@ -15,11 +15,10 @@ from math import sqrt
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fpipe.parallel.collectives import Group, all_gather, group_of, named, run_all_to_all, run_collective
+from fpipe.parallel.collectives import Group, all_gather, named, rank_in, run_all_to_all, run_collective
 
 aten = torch.ops.aten
 Pair = tuple[Tensor, Tensor]
@@ -46,7 +45,7 @@ def attention(
 
     Args:
         q: [batch, heads, tokens, width] of this rank's tokens; k and v likewise.
-        group: the ranks that share the sequence.
+        group: the ranks that share the sequence; None for one process, which has the whole.
         scale: of the scores; 1 / sqrt(width) by default.
         enable_gqa: k and v have fewer heads, each for several consecutive heads of q.
         ring: pass keys and values round a ring, in which each rank has those of one other at a time, and keep no others
@@ -70,7 +69,7 @@ def attention(
             f"q has {q.shape[-2]} tokens of this rank and k {k.shape[-2]}: with is_causal they have an early and a "
             "late part, equally long; cut the sequence by shard_sequence"
         )
-    rank = dist.get_group_rank(group_of(group), dist.get_rank())
+    rank = rank_in(group)
     scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
     function = _Ring if ring else _Gathered
     return cast(Tensor, function.apply(q, k, v, name, rank, size, is_causal, scale, heads))  # type: ignore[no-untyped-call]
@@ -93,7 +92,7 @@ def shard_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
             f"a sequence of {x.shape[dim]} tokens can't be cut over {size} ranks, each of which has two parts of equal "
             f"length: pad it to a multiple of {2 * size}"
         )
-    rank, parts = dist.get_group_rank(group_of(group), dist.get_rank()), x.chunk(2 * size, dim)
+    rank, parts = rank_in(group), x.chunk(2 * size, dim)
     return torch.cat([parts[rank], parts[2 * size - 1 - rank]], dim)
 
 

@@ -94,7 +94,7 @@ def mixture_of_experts(
     params: Any,
     x: Tensor,
     routing: Routing,
-    group: Group | None = None,
+    group: Group = None,
     *,
     capacity_factor: float | None = 1.25,
 ) -> Tensor:
@@ -173,7 +173,7 @@ def _slots(routing: Routing, capacity: int) -> Tensor:
     return torch.zeros_like(slots).scatter(0, order, slots)
 
 
-def _check(params: Any, inputs: Tensor, routing: Routing, group: Group | None) -> None:
+def _check(params: Any, inputs: Tensor, routing: Routing, group: Group) -> None:
     count, size = routing.probabilities.shape[-1], 1 if group is None else group.size()
     if len(routing.experts) != len(inputs):
         raise ValueError(f"x has {len(inputs)} tokens, and routing is of {len(routing.experts)}: route the same tokens")

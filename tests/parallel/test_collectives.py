@@ -30,10 +30,16 @@ class Alone:
         self.size = lambda: size
 
 
-def test_one_process_is_left_as_it_is():
-    x = torch.arange(6.0)
+@pytest.mark.parametrize("group", [Alone(1), None], ids=["group", "none"])
+def test_one_process_is_left_as_it_is(group):
+    x = torch.arange(8.0)
     functions = (parallel.all_reduce, parallel.copy, parallel.all_gather, parallel.reduce_scatter, parallel.all_to_all)
-    assert all(function(x, Alone(1)) is x for function in (*functions, parallel.shift))
+    assert all(function(x, group) is x for function in (*functions, parallel.shift))
+    assert parallel.shard_sequence(x, group, 0) is parallel.unshard_sequence(x, group, 0) is x
+    assert parallel.positions(8, group).tolist() == [*range(8)]
+    q, k, v = torch.randn(3, 2, 2, 5, 4).unbind()
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert parallel.attention(q, k, v, group, is_causal=True).equal(expected)
 
 
 @pytest.mark.parametrize("function", [parallel.reduce_scatter, parallel.all_to_all])
