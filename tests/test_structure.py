@@ -72,7 +72,7 @@ LAYOUT = {
     "fpipe.devices": "",
     "fpipe.stages": "_format devices plan effects errors",
     "fpipe.policies": "",
-    "fpipe.autodiff.graph": "policies stages devices errors",
+    "fpipe.autodiff.graph": "store policies stages devices errors",
     "fpipe.autodiff": "store autodiff.graph policies stages devices plan effects errors",
     "fpipe.handlers": "store autodiff autodiff.graph stages devices programs tables plan effects errors",
     "fpipe.handlers.distributed": (

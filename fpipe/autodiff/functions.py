@@ -106,7 +106,10 @@ class Functions:
         first: the backward for cotangents with the layouts of the outputs.
         backwards: the backwards so far, by the layouts of the cotangents.
         waits: whether any of them waits for collectives.
+        in_turns: overlaps run them in turns.
     """
+
+    in_turns = False
 
     def __init__(self, config: TraceConfig, signature: Signature) -> None:
         joint, blocks = config.partition(signature, None)
@@ -203,12 +206,20 @@ class Functions:
                 "and run the same operations for the same arguments",
                 stage=self.config.number,
             )
-        agreement.compare(self.config.number, self._collectives(blocks.backward.pieces))
+        agreement.compare(self.config.number, self._compared(self._collectives(blocks.backward.pieces)))
         return self._functions(blocks.backward, joint, self.config.function(blocks.backward.prepare, joint))
 
-    def compare(self) -> None:
-        """Compare the collectives with those of other processes, before any of them runs."""
-        agreement.compare(self.config.number, self.collectives)
+    def compare(self, in_turns: bool) -> None:
+        """Compare the collectives with those of other processes, before any of them runs.
+
+        Args:
+            in_turns: overlaps run the functions in turns.
+        """
+        self.in_turns = in_turns
+        agreement.compare(self.config.number, self._compared(self.collectives), self.signature.digest)
+
+    def _compared(self, collectives: Sequence[Post]) -> list[Post]:
+        return [*collectives] if self.in_turns else [replace(post, turn=None) for post in collectives]
 
     def _collectives(self, blocks: Sequence[Block]) -> list[Post]:
         collectives = [post for block in blocks for post in posts(block.name, block.body)]

@@ -74,6 +74,7 @@ class Graphs:
         entry: returns the entry of a signature.
         reason: why it cannot be traced.
         walked_once: eager autograd can walk the function's graph only once.
+        in_turns: overlaps of the program run them in turns.
         step: returns a number for the signature of the params together with the settings of torch.
     """
 
@@ -83,6 +84,7 @@ class Graphs:
     step: Callable[[Hashable], int] = field(default_factory=_numbers)
     reason: str = ""
     walked_once: bool = False
+    in_turns: bool = False
 
 
 class Traced:
@@ -220,7 +222,7 @@ class Traced:
             self.cause = None if self.fallback and not prepared.placed else error
             self.graphs.walked_once |= "selective activation checkpoint" in str(error)
         if functions is not None:
-            functions.compare()
+            functions.compare(self.graphs.in_turns)
         entry.functions = functions
         gc.collect(1)  # torch's tracer leaves reference cycles that hold the tensors of this call
         return functions

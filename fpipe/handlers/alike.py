@@ -7,34 +7,36 @@ each process writes descriptions into the job's store, and reads those of the ot
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from fpipe import effects as fx
 from fpipe.autodiff.agreement import exchange
+from fpipe.autodiff.graph.notices import Notices
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.calls import Step
+from fpipe.programs.program import Program
 from fpipe.stages.pytree import describe, flatten, paths_of, short
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
+def compare(processes: tuple[int, ...], rows: Mapping[str, str], hint: str = "") -> None:
+    """Compare descriptions by name with those of other processes that compute stages together; waits for them.
 
-def compare(mesh: DeviceMesh, rows: Mapping[str, str]) -> None:
-    """Compare descriptions by name with those of the other processes of a mesh; waits for them.
+    Args:
+        processes: this one and the others.
+        hint: another way out.
 
     Raises:
         StageError: they differ; on all processes, with the first name that differs.
         TransportError: a process did not come.
     """
-    processes = tuple(mesh.mesh.flatten().tolist())
 
     def missing(absent: Sequence[int], timeout: float) -> TransportError:
         return TransportError(
-            f"processes {[*absent]}, which compute stages together with this one over {mesh}, did not come to the step "
-            f"within {timeout:g} s: each of them makes the same calls"
+            f"processes {[*absent]}, which compute stages together with this one in {[*processes]}, did not come to "
+            f"the step within {timeout:g} s: each of them makes the same calls"
         )
 
     purpose = f"comparing arguments with ranks {[*processes]}"
@@ -46,8 +48,20 @@ def compare(mesh: DeviceMesh, rows: Mapping[str, str]) -> None:
                 raise StageError(
                     f"processes {[*processes]} compute stages together and were given different arguments: {name} is "
                     f"{a} on process {processes[0]} and {b} on process {process}. They take the same params but for "
-                    "their pieces, the same batch and the same rng"
+                    f"their pieces, the same batch and the same rng{hint}"
                 )
+
+
+def notices_of(programs: Iterable[Program]) -> Notices:
+    """Return the notices of the programs that a process runs: other processes of its groups run equal ones."""
+    return Notices(
+        lambda: (
+            effect
+            for program in programs
+            for effect in program
+            if any(program.table.effects[type(part)].track == "compute" for part in fx.parts(effect))
+        )
+    )
 
 
 def descriptions(step: Step) -> dict[str, str]:

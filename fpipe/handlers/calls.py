@@ -277,6 +277,7 @@ class Calls:
         call, stage = FUNCTIONS[type(part)](self, part), self.pieces.stages[part.stage]
         assert call is not None
         assert isinstance(stage, Traced)
+        stage.graphs.in_turns = True
         return Part(stage, call, partial(self.computes.__setitem__, at, part))
 
     def _function(self, effect: fx.Effect) -> Function:

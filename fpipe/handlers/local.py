@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from fpipe import effects as fx
+from fpipe.autodiff.graph.collectives import WATCH, NoWatch
 from fpipe.autodiff.interface import DifferentiablePipeline, Leaves
 from fpipe.devices import current_device, device_of
 from fpipe.errors import checked
+from fpipe.handlers.alike import compare, descriptions, notices_of
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions, Step
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.gradients import add_leaves
@@ -26,6 +28,12 @@ from fpipe.plan import Plan
 from fpipe.programs.interleaving import Turn, turns
 from fpipe.programs.program import Program, plan_of
 from fpipe.stages.pytree import flatten
+
+PARTS = (
+    ". Local plays all replicas of the plan in this process. Processes that have parts of a sequence, or tokens of "
+    "their own, are replicas themselves: Distributed(mesh['pp'], replicas=mesh['cp'], context='cp'), or experts='ep'. "
+    "In one process, leave the group out of the stages, and pass whole sequences"
+)
 
 
 class Local:
@@ -93,10 +101,13 @@ class Local:
             for executors in replicas
         ]
         executors = [executor for each in replicas for executor in each.values()]
+        notices = notices_of([program for _, program in sorted(programs.items())])
+        watch = NoWatch(notices, _Compared(replicas) if len(replicas) > 1 else lambda group: None)
 
         def run(inputs: Inputs) -> Results:
             if inputs.broken:
                 raise inputs.broken
+            token = WATCH.set(watch)
             try:
                 for replica, own in enumerate(replicas):
                     inputs_of = inputs.of_replica(replica, len(replicas)) if len(replicas) > 1 else inputs
@@ -105,6 +116,7 @@ class Local:
                         executor.place()
                 for turn in order:
                     turn()
+                notices.end_step()
                 results = Results(state=[{} for _ in replicas])
                 for replica in reversed(range(len(replicas))):  # of equal gradients, those of the first one stay
                     for executor in replicas[replica].values():
@@ -114,6 +126,7 @@ class Local:
                 results.output = pieces.merge(results.outputs, inputs.apart)
                 return results
             finally:
+                WATCH.reset(token)
                 for executor in executors:
                     executor.calls.clear()
                 for mailbox in mailboxes:
@@ -147,6 +160,24 @@ def _in_step(turn: Turn, programs: Mapping[int, Program]) -> Iterator[tuple[int,
             yield turn.rank, start, at
             start = at
     yield turn.rank, start, turn.stop
+
+
+class _Compared:
+    """Compares the arguments of all replicas with those of the other processes of a group, once.
+
+    Args:
+        replicas: the executors of each, by rank.
+    """
+
+    def __init__(self, replicas: Sequence[Mapping[int, Executor]]) -> None:
+        self.replicas, self.groups = replicas, set[tuple[int, ...]]()
+
+    def __call__(self, group: tuple[int, ...]) -> None:
+        if group not in self.groups:
+            steps = [next(iter(executors.values())).calls.step for executors in self.replicas]
+            rows = {f"{name} of replica {i}": x for i, s in enumerate(steps) for name, x in descriptions(s).items()}
+            compare(group, rows, PARTS)
+            self.groups.add(group)
 
 
 class _Mailbox:

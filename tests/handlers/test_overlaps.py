@@ -44,17 +44,18 @@ SOME = [
     policy=tuple(braid_jobs.POLICIES),
 )
 def test_bits_are_those_of_the_parts_one_after_the_other(kind, schedule, policy, pools):
-    for apart, reference, log, unbraided in pools(2).run(braid_jobs.bits_of_a_braid, kind, schedule, policy):
+    for apart, reference, log, unbraided, eager in pools(2).run(braid_jobs.bits_of_a_braid, kind, schedule, policy):
         assert apart == []
         assert reference == []
         assert log.count("(") > 1
         assert sorted(log.split()) == sorted(unbraided.split())
+        assert log.count("p") == eager.count("p")  # no policy repeats one
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe_v", "halves"])
 def test_sums_travel_while_the_other_part_computes_in_one_order_on_all_processes(schedule, pools):
     first, second = pools(2).run(braid_jobs.bits_of_a_braid, "plain", schedule, "everything")
-    _, _, log, unbraided = first
+    _, _, log, unbraided, _ = first
     assert first == second
     whole = [each for each in overlaps(log) if each.count("p") == 4]
     assert len(whole) > 2
@@ -73,6 +74,22 @@ def test_a_failure_names_its_part(part, pools):
     expected = f"rank 0, stage 0, microbatch {m}: {kind} raised ArithmeticError: {part} is refused"
     for text in pools(2).run(braid_jobs.failure_of, part):
         assert text.startswith(expected)
+
+
+A_SUM = r"all_reduce\(float32\[\d, 4\], reduce_op=sum, \d+ bytes\) in forward"
+DIFFERENT = {
+    "dependence": rf"collective 1 is {A_SUM}, turn 1 on rank 0, {A_SUM}, turn 0 on rank 1\. The forward and",
+    "functions": rf"collective 0 is {A_SUM}, turn 0 on rank 0, {A_SUM}, not in turns on rank 1\. The forward and",
+    "schedule": r"would meet in different orders: of the effects that compute, number 1 is "
+    r"Forward\(stage=0, microbatch=1\) on rank 0 and Backward\(stage=0, microbatch=0\) on rank 1",
+}
+
+
+@pytest.mark.parametrize("which", DIFFERENT)
+def test_another_order_of_collectives_is_one_error_on_all_ranks(which, pools):
+    for text in pools(2).run(braid_jobs.different, which):
+        assert text.startswith("rank 0, stage 0, microbatch 0: its collectives over ranks [0, 1] ")
+        assert re.search(DIFFERENT[which], text), text
 
 
 @pytest.mark.parametrize(("function", "turns"), [(braid_jobs.plain, 2), (braid_jobs.both, 1)])

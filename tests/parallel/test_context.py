@@ -1,5 +1,7 @@
 """Context parallelism: loss, gradients and outputs are those of one process that has the whole sequence."""
 
+import re
+
 import torch
 
 from tests.support import context_jobs as jobs
@@ -46,6 +48,9 @@ def test_what_is_no_part_of_the_same_rows_is_refused(pools):
     assert "a sequence of 6 tokens can't be cut over 2 ranks" in texts["tokens"]
     assert "q has 3 tokens of this rank" in texts["odd"]
     assert "they must be [batch, heads, tokens, width]" in texts["heads"]
+    assert re.search(r"batch of microbatch 0 of replica 0 is .* on process 0 and .* on process 1\. ", texts["local"])
+    assert "Local plays all replicas of the plan in this process" in texts["local"]
+    assert texts["together"] is None  # of processes with one batch, each of which plays both replicas
 
 
 def test_each_rank_has_an_early_and_a_late_part(pools):

@@ -17,10 +17,16 @@ def test_graphs_have_eagers_bits_under_every_policy(graphs):
 
 
 def test_no_collective_is_recomputed(graphs):
-    """Torch marks the wait as impure, which alone would do; a torch without the mark changes nothing."""
     for outcomes in graphs:
         for name in jobs.STAGES:
             assert outcomes[name, "nothing_saveable"][1] == outcomes[name, "everything_saveable"][1]
+
+
+def test_a_torch_that_marks_nothing_as_impure_changes_nothing(graphs, pools):
+    for outcomes, others in zip(graphs, pools(2).run(jobs.unmarked), strict=True):
+        assert {key: outcome[:2] for key, outcome in outcomes.items()} == {
+            key: outcome[:2] for key, outcome in others.items()
+        }
 
 
 def test_equal_collectives_are_merged_and_unread_ones_run(graphs):
@@ -45,19 +51,25 @@ def test_a_collective_is_posted_early_and_waited_for_late(graphs):
     assert at["all_gather"] < at["mm("] < at["wait_tensor("]
 
 
-def test_the_collectives_of_attention(pools):
-    gathered, ring = pools(2).run(jobs.attention_counts)[0]
-    assert gathered == {
+def test_the_collectives_of_layers_where_nothing_is_saved(pools):
+    counts = pools(2).run(jobs.layer_counts)[0]
+    assert counts["gathered"] == {
         ("forward", "all_gather_into_tensor"): 2,
         ("backward", "reduce_scatter_tensor"): 2,
         ("backward_input", "reduce_scatter_tensor"): 2,
     }
     exchange = "all_to_all_single"
-    assert ring == {("forward", exchange): 1, ("backward", exchange): 3, ("backward_input", exchange): 3}
+    assert counts["ring"] == {("forward", exchange): 1, ("backward", exchange): 3, ("backward_input", exchange): 3}
+    assert counts["experts"] == {("forward", exchange): 2, ("backward", exchange): 2, ("backward_input", exchange): 2}
 
 
 def test_a_microbatch_without_weight_has_its_part_in_the_losses_of_other_replicas(pools):
     for results, expected in pools(2).run(jobs.weightless):
+        torch.testing.assert_close(results, expected)
+
+
+def test_draws_are_the_same_on_all_ranks_of_a_stage(pools):
+    for results, expected in pools(2).run(jobs.dropout):
         torch.testing.assert_close(results, expected)
 
 
@@ -76,6 +88,12 @@ def test_different_collectives_are_one_error_on_all_ranks(pools, which):
         for text in (here[name], there[name]):
             assert text.startswith("StageError: rank 0")
             assert difference in text
+    lacks = "rank 1 has traced it without the collectives that rank 0 has over ranks [0, 1], and these would wait for "
+    assert (
+        f"stage 0, microbatch 0: {lacks}ever: all_reduce(float32[2, 4], reduce_op=sum, 32 bytes) in forward"
+        in (here["missing"])
+    )
+    assert f"stage 0: {lacks}" in there["missing"] or f"stage 0, microbatch 0: {lacks}" in there["missing"]
 
 
 def test_what_ranks_could_not_run_together_is_refused(pools):

@@ -113,6 +113,11 @@ def both(group, p, x):
     return parallel.all_reduce(x @ p["a"], group) * parallel.all_reduce(x @ p["b"], group)
 
 
+def chained(group, p, x):
+    """Two sums of the shapes of `both`, of which the second one depends on the first."""
+    return parallel.all_reduce(parallel.all_reduce(x @ p["a"], group) @ p["b"], group)
+
+
 def one_sum(group, p, x):
     return parallel.all_reduce(affine(p, x), group)
 
@@ -196,7 +201,7 @@ def pieces_of(kind, schedule, group, ranks=2):
 
 
 def bits_of_a_braid(rank, kind, schedule, policy):
-    """Where a step differs from the reference, and from the same step one after the other; and the logs of both."""
+    """Where a step differs from the reference, and from one without turns; and the logs of all three."""
     pipeline, generator, plan, params, batch, target, more = pieces_of(kind, schedule, logged())
     options = {"autodiff": "graph", "policy": POLICIES[policy]}
 
@@ -208,8 +213,8 @@ def bits_of_a_braid(rank, kind, schedule, policy):
 
     braided, log = run(handlers.Local(), observe=Brackets(), **options)
     unbraided, apart = run(handlers.Local(functions=UNBRAIDED), observe=Brackets(), **options)
-    reference, _ = run(handlers.Reference())
-    return differences(braided, unbraided), differences(braided, reference), log, apart
+    reference, eager = run(handlers.Reference())
+    return differences(braided, unbraided), differences(braided, reference), log, apart, eager
 
 
 def bits_of_a_grid(rank, schedule):
@@ -242,6 +247,30 @@ def failure_of(rank, part):
         return str(error)
     finally:
         NUMBERS.clear()
+
+
+def different(rank, which):
+    """The error of a step whose order of collectives is another one in the second process."""
+    function, functions, schedule = chained, {}, "dualpipe_v"
+    if which == "dependence" and rank:
+        function = both
+    if which == "functions" and rank:
+        functions = UNBRAIDED
+    if which == "schedule":
+        schedule = "one_f_one_b" if rank else "gpipe"
+    generator, place = ORDERS[schedule]
+    placement = place(1)
+    pipeline = Pipeline([functools.partial(function, logged())] * placement.stages, mse)
+    params = {s: {"a": values(WIDTH, WIDTH), "b": values(WIDTH, WIDTH)} for s in range(placement.stages)}
+    plan = pipeline.plan(placement, MICROBATCHES)
+    step = fpipe.value_and_grad(
+        pipeline, generator, plan, handler=handlers.Local(functions=functions), autodiff="graph"
+    )
+    x = torch.ones(MICROBATCHES, WIDTH)
+    try:
+        step(params, x, x)
+    except fpipe.StageError as error:
+        return str(error)
 
 
 def texts(rank, function):

@@ -138,6 +138,9 @@ def refusals(rank):
         "odd": lambda: parallel.attention(*torch.zeros(3, 1, 2, 3, 4), mesh["cp"], is_causal=True),
         "heads": lambda: parallel.attention(*torch.zeros(2, 1, 2, 4, 4), torch.zeros(1, 1, 4, 4), mesh["cp"]),
     }
+    alone = fpipe.value_and_grad(pipeline, "gpipe", plan, handler=handlers.Local())
+    calls["local"] = lambda: alone(params_of(1), batch, target)
+    calls["together"] = lambda: alone(params_of(1), *(x[:, : TOKENS // 2] for x in data()))
     loss, _ = step(params_of(1), batch, target)
     return {name: text_of(call) for name, call in calls.items()}, loss
 

@@ -7,8 +7,10 @@ import signal
 import time
 from collections import Counter
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import fpipe
 from fpipe import handlers, parallel, policies
@@ -16,6 +18,7 @@ from fpipe.autodiff.traced import Traced
 from fpipe.effects import Backward
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.stage import Batch, Stage, Target
+from tests.support import expert_jobs
 from tests.support.context_jobs import block, mse, params_of, text_of
 from tests.support.replica_jobs import Grid
 
@@ -86,16 +89,32 @@ def graphs(rank):
     return outcomes
 
 
-def attention_counts(rank):
-    """The collectives of each piece of attention, by gathering and round a ring."""
-    counts = []
-    for ring in (False, True):
-        stage = Stage(block(dist.group.WORLD, ring=ring), reads=(Batch(),))
-        piece = Traced(stage, fallback=False, policy=policies.nothing_saveable, argnums=frozenset({"params", "batch"}))
-        prepared = piece.prepare(params_of(1)[0])
-        piece.forward(prepared, None, {}, Microbatch(torch.randn(2, 4, 8), None), True)
+def unmarked(rank):
+    """As `graphs`, in a torch that takes no node for impure."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.fx.Node, "is_impure", lambda node, impure_random=True: False)
+        return graphs(rank)
+
+
+def layer_counts(rank):
+    """The collectives of each piece of layers of fpipe.parallel: attention, by gathering and round a ring; experts."""
+    group, width = dist.group.WORLD, expert_jobs.WIDTH
+    layers = {
+        "gathered": (block(group), params_of(1)[0], torch.randn(2, 4, 8)),
+        "ring": (block(group, ring=True), params_of(1)[0], torch.randn(2, 4, 8)),
+        "experts": (
+            lambda p, x: expert_jobs.block(p, x, 2, None, group)[0],
+            expert_jobs.params_of(1, experts=2)[0] | {"router": torch.randn(width, 4)},
+            torch.randn(2, 3, width),
+        ),
+    }
+    counts = {}
+    for name, (function, params, x) in layers.items():
+        stage, argnums = Stage(function, reads=(Batch(),)), frozenset({"params", "batch"})
+        piece = Traced(stage, fallback=False, policy=policies.nothing_saveable, argnums=argnums)
+        piece.forward(piece.prepare(params), None, {}, Microbatch(x, None), True)
         (functions,) = piece.graphs.traced
-        counts.append(dict(Counter((post.piece, post.text.split("(")[0]) for post in functions.collectives)))
+        counts[name] = dict(Counter((post.piece, post.text.split("(")[0]) for post in functions.collectives))
     return counts
 
 
@@ -106,6 +125,7 @@ def different(rank, which):
         "order": lambda p, x: parallel.all_reduce(x, group) + (x if rank else parallel.all_reduce(x * p["w"], group)),
         "shape": lambda p, x: parallel.all_gather(x[: 1 + rank], group).sum() * x * p["w"],
         "backward": lambda p, x: parallel.all_reduce(x * p["w"] if rank else (x * p["w"]).detach(), group) + p["w"],
+        "missing": lambda p, x: x * p["w"] if rank else parallel.all_reduce(x * p["w"], group),
         "equal": lambda p, x: parallel.all_reduce(x * p["w"], group),
     }
     mesh = Grid("pp1 cp2").mesh
@@ -116,7 +136,10 @@ def different(rank, which):
         plan = pipeline.plan(fpipe.Placement.loop(1), 2, replicas=1 if which == "local" else 2)
         step = fpipe.value_and_grad(pipeline, "gpipe", plan, handler=own)
         x = torch.ones(4, WIDTH)
-        outcomes[name] = text_of(lambda step=step, x=x: step({0: {"w": torch.ones(WIDTH)}}, x, x))
+        for _ in range(1 if name == "equal" else 1 << 14):  # a rank that waits for nobody is stopped in a later step
+            outcomes[name] = text_of(lambda step=step, x=x: step({0: {"w": torch.ones(WIDTH)}}, x, x))
+            if outcomes[name] is not None:
+                break
     return outcomes
 
 
@@ -158,6 +181,30 @@ def weightless(rank):
             part = contrast({"w": leaves[1]}, x[r, rows] * leaves[0], target[r, rows], lambda y, ys=ys: ys)
             expected = expected + part * count(target[r, rows]) / count(target)
     return (loss, grads[0], grads[1]["w"]), (expected.detach(), *torch.autograd.grad(expected, leaves))
+
+
+def dropout(rank):
+    """A layer cut by hand: dropout of what is whole, and of a part of the hidden layer; beside one process."""
+    group, hidden = dist.group.WORLD, 8
+    w = [torch.arange(4.0 * hidden).reshape(shape).sin() for shape in ((WIDTH, hidden), (hidden, WIDTH))]
+
+    def layer(p, x, whole=False):
+        x = F.dropout(x if whole else parallel.copy(x, group), 0.5)
+        h = x @ p[0]
+        mask = F.dropout(torch.ones(x.shape[0], hidden), 0.5)  # of the whole layer
+        y = (h * (mask if whole else mask.chunk(2, 1)[rank])) @ p[1]
+        return y if whole else parallel.all_reduce(y, group, replicated=True)
+
+    outcomes = []
+    for is_whole in (False, True):
+        pipeline = fpipe.Pipeline([lambda p, x, is_whole=is_whole: layer(p, x, is_whole)], loss=mse)
+        plan = pipeline.plan(fpipe.Placement.loop(1), 2)
+        params = w if is_whole else [w[0].chunk(2, 1)[rank].clone(), w[1].chunk(2, 0)[rank].clone()]
+        step = fpipe.value_and_grad(pipeline, "gpipe", plan, handler=handlers.Local())
+        loss, grads = step({0: params}, torch.ones(4, WIDTH), torch.zeros(4, WIDTH), rng=(0, 1))
+        outcomes.append((loss, *grads[0]))
+    (loss, *grads), (expected, *wholes) = outcomes
+    return (loss, *grads), (expected, wholes[0].chunk(2, 1)[rank], wholes[1].chunk(2, 0)[rank])
 
 
 def refusals(rank):

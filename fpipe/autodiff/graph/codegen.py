@@ -31,7 +31,7 @@ from torch import Tensor, fx
 from fpipe.autodiff.graph.aliasing import root
 from fpipe.autodiff.graph.bindings import fastest
 from fpipe.autodiff.graph.block import Block, Sink
-from fpipe.autodiff.graph.collectives import is_collective, is_post, is_wait, watched
+from fpipe.autodiff.graph.collectives import is_collective, is_wait, turn_ends, watched
 from fpipe.autodiff.graph.copies import with_fewer_copies
 from fpipe.autodiff.graph.nodes import returns_itself, written
 
@@ -115,7 +115,7 @@ class _Writer:
 
     def _statements(self) -> Iterator[str]:
         """Yield the lines of each node: copies of what it must not overwrite, its call, and what follows it."""
-        dying, offered, cuts = _last_uses(self.block), _offered(self.block), _cuts(self.block.body)
+        dying, offered, cuts = _last_uses(self.block), _offered(self.block), turn_ends(self.block.body)
         for i, node in enumerate(self.block.body):
             if node in cuts:
                 yield CUT
@@ -224,27 +224,6 @@ def _offered(block: Block) -> dict[fx.Node, int]:
     used = {n for node in block.body for n in node.all_input_nodes}
     large = {block.outputs[0][i]: i for i in sorted(block.large or ())}
     return {node: i for node, i in large.items() if results[node] == 1 and node not in used}
-
-
-def _cuts(body: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes before which a turn ends: waits, or collectives, after the last collective of a turn.
-
-    A turn posts as many collectives as do not depend on each other. So their numbers follow from the collectives, and
-    processes in which other operations stand between these post them in the same turns.
-    """
-    cuts, latest = set[fx.Node](), dict[fx.Node, int]()  # the number of the last collective that a node depends on
-    first, count, wait = 0, 0, None
-    for node in body:
-        latest[node] = max((latest[n] for n in node.all_input_nodes if n in latest), default=-1)
-        if is_post(node.target):
-            if latest[node] >= first:
-                cuts.add(wait or node)
-                first = count
-            latest[node], wait = count, None
-            count += 1
-        elif wait is None and is_wait(node.target) and latest[node] >= first:
-            wait = node
-    return cuts if wait is None else cuts | {wait}
 
 
 def _last_uses(block: Block) -> dict[fx.Node, list[fx.Node]]:

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.autodiff.graph.guards import hint
+from fpipe.autodiff.graph.notices import Notices
 from fpipe.devices import is_capturing
 from fpipe.errors import StageError, TransportError
 
@@ -136,22 +137,50 @@ class Post:
     Args:
         group: the processes that take part.
         text: operation, dtype, shape, and what else must be equal.
+        turn: the number of the turn that posts it, where overlaps run the piece in turns.
         sends, receives: of an exchange in which they differ, the rows that go to each process, and come from it.
     """
 
     piece: str
     group: tuple[int, ...]
     text: str
+    turn: int | None = None
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
 
 
 def posts(piece: str, body: Sequence[fx.Node]) -> list[Post]:
     """Return the collectives of a piece, in order."""
-    return [_post(piece, node) for node in body if node.op == "call_function" and is_post(node.target)]
+    cuts, turn, collectives = turn_ends(body), 0, list[Post]()
+    for node in body:
+        turn += node in cuts
+        if node.op == "call_function" and is_post(node.target):
+            collectives.append(_post(piece, node, turn))
+    return collectives
 
 
-def _post(piece: str, node: fx.Node) -> Post:
+def turn_ends(body: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return the nodes before which a turn ends: waits, or collectives, after the last collective of a turn.
+
+    A turn posts as many collectives as do not depend on each other. So their numbers follow from the collectives, and
+    processes in which other operations stand between these post them in the same turns.
+    """
+    cuts, latest = set[fx.Node](), dict[fx.Node, int]()  # the number of the last collective that a node depends on
+    first, count, wait = 0, 0, None
+    for node in body:
+        latest[node] = max((latest[n] for n in node.all_input_nodes if n in latest), default=-1)
+        if is_post(node.target):
+            if latest[node] >= first:
+                cuts.add(wait or node)
+                first = count
+            latest[node], wait = count, None
+            count += 1
+        elif wait is None and is_wait(node.target) and latest[node] >= first:
+            wait = node
+    return cuts if wait is None else cuts | {wait}
+
+
+def _post(piece: str, node: fx.Node, turn: int) -> Post:
     target: Any = node.target
     names = [argument.name for argument in target._schema.arguments]
     arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
@@ -163,7 +192,7 @@ def _post(piece: str, node: fx.Node) -> Post:
     shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[hint(n) for n in x.shape[rows]]}" for x in tensors)
     size = "" if sends else f", {sum(hint(x.nbytes) for x in tensors)} bytes"
     counts = (tuple(hint(n) for n in side) for side in (sends, receives))
-    return Post(piece, group, f"{target._opname}({shapes}{', ' * bool(others)}{others}{size})", *counts)
+    return Post(piece, group, f"{target._opname}({shapes}{', ' * bool(others)}{others}{size})", turn, *counts)
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
@@ -183,8 +212,15 @@ class Watch(Protocol):
     """The part of a handler in the collectives of pieces."""
 
     @property
+    def notices(self) -> Notices | None:
+        """The notices of the program that runs."""
+
+    @property
     def timeout(self) -> float | None:
         """The seconds within which other processes must trace what this one has traced; None if `check` decides."""
+
+    def check_group(self, group: tuple[int, ...]) -> None:
+        """Raise StageError if the processes of a group can't compute a stage together."""
 
     def before_posting(self) -> None:
         """Is called before each collective: it may wait until all processes are known to run the step."""
@@ -205,6 +241,11 @@ class NoWatch:
 
     timeout: float | None = 300.0
 
+    def __init__(
+        self, notices: Notices | None = None, check_group: Callable[[tuple[int, ...]], None] = lambda group: None
+    ) -> None:
+        self.notices, self.check_group = notices, check_group
+
     def before_posting(self) -> None:
         """Do nothing."""
 
@@ -212,9 +253,9 @@ class NoWatch:
     def waiting(self, purpose: str, group: Any) -> Iterator[None]:
         try:
             yield
+        except (StageError, TransportError):
+            raise
         except RuntimeError as error:
-            if isinstance(error, TransportError):
-                raise
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise TransportError(f"a peer failed, or did not come, while this process was {purpose}: {first}") from None
 

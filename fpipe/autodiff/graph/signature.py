@@ -13,6 +13,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from fpipe.autodiff.graph.notices import digest
 from fpipe.devices import autocasts
 from fpipe.stages.pytree import PLAIN, Absent, describe
 from fpipe.stages.sharding import Placed
@@ -122,6 +123,16 @@ class Signature(NamedTuple):
     def placed(self) -> list[Placed]:
         """Return the layouts of the params that are pieces."""
         return [x.placed for x in self.params.leaves if isinstance(x, Spec) and x.placed is not None]
+
+    @property
+    def digest(self) -> str:
+        """A digest of the shapes, dtypes and plain values, and of what gets gradients: equal on other devices."""
+        texts = (f"{[*x.shape]} {x.dtype}" if isinstance(x, Spec) else repr(x.value) for x in self._leaves)
+        return digest([*texts, repr((self.trained, self.keep))])
+
+    @property
+    def _leaves(self) -> tuple[Leaf, ...]:
+        return (*self.params.leaves, *self.inputs)
 
     @property
     def inputs(self) -> tuple[Leaf, ...]:

@@ -28,6 +28,7 @@ from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.devices import Device, Graph, GraphReset, aside, device_of, is_capturing
 from fpipe.errors import ScheduleError, StageError, TransportError, checked
 from fpipe.flight.recording import Recording, new_name, record
+from fpipe.handlers.alike import notices_of
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.distributed.backends import NCCL, Backend, Gloo
 from fpipe.handlers.distributed.channels import Channels
@@ -464,8 +465,8 @@ class _CompiledProgram:
         self.executor, self.channels, self.steps, self.processes = executor, channels, steps, processes
         self.plan, self.pieces, self.connections = executor.plan, executor.pieces, channels.connections
         self.shared_readers = readers_of_shared_leaves(executor.pipeline, self.plan, self.pieces.argnums)
-        self.watch = PieceWatch(self.connections, channels.agree)
         program = executor.calls.program
+        self.watch = PieceWatch(self.connections, channels.agree, notices_of([program]))
         effects = (part for effect in program for part in fx.parts(effect))
         self.is_evaluation = not any(program.table.effects[type(part)].work & WEIGHT for part in effects)
 
@@ -524,6 +525,7 @@ class _CompiledProgram:
         if is_replicated and any(microbatch.scale is not None for microbatch in inputs.data):
             self.channels.agree()  # a refused step must not leave its weights to be received in the next one
         executor.run(0, len(executor.calls.program))
+        self.watch.notices.end_step()
 
     def _placed(self, inputs: Inputs) -> Inputs:
         """Take the params of this replica; return the inputs with its pieces of them."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fpipe.autodiff.graph.notices import Notices
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.distributed.connections import Connections, first_line
 from fpipe.handlers.protocol import PeerLost
@@ -26,8 +27,11 @@ class PieceWatch:
 
     timeout = None
 
-    def __init__(self, connections: Connections, agree: Callable[[], None]) -> None:
-        self._connections, self._agree = connections, agree
+    def __init__(self, connections: Connections, agree: Callable[[], None], notices: Notices) -> None:
+        self._connections, self._agree, self.notices = connections, agree, notices
+
+    def check_group(self, group: tuple[int, ...]) -> None:
+        """Do nothing: they are replicas of this handler, or each has its own, and is given the same batch."""
 
     def before_posting(self) -> None:
         self._agree()
