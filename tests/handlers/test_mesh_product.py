@@ -4,7 +4,10 @@ import math
 from itertools import product
 
 import pytest
+import torch
+from torch import fx
 
+from fpipe.autodiff.graph.collectives import is_post, overlapped
 from tests.support import mesh_jobs
 from tests.support.combinations import sample
 
@@ -25,3 +28,20 @@ def test_the_whole_mesh_trains_as_one_process(pools, model, schedule, shape):
         assert max(gradients.values()) <= 1e-5
         assert norm <= 1e-6
         assert alike
+
+
+def test_the_pad_of_an_uneven_piece_does_not_change_the_order_of_collectives():
+    """The last process pads its piece before a gather, and the others do not."""
+
+    def order(is_padded):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        gradient, other = (graph.call_function(torch.ops.aten.relu.default, (x,)) for _ in range(2))
+        graph.call_function(torch.ops._c10d_functional.all_reduce.default, (other, "sum", "0"))
+        if is_padded:
+            gradient = graph.call_function(torch.ops.aten.constant_pad_nd.default, (gradient, [0, 2]))
+        graph.call_function(torch.ops._c10d_functional.all_gather_into_tensor.default, (gradient, 4, "0"))
+        return [node.target for node in overlapped([*graph.nodes]) if is_post(node.target)]
+
+    assert len(order(False)) == 2
+    assert order(True) == order(False)

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 FUNCTIONAL = "_c10d_functional"
 IN_PLACE = "c10d"
 """The namespace of `torch.distributed`'s own functions, which write to their arguments."""
-CHEAP = {getitem, aten.clone.default, aten._to_copy.default}
+CHEAP = {getitem, aten.clone.default, aten._to_copy.default, aten.constant_pad_nd.default}
 
 
 @cache
