@@ -31,6 +31,7 @@ from fpipe import policies
 from fpipe.autodiff.graph.collectives import Communicates, communicates, is_collective
 from fpipe.autodiff.graph.guards import symbolic
 from fpipe.autodiff.graph.lost_gradients import refuse_lost
+from fpipe.autodiff.graph.products import Products
 from fpipe.autodiff.graph.signature import Leaf, Signature, Spec, Static, Untraceable
 from fpipe.devices import all_generators, device_of, without_autocast
 from fpipe.devices.operators import draws, written_arguments
@@ -161,7 +162,8 @@ class _JointFunction:
         )
         torch.set_autocast_cache_enabled(True)  # as outside of make_fx, which restores the setting
         partitioned = nullcontext() if partitioner is None else partitioner.running()
-        with self.annotator, partitioned, torch.set_grad_enabled(signature.keep):
+        products = Products() if signature.keep else nullcontext()
+        with self.annotator, partitioned, products, torch.set_grad_enabled(signature.keep):
             sources = [alias_leaves(tree) for tree in sources]  # autocast caches a leaf's cast, an activation's not
             arguments = self.stage.arguments(dict(zip(self.stage.sources, sources, strict=True)), data)
             drawn = host_generators()
