@@ -1,5 +1,7 @@
 """Tangents: trees of them, functions that torch's forward mode gets wrong, and errors."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,6 +107,38 @@ def test_an_operator_without_forward_mode_is_refused_and_mapped():
         for function in (cube, lambda x: x**3)
     ]
     torch.testing.assert_close(*results)
+
+
+class OfContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+
+class WithoutRules(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """There is nothing to save."""
+
+
+@pytest.mark.parametrize(
+    ("function", "transform", "way_out"),
+    [
+        (OfContext, transforms.vmap, "setup_context"),
+        (WithoutRules, transforms.vmap, "generate_vmap_rule = True"),
+        (WithoutRules, transforms.hvp, "jvp(ctx, *tangents)"),
+    ],
+)
+def test_a_function_without_a_rule_is_named_with_the_way_out(function, transform, way_out):
+    params = torch.ones(2, 4)
+    text = rf"stage 0, .*the torch.autograd.Function {function.__name__} has no rule for .*{re.escape(way_out)}"
+    given = Dual(params[0], params[0]) if transform is transforms.hvp else params
+    with pytest.raises(StageError, match=text):
+        stage_step(lambda p, x: function.apply(x * p), transform, given)
 
 
 @pytest.mark.parametrize("transform", [transforms.hvp, transforms.vmap])
