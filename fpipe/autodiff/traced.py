@@ -69,7 +69,7 @@ class Graphs:
     """The graphs of one function.
 
     Args:
-        traced: the latest of them, in the order of tracing.
+        traced: the latest of them, in the order of tracing, whose sizes are symbols.
         count: how many have been traced.
         entry: returns the entry of a signature.
         reason: why it cannot be traced.
@@ -233,7 +233,8 @@ class Traced:
             if known.guards is not None and known.guards.admit(signature):
                 return known
         functions = self._trace(signature)
-        self.graphs.traced.append(functions)
+        if self.config.dynamic:
+            self.graphs.traced.append(functions)
         self.graphs.count += 1
         if self.graphs.count == GRAPHS_BEFORE_WARNING:
             warn(
