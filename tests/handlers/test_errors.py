@@ -114,6 +114,7 @@ def test_a_killed_rank(fresh_pool, autodiff):
     assert (explanation.kind, explanation.ranks) == ("gone", [1])
     assert "Its last record is Forward(stage=1, microbatch=3), of step " in explanation.text
     assert explanation.chains[2] == [2, 1]
+    assert f"fpipe explain {flight} says what each rank did last" in outcomes[0].text
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,8 @@ class Steps:
             clear()
             failed = self._of_peer(lost)
             activity.conclude("lost", str(failed))
+            if activity.flight is not None:
+                failed.add_note(f"fpipe explain {activity.flight.path.parent} says what each rank did last")
             raise failed from None
         except BaseException as error:  # an interrupt too: the other ranks wait for this one
             if not self.is_over and self.failures.ended is None:
