@@ -274,9 +274,9 @@ SURFACE = {
     "fpipe.tensorboard": "Recorder",
     "fpipe.transforms": "Dual dual hvp jvp per_sample primals pushforward tangents vmap",
     "fpipe.interop": """
-        CheckpointError Checkpoints End Optimizer buffers eval_mode export_safetensors from_csv from_functions
+        CheckpointError Checkpoints End Optimizer Run buffers eval_mode export_safetensors from_csv from_functions
         from_modules from_pipe from_state_dict fsdp into_modules lora materialise merge_lora optimizer pipe_split
-        rows shard split split_points styles to_csv to_state_dict transformers
+        resume rows shard split split_points styles to_csv to_state_dict transformers
     """,
 }
 
