@@ -3,6 +3,7 @@
     torchrun --standalone --nproc-per-node 8 examples/llama_3d.py                      2 x 2 x 2 processes
     torchrun --standalone --nproc-per-node 8 examples/llama_3d.py --check              the same, beside one process
     torchrun --standalone --nproc-per-node 8 examples/llama_3d.py --resident 1 --schedule looped-bfs
+    torchrun --standalone --nproc-per-node 8 examples/llama_3d.py --sequence-parallel  activations cut by tokens
 
 With --checkpoint FOLDER it saves there at the end, and goes on from there on any other mesh, as with --pp 4 --dp 1. The
 weights are random and nothing is downloaded. --check compares the gradients of the first step and the losses of five
@@ -63,11 +64,13 @@ class Mesh:
     Args:
         shape: the numbers of processes: ranks of the pipeline, replicas, and those that compute a stage together.
         resident: how many stages of a rank are whole at a time.
+        sequence_parallel: cut activations along their tokens, between layers and between stages.
     """
 
     shape: tuple[int, int, int]
     schedule: str
     resident: int
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         cuda = torch.cuda.is_available()
@@ -76,6 +79,7 @@ class Mesh:
         replicated: dict[str, Any] = {"replicas": self.mesh["dp"]} if self.replicas > 1 else {}
         self.handler = handlers.Distributed(self.mesh["pp"], **replicated)
         pipeline, params = make()
+        pipeline = pipeline.sequence_parallel() if self.sequence_parallel else pipeline
         self.stages = pipeline.stages
         v = self.schedule in ("zb-v", "v-half", "v-min", "dualpipe-v")
         placement = Placement.v(ranks) if v else Placement.loop(ranks, STAGES // ranks)
@@ -147,7 +151,7 @@ def check(trained: Mesh, folder: Path) -> dict[str, float]:
     ]
     gradients = max(((x - y).norm() / y.norm()).item() for x, y in leaves)
     trained.save(folder, 5)
-    other = Mesh((4, 1, 2), "1f1b", 1)
+    other = Mesh((4, 1, 2), "1f1b", 1, trained.sequence_parallel)
     again = abs(other.step(other.load(folder))[0].item() - expected[5]) / expected[5]
     return dict(zip(BOUNDS, (losses[0], gradients, max(losses[1:]), again), strict=True))
 
@@ -176,6 +180,7 @@ def main(
     dp: Annotated[int, typer.Option(help="Replicas, over which parameters are sharded too.")] = 2,
     schedule: Annotated[str, typer.Option(help="A schedule's name; zb-v needs two stages on a rank.")] = "zb-v",
     resident: Annotated[int, typer.Option(help="Whole stages on a rank at a time.")] = 2,
+    sequence_parallel: Annotated[bool, typer.Option(help="Cut activations along their tokens.")] = False,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 40,
     checkpoint: Annotated[Path | None, typer.Option(help="Where to save, and to go on from.")] = None,
     compare: Annotated[bool, typer.Option("--check", help="Compare five steps with those of one process.")] = False,
@@ -186,7 +191,7 @@ def main(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     shape = pp, dp, dist.get_world_size() // (pp * dp)
-    trained = Mesh(shape, schedule, resident)
+    trained = Mesh(shape, schedule, resident, sequence_parallel)
     right = True
     if compare:
         folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         TransportError as TransportError,
     )
     from fpipe.training.norms import clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
+    from fpipe.parallel.constraint import constrain as constrain
     from fpipe.plan import Edges as Edges, Placement as Placement, Plan as Plan
     from fpipe.profiling.gathering import gather as gather
     from fpipe.profiling.live_bytes import LiveBytes as LiveBytes, peak_bytes as peak_bytes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fpipe.autodiff import agreement
 from fpipe.autodiff.braid import Run, plainly, waits
-from fpipe.autodiff.graph.block import Block, Sink
+from fpipe.autodiff.graph.block import NO_PARTS, Block, Parts, Sink
 from fpipe.autodiff.graph.codegen import emit
 from fpipe.autodiff.graph.collectives import Post, posts
 from fpipe.autodiff.graph.cse import without_duplicates
@@ -107,13 +107,16 @@ class Functions:
         backwards: the backwards so far, by the layouts of the cotangents.
         waits: whether any of them waits for collectives.
         in_turns: overlaps run them in turns.
+        cuts: the places of the outputs that are pieces, by number.
+        parts: the weight gradients that are parts of sums.
     """
 
     in_turns = False
 
     def __init__(self, config: TraceConfig, signature: Signature) -> None:
         joint, blocks = config.partition(signature, None)
-        self.config, self.signature = config, signature
+        self.config, self.signature, self.cuts = config, signature, joint.cuts
+        self.parts = Parts(joint.partial, signature.placed[0].mesh) if joint.partial else NO_PARTS
         self.collectives = self._collectives([blocks.prepare, blocks.forward, *blocks.backward.pieces])
         self.guards: Guards | None = guards(joint.fakes, signature) if config.dynamic else None
         self.kept, self.digest = blocks.kept, blocks.digest
@@ -148,6 +151,8 @@ class Functions:
     ) -> tuple[WeightGradients, list[Leaves]]:
         """Return `(weight gradients, input gradients of each source, and of the data where it gets any)`."""
         backward, cotangents = self._for(residuals, cotangents)
+        if sink is not None:
+            sink.expect(self.parts)
         with running(self.signature):
             v = _v(residuals.prepared, backward.prepare)
             weights, gradients = run(backward.fused, v, residuals.values, cotangents, sink)
@@ -167,6 +172,8 @@ class Functions:
     def backward_weight(self, deferred: DeferredGraph, sink: Sink | None, run: Run = plainly) -> WeightGradients:
         """Return the weight gradients that `backward_input` deferred."""
         backward = deferred.backward
+        if sink is not None:
+            sink.expect(self.parts)
         with running(self.signature):
             v = _v(deferred.prepared, backward.prepare) if deferred.v is None else deferred.v
             weights = run(backward.weight, v, deferred.values, sink)
@@ -223,6 +230,9 @@ class Functions:
 
     def _collectives(self, blocks: Sequence[Block]) -> list[Post]:
         collectives = [post for block in blocks for post in posts(block.name, block.body)]
+        if self.parts.mesh is not None:
+            ranks = tuple(self.parts.mesh.mesh.flatten().tolist())
+            collectives.append(Post("the end of a step", ranks, f"all_reduce of leaves {sorted(self.parts.leaves)}"))
         if collectives and self.config.compile:
             raise StageError(
                 "it has collectives, which compile=True does not support: their waits would not be watched. Leave "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import FunctionType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import optree
 import torch
@@ -24,6 +24,9 @@ from fpipe.stages.precision import OWN_DTYPES, Precision
 from fpipe.stages.pytree import HOW_TO_REGISTER, PLAIN, Flat, Path, as_path, flatten, indices, paths_of, short
 from fpipe.stages.sharding import Placed, is_dtensor
 from fpipe.stages.stage import Batch, Output, Stage, Target
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Leaves = list[Any]
 """Tensors in flattening order; None for a missing one."""
@@ -110,6 +113,7 @@ class Prepared:
         paths: paths of the trained leaves.
         computed: a cache of values that depend on the params alone.
         placed: by number, the layouts of the leaves that are pieces, of which the stage reads the whole.
+        meshes: of the processes that compute the rank's stages together; first that of this stage, if it has one.
     """
 
     leaves: Leaves
@@ -118,6 +122,7 @@ class Prepared:
     paths: tuple[Path, ...]
     computed: dict[Any, Any] = field(default_factory=dict)
     placed: dict[int, Placed] = field(default_factory=dict)
+    meshes: list[DeviceMesh] = field(default_factory=list)
 
     @cached_property
     def own(self) -> Leaves:

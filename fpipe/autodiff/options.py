@@ -64,11 +64,14 @@ class Options:
                 f"policy has entries for stages {sorted(self.policy, key=repr)}; there are stages 0 to {stages[-1]}"
             )
         shared: dict[Hashable, Graphs] = {}
-        return tuple(self._stage(pipeline.stages[s], s, loss and s == stages[-1], shared) for s in stages)
+        return tuple(self._stage(pipeline.stages[s], s, loss, s == stages[-1], shared) for s in stages)
 
-    def _stage(self, stage: Stage, s: int, loss: bool, shared: dict[Hashable, Graphs]) -> DifferentiableStage:
+    def _stage(
+        self, stage: Stage, s: int, loss: bool, last: bool, shared: dict[Hashable, Graphs]
+    ) -> DifferentiableStage:
+        loss = loss and last
         if stage.rows is not None:
-            return ByRow(stage, self._stage(replace(stage, rows=None), s, loss, shared))
+            return ByRow(stage, self._stage(replace(stage, rows=None), s, loss, last, shared))
         if self.autodiff == "eager":
             return Eager(stage, argnums=self.argnums)
         policy = self.policy.get(s, everything_saveable) if isinstance(self.policy, Mapping) else self.policy
@@ -82,6 +85,7 @@ class Options:
             loss=loss,
             graphs=shared.setdefault((_alike(stage), policy, loss), Graphs()),
             argnums=self.argnums,
+            last=last,
         )
 
 
@@ -89,4 +93,4 @@ def _alike(stage: Stage) -> Hashable:
     """Return a key that is equal for stages that can share graphs: the same function, reading alike."""
     places = {source: i for i, source in enumerate(stage.sources)}
     reads = [(places[read.stage], read.path) if isinstance(read, Output) else read for read in stage.inputs]
-    return id(stage.fn), stage.stateful, tuple(stage.frozen), tuple(reads)
+    return id(stage.fn), stage.stateful, stage.sequence, tuple(stage.frozen), tuple(reads)

@@ -38,8 +38,10 @@ from fpipe.autodiff.interface import (
 )
 from fpipe.errors import StageError, warn
 from fpipe.policies import Policy, everything_saveable
+from fpipe.stages.cuts import cuts_of, with_cuts
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Flat, flatten
+from fpipe.stages.sharding import Placed
 from fpipe.stages.stage import Output, Stage
 
 NO_STATE, NO_DATA = flatten(None), flatten([])
@@ -99,6 +101,7 @@ class Traced:
         loss: leaf 0 of the output is the loss. Only it gets a cotangent.
         graphs: graphs to share with stages of the same function.
         argnums: the arguments of the step that are differentiated.
+        last: it is the pipeline's last stage, whose outputs are whole on each process that computes it.
 
     Attributes:
         run: calls the functions of graphs; another one runs them in turns with those of another stage.
@@ -121,8 +124,10 @@ class Traced:
         loss: bool = False,
         graphs: Graphs | None = None,
         argnums: frozenset[Argument] = PARAMS,
+        last: bool = True,
     ) -> None:
         self.stage, self.name, self.fallback = stage, name, fallback
+        self.last = last
         self.argnums, self.differentiates_data = argnums, differentiates_data(stage, argnums)
         self.config = TraceConfig(stage, name, loss, policy, compile, dynamic, self.differentiates_data)
         self.eager = Eager(stage, argnums=argnums)
@@ -155,7 +160,7 @@ class Traced:
         if functions is None:
             return self._by_eager(prepared, state, sources, data, keep)
         outputs, new, residuals = functions.forward(prepared, inputs, self.run)
-        return Flat(outputs, functions.output_spec), residuals, functions.state_spec.unflatten(new)
+        return with_cuts(outputs, functions.output_spec, functions.cuts), residuals, functions.state_spec.unflatten(new)
 
     def backward(
         self, residuals: Any, cotangents: Leaves, sink: Sink | None = None
@@ -204,7 +209,8 @@ class Traced:
             return entry.functions
         functions = None
         try:
-            functions = self._find(signature_of(prepared, *trees, keep=keep, data_wanted=self.differentiates_data))
+            signature = signature_of(prepared, *trees, keep=keep, data_wanted=self.differentiates_data)
+            functions = self._find(signature._replace(whole=self._is_whole(prepared, trees)))
         except StageError as error:
             raise StageError(error.message, stage=self.name) from error.__cause__
         except Communicates as error:
@@ -265,15 +271,21 @@ class Traced:
             placed = tuple(prepared.placed.items())
             step = prepared.spec, placed, ambient(), *map(leaf_key, prepared.leaves)
             prepared.computed[self] = self.graphs.step(step)
-        return prepared.computed[self], keep, *[tree.spec for tree in trees], *map(leaf_key, inputs)
+        cuts = [tuple(cuts_of(tree).items()) for tree in trees]
+        kind = prepared.computed[self], keep, self._is_whole(prepared, trees)
+        return *kind, *[tree.spec for tree in trees], *cuts, *map(leaf_key, inputs)
+
+    def _is_whole(self, prepared: Prepared, trees: list[Flat]) -> bool:
+        """Return whether the outputs are whole on each process: where no param or input is cut, all are."""
+        return self.last or not (prepared.placed or any(map(cuts_of, trees)))
 
     def _by_eager(
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, Any, Any]:
         """Run a stage that cannot be traced. An error of the stage itself is raised here, before any about tracing."""
-        if prepared.placed:
+        if prepared.placed or any(map(cuts_of, sources.values())):
             raise StageError(
-                f"its params have DTensors over a dimension of tensor parallelism, and it can't be traced: "
+                f"its params or inputs are placed over a dimension of tensor parallelism, and it can't be traced: "
                 f"{self.graphs.reason}",
                 stage=self.name,
             ) from self.cause
@@ -307,11 +319,38 @@ def signature_of(prepared: Prepared, state: Flat, *rest: Flat, keep: bool, data_
         Tree.of(prepared.leaves, prepared.spec, set(prepared.trained), prepared.placed),
         prepared.trained,
         Tree.of(*state),
-        tuple(Tree.of(*value, _requiring_grad(value.leaves) if keep else ()) for value in sources),
+        tuple(
+            Tree.of(*value, _requiring_grad(value.leaves) if keep else (), _placed(value, prepared))
+            for value in sources
+        ),
         Tree.of(*data, _requiring_grad(data.leaves) if keep and data_wanted else ()),
         keep,
         ambient(),
     )
+
+
+def _placed(value: Flat, prepared: Prepared) -> dict[int, Placed]:
+    """Return the layouts of the leaves of another stage's output that are pieces.
+
+    Raises:
+        StageError: this process can't compute with them.
+    """
+    cuts = cuts_of(value)
+    if not cuts:
+        return {}
+    if not prepared.meshes:
+        place = next(iter(cuts.values()))
+        raise StageError(
+            f"an input is {place}, and no param of this rank is a DTensor, so that there are no processes to compute "
+            "with: pass the params of all stages to interop.shard, which replicates those that no rule names"
+        )
+    try:
+        return {i: cut.over(prepared.meshes[0]) for i, cut in cuts.items()}
+    except ValueError as error:
+        raise StageError(
+            f"an input does not fit: {error}. The ranks of a pipeline have tensor-parallel meshes of one size, in one "
+            "order, as the dimension 'tp' of one mesh has"
+        ) from error
 
 
 def _requiring_grad(leaves: Leaves) -> set[int]:

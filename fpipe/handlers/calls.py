@@ -41,6 +41,7 @@ from fpipe.errors import ScheduleError
 from fpipe.handlers.gradients import LeafKey, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results
 from fpipe.programs.program import Program
+from fpipe.stages.cuts import cuts_of, with_cuts
 from fpipe.stages.pytree import ABSENT, Flat, Path, check_plain, flatten, indices
 from fpipe.stages.rng import seeded
 from fpipe.stages.stage import Output, Stage
@@ -528,7 +529,8 @@ def paths_read(stage: Stage, source: int) -> set[Path]:
 def _selected(value: Flat, paths: frozenset[Path]) -> Flat:
     """Return the value with `ABSENT` for each leaf that is not below one of the paths."""
     numbers = _numbers(value.spec, paths)
-    return Flat([leaf if i in numbers else ABSENT for i, leaf in enumerate(value.leaves)], value.spec)
+    cuts = {i: cut for i, cut in cuts_of(value).items() if i in numbers}
+    return with_cuts([leaf if i in numbers else ABSENT for i, leaf in enumerate(value.leaves)], value.spec, cuts)
 
 
 @lru_cache(maxsize=1024)

@@ -37,6 +37,7 @@ from fpipe.devices.tape import Trial
 from fpipe.errors import StageError, warn
 from fpipe.handlers.captured import UNCAPTURED, common_device, kernels
 from fpipe.handlers.gradients import Sum
+from fpipe.stages.cuts import cuts_of
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Flat, flatten
 from fpipe.stages.rng import Rng, Seeder, restored, seed_of
@@ -145,6 +146,8 @@ class CapturedStage:
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, Any, Any]:
         known = next((each for each in self.copies.values() if each.prepared is prepared), None)
+        if any(map(cuts_of, sources.values())):
+            self._refuse("an input is cut over processes, which compute the stage together")
         if known is None or self.refused or not keep:
             return self._as_it_is(prepared, state, sources, data, keep)
         try:

@@ -20,7 +20,7 @@ from fpipe.errors import StageError, TransportError
 from fpipe.handlers.alike import compare, descriptions
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
-from fpipe.handlers.gradients import Rows, Sum, check_trained, data_gradients, received, total, unscaled
+from fpipe.handlers.gradients import Rows, Sum, add_parts, check_trained, data_gradients, received, total, unscaled
 from fpipe.handlers.protocol import Inputs, PeerLost, Results, StepRejected
 from fpipe.stages.microbatch import sizes_of
 from fpipe.stages.pytree import paths_of, short, summary
@@ -89,6 +89,8 @@ class Executor:
                     meshes[placed.mesh] = None
             if prepared.placed and isinstance(self.pieces.stages[stage], Eager | ByRow):
                 raise StageError(UNTRACED, rank=self.rank, stage=stage)
+        for prepared in step.prepared.values():
+            prepared.meshes[:] = dict.fromkeys([*(placed.mesh for placed in prepared.placed.values()), *meshes])
         if meshes and not self.is_compared:
             self._compare(step, meshes)
         step.inputs = replace(step.inputs, params=locals_of(dict(step.inputs.params)))
@@ -168,6 +170,7 @@ class Executor:
         for (stage, m), leaves in step.data_gradients.items():
             gradients = data_gradients(self.pipeline.stages[stage], step.inputs.data[m], leaves)
             results.data_gradients[stage, m + step.inputs.first] = gradients
+        add_parts(step.sums.values())  # of all stages in one reduction
         if (stages := {*step.sums, *step.scattered}) or self.pieces.differentiated:
             sums = {(stage, self.rank): step.sums_of(stage) for stage in sorted(stages)}
             for (stage, rank), leaves in step.foreign.items():

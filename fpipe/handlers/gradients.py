@@ -25,6 +25,8 @@ import optree
 import torch
 from torch import Tensor
 
+from fpipe.autodiff.graph.block import NO_PARTS, Parts
+from fpipe.autodiff.graph.collectives import added_over
 from fpipe.autodiff.interface import READS, Argument, Leaves, Prepared
 from fpipe.errors import StageError
 from fpipe.plan import Plan
@@ -65,10 +67,29 @@ class Sum:
         self.owned: set[int] = set()
         self.steady: torch.dtype | None = None
         self.final = False
+        self.parts, self.dropped = NO_PARTS, frozenset[int]()
+
+    def expect(self, parts: Parts) -> None:
+        """Take the next microbatch's gradients as parts of sums over the processes that compute the stage, or whole.
+
+        Where graphs of several lengths differ in that, the first process has all of a whole gradient as its part.
+        """
+        if parts.leaves == self.parts.leaves and not self.dropped:
+            return
+        mesh = parts.mesh or self.parts.mesh
+        is_first = mesh is None or mesh.get_local_rank() == 0
+        for i in () if is_first or not self.totals else parts.leaves - self.parts.leaves:
+            if self.totals[i] is not None:
+                self.totals[i] = torch.zeros_like(self.totals[i])
+                self.owned.add(i)
+        self.parts = Parts(self.parts.leaves | parts.leaves, mesh)
+        self.dropped = frozenset() if is_first else self.parts.leaves - parts.leaves
 
     def add(self, terms: Leaves, fresh: Collection[int] = ()) -> None:
         """Add a microbatch's gradients; `fresh` are the leaf numbers whose dense memory nothing else uses."""
         assert not self.final, "a sum can't change after it was read"
+        if self.dropped:
+            terms = [x if x is None or i not in self.dropped else torch.zeros_like(x) for i, x in enumerate(terms)]
         present = [i for i, term in enumerate(terms) if term is not None]
         if self.take_all(terms):
             return
@@ -95,7 +116,8 @@ class Sum:
         if i not in self.owned or not self.precision.adds_in_place(self.totals[i].dtype, gradient.dtype):
             return False
         assert not self.final, "a sum can't change after it was read"
-        self.totals[i].add_(gradient)
+        if i not in self.dropped:
+            self.totals[i].add_(gradient)
         return True
 
     def take_all(self, gradients: Leaves) -> bool:
@@ -121,7 +143,8 @@ class Sum:
             torch._foreach_add_([self.totals[i] for i in leaves], [terms[i] for i in leaves])
 
     def read(self) -> Leaves:
-        """Return the totals; no two share memory."""
+        """Return the totals; no two share memory. Parts are added over the processes that compute the stage."""
+        add_parts([self])
         self.final = True
         for i, total in enumerate(self.totals):
             if total is not None and i not in self.owned:
@@ -152,6 +175,25 @@ class Rows(Sum):
                 parts.clear()
         self.final = True
         return self.totals
+
+
+def add_parts(sums: Iterable[Sum]) -> None:
+    """Add the parts of totals over the processes that compute stages together, all of one dtype in one reduction."""
+    same = defaultdict[Any, list[tuple[Sum, int]]](list)
+    for each in sums:
+        for i in sorted(each.parts.leaves):
+            if (total := each.totals[i]) is not None:
+                assert each.parts.mesh is not None
+                same[each.parts.mesh, total.dtype, total.device].append((each, i))
+        each.parts, each.dropped = NO_PARTS, frozenset()
+    for (mesh, *_), places in same.items():
+        totals = [each.totals[i] for each, i in places]
+        flat = torch.cat([total.reshape(-1) for total in totals])
+        flat = added_over(flat, mesh.get_group(), f"the gradients that {mesh} has parts of")
+        parts = flat.split_with_sizes([total.numel() for total in totals])
+        for (each, i), total, part in zip(places, totals, parts, strict=True):
+            each.totals[i] = torch.empty_like(total).copy_(part.view(total.shape))
+            each.owned.add(i)
 
 
 def behind(total: Tensor | None, rows: Tensor | None) -> Tensor | None:

@@ -27,7 +27,8 @@ from fpipe.handlers.protocol import Alone, Departure, Inputs, Observer, Replicas
 from fpipe.plan import Plan
 from fpipe.programs.interleaving import Turn, turns
 from fpipe.programs.program import Program, plan_of
-from fpipe.stages.pytree import flatten
+from fpipe.stages.cuts import cuts_of, with_cuts
+from fpipe.stages.pytree import Flat, flatten
 
 PARTS = (
     ". Local plays all replicas of the plan in this process. Processes that have parts of a sequence, or tokens of "
@@ -228,8 +229,9 @@ class _Mailbox:
 
 
 def _copy_tree(tree: Any, device: torch.device) -> Any:
-    leaves, spec = flatten(tree)
-    return spec.unflatten([_copy(x, device) if isinstance(x, torch.Tensor) else x for x in leaves])
+    leaves, spec = tree if isinstance(tree, Flat) else flatten(tree)
+    copies = with_cuts([_copy(x, device) if isinstance(x, torch.Tensor) else x for x in leaves], spec, cuts_of(tree))
+    return copies if isinstance(tree, Flat) else copies.tree
 
 
 def _copy(x: torch.Tensor, device: torch.device) -> torch.Tensor:

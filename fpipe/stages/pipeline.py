@@ -142,6 +142,30 @@ class Pipeline:
         """Return the pipeline with fewer params frozen. The arguments and errors are those of `freeze`."""
         return self._with_frozen(params, where, False)
 
+    def sequence_parallel(self, dim: int = 1) -> Pipeline:
+        """Return the pipeline with activations cut along their tokens, between layers and between stages.
+
+        It is for stages that several processes compute together, by leaves that are DTensors; others stay as they are.
+        A layer whose parts of a sum would be added on every process gives each process the sum of its tokens alone, and
+        a layer that is cut gathers what it reads. So norms, additions and dropout compute on pieces, and an edge of the
+        pipeline carries 1/n of the bytes from each of n processes.
+
+        Activations are tensors of three dimensions, [batch, tokens, width]. Of others, and where the processes don't
+        divide the number of tokens, nothing is cut. The loss and the gradients are the same within rounding.
+
+        Args:
+            dim: of the tokens: 1, or 0 for [tokens, batch, width].
+
+        Raises:
+            ValueError: another `dim`.
+
+        Source: Korthikanti et al., Reducing activation recomputation in large transformer models, 2022, section 4.2.2
+        (https://arxiv.org/abs/2205.05198).
+        """
+        if dim not in (0, 1):
+            raise ValueError(f"activations are [batch, tokens, width], or [tokens, batch, width] with dim=0; dim={dim}")
+        return self.replace([replace(stage, sequence=dim) for stage in self.stages], self.loss)
+
     def _with_frozen(self, params: Mapping[int, Any], where: Where, frozen: bool) -> Pipeline:
         trees = {stage: _tree_of(params, stage) for stage in range(len(self.stages))}
         changed = set(selected(where, leaves_of(trees)))

@@ -147,6 +147,8 @@ class Stage:
             `Pipeline.freeze` sets them.
         rows: `rows(*inputs) -> int`, the number of rows of a microbatch, if the params get a gradient for each row, as
             `transforms.per_sample` has it. `fn` then gets its params with such a dimension in front.
+        sequence: the dimension of the tokens, along which the processes that compute the stage together cut its
+            activations between layers; None if they don't. `Pipeline.sequence_parallel` sets it.
     """
 
     fn: StageFunction | Callable[..., Any]
@@ -154,6 +156,7 @@ class Stage:
     stateful: bool = False
     frozen: Sequence[Any] = ()
     rows: Callable[..., int] | None = None
+    sequence: int | None = None
 
     def __repr__(self) -> str:
         function = getattr(self.fn, "__name__", type(self.fn).__name__)

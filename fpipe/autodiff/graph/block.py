@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, fx
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,26 @@ class Block:
         return {x for values in self.outputs for x in values if isinstance(x, fx.Node)}
 
 
+class Parts(NamedTuple):
+    """The weight gradients of which each process that computes the stage has a part of the sum.
+
+    Args:
+        leaves: their numbers.
+        mesh: of the processes; None without any.
+    """
+
+    leaves: frozenset[int]
+    mesh: DeviceMesh | None
+
+
+NO_PARTS = Parts(frozenset(), None)
+
+
 class Sink(Protocol):
     """Takes weight gradients as soon as they are computed."""
+
+    def expect(self, parts: Parts) -> None:
+        """Take the next microbatch's gradients as such: parts of sums, and whole ones."""
 
     def take(self, i: int, gradient: Tensor) -> bool:
         """Add the i-th gradient in place if possible. Return whether it was added."""

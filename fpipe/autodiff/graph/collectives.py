@@ -271,6 +271,17 @@ def watch_of_handler() -> Watch:
     return WATCH.get() or NoWatch()
 
 
+def added_over(x: Tensor, group: dist.ProcessGroup, purpose: str) -> Tensor:
+    """Return the sum of the tensors of a group's processes, under the watch of the handler."""
+    watch, operators = watch_of_handler(), torch.ops._c10d_functional
+    watch.before_posting()
+    with torch.no_grad(), watch.waiting(f"posting {purpose}", group):
+        posted = operators.all_reduce(x, "sum", group.group_name)
+    with torch.no_grad(), watch.waiting(f"waiting for {purpose}", group):
+        total: Tensor = operators.wait_tensor(posted)
+    return total
+
+
 def watched(node: fx.Node, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs a collective, or waits for one, under the watch of the handler."""
     if is_wait(node.target):

@@ -10,9 +10,14 @@ lives. `Partitioner` adds what they lack:
   for each row, never the logits;
 - attention on the CPU is computed by head;
 - random numbers are drawn for the whole tensor on every process, which takes its piece: dropout has the bits of one
-  process.
+  process;
+- with `Stage.sequence`, a sum of activations leaves each process its tokens, and a layer gathers them: sequence
+  parallelism;
+- a gradient of a parameter that every process has whole, of which each has a part, stays so: the parts are added once
+  a step.
 
 Sources: Shoeybi et al., Megatron-LM, 2019, section 3; the vocabulary-parallel cross entropy is in its section 3 too.
+Korthikanti et al., Reducing activation recomputation in large transformer models, 2022, section 4.2.2.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import torch
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -33,10 +39,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.autodiff.graph.signature import Untraceable
 from fpipe.devices.operators import draws, written_arguments
+from fpipe.stages.cuts import CONSTRAIN, Cut
 from fpipe.stages.sharding import Placed
 
 aten = torch.ops.aten
-REPLICATE, HEADS = Replicate(), Shard(1)
+REPLICATE, HEADS, SUM = Replicate(), Shard(1), Partial()
 
 ADDITIONS = {aten.add.Tensor, aten.sub.Tensor}
 """Operations on two sums that are not added over the processes yet, whose result is one too."""
@@ -53,6 +60,7 @@ MOVES = {
     aten.detach.default,
     aten.alias.default,
 }
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 DRAWN_IN_PLACE = {
     aten.bernoulli_.float,
     aten.uniform_.default,
@@ -66,13 +74,14 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes with DTensors over a mesh of one dimension; plain tensors are the same in all its processes.
 
     Args:
-        placed: the layouts of the params of the stage.
+        placed: the layouts of the params of the stage, and of what it reads of other stages.
+        sequence: as of `Stage`.
 
     Raises:
         Untraceable: they are not over one mesh.
     """
 
-    def __init__(self, placed: Sequence[Placed]) -> None:
+    def __init__(self, placed: Sequence[Placed], sequence: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         meshes = {each.mesh for each in placed}
         if len(meshes) > 1:
@@ -81,15 +90,21 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         (self.mesh,) = meshes
         self.count, self.rank = self.mesh.size(), self.mesh.get_local_rank()
+        self.sequence = sequence
         self.sums: dict[int, tuple[DTensor, DTensor]] = {}  # by identity; the first keeps it from being used again
+        self.summed: dict[int, Any] = {}  # over rows, as a gradient of positions: its views are no input of a layer
         self.row_sums: dict[int, tuple[DTensor, Tensor]] = {}
         self.is_backward = False
         self.cut_tables: set[int] = set()  # numbers of rows of the embeddings whose rows are cut
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        with implicit_replication(), self:
-            yield
+        token = CONSTRAIN.set(self.constrain)
+        try:
+            with implicit_replication(), self:
+                yield
+        finally:
+            CONSTRAIN.reset(token)
 
     def read(self, leaf: Any, placed: Placed | None) -> Any:
         """Return a leaf of the arguments as the stage's function gets it: a piece as the whole DTensor.
@@ -104,13 +119,65 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return DTensor.from_local(leaf, self.mesh, [REPLICATE], run_check=False)
         return leaf
 
+    def start_backward(self) -> None:
+        """Count the operations from here on as those of the backward."""
+        self.is_backward = True
+
+    # Results
+
     def whole(self, leaf: Any) -> Any:
         """Return a result of the stage's function, whole on every process."""
         return leaf.redistribute(placements=[REPLICATE]).to_local() if isinstance(leaf, DTensor) else leaf
 
-    def start_backward(self) -> None:
-        """Count the operations from here on as those of the backward."""
-        self.is_backward = True
+    def settled(self, leaf: Any) -> Any:
+        """Return an output for another stage: a piece if it is cut, and else whole."""
+        if not isinstance(leaf, DTensor) or type(leaf.placements[0]) is Shard:
+            return leaf
+        return leaf.redistribute(placements=[self._settled_placement(leaf)])
+
+    def cut(self, leaf: Any) -> Cut | None:
+        """Return the place of this process's piece of a tensor that is cut."""
+        if not isinstance(leaf, DTensor) or leaf.placements[0].is_replicate():
+            return None
+        return Cut.of(Placed(self.mesh, leaf.placements, leaf.shape, leaf.stride()))
+
+    def piece(self, leaf: Any) -> Any:
+        """Return this process's piece of a tensor, or all of it."""
+        return leaf.to_local() if isinstance(leaf, DTensor) else leaf
+
+    def gradients(self, params: Sequence[Any], gradients: Sequence[Any]) -> tuple[list[Any], frozenset[int]]:
+        """Return gradients placed like the params, as pieces, and the numbers of those that are parts of a sum.
+
+        These are gradients of params that every process has whole: their parts are to be added over the processes.
+        """
+        pieces, partial = list[Any](), set[int]()
+        for i, (param, gradient) in enumerate(zip(params, gradients, strict=True)):
+            if isinstance(gradient, DTensor):
+                if self.placement(param) == REPLICATE and self.placement(gradient) == SUM:
+                    partial.add(i)
+                else:
+                    gradient = gradient.redistribute(placements=param.placements)
+                gradient = gradient._local_tensor
+            pieces.append(gradient)
+        return pieces, frozenset(partial)
+
+    # Placements
+
+    def constrain(self, x: Tensor, placements: Any) -> Tensor:
+        """Return a tensor placed as `fpipe.constrain` has it."""
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, self.mesh, [REPLICATE], run_check=False)
+        return x.redistribute(placements=placements_over(self.mesh, placements, x))
+
+    def _settled_placement(self, x: DTensor) -> Placement:
+        """Return where a sum lives once its parts are added."""
+        return REPLICATE if self.sequence is None or not self._has_tokens(x.shape) else Shard(self.sequence)
+
+    def _has_tokens(self, shape: Sequence[int]) -> bool:
+        """Return whether a tensor of a shape has tokens that the processes divide."""
+        return self.sequence is not None and len(shape) == 3 and shape[self.sequence] % self.count == 0
+
+    # Operations
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -123,6 +190,8 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{func} writes in place to a tensor of which each process has a part of the sum: write x = x + y for "
                 "x += y"
             )
+        if func in VIEWS and len(args[1]) == 2 and self._is_input(args[0]):
+            args = self._gathered(args[0]), *args[1:]
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
         if any(map(_is_partial, tensors)) and not (
             func in MOVES or (func in ADDITIONS and len(tensors) > 1 and all(map(_is_partial, tensors)))
@@ -136,12 +205,32 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = NotImplemented if rule is None else rule(self, func, *args, **kwargs)
         if result is NotImplemented:
             result = _viewed(func, args, kwargs) if func is aten.view.default else func(*args, **kwargs)
+        if func is aten.sum.dim_IntList:
+            self.summed[id(result)] = result
         return self._settled(result) if _is_masked(result) else result
 
     def _settled(self, x: Any) -> Any:
         """Return a tensor whose parts are added over the processes, once."""
         if not _is_partial(x):
             return x
+        if id(x) not in self.sums:
+            self.sums[id(x)] = x, x.redistribute(placements=[self._settled_placement(x)])
+        return self.sums[id(x)][1]
+
+    def _is_input(self, x: Any) -> bool:
+        """Return whether a tensor of three dimensions that is viewed as two is the input of a layer, which is gathered.
+
+        A linear layer reads all tokens of all rows in this way. Its input is cut along these, or will be when its parts
+        are added, since something else reads it too.
+        """
+        if _is_partial(x):
+            return not self.is_backward and self._has_tokens(x.shape)
+        is_cut = isinstance(x, DTensor) and x.ndim == 3 and x.placements[0] in (Shard(0), Shard(1))
+        return is_cut and id(x) not in self.summed
+
+    def _gathered(self, x: DTensor) -> DTensor:
+        """Return a tensor whole on every process, gathered once."""
+        x = self._settled(x)
         if id(x) not in self.sums:
             self.sums[id(x)] = x, x.redistribute(placements=[REPLICATE])
         return self.sums[id(x)][1]
@@ -152,12 +241,20 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Autograd adds the gradients of a tensor in an order of its own. So their sum is added over the processes once.
         """
         part, other = sorted(args, key=_is_partial, reverse=True)
-        is_whole = isinstance(other, DTensor) and self.placement(other) == REPLICATE
-        if kwargs or not is_whole or id(part) in self.sums or part.shape != other.shape:
+        if kwargs or not isinstance(other, DTensor) or part.placements[0] != SUM:
             return None
-        piece = part._local_tensor
-        piece = piece + other._local_tensor if self.rank == 0 else piece.detach()
-        return self.placed(piece, part.placements[0], stride=part.stride())
+        if id(part) in self.sums or part.shape != other.shape:
+            return None
+        piece, placement = part._local_tensor, self.placement(other)
+        if placement == REPLICATE:  # the same operations on every process, so that collectives have one order
+            piece = piece + other._local_tensor * float(self.rank == 0)
+        elif type(placement) is Shard:
+            rows = self.rows(part.shape[placement.dim])
+            own = piece.narrow(placement.dim, rows.start, len(rows)) + other._local_tensor
+            piece = torch.slice_scatter(piece, own, placement.dim, rows.start, rows.stop)
+        else:
+            return None
+        return self.placed(piece, SUM, stride=part.stride())
 
     # Pieces
 
@@ -272,19 +369,34 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, weight: Any, indices: Any, padding: int = -1, by_frequency: bool = False, sparse: bool = False
     ) -> Any:
         if not self.is_cut(weight, 0):
-            return NotImplemented
+            return self._embedding_by_token(func, weight, indices, padding, by_frequency, sparse)
         if sparse or by_frequency:
             raise Untraceable("an embedding whose rows are cut can't have sparse=True or scale_grad_by_freq=True")
         self.cut_tables.add(weight.shape[0])
         here, elsewhere, _ = self._rows_here(indices, weight.shape[0])
-        part = func(weight._local_tensor, here.masked_fill(elsewhere, 0))
-        return self.placed(self.sum(part.masked_fill(elsewhere.unsqueeze(-1), 0)), REPLICATE)
+        part = func(weight._local_tensor, here.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self._has_tokens(part.shape):
+            return self.placed(part, SUM)
+        return self.placed(self.sum(part), REPLICATE)
+
+    def _embedding_by_token(self, func: Any, weight: Any, indices: Any, *rest: Any) -> Any:
+        """Look up this process's tokens alone, in a table that every process has."""
+        shape = [*indices.shape, weight.shape[-1]]
+        if self.sequence is None or self.placement(weight) != REPLICATE or not self._has_tokens(shape):
+            return NotImplemented
+        cut = Shard(self.sequence)
+        rows = func(weight._local_tensor, self.local(indices, cut), *rest)
+        return self.placed(rows, cut, shape[cut.dim])
 
     def embedding_backward(
         self, func: Any, gradient: Any, indices: Any, size: int, padding: int, by_frequency: bool
     ) -> Any:
         if size not in self.cut_tables:
-            return NotImplemented
+            placement = self.placement(gradient)
+            if type(placement) is not Shard or placement.dim == gradient.ndim - 1 or by_frequency:
+                return NotImplemented
+            piece = func(gradient._local_tensor, self.local(indices, placement), size, padding, by_frequency)
+            return self.placed(piece, SUM)
         here, elsewhere, count = self._rows_here(indices, size)
         if padding >= 0:
             elsewhere = elsewhere | (self.local(indices, REPLICATE) == padding)
@@ -404,6 +516,34 @@ RULES: Mapping[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: Partitioner.attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Partitioner.attention_backward,
 }
+
+
+def placements_over(mesh: DeviceMesh, placements: Any, x: DTensor) -> list[Placement]:
+    """Return a placement for each dimension of a mesh.
+
+    Args:
+        placements: one for each dimension; or by the name of a dimension, of which the others stay as they are.
+
+    Raises:
+        ValueError: they don't fit the mesh or the tensor.
+    """
+    names = mesh.mesh_dim_names or ()
+    if isinstance(placements, Mapping):
+        if unknown := [name for name in placements if name not in names]:
+            raise ValueError(f"placements name {unknown[0]!r}, and the dimensions of {mesh} are {[*names]}")
+        each = [placements.get(name, x.placements[at]) for at, name in enumerate(names)]
+    else:
+        each = [*placements]
+        if len(each) != mesh.ndim:
+            raise ValueError(
+                f"{len(each)} placements for the {mesh.ndim} dimensions of {mesh}, which compute the stage: give one "
+                "for each, or a dict by the name of a dimension"
+            )
+    for placement in each:
+        dim = getattr(placement, "dim", 0)
+        if not -x.ndim <= dim < max(x.ndim, 1) or (not x.ndim and placement.is_shard()):
+            raise ValueError(f"a tensor of shape {[*x.shape]} can't be placed as {placement}")
+    return each
 
 
 def _is_partial(x: Any) -> bool:

@@ -109,6 +109,7 @@ class Signature(NamedTuple):
         sources: outputs of other stages that the stage reads, in the order of their numbers.
         data: the parts of the microbatch that the stage reads.
         keep: whether the call is differentiated.
+        whole: whether its outputs are whole on every process that computes the stage, as those of the last stage are.
     """
 
     params: Tree
@@ -118,16 +119,26 @@ class Signature(NamedTuple):
     data: Tree
     keep: bool
     ambient: Ambient
+    whole: bool = True
 
     @property
     def placed(self) -> list[Placed]:
-        """Return the layouts of the params that are pieces."""
-        return [x.placed for x in self.params.leaves if isinstance(x, Spec) and x.placed is not None]
+        """Return the layouts of the params, and of the outputs of other stages, that are pieces."""
+        leaves = (x for tree in (self.params, *self.sources) for x in tree.leaves)
+        return [x.placed for x in leaves if isinstance(x, Spec) and x.placed is not None]
 
     @property
     def digest(self) -> str:
-        """A digest of the shapes, dtypes and plain values, and of what gets gradients: equal on other devices."""
-        texts = (f"{[*x.shape]} {x.dtype}" if isinstance(x, Spec) else repr(x.value) for x in self._leaves)
+        """A digest of the shapes, dtypes and plain values, and of what gets gradients: equal on other devices.
+
+        A piece counts as the whole, for the pieces of other processes may be smaller.
+        """
+        texts = (
+            f"{[*(x.shape if x.placed is None else x.placed.shape)]} {x.dtype}"
+            if isinstance(x, Spec)
+            else repr(x.value)
+            for x in self._leaves
+        )
         return digest([*texts, repr((self.trained, self.keep))])
 
     @property

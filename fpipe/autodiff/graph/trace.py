@@ -35,6 +35,7 @@ from fpipe.autodiff.graph.products import Products
 from fpipe.autodiff.graph.signature import Leaf, Signature, Spec, Static, Untraceable
 from fpipe.devices import all_generators, device_of, without_autocast
 from fpipe.devices.operators import draws, written_arguments
+from fpipe.stages.cuts import Cut
 from fpipe.stages.pytree import Flat, alias_leaves, flatten
 from fpipe.stages.rng import host_generators, restored, set_host_generators
 from fpipe.stages.sharding import Placed, has_dtensor
@@ -63,6 +64,8 @@ class Joint:
         weights, gradients: gradients of the trained params, and of all inputs of the signature.
         wanted: by output leaf, whether it requires a gradient.
         fakes: the tensors among the inputs, as traced.
+        cuts: the places of the outputs that are pieces, by number.
+        partial: numbers of the weights of which each process that computes the stage has a part of the sum.
     """
 
     graph: fx.Graph
@@ -78,6 +81,8 @@ class Joint:
     weights: list[fx.Node | None]
     gradients: list[fx.Node | None]
     fakes: list[Tensor]
+    cuts: dict[int, Cut]
+    partial: frozenset[int]
 
     def map_results(self, function: Callable[[fx.Node], fx.Node]) -> Joint:
         """Return the trace with other nodes as results."""
@@ -137,6 +142,7 @@ class _JointFunction:
 
     Args:
         seeds: set by the call: by output leaf, the node that stands for its cotangent.
+        cuts, partial: set by the call, as in `Joint`.
         outputs, state, weights, gradients: set by the call. The function returns the tensors and symbols among them.
     """
 
@@ -146,6 +152,8 @@ class _JointFunction:
     loss: bool
     annotator: _Annotator
     seeds: dict[int, fx.Node] = field(default_factory=dict)
+    cuts: dict[int, Cut] = field(default_factory=dict)
+    partial: frozenset[int] = frozenset()
     outputs: Flat = field(init=False)
     state: Flat = field(init=False)
     weights: list[Any] = field(init=False)
@@ -155,11 +163,13 @@ class _JointFunction:
         signature, rest = self.signature, iter(fakes)
         trees = (signature.params, signature.state, *signature.sources, signature.data)
         leaves = [[_argument(x, rest) for x in tree.leaves] for tree in trees]
-        partitioner = _partitioner(signature)
-        params, state, *sources, data = (
-            tree.spec.unflatten(x if partitioner is None else map(partitioner.read, x, map(_placed, tree.leaves)))
-            for tree, x in zip(trees, leaves, strict=True)
-        )
+        partitioner = _partitioner(signature, self.stage)
+        read = leaves
+        if partitioner is not None:
+            read = [
+                [*map(partitioner.read, x, map(_placed, tree.leaves))] for tree, x in zip(trees, leaves, strict=True)
+            ]
+        params, state, *sources, data = (tree.spec.unflatten(x) for tree, x in zip(trees, read, strict=True))
         torch.set_autocast_cache_enabled(True)  # as outside of make_fx, which restores the setting
         partitioned = nullcontext() if partitioner is None else partitioner.running()
         products = Products() if signature.keep else nullcontext()
@@ -173,19 +183,28 @@ class _JointFunction:
                 raise Untraceable("it draws from the random numbers of Python or NumPy, which a graph would repeat")
             self.outputs, self.state = flatten(alias_leaves(result)), flatten(alias_leaves(new))
             if partitioner is not None:
-                self.outputs, self.state = (
-                    Flat(list(map(partitioner.whole, tree.leaves)), tree.spec) for tree in (self.outputs, self.state)
-                )
+                self.state = Flat(list(map(partitioner.whole, self.state.leaves)), self.state.spec)
+                self._take_outputs(partitioner)
             refuse_lost(self.outputs.leaves, itertools.chain(*leaves), lambda x: not isinstance(x, FakeTensor))
             self.annotator.start_backward()
             if partitioner is not None:
                 partitioner.start_backward()
-            trained = [leaves[0][i] for i in signature.trained]
+            trained = [read[0][i] for i in signature.trained]
             self.weights, self.gradients = self._gradients(trained, list(itertools.chain.from_iterable(leaves[1:])))
+            if partitioner is not None:
+                self.weights, self.partial = partitioner.gradients(trained, self.weights)
         if (env := self.annotator.env) is not None:
             _check_sizes([*self.outputs.leaves, *self.state.leaves], env)
         results = (self.outputs.leaves, self.state.leaves, self.weights, self.gradients)
         return [x for leaves in results for x in leaves if _is_traced(x)]
+
+    def _take_outputs(self, partitioner: Partitioner) -> None:
+        """Take this process's part of the outputs: its pieces of those that are cut, and the others whole."""
+        leaves, spec = self.outputs
+        whole = partitioner.whole if self.signature.whole else partitioner.settled
+        leaves = list(map(whole, leaves))
+        self.cuts = {i: cut for i, x in enumerate(leaves) if (cut := partitioner.cut(x)) is not None}
+        self.outputs = Flat(list(map(partitioner.piece, leaves)), spec)
 
     def _gradients(self, params: list[Tensor], inputs: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return the gradients of the trained params and of all inputs; None where there is none."""
@@ -214,13 +233,13 @@ def _check_sizes(leaves: list[Any], env: ShapeEnv) -> None:
             raise Untraceable(f"it returns {type(x).__name__} {x}, which depends on sizes")
 
 
-def _partitioner(signature: Signature) -> Partitioner | None:
-    """Return what computes with pieces of params; None for a stage whose params are whole."""
+def _partitioner(signature: Signature, stage: Stage) -> Partitioner | None:
+    """Return what computes with pieces; None for a stage whose params and inputs are whole."""
     if not signature.placed:
         return None
     from fpipe.autodiff.graph.sharded import Partitioner  # imports torch.distributed.tensor, which takes time
 
-    return Partitioner(signature.placed)
+    return Partitioner(signature.placed, stage.sequence)
 
 
 def _placed(x: Leaf) -> Placed | None:
@@ -372,4 +391,6 @@ def _assemble(module: fx.GraphModule, function: _JointFunction, fakes: list[Tens
         weights=resolved(function.weights),
         gradients=resolved(function.gradients),
         fakes=fakes,
+        cuts=function.cuts,
+        partial=function.partial,
     )

@@ -381,7 +381,7 @@ class Channels:
         for i, spec in enumerate(() if activation is None else activation.signature.leaves):
             if leaves[i] is None and isinstance(spec, TensorSpec) and spec.requires_grad:
                 optional.append(i)
-                leaves[i] = spec._replace(requires_grad=False, strides=None)
+                leaves[i] = spec._replace(requires_grad=False, strides=None, cut=None)
         return Signature(None, tuple(leaves), tuple(optional))
 
     def _error(self, value: fx.Value, message: str) -> StageError:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe.handlers.distributed.strides import Strides, strides_of
+from fpipe.stages.cuts import Cut, cuts_of
 from fpipe.stages.pytree import ABSENT, NAMESPACE, Absent, Flat, Text, flatten
 
 DICTS = (dict, OrderedDict, defaultdict)
@@ -27,9 +28,11 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     requires_grad: bool
     strides: Strides | None = None  # None: contiguous
+    cut: Cut | None = None  # its place, if it is a piece of a larger tensor
 
     def __str__(self) -> str:
         more = f" of strides {self.strides}" if self.strides else ""
+        more += f", {self.cut}," if self.cut else ""
         return f"{_dtype_name(self.dtype)}{list(self.shape)}{more}{' wanting a gradient' if self.requires_grad else ''}"
 
 
@@ -54,13 +57,14 @@ class Signature(NamedTuple):
 
 def signature_of(payload: Flat | list[Any]) -> Signature:
     leaves, spec = payload if isinstance(payload, Flat) else (payload, None)
-    return Signature(spec, tuple(_leaf_spec(leaf) for leaf in leaves))
+    cuts = cuts_of(payload)
+    return Signature(spec, tuple(_leaf_spec(leaf, cuts.get(i)) for i, leaf in enumerate(leaves)))
 
 
-def _leaf_spec(leaf: Any) -> Any:
+def _leaf_spec(leaf: Any, cut: Cut | None) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.requires_grad, strides_of(leaf))
+    return TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.requires_grad, strides_of(leaf), cut)
 
 
 def same(a: Signature, b: Signature) -> bool:
@@ -152,8 +156,10 @@ def find_type(name: str) -> Any:
 _CODERS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     TensorSpec: (
         "tensor",
-        lambda t: [_dtype_name(t.dtype), list(t.shape), t.requires_grad, t.strides],
-        lambda t: TensorSpec(getattr(torch, t[0]), tuple(t[1]), t[2], None if t[3] is None else tuple(t[3])),
+        lambda t: [_dtype_name(t.dtype), list(t.shape), t.requires_grad, t.strides, t.cut],
+        lambda t: TensorSpec(
+            getattr(torch, t[0]), tuple(t[1]), t[2], None if t[3] is None else tuple(t[3]), _decode_cut(t[4])
+        ),
     ),
     Absent: ("absent", lambda a: 0, lambda a: ABSENT),
     tuple: ("tuple", lambda t: [_encode_plain(x) for x in t], lambda t: tuple(_decode_plain(x) for x in t)),
@@ -166,6 +172,13 @@ _CODERS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     type: ("type", type_name, find_type),
 }
 _DECODERS = {tag: decoder for tag, _, decoder in _CODERS.values()}
+
+
+def _decode_cut(fields: Any) -> Cut | None:
+    if fields is None:
+        return None
+    dim, piece, pieces, shape, stride = fields
+    return Cut(dim, piece, pieces, tuple(shape), tuple(stride))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fpipe.devices import aside, is_capturing
 from fpipe.handlers.distributed.signature import Signature, TensorSpec, same, signature_of
 from fpipe.handlers.distributed.strides import buffer, message, restored, strides_of
+from fpipe.stages.cuts import Cuts, cuts_of, with_cuts
 from fpipe.stages.pytree import Flat
 
 Payload = Flat | list[Any]
@@ -51,11 +52,13 @@ class _Seen(NamedTuple):
 
     Args:
         looks: of its leaves.
+        cuts: the places of its pieces.
         as_is: whether its tensors travelled without a copy.
     """
 
     spec: Any
     looks: list[Any]
+    cuts: Cuts
     as_is: bool
 
 
@@ -78,6 +81,8 @@ class PayloadCodec:
         self.alone = [chunk for chunk in chunks if chunk.size and chunk.leaf not in inside]
         self.empty = [chunk for chunk in chunks if not chunk.size]
         self.length = self.packed[-1].at + self.packed[-1].size if self.packed else 0
+        specs = {i: leaf for i, leaf in enumerate(signature.leaves) if isinstance(leaf, TensorSpec)}
+        self.cuts = {i: spec.cut for i, spec in specs.items() if spec.cut is not None}
         self.has_tensors_alone = all(leaf is None or isinstance(leaf, TensorSpec) for leaf in signature.leaves)
         self.present: list[bool] = []
         self._seen: _Seen | None = None
@@ -85,14 +90,14 @@ class PayloadCodec:
     def messages(self, payload: Payload) -> list[Tensor] | None:
         """Return the messages of a payload; None if it has another signature."""
         leaves, spec = payload if isinstance(payload, Flat) else (payload, None)
-        looks, seen = [look(leaf) for leaf in leaves], self._seen
-        if seen is None or seen.spec != spec or not alike(seen.looks, looks):
-            return self._checked_messages(leaves, spec, looks)
+        looks, cuts, seen = [look(leaf) for leaf in leaves], cuts_of(payload), self._seen
+        if seen is None or seen.spec != spec or seen.cuts != cuts or not alike(seen.looks, looks):
+            return self._checked_messages(leaves, spec, looks, cuts)
         if seen.as_is:
             return [leaves[chunk.leaf] for chunk in self.alone]
         return self._written(_contiguous(leaves))
 
-    def _checked_messages(self, leaves: list[Any], spec: Any, looks: list[Any]) -> list[Tensor] | None:
+    def _checked_messages(self, leaves: list[Any], spec: Any, looks: list[Any], cuts: Cuts) -> list[Tensor] | None:
         """Return the messages of a payload that does not look like the last one; None if it has another signature."""
         filled, presence = leaves, None
         if spec is None and len(leaves) == len(self.signature.leaves):
@@ -100,14 +105,14 @@ class PayloadCodec:
             if is_capturing() and flags != self.present:
                 return None
             filled, presence, self.present = *self._filled(leaves, flags), flags
-        signature = signature_of(filled if spec is None else Flat(filled, spec))
+        signature = signature_of(filled if spec is None else with_cuts(filled, spec, cuts))
         if not same(signature._replace(optional=self.signature.optional), self.signature):
             return None
         tensors = _contiguous(filled)
         if presence is not None:
             tensors[PRESENCE] = presence
         elif all(a is b for a, b in zip(filled, leaves, strict=True)):
-            self._seen = _Seen(spec, looks, self._travels_as_is(leaves, tensors))
+            self._seen = _Seen(spec, looks, cuts, self._travels_as_is(leaves, tensors))
         return self._written(tensors)
 
     def _travels_as_is(self, leaves: list[Any], tensors: dict[int, Tensor]) -> bool:
@@ -142,7 +147,7 @@ class PayloadCodec:
                     self.present = tensors[PRESENCE].tolist()
             for i, there in zip(signature.optional, self.present, strict=True):
                 leaves[i] = leaves[i] if there else None
-        return leaves if signature.spec is None else Flat(leaves, signature.spec)
+        return leaves if signature.spec is None else with_cuts(leaves, signature.spec, self.cuts)
 
     def _filled(self, gradients: list[Any], flags: list[bool]) -> tuple[list[Any], Tensor | None]:
         """Return gradients in the signature's layout, with zeros for missing ones, and the flags of the optional."""
