@@ -65,6 +65,7 @@ def traced(function, rank, **options):
     for is_split in (False, True):
         prepared = piece.prepare({"w": w.detach()})
         (output, residuals, _) = piece.forward(prepared, None, {}, Microbatch(x.detach(), None), True)
+        functions = residuals.functions
         cotangents = [y.detach().sin() for y in output.leaves]
         if is_split:
             gradients, deferred = piece.backward_input(residuals, cotangents)
@@ -74,7 +75,7 @@ def traced(function, rank, **options):
         runs.append([output.leaves[0].detach(), *weights, *next(iter(gradients.values()))])
     y = function({"w": w}, x)
     expected = [y.detach(), *torch.autograd.grad(y, (w, x), y.detach().sin())]
-    return runs, expected, piece.graphs.traced[0]
+    return runs, expected, functions
 
 
 def graphs(rank):
@@ -112,9 +113,9 @@ def layer_counts(rank):
     for name, (function, params, x) in layers.items():
         stage, argnums = Stage(function, reads=(Batch(),)), frozenset({"params", "batch"})
         piece = Traced(stage, fallback=False, policy=policies.nothing_saveable, argnums=argnums)
-        piece.forward(piece.prepare(params), None, {}, Microbatch(x, None), True)
-        (functions,) = piece.graphs.traced
-        counts[name] = dict(Counter((post.piece, post.text.split("(")[0]) for post in functions.collectives))
+        _, residuals, _ = piece.forward(piece.prepare(params), None, {}, Microbatch(x, None), True)
+        posts = residuals.functions.collectives
+        counts[name] = dict(Counter((post.piece, post.text.split("(")[0]) for post in posts))
     return counts
 
 
