@@ -14,6 +14,12 @@ from tests.support.combinations import ALL
 SLOW = ("schedules.search", "schedules.pareto", "profile", "split")  # what is searched, measured or exported
 
 
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """Some wrong arguments are names of files."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_the_arguments_are_right_as_they_are():
     for name, (function, arguments) in surface.calls().items():
         if ALL or name not in SLOW:

@@ -84,7 +84,10 @@ def test_a_rank_that_missed_a_handler_can_make_the_next(pools):
 def test_the_world_is_not_the_plans(pools):
     for outcome in pools(2).outcomes(faults.run, 3, "world size"):
         assert outcome.error == "ScheduleError"
-        assert "the plan has 3 ranks, the group 2 processes: start with torchrun --nproc-per-node 3" in outcome.text
+        assert (
+            "the plan has 3 ranks, the group 2 processes: start with torchrun --standalone --nproc-per-node 3"
+            in outcome.text
+        )
 
 
 def test_ranks_with_different_programs(pools):

@@ -510,7 +510,7 @@ FAULTS = {
         None,
         r"the plan is of replicas=1, the handler of 2: make the plan by pipeline.plan\(..., replicas=2\)",
     ),
-    "ranks": (None, "the plan has 4 ranks, the group 2 processes: start with torchrun --nproc-per-node 8"),
+    "ranks": (None, "the plan has 4 ranks, the group 2 processes: start with torchrun --standalone --nproc-per-node 8"),
     "a state": (
         None,
         "stage 0 is stateful, and the plan has 2 replicas: pass buffers='own' to value_and_grad, train",

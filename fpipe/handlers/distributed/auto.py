@@ -61,7 +61,15 @@ def _init(device: torch.device) -> None:
     if device.type == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(_local_rank() if device.index is None else device.index)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun keeps its store, with the addresses of dead workers. On several hosts the counts may differ.
+        store, rank, size = next(dist.rendezvous("env://"))
+        own = dist.PrefixStore(f"restart {restarts}", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+    else:
+        dist.init_process_group(backend)
     atexit.register(_destroy, dist.group.WORLD)
 
 

@@ -215,7 +215,7 @@ def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
     """
     if not dist.is_initialized():
         raise TransportError(
-            "torch.distributed is not initialized: start with torchrun, and call "
+            "torch.distributed is not initialized: start with torchrun --standalone, and call "
             "torch.distributed.init_process_group() first"
         )
     group = group.get_group() if isinstance(group, DeviceMesh) else group or dist.group.WORLD

@@ -141,7 +141,8 @@ class Distributed:
         if plan.ranks != self.size:
             raise ScheduleError(
                 f"the plan has {plan.ranks} ranks, the group {self.size} processes: start with "
-                f"torchrun --nproc-per-node {plan.ranks * self.grid.replicas}, or make the plan for {self.size} ranks"
+                f"torchrun --standalone --nproc-per-node {plan.ranks * self.grid.replicas}, or make the plan for "
+                f"{self.size} ranks"
             )
         if plan.replicas != self.grid.replicas:
             raise ScheduleError(
