@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -152,14 +153,25 @@ def squares(
     total = stacked(sums)
     for mesh in dict.fromkeys(mesh for leaves in counted.values() for _, mesh in leaves if mesh is not None):
         cut = {s: _squares([x for x, over in leaves if over == mesh], by_row) for s, leaves in counted.items()}
-        total = total + _added(stacked(cut), mesh)
+        total = total + _added(stacked(cut), mesh, getattr(handler, "timeout", None))
     return total
 
 
-def _added(sums: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sums of all processes of a mesh, added in their order."""
+def _added(sums: Tensor, mesh: DeviceMesh, timeout: float | None) -> Tensor:
+    """Return the sums of all processes of a mesh, added in their order.
+
+    Raises:
+        TransportError: a process of the mesh did not come in time.
+    """
     every = [torch.empty_like(sums) for _ in range(mesh.size())]
-    dist.all_gather(every, sums, group=mesh.get_group())
+    work = dist.all_gather(every, sums, group=mesh.get_group(), async_op=True)
+    try:
+        work.wait() if timeout is None or sums.device.type != "cpu" else work.wait(timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise TransportError(
+            f"a process of {mesh} did not come to the norm of the gradients within timeout={timeout} s, or is gone "
+            f"({str(error).splitlines()[0]}): {HINT}"
+        ) from error
     return functools.reduce(torch.add, every)
 
 
