@@ -100,7 +100,7 @@ class Captured:
             place = None if needs is None else _place(signature, leaves, needs)
         except Exception as error:  # the arguments are the user's, and may raise anything
             self.replays.refuse(error)
-        name = self.replays.agree(place)
+        name = self.replays.agree(place, rng)
         if self.replays.epoch != self.epoch:  # the graphs held connections that are gone
             self.graphs.clear()
             self.epoch = self.replays.epoch

@@ -283,16 +283,18 @@ class Replays(Protocol):
     def step(self) -> AbstractContextManager[None]:
         """Return a context in which the whole step runs: a failure in it is one of all ranks."""
 
-    def agree(self, key: Hashable | None) -> Hashable | None:
+    def agree(self, key: Hashable | None, rng: object = None) -> Hashable | None:
         """Return a name of the step, the same on every rank, and another one wherever the key of a rank is another.
 
         Args:
             key: of the step on this rank; None if it has none yet.
+            rng: of the step, which is the same on every rank.
 
         Returns:
             None if the step has no key on some rank.
 
         Raises:
+            StageError: the ranks have different `rng`.
             TransportError: a rank refuses the step; with its reason.
         """
 
@@ -341,7 +343,7 @@ class Alone:
     def step(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def agree(self, key: Hashable | None) -> Hashable | None:
+    def agree(self, key: Hashable | None, rng: object = None) -> Hashable | None:
         return key
 
     def refuse(self, error: BaseException) -> NoReturn:

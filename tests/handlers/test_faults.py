@@ -16,7 +16,7 @@ def test_what_must_agree_is_agreed_on(pools):
     outcomes = pools(2).run(fault_jobs.disagreements)
     assert outcomes[0][1] == outcomes[1][1]
     for told, _ in outcomes:
-        for name in ("rng", "rng of one", "skipped"):
+        for name in ("rng", "rng of one", "skipped", "captured"):
             assert "rank 0 and rank 1 were called with different rng=" in told[name]
         assert "rank 0 and rank 1 were given different batches of equal shapes" in told["batch"]
         assert "rank 0 and rank 1 were given different targets of equal shapes" in told["target"]

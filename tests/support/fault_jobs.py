@@ -124,12 +124,16 @@ def disagreements(rank):
     _, plan = pipeline_of(2)
     step, state, x = step_of(2, own), params_of(rank), torch.arange(32.0).reshape(8, 4)
     later = x + 1
+    captured = fpipe.value_and_grad(*pipeline_of(2)[:1], "gpipe", plan, handler=own, capture=True)
+    for i in range(3):
+        captured(state, x, x, rng=(0, i))
     calls = {
         "rng": lambda: step(state, x, x, rng=(0, rank)),
         "rng of one": lambda: step(state, x, x, rng=(0, 1) if rank else None),
         "batch": lambda: step(state, later if rank else x, x),
         "target": lambda: step(state, x, later if rank else x),
         "skipped": lambda: step(state, None if rank else x, later if rank else None, rng=(0, 3 + rank)),
+        "captured": lambda: captured(state, x, x, rng=(0, 5 + rank)),
         "reduction": lambda: step_of(2, own, reduction="sum" if rank else "mean"),
         "weight": lambda: step_of(2, own, weight=(lambda t: 2 * len(t)) if rank else (lambda t: 3 * len(t))),
         "max_norm": lambda: fpipe.clip_by_global_norm(state, 1.0 + rank, plan, handler=own),

@@ -36,7 +36,7 @@ from fpipe.handlers.distributed.collectives import Collectives, fingerprint, ove
 from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.grid import Grid
-from fpipe.handlers.distributed.handshake import COMPILING, REPLAYING, Handshake, RollCall, tokens
+from fpipe.handlers.distributed.handshake import COMPILING, REPLAYING, Handshake, RollCall, check_rng, tokens
 from fpipe.handlers.distributed.liveness import Watchdog, introduce
 from fpipe.handlers.distributed.pieces import PieceWatch
 from fpipe.handlers.distributed.rendezvous import meet
@@ -303,17 +303,19 @@ class _Setup:
     def step(self) -> AbstractContextManager[None]:
         return self.ready().running()
 
-    def agree(self, key: Hashable | None) -> Hashable | None:
+    def agree(self, key: Hashable | None, rng: object = None) -> Hashable | None:
         token = (0, 0) if key is None else self._token_of(key)
-        numbers = self._call_roll([*token, key is None, self.departure.asked], None)
-        first, second, new, asked = map(sum, zip(*numbers, strict=True))
+        numbers = self._call_roll([*token, key is None, self.departure.asked, fingerprint(rng)], None)
+        *numbers_by_name, rngs = zip(*numbers, strict=True)
+        check_rng(rngs, self._grid)
+        first, second, new, asked = map(sum, numbers_by_name)
         self.departure.agreed |= asked > 0
         return None if new else (first, second)
 
     def refuse(self, error: BaseException) -> NoReturn:
         if not self.ready().is_over:
             with suppress(Exception):  # this one; or the step has failed, or the handler has ended, and all ranks know
-                self._call_roll([0, 0, True, False], error)
+                self._call_roll([0, 0, True, False, 0], error)
         raise error
 
     def _call_roll(self, numbers: list[int], error: BaseException | None) -> list[list[int]]:

@@ -29,6 +29,7 @@ from torch import Tensor
 from fpipe.devices import aside, autocasts, is_capturing
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.distributed.collectives import fingerprint
+from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.signature import signature_of
 from fpipe.handlers.distributed.steps import Steps
 from fpipe.handlers.distributed.wire import alike, look
@@ -250,11 +251,7 @@ class Handshake:
                 f"{grid.name(0)} and {grid.name(others[0])} were called under different torch.autocast, or one of them "
                 "with loss_scale=: enter the same autocast on every rank, and pass the same loss scale"
             )
-        if others := [process for process, each in enumerate(rngs) if each != rngs[0]]:
-            raise self._rejected(
-                f"{grid.name(0)} and {grid.name(others[0])} were called with different rng=: pass the same "
-                "(seed, step) on every rank, or None on every rank. Where steps differ, one rank has skipped a batch"
-            )
+        check_rng(rngs, grid)
         for name, numbers in zip(("batches", "targets"), data, strict=True):
             self._check_content(name, numbers)
         if True in apart and False in apart:
@@ -482,6 +479,16 @@ def _number(tree: Flat) -> int:
 
 def _is_readable(leaf: Tensor) -> bool:
     return leaf.device.type == "cpu" and leaf.layout is torch.strided and not (leaf.is_complex() or leaf.is_neg())
+
+
+def check_rng(numbers: Sequence[int], grid: Grid) -> None:
+    """Reject the step if ranks were called with different seeds, of each of which there is a number."""
+    if others := [process for process, each in enumerate(numbers) if each != numbers[0]]:
+        message = (
+            f"{grid.name(0)} and {grid.name(others[0])} were called with different rng=: pass the same (seed, step) on "
+            "every rank, or None on every rank. Where steps differ, one rank has skipped a batch"
+        )
+        raise StepRejected(StageError(message, rank=grid.rank))
 
 
 def _settings(inputs: Inputs) -> int:
