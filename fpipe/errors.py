@@ -210,9 +210,9 @@ def _is_users(frame: TracebackType) -> bool:
 def checked(function: Callable[P, T]) -> Callable[P, T]:
     """Return a function that raises TypeError, with the argument's name, for an argument not of its annotation.
 
-    Annotations are looked up at the first call. Those that can't be, such as names for type checkers alone, and those
-    of which nothing is known, such as type variables, admit everything. Sequences and mappings are checked with their
-    first elements.
+    Where the function itself refuses the argument by its name, its own error is raised. Annotations are looked up at
+    the first call. Those that can't be, such as names for type checkers alone, and those of which nothing is known,
+    such as type variables, admit everything. Sequences and mappings are checked with their first elements.
     """
     signature = inspect.signature(function)
 
@@ -220,29 +220,50 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     def hints() -> dict[str, Any]:
         return {name: _evaluated(each.annotation, function) for name, each in signature.parameters.items()}
 
+    def wrong(*args: Any, **kwargs: Any) -> tuple[str, str] | None:
+        """Return the name of the first argument that does not fit, and a text about it."""
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            hint, parameter = hints()[name], signature.parameters[name]
+            if hint is Any or parameter.kind is parameter.VAR_KEYWORD or value is parameter.default:
+                continue
+            for each in value if parameter.kind is parameter.VAR_POSITIONAL else (value,):
+                if not _fits(each, hint):
+                    where = function.__qualname__.removesuffix(".__init__")
+                    return name, f"{where}: {name} must be {_named(hint, parameter.annotation)}, not {_short(each)}"
+        return None
+
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            arguments = signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            return function(*args, **kwargs)  # Python's own error
-        for name, value in arguments.items():
-            hint, parameter = hints()[name], signature.parameters[name]
-            values = value if parameter.kind is parameter.VAR_POSITIONAL else (value,)
-            if hint is Any or parameter.kind is parameter.VAR_KEYWORD or value is parameter.default:
-                continue
-            for each in values:
-                if not _fits(each, hint):
-                    where = function.__qualname__.removesuffix(".__init__")
-                    raise TypeError(f"{where}: {name} must be {_named(hint, parameter.annotation)}, not {_short(each)}")
-        return function(*args, **kwargs)
+            problem = wrong(*args, **kwargs)
+        except TypeError:  # of the number of arguments, which Python says
+            problem = None
+        if problem is None:
+            return function(*args, **kwargs)
+        name, text = problem
+        try:
+            function(*args, **kwargs)
+        except (ScheduleError, StageError, TransportError):
+            raise
+        except (TypeError, ValueError) as error:
+            if re.search(rf"\b{name.removesuffix('s')}", str(error)) and _is_own(error):
+                raise
+        except Exception as error:
+            raise TypeError(text) from error
+        raise TypeError(text)
 
     return call
 
 
+def _is_own(error: BaseException) -> bool:
+    """Return whether fpipe has raised an error, and not Python or torch."""
+    *_, last = _frames(error)
+    return last.tb_frame.f_code.co_filename.startswith(own_folders())
+
+
 def checked_class(kind: type[T]) -> type[T]:
     """Check the arguments of a dataclass."""
-    kind.__init__ = checked(kind.__init__)  # type: ignore[misc]
+    setattr(kind, "__init__", checked(vars(kind)["__init__"]))  # noqa: B010  # mypy refuses an assignment to a method
     return kind
 
 
@@ -259,6 +280,7 @@ def _evaluated(annotation: Any, function: Callable[..., Any]) -> Any:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value may be of a type; True where nothing is known of the type."""
+    origin: Any
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True

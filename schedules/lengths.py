@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from math import isfinite
-from numbers import Real
+from typing import SupportsFloat
 
 from fpipe._format import counted
 from fpipe.errors import checked
@@ -68,7 +68,7 @@ def pack(lengths: Iterable[float], microbatches: int) -> list[list[int]]:
 def _checked(lengths: Iterable[float]) -> Sequence[float]:
     each = list(lengths)
     for i, length in enumerate(each):
-        if not isinstance(length, Real):
+        if not isinstance(length, SupportsFloat):
             raise TypeError(f"length {i} is {length!r}: a length is a number of at least 0")
         if not (isfinite(length) and length >= 0):
             raise ValueError(f"length {i} is {length!r}: a length is a number of at least 0")

@@ -1,7 +1,7 @@
 """`fpipe checkpoint`: look at checkpoints on disk. No torch."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,7 +30,7 @@ def verify(
                 states.append(WORDS[manifest.is_right(name)])
     except CheckpointError as error:
         raise CommandError(str(error)) from error
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"name": name, "bytes": size, "state": state}
         for (name, size), state in zip(manifest.files.items(), states, strict=True)
     ]
@@ -44,4 +44,4 @@ def verify(
             listing.add_row(row["name"], f"{row['bytes']}", row["state"])
         show(listing, str(manifest.path))
     if wrong := [row["name"] for row in rows if row["state"] == WORDS[False]]:
-        raise CommandError(f"{manifest.path} is damaged: {', '.join(map(str, wrong))} changed since it was saved")
+        raise CommandError(f"{manifest.path} is damaged: {', '.join(wrong)} changed since it was saved")

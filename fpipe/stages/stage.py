@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from fpipe.errors import checked, checked_class
+from fpipe.errors import checked
 from fpipe.plan import call_of
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Path, flatten, get_at, short
@@ -132,7 +132,6 @@ class StageFunction(Protocol):
     def __call__(self, params: Any, *inputs: Any) -> Any: ...
 
 
-@checked_class
 @dataclass(frozen=True)
 class Stage:
     """A pure function `fn(params, *inputs) -> outputs` over pytrees.

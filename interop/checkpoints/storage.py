@@ -60,7 +60,8 @@ class _HashedStream:
     """A file that is hashed while it is written. It keeps the error of a write, in whose place torch raises another."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.digest, self.error = stream, new_hash(), None
+        self._stream, self.digest = stream, new_hash()
+        self.error: OSError | None = None
 
     def write(self, content: Any) -> int:
         try:

@@ -8,6 +8,8 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from fpipe.errors import checked
 from fpipe.handlers.calls import NO_FUNCTIONS, Functions
@@ -65,8 +67,8 @@ def _init(device: torch.device) -> None:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
         # torchrun keeps its store, with the addresses of dead workers. On several hosts the counts may differ.
-        store, rank, size = next(dist.rendezvous("env://"))
-        own = dist.PrefixStore(f"restart {restarts}", store)
+        store, rank, size = next(rendezvous("env://"))
+        own = PrefixStore(f"restart {restarts}", store)
         dist.init_process_group(backend, store=own, rank=rank, world_size=size)
     else:
         dist.init_process_group(backend)
