@@ -85,17 +85,16 @@ class SentBytes:
         Connections.send = self.send
 
 
-def collectives(rank, name, policy):
+def collectives(rank, policy):
     """Counts of collectives by stage and block, and errors of the loss and the gradients."""
-    pipeline, params = model()
+    pipeline, params = model(3)
     tp = interop.shard(params, mesh_of(2, names=("tp",)), STYLE)
-    placement = fpipe.Placement.v(ranks=2) if name == "zb_v" else fpipe.Placement.loop(ranks=2, chunks=2)
-    plan = pipeline.plan(placement, microbatches=4)
+    plan = pipeline.plan(fpipe.Placement.loop(ranks=3), microbatches=4)
     with Collectives() as counted:
         options = {"policy": getattr(fpipe.policies, policy), "autodiff": "graph"}
-        step = step_of(name, pipeline.sequence_parallel(), plan, handlers.Local(), **options)
+        step = step_of("zb_h1", pipeline.sequence_parallel(), plan, handlers.Local(), **options)
         value, grads = step(tp, *data(), rng=(7, 0))
-    value0, grads0 = expected()
+    value0, grads0 = expected(3)
     return counted.counts, abs(value - value0).item() / value0.item(), max(distances(grads, grads0).values())
 
 
@@ -158,9 +157,21 @@ def hand_made():
     return fpipe.Pipeline([by_hand] * 3, loss=lambda y, t: (y - t).square().mean()), params, x, y
 
 
-def constrained(rank):
-    """Counts of collectives by stage and block, and errors of the loss and the gradients, of `by_hand`."""
+def network(params, x):
+    """`by_hand`, unchanged from one process."""
+    y = F.rms_norm(x, (WIDTH,)) * params["norm"]
+    return x + F.gelu(y @ params["up"]) @ params["down"]
+
+
+def constrained(rank, dim):
+    """Counts of collectives by stage and block, and errors of the loss and the gradients, of a network.
+
+    Args:
+        dim: that of the tokens, of `sequence_parallel`; None for `by_hand`.
+    """
     pipeline, params, x, y = hand_made()
+    if dim is not None:
+        pipeline = fpipe.Pipeline([network] * 3, loss=pipeline.loss).sequence_parallel(dim)
     rule = {"norm": [Replicate()], "up": [Shard(1)], "down": [Shard(0)]}
     tp = interop.shard(params, mesh_of(2, names=("tp",)), rule)
     plan = pipeline.plan(fpipe.Placement.loop(ranks=3), microbatches=2)
@@ -194,8 +205,9 @@ def transformer(rank, family):
 
     torch.manual_seed(0)
     options, style = SMALL[family]
-    kind = getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
-    model = kind(getattr(transformers, f"{family}Config")(vocab_size=31, **options, bos_token_id=1, eos_token_id=2))
+    kind = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "BERT": "BertForMaskedLM"}[family]
+    config = getattr(transformers, f"{'Bert' if family == 'BERT' else family}Config")
+    model = getattr(transformers, kind)(config(vocab_size=31, **options, bos_token_id=1, eos_token_id=2))
     text = torch.randint(31, (4, 8))
     batch = {"input_ids": text, "labels": text}
     pipeline, params = interop.transformers.split(model, example=batch, stages=2)
@@ -210,6 +222,21 @@ def transformer(rank, family):
 
 
 SMALL = {
+    "BERT": (
+        {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 8,
+            "attention_probs_dropout_prob": 0.0,
+        },
+        {
+            "column": ["query", "key", "value", "intermediate.dense"],
+            "row": ["output.dense"],
+            "vocabulary": ["word_embeddings"],
+        },
+    ),
     "GPT2": (
         {"n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0},
         {
