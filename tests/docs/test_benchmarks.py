@@ -197,3 +197,11 @@ def test_layouts_by_timed_stages(pools):
 def test_pairs_that_are_apart_have_an_order():
     rows = [{"predicted_ms": p, "measured_ms": m} for p, m in [(100, 130), (104, 120), (110, 129)]]
     assert layouts.disordered(rows) == [(rows[0], rows[2])]
+
+
+def test_faults(printed):
+    """A mutant and a flipped bit need no processes; the others are those of tests of handlers and runs."""
+    rows = printed("faults", "--trials", "3", "--faults", "mutant", "flip")
+    assert [(row["fault"], row["trials"]) for row in rows] == [("mutant", 3), ("flip", 3)]
+    assert all(row[key] == 0 for row in rows for key in ("hangs", "aborts", "corrupt", "unnamed"))
+    assert all(0 <= row["median_s"] <= row["max_s"] < 5 for row in rows)

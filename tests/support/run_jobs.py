@@ -70,18 +70,17 @@ def go_on(rank, folder):
 
 def main(folder):
     """A rank of a job whose rank 1 is killed in every second start, and which saves each step."""
-    torch.distributed.init_process_group("gloo")
-    run, step, adam = begin(folder, handlers.Distributed(timeout=20), keep=2)
+    handler = handlers.auto(timeout=20)
+    run, step, adam = begin(folder, handler, keep=2)
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
     def killed(i):
-        if restarts < 2 and i == run_from + 6 and torch.distributed.get_rank() == 1:
+        if restarts < 2 and i == run_from + 6 and handler.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     run_from = run.step
     result = train(run, step, adam, killed, total=20)
-    torch.save(result, f"{folder}/end-{torch.distributed.get_rank()}.pt")
-    torch.distributed.destroy_process_group()
+    torch.save(result, f"{folder}/end-{handler.rank}.pt")
 
 
 if __name__ == "__main__":
