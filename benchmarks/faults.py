@@ -291,7 +291,9 @@ def mutant(draw: random.Random, folder: Path) -> Trial:
     _, grads = step(run.params, *batch(0))
     began = time.monotonic()
     try:
-        changed = fpipe.value_and_grad(pipeline, schedules.from_table(dict(enumerate(rows))), plan, handler=handlers.Local())
+        changed = fpipe.value_and_grad(
+            pipeline, schedules.from_table(dict(enumerate(rows))), plan, handler=handlers.Local()
+        )
         _, others = changed(run.params, *batch(0))
     except ScheduleError as error:
         return Trial(unnamed="rank" not in str(error), seconds=time.monotonic() - began)

@@ -120,20 +120,17 @@ def processes(ranks: int | None) -> Iterator[tuple[handlers.Handler, int, int, t
         yield handlers.Local(), ranks or 2, 0, torch.device("cpu")
         return
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: a queue for every stream
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if cuda else "gloo")
+    handler = handlers.auto("cuda" if torch.cuda.is_available() else "cpu")
+    if isinstance(handler, handlers.Local):
+        yield handler, ranks or 1, 0, torch.device("cpu")
+        return
+    if ranks not in (None, handler.size):
+        fail(f"--ranks {ranks}, but torchrun started {handler.size} processes")
     try:
-        if ranks not in (None, dist.get_world_size()):
-            fail(f"--ranks {ranks}, but torchrun started {dist.get_world_size()} processes")
-        handler = handlers.Distributed()
-        yield handler, dist.get_world_size(), dist.get_rank(), handler.device
+        yield handler, handler.size, handler.rank, handler.device
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes it on once more
-        fail(f"rank {dist.get_rank()}: interrupted")
-    finally:
-        dist.destroy_process_group()
+        fail(f"rank {handler.rank}: interrupted")
 
 
 def folder(logdir: Path) -> Path:
