@@ -12,15 +12,20 @@ TESTS := $(PYTEST) -m "not timing" --ignore tests/docs
 TIMING := $(BIN)/pytest -m timing `grep -rl --include='test_*.py' mark.timing tests`
 unexport PYTHONDONTWRITEBYTECODE  # else each of the processes compiles all that it imports
 
-.PHONY: demo test test-all check docs bench gpu clean
+.PHONY: demo test test-pairs test-all check docs bench gpu clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
-# The library: every pair of case, schedule, handler, policy and number of microbatches.
+# The library: every value of each feature, and every pair of case, schedule, handler, policy and number of microbatches.
 test: $(READY)
 	$(TESTS)
 	$(TIMING)
+
+# Every pair of the other features' values too, and tests marked as thorough, which combine what others check.
+test-pairs: $(READY)
+	FPIPE_TESTS=pairs $(TESTS)
+	FPIPE_TESTS=pairs $(TIMING)
 
 # Every product of them.
 test-all: $(READY)

@@ -12,7 +12,7 @@ os.environ["FPIPE_FLIGHTS"] = tempfile.mkdtemp(prefix="fpipe-tests-")
 import hypothesis
 import pytest
 
-from tests.support.combinations import examples
+from tests.support.combinations import PAIRS, examples
 from tests.support.pool import Gpus, Pool
 
 collect_ignore = ["support"]  # has no doctests, and imports much
@@ -28,6 +28,15 @@ def pytest_configure(config):
 
 def pytest_unconfigure():
     shutil.rmtree(os.environ["FPIPE_FLIGHTS"], ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave out tests that are marked as thorough, until FPIPE_TESTS asks for them."""
+    left_out = [] if PAIRS else [item for item in items if item.get_closest_marker("thorough")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
 def pytest_collection_finish():

@@ -1,4 +1,4 @@
-"""The rows that tests run by default meet every pair; on demand they are the whole product."""
+"""The rows of tests have every value, or every pair of values, or are the whole product, by their level."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from tests.support.combinations import combined, each_value, pairwise, product
+from tests.support.combinations import PAIRS, combined, each_value, few, pairwise, product
 
 AXES = ("case", range(12)), ("schedule", range(18)), ("handler", range(3)), ("policy", range(7)), ("count", range(5))
 
@@ -63,11 +63,19 @@ def test_the_same_axes_give_the_same_rows():
 
 def test_a_mark_has_the_rows_by_name():
     axes = {"letter": "abc", "number": range(3), "sign": "+-"}
-    few, every = (
-        combined(where=lambda letter, number, sign: (letter, sign) != ("a", "-"), every=every, **axes).args
-        for every in (False, True)
+    values, met, every = (
+        combined(where=lambda letter, number, sign: (letter, sign) != ("a", "-"), **level, **axes).args
+        for level in ({"every": False, "singly": True}, {"every": False, "singly": False}, {"every": True})
     )
-    assert few[0] == every[0] == ["letter", "number", "sign"]
+    assert values[0] == met[0] == every[0] == ["letter", "number", "sign"]
     assert every[1] == [row for row in itertools.product(*axes.values()) if row[::2] != ("a", "-")]
-    assert pairs(few[1]) == pairs(every[1])
-    assert len(few[1]) < len(every[1]) == 15
+    assert pairs(met[1]) == pairs(every[1])
+    assert len(values[1]) == 3 < len(met[1]) < len(every[1]) == 15
+
+
+def test_few_values_are_of_the_axis():
+    assert few("abcd", "ca") == (list("abcd") if PAIRS else ["c", "a"])
+    assert few("abcd", slice(1, 3)) == (list("abcd") if PAIRS else ["b", "c"])
+    for chosen in ((), "x", slice(0)):
+        with pytest.raises(AssertionError):
+            few("abcd", chosen)

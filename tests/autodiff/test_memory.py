@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from contextlib import contextmanager
 from functools import cache
 from math import inf
@@ -30,7 +28,7 @@ from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import with_loss
 from fpipe.stages.pytree import flatten
 from tests.support import cases
-from tests.support.combinations import combined
+from tests.support.combinations import combined, few
 from tests.support.policies import POLICIES
 
 WAYS = {"eager": Options("eager")} | {
@@ -141,8 +139,7 @@ def tensors_of(results):
 # After a step
 
 
-@each_way
-@pytest.mark.parametrize("name", NAMES)
+@combined(name=NAMES, way=WAYS)
 def test_no_tensor_of_a_step_lives_but_its_results(name, way):
     every, traced = list(steps(name, way)), set()
     with without_collector() as tensors:
@@ -161,27 +158,6 @@ def test_no_tensor_of_a_step_lives_but_its_results(name, way):
             assert sum(memory(results).values()) == sum(x.nbytes for x in results), schedule
             assert not any(x.requires_grad for x in results), schedule
             del results
-
-
-def test_the_first_step_of_a_process_leaves_no_real_tensor():
-    code = """if True:
-        import gc
-        import torch
-        import fpipe
-        from torch._subclasses.fake_tensor import FakeTensor
-        pipeline = fpipe.Pipeline([lambda p, x: torch.tanh(x @ p)] * 2, loss=lambda y, t: (y - t).square().mean())
-        plan = pipeline.plan(fpipe.Placement.loop(2), 2)
-        step = fpipe.value_and_grad(pipeline, fpipe.schedules.gpipe, plan, handler=fpipe.handlers.Local())
-        params, x = {0: torch.eye(4), 1: torch.eye(4)}, torch.ones(6, 4)
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        results = step(params, x, x)
-        found = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not isinstance(x, FakeTensor)]
-        print(sorted(list(x.shape) for x in found))
-    """
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert shown.split("\n")[0] == str([[], [4, 4], [4, 4]])
 
 
 def test_of_a_trace_its_constants_live_on_once():
@@ -233,8 +209,7 @@ def brittle(p, x):
     return torch.tanh(fragile(x @ p["w"]))
 
 
-@pytest.mark.parametrize("after", [1, 11, 17, 24, 32])
-@each_way
+@combined(after=[1, 11, 17, 24, 32], way=WAYS)
 def test_no_tensor_of_a_step_that_failed_lives(way, after):
     params = {s: {"w": torch.eye(4)} for s in range(4)}
     pipeline = Pipeline([brittle] * 4, cases.mse)
@@ -431,7 +406,7 @@ def forward_watched(piece, params, x):
     return mode, residuals
 
 
-each_graph = pytest.mark.parametrize("way", [name for name in WAYS if name != "eager"])
+each_graph = pytest.mark.parametrize("way", few([name for name in WAYS if name != "eager"], ("nothing",)))
 
 
 @each_graph

@@ -27,7 +27,7 @@ from fpipe.handlers.protocol import Alone, Observer
 from fpipe.stages.rng import seeded
 from fpipe.tensorboard import Recorder
 from tests.support import cases, jobs, models, stage_zoo, train_jobs
-from tests.support.combinations import ALL, combined, sample
+from tests.support.combinations import ALL, combined, few, sample
 from tests.support.jobs import differences
 from tests.support.oracle import finish, flat, wants
 from tests.support.sharing import sharing
@@ -82,7 +82,7 @@ def test_bits(name, schedule, m, way):
 
 
 @combined(
-    name=CASES,
+    name=few(CASES, ("linear", "tied", "dropout", "modules")),
     schedule=SCHEDULES,
     m=(2, 3),
     ranks=(2, 4),
@@ -822,7 +822,10 @@ def drawn_again(name, kind):
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, kind) for i, name in enumerate(stage_zoo.EXAMPLES) for kind in ("eager", "graph") if ALL or i % 4 == 0],
+    few(
+        [(name, kind) for i, name in enumerate(stage_zoo.EXAMPLES) for kind in ("eager", "graph") if ALL or i % 4 == 0],
+        slice(None, None, 3),
+    ),
 )
 def test_stages_of_every_kind(name, kind):
     example = stage_zoo.make(name)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import recovery_jobs
-from tests.support.combinations import ALL
+from tests.support.combinations import ALL, PAIRS
 
 KINDS = ("argument", "first", "middle", "last", "interrupt", "two", "again")
 
@@ -16,10 +16,11 @@ def forgotten(pools):
 
 
 def kinds_of(way):
-    """Kinds of faults, each with the rank at fault, which alternates: by default every other one under each way."""
+    """Kinds of faults, each with the rank at fault, which alternates: by default every fourth one under each way."""
     kinds = ("argument", "interrupt") if way == "captured" else KINDS
     number = recovery_jobs.WAYS.index(way)
-    chosen = kinds if ALL or len(kinds) == 2 else kinds[number % 2 :: 2]
+    every = 2 if PAIRS else 4
+    chosen = kinds if ALL or len(kinds) == 2 else kinds[number % every :: every]
     return [(kind, (number // 2 + i) % 2) for i, kind in enumerate(chosen)]
 
 

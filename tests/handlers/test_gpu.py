@@ -15,7 +15,7 @@ from fpipe import StageError, handlers, interop, schedules
 from fpipe.tensorboard import Recorder
 from fpipe.tensorboard.files.reader import CaptureId, find
 from tests.support import cases, device_jobs, jobs
-from tests.support.combinations import sample
+from tests.support.combinations import sample, thorough
 
 CASES, SCHEDULES = [*cases.CASES], [*cases.SCHEDULES]
 SPREAD = [(CASES[i % len(CASES)], schedule) for i, schedule in enumerate(SCHEDULES)]
@@ -233,6 +233,7 @@ def test_norms_and_checkpoints_over_nccl(gpu_pools, job, tmp_path):
     assert gpu_pools(2, job).run(device_jobs.norm_and_checkpoint, str(tmp_path), "cuda", limit=180) == [[], []]
 
 
+@thorough
 def test_the_jobs_of_these_tests_are_right_over_gloo(pools, tmp_path):
     """As far as no other test runs them."""
     assert pools(2).run(device_jobs.dtypes, "cpu") == [[], []]

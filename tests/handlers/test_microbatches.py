@@ -14,7 +14,7 @@ from fpipe.handlers import captured_pieces
 from fpipe.handlers.distributed.connections import Connections
 from tests.handlers.test_weights import PLACEMENTS
 from tests.support import cases, jobs, replica_jobs
-from tests.support.combinations import ALL, combined
+from tests.support.combinations import ALL, combined, few
 from tests.support.sharing import Sharing, sharing
 
 CASES, SCHEDULES = [*cases.CASES], [*cases.SCHEDULES]
@@ -139,11 +139,14 @@ def novel(rank, name, given, autodiff):
 
 @pytest.mark.parametrize(
     ("name", "given", "autodiff"),
-    [
-        ("zb_h1", "where read", "eager"),
-        ("interleaved_1f1b", "everywhere", "graph"),
-        ("dualpipe", "where read", "eager"),
-    ],
+    few(
+        [
+            ("interleaved_1f1b", "everywhere", "graph"),
+            ("dualpipe", "where read", "eager"),
+            ("zb_h1", "where read", "eager"),
+        ],
+        slice(2),
+    ),
 )
 def test_only_new_shapes_travel(pools, name, given, autodiff):
     ranks = PLACEMENTS[name].ranks
@@ -337,7 +340,7 @@ def over_replicas(rank, grid, weight):
     return found
 
 
-@pytest.mark.parametrize("weight", [False, True])
+@pytest.mark.parametrize("weight", few([False, True], [True]))
 def test_replicas_have_their_own(pools, weight):
     assert pools(4).run(over_replicas, replica_jobs.Grid("dp2 pp2"), weight) == [[]] * 4
 

@@ -10,6 +10,7 @@ from fpipe import Pipeline, Placement, handlers, interop, transforms
 from fpipe.interop.adapters.adapted import Adapted
 from fpipe.profiling.live_bytes import peak_bytes
 from tests.support import cases, jobs, replica_jobs
+from tests.support.combinations import PAIRS, few
 from tests.support.replica_jobs import Grid
 from tests.support.shards import whole
 from tests.support.trees import Pair
@@ -135,8 +136,9 @@ def test_adapters_within_transforms():
     pipeline, params, batch, target = adapted(chain, "w", fan_in_fan_out=True)
     vector = {s: {k: torch.randn_like(x) if ".lora" in k else None for k, x in t.items()} for s, t in params.items()}
     tangents = transforms.dual(params, vector)
-    assert differing(transforms.jvp(pipeline), tangents, batch, target, has_aux=True) == []
-    assert differing(transforms.hvp(pipeline), tangents, batch, target) == []
+    if PAIRS:
+        assert differing(transforms.jvp(pipeline), tangents, batch, target, has_aux=True) == []
+        assert differing(transforms.hvp(pipeline), tangents, batch, target) == []
     members = {s: {k: torch.stack([x, -x]) if ".lora" in k else x for k, x in t.items()} for s, t in params.items()}
     dims = {s: {k: 0 if ".lora" in k else None for k in tree} for s, tree in params.items()}
     ensemble = transforms.vmap(pipeline, (dims, None, None))
@@ -160,7 +162,7 @@ def test_adapters_within_transforms():
             torch.testing.assert_close(tuple(grads[s][k]), (product, gradients[s][k]), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("capture", [True, "pieces"])
+@pytest.mark.parametrize("capture", few([True, "pieces"], [True]))
 def test_adapters_in_captured_steps(capture):
     assert differing(*adapted(exported, "*.weight"), calls=3, capture=capture) == []
 
@@ -212,7 +214,7 @@ def in_processes(rank, grid):
     return jobs.differences((whole(ours), loss), expected)
 
 
-@pytest.mark.parametrize("text", ["dp1 pp2", "dp2 pp1"])
+@pytest.mark.parametrize("text", few(["dp1 pp2", "dp2 pp1"], ["dp2 pp1"]))
 def test_processes_have_the_bits_of_one(text, pools):
     assert pools(2).run(in_processes, Grid(text)) == [[], []]
 

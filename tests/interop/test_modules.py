@@ -14,6 +14,7 @@ from torch import nn
 import fpipe
 from fpipe import Placement, StageError, handlers, interop, schedules
 from tests.support.cases import mse
+from tests.support.combinations import combined
 from tests.support.jobs import differences
 
 
@@ -287,17 +288,15 @@ def same_as(module, cut, autodiff):
         torch.testing.assert_close(named[name], torch.zeros_like(own[name]) if gradient is None else gradient)
 
 
-@each_way
-@each_kind
-@pytest.mark.parametrize(
-    "module",
-    [
+@combined(
+    module=[
         lambda: Summing(lambda m: {"scale": torch.full((4,), 3.0), "more": (torch.ones(4),)}),
         lambda: Listing(lambda m: {"weights": [m.a.weight], "shift": (m.shift,)}),
         lambda: Calling(lambda m: {"layers": [m.a, m.b], "method": m.a.forward}),
         lambda: nn.Sequential(nn.LSTM(4, 4), Taking()),
     ],
-    ids=["constants", "tensors", "modules", "lstm"],
+    cut=[exported, cut_by_hand],
+    autodiff=["graph", "eager"],
 )
 def test_attributes_are_what_they_are_in_the_module(module, cut, autodiff):
     torch.manual_seed(0)
@@ -310,9 +309,7 @@ class Taking(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*was assigned during export", "ignore:.*weight_norm:FutureWarning")
-@each_way
-@each_kind
-@pytest.mark.parametrize("kind", ["activation", "weight_norm"])
+@combined(kind=["activation", "weight_norm"], cut=[exported, cut_by_hand], autodiff=["graph", "eager"])
 def test_what_a_forward_has_left_is_left_out(kind, cut, autodiff):
     torch.manual_seed(0)
     module = Keeping() if kind == "activation" else torch.nn.utils.weight_norm(nn.Linear(4, 4))

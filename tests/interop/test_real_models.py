@@ -11,14 +11,14 @@ import torch
 from fpipe import Batch, Output, handlers, interop
 from fpipe.interop.splitting import split as splitting
 from tests.support import split_cases, split_jobs
-from tests.support.combinations import combined, sample
+from tests.support.combinations import combined, few, sample, thorough
 from tests.support.jobs import differences, same
 from tests.support.sharing import sharing
 
 EVERY = [(name, n) for name in split_cases.CASES for n in (2, 4)]
 FOUR = [(name, 4) for name in ("unet", "gpt", "llama", "t5")]
-QUICK = [("unet", 4), ("gpt", 4)]  # skips and buffers, ties: each meets every schedule
-EACH = pytest.mark.parametrize(("name", "stages"), sample(EVERY, QUICK))
+QUICK = [("unet", 4), ("gpt", 4)]  # skips and buffers, ties: from FPIPE_TESTS=pairs on each meets every schedule
+EACH = pytest.mark.parametrize(("name", "stages"), sample(EVERY, few(QUICK, QUICK[1:])))
 
 
 (MEETINGS,) = combined(case=split_cases.CASES, schedule=split_cases.SCHEDULES, handler=("local", "gloo")).args[1:]
@@ -34,7 +34,7 @@ def expected(name, stages):
     return split_cases.run(split_cases.step(pipeline, handlers.Reference(), autodiff="eager"), case, params, state)
 
 
-@pytest.mark.parametrize(("name", "stages"), sample(EVERY, FOUR))
+@pytest.mark.parametrize(("name", "stages"), sample(EVERY, few(FOUR, FOUR[:3])))
 def test_loss_and_gradients_are_the_unsplit_modules(name, stages):
     case, pipeline, *_ = split_cases.split(name, stages)
     assert len(pipeline.stages) == stages
@@ -95,6 +95,7 @@ def trained(name):
     return case.module.state_dict()
 
 
+@thorough
 @pytest.mark.parametrize("name", sample(split_cases.CASES, ("gpt",)))
 def test_in_float32(name):
     case, pipeline, params, state = split_cases.split(name, 4, torch.float32)
@@ -116,6 +117,7 @@ def test_the_state_dict_goes_in_and_out(name):
     case.module.load_state_dict(entries)
 
 
+@thorough
 def test_t5s_encoder_reaches_every_decoder_stage():
     _, pipeline, *_ = split_cases.split("t5", 4)
     reads = [

@@ -14,6 +14,7 @@ from fpipe.interop import CheckpointError
 from fpipe.interop.checkpoints.safetensors import DTYPES
 from fpipe.stages.sharding import is_dtensor, local, placed_alike
 from tests.support import cases
+from tests.support.combinations import few, thorough
 from tests.support.jobs import differences
 from tests.support.shards import Replicated, mesh_of, values, whole
 
@@ -128,7 +129,7 @@ SAVED = [((4,), 1, True), ((2, 2), 1, True), ((2,), 2, True), ((4,), 1, False), 
 LOADED = [((3,), 1, "sharded"), ((2, 2), 1, "meta"), ((2,), 2, "sharded"), ((2,), 1, "whole")]
 
 
-@pytest.mark.parametrize(("shape", "ranks", "is_sharded"), SAVED)
+@pytest.mark.parametrize(("shape", "ranks", "is_sharded"), few(SAVED, SAVED[1::2]))
 def test_a_checkpoint_is_loaded_over_any_number_of_replicas_and_whole(pools, tmp_path, shape, ranks, is_sharded):
     size = prod(shape) * ranks
     names = (
@@ -266,6 +267,7 @@ def save_gpt2(rank, folder):
     saved.save(params=interop.fsdp(params, mesh_of(2)))
 
 
+@thorough
 def test_hugging_face_reads_what_was_sharded(pools, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pools(2).run(save_gpt2, str(tmp_path / "checkpoints"))

@@ -32,7 +32,7 @@ from fpipe.interop.torch_csv import from_csv, to_csv
 from fpipe.schedules import from_table, gpipe, interleaved_1f1b
 from fpipe.schedules.catalogue import CATALOGUE
 from tests.support import torch_jobs
-from tests.support.combinations import examples
+from tests.support.combinations import examples, few
 from tests.support.torch_jobs import as_text, loaded, stand_ins
 
 TRANSPORTS = ("async", "paired", "rendezvous")
@@ -99,7 +99,9 @@ def torchs_grid():
         ("ScheduleZBVZeroBubble", (2,)),
         ("ScheduleDualPipeV", (2,)),
     ):
-        for ranks, v, microbatches in itertools.product((1, 2, 4), chunks, (1, 3, 4, 8, 12)):
+        for ranks, v, microbatches in itertools.product(
+            few((1, 2, 4), (1, 4)), few(chunks, chunks[-2:]), few((1, 3, 4, 8, 12), (3, 8))
+        ):
             if name != "ScheduleDualPipeV" or microbatches >= 2 * ranks:
                 yield pytest.param(name, ranks, v, microbatches, id=f"{name[8:]}-{ranks}-{v}-{microbatches}")
 
@@ -209,7 +211,7 @@ def test_a_looped_bfs_of_torch_needs_its_order_admitted():
 
 def plans():
     for name, entry in CATALOGUE.items():
-        for ranks, microbatches in ((2, 4), (4, 8)):
+        for ranks, microbatches in few(((2, 4), (4, 8)), [(4, 8)]):
             yield pytest.param(entry, ranks, microbatches, id=f"{name}-{ranks}-{microbatches}")
 
 
@@ -380,14 +382,17 @@ def test_receives_that_torch_defers_come_out_of_order(pools):
 
 @pytest.mark.parametrize(
     ("name", "chunks", "microbatches", "reduction"),
-    [
-        ("zb-v", 2, 6, "sum"),
-        ("zb-v", 2, 8, "mean"),
-        ("interleaved-1f1b", 2, 6, "sum"),
-        ("interleaved-1f1b", 2, 8, "mean"),
-        ("zb-h1", 1, 6, "sum"),
-        ("dualpipe-v", 2, 6, "sum"),
-    ],
+    few(
+        [
+            ("interleaved-1f1b", 2, 8, "mean"),
+            ("zb-h1", 1, 6, "sum"),
+            ("dualpipe-v", 2, 6, "sum"),
+            ("zb-v", 2, 8, "mean"),
+            ("zb-v", 2, 6, "sum"),
+            ("interleaved-1f1b", 2, 6, "sum"),
+        ],
+        slice(3),
+    ),
 )
 def test_ours_train_in_torchs_runtime_with_the_references_bits(pools, name, chunks, microbatches, reduction):
     """torch adds the microbatches' gradients in the same order, then divides them; we scale each loss before.

@@ -15,7 +15,7 @@ from fpipe.effects import Activation, Deferred, Forward, Residuals
 from fpipe.profiling.live_bytes import peak_bytes
 from tests.support import cases, jobs, live_jobs
 from tests.support.catalogue import ORDERS
-from tests.support.combinations import combined, sample
+from tests.support.combinations import combined, few, sample
 
 # Of a call
 
@@ -143,8 +143,8 @@ def test_one_process_that_hands_values_on_to_itself_holds_what_is_predicted(name
 
 @combined(
     name=["gpipe", "interleaved_zb"],
-    kind=live_jobs.KINDS,
-    trained=[(3,), (0,), (1,), (0, 3)],
+    kind=few(live_jobs.KINDS, ("skip", "layers")),
+    trained=few([(3,), (0,), (1,), (0, 3)], slice(0, None, 3)),
     autodiff=["graph"],
     singly=True,
 )
@@ -156,14 +156,19 @@ def test_stages_that_are_not_trained_hold_what_is_predicted(name, kind, trained,
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    sample([*product(ORDERS, live_jobs.KINDS)], [*zip(ORDERS, cycle(live_jobs.KINDS), strict=False)][::2]),
+    sample(
+        [*product(ORDERS, live_jobs.KINDS)],
+        few([*zip(ORDERS, cycle(live_jobs.KINDS), strict=False)][::2], slice(None, None, 2)),
+    ),
 )
 def test_each_rank_holds_what_is_predicted(pools, name, kind):
     for found in pools(2).run(live_jobs.held, kind, name, 2, 6):
         check(*found)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("one_f_one_b", "layers"), ("zb_v", "skip"), ("dualpipe", "layers")])
+@pytest.mark.parametrize(
+    ("name", "kind"), few([("dualpipe", "layers"), ("one_f_one_b", "layers"), ("zb_v", "skip")], slice(1))
+)
 def test_so_do_four(pools, name, kind):
     for found in pools(4).run(live_jobs.held, kind, name, 4, 8):
         check(*found)
@@ -175,7 +180,7 @@ def check(measured, predicted, difference):
     assert difference < 0.1 * predicted
 
 
-@pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_v"])
+@pytest.mark.parametrize("name", few(["interleaved_1f1b", "zb_v"], ["zb_v"]))
 def test_so_do_ranks_that_add_the_gradients_of_their_stages(pools, name):
     for found in pools(2).run(live_jobs.held, "dense", name, 2, 4):
         check(*found)

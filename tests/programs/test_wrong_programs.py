@@ -17,7 +17,7 @@ from fpipe import Output, Pipeline, Placement, Plan, ScheduleError, Stage, handl
 from fpipe.effects import Reduce
 from fpipe.schedules import from_table, gpipe
 from fpipe.schedules.catalogue import CATALOGUE
-from tests.support.combinations import ALL, examples
+from tests.support.combinations import LEVEL, examples
 from tests.support.sharing import sharing
 
 SCHEDULES = {name: (lambda plan, e=entry: e.schedule(plan), entry.plan) for name, entry in CATALOGUE.items()}
@@ -118,7 +118,7 @@ def moved_on(order, at):
     return (*rest[: at + 3], order[at], *rest[at + 3 :])
 
 
-STEP = 1 if ALL else 32
+STEP = (128, 32, 1)[LEVEL]
 """Of so many effects of a rank one has a fault."""
 
 

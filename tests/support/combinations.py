@@ -1,6 +1,8 @@
-"""Parametrize a test over several axes: every pair of values by default, the full product under FPIPE_TESTS=all.
+"""Which rows of several axes a test has, by the level of tests in FPIPE_TESTS.
 
-A test of a feature whose parts meet every pair in another test has every single value by default.
+By default, every value is in a row; of the product of cases, schedules, handlers, policies and counts (see
+tests/handlers/test_bits.py) every pair is. FPIPE_TESTS=pairs has rows with every pair, more of the values that take
+much the same way, and tests that combine what others check; FPIPE_TESTS=all has the full products.
 """
 
 from __future__ import annotations
@@ -12,17 +14,19 @@ from typing import Any
 
 import pytest
 
-ALL = os.environ.get("FPIPE_TESTS") == "all"
+LEVELS = ("", "pairs", "all")
+LEVEL = LEVELS.index(os.environ.get("FPIPE_TESTS", ""))
+PAIRS, ALL = LEVEL > 0, LEVEL > 1
 
 
 def combined(
-    where: Callable[..., bool] = lambda **_: True, every: bool = ALL, singly: bool = False, **axes: Collection[Any]
+    where: Callable[..., bool] = lambda **_: True, every: bool = ALL, singly: bool = not PAIRS, **axes: Collection[Any]
 ) -> pytest.MarkDecorator:
     """Parametrize a test by rows of the axes' values; `where` is called with a row's values by name.
 
     Args:
         every: the full product.
-        singly: by default, rows in which every value occurs, rather than every pair of values.
+        singly: otherwise, rows in which every value occurs, rather than every pair of values.
     """
     choose = product if every else each_value if singly else pairwise
     rows = choose(*axes.values(), allowed=lambda row: where(**dict(zip(axes, row, strict=True))))
@@ -35,9 +39,21 @@ def sample(values: Collection[Any], quick: Collection[Any]) -> list[Any]:
     return list(values if ALL else quick)
 
 
+def few(values: Collection[Any], chosen: Sequence[Any] | slice) -> list[Any]:
+    """The values of an axis that take much the same way: `chosen` of them by default, all from FPIPE_TESTS=pairs on."""
+    listed = list(values)
+    chosen = listed[chosen] if isinstance(chosen, slice) else list(chosen)
+    assert chosen
+    assert all(each in listed for each in chosen)
+    return listed if PAIRS else chosen
+
+
+thorough = pytest.mark.thorough
+
+
 def examples(count: int) -> int:
-    """How many examples hypothesis draws: all of them under FPIPE_TESTS=all, else a quarter."""
-    return count if ALL else -(-count // 4)
+    """How many examples hypothesis draws: all under FPIPE_TESTS=all, a quarter under pairs, and by default a tenth."""
+    return -(-count // (10, 4, 1)[LEVEL])
 
 
 def product(*axes: Collection[Any], allowed: Callable[[tuple[Any, ...]], bool]) -> list[tuple[Any, ...]]:

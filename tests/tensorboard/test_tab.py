@@ -21,7 +21,7 @@ from fpipe.timelines.comparison import Difference
 from fpipe.timelines.spans import CAUSES
 from tests import test_own_effects as own_effects
 from tests.support.board import Board
-from tests.support.combinations import ALL
+from tests.support.combinations import ALL, few, thorough
 from tests.support.tab import CHROMIUM, CLOCK, HASTE, browser, large, opened
 from tests.tensorboard.test_recorder import recorded
 
@@ -473,7 +473,7 @@ def test_colours_tell_kinds_or_microbatches_or_stages(tab, logdir):
 def test_tracks_and_marks_can_be_left_out(tab):
     shown, before = tab.tracks(0), tab.pixels()
     assert {"compute", "send", "receive", "memory"} <= shown
-    for what in [*sorted(shown - {"compute"}), "causes", "arrows", "path"]:
+    for what in few([*sorted(shown - {"compute"}), "causes", "arrows", "path"], ["memory", "causes", "arrows"]):
         tab.frame.click(f"#toggle-{what}")
         assert tab.tracks(0) == shown - {what}
         assert tab.pixels() != before, what
@@ -560,6 +560,7 @@ def test_it_is_dark_where_the_host_is(tab):
     assert lightness() == light
 
 
+@thorough
 def test_a_frame_that_is_loaded_anew_shows_the_same(tab):
     tab.show("real/measured", 2)
     tab.press("w")
@@ -674,6 +675,7 @@ export const toy = {
 """
 
 
+@thorough
 def test_a_panel_is_one_module_and_a_name_in_the_list(tab):
     static = files("fpipe.tensorboard.server").joinpath("static")
     texts = {file.name: file.read_text() for file in static.iterdir()}

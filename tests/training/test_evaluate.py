@@ -36,8 +36,7 @@ def test_outputs_equal_the_pipelines(name, placement, way, m):
     assert not outputs.requires_grad
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", NAMES)
+@combined(ranks=[2, 4], name=NAMES)
 def test_gloo_gathers_on_every_rank(pools, name, ranks):
     assert pools(ranks).run(jobs.evaluate_gathered, name, ranks, 3) == [[]] * ranks
 

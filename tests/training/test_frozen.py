@@ -89,8 +89,7 @@ def over_gloo_with(rank, options, *args):
     return differing(jobs.handler(), *args, rank=rank, **options)
 
 
-@pytest.mark.parametrize("name", ["linear", "skip", "tied"])
-@pytest.mark.parametrize("trained", [trained for trained in TRAINED if trained != "none"])
+@combined(name=["linear", "skip", "tied"], trained=[trained for trained in TRAINED if trained != "none"])
 def test_the_gradients_are_those_of_the_plain_function(name, trained):
     """Within rounding; a param that is not trained gets None."""
     case, generator, plan = frozen(name, "zb_v", trained)
@@ -225,9 +224,7 @@ def test_evaluate_takes_the_same_plan():
     torch.testing.assert_close(run(case.params, case.batch, case.target), expected)
 
 
-@pytest.mark.parametrize("argnums", ["batch", ("batch", "params")])
-@pytest.mark.parametrize("trained", ["last", "second", "none"])
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v"])
+@combined(argnums=["batch", ("batch", "params")], trained=["last", "second", "none"], schedule=["one_f_one_b", "zb_v"])
 def test_gradients_of_the_batch_go_back_through_frozen_stages(argnums, trained, schedule):
     case, generator, plan = frozen("linear", schedule, trained)
     results = [
