@@ -20,9 +20,8 @@ demo: $(READY)
 # The library: every value of each feature, and every pair of case, schedule, handler, policy and number of microbatches.
 test: $(READY)
 	$(TESTS)
-	$(TIMING)
 
-# Every pair of the other features' values too, and tests marked as thorough, which combine what others check.
+# Every pair of the other features' values too, tests marked as thorough, which combine what others check, and times.
 test-pairs: $(READY)
 	FPIPE_TESTS=pairs $(TESTS)
 	FPIPE_TESTS=pairs $(TIMING)

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import shutil
+import sys
 import tempfile
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -13,6 +14,7 @@ import hypothesis
 import pytest
 
 from tests.support.combinations import PAIRS, examples
+from tests.support.forked import fork_server
 from tests.support.pool import Gpus, Pool
 
 collect_ignore = ["support"]  # has no doctests, and imports much
@@ -48,6 +50,9 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
+    torch = sys.modules.get("torch")
+    if torch and not torch.cuda.device_count():  # what has used CUDA can't be forked
+        fork_server()
 
 
 @pytest.fixture(scope="session")

@@ -66,6 +66,6 @@ def test_the_first_traced_step_of_a_process_leaves_no_real_tensor(shown):
 
 def test_the_log_of_effects_has_rank_and_time(shown):
     _, lines = shown
-    assert len(lines) == 10 + 16  # of a step with one microbatch, and of one with two
+    assert len(lines) == 10 + 18  # of a step with one microbatch, and of one with two
     assert all(line.startswith("fpipe.effects") and " ms " in line for line in lines)
     assert sum("rank 1  Backward(stage=1, microbatch=0)" in line for line in lines) == 2

@@ -27,7 +27,7 @@ from fpipe.handlers.protocol import Alone, Observer
 from fpipe.stages.rng import seeded
 from fpipe.tensorboard import Recorder
 from tests.support import cases, jobs, models, stage_zoo, train_jobs
-from tests.support.combinations import ALL, combined, few, sample
+from tests.support.combinations import ALL, combined, few, sample, thorough
 from tests.support.jobs import differences
 from tests.support.oracle import finish, flat, wants
 from tests.support.sharing import sharing
@@ -82,7 +82,7 @@ def test_bits(name, schedule, m, way):
 
 
 @combined(
-    name=few(CASES, ("linear", "tied", "dropout", "modules")),
+    name=few(CASES, ("linear", "weighted", "dropout", "modules")),
     schedule=SCHEDULES,
     m=(2, 3),
     ranks=(2, 4),
@@ -513,6 +513,7 @@ def test_one_device_for_all_ranks():
 # Training
 
 
+@thorough
 def test_a_model_with_everything():
     """A GPT as anyone writes it: split, tied, with a buffer and dropout, clipped, by a donated optimizer."""
     torch.manual_seed(0)

@@ -233,6 +233,11 @@ def test_norms_and_checkpoints_over_nccl(gpu_pools, job, tmp_path):
     assert gpu_pools(2, job).run(device_jobs.norm_and_checkpoint, str(tmp_path), "cuda", limit=180) == [[], []]
 
 
+def test_what_is_captured_is_right_over_gloo(pools):
+    for ask in CAPTURED:
+        assert pools(2).run(ask, "cpu") == [[], []], ask
+
+
 @thorough
 def test_the_jobs_of_these_tests_are_right_over_gloo(pools, tmp_path):
     """As far as no other test runs them."""
@@ -242,8 +247,6 @@ def test_the_jobs_of_these_tests_are_right_over_gloo(pools, tmp_path):
         assert pools(2).run(device_jobs.train_in_mode, mode, "cpu") == [[], []], mode
     for capture in (True, "pieces"):
         assert device_jobs.captured("twice", "one_f_one_b", torch.device("cpu"), capture) == []
-    for ask in CAPTURED:
-        assert pools(2).run(ask, "cpu") == [[], []], ask
     check_failure(pools(2).run(device_jobs.captured_failure, "cpu"))
     assert local_differences("twice", "zb_v", torch.device("cpu")) == []
     pools(2).run(jobs.record, str(tmp_path / "log"), "cpu")

@@ -530,7 +530,13 @@ FAULTS = {
 """Fault -> (the processes that can't run the step, ... for all that compare, None where it is not set up; text)."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SOME = [
+    *("a plain leaf", "not sharded", "few rows", "the ranks' mesh", "along another dimension", "another mesh"),
+    *("rows of one replica", "microbatches", "replicas", "a state"),
+]
+
+
+@pytest.mark.parametrize("fault", few(FAULTS, SOME))
 def test_what_does_not_fit_is_refused_on_every_process(pools, fault):
     """Before anything travels, so that the handler stays usable."""
     guilty, text = FAULTS[fault]

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import fpipe
 from fpipe import Output, Pipeline, Placement, Stage, handlers, schedules
+from tests.support.combinations import combined
 from tests.support.jobs import differences, expected_on, handler
 
 PLACEMENTS = {
@@ -53,8 +54,7 @@ def whole(pipeline, params, x, y):
     return loss.detach(), {s: {k: p.grad for k, p in tree.items()} for s, tree in own.items()}
 
 
-@pytest.mark.parametrize("autodiff", ["graph", "eager"])
-@pytest.mark.parametrize("name", PLACEMENTS)
+@combined(autodiff=["graph", "eager"], name=PLACEMENTS)
 def test_what_is_not_labelled_is_not_counted(name, autodiff):
     schedule, plan, pipeline, params, x, y = case(name, [1, 3])
     found = [

@@ -10,7 +10,7 @@ from fpipe import Pipeline, Placement, handlers, interop, transforms
 from fpipe.interop.adapters.adapted import Adapted
 from fpipe.profiling.live_bytes import peak_bytes
 from tests.support import cases, jobs, replica_jobs
-from tests.support.combinations import PAIRS, few
+from tests.support.combinations import few, thorough
 from tests.support.replica_jobs import Grid
 from tests.support.shards import whole
 from tests.support.trees import Pair
@@ -131,14 +131,14 @@ def differing(pipeline, *arguments, calls=1, **options):
     return [d for _ in range(calls) for d in jobs.differences(step(*arguments), expected)]
 
 
+@thorough
 @pytest.mark.filterwarnings("error:.*eager autograd")
 def test_adapters_within_transforms():
     pipeline, params, batch, target = adapted(chain, "w", fan_in_fan_out=True)
     vector = {s: {k: torch.randn_like(x) if ".lora" in k else None for k, x in t.items()} for s, t in params.items()}
     tangents = transforms.dual(params, vector)
-    if PAIRS:
-        assert differing(transforms.jvp(pipeline), tangents, batch, target, has_aux=True) == []
-        assert differing(transforms.hvp(pipeline), tangents, batch, target) == []
+    assert differing(transforms.jvp(pipeline), tangents, batch, target, has_aux=True) == []
+    assert differing(transforms.hvp(pipeline), tangents, batch, target) == []
     members = {s: {k: torch.stack([x, -x]) if ".lora" in k else x for k, x in t.items()} for s, t in params.items()}
     dims = {s: {k: 0 if ".lora" in k else None for k in tree} for s, tree in params.items()}
     ensemble = transforms.vmap(pipeline, (dims, None, None))

@@ -9,7 +9,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from fpipe import StageError, handlers, interop
 from tests.support import split_cases
 from tests.support.cases import mse
-from tests.support.combinations import combined
+from tests.support.combinations import combined, thorough
 
 
 class Scaled(Function):
@@ -189,6 +189,7 @@ def test_other_calls_are_refused(what, says):
         interop.split(Wrong(what), at=["b"], example=torch.randn(4, 4))
 
 
+@thorough
 def test_bloom_trains_with_the_bits_of_its_own_backward():
     torch.manual_seed(0)
     sizes = {"vocab_size": 16, "hidden_size": 8, "n_layer": 2, "n_head": 2}

@@ -20,7 +20,7 @@ from fpipe.interop.splitting.export import export
 from fpipe.interop.splitting.partition import Flow
 from tests.support import split_cases
 from tests.support.cases import mse
-from tests.support.combinations import few
+from tests.support.combinations import few, thorough
 from tests.support.jobs import differences
 from tests.support.models import TiedGPT, UNet
 
@@ -227,6 +227,7 @@ def test_rows_may_change_and_other_axes_where_it_is_said():
         fixed(params, tokens[0])
 
 
+@thorough
 def test_uneven_microbatches():
     case, pipeline, params, _ = split_cases.split("gpt", 2)
     own = replace(case, batch=case.batch[:3], target=case.target[:3])

@@ -40,7 +40,7 @@ def sample(values: Collection[Any], quick: Collection[Any]) -> list[Any]:
 
 
 def few(values: Collection[Any], chosen: Sequence[Any] | slice) -> list[Any]:
-    """The values of an axis that take much the same way: `chosen` of them by default, all from FPIPE_TESTS=pairs on."""
+    """The values of an axis that take much the same way: by default those `chosen`, all from FPIPE_TESTS=pairs on."""
     listed = list(values)
     chosen = listed[chosen] if isinstance(chosen, slice) else list(chosen)
     assert chosen
@@ -49,6 +49,7 @@ def few(values: Collection[Any], chosen: Sequence[Any] | slice) -> list[Any]:
 
 
 thorough = pytest.mark.thorough
+"""Of a test that combines, or repeats on a larger scale, what others check: it runs from FPIPE_TESTS=pairs on."""
 
 
 def examples(count: int) -> int:

@@ -5,20 +5,46 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import select
 import socket
 import sys
 import tempfile
 import time
+from multiprocessing import connection, forkserver
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        *("torch.distributed", "torch.distributed.tensor"),
-        *("tests.support.jobs", "tests.support.pool", "tests.support.warm"),
-    ]
-)
+PRELOADED = [
+    *("torch.distributed", "torch.distributed.tensor"),
+    *("tests.support.jobs", "tests.support.pool", "tests.support.warm"),
+]
+CONTEXT.set_forkserver_preload(PRELOADED)
+
+
+def fork_server() -> None:
+    """Fork the server of processes from this one, which has imported most of what a new one would import for seconds.
+
+    It must be done before a test has run, which may start threads of torch. Without this call, or with a Python whose
+    servers want a key, a new process is the server.
+    """
+    if sys.version_info >= (3, 14):
+        return
+    address, (alive, held) = connection.arbitrary_address("AF_UNIX"), os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        if not os.fork():
+            try:
+                os.close(held)
+                select.select([listener, alive], [], [])  # imports the rest when a test wants a process
+                forkserver.main(listener.detach(), alive, PRELOADED)
+            finally:
+                os._exit(0)
+    os.close(alive)
+    server = forkserver._forkserver
+    server._forkserver_address, server._forkserver_alive_fd = address, held
+    server.ensure_running = lambda: None
 
 
 def free_port() -> int:

@@ -6,7 +6,7 @@ import torch
 import fpipe
 from fpipe import LossScale, Pipeline, Placement, handlers, interop, schedules
 from tests.support import precision_jobs as jobs
-from tests.support.combinations import combined, few
+from tests.support.combinations import combined, few, thorough
 from tests.support.jobs import differences
 from tests.support.replica_jobs import Grid
 
@@ -95,6 +95,7 @@ def test_the_gradients_of_an_activation_that_is_read_twice_are_not_added_in_bflo
         assert differences((loss, [grads[s][k] for s, k in leaves]), (whole.detach(), list(expected))) == []
 
 
+@thorough
 def test_a_split_transformer_under_autocast_is_the_module_under_autocast():
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)

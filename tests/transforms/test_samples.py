@@ -9,6 +9,7 @@ import fpipe
 from fpipe import Microbatches, Pipeline, Placement, Stage, StageError, handlers, interop, schedules, transforms
 from tests.support import cases
 from tests.support import transforms as support
+from tests.support.combinations import thorough
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -116,6 +117,7 @@ def test_frozen_params_have_no_rows():
     torch.testing.assert_close(grads[0]["w"], expected(pipeline, params, x, y)[0]["w"], **TOLERANCE)
 
 
+@thorough
 def test_samples_of_a_forward_mode_loss_and_of_members():
     torch.manual_seed(0)
     flow = support.mean_flow(2).case
