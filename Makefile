@@ -17,11 +17,11 @@ unexport PYTHONDONTWRITEBYTECODE  # else each of the processes compiles all that
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
-# The library: every value of each feature, and every pair of case, schedule, handler, policy and number of microbatches.
+# The library: every value of each feature, and most pairs of case, schedule, handler, policy and number of microbatches.
 test: $(READY)
 	$(TESTS)
 
-# Every pair of the other features' values too, tests marked as thorough, which combine what others check, and times.
+# Every pair of values, and what busy machines may break or other tests check in parts: tests of time, thorough ones.
 test-pairs: $(READY)
 	FPIPE_TESTS=pairs $(TESTS)
 	FPIPE_TESTS=pairs $(TIMING)

@@ -149,6 +149,7 @@ def test_stages_run_where_their_tensors_are(name):
     assert devices == {"meta"}
 
 
+@thorough
 def test_a_hugging_face_model_is_made_by_its_own_rules(monkeypatch):
     case, *_ = split_cases.split("llama", 4)
     with torch.device("meta"):

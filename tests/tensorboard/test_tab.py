@@ -599,6 +599,7 @@ def test_a_missing_rank_and_a_clock_that_was_not_compared_are_told(tab):
     assert rows[1].count("\u2013") >= 1 + len(causes)  # the share of the makespan, and the causes
 
 
+@thorough
 def test_sixty_four_ranks_are_scrolled(tab, logdir):
     tab.show("wide/predicted")
     assert tab.js("window.fpipe.app.sheet.layout.groups.length") == 64
@@ -692,6 +693,7 @@ def test_a_panel_is_one_module_and_a_name_in_the_list(tab):
         assert tab.text("#panel-toy") == "other/predicted, step 0, 1"
 
 
+@thorough
 def test_without_data_the_tab_says_how_to_record(tab):
     with tab.answered({"index": json.dumps({"captures": [], "notices": []})}):
         assert "Recorder" in tab.text("#empty")
