@@ -414,7 +414,7 @@ def test_simulate_writes_what_timeline_reads(tmp_path):
     )
     timeline = told("timeline", logdir)
     simulated = told("simulate", "1f1b", *plan)
-    for layout in ("resident", "memory", "stage_share"):  # not in a file
+    for layout in ("resident", "memory", "stage_share", "lower_bound"):  # not in a file
         del simulated[layout]
     assert {key: timeline[key] for key in simulated} == simulated
     assert (timeline["kind"], timeline["step"], timeline["unit"]) == ("predicted", 0, "")
