@@ -440,5 +440,5 @@ def _trip(plan: Plan, costs: Costs, stage: int) -> float:
 
 def _fitting(m: int, limit: float | None, limit_bytes: float | None, size: float) -> int:
     """Return how many values of a size a rank may hold, one a microbatch at most."""
-    count = m if limit is None else min(m, floor(limit * (1 + ROUNDING)))
+    count = m if limit is None else floor(min(m, limit * (1 + ROUNDING)))
     return min(count, floor(limit_bytes / size * (1 + ROUNDING))) if limit_bytes is not None and size else count

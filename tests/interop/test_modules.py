@@ -295,7 +295,7 @@ def same_as(module, cut, autodiff):
         lambda: Calling(lambda m: {"layers": [m.a, m.b], "method": m.a.forward}),
         lambda: nn.Sequential(nn.LSTM(4, 4), Taking()),
     ],
-    cut=[exported, cut_by_hand],
+    cut=[cut_by_hand, exported],
     autodiff=["graph", "eager"],
 )
 def test_attributes_are_what_they_are_in_the_module(module, cut, autodiff):
