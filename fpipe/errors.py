@@ -246,7 +246,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         except (ScheduleError, StageError, TransportError):
             raise
         except (TypeError, ValueError) as error:
-            if re.search(rf"\b{name.removesuffix('s')}", str(error)) and _is_own(error):
+            if re.search(rf"\b{name.removesuffix('s')}", str(error), re.IGNORECASE) and _is_own(error):
                 raise
         except Exception as error:
             raise TypeError(text) from error
@@ -297,12 +297,12 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is type:
         kinds = tuple(each for each in arguments if isinstance(each, type))
         return isinstance(value, type) and (not kinds or issubclass(value, kinds))
-    kind = origin or hint
+    kind: Any = origin or hint
     if not isinstance(kind, type) or kind is object:
         return True
     if getattr(kind, "_is_protocol", False):
-        methods = (name for name, each in vars(kind).items() if inspect.isfunction(each) and name[0] != "_")
-        return all(hasattr(value, name) for name in methods)
+        methods = [name for name, each in vars(kind).items() if inspect.isfunction(each) and name[0] != "_"]
+        return not methods or any(hasattr(value, name) for name in methods)  # it may have no more than it needs
     if kind is collections.abc.Callable:
         return callable(value)
     if not isinstance(value, kind) and not (kind in _SERIES and getattr(value, "ndim", 0) == 1):
