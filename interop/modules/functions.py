@@ -83,7 +83,7 @@ class ModuleFunction:
 
 @checked
 def from_modules(
-    modules: Sequence[nn.Module] | nn.Sequential,
+    modules: Sequence[nn.Module] | nn.Module,
     *,
     at: Sequence[int] | None = None,
     loss: Callable[..., Any] | None = None,
@@ -161,7 +161,7 @@ def _shared_buffers(modules: Sequence[nn.Module]) -> dict[int, dict[str, str]]:
     return shared
 
 
-def _cut(modules: Sequence[nn.Module] | nn.Sequential, at: Sequence[int]) -> list[nn.Module]:
+def _cut(modules: Sequence[nn.Module] | nn.Module, at: Sequence[int]) -> list[nn.Module]:
     if not isinstance(modules, nn.Sequential):
         raise TypeError(
             f"at= cuts an nn.Sequential, not a {type(modules).__name__}: a list has a module for each stage"
