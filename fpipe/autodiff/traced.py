@@ -71,7 +71,7 @@ class Graphs:
     """The graphs of one function.
 
     Args:
-        traced: the latest of them, in the order of tracing, whose sizes are symbols.
+        traced: the latest of them, in the order of tracing.
         count: how many have been traced.
         entry: returns the entry of a signature.
         reason: why it cannot be traced.
@@ -239,8 +239,7 @@ class Traced:
             if known.guards is not None and known.guards.admit(signature):
                 return known
         functions = self._trace(signature)
-        if self.config.dynamic:
-            self.graphs.traced.append(functions)
+        self.graphs.traced.append(functions)
         self.graphs.count += 1
         if self.graphs.count == GRAPHS_BEFORE_WARNING:
             warn(
