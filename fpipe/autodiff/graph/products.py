@@ -56,7 +56,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(x, output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         x, product = ctx.saved_tensors
         with torch._C.DisableTorchFunction():
             if torch.is_grad_enabled():  # the stage differentiates the gradient
