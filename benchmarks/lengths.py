@@ -11,9 +11,10 @@ average a microbatch, in multiples of 16. `timed` has four ranks whose pieces sl
 ms on average and rank.
 
 A prediction is `simulate` with costs from `fpipe.profile` for the average length, times `Costs(scale=)`, and with a
-measured link. The work is that of the busiest rank, predicted. All are medians of rounds, each of which profiles anew,
-because the machine's speed changes. Steps are measured from a barrier to a barrier; the first call of a step, which
-traces every length, is not counted.
+measured link. The scale is interpolated between profiles of the shortest, the average and the longest length, because a
+part of a piece's time is the same for every length. The work is that of the busiest rank, predicted. All are medians of
+rounds, each of which profiles anew, because the machine's speed changes. Steps are measured from a barrier to a
+barrier; the first call of a step, which traces every length, is not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 
 import fpipe
 from benchmarks import models, timed
-from fpipe import Microbatches, Pipeline, Timeline, handlers, interop
+from fpipe import Costs, Microbatches, Pipeline, Timeline, handlers, interop
 from fpipe.schedules.catalogue import CATALOGUE
 
 RANKS = {"real": 2, "timed": 4}
@@ -73,8 +74,12 @@ def job(
     for name in names:
         plan = CATALOGUE[name].plan(ranks, MICROBATCHES)
         pipeline, params = model(kind, plan.stages)
-        options: dict[str, Any] = {"microbatches": 1, "autodiff": "graph", "handler": handler}
-        profile = partial(fpipe.profile, pipeline, params, *data(kind, LENGTH), repeats=models.REPEATS, **options)
+        options: dict[str, Any] = {
+            "microbatches": 1,
+            "autodiff": "graph",
+            "handler": handler,
+            "repeats": models.REPEATS,
+        }
         schedule = CATALOGUE[name].schedule(plan)
         step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph")
         cases = {}
@@ -86,14 +91,17 @@ def job(
                 call = partial(step, pipeline.params_on(params, plan, rank), batch, target)
                 call()
                 cases[sigma, order] = each, call
+        every = [length for each, _ in cases.values() for length in each]
+        profiled = sorted({min(every), LENGTH, max(every)})
         times = {case: list[float]() for case in cases}
         predictions = {case: list[Timeline]() for case in cases}
         for _ in range(rounds):  # each with a profile of its own, for the machine's speed changes
-            costs = replace(profile(), communication=link)
+            profiles = {n: fpipe.profile(pipeline, params, *data(kind, n), **options) for n in profiled}
+            costs = replace(profiles[LENGTH], communication=link)
             for case, (each, call) in cases.items():
                 times[case].append(timed.milliseconds(call))
-                scale = [n / LENGTH for n in each]
-                predictions[case].append(fpipe.simulate(schedule, plan, replace(costs, scale=scale)))
+                scaled = replace(costs, scale=scales(profiles, each), sizes=[n / LENGTH for n in each])
+                predictions[case].append(fpipe.simulate(schedule, plan, scaled))
         rows = []
         for (sigma, order), timelines in predictions.items():
             rows.append(
@@ -109,6 +117,13 @@ def job(
                 }
             )
         yield rows
+
+
+def scales(profiles: Mapping[int, Costs], lengths: Sequence[int]) -> list[float]:
+    """Return the time of each length over that of the average one, between those of the profiled lengths."""
+    times = [np.sum([costs.forward, costs.backward_input, costs.backward_weight]) for costs in profiles.values()]
+    factors: list[float] = np.interp(lengths, list(profiles), times / times[list(profiles).index(LENGTH)]).tolist()
+    return factors
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
