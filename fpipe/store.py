@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.1  # seconds between two looks into the store
 SLICE = 0.2  # seconds of a wait for an answer between two calls of `check`
+LEAST = 1.0  # seconds for an answer, also to a call at the end of a time limit for several
 
 
 class StoreError(TransportError):
@@ -156,7 +157,7 @@ class JobStore:
         return float("inf") if self.timeout is None else time.monotonic() + self.timeout
 
     def _ask(self, call: Callable[[], T]) -> T:
-        left = None if (end := self._end()) == float("inf") else end - time.monotonic()
+        left = None if (end := self._end()) == float("inf") else max(LEAST, end - time.monotonic())
         try:
             return bounded(call, left, self._check)
         except TimeoutError:

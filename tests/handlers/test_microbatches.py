@@ -497,5 +497,5 @@ def test_ranks_in_different_steps(pools):
     for errors, counts, differences in pools(2).run(astray):
         assert len(errors) == 2
         assert all("rank 1 came to another step than rank 0: call the same functions" in text for text in errors)
-        assert counts == [12, 12, 12, 12, 12]
+        assert counts == [13, 13, 13, 12, 13]  # of roll calls; the fourth, two for the step and each microbatch
         assert differences == []
