@@ -50,7 +50,7 @@ def bare_error(call, argument, number, calls=None):
         if at.filename == surface.__file__:  # a stage's, which is the user's code
             return None
         pattern = rf"\b{NAMES.get(argument, argument).removesuffix('s')}"
-        if at.filename.startswith(own_folders()) and re.search(pattern, str(error)):
+        if at.filename.startswith(own_folders()) and re.search(pattern, str(error), re.IGNORECASE):
             return None
         return f"{call}({argument}={wrong!r}): {type(error).__name__} at {at.filename[-40:]}:{at.lineno}: {error}"[:300]
     except Exception as error:
