@@ -303,7 +303,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if getattr(kind, "_is_protocol", False):
         methods = [name for name, each in vars(kind).items() if inspect.isfunction(each) and name[0] != "_"]
         return not methods or any(hasattr(value, name) for name in methods)  # it may have no more than it needs
-    if kind is collections.abc.Callable:
+    if kind.__name__ == "Callable":
         return callable(value)
     if not isinstance(value, kind) and not (kind in _SERIES and getattr(value, "ndim", 0) == 1):
         return False
