@@ -52,19 +52,33 @@ def compare(stage: int, posts: Sequence[Post], signature: str | None = None) -> 
         _raise_difference(stage, group, each)
 
 
-def _exchange(stage: int, group: Ranks, posts: Sequence[Post], signature: str | None) -> list[list[Post]]:
-    """Return the collectives of each process of a group."""
+def refuse(stage: int, group: Ranks, reason: str) -> None:
+    """Give the processes of a group, which compare the collectives of a stage, why this one has not traced it."""
+    with suppress(TransportError, StageError):  # this process has an error already
+        _exchange(stage, group, reason, None)
+
+
+def _exchange(stage: int, group: Ranks, posts: Sequence[Post] | str, signature: str | None) -> list[list[Post]]:
+    """Return the collectives of each process of a group.
+
+    Args:
+        posts: this process's; or the reason why it has none.
+    """
     notices, looks = watch_of_handler().notices, itertools.count()
 
     def look(missing: Sequence[int]) -> None:
         if notices is not None and signature is not None:
-            texts = [_described(post) for post in posts]
+            texts = [_described(post) for post in posts if isinstance(post, Post)]
             notices.expect(missing, stage, signature, group, texts, is_first=next(looks) == 0)
 
     each = exchange(
         "pieces",
         group,
-        [stage, None if notices is None else notices.program, *map(astuple, posts)],
+        [
+            stage,
+            None if notices is None else notices.program,
+            *([posts] if isinstance(posts, str) else map(astuple, posts)),
+        ],
         f"comparing the collectives of stage {stage} with ranks {[*group]}",
         lambda missing, timeout: _missing(stage, group, missing, timeout),
         look,
@@ -79,6 +93,9 @@ def _exchange(stage: int, group: Ranks, posts: Sequence[Post], signature: str | 
             "collectives would meet: processes that share a group run the same stages in the same order",
             stage=stage,
         )
+    for rank, (_, _, *posted) in zip(group, each, strict=True):
+        if posted and isinstance(posted[0], str):
+            raise StageError(f"rank {rank}, with which this one computes it, can't: {posted[0]}", stage=stage)
     return [[_post(*fields) for fields in posted] for _, _, *posted in each]
 
 

@@ -18,11 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
+from fpipe.autodiff import agreement
 from fpipe.autodiff.braid import Run, plainly
 from fpipe.autodiff.eager import NO_REENTRANT, Eager, is_reentrant
 from fpipe.autodiff.functions import DeferredGraph, Functions, SavedGraph, TraceConfig
 from fpipe.autodiff.graph.block import Sink
-from fpipe.autodiff.graph.collectives import Communicates
+from fpipe.autodiff.graph.collectives import Communicates, ranks_of
 from fpipe.autodiff.graph.locations import user_line
 from fpipe.autodiff.graph.signature import Impure, Signature, Tree, Untraceable, ambient, leaf_key
 from fpipe.autodiff.interface import (
@@ -207,6 +208,26 @@ class Traced:
         entry = self.graphs.entry(key)
         if entry.functions is not ...:
             return entry.functions
+        try:
+            functions = self._new(prepared, trees, keep)
+        except StageError as error:
+            self._refuse(prepared, error.message)
+            raise
+        if functions is not None:
+            functions.compare(self.graphs.in_turns)
+        else:
+            self._refuse(prepared, f"it can't be traced: {self.graphs.reason}")
+        entry.functions = functions
+        gc.collect(1)  # torch's tracer leaves reference cycles that hold the tensors of this call
+        return functions
+
+    def _refuse(self, prepared: Prepared, reason: str) -> None:
+        """Give the processes that compute the stage together with this one the reason why it can't."""
+        for mesh in {placed.mesh for placed in prepared.placed.values()}:
+            agreement.refuse(self.config.number, ranks_of(mesh.get_group()), reason)
+
+    def _new(self, prepared: Prepared, trees: list[Flat], keep: bool) -> Functions | None:
+        """Return new functions for a signature; None if it cannot be traced."""
         functions = None
         try:
             signature = signature_of(prepared, *trees, keep=keep, data_wanted=self.differentiates_data)
@@ -227,10 +248,6 @@ class Traced:
             self.graphs.reason = self.graphs.reason or _reason(error)
             self.cause = None if self.fallback and not prepared.placed else error
             self.graphs.walked_once |= "selective activation checkpoint" in str(error)
-        if functions is not None:
-            functions.compare(self.graphs.in_turns)
-        entry.functions = functions
-        gc.collect(1)  # torch's tracer leaves reference cycles that hold the tensors of this call
         return functions
 
     def _find(self, signature: Signature) -> Functions:

@@ -1,55 +1,188 @@
-"""Compare what processes that compute stages together were given, before the first step of a program.
+"""Begin a step on all processes that compute its stages together, or on none of them.
 
-Collectives inside of stages would mix the numbers of different batches, and wait for ever where parameters differ. So
-each process writes descriptions into the job's store, and reads those of the others.
+Collectives inside of stages would mix the numbers of different batches, and wait for ever where one process refuses the
+step or its parameters differ. So before anything runs, each process writes descriptions of its arguments into the job's
+store, and reads those of the others: in the first step of a program, and in each in which one of them has other
+layouts or an error. Whether one has is known from two numbers of each, which travel in every step.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fpipe import effects as fx
 from fpipe.autodiff.agreement import exchange
-from fpipe.autodiff.graph.notices import Notices
+from fpipe.autodiff.graph.collectives import watch_of_handler
+from fpipe.autodiff.graph.notices import Notices, Ranks
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.calls import Step
+from fpipe.handlers.gloo import gloo_group
+from fpipe.handlers.protocol import Inputs
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import describe, flatten, paths_of, short
+from fpipe.stages.sharding import Placed, layout_key
+from fpipe.store import JobStore, bounded
+
+LIMIT = 300.0  # seconds that a connection may take to be made
+FIRST_PAUSE, LAST_PAUSE = 5e-5, 1e-3  # seconds between two looks for the numbers of other processes
 
 
-def compare(processes: tuple[int, ...], rows: Mapping[str, str], hint: str = "") -> None:
+class StagePeers:
+    """The processes that compute the stages of one program together with this one."""
+
+    def __init__(self) -> None:
+        self._links: dict[Ranks, Any] = {}  # groups of gloo, on the CPU
+        self._layouts: object = None  # of the params that were compared last
+
+    def agree(
+        self,
+        groups: Sequence[Ranks],
+        inputs: Inputs,
+        layouts: object,
+        rows: Callable[[], Mapping[str, str]],
+        error: Exception | None,
+    ) -> None:
+        """Wait until all processes can run the step.
+
+        Args:
+            groups: the processes, this one among them, along each dimension.
+            layouts: is compared with that of the step before.
+            rows: returns the descriptions of the arguments, by name.
+            error: keeps this process from the step.
+
+        Raises:
+            Exception: `error`.
+            StageError: another process has one, or their arguments differ: on all processes, with the first name.
+            TransportError: a process did not come.
+        """
+        has_news = error is not None or layouts != self._layouts
+        for processes in groups:
+            if processes in self._links and not self._have_news(processes, has_news, _digest(inputs)):
+                continue
+            try:
+                link = compare(processes, {} if error is not None else rows(), error)
+            except StageError as difference:
+                error = error or difference
+                continue
+            if processes not in self._links:
+                self._link(processes, link)
+        if error is not None:
+            raise error
+        self._layouts = layouts
+
+    def _link(self, processes: Ranks, name: str) -> None:
+        watch, rank, purpose = (
+            watch_of_handler(),
+            processes.index(dist.get_rank()),
+            f"connecting processes {[*processes]}",
+        )
+        store, limit = JobStore(None, LIMIT).under(f"fpipe/stages/{name}").store, watch.timeout or LIMIT
+        with watch.waiting(purpose, None):
+            connect = partial(gloo_group, store, rank, len(processes), limit)
+            try:
+                self._links[processes] = bounded(connect, limit, partial(watch.check, purpose))
+            except TimeoutError:
+                raise _missing(processes, "one of them", limit) from None
+
+    def _have_news(self, processes: Ranks, has_news: bool, digest: int) -> bool:
+        """Return whether one of the processes has news, or another digest."""
+        watch, purpose = watch_of_handler(), f"beginning a step with processes {[*processes]}"
+        numbers = torch.empty(len(processes), 2, dtype=torch.int64)
+        work = self._links[processes].allgather([[*numbers]], [torch.tensor([has_news, digest])])
+        began, pause = time.monotonic(), FIRST_PAUSE
+        try:
+            with watch.waiting(purpose, None):
+                while not work.is_completed():
+                    watch.check(purpose)
+                    if watch.timeout is not None and time.monotonic() > began + watch.timeout:
+                        raise _missing(processes, "one of them", watch.timeout)
+                    time.sleep(pause)
+                    pause = min(2 * pause, LAST_PAUSE)
+                work.wait()
+        except BaseException:
+            del self._links[processes]  # what is in flight there would be taken for the next step's
+            raise
+        return bool(numbers[:, 0].any() or (numbers[:, 1] != digest).any())
+
+
+def _digest(inputs: Inputs) -> int:
+    """Return a number that is the same for the same rng and numbers of rows."""
+    rng = None if callable(inputs.rng) else inputs.rng
+    content = repr((rng, inputs.rows, len(inputs.data)))
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=7).digest(), "little")
+
+
+def compare(processes: Ranks, rows: Mapping[str, str], error: Exception | None = None, hint: str = "") -> str:
     """Compare descriptions by name with those of other processes that compute stages together; waits for them.
 
     Args:
         processes: this one and the others.
+        error: keeps this process from the step.
         hint: another way out.
 
+    Returns:
+        A name that they share, and no others.
+
     Raises:
-        StageError: they differ; on all processes, with the first name that differs.
+        StageError: one has an error, or they differ; on all processes, with the first name that differs.
         TransportError: a process did not come.
     """
-
-    def missing(absent: Sequence[int], timeout: float) -> TransportError:
-        return TransportError(
-            f"processes {[*absent]}, which compute stages together with this one in {[*processes]}, did not come to "
-            f"the step within {timeout:g} s: each of them makes the same calls"
-        )
-
-    purpose = f"comparing arguments with ranks {[*processes]}"
-    first, *others = exchange("arguments", processes, dict(rows), purpose, missing)
-    for process, other in zip(processes[1:], others, strict=True):
-        for name in [*first, *(name for name in other if name not in first)]:
-            a, b = (each.get(name, "missing") for each in (first, other))
+    each = exchange(
+        "arguments",
+        processes,
+        [uuid.uuid4().hex, None if error is None else _text(error), dict(rows)],
+        f"comparing arguments with ranks {[*processes]}",
+        lambda absent, timeout: _missing(processes, [*absent], timeout),
+    )
+    for process, (_, text, _) in zip(processes, each, strict=True):
+        if text is not None:
+            raise StageError(
+                f"process {process}, which computes stages together with processes "
+                f"{[other for other in processes if other != process]}, can't run the step: {text}"
+            )
+    name, _, first = each[0]
+    for process, (_, _, other) in zip(processes[1:], each[1:], strict=True):
+        for row in [*first, *(row for row in other if row not in first)]:
+            a, b = (rows.get(row, "missing") for rows in (first, other))
             if a != b:
                 raise StageError(
-                    f"processes {[*processes]} compute stages together and were given different arguments: {name} is "
+                    f"processes {[*processes]} compute stages together and were given different arguments: {row} is "
                     f"{a} on process {processes[0]} and {b} on process {process}. They take the same params but for "
                     f"their pieces, the same batch and the same rng{hint}"
                 )
+    return str(name)
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, StageError) else f"{type(error).__name__}: {error}"
+
+
+def _missing(processes: Ranks, absent: object, timeout: float) -> TransportError:
+    return TransportError(
+        f"of processes {[*processes]}, which compute stages together, {absent} did not come to the step within "
+        f"{timeout:g} s: each of them makes the same calls, with params sharded over the same mesh"
+    )
+
+
+def layouts_of(step: Step) -> object:
+    """Return the layouts of a step's params, to be compared with those of another step."""
+    return [
+        (stage, prepared.spec, prepared.trained, [*prepared.placed.items()], [*map(_layout, prepared.leaves)])
+        for stage, prepared in step.prepared.items()
+    ]
+
+
+def _layout(leaf: Any) -> object:
+    return layout_key(leaf) if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def notices_of(programs: Iterable[Program]) -> Notices:
@@ -66,17 +199,26 @@ def notices_of(programs: Iterable[Program]) -> Notices:
 
 def descriptions(step: Step) -> dict[str, str]:
     """Return the descriptions of a step's arguments, by name: of params without values, of the microbatches with."""
-    rows = {"rng": repr(step.inputs.rng) if not callable(step.inputs.rng) else "of a graph"}
+    inputs = step.inputs
+    rows = {
+        "rng": repr(inputs.rng) if not callable(inputs.rng) else "of a graph",
+        "the number of rows": repr(inputs.rows),
+    }
     for stage, prepared in step.prepared.items():
         for i, (path, leaf) in enumerate(zip(paths_of(prepared.spec), prepared.leaves, strict=True)):
             place = prepared.placed.get(i)
-            piece = describe(leaf) if place is None else f"{[*place.shape]} placed {place.placements}"
+            piece = describe(leaf) if place is None else _placed(leaf, place)
             frozen = "" if i in prepared.trained else ", frozen"
             rows[f"params[{stage}]{short(path)}"] = f"{piece}{frozen}"
-    for m, microbatch in enumerate(step.inputs.data):
+    for m, microbatch in enumerate(inputs.data):
         for name in ("batch", "target"):
             rows |= {f"{name}{path} of microbatch {m}": x for path, x in _values(getattr(microbatch, name))}
     return rows
+
+
+def _placed(leaf: Tensor, place: Placed) -> str:
+    mesh = place.mesh.mesh.flatten().tolist()
+    return f"{describe(leaf).partition('[')[0]}{[*place.shape]} placed {place.placements} over processes {mesh}"
 
 
 def _values(tree: object) -> Iterator[tuple[str, str]]:

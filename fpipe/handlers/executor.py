@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from fpipe import effects as fx
 from fpipe.autodiff.by_row import ByRow
@@ -17,14 +15,14 @@ from fpipe.autodiff.eager import Eager
 from fpipe.autodiff.interface import UNTRACED, Prepared
 from fpipe.devices import CaptureError, is_capturing
 from fpipe.errors import StageError, TransportError
-from fpipe.handlers.alike import compare, descriptions
+from fpipe.handlers.alike import StagePeers, descriptions, layouts_of
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
 from fpipe.handlers.gradients import Rows, Sum, add_parts, check_trained, data_gradients, received, total, unscaled
 from fpipe.handlers.protocol import Inputs, PeerLost, Results, StepRejected
 from fpipe.stages.microbatch import sizes_of
 from fpipe.stages.pytree import paths_of, short, summary
-from fpipe.stages.sharding import Placed, is_dtensor, local, locals_of, wrapped
+from fpipe.stages.sharding import Placed, is_dtensor, local, locals_of, processes_beside, wrapped
 from fpipe.stages.stage import Batch
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ class Executor:
         self.calls, self.plan, self.rank = calls, calls.plan, calls.rank
         self.pieces, self.pipeline = calls.pieces, calls.pipeline
         self.stages = self.plan.stages_on(self.rank)
-        self.is_compared = False
+        self.stage_peers = StagePeers()
         self.at = 0  # the index of the instruction that runs
 
     def start(self, inputs: Inputs) -> None:
@@ -64,6 +62,41 @@ class Executor:
         has_pieces = any(is_dtensor(leaf) for each in prepared.values() for leaf in each.leaves)
         self.calls.running = Step(inputs, prepared, dict(state), sums, inputs.params if has_pieces else None)
 
+    def agreed(
+        self,
+        inputs: Inputs,
+        begin: Callable[[], Inputs],
+        processes: Collection[int] = (),
+        replicas: DeviceMesh | None = None,
+    ) -> Inputs:
+        """Begin a step by a function; on all processes that compute its stages together, or on none.
+
+        Args:
+            begin: returns the inputs with this process's pieces. It is not called where the inputs are broken.
+            processes: the handler's, over which no stage is computed.
+            replicas: their mesh.
+
+        Raises:
+            Exception: the inputs are broken, or `begin` raised it.
+            StageError: another of these processes can't run the step, or has other arguments.
+            TransportError: one of them did not come.
+        """
+        error, step = inputs.broken, None
+        if error is None:
+            try:
+                result, step = begin(), self.calls.step
+            except StageError as failure:
+                error = failure
+        if step is not None and not any(prepared.placed for prepared in step.prepared.values()):
+            return result
+        groups = processes_beside(inputs.params, processes, replicas)
+        layouts, rows = (layouts_of(step), partial(descriptions, step)) if step is not None else (None, dict)
+        try:
+            self.stage_peers.agree(groups, inputs, layouts, rows, error)
+        except StageError as difference:
+            raise difference if difference is error else difference.on(self.rank) from None
+        return result
+
     def place(self, processes: Collection[int] = ()) -> Inputs:
         """Put this process's pieces in place of DTensors, those over replicas excepted; return the inputs with pieces.
 
@@ -80,47 +113,49 @@ class Executor:
         for stage, prepared in step.prepared.items():
             for i, leaf in enumerate(prepared.leaves):
                 if is_dtensor(leaf):
-                    if (placed := self._placed(stage, leaf)) is not None:
+                    if (placed := self._placed(stage, prepared, i)) is not None:
                         prepared.placed[i] = placed
                     prepared.leaves[i] = self.pieces.precision.cast(local(leaf))
             for i, placed in prepared.placed.items():
                 if placed.mesh not in meshes:
                     self._check_mesh(stage, prepared, i, processes)
                     meshes[placed.mesh] = None
+            self._check_one_mesh(stage, prepared)
             if prepared.placed and isinstance(self.pieces.stages[stage], Eager | ByRow):
                 raise StageError(UNTRACED, rank=self.rank, stage=stage)
         for prepared in step.prepared.values():
             prepared.meshes[:] = dict.fromkeys([*(placed.mesh for placed in prepared.placed.values()), *meshes])
-        if meshes and not self.is_compared:
-            self._compare(step, meshes)
         step.inputs = replace(step.inputs, params=locals_of(dict(step.inputs.params)))
         return step.inputs
 
     def _check_mesh(self, stage: int, prepared: Prepared, number: int, processes: Collection[int]) -> None:
-        """Raise StageError if a leaf is placed over ranks of the pipeline."""
-        placed = prepared.placed[number]
-        if len({*placed.mesh.mesh.flatten().tolist()} & {*processes}) > 1:
+        """Raise StageError if a leaf is placed over ranks of the pipeline, or over other processes than this one."""
+        mesh = prepared.placed[number].mesh
+        if mesh.get_coordinate() is None:
+            wrong, way_out = "which does not have this process", "over a mesh that has it"
+        elif len({*mesh.mesh.flatten().tolist()} & {*processes}) > 1:
+            wrong, way_out = "which has ranks of the pipeline", "over another dimension of the mesh, as mesh['tp']"
+        else:
+            return
+        raise StageError(f"{_named(prepared, number)}, {wrong}: shard it {way_out}", rank=self.rank, stage=stage)
+
+    def _check_one_mesh(self, stage: int, prepared: Prepared) -> None:
+        """Raise StageError if the leaves of a stage are placed over several meshes."""
+        meshes = {placed.mesh: i for i, placed in reversed(prepared.placed.items())}  # with a leaf over it
+        if len(meshes) > 1:
+            one, other = sorted(meshes.values())[:2]
             raise StageError(
-                f"params{short(paths_of(prepared.spec)[number])} is placed {placed.placements} over {placed.mesh}, "
-                "which has ranks of the pipeline: shard it over another dimension of the mesh, as mesh['tp']",
+                f"{_named(prepared, one)}, and {_named(prepared, other)}: shard all params of a stage over one mesh",
                 rank=self.rank,
                 stage=stage,
             )
 
-    def _compare(self, step: Step, meshes: Iterable[DeviceMesh]) -> None:
-        """Compare the arguments of the first step with those of the processes that compute stages together."""
-        for mesh in meshes:
-            try:
-                compare(tuple(mesh.mesh.flatten().tolist()), descriptions(step))
-            except StageError as error:
-                raise error.on(self.rank) from None
-        self.is_compared = True
-
-    def _placed(self, stage: int, leaf: Tensor) -> Placed | None:
+    def _placed(self, stage: int, prepared: Prepared, number: int) -> Placed | None:
         try:
-            return Placed.of(leaf, None)
+            return Placed.of(prepared.leaves[number], None)
         except ValueError as error:
-            raise StageError(f"its params can't be used: {error}", rank=self.rank, stage=stage) from error
+            name = short(paths_of(prepared.spec)[number])
+            raise StageError(f"its params{name} can't be used: {error}", rank=self.rank, stage=stage) from error
 
     def set_rows(self, rows: int | None, here: int | None) -> None:
         """Set the step's number of rows, of all replicas and of this one, received from other processes."""
@@ -198,3 +233,8 @@ class Executor:
         if is_capturing():
             message += f". It is captured as a graph, and there nothing may wait for the device; or {UNCAPTURED}"
         return StageError(message, rank=self.rank, stage=stage, microbatch=m)
+
+
+def _named(prepared: Prepared, number: int) -> str:
+    placed = prepared.placed[number]
+    return f"params{short(paths_of(prepared.spec)[number])} is placed {placed.placements} over {placed.mesh}"

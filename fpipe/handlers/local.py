@@ -106,15 +106,13 @@ class Local:
         watch = NoWatch(notices, _Compared(replicas) if len(replicas) > 1 else lambda group: None)
 
         def run(inputs: Inputs) -> Results:
-            if inputs.broken:
-                raise inputs.broken
             token = WATCH.set(watch)
             try:
                 for replica, own in enumerate(replicas):
-                    inputs_of = inputs.of_replica(replica, len(replicas)) if len(replicas) > 1 else inputs
+                    is_whole = len(replicas) == 1 or inputs.broken is not None
+                    inputs_of = inputs if is_whole else inputs.of_replica(replica, len(replicas))
                     for executor in own.values():
-                        executor.start(self._inputs_of(inputs_of, executor))
-                        executor.place()
+                        executor.agreed(inputs_of, partial(self._begin, inputs_of, executor))
                 for turn in order:
                     turn()
                 notices.end_step()
@@ -139,6 +137,10 @@ class Local:
         """Wait until the devices have run everything."""
         for device in [current_device()] if self.devices is None else map(device_of, self.devices):
             device.synchronize()
+
+    def _begin(self, inputs: Inputs, executor: Executor) -> Inputs:
+        executor.start(self._inputs_of(inputs, executor))
+        return executor.place()
 
     def _inputs_of(self, inputs: Inputs, executor: Executor) -> Inputs:
         rank = executor.rank
@@ -177,7 +179,7 @@ class _Compared:
         if group not in self.groups:
             steps = [next(iter(executors.values())).calls.step for executors in self.replicas]
             rows = {f"{name} of replica {i}": x for i, s in enumerate(steps) for name, x in descriptions(s).items()}
-            compare(group, rows, PARTS)
+            compare(group, rows, hint=PARTS)
             self.groups.add(group)
 
 

@@ -7,7 +7,7 @@ until then no leaf is one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.stages.pytree import NAMESPACE, describe
+from fpipe.stages.pytree import NAMESPACE, describe, flatten
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,6 +108,26 @@ def cut_over(leaf: Tensor, replicas: DeviceMesh | None) -> DeviceMesh | None:
     """
     placed = Placed.of(leaf, replicas)
     return None if placed is None or placed.placements[0].is_replicate() else placed.mesh
+
+
+def processes_beside(params: Any, processes: Collection[int], replicas: DeviceMesh | None) -> list[tuple[int, ...]]:
+    """Return the processes along each dimension over which leaves are placed, with this one; in one order on all.
+
+    Args:
+        processes: of the pipelines; a dimension with several of them is left out, and those of the replicas are.
+    """
+    try:
+        leaves = flatten(params).leaves
+    except Exception:  # the types of the tree are the caller's
+        return []
+    groups = set[tuple[int, ...]]()
+    for mesh in {leaf.device_mesh for leaf in leaves if is_dtensor(leaf)}:
+        if mesh.get_coordinate() is None:
+            continue
+        taken = set() if replicas is None else {*_dims_within(replicas, mesh).values()}
+        along = [tuple(sorted(_processes(mesh, at))) for at in range(mesh.ndim) if at not in taken]
+        groups |= {group for group in along if len(group) > 1 and len({*group} & {*processes}) < 2}
+    return sorted(groups)
 
 
 def locals_of(tree: Any) -> Any:

@@ -139,7 +139,7 @@ def _share_device() -> None:
     """Let torch's own groups use the device of fpipe's: each device has a thread that polls, and meshes many groups."""
     from torch.distributed import distributed_c10d as c10d
 
-    from fpipe.handlers.distributed.backends import gloo_devices
+    from fpipe.handlers.gloo import gloo_devices
 
     class Group(c10d.ProcessGroupGloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:

@@ -202,34 +202,114 @@ def gpt2(rank):
     return counted.counts, abs(value - value0).item() / value0.item(), max(errors.values())
 
 
+def layer(params, x):
+    """A network whose hidden numbers are read as heads."""
+    hidden = (x @ params["up"]).view(*x.shape[:-1], *params.get("heads", (2, 8)))
+    return x + F.relu(hidden).flatten(-2) @ params["down"] + params.get("bias", 0)
+
+
+WRONG = {  # by fault, what one process or all have instead: names of params, and how they are placed; or of arguments
+    "batch": {"batch": torch.zeros(8, 4)},
+    "rows": {"batch": torch.ones(7, 4)},
+    "rng": {"rng": (0, 2)},
+    "sharded": {"up": "whole"},
+    "partial": {"up": "partial"},
+    "pipeline": {"up": "pp"},
+    "elsewhere": {"up": "elsewhere"},
+    "meshes": {"up": "named otherwise"},
+    "shape": {"up": torch.ones(4, 32), "down": torch.ones(32, 4)},
+    "dtype": {"up": torch.ones(4, 16, dtype=torch.float64)},
+    "missing": {"bias": None},
+    "function": {"function": lambda params, x: layer(params, x @ params["up"] @ params["down"])},
+    "failing": {"function": lambda params, x: layer(params, x) @ params["none"]},
+    "heads": {"heads": (1, 16)},
+}
+
+
+TRACED = ("function", "failing", "heads")
+"""Faults of functions, which are found when they are traced."""
+
+
 def wrong(rank, fault):
-    """The error of a step whose processes were given different arguments, or that is not traced."""
-    mesh = mesh_of(2, names=("tp",))
+    """The errors of a first step and of a later one in which process 3 of 2 x 2 is wrong; it works after each."""
+    mesh = mesh_of(2, 2, names=("pp", "tp"))
+    changes = WRONG[fault] if rank == 3 or fault == "heads" else {}
+    pipeline = fpipe.Pipeline([layer, changes.get("function", layer)], loss=F.mse_loss)
+    plan = pipeline.plan(fpipe.Placement.loop(ranks=2), microbatches=2)
+    step = step_of("one_f_one_b", pipeline, plan, handlers.Distributed(mesh["pp"], timeout=20))
+
+    def run(changes):
+        batch, rng = changes.get("batch", torch.ones(ROWS, 4)), changes.get("rng", (0, 1))
+        return step({rank // 2: _layer_params(mesh, changes)}, batch, torch.ones(ROWS, 4), rng=rng)
+
+    texts = []
+    for _ in range(1 if fault in (*TRACED, "batch") else 2):  # values of batches are compared in the first step
+        with pytest.raises((fpipe.StageError, fpipe.TransportError, ValueError)) as caught:
+            run(changes)
+        texts.append(f"{caught.type.__name__}: {caught.value}")
+        if fault not in TRACED:  # in the others a piece has begun a collective
+            run({})
+    return texts
+
+
+def _layer_params(mesh, changes):
+    """The pieces of a layer's params, but for changes by name: another value, or the way in which it is placed."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    def place(name, x, how):
+        cut = {"up": Shard(1), "down": Shard(0)}.get(name, Replicate())
+        if how == "partial":
+            return DTensor.from_local(x, mesh["tp"], [Partial()], run_check=False)
+        cut = Replicate() if how == "whole" else cut
+        others = {
+            "pp": mesh["pp"],
+            "elsewhere": DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=3),
+            "named otherwise": _renamed(mesh),
+        }
+        return distribute_tensor(x, others.get(how, mesh["tp"]), [cut], src_data_rank=None)
+
+    params = {"up": torch.ones(4, 16) / 8, "down": torch.ones(16, 4) / 8, "bias": torch.zeros(4)}
+    params |= {name: x for name, x in changes.items() if name in params and not isinstance(x, str)}
+    ways = {name: how for name, how in changes.items() if isinstance(how, str)}
+    params = {name: place(name, x, ways.get(name)) for name, x in params.items() if x is not None}
+    return params | {name: x for name, x in changes.items() if name == "heads"}
+
+
+@functools.cache
+def _renamed(mesh):
+    """A mesh of the same processes as mesh["tp"], with another name."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(mesh["tp"].get_group(), "cpu", mesh_dim_names=("other",))
+
+
+def eager(rank):
+    """The error of a step by eager autograd."""
     pipeline, params = llama(2)
     plan = pipeline.plan(fpipe.Placement.loop(ranks=2), microbatches=2)
-    rows, style, rng = data(), interop.styles.megatron(**STYLE), (0, 1)
-    options = {"autodiff": "eager"} if fault == "eager" else {}
-    if fault == "batch" and rank:
-        rows = (rows[0].flip(0), rows[1])
-    if fault == "rng" and rank:
-        rng = (0, 2)
-    if fault == "placement" and rank:
-        style |= {"*.gate_proj.[wb]*": style["*.o_proj.weight"]}
-    tp = interop.shard(params, mesh, style)
+    tp = interop.shard(params, mesh_of(2, names=("tp",)), interop.styles.megatron(**STYLE))
     with pytest.raises(fpipe.StageError) as caught:
-        step_of("gpipe", pipeline, plan, handlers.Local(), **options)(tp, *rows, rng=rng)
+        step_of("gpipe", pipeline, plan, handlers.Local(), autodiff="eager")(tp, *data())
     return str(caught.value)
 
 
 def other_models(rank, options):
-    """Errors of the loss and the gradients, and counts of collectives by stage and block."""
+    """Errors of loss and gradients, counts of collectives by stage and block, and the error where all heads are cut."""
     pipeline, params = llama(2, **options)
     plan = pipeline.plan(fpipe.Placement.loop(ranks=2), microbatches=4)
-    tp = interop.shard(params, mesh_of(2, names=("tp",)), interop.styles.megatron(**STYLE))
+    mesh, style, text = mesh_of(2, names=("tp",)), STYLE, ""
+    if "heads" in options:
+        tp = interop.shard(params, mesh, interop.styles.megatron(**style))
+        with pytest.raises(fpipe.StageError) as caught:
+            step_of("gpipe", pipeline, plan, handlers.Local())(tp, *data())
+        text = str(caught.value)
+        style = style | {"column": tuple(name for name in style["column"] if name not in ("k_proj", "v_proj"))}
+    tp = interop.shard(params, mesh, interop.styles.megatron(**style))
     with Collectives() as counted:
         value, grads = step_of("gpipe", pipeline, plan, handlers.Local())(tp, *data())
     (value0,), grads0, _ = expected(2, **options)
-    return abs(value.item() - value0) / value0, max(distances(grads, grads0).values()), counted.counts
+    return abs(value.item() - value0) / value0, max(distances(grads, grads0).values()), counted.counts, text
 
 
 def stored(rank, folder):

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.autodiff.graph.signature import Untraceable
 from fpipe.devices.operators import draws, written_arguments
+from fpipe.errors import StageError
 from fpipe.stages.cuts import CONSTRAIN, Cut
+from fpipe.stages.pytree import Path
 from fpipe.stages.sharding import Placed
 
 aten = torch.ops.aten
@@ -61,6 +64,8 @@ MOVES = {
     aten.alias.default,
 }
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+LAYERS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default}
+CARRIED = {*MOVES, aten._to_copy.default, aten.split.Tensor, aten.split_with_sizes.default, aten.add.Tensor}
 DRAWN_IN_PLACE = {
     aten.bernoulli_.float,
     aten.uniform_.default,
@@ -96,6 +101,8 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.row_sums: dict[int, tuple[DTensor, Tensor]] = {}
         self.is_backward = False
         self.cut_tables: set[int] = set()  # numbers of rows of the embeddings whose rows are cut
+        self.weights: dict[int, tuple[Any, str]] = {}  # by identity: the param that a tensor is a view of
+        self.layers: dict[int, tuple[Any, str]] = {}  # by identity: the param of the layer that a tensor is made by
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -106,15 +113,17 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             CONSTRAIN.reset(token)
 
-    def read(self, leaf: Any, placed: Placed | None) -> Any:
+    def read(self, leaf: Any, placed: Placed | None, path: Path) -> Any:
         """Return a leaf of the arguments as the stage's function gets it: a piece as the whole DTensor.
 
         A leaf that gets a gradient is one too, so that parts of its gradient are added.
         """
         if placed is not None:
-            return DTensor.from_local(
+            whole = DTensor.from_local(
                 leaf, self.mesh, placed.placements, run_check=False, shape=placed.shape, stride=placed.stride
             )
+            self.weights[id(whole)] = whole, ".".join(map(str, path))
+            return whole
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             return DTensor.from_local(leaf, self.mesh, [REPLICATE], run_check=False)
         return leaf
@@ -201,13 +210,51 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = pytree.tree_map(self._settled, (args, kwargs))
         if draws(func, args, kwargs):
             return self._draw(func, args, kwargs)
+        if func in VIEWS and not self.is_backward:
+            self._check_heads(*args)
         rule = RULES.get(func)
         result = NotImplemented if rule is None else rule(self, func, *args, **kwargs)
         if result is NotImplemented:
             result = _viewed(func, args, kwargs) if func is aten.view.default else func(*args, **kwargs)
         if func is aten.sum.dim_IntList:
             self.summed[id(result)] = result
-        return self._settled(result) if _is_masked(result) else result
+        result = self._settled(result) if _is_masked(result) else result
+        if not self.is_backward:
+            self._follow(func, tensors, result)
+        return result
+
+    def _follow(self, func: Any, tensors: Sequence[DTensor], result: Any) -> None:
+        """Note which param a result is a view of, or which param's layer made it, where that is known."""
+        if func in MOVES and id(tensors[0]) in self.weights:
+            self.weights[id(result)] = result, self.weights[id(tensors[0])][1]
+        known = self.weights if func in LAYERS else self.layers if func in CARRIED else {}
+        name = next((known[id(x)][1] for x in tensors if id(x) in known), None)
+        if name is not None:
+            self.layers |= {id(x): (x, name) for x in pytree.tree_leaves(result)}
+
+    def _check_heads(self, x: Any, shape: Sequence[int]) -> None:
+        """Refuse a view of a layer's outputs as heads that the processes don't divide: each would gather all of them.
+
+        Raises:
+            StageError: names the layer.
+        """
+        placement = self.placement(x)
+        if id(x) not in self.layers or not isinstance(placement, Shard | _StridedShard) or placement.dim != x.ndim - 1:
+            return
+        dim, before = placement.dim, prod(x.shape[: placement.dim])
+        sizes = [x.numel() // -prod(shape) if size == -1 else size for size in shape]
+        at = next((at for at in range(len(sizes)) if prod(sizes[:at]) == before), None)
+        if at is None or sizes[at] == x.shape[dim] or prod(sizes[at : at + 2]) != x.shape[dim]:
+            return
+        heads, size = sizes[at : at + 2]
+        if heads % self.count:
+            layer = self.layers[id(x)][1].rpartition(".")[0] or self.layers[id(x)][1]
+            raise StageError(
+                f"the outputs of {layer} are cut over {self.count} processes, and are {heads} "
+                f"head{'s' * (heads != 1)} of {size}, which {self.count} processes don't divide: take a number of "
+                f"processes that divides the heads, or leave {layer.rpartition('.')[2]!r} out of the names of column= "
+                "(or of the rule), so that each process makes all of its heads"
+            )
 
     def _settled(self, x: Any) -> Any:
         """Return a tensor whose parts are added over the processes, once."""

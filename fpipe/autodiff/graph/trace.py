@@ -32,13 +32,14 @@ from fpipe.autodiff.graph.collectives import Communicates, communicates, is_coll
 from fpipe.autodiff.graph.guards import symbolic
 from fpipe.autodiff.graph.lost_gradients import refuse_lost
 from fpipe.autodiff.graph.products import Products
-from fpipe.autodiff.graph.signature import Leaf, Signature, Spec, Static, Untraceable
+from fpipe.autodiff.graph.signature import Leaf, Signature, Spec, Static, Tree, Untraceable
 from fpipe.devices import all_generators, device_of, without_autocast
 from fpipe.devices.operators import draws, written_arguments
+from fpipe.errors import StageError
 from fpipe.stages.cuts import Cut
-from fpipe.stages.pytree import Flat, alias_leaves, flatten
+from fpipe.stages.pytree import Flat, alias_leaves, flatten, paths_of
 from fpipe.stages.rng import host_generators, restored, set_host_generators
-from fpipe.stages.sharding import Placed, has_dtensor
+from fpipe.stages.sharding import has_dtensor
 from fpipe.stages.stage import Stage
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ def trace(
         function = _JointFunction(stage, signature, cotangents, loss, annotator)
         try:
             module = make_fx(function, _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(fakes)
+        except StageError:
+            raise
         except Exception as error:
             if annotator.communicates:
                 raise Communicates(str(error)) from error
@@ -166,9 +169,7 @@ class _JointFunction:
         partitioner = _partitioner(signature, self.stage)
         read = leaves
         if partitioner is not None:
-            read = [
-                [*map(partitioner.read, x, map(_placed, tree.leaves))] for tree, x in zip(trees, leaves, strict=True)
-            ]
+            read = [[*_read(partitioner, tree, x)] for tree, x in zip(trees, leaves, strict=True)]
         params, state, *sources, data = (tree.spec.unflatten(x) for tree, x in zip(trees, read, strict=True))
         torch.set_autocast_cache_enabled(True)  # as outside of make_fx, which restores the setting
         partitioned = nullcontext() if partitioner is None else partitioner.running()
@@ -242,8 +243,9 @@ def _partitioner(signature: Signature, stage: Stage) -> Partitioner | None:
     return Partitioner(signature.placed, stage.sequence)
 
 
-def _placed(x: Leaf) -> Placed | None:
-    return x.placed if isinstance(x, Spec) else None
+def _read(partitioner: Partitioner, tree: Tree, leaves: Sequence[Any]) -> Iterator[Any]:
+    placed = (x.placed if isinstance(x, Spec) else None for x in tree.leaves)
+    return map(partitioner.read, leaves, placed, paths_of(tree.spec))
 
 
 def _is_traced(x: Any) -> bool:

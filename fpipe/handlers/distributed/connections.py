@@ -32,11 +32,12 @@ from fpipe.devices import Device, Graph, aside, launch
 from fpipe.errors import StageError, TransportError
 from fpipe.flight.recording import Recording
 from fpipe.handlers.distributed.activity import Activity, Markers
-from fpipe.handlers.distributed.backends import CUT_LIMIT, Backend, Edge, Gloo, gloo_group, rounds
+from fpipe.handlers.distributed.backends import CUT_LIMIT, Backend, Edge, Gloo, rounds
 from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.lifeline import Lifeline
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
 from fpipe.handlers.distributed.wire import PayloadCodec
+from fpipe.handlers.gloo import gloo_group
 from fpipe.handlers.protocol import PeerLost
 from fpipe.stages.pytree import Flat
 from fpipe.store import bounded

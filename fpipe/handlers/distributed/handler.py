@@ -211,7 +211,7 @@ class Distributed:
         paced, flight = pace if device.asynchronous else None, connections.activity.flight
         recorded = None if flight is None else lambda effect: flight.writer("effect", str(effect))
         calls = Calls(programs[self.rank], pieces, channels, observe, device, self.functions, paced, recorded)
-        return _CompiledProgram(Executor(calls), channels, steps, self._processes())
+        return _CompiledProgram(Executor(calls), channels, steps, self._processes(), self.mesh)
 
     @property
     def replays(self) -> Replays:
@@ -463,9 +463,15 @@ class _CompiledProgram:
     """A program, compiled for the rank of this process; called once a step."""
 
     def __init__(
-        self, executor: Executor, channels: Channels, steps: Steps, processes: frozenset[int] = frozenset()
+        self,
+        executor: Executor,
+        channels: Channels,
+        steps: Steps,
+        processes: frozenset[int] = frozenset(),
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.executor, self.channels, self.steps, self.processes = executor, channels, steps, processes
+        self.mesh = mesh  # of the replicas
         self.plan, self.pieces, self.connections = executor.plan, executor.pieces, channels.connections
         self.shared_readers = readers_of_shared_leaves(executor.pipeline, self.plan, self.pieces.argnums)
         program = executor.calls.program
@@ -488,12 +494,12 @@ class _CompiledProgram:
 
     def _step(self, inputs: Inputs) -> Results:
         executor = self.executor
-        if inputs.broken is None:
-            try:
-                executor.start(inputs)
-                inputs = self._placed(inputs)
-            except StageError as error:
-                inputs = replace(inputs, broken=error)
+        try:
+            inputs = executor.agreed(inputs, partial(self._begin, inputs), self.processes, self.mesh)
+        except (PeerLost, TransportError):
+            raise
+        except Exception as error:  # of any kind: the caller's arguments may be broken
+            inputs = replace(inputs, broken=error)
         has_loss = self.plan.stages - 1 in executor.stages
         self.channels.begin(inputs, has_loss)
         try:
@@ -530,8 +536,9 @@ class _CompiledProgram:
         executor.run(0, len(executor.calls.program))
         self.watch.notices.end_step()
 
-    def _placed(self, inputs: Inputs) -> Inputs:
+    def _begin(self, inputs: Inputs) -> Inputs:
         """Take the params of this replica; return the inputs with its pieces of them."""
+        self.executor.start(inputs)
         replicas, step = self.channels.replicas, self.executor.calls.step
         if replicas is not None:
             replicas.begin(step)
