@@ -93,4 +93,4 @@ def _alike(stage: Stage) -> Hashable:
     """Return a key that is equal for stages that can share graphs: the same function, reading alike."""
     places = {source: i for i, source in enumerate(stage.sources)}
     reads = [(places[read.stage], read.path) if isinstance(read, Output) else read for read in stage.inputs]
-    return id(stage.fn), stage.stateful, stage.sequence, tuple(stage.frozen), tuple(reads)
+    return id(stage.fn), stage.stateful, stage.sequence, stage.local, tuple(stage.frozen), tuple(reads)

@@ -148,6 +148,8 @@ class Stage:
             `transforms.per_sample` has it. `fn` then gets its params with such a dimension in front.
         sequence: the dimension of the tokens, along which the processes that compute the stage together cut its
             activations between layers; None if they don't. `Pipeline.sequence_parallel` sets it.
+        local: where params are DTensors, `fn` gets all else as this process has it, and makes DTensors of it by itself,
+            as a module does after `parallelize_module`. By default tensors that get a gradient are replicated DTensors.
     """
 
     fn: StageFunction | Callable[..., Any]
@@ -156,6 +158,7 @@ class Stage:
     frozen: Sequence[Any] = ()
     rows: Callable[..., int] | None = None
     sequence: int | None = None
+    local: bool = False
 
     def __repr__(self) -> str:
         function = getattr(self.fn, "__name__", type(self.fn).__name__)

@@ -17,7 +17,7 @@ from fpipe.interop.modules.shared_memory import overlapping, refuse_overlapping_
 from fpipe.interop.modules.skeletons import call, own_tensors, to_meta, uncompiled, validated
 from fpipe.plan import Cotangents
 from fpipe.stages.pipeline import Pipeline
-from fpipe.stages.sharding import is_dtensor
+from fpipe.stages.sharding import is_dtensor, placed_alike
 from fpipe.stages.stage import Original, Read, Stage, StageFunction, StageSpec, frozen_paths
 
 Tree = dict[str, Tensor]
@@ -96,7 +96,8 @@ def from_modules(
     frozen; that is fixed here, and a step warns if it has changed in the module. A module with buffers becomes a
     stateful stage: `buffers(modules)` is its first state. The mode, train or eval, is fixed here too; `eval_mode` makes
     a pipeline in the other. A module that torch.compile wraps is unwrapped: `value_and_grad(..., compile=True)`
-    compiles stages.
+    compiles stages. A module that went through torch's `parallelize_module` keeps its DTensors and its hooks: their
+    collectives are nodes of the stage's graph, and stages pass on the tensors that torch would, each process its own.
 
     Args:
         at: the indices of the modules of an `nn.Sequential` that begin a stage; names are then those of the whole.
@@ -109,8 +110,8 @@ def from_modules(
 
     Raises:
         StageError: a module has hooks on gradients of parameters, tensors without a shape, an attribute that cannot
-            be copied, or a parameter over another tensor's memory; or, in a step, it changes a buffer whose memory
-            another one has too, as of one batch norm in two stages.
+            be copied, or a parameter over another tensor's memory, or went through `fully_shard`; or, in a step, it
+            changes a buffer whose memory another one has too, as of one batch norm in two stages.
 
     >>> pipeline, params = from_modules(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False)), at=[2])
     >>> {stage: {name: tuple(p.shape) for name, p in tree.items()} for stage, tree in params.items()}
@@ -135,7 +136,8 @@ def from_modules(
         stateful = any(True for _ in module.buffers())
         skeleton, originals = to_meta(module, index), originals_of(named)
         function = ModuleFunction(skeleton, stateful, at is not None, None, originals, shared.get(index, {}))
-        stages.append(Stage(function, (reads or {}).get(index), stateful, frozen))
+        local = any(map(is_dtensor, named.values()))
+        stages.append(Stage(function, (reads or {}).get(index), stateful, frozen, local=local))
     return Pipeline(stages, loss, ties=ties, cotangents=cotangents), params
 
 
@@ -238,15 +240,17 @@ def into_modules(
 
     A stage without an entry in `params` is not changed.
 
+    A DTensor is copied into one that is placed alike, as of a module that went through `parallelize_module`.
+
     Raises:
-        TypeError: an entry is a DTensor, of which this process has a piece.
+        TypeError: an entry is a DTensor, of which this process has a piece, and the module's is placed otherwise.
     """
     with torch.no_grad():
         for index, module in enumerate(map(uncompiled, modules)):
             for trees, tensors in ((params, module.named_parameters()), (state or {}, module.named_buffers())):
                 by_name = dict(tensors)
                 for name, value in trees.get(index, {}).items():
-                    if is_dtensor(value):
+                    if is_dtensor(value) and not placed_alike(value, by_name[name]):
                         raise TypeError(
                             f"{name} of stage {index} is a DTensor: pass its full_tensor(), for which every process of "
                             f"{value.device_mesh} calls it"

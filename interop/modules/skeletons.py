@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from fpipe.errors import StageError
 from fpipe.interop.modules.attributes import REGISTERED, attributes, warning_of_changes
 from fpipe.stages.pytree import flatten
+from fpipe.stages.sharding import is_dtensor
 
 INSIDE = "_orig_mod"
 """The name under which torch.compile stores the module that it wraps."""
@@ -44,7 +45,8 @@ def validated(module: nn.Module, *, exported: bool = False, stage: int | None = 
         stage: the stage's number, for messages.
 
     Raises:
-        StageError: the module has hooks that would be lost, tensors without a shape, or parts of torch.jit.
+        StageError: the module has hooks that would be lost, tensors without a shape, or parts of torch.jit; or it went
+            through `fully_shard`, or through `parallelize_module` where it is exported.
     """
     if scripted := [name or "it" for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]:
         raise StageError(
@@ -53,6 +55,7 @@ def validated(module: nn.Module, *, exported: bool = False, stage: int | None = 
             stage=stage,
         )
     module = uncompiled(module)
+    _refuse_sharded(module, exported, stage)
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     if lazy := [name for name, x in tensors if is_lazy(x)]:
         raise StageError(
@@ -76,6 +79,23 @@ def validated(module: nn.Module, *, exported: bool = False, stage: int | None = 
         loser = "export" if exported else "a stage"
         raise StageError(f"{_some(hooked)} has a hook on gradients, which {loser} would lose: {way}", stage=stage)
     return module
+
+
+def _refuse_sharded(module: nn.Module, exported: bool, stage: int | None) -> None:
+    """Raise StageError for a module that torch has sharded in a way that a stage can't be."""
+    if sharded := [name or "it" for name, part in module.named_modules() if type(part).__name__.startswith("FSDP")]:
+        raise StageError(
+            f"{_some(sharded)} went through fully_shard, whose hooks gather parameters outside of a stage: take the "
+            "module without it, and shard its params over the replicas by interop.fsdp(params, mesh['dp'])",
+            stage=stage,
+        )
+    if exported and (placed := [name for name, x in module.named_parameters() if is_dtensor(x)]):
+        raise StageError(
+            f"{_some(placed)} is a DTensor, as after parallelize_module, which torch.export can't trace: split the "
+            "module without it, and shard the params by interop.shard(params, mesh['tp'], interop.styles.megatron(...))"
+            "; or cut it by hand: interop.from_modules takes it as it is",
+            stage=stage,
+        )
 
 
 def _some(names: list[str]) -> str:

@@ -97,3 +97,30 @@ def test_other_models_are_right(pools, options):
 
 def test_pieces_are_made_and_go_from_one_mesh_into_another(pools, tmp_path):
     assert pools(4).run(tensor_jobs.stored, str(tmp_path)) == [([[], [], []], [], True)] * 4
+
+
+GATHERS = "all_gather_into_tensor"
+SCATTERS = "reduce_scatter_tensor"
+STYLES = {
+    "apart": ({"all_reduce": 2}, {"all_reduce": 5}),  # queries, keys and values each take a copy of their input
+    "prepared": ({"all_reduce": 2}, {"all_reduce": 3}),
+    "vocabulary": ({"all_reduce": 2, GATHERS: 1}, {"all_reduce": 6}),
+    "sequence": ({GATHERS: 4, SCATTERS: 2}, {GATHERS: 2, SCATTERS: 4, "all_reduce": 3}),  # one for each norm's weight
+}
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_modules_that_torch_has_parallelized_are_stages(pools, name):
+    """Loss and gradients are those of the same modules by torch alone; with the collectives of their hooks."""
+    for loss, gradients, counts, alike in pools(2).run(tensor_jobs.parallelized, name):
+        assert loss <= 1e-6
+        assert gradients <= 1e-5
+        assert (counts[1, "forward"], counts[1, "backward"]) == STYLES[name]
+        assert counts[1, "backward_weight"] == ({"all_reduce": 3} if name == "sequence" else {})
+        assert alike
+
+
+def test_what_torch_has_sharded_otherwise_is_refused_with_a_way_out(pools):
+    for exported, sharded in pools(2).run(tensor_jobs.unshardable):
+        assert re.match(r"0\.weight, 0\.bias is a DTensor, as after parallelize_module, .* interop\.shard\(", exported)
+        assert re.match(r"stage 0: 0 went through fully_shard, .* interop\.fsdp\(params, mesh\['dp'\]\)", sharded)

@@ -14,6 +14,7 @@ from torch import nn
 import fpipe
 from fpipe import handlers, interop, schedules
 from fpipe.autodiff import functions
+from fpipe.stages.sharding import placed_alike
 from tests.support.jobs import differences
 from tests.support.shards import mesh_of, whole
 
@@ -332,3 +333,84 @@ def stored(rank, folder):
     made, expected = (interop.materialise(pipeline, like=placed)[0] for placed in (like, None))
     alike = all(made[s][n].placements == x.placements for s, tree in both.items() for n, x in tree.items())
     return [differences(whole(other), params) for other in into], differences(whole(made), expected), alike
+
+
+def styles_of(name):
+    """torch's styles by module: as its tutorials have them."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    attention, whole, rows = "block.attention", (Replicate(),), (Shard(1),)
+    heads = {f"{attention}.{each}_proj": ColwiseParallel() for each in "qkv"}
+    if name != "sequence":
+        plan = heads | {f"{attention}.o_proj": RowwiseParallel(), "block.down_proj": RowwiseParallel()}
+        plan |= {"block.gate_proj": ColwiseParallel(), "block.up_proj": ColwiseParallel()}
+        if name == "prepared":
+            plan |= {attention: PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)}
+        if name == "vocabulary":
+            plan |= {"embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+            plan |= {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+        return plan
+    return heads | {
+        "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "block.norm1": SequenceParallel(),
+        attention: PrepareModuleInput(input_layouts=rows, desired_input_layouts=whole),
+        f"{attention}.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+        "block.norm2": SequenceParallel(),
+        "block.gate_proj": ColwiseParallel(input_layouts=Shard(1)),
+        "block.up_proj": ColwiseParallel(input_layouts=Shard(1)),
+        "block.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def parallelized(rank, name):
+    """Errors of loss and gradients of modules that went through parallelize_module, by torch's own; the collectives."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    torch.manual_seed(0)
+    blocks = [Stage(i == 0, i == 1) for i in range(2)]
+    for block in blocks:
+        plan = {key: style for key, style in styles_of(name).items() if getattr(block, key.partition(".")[0])}
+        parallelize_module(block, mesh_of(2, names=("tp",)), plan)
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randint(4, VOCABULARY, (ROWS, 6), generator=generator) for _ in range(2))
+    value0 = sum(loss(blocks[1](blocks[0](a)), b) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)) / 4
+    value0.backward()
+    pipeline, params = interop.from_modules(blocks, loss=loss)
+    plan = pipeline.plan(fpipe.Placement.loop(ranks=2), microbatches=4)
+    with Collectives() as counted:
+        value, grads = step_of("zb_h1", pipeline, plan, handlers.Local())(params, x, y)
+    grads0 = {i: {name: p.grad for name, p in block.named_parameters()} for i, block in enumerate(blocks)}
+    interop.into_modules(blocks, grads)
+    copied = {i: {name: p.detach() for name, p in block.named_parameters()} for i, block in enumerate(blocks)}
+    alike = all(placed_alike(g, params[s][n]) for s, tree in grads.items() for n, g in tree.items())
+    alike &= not differences(whole(copied), whole(grads))
+    errors = distances(grads, whole(grads0))
+    return abs(value - value0).item() / value0.item(), max(errors.values()), counted.counts, alike
+
+
+def unshardable(rank):
+    """The errors for modules that torch has sharded in ways that stages can't be."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh, texts = mesh_of(2, names=("tp",)), []
+    column = parallelize_module(nn.Sequential(nn.Linear(2, 4), nn.ReLU()), mesh, {"0": ColwiseParallel()})
+    sharded = nn.Sequential(nn.Linear(2, 4), nn.ReLU())
+    fully_shard(sharded[0], mesh=mesh)
+    calls = [
+        lambda: interop.split(column, at=["1"], example=torch.ones(2, 2)),
+        lambda: interop.from_modules(sharded, at=[1]),
+    ]
+    for call in calls:
+        with pytest.raises(fpipe.StageError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts

@@ -81,19 +81,20 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         placed: the layouts of the params of the stage, and of what it reads of other stages.
         sequence: as of `Stage`.
+        local: its function makes DTensors by itself, of all but the params.
 
     Raises:
         Untraceable: they are not over one mesh.
     """
 
-    def __init__(self, placed: Sequence[Placed], sequence: int | None = None) -> None:
+    def __init__(self, placed: Sequence[Placed], sequence: int | None = None, local: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         meshes = {each.mesh for each in placed}
         if len(meshes) > 1:
             raise Untraceable(
                 f"its params are DTensors over several meshes, {sorted(map(str, meshes))}: shard over one"
             )
-        (self.mesh,) = meshes
+        (self.mesh,), self.local_inputs = meshes, local
         self.count, self.rank = self.mesh.size(), self.mesh.get_local_rank()
         self.sequence = sequence
         self.sums: dict[int, tuple[DTensor, DTensor]] = {}  # by identity; the first keeps it from being used again
@@ -124,7 +125,7 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             self.weights[id(whole)] = whole, ".".join(map(str, path))
             return whole
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not self.local_inputs:
             return DTensor.from_local(leaf, self.mesh, [REPLICATE], run_check=False)
         return leaf
 

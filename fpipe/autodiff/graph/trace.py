@@ -240,7 +240,7 @@ def _partitioner(signature: Signature, stage: Stage) -> Partitioner | None:
         return None
     from fpipe.autodiff.graph.sharded import Partitioner  # imports torch.distributed.tensor, which takes time
 
-    return Partitioner(signature.placed, stage.sequence)
+    return Partitioner(signature.placed, stage.sequence, stage.local)
 
 
 def _read(partitioner: Partitioner, tree: Tree, leaves: Sequence[Any]) -> Iterator[Any]:
