@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import checked, warn
-from fpipe.handlers.protocol import Handler
+from fpipe.handlers.distributed.beside import RowsOfPeers, beside
+from fpipe.handlers.protocol import Handler, Peers
 from fpipe.interop.checkpoints.claims import Claim
 from fpipe.interop.checkpoints.completeness import Missing, check_complete, missing_entries, nonpersistent
 from fpipe.interop.checkpoints.loading import LoadPlan
@@ -57,9 +59,14 @@ class Checkpoints:
     Where replicas have a state of their own (`buffers="own"`), `state` is what a step takes and returns, and each
     replica's is saved. As many replicas load each its own; any other number loads the first one's, with a warning.
 
+    With `tensor_parallel`, leaves may be DTensors over that dimension too, as of `interop.shard` and of torch's
+    `parallelize_module`: each process saves its pieces, and loads those of its own mesh, whichever it is.
+
     Args:
         plan, handler: the step's own.
         keep: how many are kept; by default all.
+        tensor_parallel: the processes that compute stages together with this one, as `mesh["tp"]`. All of them make the
+            same calls.
 
     >>> import tempfile
     >>> from fpipe import Placement, handlers
@@ -83,15 +90,21 @@ class Checkpoints:
         *,
         handler: Handler,
         keep: int | None = None,
+        tensor_parallel: DeviceMesh | None = None,
     ) -> None:
         if keep is not None and not (isinstance(keep, int) and keep >= 1):
             raise ValueError(f"keep must be at least 1, or None for all, not {keep!r}")
         self.folder, self.pipeline, self.plan, self.keep = Path(folder), pipeline, plan, keep
         self.handler, self._ranks, self._replicas = handler, handler.ranks(plan), handler.replicas(plan)
         self._replica = self._replicas.here[0]
-        self._peers = handler.peers and handler.peers.new_group(
-            f"the checkpoints in {folder}", hint=HINT, error=CheckpointError
-        )
+        purpose = f"the checkpoints in {folder}"
+        row = handler.peers and handler.peers.new_group(purpose, hint=HINT, error=CheckpointError)
+        self._peers: Peers | RowsOfPeers | None = row
+        self._part, self._parts = 0, tensor_parallel  # the number of this process among those that compute a stage
+        if tensor_parallel is not None:
+            timeout = None if handler.peers is None else handler.peers.timeout
+            column = beside(tensor_parallel, purpose, hint=HINT, timeout=timeout, error=CheckpointError)
+            self._part, self._peers = tensor_parallel.get_local_rank(), RowsOfPeers(row, column)
         self._owns_state = self._replicas.count > 1 and any(stage.stateful for stage in pipeline.stages)
         self._states = list(map(state_of, self._replicas.here))  # the section with the state of each replica here
         self._device = (handler.devices or [torch.device("cpu")])[0]
@@ -135,7 +148,7 @@ class Checkpoints:
             OSError: it can't be written, as on a full disk.
             TypeError: a leaf is neither a dense tensor, a number, a text nor None.
             ValueError: no rank passes a section; or a leaf is a DTensor over other processes than the handler's
-                replicas, as of tensor parallelism.
+                replicas and `tensor_parallel`.
         """
         self._begin("save")
         return self._save(lambda: self._share(params=params, state=state, optimizer=optimizer, **rest))
@@ -219,7 +232,7 @@ class Checkpoints:
         saved = sum(kind_of(section) == "state" for section in {name[0] for name in reader.names})
         if saved == self._replicas.count:
             return dict(zip(self._states, self._states, strict=True))
-        if warns and saved > 1 and 0 in self._ranks and self._replica == 0:
+        if warns and saved > 1 and 0 in self._ranks and self._replica == self._part == 0:
             warn(
                 f"{reader.path} has the states of {saved} replicas, and {self._replicas.count} load it: each gets that "
                 f"of the first one; for each its own, load it with {saved} replicas",
@@ -254,7 +267,7 @@ class Checkpoints:
 
     def _on_first(self, do: Callable[[], T], call: str) -> T:
         """Return on every rank what a function returns on rank 0."""
-        here = 0 in self._ranks and self._replica == 0
+        here = 0 in self._ranks and self._replica == self._part == 0
         result: T = self._agree(lambda: do() if here else None, call)[1][0]
         return result
 
@@ -273,17 +286,23 @@ class Checkpoints:
             leaf = entry.leaf if entry.is_empty else _storable(entry.name, entry.leaf)
             if entry.stage is None:
                 share.common[entry.name] = "None" if leaf is None else describe(leaf)
-            if isinstance(leaf, Tensor) and (placed := Placed.of(leaf, self._replicas.mesh)) is not None:
-                raise ValueError(
-                    f"{entry.name} is a leaf {describe(leaf)} placed {placed.placements} over {placed.mesh}, and the "
-                    "processes of Checkpoints are those of the handler: save what is tensor-parallel by "
-                    "torch.distributed.checkpoint, which all processes of the job call"
-                )
             is_ours = entry.stage in saved_here if entry.stage is not None else 0 in self._ranks
+            is_ours = self._is_part_here(entry.name, leaf) and is_ours
             is_own = self._owns_state and kind_of(entry.name[0]) == "state"
             if is_ours and (is_own or is_first(leaf, self._replica, self._replicas.mesh)):
                 (share.tensors if isinstance(leaf, Tensor) else share.plain)[entry.name] = leaf
         return share
+
+    def _is_part_here(self, name: Name, leaf: Any) -> bool:
+        """Return whether no process before this one, of those that compute a stage together, has its part of a leaf."""
+        placed = Placed.of(leaf, self._replicas.mesh) if isinstance(leaf, Tensor) else None
+        if placed is not None and (self._parts is None or not _same_processes(placed.mesh, self._parts)):
+            raise ValueError(
+                f"{dotted(name)} is a leaf {describe(leaf)} placed {placed.placements} over {placed.mesh}, which is "
+                "neither of the handler's replicas nor of tensor_parallel=: make all Checkpoints of the job by "
+                "Checkpoints(..., tensor_parallel=mesh['tp'])"
+            )
+        return self._part == 0 or (placed is not None and not placed.placements[0].is_replicate())
 
     def _save(self, make: Callable[[], _Share]) -> Path:
         share, answers = self._agree(make, "save", lambda share: (share.sections, share.missing))
@@ -311,7 +330,9 @@ class Checkpoints:
     @property
     def _number(self) -> int:
         """The number of this process among all that save."""
-        return self._replica * self.plan.ranks + self._ranks[0]
+        peers = self.handler.peers
+        number, size = (0, 1) if peers is None else (peers.rank, peers.size)
+        return self._part * size + number
 
 
 class Saving:
@@ -379,6 +400,10 @@ def _storable(name: Name, leaf: Any) -> Any:
             "convert it to one of these, or leave it out"
         )
     return json.loads(json.dumps(value))
+
+
+def _same_processes(one: DeviceMesh, other: DeviceMesh) -> bool:
+    return bool(one.mesh.flatten().tolist() == other.mesh.flatten().tolist())
 
 
 def _check_common(common: Sequence[Mapping[Name, str]]) -> None:

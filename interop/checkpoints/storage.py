@@ -23,14 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_global_save_plan,
-)
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fpipe.interop.checkpoints.chunks import LoadPlanner, SavePlanner
 from fpipe.interop.checkpoints.claims import UNFINISHED, remove
 from fpipe.interop.checkpoints.manifest import (
     MANIFEST,
@@ -45,8 +42,7 @@ from fpipe.interop.checkpoints.manifest import (
     is_saved_by_fpipe,
     new_hash,
 )
-from fpipe.interop.checkpoints.names import Name, dotted, nested
-from fpipe.stages.sharding import is_dtensor, local
+from fpipe.interop.checkpoints.names import Name, dotted
 
 Plain = Mapping[Name, Any]
 Part = tuple[bytes, Mapping[str, str]]
@@ -103,13 +99,13 @@ def written(folder: Path, number: int, tensors: Mapping[Name, Tensor]) -> Part:
     Raises:
         OSError: they can't be written.
     """
-    writer, planner, files = FileSystemWriter(folder), DefaultSavePlanner(), _HashedFiles()
+    writer, files = FileSystemWriter(folder), _HashedFiles()
     writer.fs = files
-    planner.set_up_planner(nested(tensors), writer.storage_meta(), True)
+    planner = SavePlanner({dotted(name): x for name, x in tensors.items()})
     writer.set_up_storage_writer(True)
     local_plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = create_default_global_save_plan([local_plan])  # of this process alone, so nothing is whole yet
-    metadata.planner_data = local_plan.planner_data
+    metadata.planner_data = {dotted(name): name for name in tensors}
     plan = writer.prepare_global_plan(plans * (number + 1))[-1]  # a file is named after the index of its plan
     try:
         results = writer.write_data(planner.finish_plan(plan), planner).wait()
@@ -281,12 +277,9 @@ class CheckpointReader:
         Raises:
             CheckpointError: they can't be read.
         """
-        with_rows = {name: tensor for name, tensor in into.items() if not is_dtensor(tensor) or local(tensor).numel()}
-        flat = {dotted(name): tensor for name, tensor in with_rows.items()}
         reader = FileSystemReader(self.path)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = LoadPlanner({dotted(name): tensor for name, tensor in into.items()}, self.metadata)
         try:
-            planner.set_up_planner(flat, self.metadata, True)
             reader.set_up_storage_reader(self.metadata, True)
             plan = reader.prepare_local_plan(planner.create_local_plan())
             reader.read_data(planner.finish_plan(plan), planner).wait()

@@ -8,6 +8,8 @@ import optree
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fpipe import Pipeline, Placement, TransportError, handlers, interop, peak_bytes
 from fpipe.interop import CheckpointError
@@ -202,7 +204,7 @@ def test_an_error_on_one_replica_is_one_on_all_and_the_next_save_works(pools, tm
     assert "epoch is 1 on rank 2 and 0 on rank 0" in first[1]
     assert "of which 3 were written: every process passes its piece, over the mesh of the handler's" in first[2]
     assert "placed (Shard(dim=0),) over DeviceMesh((pp=2)" in first[3]
-    assert "and the processes of Checkpoints are those of the handler: save what is tensor-parallel by" in first[3]
+    assert "which is neither of the handler's replicas nor of tensor_parallel=: make all Checkpoints of the" in first[3]
     assert [path.name for path in tmp_path.iterdir()] == ["000001-step-3"]
 
 
@@ -250,6 +252,97 @@ def test_an_export_has_one_tensor_at_a_time_in_memory_and_any_dtype(tmp_path):
     path = saved.save(params={**params, 1: {"z": torch.zeros(2, dtype=torch.complex128)}})
     with pytest.raises(CheckpointError, match=r"params\.z of .* is of torch\.complex128, which safetensors can't hold"):
         interop.export_safetensors(path, tmp_path / "model.safetensors")
+
+
+TENSOR_PARALLEL = {"wte": Shard(0), "qkv": _StridedShard(0, split_factor=3), "down": Shard(1)}
+
+
+def parts(kept, mesh):
+    """A training state in pieces over mesh["tp"], and over mesh["dp"] as well if it has several replicas."""
+
+    def cut(x, name):
+        tree = {0: {name: x}}
+        tree = interop.shard(tree, mesh["tp"], lambda *_: [TENSOR_PARALLEL.get(name, Replicate())])
+        return (interop.fsdp(tree, mesh["dp"]) if mesh["dp"].size() > 1 else tree)[0][name]
+
+    def cut_state(path, x):
+        return x if path[-1] == "step" else cut(x, path[1])
+
+    params = {stage: {name: cut(x, name) for name, x in tree.items()} for stage, tree in kept["params"].items()}
+    return {**kept, "params": params, "optimizer": optree.tree_map_with_path(cut_state, kept["optimizer"])}
+
+
+def whole_model():
+    """The training state after an update: a vocabulary that no mesh divides, queries, keys and values of one layer."""
+    params = {
+        0: {"wte": values(7, 4), "qkv": values(36, 4, seed=1), "norm": values(4, seed=2)},
+        1: {"down": values(4, 12, seed=3), "scale": torch.tensor(2.0)},
+    }
+    params, optimizer = adamw.update(params, adamw.init(params), params)
+    return {"params": params, "optimizer": optimizer, "step": 3}
+
+
+def tied_job(shape, folder):
+    """Checkpoints over (pp, dp, tp) of two stages that share the embedding."""
+    mesh = mesh_of(*shape, names=("pp", "dp", "tp"))
+    pipeline = Pipeline([Layers()] * 2, cases.mse, ties={(1, "head"): (0, "wte")})
+    plan = pipeline.plan(Placement.loop(shape[0], 2 // shape[0]), 1, replicas=shape[1])
+    replicas = mesh["dp"] if shape[1] > 1 else None
+    handler = handlers.Distributed(mesh["pp"], replicas=replicas, timeout=20)
+    saved = interop.Checkpoints(folder, pipeline, plan, handler=handler, tensor_parallel=mesh["tp"])
+    return saved, mesh, pipeline, plan
+
+
+def own_part(kept, pipeline, plan, saved):
+    """The part of a rank: tied entries are under the stage that owns them."""
+    params = pipeline.params_on(kept["params"], plan, saved._ranks[0])
+    optimizer = {s: {name: kept["optimizer"][s][name] for name in tree} for s, tree in params.items()}
+    return {**kept, "params": params, "optimizer": optimizer}
+
+
+def save_parts(rank, shape, folder):
+    """The name of a checkpoint of pieces, after the errors of a save in which one process fails."""
+    saved, mesh, pipeline, plan = tied_job(shape, folder)
+    kept = parts(own_part(whole_model(), pipeline, plan, saved), mesh)
+    with pytest.raises((CheckpointError, TypeError)) as caught:
+        saved.save(**kept, what=object() if rank == 3 else 0)
+    saving = saved.async_save(**kept)
+    for x in optree.tree_leaves((kept["params"], kept["optimizer"])):
+        local(x).zero_()
+    return saving.wait().name, str(caught.value)
+
+
+def load_parts(rank, shape, folder):
+    """Differences of what another mesh loads, and whether it is placed like the params, in memory of its own."""
+    saved, mesh, pipeline, plan = tied_job(shape, folder)
+    expected = own_part(whole_model(), pipeline, plan, saved)
+    like = parts(zeros(expected), mesh)
+    like["optimizer"] = adamw.init(like["params"])
+    loaded = saved.load(**like)
+    pairs = [(x, like["params"][s][n]) for s, tree in loaded["params"].items() for n, x in tree.items()]
+    placed = all(placed_alike(x, other) for x, other in pairs)
+    fits = all(local(x).untyped_storage().nbytes() == local(x).nbytes for x, _ in pairs)
+    return differences(whole(loaded), expected), placed, fits
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)], ids=str)
+def test_tensor_parallel_checkpoints_are_loaded_over_any_mesh_and_whole(pools, tmp_path, shape):
+    """Where one process fails, all do, and nothing is left; a save in the background has the pieces of its call."""
+    outcomes = pools(4).run(save_parts, shape, str(tmp_path))
+    assert {name for name, _ in outcomes} == {"000001-step-3"}
+    assert outcomes[3][1].startswith("what is a object")
+    assert all("failed at save of the checkpoints in" in text for _, text in outcomes[:3])
+    assert [path.name for path in tmp_path.iterdir()] == ["000001-step-3"]
+    for other in [(1, 1, 3), (2, 1, 2), (1, 2, 2)]:
+        assert pools(prod(other)).run(load_parts, other, str(tmp_path)) == [([], True, True)] * prod(other)
+    pipeline = Pipeline([Layers()] * 2, cases.mse, ties={(1, "head"): (0, "wte")})
+    plan = pipeline.plan(Placement.loop(1, 2), 1)
+    alone = interop.Checkpoints(tmp_path, pipeline, plan, handler=handlers.Local())
+    assert differences(alone.load(**zeros(whole_model())), whole_model()) == []
+    interop.export_safetensors(tmp_path, tmp_path / "model.safetensors")
+    stored = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").load_file
+    names = {name: x for tree in whole_model()["params"].values() for name, x in tree.items()}
+    assert differences(stored(tmp_path / "model.safetensors"), names) == []
 
 
 def gpt2():
