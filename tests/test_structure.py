@@ -94,8 +94,8 @@ LAYOUT = {
         "flight store handlers autodiff autodiff.graph stages devices programs tables plan effects errors"
     ),
     "fpipe.profiling": (
-        "policies handlers handlers.distributed autodiff stages devices timelines programs _format costs plan effects "
-        "errors"
+        "policies handlers handlers.distributed autodiff autodiff.graph stages devices timelines programs _format "
+        "costs plan effects errors"
     ),
     "fpipe.training": (
         "profiling handlers handlers.distributed autodiff policies stages devices programs _format tables plan effects "

@@ -106,7 +106,7 @@ class Local:
         watch = NoWatch(notices, _Compared(replicas) if len(replicas) > 1 else lambda group: None)
 
         def run(inputs: Inputs) -> Results:
-            token = WATCH.set(watch)
+            token = WATCH.set(WATCH.get() or watch)  # a profile has its own
             try:
                 for replica, own in enumerate(replicas):
                     is_whole = len(replicas) == 1 or inputs.broken is not None

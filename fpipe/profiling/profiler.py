@@ -5,23 +5,27 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import effects as fx
 from fpipe._format import counted
+from fpipe.autodiff.agreement import exchange
 from fpipe.autodiff.functions import SavedGraph
+from fpipe.autodiff.graph.collectives import WATCH, NoWatch
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.costs import OVER_REPLICAS, Costs, Shared
 from fpipe.devices import device_of
-from fpipe.errors import ScheduleError, checked, fold_tracebacks
+from fpipe.errors import ScheduleError, TransportError, checked, fold_tracebacks
 from fpipe.handlers.calls import paths_read
 from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.distributed.strides import buffer, strides_of
@@ -39,9 +43,10 @@ from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.precision import OWN_DTYPES, Precision
 from fpipe.stages.pytree import flatten, indices
 from fpipe.stages.rng import as_rng
-from fpipe.stages.sharding import expert_dim, is_dtensor
+from fpipe.stages.sharding import Placed, expert_dim, is_dtensor, locals_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
@@ -78,7 +83,8 @@ def profile(
 
     Args:
         params, state: of all stages. With a handler of several replicas, params may be sharded over these: each process
-            gets them whole, and of experts its own.
+            gets them whole, and of experts its own. They may be DTensors over the processes that compute stages
+            together, which stay as they are.
         batch, target: split into `microbatches`. The costs are those of one microbatch: the median over all of them.
         rng: (seed, step), by default (0, 0).
         precision: the dtypes of the step, as of `value_and_grad`.
@@ -94,7 +100,10 @@ def profile(
         the addition of weight gradients to their sums; in bytes for `activation`, `residuals`, `deferred`, and for
         `parameters`, which are whole also where they are sharded, in the dtype in which they are passed; `gathered` and
         `gradients` if these have others. A half of a backward that a stage does not have, because of what is frozen,
-        costs nothing. In the others neither parameters nor the batch are counted. `shared` lists the
+        costs nothing. In the others neither parameters nor the batch are counted. `collectives` are the parts of these
+        times in which a piece waits for those inside it, where stages have some: all processes that take part call
+        `profile` at the same time, and get the same times. What they cut among them counts as this process's piece.
+        `shared` lists the
         memory that several of these have in common, `reads` what a stage reads of an output if it does not read all.
         Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`,
         and likewise `gather` and `scatter` without a handler. `Measurement.costs` has all of them as they were in a
@@ -140,6 +149,8 @@ def profile(
         seconds |= replicas.measure(pieces, params, run.inputs.state, handler, run.profiler.now, repeats)
     if peers is not None:
         seconds = _joined(peers.gather(seconds, "comparing times"))
+    for processes in sorted(run.profiler.waits.groups):
+        seconds = _joined(_gathered(seconds, processes))
     return replace(
         run.profiler.costs(plan, seconds),
         **_sizes(params, range(plan.stages), precision, handler),
@@ -168,12 +179,23 @@ def _agreed(peers: Peers | None, do: Callable[[], T], call: str) -> T:
     return do() if peers is None else peers.agree(do, call, lambda result: None)[0]
 
 
+def _gathered(seconds: Seconds, processes: tuple[int, ...]) -> list[Seconds]:
+    """Return the times of all processes that take part in collectives of stages with this one."""
+
+    def missing(absent: Sequence[int], timeout: float) -> TransportError:
+        return TransportError(f"processes {[*absent]} have measured no such stages within {timeout:g} s: {HINT}")
+
+    rows = [[*key, times] for key, times in seconds.items()]
+    each = exchange("times", processes, rows, f"comparing times with ranks {[*processes]}", missing)
+    return [{(cost, stage, number): times for cost, stage, number, times in rows} for rows in each]
+
+
 class _Run:
     """The steps of one process that are measured; made by unmeasured ones."""
 
     def __init__(self, pieces: DifferentiablePipeline, plan: Plan, inputs: Inputs) -> None:
         self.inputs = inputs
-        leaves = flatten((dict(inputs.params), [*inputs.state], list(inputs.data))).leaves
+        leaves = flatten((locals_of(dict(inputs.params)), [*inputs.state], list(inputs.data))).leaves
         self.profiler = profiler = _Profiler(pieces.pipeline, leaves)
         self.fused, self.halves = (
             Local().compile(existing_halves({0: Program(plan, 0, tuple(_effects(plan, backward)))}), pieces, profiler)
@@ -187,31 +209,75 @@ class _Run:
     def seconds(self, repeats: int) -> Seconds:
         """Return the times of each piece."""
         self.profiler.seconds.clear()
-        for _ in range(repeats):
-            self.fused(self.inputs)
-            self.halves(self.inputs)
+        token = WATCH.set(self.profiler.waits)
+        try:
+            for _ in range(repeats):
+                self.fused(self.inputs)
+                self.halves(self.inputs)
+        finally:
+            WATCH.reset(token)
         return dict(self.profiler.seconds)
 
 
-def _whole(params: Mapping[int, Any], precision: Precision, handler: Handler | None) -> Any:
-    """Return params as stages compute with them, whole in place of DTensors, but for the experts of other processes.
+class _Waits(NoWatch):
+    """Measures how long the pieces wait for their collectives, beside what they compute meanwhile.
 
-    Every process of their mesh calls it.
+    Args:
+        now: returns the time when the devices have done all their work.
+        seconds: of all of them so far.
+        groups: the processes that take part in them.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        super().__init__()
+        self.now, self.seconds, self.groups = now, 0.0, set[tuple[int, ...]]()
+
+    @contextmanager
+    def waiting(self, purpose: str, group: Any) -> Iterator[None]:
+        start = self.now()
+        with super().waiting(purpose, group):
+            yield
+        self.seconds += self.now() - start
+        if group is not None:
+            self.groups.add(tuple(sorted(dist.get_process_group_ranks(group))))
+
+
+def _whole(params: Mapping[int, Any], precision: Precision, handler: Handler | None) -> Any:
+    """Return params as stages compute with them: without shards of replicas, but for the experts of other processes.
+
+    Every process of their mesh calls it. What is cut over processes that compute a stage together stays so.
     """
 
     def whole(leaf: Any) -> Any:
         if not is_dtensor(leaf):
             return leaf
-        at = _expert_dim(leaf, handler)
-        if at is None:
+        at, placed = _expert_dim(leaf, handler), _placed(leaf, handler)
+        if at is None and placed is None:
             return leaf.full_tensor()
-        from torch.distributed.tensor import Replicate  # imported already: there is a DTensor
+        from torch.distributed.tensor import DTensor, Replicate  # imported already: there is a DTensor
 
-        placements = [kind if i == at else Replicate() for i, kind in enumerate(leaf.placements)]
-        return leaf.redistribute(placements=placements).to_local()
+        dims = {at} if placed is None else {at, *_dims_of(leaf, placed.mesh)}
+        placements = [kind if i in dims else Replicate() for i, kind in enumerate(leaf.placements)]
+        piece = leaf.redistribute(placements=placements).to_local()
+        if placed is None:
+            return piece
+        return DTensor.from_local(
+            piece, placed.mesh, placed.placements, run_check=False, shape=placed.shape, stride=placed.stride
+        )
 
     leaves, spec = flatten(dict(params))
     return spec.unflatten([precision.cast(whole(leaf)) for leaf in leaves])
+
+
+def _placed(leaf: DTensor, handler: Handler | None) -> Placed | None:
+    """Return the layout of a leaf over the processes that compute its stage together."""
+    return Placed.of(leaf, handler.mesh if isinstance(handler, Distributed) else None)
+
+
+def _dims_of(leaf: DTensor, part: DeviceMesh) -> list[int]:
+    """Return the dimensions of a leaf's mesh along which the processes of a part of it are."""
+    mesh, processes = leaf.device_mesh, part.mesh.flatten().tolist()
+    return [i for i in range(mesh.ndim) if dist.get_process_group_ranks(mesh.get_group(i)) == processes]
 
 
 def _expert_dim(leaf: DTensor, handler: Handler | None) -> int | None:
@@ -262,8 +328,9 @@ def _parameter_bytes(
     def count(x: Tensor) -> int:
         if not is_dtensor(x):
             return x.numel()
-        at = _expert_dim(x, handler)
-        return x.numel() if at is None else x.numel() // x.device_mesh.size(at)
+        at, placed = _expert_dim(x, handler), _placed(x, handler)
+        dims = [] if placed is None or placed.placements[0].is_replicate() else _dims_of(x, placed.mesh)
+        return x.numel() // prod(x.device_mesh.size(i) for i in ([] if at is None else [at]) + dims)
 
     leaves = {id(x): x for x in flatten(params).leaves if isinstance(x, Tensor)}.values()
     return sum(count(x) * (dtype_of(x.dtype) if x.is_floating_point() else x.dtype).itemsize for x in leaves)
@@ -285,6 +352,7 @@ class _Profiler(Observer):
     Args:
         excluded: tensors that do not count.
         seconds: of each run.
+        waits: measures the collectives inside pieces.
         activations, reads: bytes that are sent of a whole output, and of what a stage reads of it if that is less.
         saved: tensors that eager autograd has saved in the running effect: the residuals of a stage that can't be
             traced. None except in the step whose memory is measured.
@@ -297,6 +365,7 @@ class _Profiler(Observer):
         self.seconds: Seconds = defaultdict(list)
         self.activations: dict[fx.Name, int] = {}
         self.reads: dict[tuple[int, int], float] = {}
+        self.waits = _Waits(self.now)
         self.saved: list[Tensor] | None = None
         self.alive: list[Any] = []
 
@@ -306,10 +375,13 @@ class _Profiler(Observer):
     def begin(self, rank: int, effect: fx.Effect) -> None:
         if self.saved is not None:
             self.saved.clear()
+        self.waits.seconds = 0.0
         self.start = self.now()
 
     def end(self, rank: int, effect: Any) -> None:
-        self.seconds[PIECES[type(effect)], effect.stage, effect.microbatch].append(self.now() - self.start)
+        piece = PIECES[type(effect)]
+        self.seconds[piece, effect.stage, effect.microbatch].append(self.now() - self.start)
+        self.seconds[f"collectives of {piece}", effect.stage, effect.microbatch].append(self.waits.seconds)
         if self.saved is not None and effect.microbatch == 0:
             self._measure(effect, self.saved)
 
@@ -375,8 +447,13 @@ class _Profiler(Observer):
         for s in stages:
             if not in_two[s]:
                 times["backward"][s] = times["backward_input"][s] + times["backward_weight"][s]
+        waits = {kind: [time(f"collectives of {piece}", s) for s in stages] for kind, piece in PIECES.items()}
+        for s in stages:
+            if not in_two[s]:
+                waits[fx.Backward][s] = waits[fx.BackwardInput][s] + waits[fx.BackwardWeight][s]
         return Costs(
             **times,
+            collectives=waits if self.waits.groups else {},
             activation=[self.activations[fx.Activation(s, 0)] for s in stages],
             residuals=[self.storages.bytes(fx.Residuals(s, 0)) for s in stages],
             deferred=[self.storages.bytes(fx.Deferred(s, 0)) if in_two[s] else 0.0 for s in stages],

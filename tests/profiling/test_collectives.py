@@ -1,0 +1,90 @@
+"""The costs of stages with collectives inside: the times that pieces wait for them, and the bytes of pieces."""
+
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+import fpipe
+from fpipe import Placement, effects, handlers, interop, schedules
+
+WIDTH, HIDDEN, ROWS, SUM = 4, 16, 8, 0.004
+
+
+class LateWork(dist._Work):
+    """A work that is complete no earlier than a time after it was posted."""
+
+    def __init__(self, work):
+        super().__init__()
+        self.work, self.until = work, time.perf_counter() + SUM
+
+    def wait(self, *limit):
+        self.work.wait()
+        time.sleep(max(0.0, self.until - time.perf_counter()))
+        return True
+
+
+class LateGroup(dist.ProcessGroup):
+    """gloo, whose sums take a time."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.gloo, self.name = dist.ProcessGroupGloo(store, rank, size, timeout), ""
+
+    def setGroupName(self, name):  # noqa: N802
+        self.name = name
+
+    def getGroupName(self):  # noqa: N802
+        return self.name
+
+    def allreduce(self, tensors, options):
+        return LateWork(self.gloo.allreduce(tensors, options))
+
+
+def late_group():
+    if "late" not in dist.Backend.backend_list:
+        default = dist.Backend.default_device_backend_map["cpu"]
+        dist.Backend.register_backend("late", LateGroup, devices=["cpu"])
+        dist.Backend.default_device_backend_map["cpu"] = default  # of other tests' meshes
+    return dist.new_group(backend="late")
+
+
+def layer(params, x):
+    return x + F.relu(x @ params["up"]) @ params["down"]
+
+
+def profiled(rank):
+    """The costs of two stages cut over two processes, whose sums take a time; and without a cut."""
+    mesh = DeviceMesh.from_group(late_group(), "cpu", mesh_dim_names=("late",))  # else equal to others'
+    pipeline = fpipe.Pipeline([layer] * 2, loss=F.mse_loss)
+    params = {s: {"up": torch.randn(WIDTH, HIDDEN), "down": torch.randn(HIDDEN, WIDTH)} for s in range(2)}
+    x, y = torch.randn(2, ROWS, WIDTH)
+    tp = interop.shard(params, mesh, {"up": [Shard(1)], "down": [Shard(0)]})
+
+    def costs(params):
+        return fpipe.profile(pipeline, params, x, y, microbatches=2, repeats=3, handler=handlers.Local())
+
+    return costs(tp), costs(params)
+
+
+def test_a_profile_has_the_times_of_collectives_and_the_bytes_of_pieces(pools):
+    (costs, whole), (other, _) = pools(2).run(profiled)
+    assert costs == other
+    assert not whole.collectives
+    forward, inputs, weights = (
+        costs.collectives[kind] for kind in (effects.Forward, effects.BackwardInput, effects.BackwardWeight)
+    )
+    assert all(0.9 * SUM <= wait <= time for wait, time in zip(forward, costs.forward, strict=True))
+    assert 0.9 * SUM <= inputs[1] <= costs.backward_input[1]  # stage 0 has no gradient of its input
+    assert weights == (0, 0)
+    saved = whole.residuals[1] - costs.residuals[1]
+    assert saved > 0
+    assert saved % (ROWS // 2 * HIDDEN // 2 * 4) == 0  # a process's hidden numbers of a microbatch
+    assert [2 * size for size in costs.parameters] == [*whole.parameters]
+    plan = fpipe.Pipeline([layer] * 2, loss=F.mse_loss).plan(Placement.loop(ranks=2), microbatches=2)
+    timeline = fpipe.simulate(schedules.zb_h1, plan, costs)
+    expected = [2 * (forward[s] + inputs[s] + weights[s]) for s in range(2)]
+    assert all(abs(time - each) < 1e-9 for time, each in zip(timeline.collectives, expected, strict=True))
