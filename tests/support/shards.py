@@ -32,7 +32,7 @@ def values(*shape, seed=0):
 class Replicated:
     """A handler for calls between steps: process `replica * ranks + rank` plays a rank of a replica."""
 
-    devices = replays = None
+    devices = replays = departure = None
 
     def __init__(self, replicas, timeout=20.0, mesh=None):
         import torch.distributed as dist
@@ -49,6 +49,9 @@ class Replicated:
 
     def replicas(self, plan):
         return Replicas(range(self.replica, self.replica + 1), self.count, mesh=self.mesh)
+
+    def compile(self, programs, pieces, observe):
+        raise NotImplementedError("it runs no steps")
 
     def check(self):
         """Nothing runs in the background."""
