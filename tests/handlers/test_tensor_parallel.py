@@ -59,7 +59,7 @@ FAULTS = {
     "shape": TOGETHER + r"params\[1\]\['down'\] is float32\[16, 4\] placed .* on process 2 and float32\[32, 4\] placed",
     "dtype": TOGETHER + CUT + r"float64\[4, 16\] placed",
     "missing": TOGETHER + r"params\[1\]\['bias'\] is float32\[4\] placed .* on process 2 and missing on process 3",
-    "function": r"its collectives over ranks \[2, 3\] differ, so that .*: collective \d is all_reduce\(",
+    "function": r"its collectives over ranks \[2, 3\] differ, so that the ranks would wait for each other for ever",
     "failing": r"rank 3, with which this one computes it, can't: .*KeyError|KeyError: 'none'",
     "heads": r"the outputs of up are cut over 2 processes, and are 1 head of 16, which 2 processes don't divide: ",
 }
@@ -105,7 +105,7 @@ STYLES = {
     "apart": ({"all_reduce": 2}, {"all_reduce": 5}),  # queries, keys and values each take a copy of their input
     "prepared": ({"all_reduce": 2}, {"all_reduce": 3}),
     "vocabulary": ({"all_reduce": 2, GATHERS: 1}, {"all_reduce": 6}),
-    "sequence": ({GATHERS: 4, SCATTERS: 2}, {GATHERS: 2, SCATTERS: 4, "all_reduce": 3}),  # one for each norm's weight
+    "sequence": ({GATHERS: 4, SCATTERS: 2}, {GATHERS: 2, SCATTERS: 4}),  # those of norms' weights are added once a step
 }
 
 
@@ -116,7 +116,7 @@ def test_modules_that_torch_has_parallelized_are_stages(pools, name):
         assert loss <= 1e-6
         assert gradients <= 1e-5
         assert (counts[1, "forward"], counts[1, "backward"]) == STYLES[name]
-        assert counts[1, "backward_weight"] == ({"all_reduce": 3} if name == "sequence" else {})
+        assert counts[1, "backward_weight"] == {}
         assert alike
 
 
