@@ -8,7 +8,8 @@ from math import inf, isfinite
 from typing import Any, NamedTuple, SupportsFloat
 
 from fpipe.effects import Name, Parameters, parts
-from fpipe.errors import ScheduleError, checked_class
+from fpipe.errors import ScheduleError
+from fpipe.errors.arguments import checked_class
 from fpipe.plan import Plan, call_of
 from fpipe.tables import BACKWARD, TABLE, Table, fields_of
 

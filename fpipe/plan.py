@@ -12,7 +12,8 @@ from math import lcm
 from typing import Any, Literal, get_args
 
 from fpipe.effects import Effect
-from fpipe.errors import ScheduleError, checked, checked_class
+from fpipe.errors import ScheduleError
+from fpipe.errors.arguments import checked, checked_class
 
 Cotangents = Literal["by_consumer", "by_rank"]
 """The order of adding the gradients of an output that several stages read: each by itself, or first those of a rank."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx, nn
 
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.interop.modules.functions import ModuleFunction
 from fpipe.interop.splitting.export import export
 from fpipe.interop.splitting.partition import Flow

@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.stages.pytree import NAMESPACE, Path, describe, paths_of, short
 from fpipe.stages.sharding import is_dtensor, local, placed_alike, wrap
 

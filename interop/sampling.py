@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 
 
 @checked

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.stages.pytree import Path, describe, flatten, paths_of, short
 from fpipe.stages.sharding import Layout, is_dtensor, local, wrap
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fpipe.errors import warn
+from fpipe.errors.tracebacks import warn
 from fpipe.interop.modules.functions import Tree
 from fpipe.interop.modules.state_dicts import from_state_dict, names_in_module
 from fpipe.interop.splitting.split import split as split_module

@@ -11,7 +11,8 @@ from typing import Any
 
 from fpipe.costs import OVER_REPLICAS, UNSCALED, Costs, Link, PerStage
 from fpipe.effects import BackwardInput, BackwardWeight
-from fpipe.errors import ScheduleError, checked
+from fpipe.errors import ScheduleError
+from fpipe.errors.arguments import checked
 from fpipe.plan import Placement, Plan, Schedule
 from fpipe.schedules.controllable_memory import v_auto, v_half, v_min
 from fpipe.schedules.dualpipe import dualpipe, dualpipe_v

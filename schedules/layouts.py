@@ -31,7 +31,8 @@ from typing import Any, NamedTuple, TypeVar
 from fpipe._format import format_bytes, number
 from fpipe.costs import Costs, Link
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, parts
-from fpipe.errors import ScheduleError, warn
+from fpipe.errors import ScheduleError
+from fpipe.errors.tracebacks import warn
 from fpipe.plan import Placement, Plan, Schedule
 from fpipe.programs.footprint import RankBytes, footprint
 from fpipe.programs.lowering import lower

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import SupportsFloat
 
 from fpipe._format import counted
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 
 
 @checked

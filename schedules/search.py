@@ -25,7 +25,8 @@ from fpipe.effects import (
     Overlap,
     Residuals,
 )
-from fpipe.errors import ScheduleError, checked
+from fpipe.errors import ScheduleError
+from fpipe.errors.arguments import checked
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.footprint import RankBytes, footprint
 from fpipe.programs.lowering import lower

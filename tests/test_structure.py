@@ -317,12 +317,12 @@ def test_folders_at_the_top_are_linked_into_the_package(folder):
 
 
 def test_every_warning_shows_the_users_line():
-    """`fpipe.errors.warn` finds it; a `stacklevel` is right for one way to the call alone."""
+    """`fpipe.errors.tracebacks.warn` finds it; a `stacklevel` is right for one way to the call alone."""
     calls = {
         name: [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and is_warn(node.func)]
         for name, tree in MODULES.items()
     }
-    assert {name for name, lines in calls.items() if lines} == {"fpipe.errors"}
+    assert {name for name, lines in calls.items() if lines} == {"fpipe.errors.tracebacks"}
 
 
 def is_warn(function):

@@ -37,7 +37,8 @@ from fpipe.autodiff.interface import (
     differentiates_data,
     prepared,
 )
-from fpipe.errors import StageError, warn
+from fpipe.errors import StageError
+from fpipe.errors.tracebacks import warn
 from fpipe.policies import Policy, everything_saveable
 from fpipe.stages.cuts import cuts_of, with_cuts
 from fpipe.stages.microbatch import Microbatch

@@ -32,7 +32,8 @@ from fpipe.autodiff.graph.signature import Untraceable, ambient, leaf_key
 from fpipe.devices import CaptureError, Cpu, Device, device_of
 from fpipe.devices.memory import copied, copy, empty_as, given_back_after, in_memory
 from fpipe.devices.tape import Trial, storage
-from fpipe.errors import StageError, warn
+from fpipe.errors import StageError
+from fpipe.errors.tracebacks import warn
 from fpipe.handlers.protocol import Replays
 from fpipe.stages.pytree import flatten, paths_of, short
 from fpipe.stages.rng import Rng, Seeder, seed_of

@@ -34,7 +34,8 @@ from fpipe.autodiff.interface import DifferentiablePipeline, DifferentiableStage
 from fpipe.devices import CaptureError, Device, current_device, device_of
 from fpipe.devices.memory import copied, copy, empty_as, given_back_after, in_memory
 from fpipe.devices.tape import Trial
-from fpipe.errors import StageError, warn
+from fpipe.errors import StageError
+from fpipe.errors.tracebacks import warn
 from fpipe.handlers.captured import UNCAPTURED, common_device, kernels
 from fpipe.handlers.gradients import Sum
 from fpipe.stages.cuts import cuts_of

@@ -18,7 +18,7 @@ from fpipe import effects as fx
 from fpipe.autodiff.graph.collectives import WATCH, NoWatch
 from fpipe.autodiff.interface import DifferentiablePipeline, Leaves
 from fpipe.devices import current_device, device_of
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.handlers.alike import compare, descriptions, notices_of
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions, Step
 from fpipe.handlers.executor import Executor

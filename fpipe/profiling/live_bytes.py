@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from fpipe.devices import Device, device_of
 from fpipe.effects import Effect, Reduce, Send, WeightGradient
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.handlers.protocol import Observer
 
 P = ParamSpec("P")

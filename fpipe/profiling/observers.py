@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from fpipe.effects import Effect, Value
-from fpipe.errors import warn
+from fpipe.errors.tracebacks import warn
 from fpipe.handlers.protocol import Handler, Observer, Outcome
 from fpipe.programs.program import Programs
 

@@ -25,7 +25,9 @@ from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.costs import OVER_REPLICAS, Costs, Shared
 from fpipe.devices import device_of
-from fpipe.errors import ScheduleError, TransportError, checked, fold_tracebacks
+from fpipe.errors import ScheduleError, TransportError
+from fpipe.errors.arguments import checked
+from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.handlers.calls import paths_read
 from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.distributed.strides import buffer, strides_of

@@ -15,7 +15,8 @@ from math import isnan, nan
 
 from fpipe._format import extent
 from fpipe.effects import Effect, Name, Recv
-from fpipe.errors import ScheduleError, checked
+from fpipe.errors import ScheduleError
+from fpipe.errors.arguments import checked
 from fpipe.handlers.protocol import Handler
 from fpipe.profiling.observers import HostTimed
 from fpipe.programs.program import Programs, plan_of

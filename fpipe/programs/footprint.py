@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 from fpipe._format import format_bytes
 from fpipe.costs import Costs
 from fpipe.effects import Parameters, Recv, Scatter, WeightGradient, parts
-from fpipe.errors import ScheduleError, checked
+from fpipe.errors import ScheduleError
+from fpipe.errors.arguments import checked
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import live_bytes
 from fpipe.programs.program import Program, Programs, plan_of, table_of

@@ -36,7 +36,9 @@ from fpipe.effects import (
     WeightGradient,
     parts,
 )
-from fpipe.errors import ScheduleError, checked, fold_tracebacks
+from fpipe.errors import ScheduleError
+from fpipe.errors.arguments import checked
+from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interning import Interning
 from fpipe.programs.names import check_names

@@ -18,7 +18,8 @@ from math import inf
 from fpipe._format import format_bytes
 from fpipe.costs import Costs
 from fpipe.effects import Effect, Gather, Parameters, Release
-from fpipe.errors import ScheduleError, checked_class
+from fpipe.errors import ScheduleError
+from fpipe.errors.arguments import checked_class
 from fpipe.programs.program import Program, Programs, plan_of
 
 

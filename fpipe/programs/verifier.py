@@ -45,7 +45,9 @@ from fpipe.effects import (
     WeightGradient,
     parts,
 )
-from fpipe.errors import ScheduleError, checked, fold_tracebacks
+from fpipe.errors import ScheduleError
+from fpipe.errors.arguments import checked
+from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interleaving import crossed, turns
 from fpipe.programs.interning import Interning

@@ -10,7 +10,7 @@ import optree
 import torch
 
 from fpipe._format import counted
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.stages.pytree import NAMESPACE, describe, short, summary
 
 

@@ -11,7 +11,9 @@ from typing import Any, Protocol, SupportsIndex
 import torch
 
 from fpipe._format import counted
-from fpipe.errors import StageError, checked, fold_tracebacks
+from fpipe.errors import StageError
+from fpipe.errors.arguments import checked
+from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.plan import Cotangents, Edges, Placement, Plan, check_cotangents
 from fpipe.stages.describe import description, html
 from fpipe.stages.microbatch import Microbatch, Microbatches

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fpipe.errors import checked_class
+from fpipe.errors.arguments import checked_class
 from fpipe.stages.pytree import NAMESPACE
 from fpipe.stages.sharding import is_dtensor
 

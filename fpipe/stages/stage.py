@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.plan import call_of
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Path, flatten, get_at, short

@@ -19,7 +19,8 @@ from typing import Any
 
 from fpipe.costs import Costs, Link
 from fpipe.effects import Recv, Send
-from fpipe.errors import checked, fold_tracebacks
+from fpipe.errors.arguments import checked
+from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.footprint import enforce, footprint
 from fpipe.programs.interleaving import turns

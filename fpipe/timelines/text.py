@@ -7,7 +7,7 @@ from math import floor
 from typing import NamedTuple
 
 from fpipe.effects import Effect, Name, Recv, Send
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interleaving import interleave
 from fpipe.programs.lowering import lower

@@ -15,7 +15,8 @@ from fpipe._format import counted
 from fpipe.autodiff.interface import Argument, DifferentiablePipeline, differentiates_data
 from fpipe.autodiff.options import Options
 from fpipe.devices import HostCopy, device_of
-from fpipe.errors import ScheduleError, StageError, warn
+from fpipe.errors import ScheduleError, StageError
+from fpipe.errors.tracebacks import warn
 from fpipe.handlers.gradients import names_read
 from fpipe.handlers.protocol import Inputs, Replicas, Results
 from fpipe.plan import Plan

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.errors import TransportError, checked
+from fpipe.errors import TransportError
+from fpipe.errors.arguments import checked
 from fpipe.handlers.protocol import Handler, Replicas
 from fpipe.plan import Plan
 from fpipe.stages.pytree import flatten

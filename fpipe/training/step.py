@@ -14,7 +14,8 @@ from torch import Tensor
 from fpipe._format import extent
 from fpipe.autodiff.interface import Argument, NonZero
 from fpipe.devices import autocasts, current_device
-from fpipe.errors import StageError, fold_tracebacks, warn
+from fpipe.errors import StageError
+from fpipe.errors.tracebacks import fold_tracebacks, warn
 from fpipe.handlers.captured import Captured
 from fpipe.handlers.captured_pieces import CapturedPieces
 from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Replays, Results, Run

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from fpipe._format import extent
 from fpipe.devices import CaptureError, without_autocast
-from fpipe.errors import StageError, checked, fold_tracebacks
+from fpipe.errors import StageError
+from fpipe.errors.arguments import checked
+from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.handlers.protocol import Handler
 from fpipe.plan import Plan, Schedule
 from fpipe.stages.pipeline import Pipeline

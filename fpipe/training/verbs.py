@@ -10,7 +10,9 @@ from typing import Any, get_args
 from fpipe.autodiff.interface import Argument, differentiates_data
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.effects import parts
-from fpipe.errors import ScheduleError, checked, fold_tracebacks
+from fpipe.errors import ScheduleError
+from fpipe.errors.arguments import checked
+from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.handlers.protocol import Handler, Observer
 from fpipe.plan import Plan, Schedule
 from fpipe.policies import everything_saveable

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Stage
 from fpipe.transforms.duals import Dual, is_dual, primals, pushforward

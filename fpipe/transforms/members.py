@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.stages.pipeline import Pipeline
 from fpipe.transforms.mapped import Axes, Randomness, unmapped, vectorized_pipeline
 from fpipe.transforms.wrapping import check

@@ -9,7 +9,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import NAMESPACE
 from fpipe.stages.stage import Stage

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.errors import checked, warn
+from fpipe.errors.arguments import checked
+from fpipe.errors.tracebacks import warn
 from fpipe.handlers.distributed.beside import RowsOfPeers, beside
 from fpipe.handlers.protocol import Handler, Peers
 from fpipe.interop.checkpoints.claims import Claim

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.interop.checkpoints.manifest import CheckpointError
 from fpipe.interop.checkpoints.names import Name, dotted
 from fpipe.interop.checkpoints.storage import opened, synced

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fpipe.errors import warn
+from fpipe.errors.tracebacks import warn
 from fpipe.stages.pytree import describe, flatten
 
 LOCK = threading.RLock()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fpipe.errors import StageError, checked
+from fpipe.errors import StageError
+from fpipe.errors.arguments import checked
 from fpipe.interop.modules.shared_memory import overlapping, refuse_overlapping_params
 from fpipe.interop.modules.skeletons import call, own_tensors, to_meta, uncompiled, validated
 from fpipe.plan import Cotangents

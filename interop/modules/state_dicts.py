@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.interop.modules.functions import Tree, spec_of
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import StageFunction, StageSpec

@@ -36,7 +36,8 @@ from fpipe.autodiff.graph.aliasing import storage
 from fpipe.autodiff.graph.locations import user_line
 from fpipe.autodiff.graph.lost_gradients import refuse_lost
 from fpipe.autodiff.graph.nodes import written
-from fpipe.errors import StageError, is_library
+from fpipe.errors import StageError
+from fpipe.errors.tracebacks import is_library
 from fpipe.interop.splitting.opaque import ELEMENTWISE, OwnGradient, Recorder, submodule_called
 
 aten = torch.ops.aten

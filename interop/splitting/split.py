@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fpipe.errors import StageError, checked, fold_tracebacks
+from fpipe.errors import StageError
+from fpipe.errors.arguments import checked
+from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.interop.modules.functions import Tree, aliases_of, canonical, named_tensors, originals_of
 from fpipe.interop.modules.shared_memory import overlapping, refuse_overlapping_params
 from fpipe.interop.modules.skeletons import to_meta, validated

@@ -9,7 +9,8 @@ import signal
 import traceback
 import warnings
 
-from fpipe.errors import NonFiniteError, ScheduleError, StageError, TransportError, own_folders
+from fpipe.errors import NonFiniteError, ScheduleError, StageError, TransportError
+from fpipe.errors.tracebacks import own_folders
 from fpipe.interop import CheckpointError
 from tests.support import surface
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable
 
-from fpipe.errors import is_library
+from fpipe.errors.tracebacks import is_library
 
 
 def user_line(frames: Iterable[traceback.FrameSummary]) -> str:

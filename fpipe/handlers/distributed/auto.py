@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from fpipe.errors import checked
+from fpipe.errors.arguments import checked
 from fpipe.handlers.calls import NO_FUNCTIONS, Functions
 from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.local import Local

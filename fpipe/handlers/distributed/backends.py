@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from fpipe.devices import Device
-from fpipe.errors import checked_class
+from fpipe.errors.arguments import checked_class
 from fpipe.handlers.gloo import gloo_group
 
 log = logging.getLogger("fpipe.transport")

@@ -26,7 +26,8 @@ from fpipe import effects as fx
 from fpipe.autodiff.graph.collectives import WATCH
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.devices import Device, Graph, GraphReset, aside, device_of, is_capturing
-from fpipe.errors import ScheduleError, StageError, TransportError, checked
+from fpipe.errors import ScheduleError, StageError, TransportError
+from fpipe.errors.arguments import checked
 from fpipe.flight.recording import Recording, new_name, record
 from fpipe.handlers.alike import notices_of
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions

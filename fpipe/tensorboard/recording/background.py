@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from fpipe.errors import warn
+from fpipe.errors.tracebacks import warn
 
 QUEUE_LENGTH = 4  # tasks that may wait
 

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from fpipe.devices import Device, device_of
 from fpipe.effects import Effect, Value
-from fpipe.errors import ScheduleError, warn
+from fpipe.errors import ScheduleError
+from fpipe.errors.tracebacks import warn
 from fpipe.handlers.protocol import Handler, Observer, Outcome, Peers, ValueStore
 from fpipe.profiling.gathering import Step, digest, gathered
 from fpipe.profiling.recording import Recording

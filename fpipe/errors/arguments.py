@@ -1,0 +1,169 @@
+"""Refuse arguments of a wrong type by name. No torch."""
+
+import collections.abc
+import functools
+import inspect
+import itertools
+import numbers
+import operator
+import re
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+from fpipe.errors import ScheduleError, StageError, TransportError
+from fpipe.errors.tracebacks import frames, own_folders
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that raises TypeError, with the argument's name, for an argument not of its annotation.
+
+    Where the function itself refuses the argument by its name, its own error is raised. Annotations are looked up at
+    the first call. Those that can't be, such as names for type checkers alone, and those of which nothing is known,
+    such as type variables, admit everything. Sequences and mappings are checked with their first elements.
+    """
+    signature = inspect.signature(function)
+
+    @functools.cache
+    def hints() -> dict[str, Any]:
+        return {name: _evaluated(each.annotation, function) for name, each in signature.parameters.items()}
+
+    def wrong(*args: Any, **kwargs: Any) -> tuple[str, str] | None:
+        """Return the name of the first argument that does not fit, and a text about it."""
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            hint, parameter = hints()[name], signature.parameters[name]
+            if hint is Any or parameter.kind is parameter.VAR_KEYWORD or value is parameter.default:
+                continue
+            for each in value if parameter.kind is parameter.VAR_POSITIONAL else (value,):
+                if not _fits(each, hint):
+                    where = function.__qualname__.removesuffix(".__init__")
+                    return name, f"{where}: {name} must be {_named(hint, parameter.annotation)}, not {_short(each)}"
+        return None
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            problem = wrong(*args, **kwargs)
+        except TypeError:  # of the number of arguments, which Python says
+            problem = None
+        if problem is None:
+            return function(*args, **kwargs)
+        name, text = problem
+        try:
+            function(*args, **kwargs)
+        except (ScheduleError, StageError, TransportError):
+            raise
+        except (TypeError, ValueError) as error:
+            if re.search(rf"\b{name.removesuffix('s')}", str(error), re.IGNORECASE) and _is_own(error):
+                raise
+        except Exception as error:
+            raise TypeError(text) from error
+        raise TypeError(text)
+
+    return call
+
+
+def _is_own(error: BaseException) -> bool:
+    """Return whether fpipe has raised an error, and not Python or torch."""
+    *_, last = frames(error)
+    return last.tb_frame.f_code.co_filename.startswith(own_folders())
+
+
+def checked_class(kind: type[T]) -> type[T]:
+    """Check the arguments of a dataclass."""
+    setattr(kind, "__init__", checked(vars(kind)["__init__"]))  # noqa: B010  # mypy refuses an assignment to a method
+    return kind
+
+
+def _evaluated(annotation: Any, function: Callable[..., Any]) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    if annotation is inspect.Parameter.empty:
+        return Any
+    try:
+        return eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
+    except Exception:  # of a name that type checkers alone see
+        return Any
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value may be of a type; True where nothing is known of the type."""
+    origin: Any
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if hint is None or hint is type(None):
+        return value is None
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if origin is typing.Literal:
+        return any(type(value) is type(each) and value == each for each in arguments)
+    if hint is bool:
+        return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
+    if hint in (int, float):
+        return _is_number(value, hint)
+    if origin is type:
+        kinds = tuple(each for each in arguments if isinstance(each, type))
+        return isinstance(value, type) and (not kinds or issubclass(value, kinds))
+    kind: Any = origin or hint
+    if not isinstance(kind, type) or kind is object:
+        return True
+    if getattr(kind, "_is_protocol", False):
+        methods = [name for name, each in vars(kind).items() if inspect.isfunction(each) and name[0] != "_"]
+        return not methods or any(hasattr(value, name) for name in methods)  # it may have no more than it needs
+    if kind.__name__ == "Callable":
+        return callable(value)
+    if not isinstance(value, kind) and not (kind in _SERIES and getattr(value, "ndim", 0) == 1):
+        return False
+    if kind in _SERIES and (isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0):
+        return False
+    if isinstance(value, collections.abc.Mapping) and len(arguments) == 2:
+        some = itertools.islice(value.items(), _SHOWN)
+        return all(_fits(key, arguments[0]) and _fits(each, arguments[1]) for key, each in some)
+    if kind in _SERIES and arguments and isinstance(value, collections.abc.Collection | _Array):
+        return all(_fits(each, arguments[0]) for each in itertools.islice(value, _SHOWN))
+    return True
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    """Return whether a value is a number: an int, or of a library, such as a tensor without dimensions."""
+    if kind is float and isinstance(value, numbers.Real):
+        return True
+    if isinstance(value, bool | str | bytes) or not hasattr(value, "__index__" if kind is int else "__float__"):
+        return False
+    try:
+        operator.index(value) if kind is int else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+@typing.runtime_checkable
+class _Array(typing.Protocol):
+    """An array or a tensor."""
+
+    ndim: int
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+_SERIES = {collections.abc.Sequence, collections.abc.Collection, collections.abc.Iterable}
+_SHOWN = 8  # elements of a sequence or a mapping that are checked
+
+
+def _named(hint: Any, annotation: Any) -> str:
+    """Return the name of a type, for messages."""
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return text.replace("Any", "tree")
+
+
+def _short(value: object) -> str:
+    text = reprlib.repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
