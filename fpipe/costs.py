@@ -27,7 +27,7 @@ BY_DEFAULT = {
 UNSCALED = {"parameters", "gathered", "gradients"}  # by the factors of microbatches
 
 
-@checked_class
+@checked_class()
 @dataclass(frozen=True, slots=True)
 class Link:
     """A directed edge between two ranks: a transfer takes latency (seconds) + bytes / bandwidth (bytes a second).
@@ -83,7 +83,7 @@ class Shared(NamedTuple):
     names: tuple[Name, ...]
 
 
-@checked_class
+@checked_class()
 @dataclass(frozen=True)
 class Costs:
     """The cost of each effect. A cost of stages is one number for all stages, or a sequence of one for each.

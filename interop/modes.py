@@ -16,7 +16,7 @@ from fpipe.interop.splitting.stage_graph import GraphFunction
 from fpipe.stages.pipeline import Pipeline
 
 
-@checked
+@checked()
 def eval_mode(pipeline: Pipeline, mode: bool = True) -> Pipeline:
     """Return the pipeline with its modules in evaluation mode: no dropout, batch norm by its running statistics.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fpipe.errors.arguments import checked
 
 
-@checked
+@checked()
 def rows(
     size: int,
     *,

@@ -21,7 +21,7 @@ Rule = Callable[[Path, Tensor], Sequence[Placement]] | Mapping[str, Sequence[Pla
 """Placements of each leaf, one for each dimension of the mesh."""
 
 
-@checked
+@checked()
 def shard(params: Any, mesh: DeviceMesh, rule: Rule) -> Any:
     """Return params whose tensors are DTensors, placed over a mesh by a rule.
 
@@ -59,7 +59,7 @@ def shard(params: Any, mesh: DeviceMesh, rule: Rule) -> Any:
     return spec.unflatten(map(placed, paths, leaves))
 
 
-@checked
+@checked()
 def fsdp(params: Any, mesh: DeviceMesh, *, dim: int = 0) -> Any:
     """Return params whose tensors are cut along a dimension over the replicas, as of fully sharded data parallelism.
 

@@ -161,7 +161,7 @@ _ENTRIES = (
 CATALOGUE = {entry.name: entry for entry in _ENTRIES}
 
 
-@checked
+@checked()
 def get(name: str) -> Schedule:
     """Return a schedule of the catalogue. Where a function takes a schedule, it also takes such a name.
 

@@ -11,7 +11,7 @@ from fpipe._format import counted
 from fpipe.errors.arguments import checked
 
 
-@checked
+@checked()
 def by_length(lengths: Iterable[float]) -> list[int]:
     """Return the numbers of microbatches in the order in which a pipeline waits least: shortest at both ends.
 
@@ -32,7 +32,7 @@ def by_length(lengths: Iterable[float]) -> list[int]:
     return ascending[::2] + ascending[1::2][::-1]
 
 
-@checked
+@checked()
 def pack(lengths: Iterable[float], microbatches: int) -> list[list[int]]:
     """Return the numbers of the sequences of each microbatch, so that the microbatches are about equally long.
 

@@ -77,7 +77,7 @@ class Found:
         return max(account.total for account in self.footprint)
 
 
-@checked
+@checked()
 def search(
     plan: Plan,
     costs: Costs = Costs(),
@@ -172,7 +172,7 @@ def _check(plan: Plan, costs: Costs, memory_limit: float | None, chunks: Sequenc
         )
 
 
-@checked
+@checked()
 def pareto(
     plan: Plan,
     costs: Costs = Costs(),
@@ -314,7 +314,7 @@ def _plan_of(plan: Plan, entry: CatalogueEntry, chunks: int) -> Plan:
     return replace(candidate, edges=plan.edges, ties=plan.ties, cotangents=plan.cotangents)
 
 
-@checked
+@checked()
 def lower_bound(
     plan: Plan, costs: Costs, memory_limit: float | None = None, *, memory_limit_bytes: float | None = None
 ) -> float:

@@ -57,7 +57,7 @@ class Local:
     rank = 0  # the first of those that it plays, as of every handler
     is_first = True
 
-    @checked
+    @checked()
     def __init__(
         self,
         devices: Sequence[torch.device | str] | None = None,

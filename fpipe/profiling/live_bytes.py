@@ -25,7 +25,7 @@ T = TypeVar("T")
 MARK = "fpipe.live"
 
 
-@checked
+@checked()
 def peak_bytes(call: Callable[[], object], device: torch.device | str | Device = "cpu") -> int:
     """Return the most bytes of tensors that are live during a call, beyond those that were live before it.
 

@@ -61,7 +61,7 @@ PIECES: Mapping[type, str] = {
 HINT = "every process calls profile with the handler"
 
 
-@checked
+@checked()
 @fold_tracebacks
 def profile(
     pipeline: Pipeline,

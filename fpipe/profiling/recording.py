@@ -75,7 +75,7 @@ class Recording(HostTimed):
     ['Forward', 'Forward', 'Backward', 'Backward']
     """
 
-    @checked
+    @checked()
     def __init__(self, programs: Programs, clock: Callable[[], float] = time.perf_counter) -> None:
         plan_of(programs)  # one of each rank
         self.programs, self.clock = programs, clock

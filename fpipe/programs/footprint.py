@@ -50,7 +50,7 @@ class RankBytes(NamedTuple):
         return ", ".join(named).replace("of live", "of live values").replace("of optimizer", "of optimizer state")
 
 
-@checked
+@checked()
 def footprint(programs: Programs, costs: Costs) -> tuple[RankBytes, ...]:
     """Return the account of each rank at its peak, from the sizes in the costs.
 

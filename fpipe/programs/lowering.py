@@ -51,7 +51,7 @@ from fpipe.tables import BACKWARD, INPUT, TABLE, WEIGHT, Table, halves, is_unifo
 Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values that are not received yet
 
 
-@checked
+@checked()
 @fold_tracebacks
 def lower(
     schedule: Schedule | str,

@@ -23,7 +23,7 @@ from fpipe.errors.arguments import checked_class
 from fpipe.programs.program import Program, Programs, plan_of
 
 
-@checked_class
+@checked_class()
 @dataclass(frozen=True)
 class Residence:
     """The room of a rank for sharded stages that are whole, and the time of their gathers.

@@ -125,7 +125,7 @@ class Report:
         return "\n".join([self._title, *aligned(ranks), *(aligned(edges) if self.messages else [])])
 
 
-@checked
+@checked()
 @fold_tracebacks
 def verify(
     schedule: Schedule | str,

@@ -41,7 +41,7 @@ class Microbatches(Sequence[Any]):
     Microbatches([float32[1, 5], float32[1, 3]])
     """
 
-    @checked
+    @checked()
     def __init__(self, trees: Iterable[Any]) -> None:
         if isinstance(trees, torch.Tensor | Mapping | str):
             raise TypeError(f"Microbatches takes a list of trees, one for each, not a {type(trees).__name__}")

@@ -22,7 +22,7 @@ class Output:
     stage: int
     path: Path
 
-    @checked
+    @checked()
     def __init__(self, stage: int, *path: Any) -> None:
         object.__setattr__(self, "stage", stage)
         object.__setattr__(self, "path", path)

@@ -32,7 +32,7 @@ from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
 
 
-@checked
+@checked()
 @fold_tracebacks
 def simulate(
     schedule: Schedule | str,

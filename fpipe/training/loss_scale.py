@@ -13,7 +13,7 @@ from fpipe.errors.arguments import checked_class
 from fpipe.stages.pytree import NAMESPACE
 
 
-@checked_class
+@checked_class()
 @dataclass(frozen=True, eq=False)
 class LossScale:
     """A loss scale, and the rule by which it changes: that of `torch.amp.GradScaler`. A pytree of two tensors.

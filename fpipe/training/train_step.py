@@ -54,7 +54,7 @@ class Updated(NamedTuple):
     loss_scale: LossScale | None
 
 
-@checked
+@checked()
 def train_step(
     pipeline: Pipeline,
     schedule: Schedule | str,

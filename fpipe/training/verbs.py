@@ -29,7 +29,7 @@ from fpipe.training.finite import CheckFinite, check_option
 from fpipe.training.step import Capture, Computed, Step, check_capture, check_replicas_captured
 
 
-@checked
+@checked()
 @fold_tracebacks
 def value_and_grad(
     pipeline: Pipeline,
@@ -171,7 +171,7 @@ def value_and_grad(
     return Step(spec, programs, handler, observe, _name(schedule), result, capture, bool(check_finite))
 
 
-@checked
+@checked()
 @fold_tracebacks
 def evaluate(
     pipeline: Pipeline,

@@ -82,7 +82,7 @@ class Checkpoints:
     {'params': {0: {'scale': tensor([3.])}}, 'step': 12, 'rng': (7, 12)}
     """
 
-    @checked
+    @checked()
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -175,7 +175,7 @@ class Checkpoints:
         if pending is not None and not pending.reported:
             pending.wait()
 
-    @checked
+    @checked()
     def load(
         self,
         path: str | os.PathLike[str] | None = None,

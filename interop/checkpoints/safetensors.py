@@ -41,7 +41,7 @@ DTYPES = {
 }
 
 
-@checked
+@checked()
 def export_safetensors(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, verify: bool = True) -> None:
     """Write the parameters and buffers of a checkpoint into one file, under their modules' own names.
 

@@ -82,7 +82,7 @@ class ModuleFunction:
         """Accept every batch."""
 
 
-@checked
+@checked()
 def from_modules(
     modules: Sequence[nn.Module] | nn.Module,
     *,
@@ -178,7 +178,7 @@ def _cut(modules: Sequence[nn.Module] | nn.Module, at: Sequence[int]) -> list[nn
     return parts
 
 
-@checked
+@checked()
 def from_functions(
     functions: Sequence[Callable[..., Any]],
     *,
@@ -209,7 +209,7 @@ def from_functions(
     return Pipeline(stages, loss, ties=ties, cotangents=cotangents)
 
 
-@checked
+@checked()
 def buffers(modules: Sequence[nn.Module] | Pipeline, module: nn.Module | None = None) -> dict[int, Tree]:
     """Return the state of stateful stages: copies of the buffers, by stage.
 
@@ -233,7 +233,7 @@ def buffers(modules: Sequence[nn.Module] | Pipeline, module: nn.Module | None = 
     return {i: {name: values[name].detach().clone() for name in tree} for i, tree in names.items()}
 
 
-@checked
+@checked()
 def into_modules(
     modules: Sequence[nn.Module], params: Mapping[int, Tree], state: Mapping[int, Tree] | None = None
 ) -> None:

@@ -14,7 +14,7 @@ from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import StageFunction, StageSpec
 
 
-@checked
+@checked()
 def from_state_dict(
     pipeline: Pipeline,
     state_dict: Mapping[str, Tensor],
@@ -86,7 +86,7 @@ def place(name: str, whole: Tensor, like: Mapping[str, Tensor] | None) -> Tensor
         raise ValueError(f"{name}: {error}") from error
 
 
-@checked
+@checked()
 def to_state_dict(
     pipeline: Pipeline, params: Mapping[int, Tree], state: Mapping[int, Tree] | None = None
 ) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Stage, frozen_paths
 
 
-@checked
+@checked()
 @fold_tracebacks
 def split(
     module: nn.Module,

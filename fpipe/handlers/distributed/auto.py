@@ -17,7 +17,7 @@ from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.local import Local
 
 
-@checked
+@checked()
 def auto(
     device: torch.device | str | None = None,
     *,

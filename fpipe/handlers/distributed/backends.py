@@ -130,7 +130,7 @@ class Gloo:
 MOMENT = timedelta(milliseconds=1)
 
 
-@checked_class
+@checked_class()
 @dataclass(frozen=True)
 class NCCL:
     """NCCL, with a communicator for each edge.

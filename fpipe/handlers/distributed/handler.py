@@ -92,7 +92,7 @@ class Distributed:
             variable would make ranks wait for ever.
     """
 
-    @checked
+    @checked()
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
