@@ -58,7 +58,6 @@ class Placement:
 
     holders: tuple[tuple[int, ...], ...]
 
-    @checked()
     def __init__(self, ranks: Sequence[int | Sequence[int]]) -> None:
         argument: object = ranks
         if not isinstance(argument, Iterable) or isinstance(argument, str):
@@ -81,21 +80,18 @@ class Placement:
             raise ScheduleError(f"rank {idle} has no stage: ranks are numbered 0 to {used[-1]} without gaps")
 
     @classmethod
-    @checked()
     def loop(cls, ranks: int, chunks: int = 1) -> Placement:
         """Place stage s on rank s mod ranks: a chain, or `chunks` rounds of it (Narayanan et al. 2021)."""
         _positive(ranks=ranks, chunks=chunks)
         return cls([s % ranks for s in range(ranks * chunks)])
 
     @classmethod
-    @checked()
     def v(cls, ranks: int) -> Placement:
         """Place two stages on each rank, down the ranks and back up (Qi et al. 2024, ZB-V)."""
         _positive(ranks=ranks)
         return cls([*range(ranks), *reversed(range(ranks))])
 
     @classmethod
-    @checked()
     def both_ways(cls, ranks: int) -> Placement:
         """Place two copies of each stage, one counted from either end (DualPipe, DeepSeek-V3 report)."""
         _positive(ranks=ranks)
@@ -158,7 +154,6 @@ class Edges:
         return call_of(self, "reads")
 
     @classmethod
-    @checked()
     def chain(cls, stages: int) -> Edges:
         """Return edges on which each stage reads the stage before it."""
         _positive(stages=stages)
@@ -192,7 +187,7 @@ def check_cotangents(cotangents: object) -> None:
         raise ScheduleError(f"cotangents must be 'by_consumer' or 'by_rank', not {cotangents!r}")
 
 
-@checked_class()
+@checked_class("placement", "microbatches")
 @dataclass(frozen=True)
 class Plan:
     """All that a schedule depends on: the placement, the number of microbatches, the edges, ties, and what is trained.

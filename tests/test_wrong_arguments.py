@@ -46,7 +46,7 @@ def two():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: two()[0].plan(2, 4), "placement must be Placement, not 2"),
+        (lambda: two()[0].plan(2, 4), "placement must be a Placement, such as .*, not 2"),
         (lambda: Pipeline([surface.scale, Stage(surface.scale, reads=[Output(5)])]), "stage 1 reads stage 5"),
         (lambda: two()[0].params_on({}, two()[1], rank=-1), "there is no rank -1: the plan has ranks 0 to 1"),
         (lambda: fpipe.profile(two()[0], {}, torch.ones(4), microbatches=0), "microbatches must be a whole number"),

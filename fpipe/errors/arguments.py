@@ -109,10 +109,10 @@ def _fits(value: Any, hint: Any) -> bool:
         return False
     if kind in _SERIES and (isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0):
         return False
-    if isinstance(value, collections.abc.Mapping) and len(arguments) == 2:
+    if isinstance(value, dict) and len(arguments) == 2:  # other mappings may read files
         some = itertools.islice(value.items(), _SHOWN)
         return all(_fits(key, arguments[0]) and _fits(each, arguments[1]) for key, each in some)
-    if kind in _SERIES and arguments and isinstance(value, collections.abc.Collection | _Array):
+    if kind in _SERIES and arguments and isinstance(value, list | tuple | set | frozenset | _Array):
         return all(_fits(each, arguments[0]) for each in itertools.islice(value, _SHOWN))
     return True
 

@@ -94,7 +94,9 @@ class Executor:
         try:
             self.stage_peers.agree(groups, inputs, layouts, rows, error)
         except StageError as difference:
-            raise difference if difference is error else difference.on(self.rank) from None
+            if difference is error:  # with its cause
+                raise
+            raise difference.on(self.rank) from None
         return result
 
     def place(self, processes: Collection[int] = ()) -> Inputs:

@@ -61,8 +61,8 @@ PIECES: Mapping[type, str] = {
 HINT = "every process calls profile with the handler"
 
 
-@checked()
 @fold_tracebacks
+@checked()
 def profile(
     pipeline: Pipeline,
     params: Mapping[int, Any],

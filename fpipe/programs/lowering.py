@@ -51,8 +51,8 @@ from fpipe.tables import BACKWARD, INPUT, TABLE, WEIGHT, Table, halves, is_unifo
 Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values that are not received yet
 
 
-@checked()
 @fold_tracebacks
+@checked("depth")
 def lower(
     schedule: Schedule | str,
     plan: Plan,

@@ -125,8 +125,8 @@ class Report:
         return "\n".join([self._title, *aligned(ranks), *(aligned(edges) if self.messages else [])])
 
 
-@checked()
 @fold_tracebacks
+@checked()
 def verify(
     schedule: Schedule | str,
     plan: Plan,

@@ -80,7 +80,7 @@ class Pipeline:
         """Return whether params get a gradient for each row of the batch, which are not added."""
         return any(stage.rows is not None for stage in self.stages)
 
-    @checked()
+    @checked("placement", "microbatches")
     def plan(
         self, placement: Placement, microbatches: int, replicas: int = 1, trained: Collection[int] | None = None
     ) -> Plan:

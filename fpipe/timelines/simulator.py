@@ -32,8 +32,8 @@ from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
 
 
-@checked()
 @fold_tracebacks
+@checked()
 def simulate(
     schedule: Schedule | str,
     plan: Plan,

@@ -38,7 +38,7 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 HINT = "every rank calls global_norm or clip_by_global_norm, after the same step; after this, make a new handler"
 
 
-@checked()
+@checked("grads", "plan")  # what one rank gets wrong is an error on all
 def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler, by_row: bool = False) -> Tensor:
     """Return the 2-norm of the gradients of the whole pipeline, on every rank. Every rank calls it.
 
@@ -69,7 +69,7 @@ def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler, by_ro
     return _norm(lambda: squares(grads, plan, handler, by_row=by_row), handler)
 
 
-@checked()
+@checked("grads", "max_norm", "plan")
 def clip_by_global_norm(
     grads: Mapping[int, Any], max_norm: float | Tensor, plan: Plan, *, handler: Handler
 ) -> tuple[dict[int, Any], Tensor]:

@@ -29,8 +29,8 @@ from fpipe.training.finite import CheckFinite, check_option
 from fpipe.training.step import Capture, Computed, Step, check_capture, check_replicas_captured
 
 
-@checked()
 @fold_tracebacks
+@checked()
 def value_and_grad(
     pipeline: Pipeline,
     schedule: Schedule | str,
@@ -171,8 +171,8 @@ def value_and_grad(
     return Step(spec, programs, handler, observe, _name(schedule), result, capture, bool(check_finite))
 
 
-@checked()
 @fold_tracebacks
+@checked()
 def evaluate(
     pipeline: Pipeline,
     plan: Plan,

@@ -28,8 +28,8 @@ from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Stage, frozen_paths
 
 
-@checked()
 @fold_tracebacks
+@checked()
 def split(
     module: nn.Module,
     *,
