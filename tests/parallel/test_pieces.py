@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support import piece_jobs as jobs
+from tests.support.pool import Pool
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +74,17 @@ def test_draws_are_the_same_on_all_ranks_of_a_stage(pools):
         torch.testing.assert_close(results, expected)
 
 
+@pytest.fixture(scope="module")
+def new_pool():
+    """Two processes that have run the same programs, for a program is known by its number among equal ones."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
 @pytest.mark.parametrize("which", ["local", "distributed"])
-def test_different_collectives_are_one_error_on_all_ranks(pools, which):
-    here, there = pools(2).run(jobs.different, which)
+def test_different_collectives_are_one_error_on_all_ranks(new_pool, which):
+    here, there = new_pool.run(jobs.different, which)
     assert here["equal"] is there["equal"] is None
     for name, difference in {
         "order": "collective 1 is all_reduce(float32[2, 4], reduce_op=sum, 32 bytes) in forward on rank 0, "
