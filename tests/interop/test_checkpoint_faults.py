@@ -181,5 +181,5 @@ def test_nothing_is_no_checkpoint(tmp_path):
     assert saved.latest() == first
     with pytest.raises(TypeError, match=r"load: path must be .*, not \{\}"):
         saved.load({})
-    with pytest.raises(TypeError, match="keep must be int"):
+    with pytest.raises(ValueError, match="keep must be at least 1, or None for all"):
         small(tmp_path, keep=1.5)
