@@ -81,7 +81,7 @@ def per_stage(cost: Any) -> tuple[float, ...]:
 
 def step(layout: Layout) -> Callable[[], object]:
     """Return a function that runs a step of this process."""
-    pp, dp, tp, _ = layout.degrees
+    pp, dp, tp, *_ = layout.degrees
     mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
     link = layout.costs.gather
     assert isinstance(link, Link)
