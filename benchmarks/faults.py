@@ -64,7 +64,7 @@ EVERY = 3  # steps from one checkpoint to the next
 
 
 class Trial(NamedTuple):
-    """What came of one trial."""
+    """The outcome of one trial, and the seconds until the job had ended or trained again."""
 
     hang: bool = False
     abort: bool = False
@@ -74,7 +74,7 @@ class Trial(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a process ended: the digest of its parameters, or its error."""
+    """The last message of a process: the digest of its parameters, or its error, and whether that is one of fpipe's."""
 
     digest: str = ""
     error: str = ""
@@ -128,7 +128,7 @@ def expected(steps: int) -> dict[int, dict[int, Any]]:
     return result
 
 
-def train(rank: int, port: int, is_host: bool, fault: str, at: int, folder: Path | None, told: Any) -> None:
+def train(rank: int, port: int, is_host: bool, fault: str, at: int, folder: Path | None, messages: Any) -> None:
     """Train on one process of a job; rank 1 has the fault at step `at`."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, RANKS, is_host and rank == 0, timedelta(seconds=60))
@@ -156,10 +156,10 @@ def train(rank: int, port: int, is_host: bool, fault: str, at: int, folder: Path
             _, grads = step(run.params, *batch(i + (rank == 1 and fault == "skip" and i >= at)))
             run.params, run.optimizer = update(grads, run.optimizer, run.params)
             if i == 2:
-                told.send("trains")
-        told.send(Ended(digest(run.params)))
+                messages.send("trains")
+        messages.send(Ended(digest(run.params)))
     except BaseException as error:
-        told.send(Ended(error=f"{type(error).__name__}: {error}", is_own=isinstance(error, OWN)))
+        messages.send(Ended(error=f"{type(error).__name__}: {error}", is_own=isinstance(error, OWN)))
 
 
 def job(fault: str, draw: random.Random, folder: Path | None, during: Callable[[list[Any]], Sequence[int]]) -> Trial:
@@ -186,28 +186,28 @@ def job(fault: str, draw: random.Random, folder: Path | None, during: Callable[[
             processes[rank].join(max(0.0, began + LIMIT - time.monotonic()))
         hang = any(processes[rank].is_alive() for rank in survivors)
         seconds = time.monotonic() - began
-        told = {rank: pipes[rank][0].recv() for rank in survivors if pipes[rank][0].poll()}
+        ends = {rank: pipes[rank][0].recv() for rank in survivors if pipes[rank][0].poll()}
         codes = [processes[rank].exitcode for rank in survivors]
     finally:
         for process in processes:
             process.kill()
             process.join()
     abort = any(code is not None and code < 0 for code in codes)
-    return Trial(hang, abort, seconds=seconds, unnamed=_is_unnamed(fault, told), corrupt=_is_corrupt(fault, told))
+    return Trial(hang, abort, seconds=seconds, unnamed=_is_unnamed(fault, ends), corrupt=_is_corrupt(fault, ends))
 
 
-def _is_unnamed(fault: str, told: dict[int, Ended]) -> bool:
-    """Whether an error of a rank without the fault is none of fpipe's, or does not name the one with it."""
+def _is_unnamed(fault: str, ends: dict[int, Ended]) -> bool:
+    """Return whether a rank raised an error of another library, or one that does not name the rank at fault."""
     name = "rank 0" if fault == "host" else "rank 1"
-    others = [each for rank, each in told.items() if each.error and not (rank == 1 and fault in ("raise", "exit"))]
+    others = [each for rank, each in ends.items() if each.error and not (rank == 1 and fault in ("raise", "exit"))]
     return any(not each.is_own or name not in each.error for each in others)
 
 
-def _is_corrupt(fault: str, told: dict[int, Ended]) -> bool:
-    """Whether a job with a fault that none may survive has ended well."""
+def _is_corrupt(fault: str, ends: dict[int, Ended]) -> bool:
+    """Return whether a rank ended its training as if there were no fault."""
     if fault == "save":
         return False
-    return any(not each.error for rank, each in told.items() if not (rank == 1 and fault == "exit"))
+    return any(not each.error for rank, each in ends.items() if not (rank == 1 and fault == "exit"))
 
 
 def free_port() -> int:
@@ -245,7 +245,7 @@ def save(draw: random.Random, folder: Path) -> Trial:
     trial = job("save", draw, folder, during)
     try:
         run, *_ = begin(handlers.Local(), folder)
-    except Exception:
+    except Exception:  # of any library: what was saved can't be loaded
         return trial._replace(corrupt=True)
     return trial._replace(corrupt=digest(run.params) != digest(expected(run.step)[run.step]))
 
@@ -265,7 +265,7 @@ def flip(draw: random.Random, folder: Path) -> Trial:
         again, *_ = begin(handlers.Local(), folder)
     except interop.CheckpointError:
         return Trial(seconds=time.monotonic() - began)
-    except Exception:
+    except Exception:  # of any library, where it has to be fpipe's own
         return Trial(unnamed=True, seconds=time.monotonic() - began)
     is_same = again.step == 1 and digest(again.params) == digest(run.params)
     return Trial(corrupt=not is_same, seconds=time.monotonic() - began)
@@ -297,7 +297,7 @@ def mutant(draw: random.Random, folder: Path) -> Trial:
         _, others = changed(run.params, *batch(0))
     except ScheduleError as error:
         return Trial(unnamed="rank" not in str(error), seconds=time.monotonic() - began)
-    except Exception:
+    except Exception:  # of any library, where it has to be fpipe's own
         return Trial(unnamed=True, seconds=time.monotonic() - began)
     return Trial(corrupt=digest(dict(grads)) != digest(dict(others)), seconds=time.monotonic() - began)
 
@@ -413,15 +413,15 @@ def main() -> None:
     options.add_argument("--trials", type=models.positive, default=20)
     options.add_argument("--seed", type=int, default=0)
     models.add_out(options)
-    given = options.parse_args()
+    arguments = options.parse_args()
     torch.set_num_threads(1)
     multiprocessing.set_forkserver_preload(
         ["torch", "fpipe", "fpipe.training.verbs", "fpipe.handlers.distributed.handler"]
     )
-    parts = ([measured(fault, given.trials, given.seed)] for fault in given.faults)
-    rows = models.report("benchmarks.faults", given.json, parts, show)
-    if given.out:
-        models.write(given.out, rows)
+    parts = ([measured(fault, arguments.trials, arguments.seed)] for fault in arguments.faults)
+    rows = models.report("benchmarks.faults", arguments.json, parts, show)
+    if arguments.out:
+        models.write(arguments.out, rows)
     if any(row[what] for row in rows for what in ("hangs", "aborts", "corrupt", "unnamed")):
         sys.exit(1)
 

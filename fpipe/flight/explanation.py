@@ -13,8 +13,9 @@ from fpipe._format import counted, scale_of
 from fpipe.flight.reading import Entry, Rank
 
 Kind = Literal["gone", "failed", "stopped", "silent", "computes", "outside", "deadlock", "lost", "ended"]
-"""Of the cause: a process that is gone, an error, a stopped process, one of another host that is silent, an effect that
-runs, a script that is elsewhere, ranks that wait for each other, a message that was lost, nothing."""
+"""gone, stopped: a process of this host. silent: a process of another host. failed: an error. computes: an effect that
+runs. outside: a script that is in no step. deadlock: ranks that wait for each other. lost: a message was lost. ended:
+there is no failure."""
 
 _MOST = 4  # waiting ranks of which a sentence is written
 _WHY = {
@@ -29,7 +30,7 @@ _BROKEN: tuple[Kind, ...] = "gone", "stopped", "silent"
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a job is where it is.
+    """The cause of a job's wait or failure, and the chains of waits that lead to it.
 
     Args:
         kind: of the cause.

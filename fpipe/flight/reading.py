@@ -36,7 +36,7 @@ ProcessState = Literal["runs", "stopped", "gone", "silent"]
 
 
 class Entry(NamedTuple):
-    """What a rank recorded.
+    """One record of a rank: an effect, a wait, or the begin or end of a step.
 
     Args:
         begin, end: ns since the epoch, by its host's clock. A wait that has not ended has no end; nothing else has one.
@@ -81,7 +81,7 @@ class Rank:
 
     @property
     def may_run(self) -> bool:
-        """Whether its process is there, or may be there on another host."""
+        """Whether the rank's process runs or is stopped; on another host, whether it has written within a day."""
         return self.state in ("runs", "stopped") or (self.state == "silent" and self.seen > time.time_ns() - FORGOTTEN)
 
     @property

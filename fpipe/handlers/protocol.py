@@ -317,22 +317,22 @@ class Departure:
 
     Args:
         is_alone: this process plays all ranks.
-        asked: by this process.
-        agreed: a rank had asked when the last step began; the same on every rank.
+        is_requested: by this process.
+        is_known: a rank had requested it when the last step began; the same on every rank.
     """
 
     is_alone: bool = True
-    asked: bool = False
-    agreed: bool = False
+    is_requested: bool = False
+    is_known: bool = False
 
     def ask(self) -> None:
         """Ask all ranks to leave: they learn it as the next step begins."""
-        self.asked = True
+        self.is_requested = True
 
     @property
     def is_agreed(self) -> bool:
         """Whether they leave; the same on every rank after a step."""
-        return self.agreed or (self.is_alone and self.asked)
+        return self.is_known or (self.is_alone and self.is_requested)
 
 
 class Alone:

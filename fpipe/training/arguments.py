@@ -181,8 +181,8 @@ class StepSpec:
             self._warn_of_changes()
             data, sizes = self._split(batch, target, scales)
         except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
-            given = params if isinstance(params, Mapping) else {}  # it shows which processes are to raise an error too
-            return Inputs(given, (), (), broken=self._stage_error(error))
+            known = params if isinstance(params, Mapping) else {}  # it shows which processes are to raise an error too
+            return Inputs(known, (), (), broken=self._stage_error(error))
         trees = [tree for tree in (batch, target) if tree is not None]
         apart = isinstance(trees[0], Microbatches) if trees else None
         rows = None if sizes is None else sum(sizes)

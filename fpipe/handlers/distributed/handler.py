@@ -306,11 +306,11 @@ class _Setup:
 
     def agree(self, key: Hashable | None, rng: object = None) -> Hashable | None:
         token = (0, 0) if key is None else self._token_of(key)
-        numbers = self._call_roll([*token, key is None, self.departure.asked, fingerprint(rng)], None)
+        numbers = self._call_roll([*token, key is None, self.departure.is_requested, fingerprint(rng)], None)
         *numbers_by_name, rngs = zip(*numbers, strict=True)
         check_rng(rngs, self._grid)
-        first, second, new, asked = map(sum, numbers_by_name)
-        self.departure.agreed |= asked > 0
+        first, second, new, leaving = map(sum, numbers_by_name)
+        self.departure.is_known |= leaving > 0
         return None if new else (first, second)
 
     def refuse(self, error: BaseException) -> NoReturn:

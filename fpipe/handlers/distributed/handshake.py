@@ -196,8 +196,8 @@ class Handshake:
         apart = UNKNOWN if inputs.apart is None else inputs.apart
         self._tokens = [] if inputs.broken is not None else self._tokens_of(inputs)
         settings, rng, data = _settings(inputs), _rng(inputs), _content(inputs)
-        asked = self.steps.departure.asked
-        numbers = [asked, apart, lacks_rows, rows, order, settings, rng, *data, *_digest(self._tokens)]
+        is_leaving = self.steps.departure.is_requested
+        numbers = [is_leaving, apart, lacks_rows, rows, order, settings, rng, *data, *_digest(self._tokens)]
         self.roll = RollCall(self.steps, self.program, numbers, inputs.broken)
 
     def meet(self, error: BaseException) -> None:
@@ -244,8 +244,8 @@ class Handshake:
         """
         assert self.roll is not None, "begin comes first"
         grid, calls = self.connections.grid, self.roll.wait()
-        asked, apart, lacks_rows, rows_of, order_of, settings, rngs, *data, _, _ = zip(*calls, strict=True)
-        self.steps.departure.agreed |= any(asked)
+        leaving, apart, lacks_rows, rows_of, order_of, settings, rngs, *data, _, _ = zip(*calls, strict=True)
+        self.steps.departure.is_known |= any(leaving)
         if others := [process for process, each in enumerate(settings) if each != settings[0]]:
             raise self._rejected(
                 f"{grid.name(0)} and {grid.name(others[0])} were called under different torch.autocast, or one of them "
