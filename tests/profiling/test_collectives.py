@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 import fpipe
 from fpipe import Placement, effects, handlers, interop, schedules
+from tests.support.groups import OverGloo, group_of
 
 WIDTH, HIDDEN, ROWS, SUM = 4, 16, 8, 0.004
 
@@ -27,29 +28,11 @@ class LateWork(dist._Work):
         return True
 
 
-class LateGroup(dist.ProcessGroup):
+class LateGroup(OverGloo):
     """gloo, whose sums take a time."""
-
-    def __init__(self, store, rank, size, timeout):
-        super().__init__(rank, size)
-        self.gloo, self.name = dist.ProcessGroupGloo(store, rank, size, timeout), ""
-
-    def setGroupName(self, name):  # noqa: N802
-        self.name = name
-
-    def getGroupName(self):  # noqa: N802
-        return self.name
 
     def allreduce(self, tensors, options):
         return LateWork(self.gloo.allreduce(tensors, options))
-
-
-def late_group():
-    if "late" not in dist.Backend.backend_list:
-        default = dist.Backend.default_device_backend_map["cpu"]
-        dist.Backend.register_backend("late", LateGroup, devices=["cpu"])
-        dist.Backend.default_device_backend_map["cpu"] = default  # of other tests' meshes
-    return dist.new_group(backend="late")
 
 
 def layer(params, x):
@@ -58,7 +41,7 @@ def layer(params, x):
 
 def profiled(rank):
     """The costs of two stages cut over two processes, whose sums take a time; and without a cut."""
-    mesh = DeviceMesh.from_group(late_group(), "cpu", mesh_dim_names=("late",))  # else equal to others'
+    mesh = DeviceMesh.from_group(group_of(LateGroup, "late"), "cpu", mesh_dim_names=("late",))  # else equal to others'
     pipeline = fpipe.Pipeline([layer] * 2, loss=F.mse_loss)
     params = {s: {"up": torch.randn(WIDTH, HIDDEN), "down": torch.randn(HIDDEN, WIDTH)} for s in range(2)}
     x, y = torch.randn(2, ROWS, WIDTH)

@@ -16,6 +16,7 @@ from fpipe.handlers.calls import FUNCTIONS
 from fpipe.handlers.protocol import Observer
 from fpipe.stages.microbatch import Microbatch
 from tests.support.cases import SCHEDULES, mse, overlapping
+from tests.support.groups import OverGloo, group_of
 from tests.support.jobs import differences
 from tests.support.shards import mesh_of, values
 
@@ -37,18 +38,8 @@ class Work(dist._Work):
         return True
 
 
-class Logged(dist.ProcessGroup):
+class Logged(OverGloo):
     """Sums over gloo. What is read before the wait is no sum."""
-
-    def __init__(self, store, rank, size, timeout):
-        super().__init__(rank, size)
-        self.gloo, self.name = dist.ProcessGroupGloo(store, rank, size, timeout), ""
-
-    def setGroupName(self, name):  # noqa: N802
-        self.name = name
-
-    def getGroupName(self):  # noqa: N802
-        return self.name
 
     def allreduce(self, tensors, options):
         number = NUMBERS["posted"] = NUMBERS.get("posted", -1) + 1
@@ -57,10 +48,8 @@ class Logged(dist.ProcessGroup):
         return Work(self.gloo.allreduce(result, options), tensors[0], result[0], number)
 
 
-@functools.cache
 def logged():
-    dist.Backend.register_backend("logged", Logged, devices=["cpu"])
-    return dist.new_group(backend="logged")
+    return group_of(Logged, "logged")
 
 
 class Brackets(Observer):
