@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.1  # seconds between two looks into the store
 SLICE = 0.2  # seconds of a wait for an answer between two calls of `check`
+LIMIT = 300.0  # seconds, where the caller has no time limit of its own
 LEAST = 1.0  # seconds for an answer, also to a call at the end of a time limit for several
 
 

@@ -30,9 +30,8 @@ from fpipe.handlers.protocol import Inputs
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import describe, flatten, paths_of, short
 from fpipe.stages.sharding import Placed, layout_key
-from fpipe.store import JobStore, bounded
+from fpipe.store import LIMIT, JobStore, bounded
 
-LIMIT = 300.0  # seconds that a connection may take to be made
 FIRST_PAUSE, LAST_PAUSE = 5e-5, 1e-3  # seconds between two looks for the numbers of other processes
 
 

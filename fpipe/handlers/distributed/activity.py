@@ -112,6 +112,11 @@ class Activity:
         if self.flight is not None and place is not None:
             self.flight.arrived(place)
 
+    def replay(self, part: str) -> None:
+        """Note in the flight recorder that a captured part of the step is replayed."""
+        if self.flight is not None:
+            self.flight.writer("replay", part)()
+
     def conclude(self, outcome: Outcome, reason: str) -> None:
         """Note in the flight recorder that a step can't be finished, or that the handler has ended."""
         if self.flight is not None:

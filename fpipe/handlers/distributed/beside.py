@@ -13,10 +13,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from fpipe.handlers.distributed.collectives import Collectives
 from fpipe.handlers.gloo import gloo_group
 from fpipe.handlers.protocol import Peers
-from fpipe.store import JobStore, bounded
+from fpipe.store import LIMIT, JobStore, bounded
 
 T = TypeVar("T")
-LIMIT = 300.0  # seconds that a connection may take to be made
 
 
 class _OwnGroups:

@@ -27,11 +27,10 @@ from torch.distributed.distributed_c10d import Store
 from fpipe.errors import TransportError
 from fpipe.handlers.distributed.connections import cause_of
 from fpipe.handlers.distributed.failures import STORE_TIMEOUT
-from fpipe.store import JobStore, StoreError
+from fpipe.store import LIMIT, JobStore, StoreError
 
 T = TypeVar("T")
 HINT = "every rank makes the same calls in the same order"
-GROUP_TIMEOUT = 300.0  # seconds for the job's store where a process group has a limit of its own
 
 
 class Connector(Protocol):
@@ -160,7 +159,7 @@ class Collectives:
         )
 
     def _store(self) -> JobStore:
-        return JobStore(self.connector.store(), self.timeout or GROUP_TIMEOUT)
+        return JobStore(self.connector.store(), self.timeout or LIMIT)
 
     def _missing(self) -> list[int]:
         """Return the ranks that have not come to this call."""
@@ -176,7 +175,7 @@ class _OneGroup:
 
     def __init__(self, group: dist.ProcessGroup, purpose: str, timeout: float | None) -> None:
         self._group = group
-        store = JobStore(None, timeout or GROUP_TIMEOUT).under(f"fpipe/{group.group_name}/{purpose}")
+        store = JobStore(None, timeout or LIMIT).under(f"fpipe/{group.group_name}/{purpose}")
         number = store.add(f"made by {group.rank()}", 1)  # on every rank the same, where each makes the same calls
         self._store = store.under(str(number)).store
 

@@ -258,7 +258,7 @@ class Connections:
                 raise PeerLost(peer, purpose)
 
         try:
-            with self.activity.waits_for(purpose):
+            with self.activity.waits_for(purpose, peer):
                 bounded(attempt, max(0.0, self._until - time.monotonic()), check)
         except TimeoutError:
             raise PeerLost(peer, f"{purpose} (no connection within timeout={self.timeout:g} s)") from None

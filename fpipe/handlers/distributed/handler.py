@@ -329,8 +329,7 @@ class _Setup:
         steps = self.ready()
         connections = steps.connections
         with steps.running(lambda: part):
-            if connections.activity.flight is not None:
-                connections.activity.flight.writer("replay", part)()
+            connections.activity.replay(part)
             if connections.device.asynchronous:
                 connections.use_all()  # a replay runs none of the code that posts
             try:
