@@ -119,9 +119,8 @@ class Checker(TorchDispatchMode):
     def sweep(self) -> None:
         """Check the memory that has been given up: the compute stream may use it again from now on."""
         for key, use in list(self.uses.items()):
-            if not use.storage.expired():
+            if not use.storage.expired() or self.uses.pop(key, None) is None:  # another thread sweeps too
                 continue
-            del self.uses[key]
             last = [use.write] if use.write else []
             for stream, then, by in [*last, *((s, t, by) for s, (t, by) in use.reads.items())]:
                 if self.compute.clock.get(stream, 0) < then:
