@@ -25,11 +25,16 @@ T = TypeVar("T")
 
 
 class PeerLost(Exception):
-    """A peer can't be reached; the text is the purpose. `peer` is its rank, None where it may be any of them."""
+    """A peer can't be reached; the text is the purpose.
 
-    def __init__(self, peer: int | None, text: str) -> None:
+    Args:
+        peer: its rank; None where it may be any of them.
+        is_other: it may also be a process that is no rank of the handler, as in the collectives of pieces.
+    """
+
+    def __init__(self, peer: int | None, text: str, is_other: bool = False) -> None:
         super().__init__(text)
-        self.peer = peer
+        self.peer, self.is_other = peer, is_other
 
 
 class ValueStore(Protocol):

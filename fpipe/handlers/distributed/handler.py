@@ -475,7 +475,7 @@ class _CompiledProgram:
         self.plan, self.pieces, self.connections = executor.plan, executor.pieces, channels.connections
         self.shared_readers = readers_of_shared_leaves(executor.pipeline, self.plan, self.pieces.argnums)
         program = executor.calls.program
-        self.watch = PieceWatch(self.connections, channels.agree, notices_of([program]))
+        self.watch = PieceWatch(self.connections, channels.agree, notices_of([program]), processes)
         effects = (part for effect in program for part in fx.parts(effect))
         self.is_evaluation = not any(program.table.effects[type(part)].work & WEIGHT for part in effects)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fpipe.autodiff.graph.collectives import ranks_of
 from fpipe.autodiff.graph.notices import Notices
 from fpipe.errors import StageError, TransportError
 from fpipe.handlers.distributed.connections import Connections, first_line
@@ -23,12 +24,15 @@ class PieceWatch:
 
     Args:
         agree: waits for the handshake of the step.
+        processes: the handler's, by their numbers in the job.
     """
 
     timeout = None
 
-    def __init__(self, connections: Connections, agree: Callable[[], None], notices: Notices) -> None:
-        self._connections, self._agree, self.notices = connections, agree, notices
+    def __init__(
+        self, connections: Connections, agree: Callable[[], None], notices: Notices, processes: frozenset[int]
+    ) -> None:
+        self._connections, self._agree, self.notices, self._processes = connections, agree, notices, processes
 
     def check_group(self, group: tuple[int, ...]) -> None:
         """Do nothing: they are replicas of this handler, or each has its own, and is given the same batch."""
@@ -48,10 +52,11 @@ class PieceWatch:
             raise
         except RuntimeError as error:
             cut = connections.groups.is_cut
-            raise PeerLost(None, purpose if cut else f"{purpose} ({first_line(error)})") from None
+            is_other = group is None or not self._processes.issuperset(ranks_of(group))
+            raise PeerLost(None, purpose if cut else f"{purpose} ({first_line(error)})", is_other) from None
         if connections.device.asynchronous and group is not None:
             connections.activity.markers.add(purpose, "waiting")
 
     def check(self, purpose: str) -> None:
         if self._connections.groups.is_cut:
-            raise PeerLost(None, purpose)
+            raise PeerLost(None, purpose, is_other=True)

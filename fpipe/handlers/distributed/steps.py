@@ -203,7 +203,7 @@ class Steps:
     def _loss(self, lost: PeerLost) -> str:
         """Return which rank is gone, and how this one noticed it."""
         failures, known = self.failures, self._known(lost)
-        peer = "a peer" if known is None else failures.grid.name(known)
+        peer = "a process" if lost.is_other else "a peer" if known is None else failures.grid.name(known)
         if failures.host_has_ended():  # the others end their connections because they can't reach it
             peer = f"{failures.grid.name(0)}, whose process has the job's store,"
         return (
@@ -213,16 +213,18 @@ class Steps:
 
     def _known(self, lost: PeerLost) -> int | None:
         known = lost.peer if lost.peer != self.connections.rank else None  # a broadcast of this rank's has no peer
-        return 1 - self.connections.rank if known is None and self.connections.size == 2 else known
+        is_the_other = known is None and self.connections.size == 2 and not lost.is_other
+        return 1 - self.connections.rank if is_the_other else known
 
     def _recorded(self, lost: PeerLost) -> Failure | None:
         """Return the failure behind a lost peer; None if there is none, or the handler has ended.
 
         A rank that fails writes its reason before it breaks its connections; so does this rank's watchdog. A rank that
-        does not know which peer it has lost waits longer, so that one that knows can write first.
+        does not know which peer it has lost waits longer, so that one that knows can write first; and yet longer after
+        a collective with processes that are no ranks of the handler, whose reasons come by way of some that are.
         """
         failures, groups = self.failures, self.connections.groups
-        until = time.monotonic() + (1.0 if self._known(lost) is None else 0.2)
+        until = time.monotonic() + (3.0 if lost.is_other else 1.0 if self._known(lost) is None else 0.2)
         for _ in failures.jobs.polls(until):
             if failures.ended is None:
                 failures.ended, recorded = failures.read() or (None, [])
