@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 import fpipe
+from tests.support.combinations import thorough
+
+pytestmark = thorough
 
 ROOT = Path(__file__).resolve().parents[1]
 TREES = ("benchmarks", "docs", "examples", "fpipe", "interop", "schedules", "tests")

@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from tests.support.combinations import thorough
+
+pytestmark = thorough
+
 SCRIPT = """
 import gc, json, sys
 import torch

@@ -28,7 +28,7 @@ from fpipe.flight.format import FOLDER
 from fpipe.programs.footprint import footprint
 from fpipe.programs.verifier import verify
 from fpipe.schedules.catalogue import CATALOGUE, recut, shares
-from tests.support.combinations import few
+from tests.support.combinations import few, thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = list(CATALOGUE)
@@ -662,6 +662,7 @@ def test_the_json_of_search_is_that_of_simulate():
     assert found["cost"] <= min(row["cost"] for row in told("compare", *SMALL, "--communication", "0.1")["schedules"])
 
 
+@thorough
 def test_the_frontier_keeps_to_a_limit():
     small = ("--ranks", "2", "--microbatches", "4", "--pareto")
     rows = told("search", *small, "--memory-limit", "1.5")
@@ -776,6 +777,7 @@ def end(*args, stdout=subprocess.PIPE, **options):
     return subprocess.run(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, **options)
 
 
+@thorough
 def test_a_closed_stdout_is_no_error_to_show():
     read, write = os.pipe()
     os.close(read)

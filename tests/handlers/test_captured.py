@@ -82,10 +82,10 @@ def test_bits(name, schedule, m, way):
 
 
 @combined(
-    name=few(CASES, ("linear", "weighted", "dropout", "modules")),
+    name=few(CASES, ("linear", "weighted", "modules")),
     schedule=SCHEDULES,
     m=(2, 3),
-    ranks=(2, 4),
+    ranks=few((2, 4), slice(1)),
     way=("everything", "eager"),
     where=possible_over_gloo,
     singly=True,

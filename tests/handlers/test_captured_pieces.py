@@ -52,8 +52,8 @@ def linear(rows=8, m=4, schedule=schedules.one_f_one_b, **options):
 
 
 @combined(
-    name=few(CASES, slice(None, None, 2)),
-    schedule=SCHEDULES,
+    name=few(CASES, slice(None, None, 3)),
+    schedule=few(SCHEDULES, slice(None, None, 2)),
     m=(2, 3),
     way=("everything", "eager", "nothing"),
     where=possible,

@@ -20,7 +20,7 @@ from fpipe.programs.completions import send_completions
 from fpipe.programs.interleaving import interleave
 from fpipe.tables import TABLE
 from tests.support import cases, jobs
-from tests.support.combinations import PAIRS, few, sample
+from tests.support.combinations import PAIRS, few, sample, thorough
 
 EVERY_KIND = ("gpipe", "one_f_one_b", "interleaved_zb", "zb_v", "dualpipe")
 """Schedules that differ in how many stages a rank has, in copies, and in whether backwards are split."""
@@ -68,6 +68,7 @@ def test_rows_that_only_another_rank_knows(pools):
     assert len(set(pools(4).run(jobs.rows_known_elsewhere, 4))) == 1
 
 
+@thorough
 def test_two_pipelines_on_one_mesh(pools):
     assert pools(4).run(jobs.beside_each_other, 4) == [[]] * 4
 

@@ -18,7 +18,7 @@ REPLICAS = ("blocks", "looped_bfs", (1, 2, 2))
 QUICK = [REPLICAS, ("blocks", "dualpipe_v", (2, 1, 2)), ("blocks", "looped_bfs", (2, 2, 2))]
 
 
-@pytest.mark.parametrize(("model", "schedule", "shape"), sample([REPLICAS, *ROWS], few(QUICK, slice(2))), ids=str)
+@pytest.mark.parametrize(("model", "schedule", "shape"), sample([REPLICAS, *ROWS], few(QUICK, slice(1, 2))), ids=str)
 def test_the_whole_mesh_trains_as_one_process(pools, model, schedule, shape):
     """Losses, gradients and their norm, with dropout where the model has it, within rounding."""
     for first, fifth, gradients, norm, alike in pools(math.prod(shape)).run(

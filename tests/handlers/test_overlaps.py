@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.support import braid_jobs
-from tests.support.combinations import ALL, combined, few
+from tests.support.combinations import ALL, combined, few, thorough
 
 PLAIN = "p w p w p w p w"
 """Two parts with two sums each, one part after the other."""
@@ -69,6 +69,7 @@ def test_sums_travel_while_the_other_part_computes_in_one_order_on_all_processes
     assert {each for each in overlaps(unbraided) if each.count("p") == 4} == {PLAIN}
 
 
+@thorough
 @pytest.mark.parametrize("schedule", few(["dualpipe_v", "dualpipe"], ["dualpipe"]))
 def test_ranks_of_a_pipeline_that_share_their_stages(schedule, pools):
     assert pools(4).run(braid_jobs.bits_of_a_grid, schedule) == [[[], []]] * 4

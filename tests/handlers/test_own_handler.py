@@ -14,7 +14,7 @@ from fpipe.handlers.calls import Calls
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.protocol import Replicas, Results
 from tests.support import cases, jobs
-from tests.support.combinations import few
+from tests.support.combinations import few, thorough
 
 
 class Shuffled:
@@ -82,6 +82,7 @@ class Mailbox:
         return all((name, program.rank) in self.sent for name in needs if name in received)
 
 
+@thorough
 @pytest.mark.parametrize(
     ("name", "schedule", "ranks"),
     few(

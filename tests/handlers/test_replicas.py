@@ -15,7 +15,7 @@ from fpipe.effects import Gather, Release
 from tests.handlers.test_weights import case as unlabelled_case
 from tests.handlers.test_weights import labelled, whole
 from tests.support import cases, jobs, replica_jobs
-from tests.support.combinations import ALL, combined, few, sample
+from tests.support.combinations import ALL, combined, few, sample, thorough
 from tests.support.replica_jobs import CASES, Grid
 from tests.support.sharing import sharing
 
@@ -129,6 +129,7 @@ def test_over_gloo(pools, name, schedule, microbatches, grid, which, way):
     assert found == [[]] * grid.size
 
 
+@thorough
 @pytest.mark.parametrize("schedule", few(["zb_v", "dualpipe"], ["dualpipe"]))
 def test_graphs_over_gloo(pools, schedule):
     found = pools(6).run(replica_jobs.train, Grid("dp3 pp2"), "linear", schedule, 2, "least", "everything")
@@ -163,7 +164,7 @@ def test_the_order_of_the_sum_shows(schedule):
 
 
 @combined(
-    case=(("tied", "interleaved_zb"), ("layouts", "dualpipe"), ("weighted", "zb_v")),
+    case=few((("tied", "interleaved_zb"), ("layouts", "dualpipe"), ("weighted", "zb_v")), slice(2)),
     which=(None, "least"),
 )
 def test_an_inexact_sum_is_as_good(pools, case, which):

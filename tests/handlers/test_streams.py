@@ -7,7 +7,7 @@ import pytest
 from fpipe import lower
 from fpipe.effects import Send
 from tests.support import cases, stream_jobs
-from tests.support.combinations import ALL, few, sample
+from tests.support.combinations import ALL, few, sample, thorough
 from tests.support.replica_jobs import Grid
 
 NAMES = ["attention", "skip", "tied", "layouts", "dictionary", "dropout", "modules", "twice"]
@@ -25,7 +25,7 @@ TWO = [*zip(cases.SCHEDULES, cycle(NAMES), cycle([2]))]
 @pytest.mark.parametrize(
     ("schedule", "name", "ranks"),
     [
-        *sample(TWO, few(TWO[::2], slice(None, None, 3))),
+        *sample(TWO, few(TWO[::2], slice(1, None, 4))),
         *sample([(s, n, 4) for s in cases.SCHEDULES for n in ("skip", "tied")], [("zb_v", "skip", 4)]),
     ],
 )
@@ -62,6 +62,7 @@ def test_outputs_are_gathered_without_a_wait_of_the_host(pools):
         assert waits <= DOCUMENTED
 
 
+@thorough
 @pytest.mark.parametrize(
     ("schedule", "which"),
     sample(

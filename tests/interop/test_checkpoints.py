@@ -26,7 +26,7 @@ import fpipe
 from fpipe import Pipeline, Placement, Stage, TransportError, handlers, interop, schedules
 from fpipe.interop import CheckpointError
 from tests.support import cases, models
-from tests.support.combinations import ALL, LEVEL, few, sample
+from tests.support.combinations import ALL, LEVEL, few, sample, thorough
 from tests.support.forked import CONTEXT
 from tests.support.jobs import differences, handler
 from tests.support.shards import Replicated, mesh_of
@@ -381,6 +381,7 @@ def test_kills_at_random_moments_leave_the_last_or_the_next_whole(tmp_path):
     assert amid > kills // 8  # so many were killed within a save
 
 
+@thorough
 @pytest.mark.parametrize("replicas", few([1, 2], [2]))
 def test_kills_of_two_ranks_at_random_moments_leave_the_last_or_the_next_whole(tmp_path, replicas):
     amid = elsewhere(kill_ranks_at_random, str(tmp_path / "saved"), 15 if ALL else 8, replicas)
@@ -842,6 +843,7 @@ def train_while_saving(rank, folder):
     return [differences(saved.load(handle.wait(), **like(rank)), kept) for handle, kept in steps]
 
 
+@thorough
 def test_ranks_train_on_while_a_save_is_under_way(pools, tmp_path):
     assert pools(2).run(train_while_saving, str(tmp_path)) == [[[]] * 4] * 2
     assert [path.name[-6:] for path in sorted(tmp_path.iterdir())] == [f"step-{i}" for i in (1, 2, 3, 4)]

@@ -214,6 +214,7 @@ def in_processes(rank, grid):
     return jobs.differences((whole(ours), loss), expected)
 
 
+@thorough
 @pytest.mark.parametrize("text", few(["dp1 pp2", "dp2 pp1"], ["dp2 pp1"]))
 def test_processes_have_the_bits_of_one(text, pools):
     assert pools(2).run(in_processes, Grid(text)) == [[], []]

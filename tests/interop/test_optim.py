@@ -15,7 +15,7 @@ from benchmarks import optim
 from fpipe import Placement, handlers, interop, schedules
 from fpipe.stages.sharding import is_dtensor
 from tests.support import cases, jobs
-from tests.support.combinations import ALL, few, sample
+from tests.support.combinations import ALL, few, sample, thorough
 from tests.support.jobs import differences
 from tests.support.shards import mesh_of, values, whole
 
@@ -280,6 +280,7 @@ def trained_on(rank, schedule, ranks):
     return trained(case, generator, plan, jobs.handler())
 
 
+@thorough
 def test_tied_entries_stay_the_same_in_bits_on_every_rank(pools):
     case, _, plan = cases.make("tied", "one_f_one_b", 4, 4)
     expected = trained(case, schedules.gpipe, plan, handlers.Local())

@@ -220,6 +220,7 @@ def die_amid_saving(rank, folder):
     saved.save(**{**kept, "step": 4})
 
 
+@thorough
 def test_a_replica_that_dies_amid_a_save_leaves_the_last_whole(fresh_pool, tmp_path):
     first, second = fresh_pool(2).outcomes(die_amid_saving, str(tmp_path))
     assert (first.error, second.exitcode) == (TransportError.__name__, 3)

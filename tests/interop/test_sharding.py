@@ -9,6 +9,7 @@ from torch import nn
 
 from fpipe import interop, peak_bytes
 from fpipe.stages.sharding import local, locals_of
+from tests.support.combinations import thorough
 from tests.support.jobs import differences
 from tests.support.shards import mesh_of, values, whole
 
@@ -251,6 +252,7 @@ def made(rank):
     return wrong, all(optree.tree_leaves(places)), here, stored, {*own}
 
 
+@thorough
 def test_a_model_that_no_process_could_hold_is_made_in_shards(pools):
     layer = 4 * (64 * 64 + 64)
     for wrong, placed, peak, stored, own in pools(4).run(made):

@@ -21,6 +21,7 @@ from transformers import (
 import fpipe
 from fpipe import Placement, handlers, interop, schedules
 from fpipe.interop.transformers import IGNORED, load, split, tokens
+from tests.support.combinations import thorough
 from tests.support.jobs import differences
 
 SIZES = {"vocab_size": 31, "n_positions": 8, "n_embd": 16, "n_layer": 3, "n_head": 2, "bos_token_id": 1}
@@ -47,6 +48,7 @@ def gpt2():
     return (whole, *split(whole, example=batch(2), at=CUTS), batch(6))
 
 
+@thorough
 def test_every_token_weighs_the_same(gpt2):
     whole, pipeline, params, data = gpt2
     plan = pipeline.plan(Placement.loop(3), 3)

@@ -5,7 +5,7 @@ import re
 import torch
 
 from tests.support import context_jobs as jobs
-from tests.support.combinations import combined
+from tests.support.combinations import combined, few
 from tests.support.replica_jobs import Grid
 
 MESHES = ("pp1 cp2", "pp2 cp2", "pp1 dp2 cp2")
@@ -16,7 +16,7 @@ def fits(text, schedule, **_):
 
 
 @combined(
-    text=MESHES,
+    text=few(MESHES, slice(2)),
     schedule=("gpipe", "1f1b", "zb-v"),
     is_causal=(True, False),
     ring=(False, True),

@@ -15,7 +15,7 @@ from fpipe.effects import Activation, Deferred, Forward, Residuals
 from fpipe.profiling.live_bytes import peak_bytes
 from tests.support import cases, jobs, live_jobs
 from tests.support.catalogue import ORDERS
-from tests.support.combinations import combined, few, sample
+from tests.support.combinations import combined, few, sample, thorough
 
 # Of a call
 
@@ -166,6 +166,7 @@ def test_each_rank_holds_what_is_predicted(pools, name, kind):
         check(*found)
 
 
+@thorough
 @pytest.mark.parametrize(
     ("name", "kind"), few([("dualpipe", "layers"), ("one_f_one_b", "layers"), ("zb_v", "skip")], slice(1))
 )

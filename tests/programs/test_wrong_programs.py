@@ -17,7 +17,7 @@ from fpipe import Output, Pipeline, Placement, Plan, ScheduleError, Stage, handl
 from fpipe.effects import Reduce
 from fpipe.schedules import from_table, gpipe
 from fpipe.schedules.catalogue import CATALOGUE
-from tests.support.combinations import LEVEL, examples
+from tests.support.combinations import LEVEL, examples, few, thorough
 from tests.support.sharing import sharing
 
 SCHEDULES = {name: (lambda plan, e=entry: e.schedule(plan), entry.plan) for name, entry in CATALOGUE.items()}
@@ -122,7 +122,10 @@ STEP = (128, 32, 1)[LEVEL]
 """Of so many effects of a rank one has a fault."""
 
 
-@pytest.mark.parametrize(("name", "frozen"), [*((name, False) for name in SCHEDULES), *((n, True) for n in FROZEN)])
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [*((name, False) for name in few(SCHEDULES, slice(None, None, 2))), *((n, True) for n in FROZEN)],
+)
 def test_a_small_program_with_one_fault(name, frozen):
     tried = 0
     for ranks, m in SMALL:
@@ -145,6 +148,7 @@ def test_a_small_program_with_one_fault(name, frozen):
     assert tried >= 2
 
 
+@thorough
 @settings(max_examples=examples(150))
 @given(st.data())
 def test_a_large_program_with_faults(data):

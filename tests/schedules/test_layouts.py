@@ -17,6 +17,7 @@ from fpipe.schedules.catalogue import recut
 from fpipe.schedules.layouts import Degrees, layouts
 from fpipe.schedules.machines import MACHINES, Machine, gathering, summing
 from fpipe.schedules.shapes import SHAPES, ModelShape
+from tests.support.combinations import thorough
 
 module = import_module("fpipe.schedules.layouts")  # the package has the function by that name
 
@@ -208,6 +209,7 @@ def test_more_of_each_dimension_needs_less_memory():
 SEARCHED = {"batch": 16, "rows": (1, 2), "chunks": (1, 2), "schedules": ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")}
 
 
+@thorough
 def test_the_ranking_is_that_of_simulating_all(monkeypatch):
     """Within the share that is not looked at; and no step is below the bound, nor its bytes below the least."""
     hosts = replace(MACHINES["a100"], on_host=4)

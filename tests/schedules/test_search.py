@@ -13,7 +13,7 @@ from fpipe.schedules.catalogue import recut, shares
 from fpipe.schedules.search import CHUNKS
 from fpipe.timelines.simulator import simulate_programs
 from tests.support import cases, jobs
-from tests.support.combinations import PAIRS, examples, few, sample
+from tests.support.combinations import PAIRS, examples, few, sample, thorough
 
 number = st.integers(0, 8).map(lambda n: n / 4)
 
@@ -48,6 +48,7 @@ def test_no_schedule_goes_below_the_bound(model):
         assert timeline.cost >= lower_bound(cut, own, limit) * (1 - 1e-12), (name, cut)
 
 
+@thorough
 @settings(max_examples=examples(15))
 @given(models(), st.sampled_from([None, 1, 2, 3.5]))
 def test_nothing_that_was_tried_is_better(model, limit):
@@ -169,6 +170,7 @@ def test_with_skips_only_schedules_for_as_many_stages_are_tried():
     verify(found.schedule, found.plan)
 
 
+@thorough
 @pytest.mark.parametrize("limit", few([None, 1.5], [1.5]))
 def test_what_was_found_runs_like_any_other(limit):
     case = cases.make("attention", "interleaved_1f1b", 2, 5)[0]
@@ -188,6 +190,7 @@ def layouts(memory_limit_bytes, **costs):
     return search(plan, costs, memory_limit_bytes=memory_limit_bytes, chunks=(1, 2)), plan, costs
 
 
+@thorough
 def test_the_layout_of_replicas_is_searched_too():
     found, _, _ = layouts(None)
     assert found.plan.replicas == 4
@@ -202,6 +205,7 @@ def test_the_layout_of_replicas_is_searched_too():
     assert free.bytes < found.bytes
 
 
+@thorough
 @pytest.mark.parametrize("room", few([2.6, 3, 4, 6], [3]))
 def test_what_is_found_keeps_to_a_limit_in_bytes_and_is_the_fastest_of_those(room):
     found, plan, costs = layouts(100 * room)

@@ -10,7 +10,7 @@ from fpipe import Costs, Edges, Placement, Plan, draw, lower, schedules, simulat
 from fpipe.programs.verifier import check
 from fpipe.schedules.catalogue import CATALOGUE, existing, recut_for, recut_trained
 from fpipe.schedules.search import lower_bound
-from tests.support.combinations import examples, few
+from tests.support.combinations import examples, few, thorough
 
 SUBSETS = st.sets(st.integers(0, 5))
 TIMES = st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=6, max_size=6)
@@ -66,6 +66,7 @@ rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3
     )
 
 
+@thorough
 @pytest.mark.parametrize(("trained", "most"), few([([3], 16.0), ([2, 3], 19.0), ([0], 24.0)], slice(1)))
 def test_search_is_faster_where_less_is_trained(trained, most):
     plan = Plan(Placement.loop(4), 8)

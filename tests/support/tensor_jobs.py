@@ -229,22 +229,44 @@ WRONG = {  # by fault, what one process or all have instead: names of params, an
 
 TRACED = ("function", "failing", "heads")
 """Faults of functions, which are found when they are traced."""
+FIRST = (*TRACED, "batch")
+"""Faults that are found in a first step alone: values of batches are compared in it."""
 
 
-def wrong(rank, fault):
-    """The errors of a first step and of a later one in which process 3 of 2 x 2 is wrong; it works after each."""
+def step_of_layers(function=layer):
+    """A step of 2 x 2 processes, whose last stage has another function."""
+    pipeline = fpipe.Pipeline([layer, function], loss=F.mse_loss)
+    plan = pipeline.plan(fpipe.Placement.loop(ranks=2), microbatches=2)
+    handler = handlers.Distributed(mesh_of(2, 2, names=("pp", "tp"))["pp"], timeout=20)
+    return step_of("one_f_one_b", pipeline, plan, handler)
+
+
+shared_step = functools.cache(step_of_layers)
+
+
+def forget(rank):
+    """Let the step that several faults have in common go."""
+    shared_step.cache_clear()
+
+
+def wrong(rank, fault, first):
+    """The errors of steps in which process 3 of 2 x 2 is wrong; it works after each.
+
+    Args:
+        first: the first step of a function is wrong, and a later one; otherwise one of a function that has worked.
+    """
     mesh = mesh_of(2, 2, names=("pp", "tp"))
     changes = WRONG[fault] if rank == 3 or fault == "heads" else {}
-    pipeline = fpipe.Pipeline([layer, changes.get("function", layer)], loss=F.mse_loss)
-    plan = pipeline.plan(fpipe.Placement.loop(ranks=2), microbatches=2)
-    step = step_of("one_f_one_b", pipeline, plan, handlers.Distributed(mesh["pp"], timeout=20))
+    step = step_of_layers(changes.get("function", layer)) if first else shared_step()
 
     def run(changes):
         batch, rng = changes.get("batch", torch.ones(ROWS, 4)), changes.get("rng", (0, 1))
         return step({rank // 2: _layer_params(mesh, changes)}, batch, torch.ones(ROWS, 4), rng=rng)
 
     texts = []
-    for _ in range(1 if fault in (*TRACED, "batch") else 2):  # values of batches are compared in the first step
+    if not first:
+        run({})
+    for _ in range(2 if first and fault not in FIRST else 1):
         with pytest.raises((fpipe.StageError, fpipe.TransportError, ValueError)) as caught:
             run(changes)
         texts.append(f"{caught.type.__name__}: {caught.value}")

@@ -26,7 +26,7 @@ from fpipe.tensorboard.recording import recorder as recorder_of
 from fpipe.tensorboard.recording.device_clock import NUMBERS, Kept, Marks, Numbers
 from fpipe.timelines.measurement import Columns
 from tests.support import cases, grid_jobs, jobs, live_jobs
-from tests.support.combinations import combined, few
+from tests.support.combinations import combined, few, thorough
 from tests.support.curves import scalars
 from tests.support.fake_device import FakeDevice
 
@@ -297,6 +297,7 @@ def replicated(rank, logdir):
     return [str(w.message) for w in told if "record" in str(w.message)], norm.item()
 
 
+@thorough
 def test_every_replica_writes_its_own_timeline(pools, tmp_path):
     outcomes = pools(4).run(replicated, str(tmp_path))
     assert [told for told, _ in outcomes] == [[]] * 4

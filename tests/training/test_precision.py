@@ -128,6 +128,7 @@ def test_ranks_must_agree_on_autocast_and_loss_scale(pools):
         assert is_finite
 
 
+@thorough
 @pytest.mark.parametrize("mode", few(["float16", "bfloat16 params"], ["float16"]))
 def test_shards_in_processes_train_as_one_process(pools, mode):
     for wrong, taken, text in pools(2).run(jobs.sharded, Grid("dp2 pp1"), mode):
@@ -150,6 +151,7 @@ def test_the_rule_is_that_of_torchs_grad_scaler():
         assert (scale.value.item(), scale.streak.item()) == (value.item(), streak.item())
 
 
+@thorough
 def test_a_loss_scale_changes_no_bits_of_float32():
     pipeline, params, batch, target, *_ = jobs.prepared("autocast inside", 2)
     plan = pipeline.plan(Placement.loop(2), 4)
