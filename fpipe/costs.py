@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import inf, isfinite
 from typing import Any, NamedTuple, SupportsFloat
 
@@ -289,6 +289,33 @@ class Costs:
         whole = self.reads.get((stage, reader), _at(self.activation, stage))
         return whole * (self.sizes[microbatch] if self.sizes else 1.0)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return JSON values, without the costs that are as by default.
+
+        Raises:
+            ScheduleError: `extra` or `collectives` has a class of your own.
+
+        >>> Costs(forward=[1, 2], communication=Link(0.5)).as_json()
+        {'forward': [1.0, 2.0], 'communication': {'Link': [0.5, inf]}}
+        """
+        default, values = Costs(), {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: _as_json(each) for name, each in values.items() if each != getattr(default, name)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Costs:
+        """Return the costs of `as_json`.
+
+        Raises:
+            ScheduleError: it is not from there.
+
+        >>> Costs.from_json({'forward': [1.0, 2.0], 'communication': {'Link': [0.5, 8.0]}})
+        Costs(forward=(1.0, 2.0), communication=Link(latency=0.5, bandwidth=8.0))
+        """
+        try:
+            return cls(**{name: _from_json(each) for name, each in content.items()})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ScheduleError(f"these are no costs as of Costs.as_json: {error}") from error
+
     def check(self, plan: Plan) -> None:
         """Raise ScheduleError for a sequence whose length is not the plan's number of stages or of microbatches."""
         for field in fields(self):
@@ -311,6 +338,39 @@ class Costs:
                 raise ScheduleError(
                     f"{name} has {count} entries, the plan {plan.microbatches} microbatches: give one factor for each"
                 )
+
+
+_CLASSES = {kind.__name__: kind for kind in (Link, Shared, *TABLE.effects, *TABLE.values)}
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value as JSON: a class by its name, an instance as `{class: fields}`, a mapping as a list of items."""
+    if isinstance(value, type):
+        return {"class": _name_of(value)}
+    if isinstance(value, Mapping):
+        return {"items": [[_as_json(key), _as_json(each)] for key, each in value.items()]}
+    if is_dataclass(value) or isinstance(value, Shared):
+        names = Shared._fields if isinstance(value, Shared) else [field.name for field in fields(value)]
+        return {_name_of(type(value)): [_as_json(getattr(value, name)) for name in names]}
+    return [*map(_as_json, value)] if isinstance(value, tuple) else value
+
+
+def _name_of(kind: type) -> str:
+    if _CLASSES.get(kind.__name__) is not kind:
+        raise ScheduleError(f"costs of {kind.__qualname__}, which is not fpipe's own, can't be written as JSON")
+    return kind.__name__
+
+
+def _from_json(content: Any) -> Any:
+    if isinstance(content, list):
+        return tuple(map(_from_json, content))
+    if not isinstance(content, dict):
+        return content
+    ((name, value),) = content.items()
+    if name == "class":
+        return _CLASSES[value]
+    values = _from_json(value)
+    return dict(values) if name == "items" else _CLASSES[name](*values)
 
 
 def _at(cost: PerStage, stage: int) -> float:

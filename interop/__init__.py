@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fpipe.interop.checkpoints.manifest import CheckpointError as CheckpointError
     from fpipe.interop.checkpoints.run import Run as Run, resume as resume
     from fpipe.interop.checkpoints.safetensors import export_safetensors as export_safetensors
+    from fpipe.interop.elasticity import Elastic as Elastic, elastic as elastic
     from fpipe.interop.modes import eval_mode as eval_mode
     from fpipe.interop.modules.functions import (
         buffers as buffers,

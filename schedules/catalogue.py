@@ -74,7 +74,9 @@ class CatalogueEntry:
             raise ScheduleError(f"{self.name} has {self.chunks} {stages} on each rank, not {chunks}")
         return Plan(self.place(ranks, self.chunks if chunks is None else chunks), microbatches)
 
-    def schedule(self, plan: Plan, costs: Costs = Costs(), memory_limit: float | None = None) -> Schedule:
+    def schedule(
+        self, plan: Plan, costs: Costs = Costs(), memory_limit: float | Sequence[float] | None = None
+    ) -> Schedule:
         """Return the schedule for a plan; those that order by costs or under a memory limit use these.
 
         Raises:

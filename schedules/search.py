@@ -1,14 +1,17 @@
 """Search all named schedules for the fastest under a memory limit, with a lower bound of the cost. No torch.
 
 Costs are given for the plan's own stages. A schedule with another number of stages on a rank gets the costs of the same
-model split that way (`recut`), so that all schedules are compared on the same work.
+model split that way (`recut`), so that all schedules are compared on the same work. Where the stages have to stay, they
+are placed on the ranks in several ways.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from math import ceil, floor, inf
 
 from fpipe._format import counted, extent, format_bytes, number, sized
@@ -27,12 +30,12 @@ from fpipe.effects import (
 )
 from fpipe.errors import ScheduleError
 from fpipe.errors.arguments import checked
-from fpipe.plan import Plan, Schedule
+from fpipe.plan import Placement, Plan, Schedule
 from fpipe.programs.footprint import RankBytes, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs, plan_of
 from fpipe.programs.residence import residence
-from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, existing, recut_for, recut_trained, shares
+from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, existing, named, recut_for, recut_trained, shares
 from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
 
@@ -85,6 +88,8 @@ def search(
     *,
     memory_limit_bytes: float | None = None,
     chunks: Sequence[int] = CHUNKS,
+    recut: bool = True,
+    names: Sequence[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Found:
     """Return the named schedule of least cost within a memory limit, each at its best number of chunks.
@@ -99,6 +104,10 @@ def search(
         memory_limit: microbatches in flight on a rank, of its share of the model (1/ranks of it).
         memory_limit_bytes: bytes on a rank, of all that `fpipe.footprint` counts from the sizes in the costs.
         chunks: the numbers of stages on a rank to try, if the model can be split that way.
+        recut: False if the stages stay as they are, each on one rank. Schedules that take any placement then have them
+            in a loop, down the ranks and back up, and in blocks of neighbours, so that the number of ranks need not
+            divide that of the stages; `chunks` is not used.
+        names: of the schedules to try; by default all.
         progress: called with the name of each candidate.
 
     Of equal costs the lower peak wins: in bytes if the costs have parameters, else in microbatches.
@@ -115,12 +124,15 @@ def search(
     >>> result = search(Plan(Placement.loop(2), 8, replicas=4), costs, memory_limit_bytes=270, chunks=(1, 2))
     >>> result.name, result.resident, result.bytes
     ('zb-auto', 2, 245.0)
+    >>> result = search(Plan(Placement([0, 0, 1, 2]), 8), memory_limit=3, recut=False)  # four stages on three ranks
+    >>> result.name, result.plan.placement, result.timeline.cost, result.lower_bound
+    ('zb-auto', Placement((0, 1, 2, 0)), 48.0, 48.0)
     """
-    _check(plan, costs, memory_limit, chunks)
+    space = _Space.of(plan, costs, memory_limit, chunks, recut, names, progress)
     if memory_limit_bytes is None:
-        candidates = list(_candidates(plan, costs, memory_limit, chunks, progress))
+        candidates = list(space.candidates(memory_limit))
     else:
-        candidates = _every(plan, costs, chunks, progress, memory_limit, memory_limit_bytes)
+        candidates = space.every(memory_limit, memory_limit_bytes)
     within = [
         result
         for result in candidates
@@ -128,18 +140,13 @@ def search(
         and (memory_limit_bytes is None or result.bytes <= memory_limit_bytes * (1 + ROUNDING))
     ]
     if not within:
-        raise _too_small(plan, costs, memory_limit, memory_limit_bytes, chunks, candidates)
+        raise _too_small(space, memory_limit, memory_limit_bytes, candidates)
     bound = min(result.lower_bound for result in candidates)
     return replace(_best(within), lower_bound=bound)
 
 
 def _too_small(
-    plan: Plan,
-    costs: Costs,
-    memory_limit: float | None,
-    memory_limit_bytes: float | None,
-    chunks: Sequence[int],
-    candidates: Sequence[Found],
+    space: _Space, memory_limit: float | None, memory_limit_bytes: float | None, candidates: Sequence[Found]
 ) -> ScheduleError:
     if memory_limit_bytes is not None:
         least = min(candidates, key=lambda result: result.bytes)
@@ -149,7 +156,7 @@ def _too_small(
             + ("" if memory_limit is None else f" and to {memory_limit:g} microbatches in flight")
             + f": the least is {format_bytes(least.bytes)}, of {how}; more replicas or ranks need less"
         )
-    lowest = min(result.peak for result in _candidates(plan, costs, max(1.0, memory_limit or 1.0), chunks, None))
+    lowest = min(result.peak for result in space.candidates(max(1.0, memory_limit or 1.0)))
     return ScheduleError(
         f"no schedule that is known keeps to {memory_limit:g} microbatches in flight: the least is {lowest:g}"
     )
@@ -160,16 +167,6 @@ def describe_chunks(result: Found) -> str:
     count = max(len(result.plan.stages_on(rank)) for rank in range(result.plan.ranks))
     stages = f"{counted(count, 'stage')} on a rank"
     return stages if result.resident is None else f"{stages}, {result.resident} of them whole at a time"
-
-
-def _check(plan: Plan, costs: Costs, memory_limit: float | None, chunks: Sequence[int]) -> None:
-    costs.check(plan)
-    if memory_limit is not None and not memory_limit > 0:
-        raise ScheduleError(f"the memory limit must be more than 0 microbatches, not {memory_limit!r}")
-    if not chunks or min(chunks) < 1:
-        raise ScheduleError(
-            f"chunks must be numbers of stages on a rank, at least one, and each at least 1: {chunks!r}"
-        )
 
 
 @checked()
@@ -185,13 +182,13 @@ def pareto(
 
     Memory is in bytes if the costs have parameters or there is a limit in bytes, else in microbatches in flight.
     """
-    _check(plan, costs, None, chunks)
-    every = _every(plan, costs, chunks, progress, None, memory_limit_bytes)
+    space = _Space.of(plan, costs, None, chunks, progress=progress)
+    every = space.every(None, memory_limit_bytes)
     by_bytes = _has_parameters(costs) or memory_limit_bytes is not None
     if memory_limit_bytes is not None:
         within = [result for result in every if result.bytes <= memory_limit_bytes * (1 + ROUNDING)]
         if not within:
-            raise _too_small(plan, costs, None, memory_limit_bytes, chunks, every)
+            raise _too_small(space, None, memory_limit_bytes, every)
         every = within
 
     def memory(result: Found) -> float:
@@ -202,23 +199,6 @@ def pareto(
         if not front or result.timeline.cost < front[-1].timeline.cost * (1 - ROUNDING):
             front.append(result)
     return front
-
-
-def _every(
-    plan: Plan,
-    costs: Costs,
-    chunks: Sequence[int],
-    progress: Callable[[str], None] | None,
-    memory_limit: float | None,
-    limit_bytes: float | None,
-) -> list[Found]:
-    """Return all candidates; those that order under a limit also at lower limits than the given one."""
-    every = list(_candidates(plan, costs, memory_limit, chunks, progress, limit_bytes=limit_bytes))
-    for limit in _limits(_best(every).peak):
-        limited = [entry for entry in CATALOGUE.values() if entry.limited]
-        with suppress(ScheduleError):  # none takes this limit
-            every += _candidates(plan, costs, limit, chunks, progress, limited, limit_bytes)
-    return every
 
 
 def _has_parameters(costs: Costs) -> bool:
@@ -243,39 +223,142 @@ def _best(results: Sequence[Found]) -> Found:
     )
 
 
-def _candidates(
-    plan: Plan,
-    costs: Costs,
-    limit: float | None,
-    chunks: Sequence[int],
-    progress: Callable[[str], None] | None,
-    entries: Iterable[CatalogueEntry] = tuple(CATALOGUE.values()),
-    limit_bytes: float | None = None,
-) -> Iterator[Found]:
-    """Yield a result for each entry that takes the plan and the limit; if none does, raise the first error.
+@dataclass(frozen=True)
+class _Space:
+    """What is searched: schedules of the catalogue, each with several placements of one model."""
 
-    Args:
-        limit_bytes: for the lower bound alone.
+    plan: Plan
+    costs: Costs
+    entries: Sequence[CatalogueEntry]
+    chunks: Sequence[int]
+    recut: bool
+    progress: Callable[[str], None] | None
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        costs: Costs,
+        memory_limit: float | None,
+        chunks: Sequence[int],
+        recut: bool = True,
+        names: Sequence[str] | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> _Space:
+        """Check the arguments of a search."""
+        costs.check(plan)
+        if memory_limit is not None and not memory_limit > 0:
+            raise ScheduleError(f"the memory limit must be more than 0 microbatches, not {memory_limit!r}")
+        if not chunks or min(chunks) < 1:
+            raise ScheduleError(
+                f"chunks must be numbers of stages on a rank, at least one, and each at least 1: {chunks!r}"
+            )
+        if names is not None and (isinstance(names, str) or not names):
+            raise ScheduleError(f"names must be a list of schedules, at least one, such as ['1f1b'], not {names!r}")
+        entries = [*CATALOGUE.values()] if names is None else [named(name) for name in names]
+        if not recut:
+            entries = [entry for entry in entries if entry.placement != "both ways"]  # it has copies of stages
+        return cls(plan, costs, entries, chunks, recut, progress)
+
+    def every(self, memory_limit: float | None, limit_bytes: float | None) -> list[Found]:
+        """Return all candidates; those that order under a limit also at lower limits than the given one."""
+        every = list(self.candidates(memory_limit, limit_bytes=limit_bytes))
+        for limit in _limits(_best(every).peak):
+            with suppress(ScheduleError):  # none takes this limit
+                every += self.candidates(limit, limit_bytes, only_limited=True)
+        return every
+
+    def candidates(
+        self, limit: float | None, limit_bytes: float | None = None, only_limited: bool = False
+    ) -> Iterator[Found]:
+        """Yield a result for each entry that takes the plan and the limit; if none does, raise the first error.
+
+        Args:
+            limit_bytes: for the lower bound alone.
+            only_limited: leave out what does not order under a limit.
+        """
+        count, refused = 0, list[ScheduleError]()
+        for entry in self.entries:
+            for place in self._places(entry) if entry.limited or not only_limited else ():
+                if self.progress:
+                    self.progress(entry.name)
+                try:
+                    candidate = self._plan_of(entry, place)
+                    scaled = recut_for(self.costs, self.plan, candidate)
+                    schedule = entry.schedule(candidate, scaled, _limits_of_ranks(candidate, limit))
+                    played = list(_played(lower(schedule, candidate), scaled))
+                except ScheduleError as error:
+                    refused.append(error)  # it does not take the plan, or the limit
+                    continue
+                bound = lower_bound(candidate, scaled, limit, memory_limit_bytes=limit_bytes)
+                for timeline, resident, account in played:
+                    count += 1
+                    yield Found(entry.name, schedule, candidate, scaled, timeline, bound, resident, account)
+        if not count and refused:
+            raise refused[0]
+
+    def _places(self, entry: CatalogueEntry) -> Sequence[int | Placement]:
+        """Return the placements to try: numbers of stages on a rank for the entry's own, or others that it takes."""
+        if not self.recut:
+            return self._placements if entry.placement == "any" else (max(1, self.plan.stages // self.plan.ranks),)
+        if not entry.any_chunks:
+            return (entry.chunks,)
+        return [v for v in self.chunks if v <= MOST_LIMITED or not entry.limited]
+
+    @cached_property
+    def _placements(self) -> Sequence[Placement]:
+        """Placements of the stages as they are."""
+        p, stages = self.plan.ranks, range(self.plan.stages)
+        turns = [s % (2 * p) for s in stages]
+        costs = existing(self.costs, self.plan)
+        times = [costs.time(Forward(s, 0)) + costs.time(Backward(s, 0)) for s in stages]
+        mirrored = [p - 1 - rank for rank in reversed(_blocks(times[::-1], p))]
+        ways = [s % p for s in stages], [min(t, 2 * p - 1 - t) for t in turns], _blocks(times, p), mirrored
+        return [*dict.fromkeys(map(Placement, ways))]
+
+    def _plan_of(self, entry: CatalogueEntry, place: int | Placement) -> Plan:
+        """Return the plan of a placement for the same model."""
+        plan, m = self.plan, self.plan.microbatches
+        own = Plan(place, m) if isinstance(place, Placement) else entry.plan(plan.ranks, m, place)
+        trained = recut_trained(plan.trained, plan.stages, own.stages)
+        candidate = replace(own, replicas=plan.replicas, trained=trained)
+        is_plain = plan == Plan(plan.placement, m, replicas=plan.replicas, trained=plan.trained)
+        if is_plain and self.recut:
+            return candidate
+        return replace(candidate, edges=plan.edges, ties=plan.ties, cotangents=plan.cotangents)
+
+
+def _limits_of_ranks(plan: Plan, limit: float | None) -> float | Sequence[float] | None:
+    """Return a limit, in microbatches of 1/ranks of the model, in microbatches of what each rank has, at least one."""
+    counts = [len(plan.stages_on(rank)) for rank in range(plan.ranks)]
+    if limit is None or len(set(counts)) == 1:
+        return limit
+    return [max(1.0, limit * plan.stages / (plan.ranks * count)) for count in counts]
+
+
+def _blocks(times: Sequence[float], ranks: int) -> list[int]:
+    """Return the rank of each stage, in blocks of neighbours.
+
+    The busiest rank has the least time that it can have, and the first ranks have as many stages as that allows.
+
+    >>> _blocks([1, 1, 1, 1], 3), _blocks([3, 1, 1, 1], 2)
+    ([0, 0, 1, 2], [0, 1, 1, 1])
     """
-    count, refused = 0, list[ScheduleError]()
-    for entry in entries:
-        for v in _tried(entry, chunks):
-            if progress:
-                progress(entry.name)
-            try:
-                candidate = _plan_of(plan, entry, v)
-                scaled = recut_for(costs, plan, candidate)
-                schedule = entry.schedule(candidate, scaled, limit)
-                played = list(_played(lower(schedule, candidate), scaled))
-            except ScheduleError as error:
-                refused.append(error)  # it does not take the plan, or the limit
-                continue
-            bound = lower_bound(candidate, scaled, limit, memory_limit_bytes=limit_bytes)
-            for timeline, resident, account in played:
-                count += 1
-                yield Found(entry.name, schedule, candidate, scaled, timeline, bound, resident, account)
-    if not count:
-        raise refused[0]
+    count, sums = len(times), [0.0, *accumulate(times)]
+    least = sums  # for the first stages on the first ranks
+    for rank in range(1, ranks):
+        least = [
+            min((max(least[n], sums[end] - sums[n]) for n in range(rank, end)), default=inf) for end in range(count + 1)
+        ]
+    limit = least[count] * (1 + ROUNDING)
+    blocks, first = list[int](), 0
+    for s in range(count):
+        rank = blocks[-1] if blocks else 0
+        are_needed = count - s == ranks - 1 - rank  # by the ranks after this one
+        if s and (are_needed or sums[s + 1] - sums[first] > limit):
+            rank, first = rank + 1, s
+        blocks.append(rank)
+    return blocks
 
 
 def _played(programs: Programs, costs: Costs) -> Iterator[tuple[Timeline, int | None, tuple[RankBytes, ...]]]:
@@ -296,22 +379,6 @@ def _residents(plan: Plan) -> list[int | None]:
         return [None]
     most = max(len(plan.stages_on(rank)) for rank in range(plan.ranks))
     return [None, *sorted({n for n in range(1, most) if n <= 8 or n.bit_count() == 1} | {most})]
-
-
-def _tried(entry: CatalogueEntry, chunks: Sequence[int]) -> Sequence[int]:
-    if not entry.any_chunks:
-        return (entry.chunks,)
-    return [v for v in chunks if v <= MOST_LIMITED or not entry.limited]
-
-
-def _plan_of(plan: Plan, entry: CatalogueEntry, chunks: int) -> Plan:
-    """Return the entry's own plan for the same model."""
-    own = entry.plan(plan.ranks, plan.microbatches, chunks)
-    trained = recut_trained(plan.trained, plan.stages, own.stages)
-    candidate = replace(own, replicas=plan.replicas, trained=trained)
-    if plan == Plan(plan.placement, plan.microbatches, replicas=plan.replicas, trained=plan.trained):
-        return candidate
-    return replace(candidate, edges=plan.edges, ties=plan.ties, cotangents=plan.cotangents)
 
 
 @checked()

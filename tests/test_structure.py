@@ -113,6 +113,9 @@ LAYOUT = {
     "fpipe.interop.checkpoints": (
         "interop.checkpoints.manifest interop.modules handlers handlers.distributed stages plan errors"
     ),
+    "fpipe.interop.elasticity": (
+        "schedules handlers handlers.distributed store stages programs _format costs plan effects errors"
+    ),
     "fpipe.interop.modes": "interop.splitting interop.modules stages errors",
     "fpipe.interop.optim": "stages errors",
     "fpipe.interop.adapters": "stages",
@@ -292,7 +295,8 @@ SURFACE = {
     "fpipe.tensorboard": "Recorder",
     "fpipe.transforms": "Dual dual hvp jvp per_sample primals pushforward tangents vmap",
     "fpipe.interop": """
-        CheckpointError Checkpoints End Optimizer Run buffers eval_mode export_safetensors from_csv from_functions
+        CheckpointError Checkpoints Elastic End Optimizer Run buffers elastic eval_mode export_safetensors from_csv
+        from_functions
         from_modules from_pipe from_state_dict fsdp into_modules lora materialise merge_lora optimizer pipe_split
         resume rows shard split split_points styles to_csv to_state_dict transformers
     """,

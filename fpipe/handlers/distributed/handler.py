@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -120,6 +120,14 @@ class Distributed:
         self.device = place.torch_device
         self.devices = (self.device,)
         backend = backend or (NCCL() if self.device.type == "cuda" else Gloo())
+        self._options: dict[str, Any] = {
+            "exact": exact,
+            "timeout": timeout,
+            "compute_timeout": compute_timeout,
+            "device": place,
+            "backend": backend,
+            "functions": functions,
+        }
         self._setup = _Setup(self.group, replicas, self.grid, timeout, compute_timeout, place, backend)
         grid = self.grid
         self.peers = (
@@ -133,6 +141,10 @@ class Distributed:
     @property
     def is_first(self) -> bool:
         return self.grid.number == 0
+
+    def over(self, group: dist.ProcessGroup, replicas: DeviceMesh | None = None) -> Distributed:
+        """Return a handler with these options for other processes, of which this is one; they all call it."""
+        return Distributed(group, replicas=replicas, **self._options)
 
     @property
     def departure(self) -> Departure:

@@ -1,0 +1,124 @@
+"""A job goes on with other ranks than before, with the same bits, and all ranks come to the same plan."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from fpipe import Costs, Pipeline, ScheduleError, handlers, interop
+from fpipe.schedules import search
+from tests.support import elastic_jobs
+from tests.support.jobs import differences
+
+FOUR = Pipeline([elastic_jobs.layer] * 4)
+
+
+def joined(results):
+    """The params of all ranks; what they all have must be equal."""
+    known = [result for result in results if "losses" in result]
+    assert all(result["losses"] == known[0]["losses"] and result["text"] == known[0]["text"] for result in known)
+    return {stage: tree for result in known for stage, tree in result["params"].items()}, known[0]
+
+
+def test_with_four_ranks_then_three_then_two_the_loss_curve_is_the_same_to_the_bit(pools, tmp_path):
+    whole = elastic_jobs.train(*elastic_jobs.begin(handlers.Local(), tmp_path / "whole"))
+    texts = []
+    for ranks, until in [(4, 2), (3, 4), (2, 6)]:
+        params, one = joined(pools(ranks).run(elastic_jobs.go_on, str(tmp_path / "job"), until, {}))
+        texts.append(one["text"])
+    assert not differences(params, whole["params"])
+    assert one["losses"] == whole["losses"]
+    assert len(whole["losses"]) == 6
+    assert [text.split(" ranks: ")[0] for text in texts] == ["4", "3", "2"]
+    assert "; before: 3 processes, zb-auto on Placement((0, 1, 2, 0))" in texts[2]
+
+
+def test_replicas_stay_as_many_and_a_process_that_makes_none_waits(pools, tmp_path):
+    """Four processes are two ranks of two replicas; three are one rank of two, and one that waits, and exits."""
+    options = {"stages": 2, "replicas": 2}
+    whole = elastic_jobs.train(*elastic_jobs.begin(handlers.Local(), tmp_path / "whole", **options), until=3)
+    for ranks, until in [(4, 1), (3, 3)]:
+        results = pools(ranks).run(elastic_jobs.go_on, str(tmp_path / "job"), until, options)
+    params, one = joined(results)
+    assert results[2] == {"left": 0, "params": {}}
+    assert "1 process with no part of a replica; before: 4 processes" in one["text"]
+    assert not differences(params, whole["params"])
+    assert one["losses"] == whole["losses"]
+
+
+def test_processes_beyond_the_stages_wait_until_the_others_are_done(pools, tmp_path):
+    results = pools(3).run(elastic_jobs.go_on, str(tmp_path), 2, {"stages": 2})
+    assert results[2] == {"left": 0, "params": {}}
+    assert "1 process with no stage: there are 2" in results[0]["text"]
+
+
+SIZED = Costs(parameters=10, residuals=20, activation=1, deferred=2, communication=0.1)
+
+
+def test_all_ranks_come_to_the_same_plan_within_the_limit(pools):
+    options = {"costs": SIZED, "memory_limit_bytes": 120}
+    (text, size, programs), *others = pools(3).run(elastic_jobs.choose, [options])
+    assert all(each == (text, size, programs) for each in others)
+    assert size <= 120
+    assert pools(3).run(elastic_jobs.choose, [{"costs": SIZED, "names": ["gpipe"]}])[0][1] > 120
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([{"memory_limit": 0.25}], r"no schedule that is known keeps to 0\.25 .*: the least is"),
+        (
+            [{"costs": SIZED, "memory_limit_bytes": 9}],
+            "no schedule that is known keeps to 9 B on a rank: the least is .* more replicas or ranks need less",
+        ),
+        ([{"memory_limit_bytes": 9}], "memory_limit_bytes needs costs with sizes: pass costs=, such as those of"),
+        ([{"names": ["1f1b"]}], "the placement 3"),
+        ([{"replicas": 4}], "there are 3 processes for 4 replicas"),
+        (
+            [{}, {"memory_limit": 9}, {}],
+            "processes 0 and 1 came to different plans: every process calls elastic, with the same arguments",
+        ),
+    ],
+)
+def test_where_nothing_fits_all_ranks_refuse_with_a_way_out(pools, options, message):
+    outcomes = pools(3).outcomes(elastic_jobs.choose, options)
+    for outcome in outcomes:
+        assert outcome.error in ("ScheduleError", "ValueError"), outcome.text
+        assert re.search(message, outcome.text)
+
+
+def test_costs_are_measured_once_for_a_folder_and_by_one_process(pools, tmp_path):
+    (count, texts), (other, same) = pools(2).run(elastic_jobs.measured, str(tmp_path))
+    assert (count, other) == (1, 0)
+    assert same == texts == [texts[0]] * 2
+    assert " s, bubble" in texts[0]
+    assert json.loads((tmp_path / "plan.json").read_text())["costs"]["forward"] == [0.5, 1, 1, 1]
+
+
+def test_a_plan_file_that_is_none_is_written_anew(tmp_path):
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"plan\.json is no file of fpipe\.interop\.elastic, and is written anew"):
+        interop.elastic(FOUR, 4, handler=handlers.Local(), folder=tmp_path)
+    assert json.loads((tmp_path / "plan.json").read_text())["last"]["placement"] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 0}, "ranks must be at least 1, not 0"),
+        ({"replicas": 0}, "replicas must be at least 1, not 0"),
+        ({"costs": Costs(forward=[1, 2])}, "forward has 2 entries, the plan 4 stages"),
+        ({"names": ["1f1c"]}, "no schedule is called '1f1c': did you mean 1f1b"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    with pytest.raises((ScheduleError, ValueError), match=message):
+        interop.elastic(FOUR, 4, handler=handlers.Local(), **options)
+
+
+def test_the_prediction_is_the_searchs(tmp_path):
+    job = interop.elastic(FOUR, 4, handler=handlers.Local(), ranks=3)
+    found = search(job.plan, memory_limit=3, recut=False)
+    assert (job.found.name, job.plan, job.found.timeline.cost) == (found.name, found.plan, found.timeline.cost)
+    assert torch.tensor(found.timeline.bubble_rate).isfinite()
