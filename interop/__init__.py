@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from fpipe.interop.adapters.lora import lora as lora, merge_lora as merge_lora
     from fpipe.interop.checkpoints.checkpoints import Checkpoints as Checkpoints
     from fpipe.interop.checkpoints.manifest import CheckpointError as CheckpointError
+    from fpipe.interop.checkpoints.memory import Memory as Memory
     from fpipe.interop.checkpoints.run import Run as Run, resume as resume
     from fpipe.interop.checkpoints.safetensors import export_safetensors as export_safetensors
     from fpipe.interop.elasticity import Elastic as Elastic, elastic as elastic

@@ -111,7 +111,7 @@ LAYOUT = {
     "fpipe.interop.splitting": "interop.modules autodiff.graph stages devices plan errors",
     "fpipe.interop.checkpoints.manifest": "",
     "fpipe.interop.checkpoints": (
-        "interop.checkpoints.manifest interop.modules handlers handlers.distributed stages plan errors"
+        "interop.checkpoints.manifest interop.modules handlers handlers.distributed stages _format plan errors"
     ),
     "fpipe.interop.elasticity": (
         "schedules handlers handlers.distributed store stages programs _format costs plan effects errors"
@@ -295,10 +295,9 @@ SURFACE = {
     "fpipe.tensorboard": "Recorder",
     "fpipe.transforms": "Dual dual hvp jvp per_sample primals pushforward tangents vmap",
     "fpipe.interop": """
-        CheckpointError Checkpoints Elastic End Optimizer Run buffers elastic eval_mode export_safetensors from_csv
-        from_functions
-        from_modules from_pipe from_state_dict fsdp into_modules lora materialise merge_lora optimizer pipe_split
-        resume rows shard split split_points styles to_csv to_state_dict transformers
+        CheckpointError Checkpoints Elastic End Memory Optimizer Run buffers elastic eval_mode export_safetensors
+        from_csv from_functions from_modules from_pipe from_state_dict fsdp into_modules lora materialise merge_lora
+        optimizer pipe_split resume rows shard split split_points styles to_csv to_state_dict transformers
     """,
 }
 

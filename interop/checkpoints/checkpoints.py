@@ -5,17 +5,17 @@ The ranks agree before a save, after their parts are written, and when it is com
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,9 +26,19 @@ from fpipe.handlers.distributed.beside import RowsOfPeers, beside
 from fpipe.handlers.protocol import Handler, Peers
 from fpipe.interop.checkpoints.claims import Claim
 from fpipe.interop.checkpoints.completeness import Missing, check_complete, missing_entries, nonpersistent
-from fpipe.interop.checkpoints.loading import LoadPlan
-from fpipe.interop.checkpoints.manifest import CheckpointError, checkpoints, last
-from fpipe.interop.checkpoints.names import Name, dense, dotted, entries, kind_of, sections_of, state_of
+from fpipe.interop.checkpoints.loading import LoadPlan, Reader
+from fpipe.interop.checkpoints.manifest import CheckpointError, checkpoints, last, number_of
+from fpipe.interop.checkpoints.memory import (
+    Choice,
+    Memory,
+    MemoryCheckpoints,
+    Report,
+    choice_of,
+    job_of,
+    note,
+    saved_in,
+)
+from fpipe.interop.checkpoints.names import Name, dotted, entries, kind_of, sections_of, state_of, storable
 from fpipe.interop.checkpoints.storage import CheckpointReader, opened, sealed, written
 from fpipe.plan import Plan
 from fpipe.stages.pipeline import Pipeline
@@ -36,6 +46,7 @@ from fpipe.stages.pytree import describe
 from fpipe.stages.sharding import Placed, is_first, local, wrap
 
 T = TypeVar("T")
+log = logging.getLogger("fpipe.checkpoints")
 
 HINT = "every rank calls latest, save and load, in the same order and with the same folder"
 
@@ -68,6 +79,7 @@ class Checkpoints:
         keep: how many are kept; by default all.
         tensor_parallel: the processes that compute stages together with this one, as `mesh["tp"]`. All of them make the
             same calls.
+        memory: checkpoints in shared memory beside them, of the runs that `resume` returns.
 
     >>> import tempfile
     >>> from fpipe import Placement, handlers
@@ -92,6 +104,7 @@ class Checkpoints:
         handler: Handler,
         keep: int | None = None,
         tensor_parallel: DeviceMesh | None = None,
+        memory: Memory | None = None,
     ) -> None:
         if keep is not None and not (isinstance(keep, int) and keep >= 1):
             raise ValueError(f"keep must be at least 1, or None for all, not {keep!r}")
@@ -111,6 +124,11 @@ class Checkpoints:
         self._device = (handler.devices or [torch.device("cpu")])[0]
         self._thread = ThreadPoolExecutor(1, "fpipe-checkpoint")
         self._pending: Saving | None = None
+        self.memory = memory
+        states = self._replicas.count if self._owns_state else 1
+        self._memory: MemoryCheckpoints | None = None
+        if memory is not None:
+            self._memory = MemoryCheckpoints(memory, self.folder, pipeline, self._number, states)
 
     def __repr__(self) -> str:
         keep = "" if self.keep is None else f", the last {self.keep} of them"
@@ -207,14 +225,20 @@ class Checkpoints:
         """
         self._begin("load")
         at = self.folder / self._on_first(lambda: last(self.folder).name, "load") if path is None else Path(path)
+        sections = {"params": params, "state": state, "optimizer": optimizer, **rest}
+        return self._load(lambda: self._opened(at, verify), sections)
 
-        stored: dict[str, str] = {}  # the section that is loaded for each state
+    def _opened(self, path: Path, verify: bool = True) -> CheckpointReader:
+        reader = opened(path, verify)
+        if verify:
+            reader.verify(self._number, self._peers.size if self._peers else 1)
+        return reader
+
+    def _load(self, read: Callable[[], Reader], sections: Mapping[str, Any]) -> dict[str, Any]:
+        state, stored = sections.get("state"), dict[str, str]()  # the section that is loaded for each state
 
         def planned() -> LoadPlan:
-            like = self._sections(params=params, state=state, optimizer=optimizer, **rest)
-            reader = opened(at, verify)
-            if verify:
-                reader.verify(self._number, self._peers.size if self._peers else 1)
+            like, reader = self._sections(**sections), read()
             stored.update(self._stored_states(reader, warns=state is not None))
             like = {stored.get(section, section): tree for section, tree in like.items()}
             return LoadPlan(reader, like, self.pipeline, self._device)
@@ -226,14 +250,71 @@ class Checkpoints:
         if self._owns_state and state is not None:
             states = [tree[stored[section]] for section in self._states]
             tree["state"] = states if len(states) > 1 else states[0]
-        return {name: tree[name] for name in ("params", "state", "optimizer", *rest) if name in tree}
+        names = dict.fromkeys(("params", "state", "optimizer", *sections))
+        return {name: tree[name] for name in names if name in tree}
 
-    def _stored_states(self, reader: CheckpointReader, warns: bool) -> dict[str, str]:
+    def resume(self, **sections: Any) -> dict[str, Any] | None:
+        """Load the newest training state, from memory or else from disk; return None where there is none.
+
+        From then on, `keep_in_memory` writes memory checkpoints, if this has them.
+
+        Args:
+            sections: as of `load`, with `step`.
+
+        Raises:
+            OSError: there is no room for memory checkpoints.
+            Exception: those of `load`.
+        """
+        if self._memory is None:
+            return None if self.latest() is None else self.load(**sections)
+        self._begin("resume")
+        memory = self._memory
+
+        def report() -> Report:
+            if not self._is_first:
+                return memory.report(self._sections(**sections), None)
+            saved, step = saved_in(next(reversed(checkpoints(self.folder)), None))
+            return memory.report(self._sections(**sections), (job_of(self.folder, saved), saved, step))
+
+        _, reports = self._agree(report, "resume")
+        choice = choice_of(reports, self._number)
+        source, loaded = self._newest(choice, sections)
+        begun = {**sections, **(loaded or {})}
+        self._agree(lambda: memory.begin(choice, source, self._sections(**begun)), "resume")
+        return loaded
+
+    def _newest(
+        self, choice: Choice, sections: Mapping[str, Any]
+    ) -> tuple[tuple[int, int] | None, dict[str, Any] | None]:
+        """Load the newest memory checkpoint that is right; else the last one on disk, if there is one."""
+        assert self._memory is not None
+        for source in choice.steps:
+            try:
+                loaded = self._load(partial(self._memory.reader, source), sections)
+            except CheckpointError as error:  # on every rank
+                log.warning("step %d in memory can't be loaded: %s", source[1], error)
+                continue
+            log.info("step %d loaded from memory", source[1])
+            return source, loaded
+        return None, self.load(**sections) if choice.saved else None
+
+    def keep_in_memory(self, **sections: Any) -> None:
+        """Write a training state, as of `save`, into the memory of this host, if it is due; nothing is exchanged."""
+        if self._memory is not None and sections["step"] % self._memory.every == 0:
+            self.handler.check()
+            self._memory.write(sections["step"], self._sections(**sections))
+
+    def clear_memory(self) -> None:
+        """Remove the memory checkpoints of a run that has ended."""
+        if self._memory is not None:
+            self._memory.clear()
+
+    def _stored_states(self, reader: Reader, warns: bool) -> dict[str, str]:
         """Return the section of a checkpoint that has the state for each of this process's sections."""
-        saved = sum(kind_of(section) == "state" for section in {name[0] for name in reader.names})
+        saved = reader.states
         if saved == self._replicas.count:
             return dict(zip(self._states, self._states, strict=True))
-        if warns and saved > 1 and 0 in self._ranks and self._replica == self._part == 0:
+        if warns and saved > 1 and self._is_first:
             warn(
                 f"{reader.path} has the states of {saved} replicas, and {self._replicas.count} load it: each gets that "
                 f"of the first one; for each its own, load it with {saved} replicas",
@@ -268,9 +349,13 @@ class Checkpoints:
 
     def _on_first(self, do: Callable[[], T], call: str) -> T:
         """Return on every rank what a function returns on rank 0."""
-        here = 0 in self._ranks and self._replica == self._part == 0
-        result: T = self._agree(lambda: do() if here else None, call)[1][0]
+        result: T = self._agree(lambda: do() if self._is_first else None, call)[1][0]
         return result
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this process is the first of all."""
+        return 0 in self._ranks and self._replica == self._part == 0
 
     def _share(self, **sections: Any) -> _Share:
         """Return the part of a training state that this process saves, which no failed step has touched."""
@@ -284,7 +369,7 @@ class Checkpoints:
         for entry in entries(sections, self.pipeline)[0]:
             if not entry.is_stored:
                 continue
-            leaf = entry.leaf if entry.is_empty else _storable(entry.name, entry.leaf)
+            leaf = entry.leaf if entry.is_empty else storable(entry.name, entry.leaf)
             if entry.stage is None:
                 share.common[entry.name] = "None" if leaf is None else describe(leaf)
             is_ours = entry.stage in saved_here if entry.stage is not None else 0 in self._ranks
@@ -324,7 +409,10 @@ class Checkpoints:
                 files, plain, common = zip(*parts, strict=True)
                 _check_common(common)
                 whole = dict(ChainMap(*plain))
-                return sealed(unfinished, files, whole, nonpersistent(self.pipeline), self.keep).name
+                path = sealed(unfinished, files, whole, nonpersistent(self.pipeline), self.keep)
+                if self._memory is not None and self._memory.job is not None:
+                    note(self.folder, self._memory.job, number_of(path))
+                return path.name
 
             return self.folder / self._on_first(seal, "save")
 
@@ -384,23 +472,6 @@ class _Share:
     def copied(self) -> _Share:
         copies = {name: wrap(local(x).to("cpu", copy=True), x) for name, x in self.tensors.items()}
         return replace(self, tensors=copies)
-
-
-def _storable(name: Name, leaf: Any) -> Any:
-    """Return a tensor, or a value that JSON returns unchanged: a NumPy number becomes a Python one."""
-    if isinstance(leaf, Tensor):
-        if leaf.is_meta:
-            raise TypeError(
-                f"{dotted(name)} has no values, because it is on the meta device: interop.materialise makes values"
-            )
-        return dense(name, leaf).detach()
-    value = leaf.item() if isinstance(leaf, np.generic) else leaf
-    if value is not None and not isinstance(value, bool | int | float | str):
-        raise TypeError(
-            f"{dotted(name)} is a {type(leaf).__name__}, and a checkpoint holds tensors, numbers and texts: "
-            "convert it to one of these, or leave it out"
-        )
-    return json.loads(json.dumps(value))
 
 
 def _same_processes(one: DeviceMesh, other: DeviceMesh) -> bool:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fpipe.interop.checkpoints.manifest import CheckpointError
 from fpipe.interop.checkpoints.names import Entry, Name, dense, dotted, entries, nested, some
-from fpipe.interop.checkpoints.storage import CheckpointReader
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.sharding import local, wrap
 
@@ -32,6 +33,35 @@ class LoadRequest(NamedTuple):
     misshapen: dict[Name, str]
 
 
+class Reader(Protocol):
+    """A checkpoint, or the part of one that this host has.
+
+    Args:
+        path: in messages.
+        plain: the values that are no tensors.
+        tensors: the metadata of each tensor.
+        names: of all entries.
+        below: by each beginning of names, the names that have it.
+        states: the number of replicas with a state of their own; 1 where they share it.
+    """
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def plain(self) -> Mapping[Name, Any]: ...
+    @property
+    def tensors(self) -> Mapping[Name, TensorStorageMetadata]: ...
+    @property
+    def names(self) -> set[Name]: ...
+    @property
+    def below(self) -> Mapping[Name, list[Name]]: ...
+    @property
+    def states(self) -> int: ...
+
+    def read(self, into: Mapping[Name, Tensor]) -> None:
+        """Read tensors into others of the same shapes; into DTensors, the rows of this process's pieces."""
+
+
 class LoadPlan:
     """The part of a checkpoint that this process loads.
 
@@ -40,9 +70,7 @@ class LoadPlan:
         device: of tensors that are on the meta device, or None, in `like`.
     """
 
-    def __init__(
-        self, reader: CheckpointReader, like: Mapping[str, Any], pipeline: Pipeline, device: torch.device
-    ) -> None:
+    def __init__(self, reader: Reader, like: Mapping[str, Any], pipeline: Pipeline, device: torch.device) -> None:
         self.reader, self.device = reader, device
         self.entries, self.spec = entries(like, pipeline)
         self.tensors: dict[Name, Tensor] = {}

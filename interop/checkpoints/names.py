@@ -9,10 +9,12 @@ ranks.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
@@ -100,7 +102,7 @@ def entries(sections: Mapping[str, Any], pipeline: Pipeline) -> tuple[list[Entry
         is_modules = section != "optimizer" or parameter is not None
         return Entry(name_of(section, path, pipeline, is_modules), leaf, path[0], parameter)
 
-    paths, leaves, spec = _flat(sections)
+    paths, leaves, spec = _paths(sections)
     result = [entry(*path, leaf=leaf) for path, leaf in zip(paths, leaves, strict=True)] if sections else []
     counts = Counter(dotted(each.name) for each in result if each.is_stored)
     for name, count in counts.items():
@@ -131,13 +133,22 @@ def _parameters(sections: Mapping[str, Any], pipeline: Pipeline) -> Iterator[tup
     """Iterate over the parameters by stage and path: those that modules declare, then those in `params`."""
     declared = {s: each.fn.spec.params for s, each in enumerate(pipeline.stages) if isinstance(each.fn, StageFunction)}
     for tree in (declared, sections.get("params", {})):
-        paths, leaves, _ = _flat(tree)
+        paths, leaves, _ = _paths(tree)
         yield from ((path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor))
 
 
 def dotted(name: Name) -> str:
     """Return a name as a checkpoint's key."""
     return ".".join(name)
+
+
+def below(names: Iterable[Name]) -> dict[Name, list[Name]]:
+    """Return, by each beginning of names, the names that have it."""
+    result = defaultdict[Name, list[Name]](list)
+    for name in names:
+        for length in range(1, len(name)):
+            result[name[:length]].append(name)
+    return result
 
 
 def nested(values: Mapping[Name, Any]) -> dict[str, Any]:
@@ -172,8 +183,34 @@ def dense(name: Name, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _flat(tree: Any) -> tuple[list[Path], list[Any], optree.PyTreeSpec]:
+def flat(sections: Mapping[str, Any]) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Return the leaves of a training state, one for each of its entries, and its structure."""
+    return optree.tree_flatten(sections, is_leaf=_is_empty, none_is_leaf=True, namespace=NAMESPACE)  # type: ignore[arg-type]
+
+
+def _paths(tree: Any) -> tuple[list[Path], list[Any], optree.PyTreeSpec]:
     return optree.tree_flatten_with_path(tree, is_leaf=_is_empty, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def storable(name: Name, leaf: Any) -> Any:
+    """Return a tensor, or a value that JSON returns unchanged: a NumPy number becomes a Python one.
+
+    Raises:
+        TypeError: a checkpoint can't hold it.
+    """
+    if isinstance(leaf, Tensor):
+        if leaf.is_meta:
+            raise TypeError(
+                f"{dotted(name)} has no values, because it is on the meta device: interop.materialise makes values"
+            )
+        return dense(name, leaf).detach()
+    value = leaf.item() if isinstance(leaf, np.generic) else leaf
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise TypeError(
+            f"{dotted(name)} is a {type(leaf).__name__}, and a checkpoint holds tensors, numbers and texts: "
+            "convert it to one of these, or leave it out"
+        )
+    return json.loads(json.dumps(value))
 
 
 def _is_empty(node: Any) -> bool:

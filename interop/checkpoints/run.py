@@ -66,13 +66,16 @@ class Run:
                 self.step += 1
                 if departure.is_agreed:
                     log.warning("SIGTERM: saved step %d as %s", self.step, self.save())
+                    self.checkpoints.clear_memory()
                     raise SystemExit(LEFT)
+                self.checkpoints.keep_in_memory(**self._sections)
                 if every is not None and self.step % every == 0:
                     self.checkpoints.async_save(**self._sections)
                     self._saved = self.step
             self.checkpoints.finish()
             if self._saved != self.step:
                 self.save()
+            self.checkpoints.clear_memory()
 
     def save(self) -> Path:
         """Save the training state as it is; return its path, on every rank."""
@@ -114,10 +117,8 @@ def resume(checkpoints: Checkpoints | None, **sections: Any) -> Run:
     """
     if taken := [name for name in sections if name in ("step", "steps", "save", "checkpoints")]:
         raise ValueError(f"the run uses the name {taken[0]!r} for itself: call the section otherwise")
-    if checkpoints is None or checkpoints.latest() is None:
-        return Run(checkpoints, 0, sections)
-    loaded = checkpoints.load(**sections, step=0)
-    return Run(checkpoints, loaded.pop("step"), loaded)
+    loaded = None if checkpoints is None else checkpoints.resume(**sections, step=0)
+    return Run(checkpoints, 0, sections) if loaded is None else Run(checkpoints, loaded.pop("step"), loaded)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from fpipe.interop.checkpoints.manifest import (
     is_saved_by_fpipe,
     new_hash,
 )
-from fpipe.interop.checkpoints.names import Name, dotted
+from fpipe.interop.checkpoints.names import Name, below, dotted, kind_of
 
 Plain = Mapping[Name, Any]
 Part = tuple[bytes, Mapping[str, str]]
@@ -226,6 +226,11 @@ class CheckpointReader:
         """The buffers that no state_dict has."""
         return frozenset(self.manifest.nonpersistent)
 
+    @property
+    def states(self) -> int:
+        """The number of replicas with a state of their own; 1 where they share it."""
+        return sum(kind_of(section) == "state" for section in {name[0] for name in self.names})
+
     def verify(self, part: int = 0, parts: int = 1) -> None:
         """Compare every file of one part of them with its hash: the processes that load share the work.
 
@@ -252,11 +257,7 @@ class CheckpointReader:
     @cached_property
     def below(self) -> dict[Name, list[Name]]:
         """The names that begin with a name."""
-        below = defaultdict[Name, list[Name]](list)
-        for name in (*self.tensors, *self.plain):
-            for length in range(1, len(name)):
-                below[name[:length]].append(name)
-        return below
+        return below((*self.tensors, *self.plain))
 
     @cached_property
     def tensors(self) -> dict[Name, TensorStorageMetadata]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fpipe import Pipeline, Placement, TransportError, handlers, interop, peak_bytes
 from fpipe.interop import CheckpointError
 from fpipe.interop.checkpoints.safetensors import DTYPES
+from fpipe.interop.checkpoints.slots import stored_in
 from fpipe.stages.sharding import is_dtensor, local, placed_alike
 from tests.support import cases
 from tests.support.combinations import few, thorough
@@ -283,14 +284,14 @@ def whole_model():
     return {"params": params, "optimizer": optimizer, "step": 3}
 
 
-def tied_job(shape, folder):
+def tied_job(shape, folder, **options):
     """Checkpoints over (pp, dp, tp) of two stages that share the embedding."""
     mesh = mesh_of(*shape, names=("pp", "dp", "tp"))
     pipeline = Pipeline([Layers()] * 2, cases.mse, ties={(1, "head"): (0, "wte")})
     plan = pipeline.plan(Placement.loop(shape[0], 2 // shape[0]), 1, replicas=shape[1])
     replicas = mesh["dp"] if shape[1] > 1 else None
     handler = handlers.Distributed(mesh["pp"], replicas=replicas, timeout=20)
-    saved = interop.Checkpoints(folder, pipeline, plan, handler=handler, tensor_parallel=mesh["tp"])
+    saved = interop.Checkpoints(folder, pipeline, plan, handler=handler, tensor_parallel=mesh["tp"], **options)
     return saved, mesh, pipeline, plan
 
 
@@ -299,6 +300,53 @@ def own_part(kept, pipeline, plan, saved):
     params = pipeline.params_on(kept["params"], plan, saved._ranks[0])
     optimizer = {s: {name: kept["optimizer"][s][name] for name in tree} for s, tree in params.items()}
     return {**kept, "params": params, "optimizer": optimizer}
+
+
+def keep_parts(rank, shape, folder):
+    """Keep a training state in memory; return the parts that this process has written."""
+    saved, mesh, pipeline, plan = tied_job(shape, folder, memory=interop.Memory(folder=folder))
+    kept = parts(own_part(whole_model(), pipeline, plan, saved), mesh)
+    like = {**kept, "optimizer": adamw.init(kept["params"])}
+    assert saved.resume(**like) is None
+    saved.keep_in_memory(**kept)
+    return [each.part for each in stored_in(saved._memory.folder) if each.part == saved._number]
+
+
+def load_kept(rank, shape, folder):
+    """Differences of what another mesh loads from memory."""
+    saved, mesh, pipeline, plan = tied_job(shape, folder, memory=interop.Memory(folder=folder))
+    expected = own_part(whole_model(), pipeline, plan, saved)
+    like = parts(zeros(expected), mesh)
+    loaded = saved.resume(**like | {"optimizer": adamw.init(like["params"])})
+    return differences(whole(loaded), expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)], ids=str)
+def test_pieces_in_memory_are_loaded_over_any_mesh(pools, tmp_path, shape):
+    assert sorted(pools(4).run(keep_parts, shape, str(tmp_path))) == [[0], [1], [2], [3]]
+    for other in [(1, 2, 2), (1, 1, 3), (2, 1, 2)]:
+        assert pools(prod(other)).run(load_kept, other, str(tmp_path)) == [[]] * prod(other)
+
+
+def keep_replicas(rank, folder):
+    """The state of a replica that goes on from memory, and the parts in memory."""
+    case, _, plan = cases.make("modules", "zb_v", 1, 2)
+    mesh = mesh_of(2, 1, names=("dp", "pp"))
+    options = {"handler": Replicated(2, mesh=mesh["dp"]), "memory": interop.Memory(folder=folder)}
+    first = interop.Checkpoints(folder, case.pipeline, replace(plan, replicas=2), **options)
+    state = optree.tree_map(lambda x: x + rank, case.state)
+    assert first.resume(params=case.params, state=state, step=0) is None
+    first.keep_in_memory(params=case.params, state=state, step=4)
+    again = interop.Checkpoints(folder, case.pipeline, replace(plan, replicas=2), **options)
+    loaded = again.resume(params=zeros(case.params), state=zeros(case.state), step=0)
+    assert loaded["step"] == 4
+    return differences(loaded["state"], state), [each.part for each in stored_in(again._memory.folder)]
+
+
+def test_replicas_with_a_state_of_their_own_get_it_from_memory(pools, tmp_path):
+    for found, written in pools(2).run(keep_replicas, str(tmp_path)):
+        assert found == []
+        assert written == [0, 1]
 
 
 def save_parts(rank, shape, folder):

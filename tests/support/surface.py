@@ -120,8 +120,9 @@ def calls():
         "rows": (interop.rows, {**first(interop.rows, 8), "replica": 0, "replicas": 2, "batch": 2, "step": 0}),
         "Checkpoints": (
             interop.Checkpoints,
-            {"folder": folder, "pipeline": pipeline, "plan": plan, "handler": local, "keep": 2},
+            {"folder": folder, "pipeline": pipeline, "plan": plan, "handler": local, "keep": 2, "memory": None},
         ),
+        "Memory": (interop.Memory, first(interop.Memory)),
         "save": (saved.save, {"params": params, "state": None, "optimizer": {}, "step": 1}),
         "load": (saved.load, {"path": None, "params": params, "verify": True}),
         "export_safetensors": (interop.export_safetensors, {"folder": folder, "file": f"{folder}/x", "verify": True}),

@@ -1,0 +1,257 @@
+"""The files of memory checkpoints, in shared memory of a host: each holds one process's part of one step. No torch.
+
+A process has two files, and writes them in turn. A file has a size in advance, a table of what it holds, which changes
+seldom, values, and the bytes of tensors.
+
+Invariants:
+- a file holds a step from the moment its record is written, last, until the next write begins: the operating system
+  keeps what a killed process has written, in its order;
+- the record has the checksums of all the rest: what has changed since, or is older than the record, is not loaded;
+- a file whose process lives is locked, and no other process removes it or writes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import re
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+MAGIC = b"fpipe m1"
+SIZES = struct.Struct("<8sqqq")  # magic; bytes of the table, of the room for values, of the tensors
+RECORD = struct.Struct("<qqqQI")  # attempt and step; bytes of the values; checksums of the tensors, of all the rest
+CRC = struct.Struct("<I")  # of the record
+AT_RECORD, AT_TABLE, PAGE = 64, 4096, 4096
+NAMED = re.compile(r"(\d{6})\.[01]")
+LOCKING = 1.0  # seconds within which a process that has ended gives up its locks
+MODE, FOLDER_MODE = 0o600, 0o700
+
+
+def folder_of(shared: Path, checkpoints: Path) -> Path:
+    """Return the folder in shared memory for the checkpoints in a folder, by user and by the folder's path."""
+    path = str(checkpoints.resolve())
+    name = re.sub(r"[^\w.-]", "_", checkpoints.resolve().name)[:40]
+    return shared / f"fpipe-{os.getuid()}" / f"{name}-{hashlib.sha256(path.encode()).hexdigest()[:12]}"
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder of this user's, and the one above it, which nobody else can read.
+
+    Raises:
+        PermissionError: one of them is another user's, or others can enter it.
+    """
+    for path in (folder.parent, folder):
+        with suppress(FileExistsError):
+            path.mkdir(FOLDER_MODE)
+        stat = path.lstat()
+        if stat.st_uid != os.getuid() or stat.st_mode != 0o040000 | FOLDER_MODE:
+            raise PermissionError(f"{path} is not a folder that this user alone can enter: remove it")
+
+
+def host_of(folder: Path) -> str:
+    """Return a name of the host that has a folder, or of its part of a host: processes with one name share files."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    stat = folder.stat()
+    return f"{boot.read_text().strip() if boot.exists() else ''}/{stat.st_dev}/{stat.st_ino}"
+
+
+def checksum(content: np.ndarray[Any, Any]) -> int:
+    """Return the sum of words of 64 bits: any one flipped bit changes it, and it is read at the speed of memory.
+
+    Args:
+        content: bytes, a multiple of eight.
+    """
+    return int(np.add.reduce(content.view(np.uint64), dtype=np.uint64))
+
+
+class Lock:
+    """The lock of a process's files, which ends with the process.
+
+    It belongs to the process, not to the open file: no child that outlives it has it, and a second run in the same
+    process may take it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        return self._file is not None
+
+    def take(self, patience: float = 0.0) -> bool:
+        """Take the lock; return False if another process has it and does not give it up within some seconds."""
+        until = time.monotonic() + patience
+        while True:
+            file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, MODE), "r+b", buffering=0)
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.close()
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(0.02)
+                continue
+            if os.fstat(file.fileno()).st_nlink:
+                self._file = file
+                return True
+            file.close()  # its owner has just removed it
+
+    def remove(self) -> None:
+        """Give up the lock, and remove its file."""
+        if self._file is not None:
+            self.path.unlink(missing_ok=True)
+            self._file.close()
+            self._file = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A step of one process that a file holds.
+
+    Args:
+        attempt: the number of the start of the job that wrote it.
+        table: of what it holds, see `Slot.lay_out`.
+        values: that are no tensors.
+    """
+
+    path: Path
+    attempt: int
+    step: int
+    table: Mapping[str, Any]
+    values: Mapping[str, Any]
+    tensors: np.ndarray[Any, Any]
+    sum: int
+
+    @classmethod
+    def read(cls, path: Path) -> Stored | None:
+        """Return the step that a file holds; None if it holds none."""
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                content = memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_COPY))
+            finally:
+                os.close(file)
+            magic, table, room, size = SIZES.unpack_from(content)
+            record = bytes(content[AT_RECORD : AT_RECORD + RECORD.size])
+            attempt, step, values, tensors, rest = RECORD.unpack(record)
+            (crc,) = CRC.unpack_from(content, AT_RECORD + RECORD.size)
+            texts = [bytes(content[AT_TABLE : AT_TABLE + table]), bytes(content[AT_TABLE + table :][:values])]
+            at = _at_tensors(table, room)
+            if magic != MAGIC or attempt <= 0 or crc != zlib.crc32(record) or rest != zlib.crc32(b"".join(texts)):
+                return None
+            place = np.frombuffer(content, np.uint8, size, at)
+            return cls(path, attempt, step, json.loads(texts[0]), json.loads(texts[1]), place, tensors)
+        except (OSError, ValueError, struct.error):
+            return None
+
+    @cached_property
+    def is_right(self) -> bool:
+        """Whether its tensors have the bytes that were written."""
+        return checksum(self.tensors) == self.sum
+
+    @property
+    def part(self) -> int:
+        """The number of the process that wrote it."""
+        return part_of(self.path)
+
+
+def part_of(path: Path) -> int:
+    match = NAMED.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def stored_in(folder: Path) -> Iterator[Stored]:
+    """Iterate over the steps that the files of a folder hold."""
+    for path in files_of(folder):
+        if (stored := Stored.read(path)) is not None:
+            yield stored
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if NAMED.fullmatch(path.name)) if folder.is_dir() else []
+
+
+class Slot:
+    """A file to be written, mapped into memory.
+
+    Args:
+        size: bytes that it has room for, at least.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        self._open(size)
+
+    def _open(self, size: int) -> None:
+        with suppress(OSError):
+            stat = self.path.lstat()
+            if stat.st_size < size or stat.st_uid != os.getuid():
+                self.path.unlink()
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, MODE)
+        try:
+            size = max(size, os.fstat(file).st_size, PAGE)
+            os.posix_fallocate(file, 0, size)
+            self._bytes = mmap.mmap(file, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        except OSError:
+            self.path.unlink()
+            raise
+        finally:
+            os.close(file)
+        self.size, self._texts = size, b""
+        self.begin()
+
+    def lay_out(self, table: bytes, room: int, size: int) -> memoryview:
+        """Begin to write another table; return the memory for the tensors.
+
+        Args:
+            table: JSON; of the keys, `stored_in` reads none.
+            room: bytes for the values.
+            size: bytes of the tensors.
+
+        Raises:
+            OSError: it needs more room than there is.
+        """
+        at = _at_tensors(len(table), room)
+        if at + size > self.size:
+            self._open(at + size)
+        elif at + size < self.size:
+            os.truncate(self.path, at + size)
+            self.size = at + size
+        self.begin()
+        SIZES.pack_into(self._bytes, 0, MAGIC, len(table), room, size)
+        self._bytes[AT_TABLE : AT_TABLE + len(table)] = table
+        self._table, self._room = table, room
+        self.tensors = memoryview(self._bytes)[at : at + size]
+        return self.tensors
+
+    def begin(self) -> None:
+        """Forget the step that the file holds."""
+        self._bytes[AT_RECORD : AT_RECORD + RECORD.size + CRC.size] = bytes(RECORD.size + CRC.size)
+
+    def commit(self, attempt: int, step: int, values: bytes, tensors: int) -> None:
+        """Hold a step from now on, whose tensors are written and have this checksum."""
+        at = AT_TABLE + len(self._table)
+        self._bytes[at : at + len(values)] = values
+        record = RECORD.pack(attempt, step, len(values), tensors, zlib.crc32(self._table + values))
+        self._bytes[AT_RECORD : AT_RECORD + RECORD.size + CRC.size] = record + CRC.pack(zlib.crc32(record))
+
+
+def _at_tensors(table: int, room: int) -> int:
+    return -(-(AT_TABLE + table + room) // PAGE) * PAGE

@@ -1,0 +1,310 @@
+"""A run that is killed goes on with the step that was in memory, to the same bits; nothing else is ever loaded."""
+
+import errno
+import logging
+import os
+import signal
+import stat
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fpipe import handlers, interop
+from fpipe.interop.checkpoints import memory as memories
+from fpipe.interop.checkpoints.slots import Slot, Stored, files_of, stored_in
+from tests.support import memory_jobs, run_jobs
+from tests.support.combinations import ALL
+from tests.support.jobs import differences
+
+EVERY = run_jobs.EVERY  # steps between two checkpoints on disk
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The end of a run that nothing interrupted."""
+    return run_jobs.train(*run_jobs.begin(tmp_path_factory.mktemp("whole"), handlers.Local()))
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Begin a run, or go on, with memory checkpoints."""
+    return lambda **options: memory_jobs.begin(tmp_path, handlers.Local(), **options)
+
+
+def stopped(at, begin, *rest):
+    """Train until a step that fails."""
+
+    def fails(i):
+        if i == at:
+            raise ArithmeticError("bad row")
+
+    run, *rest = begin()
+    with pytest.raises(ArithmeticError):
+        run_jobs.train(run, *rest, fails)
+    run.checkpoints.finish()
+    return run
+
+
+def parts(path):
+    """The files with memory checkpoints, and the steps that they hold."""
+    (folder,) = (path / "shm" / f"fpipe-{os.getuid()}").iterdir()
+    return folder, sorted(stored.step for stored in stored_in(folder))
+
+
+def assert_kept(path, steps):
+    assert parts(path)[1] == steps
+
+
+@pytest.mark.parametrize(("at", "every"), [(0, 1), (1, 1), (4, 1), (7, 1), (7, 3)])
+def test_a_run_goes_on_with_the_step_in_memory_to_the_same_bits(begin, tmp_path, whole, at, every):
+    def start():
+        return begin(every=every)
+
+    stopped(at, start)
+    run, *rest = start()
+    assert run.step == max(at // every * every, at // EVERY * EVERY)
+    assert not differences(run_jobs.train(run, *rest), whole)
+
+
+def test_it_may_be_stopped_again_and_again(begin, whole):
+    for at in (1, 2, 3, 3, 6, 6, 11):
+        assert stopped(at, begin).step == at
+    run, *rest = begin()
+    assert run.step == 11
+    assert not differences(run_jobs.train(run, *rest), whole)
+
+
+def test_files_are_this_users_and_are_gone_once_the_run_has_ended(begin, tmp_path):
+    stopped(7, begin)
+    folder, steps = parts(tmp_path)
+    assert steps == [6, 7]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+    run, *rest = begin()
+    run_jobs.train(run, *rest)
+    assert [*(tmp_path / "shm").iterdir()] == []
+    run_jobs.train(run, *rest, lambda i: i == 14 and assert_kept(tmp_path, [13, 14]), total=15)
+    assert [*(tmp_path / "shm").iterdir()] == []
+
+
+def test_sigterm_saves_on_disk_and_leaves_nothing_in_memory(begin, tmp_path):
+    with pytest.raises(SystemExit):
+        run_jobs.train(*begin(), lambda i: i == 7 and os.kill(os.getpid(), signal.SIGTERM))
+    assert [*(tmp_path / "shm").iterdir()] == []
+    assert begin()[0].step == 8
+
+
+@pytest.mark.parametrize("place", ["tensors", "record"])
+def test_a_step_that_is_torn_is_not_loaded(begin, tmp_path, whole, place):
+    """The process is killed while it copies, or before the record is written."""
+    name = "torch._foreach_copy_" if place == "tensors" else "fpipe.interop.checkpoints.slots.Slot.commit"
+    write = memories.MemoryCheckpoints.write
+
+    def torn(own, step, *rest):
+        if step < 7:
+            return write(own, step, *rest)
+        with patch(name, side_effect=KeyboardInterrupt("killed")):
+            return write(own, step, *rest)
+
+    with patch.object(memories.MemoryCheckpoints, "write", torn), pytest.raises(KeyboardInterrupt):
+        run_jobs.train(*begin())
+    assert parts(tmp_path)[1] == [6]
+    run, *rest = begin()
+    assert run.step == 6
+    assert not differences(run_jobs.train(run, *rest), whole)
+
+
+def flip(path, at, bit=3):
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def test_a_flipped_bit_anywhere_is_never_loaded(begin, tmp_path, whole, caplog):
+    """In tensors, the table, values or the record: the step before is, then the one on disk."""
+    stopped(7, begin)
+    folder, _ = parts(tmp_path)
+    newest = next(stored for stored in stored_in(folder) if stored.step == 7)
+    content = newest.path.read_bytes()
+    used = [at for at, byte in enumerate(content) if byte]
+    for at in [used[i] for i in range(0, len(used), len(used) // 40)]:
+        flip(newest.path, at)
+        after = Stored.read(newest.path)
+        assert after is None or not after.is_right or after.tensors.tobytes() == newest.tensors.tobytes()
+        assert after is None or (after.table, after.values) == (newest.table, newest.values)
+        flip(newest.path, at)
+    at = content.index(newest.tensors.tobytes()[:64])
+    flip(newest.path, at + 5)
+    with caplog.at_level(logging.WARNING, "fpipe.checkpoints"):
+        run, *rest = begin()
+    assert run.step == 6
+    assert "step 7 in memory can't be loaded" in caplog.text
+    assert not differences(run_jobs.train(run, *rest), whole)
+
+
+def test_where_memory_is_lost_the_checkpoint_on_disk_is_loaded(begin, tmp_path, whole):
+    stopped(7, begin)
+    for path in files_of(parts(tmp_path)[0]):
+        flip(path, path.stat().st_size // 2)
+        flip(path, 70)
+    run, *rest = begin()
+    assert run.step == 5
+    assert not differences(run_jobs.train(run, *rest), whole)
+
+
+def test_a_checkpoint_on_disk_that_was_removed_is_not_brought_back(begin, tmp_path):
+    stopped(11, begin)
+    names = sorted(path.name for path in tmp_path.glob("0*"))
+    assert names == ["000001-step-5", "000002-step-10"]
+    (tmp_path / names[1]).rename(tmp_path / "elsewhere")
+    assert begin()[0].step == 5
+
+
+def test_what_another_run_saved_is_not_passed_over(begin, tmp_path):
+    """A run without memory checkpoints went on from disk, to an earlier step than that in memory."""
+    stopped(9, begin)
+    stopped(7, lambda: run_jobs.begin(tmp_path, handlers.Local()))
+    run, *_ = run_jobs.begin(tmp_path, handlers.Local())
+    run.step = 8
+    run.save()
+    assert begin()[0].step == 8
+
+
+def test_no_room_is_an_error_before_the_first_step_with_the_bytes(begin, tmp_path):
+    with (
+        patch.object(memories, "_free", return_value=9000),
+        pytest.raises(OSError, match=r"want .* KiB more in .*, two of .* for process 0, and 8\.789 KiB are free: give"),
+    ):
+        begin()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with patch("os.posix_fallocate", side_effect=full), pytest.raises(OSError, match="memory checkpoints want"):
+        begin()
+    assert begin()[0].step == 0
+
+
+def test_no_room_later_is_a_warning(begin, tmp_path, whole):
+    """The optimizer's values are more than was expected: training goes on."""
+    with patch.object(memories, "EMPTY", 0):
+        run, *rest = begin()
+    opened = Slot._open
+
+    def fails(slot, size):
+        if size > 16384:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        opened(slot, size)
+
+    run.order = torch.arange(3)
+    run.checkpoints._memory._layout.size += 1
+    warns = pytest.warns(UserWarning, match="no memory checkpoints from step 1 on")
+    with patch.object(Slot, "_open", fails), patch.object(memories, "ROOM", 1 << 20), warns:
+        end = run_jobs.train(run, *rest)
+    assert not differences(end, whole)
+
+
+def test_another_users_folder_is_refused(begin, tmp_path):
+    (tmp_path / "shm" / f"fpipe-{os.getuid()}").mkdir(parents=True, mode=0o755)
+    with pytest.raises(PermissionError, match="is not a folder that this user alone can enter"):
+        begin()
+
+
+def test_ranks_that_are_killed_go_on_with_the_newest_step_that_all_have(fresh_pool, pools, tmp_path):
+    """SIGKILL at one rank at a random moment: at most the step that ran is lost."""
+    for at in range(3, 4 + 4 * ALL, 2):
+        first, second = (pool := fresh_pool(2)).outcomes(memory_jobs.killed, str(tmp_path), at)
+        pool.close()
+        assert second.exitcode == -signal.SIGKILL
+        assert first.error == "TransportError"
+    folder, _ = parts(tmp_path)
+    newest = [max(stored.step for stored in stored_in(folder) if stored.part == part) for part in range(2)]
+    begun, ends = zip(*pools(2).run(memory_jobs.go_on, str(tmp_path), 30), strict=True)
+    assert begun == (min(newest),) * 2
+    assert 3 <= min(newest) <= max(newest) <= min(newest) + 1
+    expected = run_jobs.train(*run_jobs.begin(tmp_path / "whole", handlers.Local()), total=30)
+    assert not differences({**ends[0]["params"], **ends[1]["params"]}, expected["params"])
+
+
+@pytest.mark.parametrize("_", range(3))
+def test_whenever_a_process_is_killed_a_step_is_whole(fresh_pool, tmp_path, _):
+    (killed,) = fresh_pool(1).outcomes(memory_jobs.write_for_ever, str(tmp_path))
+    assert killed.exitcode == -signal.SIGKILL
+    for stored in stored_in(parts(tmp_path)[0]):
+        reader = memories.MemoryReader(stored.path.parent, (stored.attempt, stored.step))
+        loaded = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in reader.tensors.items()}
+        reader.read(loaded)
+        assert all((x == stored.step).all() for x in loaded.values())
+    assert parts(tmp_path)[1]
+
+
+def test_another_placement_on_the_same_host_loads_them(begin, pools, tmp_path, whole):
+    pools(2).run(memory_jobs.stopped, str(tmp_path), 7)
+    assert stopped(9, begin).step == 9
+    begun, ends = zip(*pools(2).run(memory_jobs.go_on, str(tmp_path)), strict=True)
+    assert begun == (9, 9)
+    assert not differences({**ends[0]["params"], **ends[1]["params"]}, whole["params"])
+    assert [*(tmp_path / "shm").iterdir()] == []
+
+
+def test_a_part_that_is_missing_sends_all_ranks_to_disk(pools, tmp_path):
+    pools(2).run(memory_jobs.stopped, str(tmp_path), 7)
+    folder, _ = parts(tmp_path)
+    for path in folder.glob("000001.*"):
+        path.unlink()
+    assert [step for step, _ in pools(2).run(memory_jobs.go_on, str(tmp_path))] == [5, 5]
+
+
+def test_two_jobs_at_once(pools, tmp_path):
+    """Of other folders, they don't meet; of one folder, the second is refused while the first runs."""
+    assert pools(2).run(memory_jobs.two_jobs, str(tmp_path), ["a", "b"]) == ["", ""]
+    first, second = pools(2).run(memory_jobs.two_jobs, str(tmp_path), ["c", "c"])
+    assert first == ""
+    assert "another job, which runs, has its memory checkpoints in" in second
+
+
+def row(attempt, step, holds, *, job="j", count=2):
+    return job, attempt, step, holds, count
+
+
+@pytest.mark.parametrize(
+    ("rows", "saved", "steps"),
+    [
+        ([row(1, 4, 10), row(1, 5, 10), row(1, 3, 20), row(1, 4, 20)], -1, [(1, 4)]),  # one step apart
+        ([row(1, 4, 10), row(2, 4, 20)], -1, []),  # of two starts
+        ([row(1, 9, 10), row(1, 9, 20), row(2, 7, 10), row(2, 7, 20)], -1, [(2, 7), (1, 9)]),
+        ([row(1, 4, 10), row(1, 4, 20, job="other")], -1, []),
+        ([row(1, 4, 10), row(1, 4, 20)], 3, [(1, 4)]),
+        ([row(1, 4, 10), row(1, 4, 20)], 4, [(1, 4)]),
+        ([row(1, 4, 10), row(1, 4, 20)], 5, []),  # the one on disk is newer
+    ],
+)
+def test_the_choice_of_a_step(rows, saved, steps):
+    reports = [
+        {"host": "h", "first": ("j", 1, saved), "holds": 10, "parts": rows},
+        {"host": "h", "first": None, "holds": 20, "parts": []},
+    ]
+    choices = [memories.choice_of(reports, number) for number in range(2)]
+    assert [choice.steps for choice in choices] == [steps, steps]
+    assert {choice.attempt for choice in choices} == {1 + max(each[1] for each in rows if each[0] == "j")}
+
+
+def test_of_those_that_hold_the_same_on_a_host_one_writes():
+    places = [("a", 1), ("a", 2), ("a", 1), ("b", 1), ("b", 1)]
+    reports = [{"host": host, "first": ("j", 0, -1), "holds": holds, "parts": []} for host, holds in places]
+    assert [memories.choice_of(reports, i).writes for i in range(5)] == [True, True, False, True, False]
+    assert memories.choice_of(reports, 0).parts == 2
+
+
+def test_what_makes_no_sense_is_refused(begin, tmp_path):
+    with pytest.raises(ValueError, match="Memory: every must be a number of steps, at least 1, not 0"):
+        begin(every=0)
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere of shared memory: pass Memory\(folder="):
+        run_jobs.begin(tmp_path, handlers.Local(), memory=interop.Memory(folder=tmp_path / "nowhere"))
+    run, *_ = begin()
+    saved = run.checkpoints
+    again = interop.Checkpoints(
+        tmp_path, saved.pipeline, saved.plan, handler=saved.handler, memory=interop.Memory(folder=tmp_path)
+    )
+    with pytest.raises(ValueError, match=r"Checkpoints\.resume begins memory checkpoints"):
+        again.keep_in_memory(params=run.params, step=1)

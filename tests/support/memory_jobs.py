@@ -1,0 +1,78 @@
+"""Runs with memory checkpoints, in processes that are stopped or killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fpipe import handlers, interop
+from tests.support import run_jobs
+
+
+def begin(folder, handler, **options):
+    """A run as it begins, or goes on, with its memory checkpoints in a folder beside."""
+    shared = Path(folder) / "shm"
+    shared.mkdir(parents=True, exist_ok=True)
+    return run_jobs.begin(folder, handler, memory=interop.Memory(folder=shared, **options))
+
+
+def stopped(rank, folder, at):
+    """Train on this rank until a step that fails on all."""
+
+    def fails(i):
+        if i == at:
+            raise ArithmeticError("bad row")
+
+    run, *rest = begin(folder, handlers.Distributed(timeout=20))
+    try:
+        run_jobs.train(run, *rest, fails)
+    except ArithmeticError:
+        run.checkpoints.finish()
+
+
+def go_on(rank, folder, total=run_jobs.TOTAL):
+    """Train to the end on this rank: where it begins, and its end."""
+    run, *rest = begin(folder, handlers.Distributed(timeout=20))
+    return run.step, run_jobs.train(run, *rest, total=total)
+
+
+def two_jobs(rank, folder, names):
+    """A job in each process: the error with which it is refused."""
+    runs, errors = [], []
+    for turn in range(2):
+        if turn == rank:
+            try:
+                runs.append(begin(Path(folder) / names[rank], handlers.Local())[0])
+            except interop.CheckpointError as error:
+                errors.append(str(error))
+        dist.barrier()
+    for run in runs:
+        run.checkpoints.clear_memory()
+    return "".join(errors)
+
+
+def killed(rank, folder, at):
+    """Train; rank 1 is killed within some milliseconds after a step has begun."""
+
+    def killing(i):
+        if i == at and rank == 1:
+            threading.Timer(random.uniform(0, 0.01), os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    run_jobs.train(*begin(folder, handlers.Distributed(timeout=20)), killing, total=10**9)
+
+
+def write_for_ever(rank, folder):
+    """Write the numbers of steps until the process is killed, which may be at any moment."""
+    run, *_ = begin(folder, handlers.Local())
+    threading.Timer(random.uniform(0.01, 0.1), os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        run.step += 1
+        run.params = {s: {"w": torch.full((3, 3), float(run.step))} for s in range(2)}
+        run.order = torch.full((100_000,), run.step)
+        run.checkpoints.keep_in_memory(**run._sections)
