@@ -662,7 +662,6 @@ def test_the_json_of_search_is_that_of_simulate():
     assert found["cost"] <= min(row["cost"] for row in told("compare", *SMALL, "--communication", "0.1")["schedules"])
 
 
-@thorough
 def test_the_frontier_keeps_to_a_limit():
     small = ("--ranks", "2", "--microbatches", "4", "--pareto")
     rows = told("search", *small, "--memory-limit", "1.5")
@@ -697,6 +696,7 @@ def test_the_frontier_trades_time_for_memory():
     assert [row["cost"] for row in rows] == sorted((row["cost"] for row in rows), reverse=True)
 
 
+@thorough
 def test_nothing_imports_torch_and_only_a_file_matplotlib(tmp_path):
     verbs = [verb for verb in VERBS if verb != "env"]  # which describes torch
     chosen = [line for verb in verbs for line in (examples(verb)[:1] if verb == "search" else examples(verb))]

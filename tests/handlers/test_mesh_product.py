@@ -9,7 +9,7 @@ from torch import fx
 
 from fpipe.autodiff.graph.collectives import is_post, overlapped
 from tests.support import mesh_jobs
-from tests.support.combinations import few, sample
+from tests.support.combinations import sample, thorough
 
 SCHEDULES = ("gpipe", "one_f_one_b", "zb_v", "looped_bfs", "dualpipe_v")
 SHAPES = ((2, 2, 2), (1, 1, 4), (2, 1, 2))  # ranks of a pipeline, replicas, and processes that compute a stage together
@@ -18,7 +18,8 @@ REPLICAS = ("blocks", "looped_bfs", (1, 2, 2))
 QUICK = [REPLICAS, ("blocks", "dualpipe_v", (2, 1, 2)), ("blocks", "looped_bfs", (2, 2, 2))]
 
 
-@pytest.mark.parametrize(("model", "schedule", "shape"), sample([REPLICAS, *ROWS], few(QUICK, slice(1, 2))), ids=str)
+@thorough
+@pytest.mark.parametrize(("model", "schedule", "shape"), sample([REPLICAS, *ROWS], QUICK), ids=str)
 def test_the_whole_mesh_trains_as_one_process(pools, model, schedule, shape):
     """Losses, gradients and their norm, with dropout where the model has it, within rounding."""
     for first, fifth, gradients, norm, alike in pools(math.prod(shape)).run(
