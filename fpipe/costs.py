@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from typing import Any, NamedTuple, SupportsFloat
 
 from fpipe.effects import Name, Parameters, parts
 from fpipe.errors import ScheduleError
-from fpipe.errors.arguments import checked_class
 from fpipe.plan import Plan, call_of
 from fpipe.tables import BACKWARD, TABLE, Table, fields_of
 
@@ -27,7 +26,6 @@ BY_DEFAULT = {
 UNSCALED = {"parameters", "gathered", "gradients"}  # by the factors of microbatches
 
 
-@checked_class()
 @dataclass(frozen=True, slots=True)
 class Link:
     """A directed edge between two ranks: a transfer takes latency (seconds) + bytes / bandwidth (bytes a second).
@@ -40,10 +38,10 @@ class Link:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "latency", _number("latency", self.latency))
-        bandwidth: object = self.bandwidth
-        if not isinstance(bandwidth, SupportsFloat) or not float(bandwidth) > 0:
-            raise ScheduleError(f"a link's bandwidth must be more than 0, not {bandwidth!r}")
-        object.__setattr__(self, "bandwidth", float(bandwidth))
+        bandwidth = _as_float(self.bandwidth)
+        if not bandwidth > 0:
+            raise ScheduleError(f"a link's bandwidth must be more than 0, not {self.bandwidth!r}")
+        object.__setattr__(self, "bandwidth", bandwidth)
 
     def __repr__(self) -> str:
         return call_of(self)
@@ -83,7 +81,6 @@ class Shared(NamedTuple):
     names: tuple[Name, ...]
 
 
-@checked_class()
 @dataclass(frozen=True)
 class Costs:
     """The cost of each effect. A cost of stages is one number for all stages, or a sequence of one for each.
@@ -157,34 +154,16 @@ class Costs:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "communication":
-                normal: object = _links(value)
-            elif isinstance(value, Link) and field.name in OVER_REPLICAS:
-                normal = value
-            elif field.name == "replicas" or (field.name == "shards" and value is not None):
-                if not isinstance(value, int) or value < 1:
-                    raise ScheduleError(f"{field.name} must be a whole number of at least 1, not {value!r}")
-                normal = value
-            elif field.name == "optimizer":
-                normal = _number(field.name, value)
-            elif field.name == "shared":
-                normal = tuple(Shared(_number("shared", size), tuple(names)) for size, names in value)
-            elif field.name == "reads":
-                normal = _ByKey((edge, _number("reads", size)) for edge, size in sorted(dict(value).items()))
-            elif field.name in BY_CLASS:
-                if not all(isinstance(kind, type) for kind in dict(value)):
-                    raise ScheduleError(f"{field.name} maps classes of effects and values to costs, not {value!r}")
-                normal = _ByKey((kind, _per_stage(kind.__name__, cost)) for kind, cost in dict(value).items())
-            elif field.name in ("scale", "sizes"):
-                factors = _per_stage(field.name, value)
-                if not isinstance(factors, tuple):
-                    raise ScheduleError(f"{field.name} has one factor for each microbatch, not {value!r} for all")
-                normal = factors or self.scale
-            elif value is None and field.default is None:
-                normal = None
-            else:
-                normal = _per_stage(field.name, value)
+            if value is None and field.default is None:
+                continue
+            try:
+                normal = _NORMAL.get(field.name, _per_stage)(field.name, value)
+            except ScheduleError:
+                raise
+            except (TypeError, ValueError) as error:  # of a value of another kind
+                raise ScheduleError(f"{field.name} must be {field.type}, not {value!r}") from error
             object.__setattr__(self, field.name, normal)
+        object.__setattr__(self, "sizes", self.sizes or self.scale)
 
     def __repr__(self) -> str:
         return call_of(self, **({"sizes": ()} if self.sizes == self.scale else {}))
@@ -380,25 +359,91 @@ def _at(cost: PerStage, stage: int) -> float:
 def _per_stage(name: str, cost: Any) -> PerStage:
     """Return a float, or a tuple of floats, so that costs can be hashed."""
     listed = cost.tolist() if hasattr(cost, "tolist") else cost  # arrays and tensors of measured times
-    if isinstance(listed, Sequence) and not isinstance(listed, str):
+    if isinstance(listed, Sequence) and not isinstance(listed, str | bytes):
         return tuple(_number(name, number) for number in listed)
     return _number(name, listed)
 
 
-def _links(communication: Any) -> float | Link | _ByKey:
-    if isinstance(communication, Link):
-        return communication
+def _factors(name: str, factors: Any) -> tuple[float, ...]:
+    normal = _per_stage(name, factors)
+    if not isinstance(normal, tuple):
+        raise ScheduleError(f"{name} has one factor for each microbatch, not {factors!r} for all")
+    return normal
+
+
+def _over_replicas(name: str, cost: Any) -> PerStage | Link:
+    return cost if isinstance(cost, Link) else _per_stage(name, cost)
+
+
+def _links(name: str, communication: Any) -> float | Link | _ByKey:
     if not isinstance(communication, Mapping):
-        return _number("communication", communication)
-    links = {}
-    for edge, link in communication.items():
-        if not (isinstance(edge, tuple) and len(edge) == 2 and all(isinstance(rank, int) for rank in edge)):
-            raise ScheduleError(f"communication has an entry for {edge!r}: an edge is (source rank, target rank)")
-        links[edge] = link if isinstance(link, Link) else Link(_number("communication", link))
-    return _ByKey(sorted(links.items()))
+        return communication if isinstance(communication, Link) else _number(name, communication)
+    links = _by_edge(name, communication, "(source rank, target rank)")
+    return _ByKey((edge, x if isinstance(x, Link) else Link(_number(name, x))) for edge, x in links)
+
+
+def _reads(name: str, sizes: Any) -> _ByKey:
+    return _ByKey((edge, _number(name, size)) for edge, size in _by_edge(name, sizes, "(stage, reader)"))
+
+
+def _by_edge(name: str, costs: Any, ends: str) -> list[tuple[Edge, Any]]:
+    for edge in _mapping(costs):
+        if not (isinstance(edge, tuple) and len(edge) == 2 and all(isinstance(end, int) for end in edge)):
+            raise ScheduleError(f"{name} has an entry for {edge!r}: an edge is {ends}")
+    return sorted(costs.items(), key=lambda item: item[0])
+
+
+def _by_class(name: str, costs: Any) -> _ByKey:
+    if not all(isinstance(kind, type) for kind in _mapping(costs)):
+        raise ScheduleError(f"{name} maps classes of effects and values to costs, not {costs!r}")
+    return _ByKey((kind, _per_stage(kind.__name__, cost)) for kind, cost in costs.items())
+
+
+def _mapping(costs: Any) -> Mapping[Any, Any]:
+    if not isinstance(costs, Mapping):
+        raise TypeError
+    return costs
+
+
+def _shared(name: str, shared: Any) -> tuple[Shared, ...]:
+    if not isinstance(shared, Sequence) or isinstance(shared, str | bytes):
+        raise TypeError
+    return tuple(Shared(_number(name, size), tuple(names)) for size, names in shared)
+
+
+def _count(name: str, count: object) -> int:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ScheduleError(f"{name} must be a whole number of at least 1, not {count!r}")
+    return count
 
 
 def _number(name: str, value: object) -> float:
-    if not isinstance(value, SupportsFloat) or not (isfinite(value) and float(value) >= 0):
+    number = _as_float(value)
+    if not (isfinite(number) and number >= 0):
         raise ScheduleError(f"{name} must be a finite number of at least 0, not {value!r}")
-    return float(value)
+    return number
+
+
+def _as_float(value: object) -> float:
+    """Return a number as a float; NaN for anything else."""
+    try:
+        return float(value) if isinstance(value, SupportsFloat) else nan
+    except (TypeError, ValueError, RuntimeError):  # of an array
+        return nan
+
+
+_NORMAL: Mapping[str, Callable[[str, Any], object]] = {
+    "communication": _links,
+    "gather": _over_replicas,
+    "scatter": _over_replicas,
+    "replicas": _count,
+    "shards": _count,
+    "optimizer": _number,
+    "shared": _shared,
+    "reads": _reads,
+    "extra": _by_class,
+    "collectives": _by_class,
+    "scale": _factors,
+    "sizes": _factors,
+}
+"""Field of `Costs` -> the function that checks its value, and makes it one that can't change; else `_per_stage`."""

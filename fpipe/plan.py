@@ -5,7 +5,8 @@ No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from math import lcm
@@ -35,6 +36,12 @@ def call_of(instance: Any, *positional: str, **values: Any) -> str:
     return f"{type(instance).__name__}({', '.join(arguments)})"
 
 
+def check_plan(plan: object) -> None:
+    """Raise TypeError for what is no plan."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan, as pipeline.plan(placement, microbatches) makes it, not {plan!r}")
+
+
 def _positive(**counts: int) -> None:
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -59,13 +66,13 @@ class Placement:
     holders: tuple[tuple[int, ...], ...]
 
     def __init__(self, ranks: Sequence[int | Sequence[int]]) -> None:
-        argument: object = ranks
-        if not isinstance(argument, Iterable) or isinstance(argument, str):
+        try:
+            holders = tuple((r,) if isinstance(r, int) else tuple(map(operator.index, r)) for r in ranks)
+        except TypeError:
             raise ScheduleError(
                 f"a placement names the rank of each stage, as in Placement((0, 1, 1, 0)), not {ranks!r}: for one "
                 "stage on each of 4 ranks take Placement.loop(4)"
-            )
-        holders = tuple((r,) if isinstance(r, int) else tuple(r) for r in ranks)
+            ) from None
         object.__setattr__(self, "holders", holders)
         if not holders:
             raise ScheduleError("a placement needs at least one stage")
@@ -187,7 +194,7 @@ def check_cotangents(cotangents: object) -> None:
         raise ScheduleError(f"cotangents must be 'by_consumer' or 'by_rank', not {cotangents!r}")
 
 
-@checked_class("placement", "microbatches")
+@checked_class("placement", "microbatches", "replicas", "cotangents")
 @dataclass(frozen=True)
 class Plan:
     """All that a schedule depends on: the placement, the number of microbatches, the edges, ties, and what is trained.

@@ -63,7 +63,7 @@ class Optimizer(NamedTuple):
         return f"<Optimizer: {getattr(self.update, '__qualname__', self.update)}>"
 
 
-@checked()
+@checked("master")
 def optimizer(
     kind: type[torch.optim.Optimizer],
     *,

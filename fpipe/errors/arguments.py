@@ -6,15 +6,11 @@ import inspect
 import itertools
 import numbers
 import operator
-import re
 import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
-
-from fpipe.errors import ScheduleError, StageError, TransportError
-from fpipe.errors.tracebacks import frames, own_folders
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,13 +19,12 @@ T = TypeVar("T")
 def checked(*own: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator: the function raises TypeError, with the argument's name, for one not of its annotation.
 
-    Where the function itself refuses the argument by its name, its own error is raised, which says more. Annotations
-    are looked up at the first call. Those that can't be, such as names for type checkers alone, and those of which
-    nothing is known, such as type variables, admit everything. Sequences and mappings are checked with their first
-    elements.
+    Annotations are looked up at the first call. Those that can't be, such as names for type checkers alone, and those
+    of which nothing is known, such as type variables, admit everything. Sequences and mappings are checked with their
+    first elements.
 
     Args:
-        own: names of arguments that the function alone checks.
+        own: names of arguments that the function alone checks: its own message says more, or all ranks must get it.
     """
 
     def decorator(function: Callable[P, T]) -> Callable[P, T]:
@@ -40,9 +35,13 @@ def checked(*own: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             parameters = signature.parameters.items()
             return {name: _evaluated(each.annotation, function) for name, each in parameters if name not in own}
 
-        def wrong(*args: Any, **kwargs: Any) -> tuple[str, str] | None:
-            """Return the name of the first argument that does not fit, and a text about it."""
-            for name, value in signature.bind(*args, **kwargs).arguments.items():
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                arguments = signature.bind(*args, **kwargs).arguments
+            except TypeError:  # of the number of arguments, which Python says
+                return function(*args, **kwargs)
+            for name, value in arguments.items():
                 hint, parameter = hints().get(name, Any), signature.parameters[name]
                 if hint is Any or parameter.kind is parameter.VAR_KEYWORD or value is parameter.default:
                     continue
@@ -50,38 +49,12 @@ def checked(*own: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
                     if not _fits(each, hint):
                         where = function.__qualname__.removesuffix(".__init__")
                         wanted = _named(hint, parameter.annotation)
-                        return name, f"{where}: {name} must be {wanted}, not {_short(each)}"
-            return None
-
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                problem = wrong(*args, **kwargs)
-            except TypeError:  # of the number of arguments, which Python says
-                problem = None
-            if problem is None:
-                return function(*args, **kwargs)
-            name, text = problem
-            try:
-                function(*args, **kwargs)
-            except (ScheduleError, StageError, TransportError):
-                raise
-            except (TypeError, ValueError) as error:
-                if re.search(rf"\b{name.removesuffix('s')}", str(error), re.IGNORECASE) and _is_own(error):
-                    raise
-            except Exception as error:
-                raise TypeError(text) from error
-            raise TypeError(text)
+                        raise TypeError(f"{where}: {name} must be {wanted}, not {_short(each)}")
+            return function(*args, **kwargs)
 
         return call
 
     return decorator
-
-
-def _is_own(error: BaseException) -> bool:
-    """Return whether fpipe has raised an error, and not Python or torch."""
-    *_, last = frames(error)
-    return last.tb_frame.f_code.co_filename.startswith(own_folders())
 
 
 def checked_class(*own: str) -> Callable[[type[T]], type[T]]:
@@ -139,7 +112,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(value, dict) and len(arguments) == 2:  # other mappings may read files
         some = itertools.islice(value.items(), _SHOWN)
         return all(_fits(key, arguments[0]) and _fits(each, arguments[1]) for key, each in some)
-    if kind in _SERIES and arguments and isinstance(value, list | tuple | set | frozenset | _Array):
+    if kind in _SERIES and arguments and isinstance(value, list | tuple | range | set | frozenset | _Array):
         return all(_fits(each, arguments[0]) for each in itertools.islice(value, _SHOWN))
     return True
 

@@ -62,7 +62,7 @@ HINT = "every process calls profile with the handler"
 
 
 @fold_tracebacks
-@checked()
+@checked("microbatches", "rng", "autodiff", "policy")
 def profile(
     pipeline: Pipeline,
     params: Mapping[int, Any],
@@ -139,7 +139,8 @@ def profile(
         names = ("batch", "target")
         trees = zip((batch, target), axes, names, strict=True)
         batches, targets = (split(x, microbatches, axis, name)[0] for x, axis, name in trees)
-        return Inputs({}, [state or {}], list(map(Microbatch, batches, targets)), rng=as_rng(rng or (0, 0)))
+        seed = as_rng((0, 0) if rng is None else rng)
+        return Inputs({}, [state or {}], list(map(Microbatch, batches, targets)), rng=seed)
 
     peers = None if handler is None or handler.peers is None else handler.peers.new_group("a profile", hint=HINT)
     split_inputs = _agreed(peers, inputs, "splitting the batch")  # before shards are gathered, by all processes at once

@@ -52,7 +52,7 @@ Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values 
 
 
 @fold_tracebacks
-@checked("depth")
+@checked("schedule", "plan", "transport", "depth")
 def lower(
     schedule: Schedule | str,
     plan: Plan,
@@ -267,7 +267,7 @@ class _Routes:
 
 def prefetch(programs: Programs, depth: int | None = None) -> Programs:
     """Post receives earlier: up to `depth` beyond the next one used (2; 4 where stages are skipped)."""
-    if depth is not None and not (isinstance(depth, int) and depth >= 0):
+    if depth is not None and not (isinstance(depth, int) and not isinstance(depth, bool) and depth >= 0):
         raise ScheduleError(f"the prefetch depth must be a whole number of at least 0, not {depth!r}")
     plan = plan_of(programs)
     if depth is None:

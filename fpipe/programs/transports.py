@@ -28,7 +28,7 @@ class Transport(NamedTuple):
         >>> Transport.named("paired")
         Transport(paired=True, rendezvous=False)
         """
-        if name not in TRANSPORTS:
+        if not isinstance(name, str) or name not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {name!r}")
         return TRANSPORTS[name]
 

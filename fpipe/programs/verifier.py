@@ -126,7 +126,7 @@ class Report:
 
 
 @fold_tracebacks
-@checked()
+@checked("schedule", "plan", "transport", "depth")
 def verify(
     schedule: Schedule | str,
     plan: Plan,

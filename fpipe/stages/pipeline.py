@@ -51,7 +51,7 @@ class Pipeline:
     tensor(9.)
     """
 
-    @checked()
+    @checked("cotangents")
     def __init__(
         self,
         stages: Sequence[Stage | Callable[..., Any]],
@@ -80,7 +80,7 @@ class Pipeline:
         """Return whether params get a gradient for each row of the batch, which are not added."""
         return any(stage.rows is not None for stage in self.stages)
 
-    @checked("placement", "microbatches")
+    @checked("placement", "microbatches", "replicas")
     def plan(
         self, placement: Placement, microbatches: int, replicas: int = 1, trained: Collection[int] | None = None
     ) -> Plan:
@@ -115,7 +115,7 @@ class Pipeline:
         entries = map(as_path, self.stages[stage].frozen)
         return any(path[: len(entry)] == entry for entry in entries)
 
-    @checked()
+    @checked("params")
     def freeze(self, params: Mapping[int, Any], where: Where) -> Pipeline:
         """Return the pipeline with more params frozen: they get no gradient, which is None.
 
@@ -139,7 +139,7 @@ class Pipeline:
         """
         return self._with_frozen(params, where, True)
 
-    @checked()
+    @checked("params")
     def unfreeze(self, params: Mapping[int, Any], where: Where) -> Pipeline:
         """Return the pipeline with fewer params frozen. The arguments and errors are those of `freeze`."""
         return self._with_frozen(params, where, False)
@@ -260,7 +260,7 @@ class Pipeline:
                 stage=stage,
             ) from error
 
-    @checked()
+    @checked("params")
     def params_on(self, params: Mapping[int, Any], plan: Plan, rank: SupportsIndex | PlaysRanks) -> dict[int, Any]:
         """Return the params that a rank, or a process, needs: its stages' trees, and the entries that they share.
 

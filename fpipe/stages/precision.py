@@ -17,7 +17,7 @@ HALVES = (torch.bfloat16, torch.float16)
 """The dtypes of which torch adds tensors to float32 ones without a cast before."""
 
 
-@checked_class()
+@checked_class("compute", "reduce")
 @dataclass(frozen=True)
 class Precision:
     """The dtypes in which stages compute, and in which their gradients are added.

@@ -33,7 +33,7 @@ from fpipe.timelines.timeline import Timeline
 
 
 @fold_tracebacks
-@checked()
+@checked("schedule", "plan", "depth")
 def simulate(
     schedule: Schedule | str,
     plan: Plan,

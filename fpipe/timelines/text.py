@@ -16,7 +16,7 @@ from fpipe.timelines.labels import text
 from fpipe.timelines.timeline import Timeline
 
 
-@checked()
+@checked("schedule", "plan")
 def draw(schedule: Schedule | str, plan: Plan, *, effects: Table = TABLE) -> str:
     """Draw the timeline in which every compute effect takes one unit of time and transfers take no time.
 

@@ -31,7 +31,7 @@ WAYS_OUT = (
 
 def check_option(check_finite: Any, options: Sequence[Any]) -> None:
     """Raise ValueError for an option that is none of these."""
-    if check_finite not in options:
+    if not isinstance(check_finite, bool | str | None) or check_finite not in options:
         only = ": only train_step has an update to leave out" if check_finite == "skip" else ""
         raise ValueError(f"check_finite must be one of {', '.join(map(repr, options))}, not {check_finite!r}{only}")
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from fpipe.errors import TransportError
 from fpipe.errors.arguments import checked
 from fpipe.handlers.protocol import Handler, Replicas
-from fpipe.plan import Plan
+from fpipe.plan import Plan, check_plan
 from fpipe.stages.pytree import flatten
 from fpipe.stages.sharding import cut_over, is_first, local, wrap
 
@@ -133,6 +133,7 @@ def squares(
         device: of the result where there are no gradients; by default the CPU.
         by_row: of each row along axis 0, as [stages, rows].
     """
+    check_plan(plan)
     if not isinstance(grads, Mapping):
         raise TypeError(f"grads must be {{stage: tree}}, as a step returns it, not a {type(grads).__name__}")
     if unknown := [stage for stage in grads if stage not in range(plan.stages)]:

@@ -279,7 +279,7 @@ def check_capture(handler: Handler, observer: Observer | None, compile: bool | s
     Raises:
         ValueError: they can't, or the options need what a replay lacks.
     """
-    if capture not in (True, "pieces"):
+    if capture is not True and capture != "pieces":
         raise ValueError(f"capture must be False, True or 'pieces', not {capture!r}")
     if handler.replays is None:
         raise ValueError(

@@ -54,7 +54,7 @@ class Updated(NamedTuple):
     loss_scale: LossScale | None
 
 
-@checked()
+@checked("schedule", "plan", "optimizer", "handler", "check_finite")
 def train_step(
     pipeline: Pipeline,
     schedule: Schedule | str,

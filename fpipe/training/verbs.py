@@ -14,7 +14,7 @@ from fpipe.errors import ScheduleError
 from fpipe.errors.arguments import checked
 from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.handlers.protocol import Handler, Observer
-from fpipe.plan import Plan, Schedule
+from fpipe.plan import Plan, Schedule, check_plan
 from fpipe.policies import everything_saveable
 from fpipe.profiling.observers import observing
 from fpipe.programs.lowering import forward_only, gathered, lower, wavefront
@@ -28,9 +28,15 @@ from fpipe.training.arguments import Buffers, Reduction, StepSpec
 from fpipe.training.finite import CheckFinite, check_option
 from fpipe.training.step import Capture, Computed, Step, check_capture, check_replicas_captured
 
+OF_BOTH = (
+    *("pipeline", "schedule", "plan", "handler", "reduction", "prefetch", "autodiff", "precision", "buffers"),
+    "check_finite",
+)
+"""Arguments of both verbs that what they call checks."""
+
 
 @fold_tracebacks
-@checked()
+@checked(*OF_BOTH, "argnums", "policy", "capture")
 def value_and_grad(
     pipeline: Pipeline,
     schedule: Schedule | str,
@@ -164,7 +170,7 @@ def value_and_grad(
         gradients = each[names[0]] if isinstance(argnums, str) else tuple(each[name] for name in names)
         return (value, gradients, computed.state) if stateful else (value, gradients)
 
-    if capture:
+    if capture is not False:
         check_capture(handler, observing(observe), compile, capture)
         check_replicas_captured(spec, programs, handler, capture)
     check_option(check_finite, (None, False, True, "raise"))
@@ -172,7 +178,7 @@ def value_and_grad(
 
 
 @fold_tracebacks
-@checked()
+@checked(*OF_BOTH)
 def evaluate(
     pipeline: Pipeline,
     plan: Plan,
@@ -237,8 +243,8 @@ def evaluate(
 
 
 def _arguments(argnums: Argument | Sequence[Argument]) -> tuple[Argument, ...]:
-    names = (argnums,) if isinstance(argnums, str) else tuple(argnums)
-    if not names or len(set(names)) < len(names) or not {*names} <= {*get_args(Argument)}:
+    names = (argnums,) if isinstance(argnums, str) else tuple(argnums) if isinstance(argnums, Sequence) else ()
+    if not names or any(name not in get_args(Argument) for name in names) or len(set(names)) < len(names):
         raise ValueError(
             f"argnums names arguments of the step, each once: {', '.join(map(repr, get_args(Argument)))}, or a tuple "
             f"of them, not {argnums!r}"
@@ -249,8 +255,7 @@ def _arguments(argnums: Argument | Sequence[Argument]) -> tuple[Argument, ...]:
 def _check_types(pipeline: Pipeline, plan: Plan, handler: Handler) -> None:
     if not isinstance(pipeline, Pipeline):
         raise TypeError(f"the first argument is a Pipeline, as Pipeline([stage, ...], loss=loss), not {pipeline!r}")
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be a Plan, as pipeline.plan(placement, microbatches) makes it, not {plan!r}")
+    check_plan(plan)
     if isinstance(handler, type):
         raise TypeError(f"the handler is the class {handler.__name__}: pass an instance, {handler.__name__}()")
     if lacking := [name for name in ("ranks", "replicas", "compile", "check") if not hasattr(handler, name)]:

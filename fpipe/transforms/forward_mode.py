@@ -15,7 +15,7 @@ from fpipe.transforms.duals import Dual, is_dual, primals, pushforward
 from fpipe.transforms.wrapping import check, with_functions
 
 
-@checked()
+@checked("pipeline")
 def jvp(pipeline: Pipeline, loss: Callable[..., Any] | None = None, *, has_aux: bool = False) -> Pipeline:
     """Return a pipeline that pushes tangents through its stages, beside the values.
 
@@ -42,7 +42,7 @@ def jvp(pipeline: Pipeline, loss: Callable[..., Any] | None = None, *, has_aux: 
     return _pushed(pipeline, loss or _own_loss(pipeline, has_aux))
 
 
-@checked()
+@checked("pipeline")
 def hvp(pipeline: Pipeline, *, has_aux: bool = False) -> Pipeline:
     """Return a pipeline whose gradient is a Hessian-vector product, by reverse over forward.
 

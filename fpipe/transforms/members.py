@@ -12,7 +12,7 @@ from fpipe.transforms.mapped import Axes, Randomness, unmapped, vectorized_pipel
 from fpipe.transforms.wrapping import check
 
 
-@checked()
+@checked("pipeline")
 def vmap(
     pipeline: Pipeline,
     in_dims: Any = (0, None, None),

@@ -17,7 +17,7 @@ from fpipe.transforms.mapped import Axes, Randomness, is_mapped, marked, unmappe
 from fpipe.transforms.wrapping import check
 
 
-@checked()
+@checked("pipeline")
 def per_sample(
     pipeline: Pipeline, in_dims: Any = 0, *, randomness: Randomness = "error", has_aux: bool = False
 ) -> Pipeline:

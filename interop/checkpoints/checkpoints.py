@@ -94,7 +94,7 @@ class Checkpoints:
     {'params': {0: {'scale': tensor([3.])}}, 'step': 12, 'rng': (7, 12)}
     """
 
-    @checked()
+    @checked("keep")
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -106,7 +106,7 @@ class Checkpoints:
         tensor_parallel: DeviceMesh | None = None,
         memory: Memory | None = None,
     ) -> None:
-        if keep is not None and not (isinstance(keep, int) and keep >= 1):
+        if keep is not None and not (isinstance(keep, int) and not isinstance(keep, bool) and keep >= 1):
             raise ValueError(f"keep must be at least 1, or None for all, not {keep!r}")
         self.folder, self.pipeline, self.plan, self.keep = Path(folder), pipeline, plan, keep
         self.handler, self._ranks, self._replicas = handler, handler.ranks(plan), handler.replicas(plan)
@@ -193,7 +193,7 @@ class Checkpoints:
         if pending is not None and not pending.reported:
             pending.wait()
 
-    @checked()
+    @checked("params", "state", "optimizer")  # what one rank gets wrong is an error on all
     def load(
         self,
         path: str | os.PathLike[str] | None = None,

@@ -82,7 +82,7 @@ class ModuleFunction:
         """Accept every batch."""
 
 
-@checked()
+@checked("cotangents")
 def from_modules(
     modules: Sequence[nn.Module] | nn.Module,
     *,
@@ -178,7 +178,7 @@ def _cut(modules: Sequence[nn.Module] | nn.Module, at: Sequence[int]) -> list[nn
     return parts
 
 
-@checked()
+@checked("cotangents")
 def from_functions(
     functions: Sequence[Callable[..., Any]],
     *,
@@ -209,7 +209,7 @@ def from_functions(
     return Pipeline(stages, loss, ties=ties, cotangents=cotangents)
 
 
-@checked()
+@checked("module")
 def buffers(modules: Sequence[nn.Module] | Pipeline, module: nn.Module | None = None) -> dict[int, Tree]:
     """Return the state of stateful stages: copies of the buffers, by stage.
 
@@ -218,9 +218,11 @@ def buffers(modules: Sequence[nn.Module] | Pipeline, module: nn.Module | None = 
         module: the whole module, if `modules` is a pipeline.
 
     Raises:
-        TypeError: `modules` is a pipeline, and `module` is no module.
+        TypeError: `modules` is a pipeline, and `module` is no module; or `module` stands beside a list of modules.
     """
     if not isinstance(modules, Pipeline):
+        if module is not None:
+            raise TypeError("module= is the module of a pipeline: leave it out beside the modules of from_modules")
         trees = {i: {n: b.detach().clone() for n, b in uncompiled(m).named_buffers()} for i, m in enumerate(modules)}
         return {index: tree for index, tree in trees.items() if tree}
     if not isinstance(module, nn.Module):

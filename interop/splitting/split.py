@@ -23,13 +23,13 @@ from fpipe.interop.splitting.example import ExampleCall, batch_of, device_of, st
 from fpipe.interop.splitting.export import export
 from fpipe.interop.splitting.partition import PIPE_SPLIT, Flow, Point
 from fpipe.interop.splitting.stage_graph import GraphFunction, SplitSpec, stage_function
-from fpipe.plan import Cotangents
+from fpipe.plan import Cotangents, check_cotangents
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Stage, frozen_paths
 
 
 @fold_tracebacks
-@checked()
+@checked("at", "policy", "cotangents")
 def split(
     module: nn.Module,
     *,
@@ -87,6 +87,7 @@ def split(
     """
     call = ExampleCall(example if isinstance(example, tuple) else (example,), dict(kwargs or {}))
     _check_choice(at, stages, policy)
+    check_cotangents(cotangents)
     try:
         inspect.signature(module.forward).bind(*call.args, **call.kwargs)
     except TypeError as error:
@@ -142,8 +143,10 @@ def split_points(pipeline: Pipeline) -> list[Point]:
 def _check_choice(at: Any, stages: int | None, policy: str) -> None:
     if at is not None and stages is not None:
         raise ValueError("at= names the places to cut at, stages= lets them be chosen: give one of the two")
-    if isinstance(at, str):
+    if isinstance(at, Point):
         raise ValueError(f"at= is a list of split points: at=[{at!r}]")
+    if at is not None and not isinstance(at, Sequence):
+        raise TypeError(f"at= is a list of split points, such as ['layers.4'], not {at!r}")
     if wrong := [point for point in at or () if not isinstance(point, Point)]:
         raise TypeError(f"at= has names of submodules and End(name), and no {wrong[0]!r}")
     if policy not in ("equal", "balanced"):
