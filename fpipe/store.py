@@ -68,6 +68,21 @@ def bounded(call: Callable[[], T], timeout: float | None, check: Callable[[], No
         return result  # type: ignore[return-value]
 
 
+def polls(until: float, check: Callable[[], None], first: float, last: float) -> Iterator[None]:
+    """Iterate until a time of `time.monotonic`, and once at least, with pauses that grow.
+
+    Args:
+        check: as of `bounded`.
+        first, last: the shortest and the longest pause, in seconds.
+    """
+    yield
+    while time.monotonic() < until:
+        check()
+        time.sleep(first)
+        yield
+        first = min(2 * first, last)
+
+
 class JobStore:
     """A client of the job's store.
 
@@ -135,18 +150,8 @@ class JobStore:
         self._ask(lambda: self.store.delete_key(key))
 
     def polls(self, until: float | None = None) -> Iterator[None]:
-        """Iterate until a time of `time.monotonic`, and once at least, with pauses that grow.
-
-        Args:
-            until: by default, the end of the time limit.
-        """
-        until, pause = self._end() if until is None else until, FIRST_PAUSE
-        yield
-        while time.monotonic() < until:
-            self._check()
-            time.sleep(pause)
-            yield
-            pause = min(2 * pause, LAST_PAUSE)
+        """Iterate until a time of `time.monotonic`, by default the end of the time limit: see `polls`."""
+        return polls(self._end() if until is None else until, self._check, FIRST_PAUSE, LAST_PAUSE)
 
     def appear(self, *keys: str, until: float | None = None) -> bool:
         """Wait until all keys are there; return False if the time is over before that."""

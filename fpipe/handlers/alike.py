@@ -30,7 +30,7 @@ from fpipe.handlers.protocol import Inputs
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import describe, flatten, paths_of, short
 from fpipe.stages.sharding import Placed, layout_key
-from fpipe.store import LIMIT, JobStore, bounded
+from fpipe.store import LIMIT, JobStore, bounded, polls
 
 FIRST_PAUSE, LAST_PAUSE = 5e-5, 1e-3  # seconds between two looks for the numbers of other processes
 
@@ -97,15 +97,12 @@ class StagePeers:
         watch, purpose = watch_of_handler(), f"beginning a step with processes {[*processes]}"
         numbers = torch.empty(len(processes), 2, dtype=torch.int64)
         work = self._links[processes].allgather([[*numbers]], [torch.tensor([has_news, digest])])
-        began, pause = time.monotonic(), FIRST_PAUSE
+        limit = float("inf") if watch.timeout is None else watch.timeout
         try:
             with watch.waiting(purpose, None):
-                while not work.is_completed():
-                    watch.check(purpose)
-                    if watch.timeout is not None and time.monotonic() > began + watch.timeout:
-                        raise _missing(processes, "one of them", watch.timeout)
-                    time.sleep(pause)
-                    pause = min(2 * pause, LAST_PAUSE)
+                looks = polls(time.monotonic() + limit, partial(watch.check, purpose), FIRST_PAUSE, LAST_PAUSE)
+                if not any(work.is_completed() for _ in looks):
+                    raise _missing(processes, "one of them", limit)
                 work.wait()
         except BaseException:
             del self._links[processes]  # what is in flight there would be taken for the next step's

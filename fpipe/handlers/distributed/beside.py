@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from fpipe.handlers.distributed.collectives import Collectives
+from fpipe.handlers.distributed.collectives import Collectives, new_store
 from fpipe.handlers.gloo import gloo_group
 from fpipe.handlers.protocol import Peers
-from fpipe.store import LIMIT, JobStore, bounded
+from fpipe.store import LIMIT, bounded
 
 T = TypeVar("T")
 
@@ -24,13 +24,11 @@ class _OwnGroups:
     def __init__(self, mesh: DeviceMesh, purpose: str, timeout: float | None) -> None:
         self._rank, self._size = mesh.get_local_rank(), mesh.size()
         processes = "-".join(map(str, mesh.mesh.flatten().tolist()))
-        store = JobStore(None, timeout or LIMIT).under(f"fpipe/beside/{processes}/{purpose}")
-        number = store.add(f"made by {self._rank}", 1)  # on every process the same, where each makes the same calls
-        self._store = store.under(str(number)).store
+        self._store = new_store(f"beside/{processes}/{purpose}", self._rank, timeout)
         self._groups: dict[str, Any] = {}
 
     def store(self) -> Store:
-        return self._store  # type: ignore[no-any-return]
+        return self._store
 
     def group(self, purpose: str, timeout: float | None) -> Any:
         if purpose not in self._groups:

@@ -170,17 +170,25 @@ class Collectives:
         return f"{self.purpose}/{rank}"
 
 
+def new_store(name: str, rank: int, timeout: float | None) -> Store:
+    """Return the job's store under a prefix of its own, the same on every rank where each makes the same calls.
+
+    Args:
+        timeout: seconds for an answer of the store.
+    """
+    store = JobStore(None, timeout or LIMIT).under(f"fpipe/{name}")
+    numbered: Store = store.under(str(store.add(f"made by {rank}", 1))).store
+    return numbered
+
+
 class _OneGroup:
     """A process group of the caller's."""
 
     def __init__(self, group: dist.ProcessGroup, purpose: str, timeout: float | None) -> None:
-        self._group = group
-        store = JobStore(None, timeout or LIMIT).under(f"fpipe/{group.group_name}/{purpose}")
-        number = store.add(f"made by {group.rank()}", 1)  # on every rank the same, where each makes the same calls
-        self._store = store.under(str(number)).store
+        self._group, self._store = group, new_store(f"{group.group_name}/{purpose}", group.rank(), timeout)
 
     def store(self) -> Store:
-        return self._store  # type: ignore[no-any-return]
+        return self._store
 
     def group(self, purpose: str, timeout: float | None) -> Any:
         return self._group
