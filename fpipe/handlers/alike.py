@@ -3,7 +3,7 @@
 Collectives inside of stages would mix the numbers of different batches, and wait for ever where one process refuses the
 step or its parameters differ. So before anything runs, each process writes descriptions of its arguments into the job's
 store, and reads those of the others: in the first step of a program, and in each in which one of them has other
-layouts or an error. Whether one has is known from two numbers of each, which travel in every step.
+layouts, other values or an error. Whether one has is known from two numbers of each, which travel in every step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from fpipe import effects as fx
 from fpipe.autodiff.agreement import exchange
 from fpipe.autodiff.graph.collectives import watch_of_handler
 from fpipe.autodiff.graph.notices import Notices, Ranks
+from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.errors import StageError, TransportError
+from fpipe.handlers import contents
 from fpipe.handlers.calls import Step
+from fpipe.handlers.contents import fingerprint
 from fpipe.handlers.gloo import gloo_group
 from fpipe.handlers.protocol import Inputs
 from fpipe.programs.program import Program
@@ -111,10 +114,9 @@ class StagePeers:
 
 
 def _digest(inputs: Inputs) -> int:
-    """Return a number that is the same for the same rng and numbers of rows."""
-    rng = None if callable(inputs.rng) else inputs.rng
-    content = repr((rng, inputs.rows, len(inputs.data)))
-    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=7).digest(), "little")
+    """Return a number that is the same for the same rng, settings and rows: for the latter, it holds some values."""
+    data = contents.of_data(inputs)
+    return fingerprint((contents.of_rng(inputs), contents.settings(inputs), inputs.rows, len(inputs.data), data))
 
 
 def compare(processes: Ranks, rows: Mapping[str, str], error: Exception | None = None, hint: str = "") -> str:
@@ -193,10 +195,22 @@ def notices_of(programs: Iterable[Program]) -> Notices:
     )
 
 
-def descriptions(step: Step) -> dict[str, str]:
+def options(pieces: DifferentiablePipeline) -> dict[str, object]:
+    """Return the options of a step that are the same wherever one of its stages runs, by their names."""
+    return {
+        "loss= or gather=": (pieces.loss, pieces.gather),
+        "precision=": pieces.precision,
+        "argnums=": sorted(pieces.argnums),
+        "reduction= or weight=": (pieces.shares, fingerprint(pieces.weight)),
+    }
+
+
+def descriptions(step: Step, pieces: DifferentiablePipeline) -> dict[str, str]:
     """Return the descriptions of a step's arguments, by name: of params without values, of the microbatches with."""
     inputs = step.inputs
-    rows = {
+    rows = {f"the option {name}": repr(option) for name, option in options(pieces).items()}
+    rows |= {name: repr(setting) for name, setting in contents.settings(inputs).items()}
+    rows |= {
         "rng": repr(inputs.rng) if not callable(inputs.rng) else "of a graph",
         "the number of rows": repr(inputs.rows),
     }

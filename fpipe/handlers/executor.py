@@ -90,7 +90,9 @@ class Executor:
         if step is not None and not any(prepared.placed for prepared in step.prepared.values()):
             return result
         groups = processes_beside(inputs.params, processes, replicas)
-        layouts, rows = (layouts_of(step), partial(descriptions, step)) if step is not None else (None, dict)
+        layouts, rows = (
+            (layouts_of(step), partial(descriptions, step, self.pieces)) if step is not None else (None, dict)
+        )
         try:
             self.stage_peers.agree(groups, inputs, layouts, rows, error)
         except StageError as difference:

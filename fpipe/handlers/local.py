@@ -177,8 +177,9 @@ class _Compared:
 
     def __call__(self, group: tuple[int, ...]) -> None:
         if group not in self.groups:
-            steps = [next(iter(executors.values())).calls.step for executors in self.replicas]
-            rows = {f"{name} of replica {i}": x for i, s in enumerate(steps) for name, x in descriptions(s).items()}
+            each = [next(iter(executors.values())).calls for executors in self.replicas]
+            described = [descriptions(calls.step, calls.pieces) for calls in each]
+            rows = {f"{name} of replica {i}": x for i, row in enumerate(described) for name, x in row.items()}
             compare(group, rows, hint=PARTS)
             self.groups.add(group)
 

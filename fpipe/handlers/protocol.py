@@ -131,6 +131,8 @@ class Inputs:
         first: the number of the first microbatch, counted over all replicas.
         total: the number of all replicas' microbatches; None for those in `data`.
         loss_scale: multiplies the loss's cotangents, and divides the gradients; None for 1.
+        max_norm: to which the caller clips the gradients; the same on every rank. None where it does not, or by a
+            tensor.
     """
 
     params: Mapping[int, Any]
@@ -145,6 +147,7 @@ class Inputs:
     first: int = 0
     total: int | None = None
     loss_scale: Tensor | None = None
+    max_norm: float | None = None
 
     def __post_init__(self) -> None:
         if self.sizes is None and self.rows is not None:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import ScheduleError
-from fpipe.handlers.distributed.collectives import fingerprint, over
+from fpipe.handlers.contents import fingerprint
+from fpipe.handlers.distributed.collectives import over
 from fpipe.handlers.protocol import Peers
 from fpipe.profiling.recording import Recording
 from fpipe.programs.program import Programs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -133,6 +134,8 @@ class TrainStep:
         captured: bool,
     ) -> None:
         self.differentiate, self.update, self.max_norm = differentiate, update, max_norm
+        if max_norm is not None and not isinstance(max_norm, Tensor):
+            differentiate.spec = replace(differentiate.spec, max_norm=float(max_norm))
         self.plan, self.handler = differentiate.spec.plan, differentiate.handler
         self.raises, self.skips = check_finite in (True, "raise"), check_finite == "skip"
         self.stateful = any(stage.stateful for stage in differentiate.spec.pipeline.stages)

@@ -565,7 +565,7 @@ def test_a_refused_step_leaves_no_weights(pools):
 
 def test_replicas_have_the_same_options(pools):
     """When the step is made: they decide what travels between the replicas, and how many bytes of it."""
-    names = *["precision="] * 2, *["reduction= or weight="] * 3, "loss=, gather=, exact= or experts="
+    names = *["precision="] * 2, *["reduction= or weight="] * 3, "loss= or gather="
     expected = [
         f"rank 0: the ranks were given different options {name}; every rank of every replica must make the same"
         for name in names

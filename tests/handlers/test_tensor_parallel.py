@@ -45,12 +45,15 @@ def test_the_fused_layer_of_gpt2_is_cut_by_head(pools):
         assert gradients <= 1e-5
 
 
-TOGETHER = r"processes \[2, 3\] compute stages together and were given different arguments: "
+ALIKE = r"compute stages together and were given different arguments: "
+TOGETHER = r"processes \[2, 3\] " + ALIKE
 CUT = r"params\[1\]\['up'\] is float32\[4, 16\] placed \(Shard\(dim=1\),\) over processes \[2, 3\] on process 2 and "
 FAULTS = {
     "batch": TOGETHER + r"batch of microbatch 0 is float32\[4, 4\] with values of digest \w+ on process 2 and float32",
     "rows": r"the batch has 7 rows, the target 8",
     "rng": TOGETHER + r"rng is \(0, 1\) on process 2 and \(0, 2\) on process 3\. They take",
+    "reduction": ALIKE + r"the option reduction= or weight= is \('rows', \d+\) on process \d and \(None, \d+\) on",
+    "autocast": ALIKE + r"torch.autocast is missing on process \d and \(\('cpu', torch.bfloat16\),\) on process",
     "sharded": TOGETHER + CUT + r"float32\[4, 16\] placed \(Replicate\(\),\) over",
     "partial": r"its params\['up'\] can't be used: a leaf float32\[4, 16\] holds partial sums, .*: redistribute it",
     "pipeline": r"params\['up'\] is placed .* over DeviceMesh\(.*, which has ranks of the pipeline: shard it over",

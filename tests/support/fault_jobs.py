@@ -127,6 +127,9 @@ def disagreements(rank):
     captured = fpipe.value_and_grad(*pipeline_of(2)[:1], "gpipe", plan, handler=own, capture=True)
     for i in range(3):
         captured(state, x, x, rng=(0, i))
+    sgd = interop.optimizer(torch.optim.SGD, lr=0.1)
+    clipping = {"handler": own, "capture": True, "max_norm": 1.0 + rank}
+    train = fpipe.train_step(*pipeline_of(2)[:1], "gpipe", plan, sgd, **clipping)
     calls = {
         "rng": lambda: step(state, x, x, rng=(0, rank)),
         "rng of one": lambda: step(state, x, x, rng=(0, 1) if rank else None),
@@ -134,6 +137,7 @@ def disagreements(rank):
         "target": lambda: step(state, x, later if rank else x),
         "skipped": lambda: step(state, None if rank else x, later if rank else None, rng=(0, 3 + rank)),
         "captured": lambda: captured(state, x, x, rng=(0, 5 + rank)),
+        "captured max_norm": lambda: train(state, sgd.init(state), x, x),
         "reduction": lambda: step_of(2, own, reduction="sum" if rank else "mean"),
         "weight": lambda: step_of(2, own, weight=(lambda t: 2 * len(t)) if rank else (lambda t: 3 * len(t))),
         "max_norm": lambda: fpipe.clip_by_global_norm(state, 1.0 + rank, plan, handler=own),

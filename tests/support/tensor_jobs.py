@@ -213,6 +213,8 @@ WRONG = {  # by fault, what one process or all have instead: names of params, an
     "batch": {"batch": torch.zeros(8, 4)},
     "rows": {"batch": torch.ones(7, 4)},
     "rng": {"rng": (0, 2)},
+    "reduction": {"options": {"reduction": "sum"}},
+    "autocast": {"autocast": True},
     "sharded": {"up": "whole"},
     "partial": {"up": "partial"},
     "pipeline": {"up": "pp"},
@@ -229,16 +231,18 @@ WRONG = {  # by fault, what one process or all have instead: names of params, an
 
 TRACED = ("function", "failing", "heads")
 """Faults of functions, which are found when they are traced."""
-FIRST = (*TRACED, "batch")
-"""Faults that are found in a first step alone: values of batches are compared in it."""
+FIRST = (*TRACED, "reduction")
+"""Faults that are found in a first step alone."""
+OF_COLUMNS = ("reduction", "autocast")
+"""Faults of both ranks of a pipeline, which agree."""
 
 
-def step_of_layers(function=layer):
+def step_of_layers(function=layer, **options):
     """A step of 2 x 2 processes, whose last stage has another function."""
     pipeline = fpipe.Pipeline([layer, function], loss=F.mse_loss)
     plan = pipeline.plan(fpipe.Placement.loop(ranks=2), microbatches=2)
     handler = handlers.Distributed(mesh_of(2, 2, names=("pp", "tp"))["pp"], timeout=20)
-    return step_of("one_f_one_b", pipeline, plan, handler)
+    return step_of("one_f_one_b", pipeline, plan, handler, **options)
 
 
 shared_step = functools.cache(step_of_layers)
@@ -256,12 +260,13 @@ def wrong(rank, fault, first):
         first: the first step of a function is wrong, and a later one; otherwise one of a function that has worked.
     """
     mesh = mesh_of(2, 2, names=("pp", "tp"))
-    changes = WRONG[fault] if rank == 3 or fault == "heads" else {}
-    step = step_of_layers(changes.get("function", layer)) if first else shared_step()
+    changes = WRONG[fault] if rank == 3 or fault == "heads" or (rank == 1 and fault in OF_COLUMNS) else {}
+    step = step_of_layers(changes.get("function", layer), **changes.get("options", {})) if first else shared_step()
 
     def run(changes):
         batch, rng = changes.get("batch", torch.ones(ROWS, 4)), changes.get("rng", (0, 1))
-        return step({rank // 2: _layer_params(mesh, changes)}, batch, torch.ones(ROWS, 4), rng=rng)
+        with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in changes):
+            return step({rank // 2: _layer_params(mesh, changes)}, batch, torch.ones(ROWS, 4), rng=rng)
 
     texts = []
     if not first:
@@ -270,7 +275,7 @@ def wrong(rank, fault, first):
         with pytest.raises((fpipe.StageError, fpipe.TransportError, ValueError)) as caught:
             run(changes)
         texts.append(f"{caught.type.__name__}: {caught.value}")
-        if fault not in TRACED:  # in the others a piece has begun a collective
+        if fault not in FIRST:  # of which some have begun a collective in a piece, and one has another step
             run({})
     return texts
 

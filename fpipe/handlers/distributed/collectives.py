@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import io
 import pickle
 from collections.abc import Callable
@@ -237,11 +236,6 @@ def _tensor(number: float, group: Any) -> Tensor:
 def _device(group: Any) -> str:
     """Return where messages are; a handler's own groups are gloo backends, without a name in torch.distributed."""
     return "cuda" if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl" else "cpu"
-
-
-def fingerprint(content: object) -> int:
-    """Return a number of 56 bits for a value, by its repr."""
-    return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=7).digest(), "little")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -29,11 +29,12 @@ from fpipe.devices import Device, Graph, GraphReset, aside, device_of, is_captur
 from fpipe.errors import ScheduleError, StageError, TransportError
 from fpipe.errors.arguments import checked
 from fpipe.flight.recording import Recording, new_name, record
-from fpipe.handlers.alike import notices_of
+from fpipe.handlers.alike import notices_of, options
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
+from fpipe.handlers.contents import fingerprint
 from fpipe.handlers.distributed.backends import NCCL, Backend, Gloo
 from fpipe.handlers.distributed.channels import Channels
-from fpipe.handlers.distributed.collectives import Collectives, fingerprint, over, process_group
+from fpipe.handlers.distributed.collectives import Collectives, over, process_group
 from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.grid import Grid
@@ -187,10 +188,8 @@ class Distributed:
         recorder = () if observe is None else observe.agreed
         alike = {
             "schedules, plans or recorders": (recorder, [(p.plan, p.effects) for _, p in sorted(programs.items())]),
-            "options loss=, gather=, exact= or experts=": (pieces.loss, pieces.gather, self.exact, self.experts),
-            "options precision=": pieces.precision,
-            "options argnums=": sorted(pieces.argnums),
-            "options reduction= or weight=": (pieces.shares, pieces.weight),
+            "options exact= or experts=": (self.exact, self.experts),
+            **{f"options {name}": option for name, option in options(pieces).items()},
         }
         with steps.running(lambda: "setting up connections"):
             number = steps.number

@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.devices import aside, autocasts, is_capturing
+from fpipe.devices import aside, autocasts
 from fpipe.errors import StageError, TransportError
-from fpipe.handlers.distributed.collectives import fingerprint
+from fpipe.handlers import contents
+from fpipe.handlers.contents import CONTENT, UNKNOWN, fingerprint
 from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.signature import signature_of
 from fpipe.handlers.distributed.steps import Steps
@@ -38,11 +39,9 @@ from fpipe.stages.microbatch import WEIGHING
 from fpipe.stages.pytree import PLAIN, Flat, flatten
 
 T = TypeVar("T")
-UNKNOWN = -1  # rows, or whether they come as Microbatches
 REMEMBERED = 4096  # signatures; the least recently used is dropped
 REMEMBERED_STEPS = 512  # tuples of the signatures of all microbatches
 WIDTH = 11  # the most numbers that a call gives
-SAMPLED = 64  # numbers of a tensor that stand for all of it
 COMPILING, REPLAYING = 0, -1  # calls; that of a step is the number of its program
 
 Name = tuple[int, int]
@@ -195,7 +194,7 @@ class Handshake:
         lacks_rows = has_loss and inputs.weighed and rows == UNKNOWN
         apart = UNKNOWN if inputs.apart is None else inputs.apart
         self._tokens = [] if inputs.broken is not None else self._tokens_of(inputs)
-        settings, rng, data = _settings(inputs), _rng(inputs), _content(inputs)
+        settings, rng, data = contents.of_settings(inputs), contents.of_rng(inputs), contents.of_data(inputs)
         is_leaving = self.steps.departure.is_requested
         numbers = [is_leaving, apart, lacks_rows, rows, order, settings, rng, *data, *_digest(self._tokens)]
         self.roll = RollCall(self.steps, self.program, numbers, inputs.broken)
@@ -248,8 +247,8 @@ class Handshake:
         self.steps.departure.is_known |= any(leaving)
         if others := [process for process, each in enumerate(settings) if each != settings[0]]:
             raise self._rejected(
-                f"{grid.name(0)} and {grid.name(others[0])} were called under different torch.autocast, or one of them "
-                "with loss_scale=: enter the same autocast on every rank, and pass the same loss scale"
+                f"{grid.name(0)} and {grid.name(others[0])} were called under different torch.autocast, with different "
+                "max_norm=, or one of them with loss_scale=: enter the same autocast and pass the same on every rank"
             )
         check_rng(rngs, grid)
         for name, numbers in zip(("batches", "targets"), data, strict=True):
@@ -447,40 +446,6 @@ def _ambient(inputs: Inputs) -> tuple[Any, ...]:
     return inputs.rng is None, autocasts(), torch.get_default_dtype()
 
 
-def _rng(inputs: Inputs) -> int:
-    """Return a number for the seed of a step; `UNKNOWN` where a graph has it."""
-    return UNKNOWN if callable(inputs.rng) else fingerprint(inputs.rng)
-
-
-CONTENT = 24  # bits of a number for values, beside those for their structure
-
-
-def _content(inputs: Inputs) -> list[int]:
-    """Return a number for the batch, and one for the target: of structure and of some values of the first microbatch.
-
-    `UNKNOWN` where this process was given none, or where values are not on the CPU, so that nothing waits for a device.
-    """
-    if not inputs.data or is_capturing():
-        return [UNKNOWN, UNKNOWN]
-    with aside():
-        return [_number(flatten(tree)) for tree in (inputs.data[0].batch, inputs.data[0].target)]
-
-
-def _number(tree: Flat) -> int:
-    if not tree.leaves or any(type(leaf) is not Tensor or not _is_readable(leaf) for leaf in tree.leaves):
-        return UNKNOWN
-    structure, content = blake2b(digest_size=4), blake2b(digest_size=CONTENT // 8)
-    for leaf in tree.leaves:
-        structure.update(f"{leaf.dtype} {leaf.shape}".encode())
-        numbers = leaf.detach().reshape(-1)[:: max(1, leaf.numel() // SAMPLED)].contiguous()
-        content.update(numbers.view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(structure.digest(), "little") << CONTENT | int.from_bytes(content.digest(), "little")
-
-
-def _is_readable(leaf: Tensor) -> bool:
-    return leaf.device.type == "cpu" and leaf.layout is torch.strided and not (leaf.is_complex() or leaf.is_neg())
-
-
 def check_rng(numbers: Sequence[int], grid: Grid) -> None:
     """Reject the step if ranks were called with different seeds, of each of which there is a number."""
     if others := [process for process, each in enumerate(numbers) if each != numbers[0]]:
@@ -489,9 +454,3 @@ def check_rng(numbers: Sequence[int], grid: Grid) -> None:
             "every rank, or None on every rank. Where steps differ, one rank has skipped a batch"
         )
         raise StepRejected(StageError(message, rank=grid.rank))
-
-
-def _settings(inputs: Inputs) -> int:
-    """Return a number for what must be the same on every rank; 0 without autocast and loss scale."""
-    settings = autocasts(), inputs.loss_scale is not None
-    return fingerprint(settings) if any(settings) else 0
