@@ -76,7 +76,7 @@ def test_draws_are_the_same_on_all_ranks_of_a_stage(pools):
 
 @pytest.fixture(scope="module")
 def new_pool():
-    """Two processes that have run the same programs, for a program is known by its number among equal ones."""
+    """Two processes that have traced the same stages: a trace is known by its number among those of equal shapes."""
     pool = Pool(2)
     yield pool
     pool.close()

@@ -4,8 +4,8 @@ A process that waits for others to trace a stage's collectives would wait until 
 stage without them. So each process posts the groups of all that it traces, and one that waits for others reads theirs,
 and posts for whom it waits. They look for that when they trace a stage, and after steps of which there are ever fewer.
 
-Processes that share a group run programs with equal effects, in the same order: the n-th one here is the n-th one
-there. Only stages with inputs of equal shapes are compared.
+Processes that share a group trace the stages of programs with equal effects in the same order: of those with inputs of
+equal shapes, the n-th trace here is the n-th one there, whatever else a process runs alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Notices:
 
     def __init__(self, effects: Callable[[], Iterable[object]]) -> None:
         self._effects = effects
-        self._groups: dict[str, list[Ranks]] = {}
+        self._groups: dict[str, list[Ranks]] = {}  # of each trace: "stage signature number"
         self._steps = 0
 
     @cached_property
@@ -60,7 +60,8 @@ class Notices:
         if not is_job():
             return
         with suppress(StoreError):
-            here, key = dist.get_rank(), f"{stage} {signature}"
+            here, trace = dist.get_rank(), f"{stage} {signature}"
+            key = f"{trace} {self._store.add(f'count of {trace} of {here}', 1)}"
             self._groups[key] = [*groups]
             self._store.set(_key(key, here), json.dumps(self._groups[key]))
             if len(self._groups) > KEPT:
@@ -81,7 +82,10 @@ class Notices:
         Raises:
             StageError: one has traced the stage without any.
         """
-        here, key = dist.get_rank(), f"{stage} {signature}"
+        here, trace = dist.get_rank(), f"{stage} {signature}"
+        key = next((key for key in reversed(self._groups) if key.rpartition(" ")[0] == trace), None)
+        if key is None:  # the job's store did not answer
+            return
         for other in missing:
             with suppress(StoreError):  # of a store, too, that can't append, as one in files: then only this one raises
                 if is_first:
@@ -112,9 +116,8 @@ class Notices:
 
     @cached_property
     def _store(self) -> JobStore:
-        """The store of all programs that are this one."""
-        store = JobStore(None, ANSWER).under(f"fpipe/programs/{self.program}")
-        return store.under(str(store.add(f"count of {dist.get_rank()}", 1)))
+        """The store of all programs with these effects."""
+        return JobStore(None, ANSWER).under(f"fpipe/programs/{self.program}")
 
 
 def digest(texts: Iterable[str]) -> str:
