@@ -294,21 +294,20 @@ class Layout:
             x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
         )
 
-    def whole(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Join the pieces of all shards, in memory of its own that is laid out by `stride`.
+    def padded(self, piece: Tensor) -> Tensor:
+        """Return a piece with its cut dimension first, dense, and with as many rows as the largest piece."""
+        assert self.dim is not None
+        rows, first = max(self.sizes), piece.movedim(self.dim, 0)
+        if first.shape[0] == rows:
+            return first.contiguous()
+        padded = first.new_zeros(rows, *first.shape[1:])
+        padded[: first.shape[0]] = first
+        return padded
 
-        Raises:
-            ValueError: the pieces are not those of this layout.
-        """
-        whole = torch.empty_strided(self.shape, self.stride, dtype=pieces[0].dtype, device=pieces[0].device)
-        places = self.pieces(whole)
-        if [x.shape for x in pieces] != [x.shape for x in places]:
-            raise ValueError(
-                f"pieces of shapes {[[*x.shape] for x in pieces]} don't make a leaf of {[[*x.shape] for x in places]}"
-            )
-        for place, piece in zip(places, pieces, strict=True):
-            place.copy_(piece)
-        return whole
+    def joined(self, padded: Tensor) -> Tensor:
+        """Return the whole leaf, out of the padded pieces one after the other: only the last ones are padded."""
+        assert self.dim is not None
+        return self.laid_out(padded[: self.shape[self.dim]].movedim(0, self.dim))
 
 
 def expert_dim(leaf: DTensor, replicas: DeviceMesh, experts: int | None) -> int | None:

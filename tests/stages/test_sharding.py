@@ -25,7 +25,7 @@ def against_torch(rank, size):
                 leaf = distribute_tensor(x, mesh, [*outer, Shard(dim)], src_data_rank=None)
                 layout = Layout.of(leaf, mesh)
                 pieces = layout.pieces(x)
-                joined = layout.whole([piece.clone() for piece in pieces])
+                joined = layout.joined(torch.cat([*map(layout.padded, pieces)]))
                 again = wrap(pieces[layout.shard].double(), leaf)
                 rows = [*range(x.shape[dim])][layout.rows.start : layout.rows.stop]
                 checks = {
@@ -74,8 +74,6 @@ def test_leaves_that_the_replicas_do_not_cut(pools):
             Layout(torch.Size([3, 4]), (4, 1), torch.float32),
         ]
         assert [(p.dim, *shape) for p in placements] == [(0, 6, 4)]
-        x = torch.arange(24.0).view(6, 4)
-        assert torch.equal(layouts[0].whole(layouts[0].pieces(x)), x)
         assert again == (True, 4.0)
 
 
@@ -91,7 +89,7 @@ def beneath_tensor_parallelism(rank):
         placements = [dp, Shard(tp)]
         leaf = DTensor.from_local(piece.contiguous(), mesh, placements, shape=x.shape, stride=x.stride())
         layout = Layout.of(leaf, mesh["dp"])
-        whole = layout.whole(layout.pieces(columns))
+        whole = layout.joined(torch.cat([*map(layout.padded, layout.pieces(columns))]))
         if not (torch.equal(leaf.full_tensor(), x) and torch.equal(layout.pieces(columns)[layout.shard], piece)):
             wrong.append((placements, "piece"))
         if not (torch.equal(whole, columns) and whole.is_contiguous()):
@@ -125,12 +123,6 @@ def test_layouts_that_no_handler_can_gather_are_refused(pools):
     twice, partial = pools(4).run(refused)[0]
     assert "is cut over 2 dimensions of the replicas' mesh, (Shard(dim=0), Shard(dim=0)): cut it over one" in twice
     assert "holds partial sums, (Partial(sum),): redistribute it" in partial
-
-
-def test_pieces_of_another_layout_are_refused():
-    layout = Layout(torch.Size([5, 2]), (2, 1), torch.float32, dim=0, shards=2)
-    with pytest.raises(ValueError, match=r"pieces of shapes \[\[2, 2\], \[3, 2\]\] don't make a leaf of"):
-        layout.whole([torch.ones(2, 2), torch.ones(3, 2)])
 
 
 def trees(rank):

@@ -250,19 +250,19 @@ class ReplicaChannels:
             yield self._gather_packed(shards, numbers, purpose)
 
     def _gather_one(self, shards: Shards, i: int, layout: Layout, purpose: str) -> tuple[Callable[[], None], Tensor]:
-        piece = _padded(shards.pieces[i], layout)
+        piece = layout.padded(shards.pieces[i])
         whole = piece.new_empty((layout.shards * piece.shape[0], *piece.shape[1:]))
         works = self.connections.all_gather("gather", whole, piece, purpose)
 
         def arrive() -> None:
             self.connections.wait_on_lane("gather", works, purpose, piece)
-            shards.whole[i] = _joined(whole, layout)
+            shards.whole[i] = layout.joined(whole)
 
         return arrive, whole
 
     def _gather_packed(self, shards: Shards, numbers: list[int], purpose: str) -> tuple[Callable[[], None], Tensor]:
         layouts = [shards.layouts[i] for i in numbers]
-        pieces = [_padded(shards.pieces[i], layout) for i, layout in zip(numbers, layouts, strict=True)]
+        pieces = [layout.padded(shards.pieces[i]) for i, layout in zip(numbers, layouts, strict=True)]
         sizes = [piece.numel() for piece in pieces]
         own = torch.cat([piece.reshape(-1) for piece in pieces])
         every = own.new_empty(layouts[0].shards, own.numel())
@@ -272,7 +272,7 @@ class ReplicaChannels:
             self.connections.wait_on_lane("gather", works, purpose, own)
             for i, layout, piece, part in zip(numbers, layouts, pieces, every.split_with_sizes(sizes, 1), strict=True):
                 whole = part.reshape(layout.shards * piece.shape[0], *piece.shape[1:])
-                shards.whole[i] = _joined(whole, layout)
+                shards.whole[i] = layout.joined(whole)
 
         return arrive, every
 
@@ -456,20 +456,3 @@ def _shard_of(mesh: DeviceMesh, mesh_dim: int | None) -> list[int]:
     assert mesh_dim is not None
     inner = prod(mesh.shape[mesh_dim + 1 :])
     return [replica // inner % mesh.shape[mesh_dim] for replica in range(mesh.size())]
-
-
-def _padded(piece: Tensor, layout: Layout) -> Tensor:
-    """Return a piece with its cut dimension first, dense, and with as many rows as the largest piece."""
-    assert layout.dim is not None
-    rows, first = max(layout.sizes), piece.movedim(layout.dim, 0)
-    if first.shape[0] == rows:
-        return first.contiguous()
-    padded = first.new_zeros(rows, *first.shape[1:])
-    padded[: first.shape[0]] = first
-    return padded
-
-
-def _joined(pieces: Tensor, layout: Layout) -> Tensor:
-    """Return the whole leaf, out of the padded pieces one after the other: only the last ones are padded."""
-    assert layout.dim is not None
-    return layout.laid_out(pieces[: layout.shape[layout.dim]].movedim(0, layout.dim))
