@@ -179,7 +179,7 @@ class NCCL:
             return dist.ProcessGroupNCCL(store.clone(), rank, len(ranks), options)  # type: ignore[attr-defined]
 
     def message(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.dtype in NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)
+        return tensor if tensor.dtype in NCCL_DTYPES else as_bytes(tensor)
 
     def all_gather(self, group: Any, whole: Tensor, piece: Tensor) -> list[Any]:
         return [group._allgather_base(whole, piece)]
@@ -194,6 +194,11 @@ class NCCL:
     def close(self, groups: Sequence[Any]) -> None:
         """Shut each group down; else its end would abort it, with the last messages on their way."""
         _at_once([group.shutdown for group in groups])
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as flat bytes; shares its memory."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 NCCL_DTYPES = frozenset(

@@ -32,7 +32,7 @@ from fpipe.devices import Device, Graph, aside, launch
 from fpipe.errors import StageError, TransportError
 from fpipe.flight.recording import Recording
 from fpipe.handlers.distributed.activity import Activity, Markers
-from fpipe.handlers.distributed.backends import CUT_LIMIT, Backend, Edge, Gloo, rounds
+from fpipe.handlers.distributed.backends import CUT_LIMIT, Backend, Edge, Gloo, as_bytes, rounds
 from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.lifeline import Lifeline
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
@@ -216,7 +216,7 @@ class Connections:
         group = self.backend.group(self._store_of("results"), "results", self.rank, ranks, self.timeout)
         ping = torch.ones(1, device=self.device.torch_device)
         self.wait(self._post(None, purpose, group.broadcast, [(ping, 0)]), None, purpose)
-        pings = _as_bytes(ping.new_empty(self.size)), _as_bytes(ping)
+        pings = as_bytes(ping.new_empty(self.size)), as_bytes(ping)
         self.wait(self.backend.all_gather(group, *pings), None, purpose)
         self.groups.shared["results"] = group
 
@@ -289,17 +289,16 @@ class Connections:
     def _launch_on_edge(
         self, operation: str, edge: Edge, messages: list[torch.Tensor], peer: int, what: str
     ) -> list[dist.Work]:
-        """Post an operation of an edge for each message; a graph does so again, and keeps no group alive."""
-        sent, side, works = list(map(self.backend.message, messages)), _side(peer, self.rank), list[dist.Work]()
+        """Post an operation of an edge for each message."""
+        sent, side = list(map(self.backend.message, messages)), _side(peer, self.rank)
 
-        def post() -> None:
+        def post() -> list[dist.Work]:
             if edge not in self.edges:
                 raise PeerLost(peer, f"{what} {self.grid.name(peer)}")
             self.used.add(edge)
-            works.extend(self._post_each(getattr(self.edges[edge], operation), sent, side, peer, what))
+            return self._post_each(getattr(self.edges[edge], operation), sent, side, peer, what)
 
-        launch(post)
-        return works
+        return _launched(post)
 
     def send_bytes(self, text: bytes, target: int) -> InFlight:
         """Post bytes to a rank, over the control group."""
@@ -388,7 +387,7 @@ class Connections:
 
     def all_gather(self, lane: str, whole: torch.Tensor, piece: torch.Tensor, purpose: str) -> list[dist.Work]:
         """Post the gathering of the pieces of a lane, in its order. The caller keeps both until it is complete."""
-        tensors = _as_bytes(whole), _as_bytes(piece)
+        tensors = as_bytes(whole), as_bytes(piece)
         return self._launch_on_lane(lane, lambda group: self.backend.all_gather(group, *tensors), purpose)
 
     def exchange(
@@ -402,7 +401,7 @@ class Connections:
         if exact:
             received = torch.empty_like(parts)
             equal: list[int] = []  # parts
-            arguments = _as_bytes(received), _as_bytes(parts), equal, equal
+            arguments = as_bytes(received), as_bytes(parts), equal, equal
             return self._launch_on_lane(lane, lambda group: [group.alltoall_base(*arguments)], purpose), received
         sums = parts.new_empty(parts.numel() // len(self.lanes[lane]))
         return self._launch_on_lane(lane, lambda group: [group._reduce_scatter_base(sums, parts)], purpose), sums
@@ -437,16 +436,14 @@ class Connections:
             return gathered
 
     def _launch_on_lane(self, lane: str, operation: Operation, purpose: str) -> list[dist.Work]:
-        works = list[dist.Work]()
-
-        def post() -> None:
+        def post() -> list[dist.Work]:
             if lane not in self.groups.lanes:
                 raise PeerLost(None, purpose)
             self.used.add(lane)
-            works.extend(*self._post(None, purpose, operation, [(self.groups.lanes[lane],)]))
+            (works,) = self._post(None, purpose, operation, [(self.groups.lanes[lane],)])
+            return works
 
-        launch(post)
-        return works
+        return _launched(post)
 
     # Collectives, at the ends of a step
 
@@ -454,7 +451,7 @@ class Connections:
         """Post the gathering of every rank's whole numbers: the tensor has a row for each."""
         own = torch.tensor(numbers, dtype=torch.int64)
         rows = own.new_empty(self.size, len(numbers))
-        arguments = self.control, _as_bytes(rows), _as_bytes(own)
+        arguments = self.control, as_bytes(rows), as_bytes(own)
         (works,) = self._post(None, "beginning a step", GLOO.all_gather, [arguments])
         return rows, works
 
@@ -473,23 +470,23 @@ class Connections:
         if self.size == 1:
             return tensor.unsqueeze(0)
         every = tensor.new_empty(self.size, *tensor.shape)
-        arguments = _as_bytes(every), _as_bytes(tensor)
+        arguments = as_bytes(every), as_bytes(tensor)
         self._run_collective(lambda group: self.backend.all_gather(group, *arguments), None, purpose)
         return every
 
     def _run_collective(self, operation: Operation, peer: int | None, purpose: str, control: bool = False) -> None:
         if self.size == 1:
             return
-        works, wait = list[dist.Work](), self.wait_for_control if control else self.wait
 
-        def post() -> None:
+        def post() -> list[dist.Work]:
             if self.groups.is_cut:
                 raise PeerLost(peer, purpose)
             group = self.control if control else self.results
-            works.extend(*self._post(peer, purpose, operation, [(group,)]))
+            (works,) = self._post(peer, purpose, operation, [(group,)])
+            return works
 
-        launch(post)
-        wait(works, peer, purpose)
+        wait = self.wait_for_control if control else self.wait
+        wait(_launched(post), peer, purpose)
 
     def broadcast_payload(
         self, payload: Flat | None, source: int, purpose: str, codec: PayloadCodec | None
@@ -512,7 +509,7 @@ class Connections:
                 rank=self.grid.rank,
             )
         for each in messages:
-            self.broadcast(each.reshape(-1).view(torch.uint8), source, purpose)
+            self.broadcast(as_bytes(each), source, purpose)
         return codec.payload(messages) if payload is None else payload, codec  # type: ignore[return-value]
 
     def _broadcast_signature(self, payload: Flat | None, source: int, purpose: str) -> PayloadCodec:
@@ -529,8 +526,11 @@ class Connections:
         return PayloadCodec(signature, self.device.torch_device)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+def _launched(post: Callable[[], list[dist.Work]]) -> list[dist.Work]:
+    """Return the works of a post that is made now. A graph makes it again, and so the post keeps no group alive."""
+    works = list[dist.Work]()
+    launch(lambda: works.extend(post()))
+    return works
 
 
 def _as_tensor(text: bytes) -> torch.Tensor:
