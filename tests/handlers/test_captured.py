@@ -21,8 +21,8 @@ from fpipe.autodiff.traced import Traced
 from fpipe.devices import Cpu
 from fpipe.devices.tape import Tape
 from fpipe.handlers.captured import Captured
-from fpipe.handlers.distributed import connections
 from fpipe.handlers.distributed.activity import Markers
+from fpipe.handlers.distributed.groups import Groups
 from fpipe.handlers.protocol import Alone, Observer
 from fpipe.stages.rng import seeded
 from fpipe.tensorboard import Recorder
@@ -156,7 +156,7 @@ class Ended:
 @pytest.mark.parametrize("ends", ["close", "cut"])
 def test_graphs_go_before_the_groups_that_they_hold(ends):
     log = []
-    groups = connections._Groups(Ended(log), Markers(Cpu()), 1.0)
+    groups = Groups(Ended(log), Markers(Cpu()), 1.0)
     groups.edges[0, 1] = "an edge"
     graphs = [Ended(log, "graphs"), Ended(log, "dropped graphs")]
     for graph in graphs:

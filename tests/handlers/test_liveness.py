@@ -13,9 +13,9 @@ from fpipe.devices import Cpu
 from fpipe.effects import Forward
 from fpipe.handlers.distributed.activity import LEAD, Activity, Markers, State
 from fpipe.handlers.distributed.backends import NCCL, Gloo
-from fpipe.handlers.distributed.connections import _Groups
 from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.grid import Grid
+from fpipe.handlers.distributed.groups import Groups
 from fpipe.handlers.distributed.liveness import Answer, Watchdog, verdict
 from tests.support import faults
 from tests.support.fake_device import FakeDevice
@@ -203,7 +203,7 @@ def test_communicators_are_cut_all_at_once():
 def test_connections_are_closed_when_the_device_is_done():
     device, closed = FakeDevice(lag=0.3), []
     backend = type("Backend", (NCCL,), {"close": lambda self, groups: closed.append(groups)})()
-    groups = _Groups(backend, Markers(device), limit=10)
+    groups = Groups(backend, Markers(device), limit=10)
     groups.edges[0, 1] = "a group"
     groups._markers.add(Forward(0, 0))
     begun = time.monotonic()
@@ -218,7 +218,7 @@ def test_connections_are_closed_when_the_device_is_done():
 def test_connections_of_a_device_that_never_ends_are_cut():
     cuts = []
     backend = type("Backend", (NCCL,), {"cut": lambda self, groups: cuts.append(groups)})()
-    groups = _Groups(backend, Markers(FakeDevice(lag=1e6, now=0.0)), limit=0.2)
+    groups = Groups(backend, Markers(FakeDevice(lag=1e6, now=0.0)), limit=0.2)
     groups.edges[0, 1] = "a group"
     groups._markers.add(Forward(0, 0))
     groups.close()
@@ -266,7 +266,7 @@ class OneRank:
 
     def __init__(self, device):
         self.activity, self.timeout, self.size = Activity(Markers(device)), 0.2, 1
-        self.groups = _Groups(Gloo(), self.activity.markers, 1.0)
+        self.groups = Groups(Gloo(), self.activity.markers, 1.0)
 
 
 def test_a_device_that_fails_is_every_ranks_reason():

@@ -6,20 +6,17 @@ order; there is no order between two connections.
 Invariants:
 - a host's wait is known to the watchdog, which ends it (liveness.py);
 - all ranks make the same connections, in one order, or none of them;
-- a graph with operations of a group is reset before the group ends: NCCL waits for the graphs that hold it;
-- after a failed step the groups are cut on which it has posted something, and made again under names of a new epoch;
-- connections that have not failed are closed when the device has done everything that was posted on them.
+- after a failed step the groups are cut on which it has posted something, and made again under names of a new epoch.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -28,12 +25,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from fpipe.devices import Device, Graph, aside, launch
+from fpipe.devices import Device, aside, launch
 from fpipe.errors import StageError, TransportError
 from fpipe.flight.recording import Recording
 from fpipe.handlers.distributed.activity import Activity, Markers
-from fpipe.handlers.distributed.backends import CUT_LIMIT, Backend, Edge, Gloo, as_bytes, rounds
+from fpipe.handlers.distributed.backends import Backend, Edge, as_bytes, rounds
 from fpipe.handlers.distributed.grid import Grid
+from fpipe.handlers.distributed.groups import GLOO, Groups
 from fpipe.handlers.distributed.lifeline import Lifeline
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
 from fpipe.handlers.distributed.wire import PayloadCodec
@@ -43,12 +41,10 @@ from fpipe.stages.pytree import Flat
 from fpipe.store import bounded
 
 log = logging.getLogger("fpipe.transport")
-GLOO = Gloo()
 WEIGHTS = 1  # the tag of numbers between replicas on the control group, whose other messages have the tag 0
 T = TypeVar("T")
 NO_LANES: Mapping[str, Sequence[int]] = MappingProxyType({})
 
-Key = Edge | str
 Operation = Callable[[Any], list[dist.Work]]
 """Posts an operation of a group."""
 InFlight = tuple[list[dist.Work], list[torch.Tensor]]
@@ -85,7 +81,7 @@ class Connections:
         self.device, self.backend = device, backend
         self._until = time.monotonic() + timeout
         self.activity = Activity(Markers(device), flight)
-        self.groups = _Groups(backend, self.activity.markers, compute_timeout)
+        self.groups = Groups(backend, self.activity.markers, compute_timeout)
         self.edges, self.closed, self.used = self.groups.edges, self.groups.closed, self.groups.used
         self.planned: frozenset[Edge] = frozenset()  # of all ranks
         self.lanes: dict[str, Sequence[int]] = {}  # the processes of each
@@ -570,125 +566,3 @@ def _name_of_lane(lane: str, ranks: Sequence[int]) -> str:
 def _side(rank: int, other: int) -> int:
     """Return a rank's number in a group of two."""
     return int(rank > other)
-
-
-class _Groups:
-    """The groups of one handler; closed when its connections are collected.
-
-    A key is an edge, the name of a lane, or "control" or "results".
-
-    Args:
-        limit: seconds that the device may take for what was posted before.
-
-    Attributes:
-        used: the keys of groups on which the running step has posted something.
-        lent: process groups of the caller, on which pieces of the running step have posted collectives.
-        epoch: how often groups were made again after a failed step.
-        is_cut: some groups of this epoch were cut.
-    """
-
-    def __init__(self, backend: Backend, markers: Markers, limit: float) -> None:
-        self.edges: dict[Edge, Any] = {}
-        self.lanes: dict[str, Any] = {}
-        self.shared: dict[str, Any] = {}
-        self.used: set[Key] = set()
-        self.lent: set[Any] = set()
-        self.closed, self.is_cut, self.epoch = threading.Event(), False, 0
-        self._cutting = threading.Lock()
-        self.lifeline: Lifeline | None = None
-        self._graphs: list[weakref.ref[Graph]] = []
-        self._backend, self._markers, self._limit = backend, markers, limit
-
-    def loss(self) -> str | None:
-        """Return which rank's process has ended, if the lifeline knows one."""
-        return None if self.lifeline is None else self.lifeline.lost
-
-    def lend(self, group: Any) -> None:
-        """Note that a piece posts a collective on a group of the caller's, or waits for one."""
-        self.lent.add(group)
-        if self.is_cut:  # by another thread, which did not know of it
-            self._end_lent()
-
-    def keep(self, graph: Graph) -> None:
-        """Remember a graph that holds operations of these groups."""
-        self._graphs = [*(each for each in self._graphs if each() is not None), weakref.ref(graph)]
-        if self.is_cut:  # by another thread
-            graph.reset()
-
-    def cut(self, keys: Collection[Key] | None = None, epoch: int | None = None) -> None:
-        """End all operations that are not complete, and all waits for them. Any thread may call it.
-
-        Args:
-            keys: of the groups that end; by default all of them.
-            epoch: only in this one.
-        """
-        with self._cutting:
-            if epoch is None or epoch == self.epoch:
-                self.is_cut = True
-                self._end({*self._on_device(), "control"} if keys is None else keys)
-
-    def drop(self, keys: Collection[Key]) -> None:
-        """End some groups and give them up. The thread that posts calls it."""
-        with self._cutting:
-            self._end(keys)
-        kinds: list[dict[Any, Any]] = [self.edges, self.lanes, self.shared]
-        for key in keys:
-            for groups in kinds:
-                groups.pop(key, None)
-
-    def _end(self, keys: Collection[Key]) -> None:
-        # In another thread: a launch that can't go on before the groups are cut holds its graph.
-        resets = threading.Thread(target=self._reset_graphs, daemon=True, name="fpipe-graphs")
-        resets.start()
-        self._backend.cut([group for key, group in self._on_device().items() if key in keys])
-        resets.join(CUT_LIMIT)
-        if "control" in keys and "control" in self.shared:
-            GLOO.cut([self.shared["control"]])
-        self._end_lent()
-
-    def _end_lent(self) -> None:
-        """End what pieces wait for; their groups can't be used again."""
-        if not self.lent:
-            return
-        devices = {group: {device.type for device in group._device_types} for group in list(self.lent)}
-        gloo = [group._get_backend(torch.device("cpu")) for group, types in devices.items() if "cpu" in types]
-        GLOO.cut(gloo)
-        if self._backend.asynchronous:
-            others = [group._get_backend(torch.device("cuda")) for group, types in devices.items() if "cuda" in types]
-            self._backend.cut(others)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Begin the epoch in which groups are made again."""
-        with self._cutting:
-            self.epoch, self.is_cut = epoch, False
-        self.used.clear()
-
-    def close(self) -> None:
-        """Close the connections; if none has failed, when the device has done everything that was posted on them.
-
-        Meanwhile the watchdog ends the wait for a peer that has failed.
-        """
-        until, is_done = time.monotonic() + self._limit, False
-        with suppress(RuntimeError):  # of a device that has failed
-            is_done = self._markers.drain(lambda: not self.is_cut and time.monotonic() < until)
-        if not is_done and not self.is_cut:
-            log.warning("the device has not done all its work within %g s: the connections are cut", self._limit)
-            self.cut()
-        if not self.is_cut:
-            self._reset_graphs()
-            self._backend.close([*self._on_device().values()])
-        self.closed.set()
-        if self.lifeline is not None:
-            self.lifeline.close()
-        self.edges.clear()
-        self.lanes.clear()
-        self.shared.clear()
-
-    def _reset_graphs(self) -> None:
-        for each in self._graphs:
-            if (graph := each()) is not None:
-                graph.reset()
-
-    def _on_device(self) -> dict[Key, Any]:
-        results = {name: group for name, group in dict(self.shared).items() if name == "results"}
-        return {**dict(self.edges), **dict(self.lanes), **results}
