@@ -183,6 +183,19 @@ class JobStore:
             raise failure from error
 
 
+def lasting_store(timeout: float) -> JobStore | None:
+    """Return a client of the store that outlives the workers which torchrun starts again; None where there is none.
+
+    All jobs of a store, and all starts of a job, share its keys.
+    """
+    if is_hosted_by_rank_0():
+        return None
+    store = _default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return JobStore(store, timeout)
+
+
 def host_of(store: Any) -> str:
     """Return a text about the process that hosts a store, if it is known."""
     while hasattr(store, "underlying_store"):

@@ -16,6 +16,7 @@ from functools import lru_cache
 from types import EllipsisType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe.autodiff import agreement
@@ -25,7 +26,7 @@ from fpipe.autodiff.functions import DeferredGraph, Functions, SavedGraph, Trace
 from fpipe.autodiff.graph.block import Sink
 from fpipe.autodiff.graph.collectives import Communicates, ranks_of
 from fpipe.autodiff.graph.locations import user_line
-from fpipe.autodiff.graph.signature import Impure, Signature, Tree, Untraceable, ambient, leaf_key
+from fpipe.autodiff.graph.signature import Impure, Leaf, Signature, Spec, Tree, Untraceable, ambient, leaf_key
 from fpipe.autodiff.interface import (
     DATA,
     PARAMS,
@@ -150,19 +151,39 @@ class Traced:
     def forward(
         self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool
     ) -> tuple[Flat, Any, Any]:
-        state_tree = flatten(state) if self.stage.stateful else NO_STATE
-        data_tree = NO_DATA
-        if keep and self.differentiates_data:
-            data_tree = flatten(differentiated(self.stage, data, self.argnums))
-        elif self.reads_data:
-            data_tree = flatten(self.stage.given(data))
-        trees = [state_tree, *[sources[s] for s in self.sources], data_tree]
+        trees = self._trees(state, sources, data, keep)
         inputs = [x for tree in trees for x in tree.leaves]
         functions = self._functions(prepared, trees, inputs, keep)
         if functions is None:
             return self._by_eager(prepared, state, sources, data, keep)
         outputs, new, residuals = functions.forward(prepared, inputs, self.run)
         return with_cuts(outputs, functions.output_spec, functions.cuts), residuals, functions.state_spec.unflatten(new)
+
+    def trace(self, prepared: Prepared, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool) -> None:
+        """Trace the stage for such a call of `forward`, unless there is a graph for it."""
+        trees = self._trees(state, sources, data, keep)
+        self._functions(prepared, trees, [x for tree in trees for x in tree.leaves], keep)
+
+    def _trees(self, state: Any, sources: Mapping[int, Flat], data: Microbatch, keep: bool) -> list[Flat]:
+        """Return the inputs of a call: state, sources, and what the stage reads of the microbatch."""
+        state_tree = flatten(state) if self.stage.stateful else NO_STATE
+        data_tree = NO_DATA
+        if keep and self.differentiates_data:
+            data_tree = flatten(differentiated(self.stage, data, self.argnums))
+        elif self.reads_data:
+            data_tree = flatten(self.stage.given(data))
+        return [state_tree, *[sources[s] for s in self.sources], data_tree]
+
+    @property
+    def last_sources(self) -> dict[int, Flat] | None:
+        """Trees on the meta device like the sources of the last call. None where that ran no graph, or collectives."""
+        functions = self.latest[1]
+        if functions is None or functions.collectives:
+            return None
+        trees = dict(zip(self.sources, functions.signature.sources, strict=True))
+        if any(isinstance(x, Spec) and (x.conj or x.neg or x.placed) for tree in trees.values() for x in tree.leaves):
+            return None
+        return {source: Flat(list(map(_without_values, tree.leaves)), tree.spec) for source, tree in trees.items()}
 
     def backward(
         self, residuals: Any, cotangents: Leaves, sink: Sink | None = None
@@ -319,6 +340,12 @@ class Traced:
             f"{self.graphs.reason}; autodiff='eager' runs it so without this warning"
         )
         return result
+
+
+def _without_values(x: Leaf) -> Any:
+    if not isinstance(x, Spec):
+        return x.value
+    return torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta", requires_grad=x.wanted)
 
 
 def signature_of(prepared: Prepared, state: Flat, *rest: Flat, keep: bool, data_wanted: bool = False) -> Signature:

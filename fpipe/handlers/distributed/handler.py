@@ -32,6 +32,7 @@ from fpipe.flight.recording import Recording, new_name, record
 from fpipe.handlers.alike import notices_of, options
 from fpipe.handlers.calls import NO_FUNCTIONS, Calls, Functions
 from fpipe.handlers.contents import fingerprint
+from fpipe.handlers.distributed.ahead import Ahead
 from fpipe.handlers.distributed.backends import NCCL, Backend, Gloo
 from fpipe.handlers.distributed.channels import Channels
 from fpipe.handlers.distributed.collectives import Collectives, over, process_group
@@ -488,6 +489,7 @@ class _CompiledProgram:
         program = executor.calls.program
         self.watch = PieceWatch(self.connections, channels.agree, notices_of([program]), processes)
         effects = (part for effect in program for part in fx.parts(effect))
+        self.ahead = Ahead(executor, self.connections.device.torch_device)
         self.is_evaluation = not any(program.table.effects[type(part)].work & WEIGHT for part in effects)
 
     def __call__(self, inputs: Inputs) -> Results:
@@ -514,6 +516,8 @@ class _CompiledProgram:
         has_loss = self.plan.stages - 1 in executor.stages
         self.channels.begin(inputs, has_loss)
         try:
+            if inputs.broken is None:
+                self.ahead.trace()
             self._run(inputs, has_loss)
         except (PeerLost, StepRejected, TransportError):
             raise
@@ -526,6 +530,7 @@ class _CompiledProgram:
             self._share_data_gradients(stage, results, inputs.data)
         self._share(results)
         self.channels.end()
+        self.ahead.leave()
         if self.pieces.loss and self.connections.device.asynchronous:
             # The exchange of the losses makes devices wait, not hosts.
             results.differentiable |= any(self.channels.handshake.confirm(results.differentiable))
