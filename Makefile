@@ -58,6 +58,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lengths
 	$(BIN)/python -m benchmarks.tab
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.restarts
 
 # Needs no .venv: where there is none, or PYTHON is given, it takes that Python's own torch. PARTS has more options.
 ANY_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))

@@ -119,6 +119,7 @@ LAYOUT = {
     "fpipe.interop.modes": "interop.splitting interop.modules stages errors",
     "fpipe.interop.optim": "stages errors",
     "fpipe.interop.adapters": "stages",
+    "fpipe.interop.torchrun": "",
     "fpipe.interop.torch_pipe": "interop.modules stages errors",
     "fpipe.interop.transformers": "interop.splitting interop.modules stages errors",
     "fpipe.cli": (

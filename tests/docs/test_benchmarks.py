@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
-from benchmarks import layouts, models, timed
+from benchmarks import layouts, models, restart_job, timed
 from fpipe import Costs
 from fpipe.schedules.layouts import Degrees
 from tests.support.combinations import ALL
@@ -205,3 +205,16 @@ def test_faults(printed):
     assert [(row["fault"], row["trials"]) for row in rows] == [("mutant", 3), ("flip", 3)]
     assert all(row[key] == 0 for row in rows for key in ("hangs", "aborts", "corrupt", "unnamed"))
     assert all(0 <= row["median_s"] <= row["max_s"] < 5 for row in rows)
+
+
+@pytest.mark.skipif(not ALL, reason="four starts of four processes take a minute: FPIPE_TESTS=all runs them")
+@pytest.mark.parametrize("torchrun", ["torchrun", "fpipe's"])
+def test_a_job_of_which_processes_are_killed_has_the_bits_of_another(torchrun, printed):
+    warm = ["--warm"] if torchrun == "fpipe's" else []
+    job, *parts = printed("restarts", "--parts", "kills", "--kills", "3", "--width", "8", *warm)
+    assert (job["kills"], job["ranks"], job["warm"], job["same_bits"]) == (3, 4, bool(warm), True)
+    assert 0 <= job["max_steps_lost"] <= 2 * restart_job.EVERY
+    seconds = {row["part"]: row["median_s"] for row in parts}
+    assert min(seconds.values()) >= 0
+    assert (seconds["torch"] < 0.1) == bool(warm)
+    assert seconds["tracing"] > 0
