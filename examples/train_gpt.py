@@ -7,7 +7,8 @@ With --checkpoints FOLDER it saves regularly and when it gets SIGTERM, and resum
 by a person or by torchrun (--max-restarts 3): with the same bits, on any number of ranks, if each process has the same
 number of threads (OMP_NUM_THREADS). With another seed, text or number of steps it raises an error. Ctrl-C ends all
 ranks, after which torchrun shows a traceback of its own. On several machines, start
-`torchrun --nnodes 2 --rdzv-backend c10d --rdzv-id ID --rdzv-endpoint HOST:PORT ...` on each.
+`torchrun --nnodes 2 --rdzv-backend c10d --rdzv-id ID --rdzv-endpoint HOST:PORT ...` on each. With --stages the model
+has as many stages on any number of ranks, and `--nnodes 1:2` goes on when a machine is lost: docs/hosts.md.
 """
 
 import math
@@ -133,11 +134,11 @@ def processes(ranks: int | None) -> Iterator[tuple[handlers.Handler, int, int, t
         fail(f"rank {handler.rank}: interrupted")
 
 
-def folder(logdir: Path) -> Path:
+def folder(logdir: Path, handler: handlers.Handler) -> Path:
     """Return a new folder for this run; rank 0 broadcasts its name."""
     name = [time.strftime("%Y%m%d-%H%M%S")]
-    if dist.is_initialized():
-        dist.broadcast_object_list(name)
+    if isinstance(handler, handlers.Distributed):
+        dist.broadcast_object_list(name, group=handler.group, group_src=0)
     return logdir / name[0]
 
 
@@ -193,6 +194,9 @@ def main(
     batch: Annotated[int, typer.Option(help="Windows in a batch.")] = 32,
     microbatches: Annotated[int, typer.Option(help="Parts that a batch is split into.")] = 8,
     schedule: Annotated[str, typer.Option(help=" | ".join(schedules.CATALOGUE))] = "1f1b",
+    stages: Annotated[
+        int | None, typer.Option(help="Stages, on any number of ranks: the schedule is searched.", min=1)
+    ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 400,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     dropout: Annotated[float, typer.Option(help="Dropout rate.")] = 0.1,
@@ -217,17 +221,23 @@ def main(
             order = schedules.CATALOGUE[schedule].schedule(plan)
         except fpipe.ScheduleError as error:
             fail(str(error))
-        if layers < plan.stages:
-            fail(f"--layers {layers} are too few for {plan.stages} stages: take as many at least")
+        count = stages or plan.stages
+        if layers < count:
+            fail(f"--layers {layers} are too few for {count} stages: take as many at least")
         train, validation = (source.to(device) for source in read(text))
         if len(validation) <= context:
             fail(f"{len(validation)} bytes are left for validation: too few for a context of {context}")
         torch.manual_seed(seed)
         model = GPT(layers, width, context, dropout).to(device)
         example = torch.zeros(batch // microbatches, context, dtype=torch.uint8, device=device)
-        pipeline, params = interop.split(model, at=cuts(model, plan.stages), example=example, loss=cross_entropy)
+        pipeline, params = interop.split(model, at=cuts(model, count), example=example, loss=cross_entropy)
+        if stages is not None:
+            found = interop.elastic(pipeline, microbatches, handler=handler, ranks=ranks, folder=checkpoints)
+            handler, plan, order = found.handler, found.plan, found.schedule
+            if rank == 0:
+                console.print(found.text, soft_wrap=True)
         evaluate = fpipe.evaluate(interop.eval_mode(pipeline), plan, handler=handler, loss=True)
-        count = sum(p.numel() for tree in params.values() for p in tree.values())
+        size = sum(p.numel() for tree in params.values() for p in tree.values())
         if isinstance(handler, handlers.Distributed):
             params = pipeline.params_on(params, plan, rank)
         adamw = interop.optimizer(torch.optim.AdamW, lr=lr, weight_decay=0.01)
@@ -235,7 +245,7 @@ def main(
         options |= {"microbatches": microbatches, "layers": layers, "context": context, "text": text and str(text)}
         saved = checkpoints and interop.Checkpoints(checkpoints, pipeline, plan, handler=handler, keep=2)
         run = begin(saved, options, params=params, optimizer=adamw.init(params))
-        recorder = stack.enter_context(Recorder(folder(logdir), every, first=run.step, tokens=context))
+        recorder = stack.enter_context(Recorder(folder(logdir, handler), every, first=run.step, tokens=context))
         step = fpipe.value_and_grad(pipeline, order, plan, handler=handler, observe=recorder)
 
         def bits_per_byte() -> float:
@@ -246,7 +256,7 @@ def main(
             if rank == 0:
                 console.print(message, soft_wrap=True)
 
-        show(f"{count:,} parameters in {plan.stages} stages on {ranks} ranks; {len(train):,} bytes to train on")
+        show(f"{size:,} parameters in {plan.stages} stages on {plan.ranks} ranks; {len(train):,} bytes to train on")
         before = bits_per_byte()
         recorder.scalar("validation/bits_per_byte", before, run.step)
         end = min(steps, until or steps)

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,20 +30,20 @@ from fpipe.errors.arguments import checked
 from fpipe.errors.tracebacks import warn
 from fpipe.handlers.distributed.collectives import fingerprint
 from fpipe.handlers.distributed.handler import Distributed
-from fpipe.handlers.local import Local
+from fpipe.handlers.protocol import Handler
 from fpipe.plan import Placement, Plan, Schedule
 from fpipe.programs.lowering import lower
 from fpipe.programs.verifier import check
 from fpipe.schedules.search import Found, search
 from fpipe.stages.pipeline import Pipeline
-from fpipe.store import JobStore, StoreError
+from fpipe.store import JobStore, StoreError, is_hosted_by_rank_0
 
 T = TypeVar("T")
 log = logging.getLogger("fpipe.elastic")
 HINT = "every process calls elastic, with the same arguments"
 NOTES = "plan.json"
 DONE, LEFT = "done", "left"  # in the job's store: why the job ended, and how many waiting processes have read it
-LAST_WORD = 5.0  # seconds for them to do so
+LAST_WORD = 5.0  # seconds for them to do so, and for the others to end
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,7 +57,7 @@ class Elastic:
     """
 
     found: Found
-    handler: Distributed | Local
+    handler: Handler
     text: str
 
     def __repr__(self) -> str:
@@ -81,7 +82,7 @@ def elastic(
     pipeline: Pipeline,
     microbatches: int,
     *,
-    handler: Distributed | Local,
+    handler: Handler,
     folder: str | os.PathLike[str] | None = None,
     ranks: int | None = None,
     replicas: int = 1,
@@ -101,7 +102,7 @@ def elastic(
 
     Args:
         microbatches: of each replica.
-        handler: of all processes, as `handlers.auto()`; or `Local`, which plays any number of ranks.
+        handler: of all processes, as `handlers.auto()`; or one that plays any number of ranks, as `Local`.
         folder: where the last choice is kept, with the costs that were measured, as `plan.json`; usually that of the
             checkpoints. All processes share it.
         ranks: the most for a replica; by default there is one in each process. With `Local` the number, by default 1.
@@ -134,7 +135,8 @@ def elastic(
             raise ValueError(f"{name} must be at least 1, not {value}")
     if isinstance(handler, Distributed) and handler.mesh is not None:
         raise ValueError("elastic makes the replicas: pass replicas=, and a handler of all processes, handlers.auto()")
-    stages = len(pipeline.stages)
+    _check_store()
+    stages, is_first = len(pipeline.stages), handler.peers is None or handler.peers.rank == 0
     processes = handler.size if isinstance(handler, Distributed) else (ranks or 1) * replicas
     peers = handler.peers and handler.peers.new_group("an elastic plan", hint=HINT, error=ScheduleError)
     notes = _Notes(None if folder is None else Path(folder) / NOTES, f"{stages} stages, {microbatches} microbatches")
@@ -145,7 +147,7 @@ def elastic(
         result = do()
         return result, [share(result)]
 
-    last, measured = agreed(lambda: notes.recall(costs) if handler.is_first else (), "the costs", list)[1][0]
+    last, measured = agreed(lambda: notes.recall(costs) if is_first else (), "the costs", list)[1][0]
     known = costs if isinstance(costs, Costs) else Costs() if measured is None else Costs.from_json(measured)
 
     def choose() -> Found:
@@ -172,10 +174,19 @@ def elastic(
         other = next(n for n, digest in enumerate(digests) if digest != digests[0])
         raise ScheduleError(f"processes 0 and {other} came to different plans: {HINT}, and has the same fpipe")
     text = _text(found, processes, "" if costs is None else "s" if callable(costs) else "cost", last)
-    if handler.is_first:
+    if is_first:
         log.log(logging.INFO if last is None or last["processes"] == processes else logging.WARNING, text)
         notes.keep(found, processes, measured)
     return Elastic(found, _among(handler, found.plan), text)
+
+
+def _check_store() -> None:
+    """Warn of a store of torchrun's with which a job on several hosts does not survive the loss of one."""
+    if not is_hosted_by_rank_0() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        warn(
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, on each host: else, when a host is lost or comes, "
+            "the others look for a store that is gone"
+        )
 
 
 def _digest(found: Found) -> int:
@@ -244,7 +255,7 @@ class _Notes:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"last": _choice(found, processes)}
+        content: dict[str, Any] = {"last": _choice(found, processes)}
         if measured is not None:
             content |= {"of": self.of, "costs": measured}
         unfinished = self.path.with_name(f".{self.path.name}.unfinished")
@@ -252,9 +263,9 @@ class _Notes:
         unfinished.replace(self.path)
 
 
-def _among(handler: Distributed | Local, plan: Plan) -> Distributed | Local:
+def _among(handler: Handler, plan: Plan) -> Handler:
     """Return the handler of the processes that a plan uses; in the others, wait until the job is done, and exit."""
-    if isinstance(handler, Local) or (plan.replicas == 1 and plan.ranks == handler.size):
+    if not isinstance(handler, Distributed) or (plan.replicas == 1 and plan.ranks == handler.size):
         return handler
     every = dist.get_process_group_ranks(handler.group)
     used = plan.ranks * plan.replicas
@@ -289,6 +300,7 @@ def _wait(store: JobStore) -> NoReturn:
     reason = store.get(DONE)
     store.add(LEFT, 1)
     if reason:
+        time.sleep(LAST_WORD)  # torchrun takes the process that fails first for the cause
         raise TransportError(f"the processes with stages failed: {reason}")
     raise SystemExit(0)
 

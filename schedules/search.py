@@ -312,8 +312,8 @@ class _Space:
         turns = [s % (2 * p) for s in stages]
         costs = existing(self.costs, self.plan)
         times = [costs.time(Forward(s, 0)) + costs.time(Backward(s, 0)) for s in stages]
-        mirrored = [p - 1 - rank for rank in reversed(_blocks(times[::-1], p))]
-        ways = [s % p for s in stages], [min(t, 2 * p - 1 - t) for t in turns], _blocks(times, p), mirrored
+        mirrored = [p - 1 - rank for rank in reversed(blocks(times[::-1], p))]
+        ways = [s % p for s in stages], [min(t, 2 * p - 1 - t) for t in turns], blocks(times, p), mirrored
         return [*dict.fromkeys(map(Placement, ways))]
 
     def _plan_of(self, entry: CatalogueEntry, place: int | Placement) -> Plan:
@@ -336,12 +336,12 @@ def _limits_of_ranks(plan: Plan, limit: float | None) -> float | Sequence[float]
     return [max(1.0, limit * plan.stages / (plan.ranks * count)) for count in counts]
 
 
-def _blocks(times: Sequence[float], ranks: int) -> list[int]:
+def blocks(times: Sequence[float], ranks: int) -> list[int]:
     """Return the rank of each stage, in blocks of neighbours.
 
     The busiest rank has the least time that it can have, and the first ranks have as many stages as that allows.
 
-    >>> _blocks([1, 1, 1, 1], 3), _blocks([3, 1, 1, 1], 2)
+    >>> blocks([1, 1, 1, 1], 3), blocks([3, 1, 1, 1], 2)
     ([0, 0, 1, 2], [0, 1, 1, 1])
     """
     count, sums = len(times), [0.0, *accumulate(times)]

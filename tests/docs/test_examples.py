@@ -50,7 +50,7 @@ def test_train_gpt_in_two_processes_and_on_from_there_in_one(tmp_path, capsys):
     assert (until, again, steps) == ("3", between, "6")
     runs = places["logdir"].glob("*/measured/rank0")
     assert sorted(sorted(scalars(run, ".")["step/loss"]) for run in runs) == [[0, 1, 2], [3, 4, 5]]
-    assert here(schedule="1f1b", ranks=2) == (begun + ended, (before, after, "6"))
+    assert here(stages=2, ranks=2) == (begun + ended, (before, after, "6"))
     assert [len(begun), len(ended)] == [3, 3]
 
     with pytest.raises(typer.Exit):

@@ -6,7 +6,9 @@ import re
 import pytest
 import torch
 
-from fpipe import Costs, Pipeline, ScheduleError, handlers, interop
+from fpipe import Costs, Link, Pipeline, ScheduleError, handlers, interop
+from fpipe.costs import Shared
+from fpipe.effects import Activation, Forward, Residuals
 from fpipe.schedules import search
 from tests.support import elastic_jobs
 from tests.support.jobs import differences
@@ -96,11 +98,37 @@ def test_costs_are_measured_once_for_a_folder_and_by_one_process(pools, tmp_path
     assert json.loads((tmp_path / "plan.json").read_text())["costs"]["forward"] == [0.5, 1, 1, 1]
 
 
+def test_costs_are_the_same_after_they_were_written_as_json():
+    costs = Costs(
+        forward=[1, 2],
+        communication={(0, 1): Link(0.5), (1, 0): Link(0.5, 100)},
+        gather=Link(0.1, 10),
+        shared=[Shared(8, (Activation(0, 0), Residuals(1, 0)))],
+        reads={(0, 1): 4},
+        collectives={Forward: [0.1, 0.2]},
+        scale=[1, 2],
+    )
+    assert Costs.from_json(json.loads(json.dumps(costs.as_json()))) == costs
+    with pytest.raises(ScheduleError, match="costs of Own, which is not fpipe's own, can't be written as JSON"):
+        Costs(extra={type("Own", (), {}): 1}).as_json()
+    for content in ({"forwards": 1}, {"forward": {"Link": [1]}}, {"shared": [{"Own": []}]}, {"forward": {}}):
+        with pytest.raises(ScheduleError):
+            Costs.from_json(content)
+
+
 def test_a_plan_file_that_is_none_is_written_anew(tmp_path):
     (tmp_path / "plan.json").write_text("{")
     with pytest.warns(UserWarning, match=r"plan\.json is no file of fpipe\.interop\.elastic, and is written anew"):
         interop.elastic(FOUR, 4, handler=handlers.Local(), folder=tmp_path)
     assert json.loads((tmp_path / "plan.json").read_text())["last"]["placement"] == [0, 0, 0, 0]
+
+
+def test_a_store_that_torchrun_keeps_on_one_of_several_hosts_is_warned_of(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    interop.elastic(FOUR, 4, handler=handlers.Local())
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, on each host"):
+        interop.elastic(FOUR, 4, handler=handlers.Local())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """What search finds is no worse than what it could have found, keeps the limit, stays above the bound, and runs."""
 
+from dataclasses import replace
+from itertools import combinations, pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,9 +11,9 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, handlers, lower, simulate, verify
 from fpipe.programs.footprint import footprint
-from fpipe.schedules import CATALOGUE, lower_bound, pareto, search, zb_auto
+from fpipe.schedules import CATALOGUE, gpipe, lower_bound, pareto, search, zb_auto
 from fpipe.schedules.catalogue import recut, shares
-from fpipe.schedules.search import CHUNKS
+from fpipe.schedules.search import CHUNKS, blocks
 from fpipe.timelines.simulator import simulate_programs
 from tests.support import cases, jobs
 from tests.support.combinations import PAIRS, examples, few, sample, thorough
@@ -129,6 +132,8 @@ def test_a_limit_that_nothing_keeps_is_refused_with_the_least_that_would_do():
         ({"memory_limit": 0}, "the memory limit must be more than 0 microbatches, not 0"),
         ({"chunks": ()}, r"chunks must be numbers of stages on a rank, at least one, and each at least 1: \(\)"),
         ({"chunks": (0,)}, r"each at least 1: \(0,\)"),
+        ({"names": ()}, r"names must be a list of schedules, at least one, such as \['1f1b'\], not \(\)"),
+        ({"names": ["1f1c"]}, "no schedule is called '1f1c'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message):
@@ -168,6 +173,45 @@ def test_with_skips_only_schedules_for_as_many_stages_are_tried():
     assert found.plan.stages == 4
     assert found.plan.edges == plan.edges
     verify(found.schedule, found.plan)
+
+
+@st.composite
+def stages_that_stay(draw):
+    """A model whose stages are no multiple of its ranks, or are; some are chains, others have a skip."""
+    count = draw(st.integers(2, 6))
+    p = draw(st.integers(1, count))
+    edges = Edges([(), *(((0, s - 1) if s > 1 and draw(st.booleans()) else (s - 1,)) for s in range(1, count))])
+    per_stage = st.lists(number, min_size=count, max_size=count)
+    costs = Costs(draw(per_stage), draw(per_stage), draw(per_stage), communication=draw(number))
+    plan = Plan(Placement([min(s, p - 1) for s in range(count)]), draw(st.sampled_from([1, 3, 4])), edges)
+    return plan, costs, draw(st.sampled_from([None, p]))
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(stages_that_stay())
+def test_stages_that_stay_are_placed_on_any_number_of_ranks(model):
+    plan, costs, limit = model
+    found = search(plan, costs, limit, recut=False)
+    verify(found.schedule, found.plan)
+    assert (found.plan.ranks, found.plan.edges) == (plan.ranks, plan.edges)
+    assert all(len(ranks) == 1 for ranks in found.plan.placement.holders)
+    assert limit is None or found.peak <= limit * (1 + 1e-9)
+    assert found.lower_bound <= found.timeline.cost * (1 + 1e-12)
+    looped = replace(plan, placement=Placement([s % plan.ranks for s in range(plan.stages)]))
+    assert limit or found.timeline.cost <= simulate(gpipe, looped, costs).cost * (1 + 1e-9)
+    again = search(plan, costs, limit, recut=False, names=[found.name])
+    assert (again.name, again.plan, again.timeline.cost) == (found.name, found.plan, found.timeline.cost)
+
+
+@given(st.lists(number, min_size=1, max_size=7), st.integers(1, 7))
+def test_the_largest_block_is_as_small_as_any_cut_makes_it(times, ranks):
+    ranks = min(ranks, len(times))
+    cuts = combinations(range(1, len(times)), ranks - 1)
+    least = min(max(sum(times[a:b]) for a, b in pairwise([0, *cut, len(times)])) for cut in cuts)
+    found = blocks(times, ranks)
+    assert sorted({*found}) == [*range(ranks)]
+    assert found == sorted(found)
+    assert max(sum(time for time, at in zip(times, found, strict=True) if at == rank) for rank in range(ranks)) == least
 
 
 @thorough
