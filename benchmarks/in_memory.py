@@ -1,0 +1,128 @@
+"""Measure the cost of memory checkpoints: steps with one after each and without, in the same processes, in turn.
+
+    python -m benchmarks.in_memory                      # 2 ranks, widths 256 and 512
+    python -m benchmarks.in_memory --width 256 --json   # a list of objects, and nothing else
+
+The model and data of `benchmarks.peers`, by 1F1B over gloo, one thread a process, with AdamW, fused and donated. A
+round runs a block of steps with memory checkpoints and one without, in alternating order. `ms` and `plain_ms` are
+medians of the rounds, by the clock; `ratio` is the median of the rounds' ratios. `cpu_ratio` is that of the processor
+time of rank 0, which other programs disturb less: a step's median with the time of a checkpoint, over the step's.
+`write_ms` is the processor time of a checkpoint, and `bytes` its size.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fpipe
+from benchmarks import models
+from fpipe import Placement, handlers, interop, schedules
+from fpipe.stages.pytree import flatten
+
+
+class Training:
+    """A training state, and the step that replaces it."""
+
+    def __init__(self, rank: int, ranks: int, width: int, handler: handlers.Distributed, folder: str) -> None:
+        modules = models.stages(models.layers(width), ranks)
+        pipeline, params = interop.from_modules(modules, loss=models.loss_fn)
+        plan = pipeline.plan(Placement.loop(ranks), models.MICROBATCHES)
+        adamw = interop.optimizer(torch.optim.AdamW, lr=1e-4, fused=True, donate=True)
+        self.params = pipeline.params_on(params, plan, rank)
+        self.optimizer, self.number, self.data = adamw.init(self.params), 0, models.data(width)
+        self.train = fpipe.train_step(pipeline, schedules.one_f_one_b, plan, adamw, handler=handler)
+        memory = interop.Memory()
+        self.checkpoints = interop.Checkpoints(folder, pipeline, plan, handler=handler, memory=memory)
+        self.checkpoints.resume(params=self.params, optimizer=self.optimizer, step=0)
+        self.write_seconds: list[float] = []
+
+    def step(self) -> None:
+        self.params, self.optimizer, _ = self.train(self.params, self.optimizer, *self.data)
+        self.number += 1
+
+    def step_and_write(self) -> None:
+        self.step()
+        start = time.process_time()
+        self.checkpoints.keep_in_memory(params=self.params, optimizer=self.optimizer, step=self.number)
+        self.write_seconds.append(time.process_time() - start)
+
+    @property
+    def bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in flatten((self.params, self.optimizer)).leaves)
+
+
+def block(step: Callable[[], object], steps: int) -> tuple[float, float]:
+    """Return the seconds of a step, by the clock and of this process, after one uncounted step."""
+    gc.collect()
+    step()
+    dist.barrier()
+    start = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        step()
+    dist.barrier()
+    return (time.perf_counter() - start[0]) / steps, (time.process_time() - start[1]) / steps
+
+
+def job(rank: int, ranks: int, widths: Sequence[int], rounds: int, folder: str) -> Iterator[list[dict[str, Any]]]:
+    """Run one process: yield a row for every width, as measured on rank 0."""
+    handler = handlers.Distributed(timeout=models.TIMEOUT)
+    for width in widths:
+        training, steps = Training(rank, ranks, width, handler, folder), max(1, 1024 // width)
+        ways = [training.step_and_write, training.step]
+        for way in ways * 2:
+            way()
+        training.write_seconds.clear()
+        times: list[tuple[tuple[float, float], ...]] = []
+        gc.disable()
+        for i in range(rounds):
+            pair = [block(way, steps) for way in ways[:: 1 if i % 2 else -1]]
+            times.append(tuple(pair[:: 1 if i % 2 else -1]))
+        gc.enable()
+        training.checkpoints.clear_memory()
+        writes = training.write_seconds
+        yield [
+            {
+                "width": width,
+                "ranks": ranks,
+                "ms": 1e3 * statistics.median(kept[0] for kept, _ in times),
+                "plain_ms": 1e3 * statistics.median(plain[0] for _, plain in times),
+                "ratio": statistics.median(kept[0] / plain[0] for kept, plain in times),
+                "cpu_ratio": 1 + statistics.median(writes) / statistics.median(plain[1] for _, plain in times),
+                "write_ms": 1e3 * statistics.median(writes),
+                "bytes": training.bytes,
+                "rounds": rounds,
+            }
+        ]
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    for r in rows:
+        print("width {width}, {ranks} ranks: {ms:.1f} ms a step, {plain_ms:.1f} without".format(**r), end="")
+        print(", ratio {ratio:.3f}, of processor time {cpu_ratio:.3f}".format(**r), end="")
+        print("; {write_ms:.2f} ms for a checkpoint of {0:.1f} MiB".format(r["bytes"] / 2**20, **r), flush=True)
+
+
+def main() -> None:
+    parser = models.parser(__doc__, rounds=11, limit=1800)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=models.RANKS, default=[2])
+    parser.add_argument("--width", type=int, nargs="+", choices=models.WIDTHS, default=[256, 512])
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        parts = (
+            part
+            for ranks in options.ranks
+            for part in models.in_processes(job, ranks, options.width, options.rounds, folder, limit=options.limit)
+        )
+        models.report("in_memory", options.json, parts, show)
+
+
+if __name__ == "__main__":
+    main()
