@@ -28,7 +28,7 @@ from fpipe.costs import Costs
 from fpipe.errors import ScheduleError, TransportError
 from fpipe.errors.arguments import checked
 from fpipe.errors.tracebacks import warn
-from fpipe.handlers.distributed.collectives import fingerprint
+from fpipe.handlers.contents import fingerprint
 from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.protocol import Handler
 from fpipe.plan import Placement, Plan, Schedule

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from fpipe._format import format_bytes
 from fpipe.errors.arguments import checked_class
 from fpipe.errors.tracebacks import warn
-from fpipe.handlers.distributed.collectives import fingerprint
+from fpipe.handlers.contents import fingerprint
 from fpipe.interop.checkpoints.chunks import Chunk, chunks_of
 from fpipe.interop.checkpoints.manifest import NUMBERED, CheckpointError
 from fpipe.interop.checkpoints.names import Entry, Name, below, dotted, entries, flat, storable

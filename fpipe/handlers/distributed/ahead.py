@@ -16,7 +16,7 @@ import torch
 
 from fpipe.autodiff.traced import Traced
 from fpipe.errors import TransportError
-from fpipe.handlers.distributed.collectives import fingerprint
+from fpipe.handlers.contents import fingerprint
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
 from fpipe.handlers.distributed.wire import PayloadCodec
 from fpipe.handlers.executor import Executor
