@@ -30,11 +30,12 @@ class PeerLost(Exception):
     Args:
         peer: its rank; None where it may be any of them.
         is_other: it may also be a process that is no rank of the handler, as in the collectives of pieces.
+        group: the name of the group of a collective of pieces.
     """
 
-    def __init__(self, peer: int | None, text: str, is_other: bool = False) -> None:
+    def __init__(self, peer: int | None, text: str, is_other: bool = False, group: str | None = None) -> None:
         super().__init__(text)
-        self.peer, self.is_other = peer, is_other
+        self.peer, self.is_other, self.group = peer, is_other, group
 
 
 class ValueStore(Protocol):

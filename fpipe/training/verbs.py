@@ -243,7 +243,9 @@ def evaluate(
 
 
 def _arguments(argnums: Argument | Sequence[Argument]) -> tuple[Argument, ...]:
-    names = (argnums,) if isinstance(argnums, str) else tuple(argnums) if isinstance(argnums, Sequence) else ()
+    names: tuple[Any, ...] = (
+        (argnums,) if isinstance(argnums, str) else tuple(argnums) if isinstance(argnums, Sequence) else ()
+    )
     if not names or any(name not in get_args(Argument) for name in names) or len(set(names)) < len(names):
         raise ValueError(
             f"argnums names arguments of the step, each once: {', '.join(map(repr, get_args(Argument)))}, or a tuple "

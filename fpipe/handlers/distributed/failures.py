@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -51,6 +51,7 @@ class Failures:
     def __init__(self, grid: Grid, store: Store) -> None:
         self.grid, self.rank, self.store = grid, grid.number, store
         self.jobs = JobStore(store, STORE_TIMEOUT)
+        self._pieces = JobStore(None, STORE_TIMEOUT).under("fpipe/pieces")
         self.name = grid.name(grid.number)
         self.ended: str | None = None
         self.epoch = self.calls = 0
@@ -76,6 +77,20 @@ class Failures:
             for _ in self.jobs.polls(time.monotonic() + seconds):
                 if self.jobs.has(key) and (reason := self.jobs.get(key)):
                     return reason
+        return None
+
+    def spread(self, groups: Iterable[str]) -> None:
+        """Write why this handler ends for the other processes of groups, which may be ranks of other handlers."""
+        if (reason := self.ended or self.wait(0.0)) is not None:
+            with self.quietly():
+                for group in groups:
+                    self._pieces.compare_set(group, "", reason)
+
+    def reason_of(self, group: str) -> str | None:
+        """Return why a process of a group, of any handler, has ended its collectives; None if none has."""
+        with self.quietly():
+            if self._pieces.has(group):
+                return self._pieces.get(group)
         return None
 
     def host_has_ended(self) -> bool:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
@@ -40,6 +40,7 @@ class Groups:
         lent: process groups of the caller, on which pieces of the running step have posted collectives.
         epoch: how often groups were made again after a failed step.
         is_cut: some groups of this epoch were cut.
+        before_end: is called with the names of lent groups before they end: their other processes see a peer go.
     """
 
     def __init__(self, backend: Backend, markers: Markers, limit: float) -> None:
@@ -48,6 +49,7 @@ class Groups:
         self.shared: dict[str, Any] = {}
         self.used: set[Key] = set()
         self.lent: set[Any] = set()
+        self.before_end: Callable[[list[str]], object] = list
         self.closed, self.is_cut, self.epoch = threading.Event(), False, 0
         self._cutting = threading.Lock()
         self.lifeline: Lifeline | None = None
@@ -105,6 +107,7 @@ class Groups:
         """End what pieces wait for; their groups can't be used again."""
         if not self.lent:
             return
+        self.before_end([group.group_name for group in list(self.lent)])
         devices = {group: {device.type for device in group._device_types} for group in list(self.lent)}
         gloo = [group._get_backend(torch.device("cpu")) for group, types in devices.items() if "cpu" in types]
         GLOO.cut(gloo)

@@ -395,7 +395,7 @@ class _Setup:
                 "host's name: where that is 127.0.0.1, set GLOO_SOCKET_IFNAME to the interface that leads to the "
                 f"others ({error})"
             ) from error
-        connections.on_loss = failures.post
+        connections.on_loss, connections.groups.before_end = failures.post, failures.spread
         if dist.get_world_size() > 1:  # pieces may wait for processes beside this handler's
             Watchdog(failures, connections, self._compute_timeout).start()
         return Steps(connections, failures, self._compute_timeout, self.departure)

@@ -53,7 +53,8 @@ class PieceWatch:
         except RuntimeError as error:
             cut = connections.groups.is_cut
             is_other = group is None or not self._processes.issuperset(ranks_of(group))
-            raise PeerLost(None, purpose if cut else f"{purpose} ({first_line(error)})", is_other) from None
+            text = purpose if cut else f"{purpose} ({first_line(error)})"
+            raise PeerLost(None, text, is_other, None if group is None else group.group_name) from None
         if connections.device.asynchronous and group is not None:
             connections.activity.markers.add(purpose, "waiting")
 

@@ -232,7 +232,8 @@ class Steps:
                 break
             if failure := next((each for each in recorded if each.step <= self.number), None):
                 return failure
-            if (loss := groups.loss()) is not None:
+            loss = groups.loss() or (None if lost.group is None else failures.reason_of(lost.group))
+            if loss is not None:
                 failures.post(loss)
                 failures.ended = failures.wait(0.0) or loss
         return None
