@@ -111,7 +111,7 @@ LAYOUT = {
     "fpipe.interop.splitting": "interop.modules autodiff.graph stages devices plan errors",
     "fpipe.interop.checkpoints.manifest": "",
     "fpipe.interop.checkpoints": (
-        "interop.checkpoints.manifest interop.modules handlers handlers.distributed stages _format plan errors"
+        "interop.checkpoints.manifest interop.modules store handlers handlers.distributed stages _format plan errors"
     ),
     "fpipe.interop.elasticity": (
         "schedules handlers handlers.distributed store stages programs _format costs plan effects errors"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, TypeVar
 
 import torch
@@ -128,7 +129,8 @@ class Checkpoints:
         states = self._replicas.count if self._owns_state else 1
         self._memory: MemoryCheckpoints | None = None
         if memory is not None:
-            self._memory = MemoryCheckpoints(memory, self.folder, pipeline, self._number, states)
+            timeout = None if handler.peers is None else handler.peers.timeout
+            self._memory = MemoryCheckpoints(memory, self.folder, pipeline, self._number, states, timeout)
 
     def __repr__(self) -> str:
         keep = "" if self.keep is None else f", the last {self.keep} of them"
@@ -274,22 +276,25 @@ class Checkpoints:
             if not self._is_first:
                 return memory.report(self._sections(**sections), None)
             saved, step = saved_in(next(reversed(checkpoints(self.folder)), None))
-            return memory.report(self._sections(**sections), (job_of(self.folder, saved), saved, step))
+            return memory.report(self._sections(**sections), (job_of(self.folder, saved), token_hex(8), saved, step))
 
         _, reports = self._agree(report, "resume")
         choice = choice_of(reports, self._number)
-        source, loaded = self._newest(choice, sections)
+        source, loaded = self._newest(choice, reports, sections)
         begun = {**sections, **(loaded or {})}
-        self._agree(lambda: memory.begin(choice, source, self._sections(**begun)), "resume")
+        self._agree(lambda: memory.begin(choice, reports, source, self._sections(**begun)), "resume")
         return loaded
 
     def _newest(
-        self, choice: Choice, sections: Mapping[str, Any]
+        self, choice: Choice, reports: Sequence[Report], sections: Mapping[str, Any]
     ) -> tuple[tuple[int, int] | None, dict[str, Any] | None]:
         """Load the newest memory checkpoint that is right; else the last one on disk, if there is one."""
         assert self._memory is not None
         for source in choice.steps:
+            fetch = self._memory.fetch(reports, choice, source)
             try:
+                if fetch is not None:
+                    self._agree(fetch, "resume")
                 loaded = self._load(partial(self._memory.reader, source), sections)
             except CheckpointError as error:  # on every rank
                 log.warning("step %d in memory can't be loaded: %s", source[1], error)

@@ -17,10 +17,12 @@ import logging
 import os
 import secrets
 import sys
+import weakref
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,21 +41,34 @@ from fpipe.handlers.contents import fingerprint
 from fpipe.interop.checkpoints.chunks import Chunk, chunks_of
 from fpipe.interop.checkpoints.manifest import NUMBERED, CheckpointError
 from fpipe.interop.checkpoints.names import Entry, Name, below, dotted, entries, flat, storable
+from fpipe.interop.checkpoints.neighbours import (
+    Copy,
+    Sender,
+    Transfer,
+    connected,
+    fetches,
+    neighbours,
+    receive_all,
+    send,
+)
 from fpipe.interop.checkpoints.slots import (
     LOCKING,
     Lock,
     Slot,
     Stored,
     checksum,
+    file_of,
     files_of,
     folder_of,
     host_of,
+    lock_of,
     make_private,
     part_of,
     stored_in,
 )
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.sharding import layout_key, local
+from fpipe.store import LIMIT
 
 log = logging.getLogger("fpipe.checkpoints")
 JOB = ".memory"  # the file, beside the checkpoints, with the name of the job and the last one that it has saved
@@ -74,16 +89,18 @@ class Memory:
 
     Args:
         every: how many steps from one to the next. A process copies what it holds between two steps.
+        neighbour: send each to a process of another host as well, while the next step runs; then a host may be lost.
         folder: of shared memory.
 
     Raises:
         ValueError: `every` is no number of steps.
 
     >>> Memory(every=10)
-    Memory(every=10, folder='/dev/shm')
+    Memory(every=10, neighbour=False, folder='/dev/shm')
     """
 
     every: int = 1
+    neighbour: bool = False
     folder: str | os.PathLike[str] = "/dev/shm"
 
     def __post_init__(self) -> None:
@@ -96,19 +113,23 @@ class Choice(NamedTuple):
 
     Args:
         job: its name.
+        start: a name of this start.
         saved: the number of the last checkpoint on disk; 0 if there is none.
         attempt: the number of this start.
         steps: attempt and step of each, the newest first.
         parts: how many a step has.
         writes: whether this process has a part.
+        neighbours: where each process that has a part sends it, if asked to.
     """
 
     job: str
+    start: str
     saved: int
     attempt: int
     steps: list[tuple[int, int]]
     parts: int
     writes: bool
+    neighbours: list[Transfer]
 
 
 Report = Mapping[str, Any]
@@ -116,24 +137,31 @@ Report = Mapping[str, Any]
 
 
 def choice_of(reports: Sequence[Report], number: int) -> Choice:
-    """Return the choice of all processes; `number` is that of this one."""
-    job, saved, saved_step = next(each["first"] for each in reports if each["first"] is not None)
+    """Return the choice of all processes; `number` is that of this one.
+
+    Raises:
+        CheckpointError: they have different options.
+    """
+    if len({each["options"] for each in reports}) > 1:
+        raise CheckpointError("the ranks have different Memory(every=, neighbour=): every rank makes the same")
+    job, start, saved, saved_step = next(each["first"] for each in reports if each["first"] is not None)
     parts, counts, attempts = defaultdict[tuple[int, int], set[int]](set), dict[tuple[int, int], int](), [0]
-    for of, attempt, step, holds, count in (row for each in reports for row in each["parts"]):
+    for of, attempt, step, holds, count, _ in (row for each in reports for row in each["parts"]):
         if of == job:
             attempts.append(attempt)
             parts[attempt, step].add(holds)
             counts[attempt, step] = count
     whole = [each for each, there in parts.items() if len(there) == counts[each] and each[1] >= saved_step]
-    own = reports[number]
-    before = {(each["host"], each["holds"]) for each in reports[:number]}
+    first = {(each["host"], each["holds"]): i for i, each in reversed([*enumerate(reports)])}
     return Choice(
-        job,
-        saved,
-        max(attempts) + 1,
-        sorted(whole, reverse=True),
-        len({each["holds"] for each in reports}),
-        (own["host"], own["holds"]) not in before,
+        job=job,
+        start=start,
+        saved=saved,
+        attempt=max(attempts) + 1,
+        steps=sorted(whole, reverse=True),
+        parts=len({each["holds"] for each in reports}),
+        writes=number in first.values(),
+        neighbours=neighbours(reports, sorted(first.values())),
     )
 
 
@@ -286,61 +314,129 @@ class MemoryCheckpoints:
         checkpoints: the folder of those on disk.
         number: of this process among all.
         states: how many replicas have a state of their own; 1 where they share it.
+        timeout: seconds for a transfer.
     """
 
-    def __init__(self, options: Memory, checkpoints: Path, pipeline: Pipeline, number: int, states: int) -> None:
+    def __init__(
+        self,
+        options: Memory,
+        checkpoints: Path,
+        pipeline: Pipeline,
+        number: int,
+        states: int,
+        timeout: float | None = None,
+    ) -> None:
         if not Path(options.folder).is_dir():
             raise ValueError(f"there is no folder {options.folder} of shared memory: pass Memory(folder=...)")
         self.every = options.every
         self.folder = folder_of(Path(options.folder), checkpoints)
         self._checkpoints, self._pipeline, self._number, self._states = checkpoints, pipeline, number, states
-        self._lock = Lock(self.folder / f"{number:06}.lock")
+        self._neighbour, self._timeout = options.neighbour, timeout
+        self._lock = Lock(lock_of(self.folder, number))
+        self._sender: Sender | None = None
+        self._copies, self._copied = list[Copy](), set[int]()
         self._slots: list[_Generation | None] = [None, None]
         self._choice: Choice | None = None
         self._layout: _Layout | None = None
         self._writes = self._next = 0
 
-    def report(self, sections: Mapping[str, Any], first: tuple[str, int, int] | None) -> Report:
+    def report(self, sections: Mapping[str, Any], first: tuple[str, str, int, int] | None) -> Report:
         """Return this process's report.
 
         Args:
-            first: on the first process, the name of the job, and number and step of the last checkpoint on disk.
+            first: on the first process, the names of the job and of this start, and number and step of the last
+                checkpoint on disk.
 
         Raises:
             PermissionError: the folder is not this user's alone.
         """
         make_private(self.folder)
-        self._held = _Layout(sections, self._pipeline).holds
+        layout = _Layout(sections, self._pipeline)
+        self._held = layout.holds
         return {
             "host": host_of(self.folder),
             "holds": self._held,
+            "options": (self.every, self._neighbour),
+            "bytes": layout.expected + layout.texts,
             "first": first,
             "parts": [
-                (each.table["job"], each.attempt, each.step, each.table["holds"], each.table["parts"])
+                (each.table["job"], each.attempt, each.step, each.table["holds"], each.table["parts"], each.part)
                 for each in stored_in(self.folder)
             ],
         }
 
+    def fetch(self, reports: Sequence[Report], choice: Choice, step: tuple[int, int]) -> Callable[[], None] | None:
+        """Return a function that gets the parts of a step that this host needs and lacks; None if no host lacks any.
+
+        All processes call it, if any does.
+
+        Raises:
+            CheckpointError: (by it) there is no room for a part, or it can't be sent.
+        """
+        transfers = fetches(reports, choice.job, step)
+        if not transfers:
+            return None
+
+        def run() -> None:
+            purpose = f"{choice.start}/fetch {step}"
+            limit = timedelta(seconds=self._timeout or LIMIT)
+            try:
+                for each, group in connected(purpose, transfers, self._number, self._timeout).items():
+                    if each.source == self._number:
+                        (part,) = (one for one in self.reader(step).parts if one.part == each.part)
+                        send(group, torch.from_numpy(part.content), limit)
+                    else:
+                        copy = Copy(self.folder, each.part)
+                        copy.receive(group, limit)
+                        copy.end()
+            except (OSError, RuntimeError) as error:
+                raise CheckpointError(f"its parts can't be fetched from another host: {error}") from error
+
+        return run
+
     def reader(self, step: tuple[int, int]) -> MemoryReader:
         return MemoryReader(self.folder, step)
 
-    def begin(self, choice: Choice, loaded: tuple[int, int] | None, sections: Mapping[str, Any]) -> None:
-        """Take room for the memory checkpoints of a run, and remove those that it did not load.
+    def begin(
+        self,
+        choice: Choice,
+        reports: Sequence[Report],
+        loaded: tuple[int, int] | None,
+        sections: Mapping[str, Any],
+    ) -> None:
+        """Take room for the memory checkpoints of a run, remove those that it did not load, and connect neighbours.
 
         Raises:
             CheckpointError: another job writes them.
             OSError: there is no room for them.
+            TransportError: a neighbour did not come.
         """
         self._choice, self._writes, self._next = choice, 0, 0
         self._slots, self._layout = [None, None], _Layout(sections, self._pipeline)
+        pairs = choice.neighbours if self._neighbour else []
+        self._copied = {each.part for each in pairs if each.target == self._number}
         self._remove({loaded} if loaded is not None else set())
-        if not choice.writes:
-            return
-        self._take()
-        stored = [Stored.read(path) for path in self._paths]
-        kept = [each is not None and (each.attempt, each.step) == loaded for each in stored]
-        self._next = int(kept[0])
-        self._reserve(self._layout.expected + self._layout.texts, kept)
+        sizes = {part: reports[part]["bytes"] for part in self._copied}
+        self._copies = [Copy(self.folder, part, int(self._has(part, 0, loaded))) for part in sizes]
+        if choice.writes:
+            self._take()
+            sizes[self._number] = self._layout.expected + self._layout.texts
+        self._next = int(self._has(self._number, 0, loaded))
+        self._reserve(sizes, loaded)
+        self._connect(pairs)
+
+    def _has(self, part: int, generation: int, step: tuple[int, int] | None) -> bool:
+        stored = Stored.read(file_of(self.folder, part, generation))
+        return stored is not None and (stored.attempt, stored.step) == step
+
+    def _connect(self, pairs: Sequence[Transfer]) -> None:
+        assert self._choice is not None
+        for each, group in connected(self._choice.start, pairs, self._number, self._timeout).items():
+            if each.source == self._number:
+                self._sender = Sender(group, self._timeout)
+                weakref.finalize(self, self._sender.close).atexit = False
+            else:
+                receive_all(group, next(copy for copy in self._copies if copy.part == each.part), self._timeout)
 
     def write(self, step: int, sections: Mapping[str, Any]) -> None:
         """Write a training state, if this process has a part of it.
@@ -356,6 +452,7 @@ class MemoryCheckpoints:
         if self._layout is None or not self._layout.fits(leaves, spec):
             self._layout = _Layout(sections, self._pipeline)
         text = json.dumps({"plain": self._layout.plain(leaves)}).encode()
+        self._wait(self._paths[self._next])
         try:
             self._take()
             slot = self._slots[self._next] or _Generation(self._paths[self._next])
@@ -367,17 +464,34 @@ class MemoryCheckpoints:
             warn(f"no memory checkpoints from step {step} on: {error}; training goes on, with the checkpoints on disk")
             return
         slot.write(self._choice.attempt, step, self._layout.sources(leaves), text)
+        if self._sender is not None:
+            self._sender.begin(slot.path, slot.content)
         self._writes, self._next = self._writes + 1, 1 - self._next
         if self._writes == 2:  # every process has written the step before
-            self._remove(set())
+            self._remove(set(), before=self._choice.attempt)
+
+    def _wait(self, path: Path) -> None:
+        """Wait until the neighbour has a file."""
+        if self._sender is None:
+            return
+        self._sender.wait(path)
+        if (error := self._sender.error) is not None:
+            self._sender = None
+            warn(f"no memory checkpoints on another host any more: {error}; training goes on, with those of this host")
 
     def clear(self) -> None:
         """Remove the memory checkpoints of a run that has ended. It may go on."""
+        if self._sender is not None:
+            self._sender.begin(self.folder, torch.empty(0, dtype=torch.uint8))
+        for path in (*self._paths, self.folder):
+            self._wait(path)
         if self._lock.is_taken:
             for path in self._paths:
                 path.unlink(missing_ok=True)
             self._lock.remove()
         self._slots, self._writes = [None, None], 0
+        for copy in self._copies:
+            copy.removed.wait(self._timeout or LIMIT)
         self._remove(set())
         with suppress(OSError):  # of a process that has not ended yet
             self.folder.rmdir()
@@ -390,7 +504,7 @@ class MemoryCheckpoints:
 
     @property
     def _paths(self) -> list[Path]:
-        return [self.folder / f"{self._number:06}.{generation}" for generation in range(2)]
+        return [file_of(self.folder, self._number, generation) for generation in range(2)]
 
     def _take(self) -> None:
         """Take the files of this process, if it has not.
@@ -398,8 +512,6 @@ class MemoryCheckpoints:
         Raises:
             CheckpointError: another job has them.
         """
-        if self._lock.is_taken:
-            return
         make_private(self.folder)
         if not self._lock.take(LOCKING):
             raise CheckpointError(
@@ -421,35 +533,44 @@ class MemoryCheckpoints:
         }
         return json.dumps(table).encode()
 
-    def _reserve(self, size: int, kept: Sequence[bool]) -> None:
-        present = [path.stat().st_size if path.exists() else 0 for path in self._paths]
-        wanted, free = sum(max(0, size - each) for each in present), _free(self.folder)
+    def _reserve(self, sizes: Mapping[int, int], loaded: tuple[int, int] | None) -> None:
+        """Take room for two files of each part, of which one may be the step that was loaded."""
+        paths = [(file_of(self.folder, part, n), part, n) for part in sizes for n in range(2)]
+        present = {path: path.stat().st_size if path.exists() else 0 for path, *_ in paths}
+        wanted = sum(max(0, sizes[part] - present[path]) for path, part, _ in paths)
+        free = _free(self.folder)
         try:
             if wanted > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            for generation, path in enumerate(self._paths):
-                if not kept[generation]:
-                    self._slots[generation] = _Generation(path, size)
+            for path, part, generation in paths:
+                if not self._has(part, generation, loaded):
+                    slot = _Generation(path, sizes[part])
+                    if part == self._number:
+                        self._slots[generation] = slot
         except OSError as error:
             self._lock.remove()
             if error.errno != errno.ENOSPC:
                 raise
             raise OSError(
                 errno.ENOSPC,
-                f"memory checkpoints want {format_bytes(wanted)} more in {self.folder}, two of {format_bytes(size)} "
-                f"for process {self._number}, and {format_bytes(free)} are free: give it more (docker run --shm-size), "
-                "take Memory(folder=...), or leave memory= out",
+                f"memory checkpoints want {format_bytes(wanted)} more in {self.folder} for process {self._number}, two "
+                f"files of each of {', '.join(map(format_bytes, sizes.values()))}, and {format_bytes(free)} are free: "
+                "give it more (docker run --shm-size), take Memory(folder=...), or leave memory= out",
             ) from None
 
-    def _remove(self, kept: Collection[tuple[int, int]]) -> None:
-        """Remove the files of processes that are gone, but those of some steps."""
-        for part in sorted({part_of(path) for path in files_of(self.folder)}):
-            lock = Lock(self.folder / f"{part:06}.lock")
+    def _remove(self, kept: Collection[tuple[int, int]], before: int = sys.maxsize) -> None:
+        """Remove the files of processes that are gone, but those of some steps.
+
+        Args:
+            before: the number of a start of the job; files of this one are left too.
+        """
+        for part in sorted({part_of(path) for path in files_of(self.folder)} - self._copied):
+            lock = Lock(lock_of(self.folder, part))
             if (lock.path == self._lock.path and self._lock.is_taken) or not lock.take():
                 continue
-            for path in files_of(self.folder):
-                stored = Stored.read(path) if part_of(path) == part else None
-                if part_of(path) == part and (stored is None or (stored.attempt, stored.step) not in kept):
+            for path in (file_of(self.folder, part, generation) for generation in range(2)):
+                stored = Stored.read(path)
+                if stored is None or ((stored.attempt, stored.step) not in kept and stored.attempt < before):
                     path.unlink(missing_ok=True)
             lock.remove()
 
@@ -458,7 +579,7 @@ class _Generation:
     """A file that this process writes, laid out for its training state."""
 
     def __init__(self, path: Path, size: int = 0) -> None:
-        self._slot = Slot(path, size)
+        self.path, self._slot = path, Slot(path, size)
         self.layout: _Layout | None = None
         self.room = 0
 
@@ -475,6 +596,10 @@ class _Generation:
         with torch.no_grad():
             torch._foreach_copy_(self._places, tensors)
         self._slot.commit(attempt, step, values, checksum(self._bytes))
+
+    @property
+    def content(self) -> Tensor:
+        return torch.frombuffer(self._slot.content, dtype=torch.uint8)
 
 
 def job_of(checkpoints: Path, saved: int) -> str:

@@ -93,7 +93,14 @@ class Lock:
         return self._file is not None
 
     def take(self, patience: float = 0.0) -> bool:
-        """Take the lock; return False if another process has it and does not give it up within some seconds."""
+        """Take the lock; return False if another process has it and does not give it up within some seconds.
+
+        An object that had it before in this process has ended it when it is gone: take it again now and then.
+        """
+        if self._file is not None:
+            with suppress(OSError):
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         until = time.monotonic() + patience
         while True:
             file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, MODE), "r+b", buffering=0)
@@ -126,6 +133,8 @@ class Stored:
         attempt: the number of the start of the job that wrote it.
         table: of what it holds, see `Slot.lay_out`.
         values: that are no tensors.
+        tensors: their bytes, which have this sum.
+        content: of the whole file.
     """
 
     path: Path
@@ -135,6 +144,7 @@ class Stored:
     values: Mapping[str, Any]
     tensors: np.ndarray[Any, Any]
     sum: int
+    content: np.ndarray[Any, Any]
 
     @classmethod
     def read(cls, path: Path) -> Stored | None:
@@ -154,7 +164,8 @@ class Stored:
             if magic != MAGIC or attempt <= 0 or crc != zlib.crc32(record) or rest != zlib.crc32(b"".join(texts)):
                 return None
             place = np.frombuffer(content, np.uint8, size, at)
-            return cls(path, attempt, step, json.loads(texts[0]), json.loads(texts[1]), place, tensors)
+            whole = np.frombuffer(content, np.uint8, at + size)
+            return cls(path, attempt, step, json.loads(texts[0]), json.loads(texts[1]), place, tensors, whole)
         except (OSError, ValueError, struct.error):
             return None
 
@@ -167,6 +178,14 @@ class Stored:
     def part(self) -> int:
         """The number of the process that wrote it."""
         return part_of(self.path)
+
+
+def file_of(folder: Path, part: int, generation: int) -> Path:
+    return folder / f"{part:06}.{generation}"
+
+
+def lock_of(folder: Path, part: int) -> Path:
+    return folder / f"{part:06}.lock"
 
 
 def part_of(path: Path) -> int:
@@ -240,6 +259,22 @@ class Slot:
         self._table, self._room = table, room
         self.tensors = memoryview(self._bytes)[at : at + size]
         return self.tensors
+
+    def cleared(self, size: int) -> memoryview:
+        """Forget the step that the file holds; return the memory for the content of another file.
+
+        Raises:
+            OSError: it needs more room than there is.
+        """
+        if size > self.size:
+            self._open(size)
+        self.begin()
+        return memoryview(self._bytes)[:size]
+
+    @property
+    def content(self) -> memoryview:
+        """The whole file, as far as it is used."""
+        return memoryview(self._bytes)[: self.size]
 
     def begin(self) -> None:
         """Forget the step that the file holds."""

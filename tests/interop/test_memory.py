@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shutil
 import signal
 import stat
 from unittest.mock import patch
@@ -176,7 +177,7 @@ def test_what_another_run_saved_is_not_passed_over(begin, tmp_path):
 def test_no_room_is_an_error_before_the_first_step_with_the_bytes(begin, tmp_path):
     with (
         patch.object(memories, "_free", return_value=9000),
-        pytest.raises(OSError, match=r"want .* KiB more in .*, two of .* for process 0, and 8\.789 KiB are free: give"),
+        pytest.raises(OSError, match=r"want 1.* KiB more in .*, two files of each of .* 8\.789 KiB are free"),
     ):
         begin()
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -264,7 +265,11 @@ def test_two_jobs_at_once(pools, tmp_path):
 
 
 def row(attempt, step, holds, *, job="j", count=2):
-    return job, attempt, step, holds, count
+    return job, attempt, step, holds, count, holds // 10
+
+
+def report(holds, rows=(), host="h", first=None, options=(1, False)):
+    return {"host": host, "first": first, "holds": holds, "parts": rows, "options": options}
 
 
 @pytest.mark.parametrize(
@@ -280,10 +285,7 @@ def row(attempt, step, holds, *, job="j", count=2):
     ],
 )
 def test_the_choice_of_a_step(rows, saved, steps):
-    reports = [
-        {"host": "h", "first": ("j", 1, saved), "holds": 10, "parts": rows},
-        {"host": "h", "first": None, "holds": 20, "parts": []},
-    ]
+    reports = [report(10, rows, first=("j", "start", 1, saved)), report(20)]
     choices = [memories.choice_of(reports, number) for number in range(2)]
     assert [choice.steps for choice in choices] == [steps, steps]
     assert {choice.attempt for choice in choices} == {1 + max(each[1] for each in rows if each[0] == "j")}
@@ -291,9 +293,48 @@ def test_the_choice_of_a_step(rows, saved, steps):
 
 def test_of_those_that_hold_the_same_on_a_host_one_writes():
     places = [("a", 1), ("a", 2), ("a", 1), ("b", 1), ("b", 1)]
-    reports = [{"host": host, "first": ("j", 0, -1), "holds": holds, "parts": []} for host, holds in places]
+    reports = [report(holds, host=host, first=("j", "start", 0, -1)) for host, holds in places]
     assert [memories.choice_of(reports, i).writes for i in range(5)] == [True, True, False, True, False]
-    assert memories.choice_of(reports, 0).parts == 2
+    choice = memories.choice_of(reports, 0)
+    assert choice.parts == 2
+    assert choice.neighbours == [(0, 3, 0), (1, 4, 1), (3, 0, 3)]
+
+
+def test_ranks_with_other_options_are_told_so():
+    reports = [report(1, first=("j", "start", 0, -1)), report(2, options=(2, False))]
+    with pytest.raises(interop.CheckpointError, match=r"the ranks have different Memory\(every=, neighbour=\)"):
+        memories.choice_of(reports, 0)
+
+
+def hosts(path):
+    """The steps and parts on each of the hosts that folders play."""
+    folders = sorted(path.glob("shm*"))
+    return [sorted((each.part, each.step) for f in folder.glob("*/*") for each in stored_in(f)) for folder in folders]
+
+
+def test_a_neighbour_has_a_copy_of_each_step(pools, tmp_path, whole):
+    """A host is lost and replaced; then one is lost for good, and the other goes on alone."""
+    pools(2).run(memory_jobs.stopped, str(tmp_path), 7, True)
+    assert hosts(tmp_path) == [[(0, 6), (0, 7), (1, 6), (1, 7)]] * 2
+    shutil.rmtree(tmp_path / "shm1")
+    pools(2).run(memory_jobs.stopped, str(tmp_path), 9, True)
+    assert hosts(tmp_path) == [[(0, 8), (0, 9), (1, 8), (1, 9)]] * 2
+    run, *rest = memory_jobs.begin(tmp_path, handlers.Local(), host=0)
+    assert run.step == 9
+    assert not differences(run_jobs.train(run, *rest), whole)
+
+
+def test_a_neighbours_copies_are_gone_once_the_run_has_ended(pools, tmp_path, whole):
+    ends = [end for _, end in pools(2).run(memory_jobs.go_on, str(tmp_path), 12, True)]
+    assert not differences({**ends[0]["params"], **ends[1]["params"]}, whole["params"])
+    assert [*tmp_path.glob("shm*/*")] == []
+
+
+def test_without_copies_a_host_that_is_lost_sends_all_to_disk(pools, tmp_path):
+    pools(2).run(memory_jobs.stopped, str(tmp_path), 7, True, False)
+    assert hosts(tmp_path) == [[(0, 6), (0, 7)], [(1, 6), (1, 7)]]
+    shutil.rmtree(tmp_path / "shm1")
+    assert [step for step, _ in pools(2).run(memory_jobs.go_on, str(tmp_path), 12, True, False)] == [5, 5]
 
 
 def test_what_makes_no_sense_is_refused(begin, tmp_path):

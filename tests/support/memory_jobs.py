@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -15,30 +16,38 @@ from fpipe import handlers, interop
 from tests.support import run_jobs
 
 
-def begin(folder, handler, **options):
-    """A run as it begins, or goes on, with its memory checkpoints in a folder beside."""
-    shared = Path(folder) / "shm"
+def begin(folder, handler, host="", **options):
+    """A run as it begins, or goes on, with its memory checkpoints in a folder beside, which may play a host."""
+    shared = Path(folder) / f"shm{host}"
     shared.mkdir(parents=True, exist_ok=True)
     return run_jobs.begin(folder, handler, memory=interop.Memory(folder=shared, **options))
 
 
-def stopped(rank, folder, at):
+def joined(rank, folder, apart, neighbour):
+    """A run of the pool, whose ranks may be hosts of their own."""
+    options = {"host": rank, "neighbour": neighbour} if apart else {}
+    return begin(folder, handlers.Distributed(timeout=20), **options)
+
+
+def stopped(rank, folder, at, apart=False, neighbour=True):
     """Train on this rank until a step that fails on all."""
 
     def fails(i):
         if i == at:
             raise ArithmeticError("bad row")
 
-    run, *rest = begin(folder, handlers.Distributed(timeout=20))
+    run, *rest = joined(rank, folder, apart, neighbour)
     try:
         run_jobs.train(run, *rest, fails)
     except ArithmeticError:
         run.checkpoints.finish()
+        dist.barrier()
+        time.sleep(0.2 * (apart and neighbour))  # until the last copies have come
 
 
-def go_on(rank, folder, total=run_jobs.TOTAL):
+def go_on(rank, folder, total=run_jobs.TOTAL, apart=False, neighbour=True):
     """Train to the end on this rank: where it begins, and its end."""
-    run, *rest = begin(folder, handlers.Distributed(timeout=20))
+    run, *rest = joined(rank, folder, apart, neighbour)
     return run.step, run_jobs.train(run, *rest, total=total)
 
 
