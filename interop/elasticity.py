@@ -270,6 +270,7 @@ def _among(handler: Handler, plan: Plan) -> Handler:
     every = dist.get_process_group_ranks(handler.group)
     used = plan.ranks * plan.replicas
     store = JobStore(None, handler.timeout).under(f"fpipe/elastic/{handler.group.group_name}")
+    store = store.under(str(store.add(f"calls of {handler.rank}", 1)))  # the same on every rank
     if handler.rank >= used:
         _wait(store)
     if handler.rank == 0 and len(every) > used:
