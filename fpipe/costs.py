@@ -169,12 +169,19 @@ class Costs:
         return call_of(self, **({"sizes": ()} if self.sizes == self.scale else {}))
 
     def time(self, effect: Any, table: Table = TABLE) -> float:
-        """Return how long an effect keeps its rank."""
+        """Return how long an effect keeps its rank.
+
+        Raises:
+            ScheduleError: a row has a time that is no length of time.
+        """
         both = parts(effect)
         works = [table.effects[type(part)].work for part in both] if len(both) > 1 else []
         if works and (self.overlap is None or BACKWARD not in works):
             return sum(self.time(part, table) for part in both)
-        return table.effects[type(effect)].time(effect, self)
+        took = table.effects[type(effect)].time(effect, self)
+        if not 0.0 <= took < inf:
+            raise ScheduleError(f"the time of {effect} is {took!r}: the row of {type(effect).__name__} is wrong")
+        return took
 
     def at(self, cost: str, of: Any) -> float:
         """Return a cost by its name, for the stage and the microbatch that an effect or a value names."""
@@ -396,6 +403,9 @@ def _by_edge(name: str, costs: Any, ends: str) -> list[tuple[Edge, Any]]:
 def _by_class(name: str, costs: Any) -> _ByKey:
     if not all(isinstance(kind, type) for kind in _mapping(costs)):
         raise ScheduleError(f"{name} maps classes of effects and values to costs, not {costs!r}")
+    known = [kind.__name__ for kind in costs if kind in TABLE.effects or kind in TABLE.values]
+    if name == "extra" and known:
+        raise ScheduleError(f"extra is for classes of your own: the cost of {known[0]} has an argument of its own")
     return _ByKey((kind, _per_stage(kind.__name__, cost)) for kind, cost in costs.items())
 
 

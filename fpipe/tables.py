@@ -233,19 +233,22 @@ class Table:
         """Return a table with more rows, or with other rows for the same classes.
 
         Raises:
-            TypeError: a class is not a dataclass, a row is neither a `Row` nor a `ValueRow`, or an effect with `work`
-                names no stage or no microbatch.
+            TypeError: a class is not a frozen dataclass, a row is neither a `Row` nor a `ValueRow`, or the effects lack
+                a field: those with `work` name a stage and a microbatch, those that send or receive a value and a rank.
+            ValueError: a colour, track or letter is none.
         """
         for kind, row in rows.items():
-            if not (isinstance(kind, type) and is_dataclass(kind)) or not isinstance(row, Row | ValueRow):
+            if not isinstance(row, Row | ValueRow) or not _is_frozen(kind):
                 raise TypeError(f"the table maps frozen dataclasses to Row or ValueRow, not {kind!r} to {row!r}")
-            if isinstance(row, Row) and row.work and not {"stage", "microbatch"} <= {*fields_of(kind)}:
-                raise TypeError(f"the row of {kind.__name__} has work: its effects need a stage and a microbatch")
+            if isinstance(row, Row):
+                _check_fields(kind, row)
             if not COLOUR.fullmatch(row.colour) or (isinstance(row, Row) and row.track not in TRACKS):
                 raise ValueError(
                     f"the row of {kind.__name__} has a colour that is not #rrggbb, {row.colour!r}, or a track that is "
                     f"none of {', '.join(TRACKS)}"
                 )
+            if isinstance(row, Row) and len(row.letter) != 1:
+                raise ValueError(f"the row of {kind.__name__} needs one letter for drawings, not {row.letter!r}")
         effects = {kind: row for kind, row in rows.items() if isinstance(row, Row)}
         values = {kind: row for kind, row in rows.items() if isinstance(row, ValueRow)}
         return self.joined(Table(effects, values))
@@ -307,6 +310,17 @@ class Table:
         if hasattr(value, "microbatch"):
             return f"{label} {value.microbatch}"
         return f"{label} of stage {value.stage}" if hasattr(value, "stage") else label
+
+
+def _is_frozen(kind: Any) -> bool:
+    return isinstance(kind, type) and is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined, no-any-return]
+
+
+def _check_fields(kind: type, row: Row) -> None:
+    wanted = {"stage", "microbatch"} if row.work else {"value", "rank"} if row.track in ("send", "receive") else set()
+    if missing := sorted(wanted - {*fields_of(kind)}):
+        what = "has work" if row.work else f"is on the track {row.track!r}"
+        raise TypeError(f"the row of {kind.__name__} {what}, and its effects have no {' and no '.join(missing)}")
 
 
 def _where(effect: Any) -> str:

@@ -5,6 +5,7 @@ inert.
 """
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -208,6 +209,17 @@ def test_local_runs_its_function_once_a_step():
         assert [Load(1)] == LOADED
 
 
+@pytest.mark.parametrize("track", ["compute", "gather", "scatter", "host"])
+def test_measured_costs_have_its_time_on_every_track(track):
+    effects = EFFECTS.extended({Load: EFFECTS.effects[Load]._replace(track=track)})
+    plan = pipeline().plan(PLAN.placement, 3)
+    recording = Recording(lower(loading, plan, effects=effects))
+    local = handlers.Local(functions=FUNCTIONS)
+    value_and_grad(pipeline(), loading, plan, handler=local, effects=effects, observe=recording)(PARAMS, BATCH, BATCH)
+    without, load = recording.measurement().costs().extra[Load]
+    assert without == 0 < load
+
+
 def test_gloo_runs_it_on_its_rank_and_the_recording_has_it(pools):
     loss, grads = REFERENCE(PARAMS, BATCH, BATCH * 0)
     ranks = pools(2).run(trained)
@@ -409,6 +421,36 @@ def test_a_row_that_no_reader_could_draw_is_refused(row):
         TABLE.extended({Load: row})
 
 
+@dataclass
+class Thawed:
+    stage: int
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        (Thawed, Row(), "the table maps frozen dataclasses to Row or ValueRow"),
+        (Load, Row(track="send"), "the row of Load is on the track 'send', and its effects have no rank and no value"),
+        (Load, Row(letter=""), "the row of Load needs one letter for drawings, not ''"),
+    ],
+)
+def test_a_row_that_would_break_later_is_refused(kind, row, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        TABLE.extended({kind: row})
+
+
+@pytest.mark.parametrize("time", [math.nan, math.inf, -5.0])
+def test_a_time_that_is_none_is_refused(time):
+    table = EFFECTS.extended({Load: EFFECTS.effects[Load]._replace(time=lambda effect, costs: time)})
+    with pytest.raises(ScheduleError, match=r"the time of Load\(stage=1\) is .*: the row of Load is wrong"):
+        simulate(loading, PLAN, effects=table)
+
+
+def test_extra_costs_are_of_classes_of_ones_own():
+    with pytest.raises(ScheduleError, match="extra is for classes of your own: the cost of Forward has an argument"):
+        Costs(extra={Forward: 30})
+
+
 def test_scaled_microbatches_take_their_share_of_time_and_bytes():
     costs = Costs(scale=np.array([1.0, 0.5, 2.0]), sizes=(1, 2, 4), residuals=10, activation=1)
     timeline = simulate(one_f_one_b, PLAN, costs)
@@ -434,7 +476,7 @@ def test_a_row_that_names_a_value_outside_the_plan_is_refused():
 
 
 def test_work_without_a_microbatch_is_refused():
-    with pytest.raises(TypeError, match="the row of Load has work: its effects need a stage and a microbatch"):
+    with pytest.raises(TypeError, match="the row of Load has work, and its effects have no microbatch"):
         TABLE.extended({Load: Row(work=1)})
 
 

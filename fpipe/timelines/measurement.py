@@ -367,7 +367,7 @@ class Measurement:
         taken = defaultdict[tuple[type, int], list[float]](list)
         for rank, columns in self.columns.items():
             for effect, start, end in zip(self.programs[rank], columns.starts, columns.ends, strict=True):
-                if self._computes(effect):
+                if self._computes(effect) or type(effect) not in TABLE.effects:
                     taken[type(effect), getattr(parts(effect)[0], "stage", 0)].append(end - start)
 
         def times(kind: type) -> list[float]:
