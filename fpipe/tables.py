@@ -313,7 +313,7 @@ class Table:
 
 
 def _is_frozen(kind: Any) -> bool:
-    return isinstance(kind, type) and is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined, no-any-return]
+    return isinstance(kind, type) and is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def _check_fields(kind: type, row: Row) -> None:
