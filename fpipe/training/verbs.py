@@ -260,7 +260,8 @@ def _check_types(pipeline: Pipeline, plan: Plan, handler: Handler) -> None:
     check_plan(plan)
     if isinstance(handler, type):
         raise TypeError(f"the handler is the class {handler.__name__}: pass an instance, {handler.__name__}()")
-    if lacking := [name for name in ("ranks", "replicas", "compile", "check") if not hasattr(handler, name)]:
+    parts = [name for name in vars(Handler) if not name.startswith("_")]
+    if lacking := [name for name in parts if not hasattr(handler, name)]:
         raise TypeError(
             "handler must be handlers.Reference(), handlers.Local(), handlers.Distributed(group) or one of your own, "
             f"not {handler!r}, which has no {', '.join(lacking)}"

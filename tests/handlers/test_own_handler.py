@@ -12,7 +12,7 @@ import pytest
 import fpipe
 from fpipe.handlers.calls import Calls
 from fpipe.handlers.executor import Executor
-from fpipe.handlers.protocol import Replicas, Results
+from fpipe.handlers.protocol import Departure, Replicas, Results
 from tests.support import cases, jobs
 from tests.support.combinations import few, thorough
 
@@ -23,6 +23,7 @@ class Shuffled:
     peers = devices = replays = None
 
     def __init__(self, seed):
+        self.departure = Departure()
         self.random = Random(seed)
         self.order = []
 
