@@ -1,8 +1,8 @@
 """The two tables: one row for each kind of effect, and one for each kind of value. No torch.
 
 Lowering, verifier, simulator, memory, drawings, exports and the Pipeline tab read these tables. An effect of your own
-needs a row, passed as `effects=TABLE.extended({Load: Row(...)})`, and a function of the handler. Modules name fpipe's own
-kinds only where they give them more than a row says: communication, sums, and the shards of replicas.
+needs a row, passed as `effects=TABLE.extended({Load: Row(...)})`, and a function of the handler. Modules name kinds of
+fpipe's own only where they do more than a row says: communication, sums, and the shards of replicas.
 """
 
 from __future__ import annotations
