@@ -139,6 +139,20 @@ class Collectives:
         functions.TraceConfig.partition = self.partition
 
 
+def unexpected(counts, expected):
+    """The blocks that have other collectives than (forward, backward) of their stage, with their counts.
+
+    Those of a backward are in the half of input gradients, or, of stage 0, which has none, in that of weight gradients.
+    """
+    found = {}
+    for stage, (forward, backward) in expected.items():
+        halves = {"backward_input": backward if stage else {}, "backward_weight": {} if stage else backward}
+        for name, count in {"prepare": {}, "forward": forward, "backward": backward, **halves}.items():
+            if counts[stage, name] != count:
+                found[stage, name] = counts[stage, name]
+    return found
+
+
 def step_of(name, pipeline, plan, handler, **options):
     return fpipe.value_and_grad(pipeline, getattr(schedules, name), plan, handler=handler, **options)
 
