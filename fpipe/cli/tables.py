@@ -284,21 +284,13 @@ def discovery(results: Sequence[Found]) -> Group:
 
 def verdict(name: str, report: Report, *notes: str) -> Group:
     """Return the verifier's report of a valid schedule, after further notes."""
-    memory = report.peak_bytes
-    resident = report.peak_resident if any(report.peak_resident) else None
-    ranks = table(
-        ["rank", "effects", "in flight", *(["resident"] if resident else []), *(["memory"] if memory else [])]
-    )
-    for rank, (effects, peak) in enumerate(zip(report.effects, report.peak_in_flight, strict=True)):
-        stages = [str(resident[rank])] if resident else []
-        ranks.add_row(str(rank), str(effects), number(peak), *stages, *([format_bytes(memory[rank])] if memory else []))
-    edges = table(["from", "to", "messages", *(["bytes"] if report.bytes else [])])
-    for (source, target), count in report.messages.items():
-        sent = [format_bytes(report.bytes[source, target])] if report.bytes else []
-        edges.add_row(str(source), str(target), str(count), *sent)
-    totals = f"{sum(report.effects)} effects, {sum(report.messages.values())} messages"
-    head = f": {extent(report.plan)}\nright over the {report.transport} transport: {totals}"
-    return Group(Text.assemble((name, "bold"), head), *map(Text, notes), Columns([ranks, edges], padding=(0, 4)))
+    tables = []
+    for head, *rows in report.tables:
+        tables.append(table(head))
+        for row in rows:
+            tables[-1].add_row(*row)
+    title = Text.assemble((name, "bold"), f": {extent(report.plan)}\n{report.title}")
+    return Group(title, *map(Text, notes), Columns(tables, padding=(0, 4)))
 
 
 def memory_of(accounts: Sequence[RankBytes]) -> list[Table]:

@@ -100,29 +100,35 @@ class Report:
     peak_resident: tuple[int, ...]
 
     def __repr__(self) -> str:
-        return f"<Report: {self._title}>"
+        return f"<Report: {self.title}>"
 
     def _repr_html_(self) -> str:
         """Return the tables that a notebook shows."""
         return f"<pre>{escape(str(self))}</pre>"
 
     @property
-    def _title(self) -> str:
+    def title(self) -> str:
+        """The transport, and how many effects and messages there are."""
         return f"right under {self.transport}: {sum(self.effects)} effects, {sum(self.messages.values())} messages"
 
-    def __str__(self) -> str:
+    @property
+    def tables(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+        """The rows of ranks, and those of edges, as texts; the first of each is the head."""
         has_gathers = any(self.peak_resident)
-        head = ("rank", "effects", "in flight", *(["resident"] if has_gathers else []))
-        ranks = [(*head, *(["bytes"] if self.peak_bytes else []))]
+        ranks = [("rank", "effects", "in flight", *["resident"] * has_gathers, *(["bytes"] if self.peak_bytes else []))]
         for rank, (effects, peak) in enumerate(zip(self.effects, self.peak_in_flight, strict=True)):
             peak_bytes = [format_bytes(self.peak_bytes[rank])] if self.peak_bytes else []
-            resident = [str(self.peak_resident[rank])] if has_gathers else []
+            resident = [str(self.peak_resident[rank])] * has_gathers
             ranks.append((str(rank), str(effects), f"{peak:g}", *resident, *peak_bytes))
         edges = [("edge", "messages", *(["bytes"] if self.bytes else []))]
         for edge, count in self.messages.items():
             sent = [format_bytes(self.bytes[edge])] if self.bytes else []
             edges.append((f"{edge[0]} to {edge[1]}", str(count), *sent))
-        return "\n".join([self._title, *aligned(ranks), *(aligned(edges) if self.messages else [])])
+        return ranks, edges
+
+    def __str__(self) -> str:
+        ranks, edges = self.tables
+        return "\n".join([self.title, *aligned(ranks), *(aligned(edges) if self.messages else [])])
 
 
 @fold_tracebacks
