@@ -28,6 +28,7 @@ from fpipe.plan import Plan, Schedule
 from fpipe.programs.completions import send_completions
 from fpipe.programs.interleaving import turns
 from fpipe.programs.program import Programs
+from fpipe.stages.cuts import cuts_of, with_cuts
 from fpipe.stages.microbatch import Microbatch, split
 from fpipe.stages.pipeline import with_loss
 from fpipe.stages.pytree import Flat
@@ -179,7 +180,7 @@ class _Copies:
 def _mapped(payload: Any, function: Callable[[Tensor], Tensor]) -> Any:
     leaves = payload.leaves if isinstance(payload, Flat) else payload
     new = [function(x.detach()).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
-    return Flat(new, payload.spec) if isinstance(payload, Flat) else new
+    return with_cuts(new, payload.spec, cuts_of(payload)) if isinstance(payload, Flat) else new
 
 
 def _tensors(payload: Any) -> list[Tensor]:
