@@ -7,7 +7,7 @@ until then no leaf is one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -335,8 +335,9 @@ def _check_experts(leaf: DTensor, at: int) -> None:
         )
 
 
-def _dims_within(replicas: DeviceMesh, mesh: DeviceMesh) -> dict[int, int]:
-    """Return the dimension of a leaf's mesh for each of the replicas', by the processes along it."""
+@lru_cache(maxsize=16)
+def _dims_within(replicas: DeviceMesh, mesh: DeviceMesh) -> Mapping[int, int]:
+    """Return the dimension of a leaf's mesh for each of the replicas', by the processes along it; for many leaves."""
     if replicas is mesh or replicas == mesh:
         return {i: i for i in range(mesh.ndim)}
     free = {at: _processes(mesh, at) for at in range(mesh.ndim)}
