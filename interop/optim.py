@@ -121,8 +121,9 @@ def optimizer(
     plain = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
     try:
         kind([{"params": [torch.zeros(1, 1, requires_grad=True)]}], **plain)
-    except TypeError as error:
-        raise TypeError(f"{kind.__name__} can't be made with options {plain}: {error}") from error
+    except (TypeError, ValueError) as error:
+        wrong = TypeError if isinstance(error, TypeError) else ValueError
+        raise wrong(f"{kind.__name__} can't be made with options {plain}: {error}") from error
 
     def init(params: Any) -> State:
         return optree.tree_map(lambda p: {}, params, namespace=NAMESPACE)

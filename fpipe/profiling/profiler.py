@@ -40,7 +40,7 @@ from fpipe.profiling.replicas import Seconds
 from fpipe.profiling.storages import StorageBytes, leaves_of
 from fpipe.programs.lowering import existing_halves
 from fpipe.programs.program import Program
-from fpipe.stages.microbatch import Microbatch, split
+from fpipe.stages.microbatch import Microbatch, pair_of_axes, split
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.precision import OWN_DTYPES, Precision
 from fpipe.stages.pytree import flatten, indices
@@ -135,9 +135,7 @@ def profile(
     plan = pipeline.plan(Placement.loop(1, chunks=len(pipeline.stages)), microbatches)
 
     def inputs() -> Inputs:
-        axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
-        names = ("batch", "target")
-        trees = zip((batch, target), axes, names, strict=True)
+        trees = zip((batch, target), pair_of_axes(in_axes), ("batch", "target"), strict=True)
         batches, targets = (split(x, microbatches, axis, name)[0] for x, axis, name in trees)
         seed = as_rng((0, 0) if rng is None else rng)
         return Inputs({}, [state or {}], list(map(Microbatch, batches, targets)), rng=seed)

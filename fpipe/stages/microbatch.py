@@ -72,6 +72,18 @@ def sizes_of(rows: int, count: int) -> tuple[int, ...]:
     return tuple(rows // count + (m < rows % count) for m in range(count))
 
 
+def pair_of_axes(in_axes: Any) -> tuple[Any, Any]:
+    """Return the axes of the batch and of the target.
+
+    Raises:
+        ValueError: it is a tuple of another length.
+    """
+    axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
+    if len(axes) != 2:
+        raise ValueError(f"in_axes must be one axis, or a pair for batch and target, not {in_axes!r}")
+    return axes
+
+
 def axes_of(tree: Any, axes: Any, what: str) -> list[int | None]:
     """Return the axis of every leaf, from a prefix of the tree as in `torch.vmap`. None: equal in all microbatches."""
     try:

@@ -20,7 +20,7 @@ from fpipe.errors.tracebacks import warn
 from fpipe.handlers.gradients import names_read
 from fpipe.handlers.protocol import Inputs, Replicas, Results
 from fpipe.plan import Plan
-from fpipe.stages.microbatch import WEIGHING, Microbatch, Microbatches, merge, samples, sizes_of, split
+from fpipe.stages.microbatch import WEIGHING, Microbatch, Microbatches, merge, pair_of_axes, samples, sizes_of, split
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.precision import Precision
 from fpipe.stages.pytree import flatten
@@ -153,9 +153,9 @@ class StepSpec:
                 raise StageError(
                     "the handler returns no gradients of what it reads of the batch: leave argnums out", stage=s
                 )
-        gradients, apart = list(map(added, parts)), bool(inputs.apart)
+        gradients, apart, axes = list(map(added, parts)), bool(inputs.apart), pair_of_axes(self.in_axes)
         return {
-            name: joined([m[at] for m in inputs.data], at, self._axes[at], apart, gradients, read, inputs.loss_scale)
+            name: joined([m[at] for m in inputs.data], at, axes[at], apart, gradients, read, inputs.loss_scale)
             for at, name in names
         }
 
@@ -333,7 +333,7 @@ class StepSpec:
         for tree in batch if isinstance(batch, Microbatches) else [batch]:
             self.pipeline.accept(tree)
         count = self.plan.microbatches * len(self.replicas.here)
-        axes = self._axes
+        axes = pair_of_axes(self.in_axes)
         batches, rows = split(batch, count, axes[0], "batch")
         targets, target_rows = split(target, count, axes[1], "target")
         if self.weight is not None:
@@ -345,14 +345,6 @@ class StepSpec:
             raise ValueError(f"the batch has {counted(rows or 0, 'row')}, the target {target_rows}")
         rows = rows if rows is not None else target_rows
         return data, None if rows is None else sizes_of(rows, count)
-
-    @property
-    def _axes(self) -> tuple[Any, Any]:
-        """The axes of batch and target."""
-        axes = self.in_axes if isinstance(self.in_axes, tuple) else (self.in_axes, self.in_axes)
-        if len(axes) != 2:
-            raise ValueError(f"in_axes must be one axis, or a pair for batch and target, not {self.in_axes!r}")
-        return axes
 
     def _samples(self, batch: Any, target: Any, axes: tuple[Any, Any]) -> Sequence[int] | None:
         """Return the rows of each of `Microbatches`."""
