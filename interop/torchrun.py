@@ -2,10 +2,10 @@
 
     python -m fpipe.interop.torchrun --standalone --nproc-per-node 4 --max-restarts 100 train.py --steps 1000
 
-The arguments are torchrun's, and `--preload MODULE`, any number of times: a module to import as well, such as
-transformers. On each host, one process imports these modules, once. They must start no thread, and use no device but
-the CPU, because that process is forked for each worker. A worker runs the script from its beginning, as under torchrun.
-Changes of the modules' files have no effect before the job is started anew.
+The arguments are torchrun's, and `--preload MODULE`, any number of times: a module to import as well, such as one that
+splits the model. On each host, one process imports these modules, once. They must start no thread, and use no device
+but the CPU, because that process is forked for each worker. A worker runs the script from its beginning, as under
+torchrun. Changes of the modules' files have no effect before the job is started anew.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.run import get_args_parser, run
+
+from fpipe.interop.preloading import announce
 
 PRELOADED = (
     "torch._dynamo",
@@ -52,10 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--{option.replace('_', '-')} starts a new interpreter: pass the path of a script")
     script = Path(parsed.training_script).resolve()
     sys.path.insert(0, str(script.parent))  # as of a script that Python starts; workers get this path
+    for module in parsed.preload:
+        if find_spec(module) is None:
+            parser.error(f"--preload {module}: there is no such module on {sys.path}")
     parsed.training_script, parsed.training_script_args = __file__, [str(script), *parsed.training_script_args]
     parsed.run_path, parsed.start_method = True, "forkserver"
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # as torchrun starts interpreters
-    multiprocessing.set_forkserver_preload([*PRELOADED, *parsed.preload])
+    announce(sys.path, [*PRELOADED, *parsed.preload])
+    multiprocessing.set_forkserver_preload([announce.__module__])
     run(parsed)  # type: ignore[no-untyped-call]
 
 

@@ -119,7 +119,8 @@ LAYOUT = {
     "fpipe.interop.modes": "interop.splitting interop.modules stages errors",
     "fpipe.interop.optim": "stages errors",
     "fpipe.interop.adapters": "stages",
-    "fpipe.interop.torchrun": "",
+    "fpipe.interop.preloading": "",
+    "fpipe.interop.torchrun": "interop.preloading",
     "fpipe.interop.torch_pipe": "interop.modules stages errors",
     "fpipe.interop.transformers": "interop.splitting interop.modules stages errors",
     "fpipe.cli": (
