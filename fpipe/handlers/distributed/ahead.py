@@ -39,33 +39,35 @@ class Ahead:
         kind = plan.stages, plan.edges, plan.microbatches, pieces.loss, pieces.differentiated, sorted(pieces.argnums)
         self._name = f"fpipe/inputs/{os.environ.get('TORCHELASTIC_RUN_ID')}/{fingerprint(kind)}"
         self._store: JobStore | None = lasting_store(LIMIT)
-        self._left: dict[int, str] = {}  # by stage, what the store has
+        self._keys: dict[int, str] = {}  # by stage, where the store has what it was given
+        self._hints: dict[int, str] = {}
 
     def trace(self) -> None:
         """Trace this rank's stages in its first step."""
-        if self._store is None or self._left:
+        if self._store is None or self._keys:
             return
+        for stage in self._executor.stages:
+            traced, prepared = self._executor.pieces.stages[stage], self._executor.calls.step.prepared[stage]
+            if isinstance(traced, Traced) and traced.sources and not prepared.placed:  # by this process alone
+                params = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in prepared.leaves]
+                self._keys[stage] = f"{self._name}/{stage}/{fingerprint(params)}"
         with suppress(TransportError):
-            for stage in self._executor.stages:
-                traced, key = self._executor.pieces.stages[stage], f"{self._name}/{stage}"
-                if isinstance(traced, Traced) and traced.sources and self._store.has(key):
-                    self._left[stage] = self._store.get(key)
-        for stage, text in self._left.items():
+            self._hints = {stage: self._store.get(key) for stage, key in self._keys.items() if self._store.has(key)}
+        for stage, hint in self._hints.items():
             with suppress(Exception):  # of the stage: it is raised when the stage runs
-                self._trace(stage, text)
+                self._trace(stage, hint)
 
-    def _trace(self, stage: int, text: str) -> None:
+    def _trace(self, stage: int, hint: str) -> None:
         step, plan, pieces = self._executor.calls.step, self._executor.plan, self._executor.pieces
-        traced, prepared = pieces.stages[stage], step.prepared[stage]
+        traced = pieces.stages[stage]
         assert isinstance(traced, Traced)
-        if prepared.placed:  # other processes trace it together with this one
-            return
-        sources = {int(source): self._made(hint) for source, hint in json.loads(text).items()}
+        sources = {int(source): self._like(text) for source, text in json.loads(hint).items()}
         data = step.inputs.data[plan.microbatches_of(stage, self._executor.rank)[0]]
-        traced.trace(prepared, step.state.get(stage), sources, data, pieces.differentiated)
+        traced.trace(step.prepared[stage], step.state.get(stage), sources, data, pieces.differentiated)
 
-    def _made(self, hint: str) -> Flat:
-        codec = PayloadCodec(decode(hint.encode()), self._device)
+    def _like(self, text: str) -> Flat:
+        """Return an output of another stage of which only the signature is known."""
+        codec = PayloadCodec(decode(text.encode()), self._device)
         payload = codec.payload(codec.buffers())
         assert isinstance(payload, Flat)
         return payload
@@ -76,9 +78,9 @@ class Ahead:
             return
         store, self._store = self._store, None
         with suppress(TransportError, TypeError):  # of a signature that is not plain
-            for stage in self._executor.stages:
+            for stage, key in self._keys.items():
                 traced = self._executor.pieces.stages[stage]
-                if isinstance(traced, Traced) and traced.sources and (sources := traced.last_sources) is not None:
-                    hints = {source: encode(signature_of(tree)).decode() for source, tree in sources.items()}
-                    if (text := json.dumps(hints)) != self._left.get(stage):
-                        store.set(f"{self._name}/{stage}", text)
+                if isinstance(traced, Traced) and (sources := traced.last_sources) is not None:
+                    texts = {source: encode(signature_of(tree)).decode() for source, tree in sources.items()}
+                    if (hint := json.dumps(texts)) != self._hints.get(stage):
+                        store.set(key, hint)
