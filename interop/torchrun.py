@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_script(path: str, *arguments: str) -> None:
-    """Run a script in this process, a worker's, as an interpreter would: with what it registered for the exit."""
+    """Run a script in this process, a worker's, as an interpreter would: to the end of its threads, and of its exit."""
     sys.argv = [path, *arguments]
     try:
         runpy.run_path(path, run_name="__main__")
@@ -77,8 +78,9 @@ def run_script(path: str, *arguments: str) -> None:
     except BaseException as error:
         sys.last_value = error
         raise
-    finally:
-        atexit._run_exitfuncs()  # multiprocessing ends its processes without
+    finally:  # multiprocessing ends its processes without the second, and does the first after it
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
 
 
 if __name__ == "__main__":
