@@ -107,7 +107,8 @@ def elastic(
             checkpoints. All processes share it.
         ranks: the most for a replica; by default there is one in each process. With `Local` the number, by default 1.
         replicas: how many replicas there are, in each start: bits depend on them. They are the handler's dimension
-            "dp", which is `handler.mesh` of the result; each takes its own batch.
+            "dp", which is `handler.mesh` of the result; each takes its own batch. If the result has `resident`, as
+            costs with sizes may lead to, params are shards: `interop.fsdp(params, mesh)`.
         costs: of the stages, by default equal ones. Or a function that measures them, such as
             `lambda: fpipe.profile(pipeline, params, batch, target, microbatches=8)`: the first process calls it, once
             for a folder, while the others wait, at most for the timeout of the handler.
@@ -248,7 +249,10 @@ class _Notes:
         if not callable(costs):
             measured = None
         elif measured is None:
-            measured = costs().as_json()
+            result = costs()
+            if not isinstance(result, Costs):
+                raise TypeError(f"costs must return Costs, as fpipe.profile does, not {result!r}")
+            measured = result.as_json()
         return content.get("last"), measured
 
     def keep(self, found: Found, processes: int, measured: Any) -> None:

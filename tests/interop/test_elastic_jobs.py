@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -28,7 +28,7 @@ SOON = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_
 TOTAL, SECONDS = 60, 0.3  # steps, and what each takes
 PATIENCE = 90.0
 
-pytestmark = pytest.mark.skipif(not ALL, reason="starts torchrun five times: FPIPE_TESTS=all runs it")
+pytestmark = pytest.mark.skipif(not ALL, reason="starts torchrun ten times: FPIPE_TESTS=all runs it")
 
 
 class Agent:
@@ -57,7 +57,8 @@ class Agent:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         pids = [self.process.pid, *map(int, children.read_text().split())] if children.exists() else []
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def when(self, text, after=0.0):
@@ -140,6 +141,16 @@ def test_a_lost_host_and_its_return(tmp_path):
     assert [text.split(":")[0] for text in texts] == ["chose 2 ranks", "chose 1 rank", "chose 2 ranks"]
     assert "before: 2 processes" in texts[1]
     assert "before: 1 process" in texts[2]
+
+
+def test_a_job_with_more_processes_than_stages_ends_well(tmp_path):
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", elastic_jobs.__file__]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words, str(tmp_path), "3", "0", "2"]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("end-*")) == ["end-0.pt", "end-1.pt"]
+    assert any("1 process with no stage: there are 2" in text for _, _, text in events(tmp_path))
 
 
 @pytest.fixture

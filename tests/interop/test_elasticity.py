@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,15 +37,21 @@ def test_with_four_ranks_then_three_then_two_the_loss_curve_is_the_same_to_the_b
     assert "; before: 3 processes, zb-auto on Placement((0, 1, 2, 0))" in texts[2]
 
 
-def test_replicas_stay_as_many_and_a_process_that_makes_none_waits(pools, tmp_path):
+SIZED = Costs(parameters=10, residuals=20, activation=1, deferred=2, communication=0.1)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_replicas_stay_as_many_and_a_process_that_makes_none_waits(pools, tmp_path, shards):
     """Four processes are two ranks of two replicas; three are one rank of two, and one that waits, and exits."""
     options = {"stages": 2, "replicas": 2}
+    options |= {"costs": replace(SIZED, residuals=1), "memory_limit_bytes": 70} if shards else {}
     whole = elastic_jobs.train(*elastic_jobs.begin(handlers.Local(), tmp_path / "whole", **options), until=3)
     for ranks, until in [(4, 1), (3, 3)]:
         results = pools(ranks).run(elastic_jobs.go_on, str(tmp_path / "job"), until, options)
     params, one = joined(results)
     assert results[2] == {"left": 0, "params": {}}
     assert "1 process with no part of a replica; before: 4 processes" in one["text"]
+    assert ("whole at a time" in one["text"]) == shards
     assert not differences(params, whole["params"])
     assert one["losses"] == whole["losses"]
 
@@ -53,9 +60,6 @@ def test_processes_beyond_the_stages_wait_until_the_others_are_done(pools, tmp_p
     results = pools(3).run(elastic_jobs.go_on, str(tmp_path), 2, {"stages": 2})
     assert results[2] == {"left": 0, "params": {}}
     assert "1 process with no stage: there are 2" in results[0]["text"]
-
-
-SIZED = Costs(parameters=10, residuals=20, activation=1, deferred=2, communication=0.1)
 
 
 def test_all_ranks_come_to_the_same_plan_within_the_limit(pools):

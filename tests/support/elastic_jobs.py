@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
+import optree
 import torch
 import torch.nn.functional as F
 
@@ -34,6 +35,8 @@ def begin(handler, folder, stages=STAGES, total=TOTAL, **options):
     generator = torch.Generator().manual_seed(0)
     params = {s: {"w": torch.randn(3, 3, generator=generator)} for s in range(stages)}
     params = pipeline.params_on(params, job.plan, job.handler)
+    if job.resident is not None and isinstance(job.handler, handlers.Distributed):
+        params = interop.fsdp(params, job.handler.mesh)
     adam = interop.optimizer(torch.optim.Adam, lr=0.1)
     checkpoints = interop.Checkpoints(folder, pipeline, job.plan, handler=job.handler)
     run = interop.resume(checkpoints, params=params, optimizer=adam.init(params), losses=torch.zeros(total))
@@ -49,7 +52,8 @@ def train(job, run, step, adam, until=TOTAL, every=None):
         loss, grads = step(run.params, x, y, rng=(0, i))
         run.params, run.optimizer = adam.update(grads, run.optimizer, run.params)
         run.losses = run.losses.index_fill(0, torch.tensor(i), loss.item())
-    return {"text": job.text, "params": run.params, "losses": run.losses.tolist()}
+    params = optree.tree_map(lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x, run.params)
+    return {"text": job.text, "params": params, "losses": run.losses.tolist()}
 
 
 def go_on(rank, folder, until, options):
@@ -87,13 +91,13 @@ def measured(rank, folder):
     return len(calls), texts
 
 
-def main(folder, total, seconds):
+def main(folder, total, seconds, stages=STAGES):
     """A rank of a job under torchrun, whose steps take a while and are all saved; it writes down when they ran."""
     started = time.time()
     torch.set_num_threads(1)
     handler = handlers.auto(timeout=5)
     joined = time.time()
-    job, run, step, adam = begin(handler, folder, total=total)
+    job, run, step, adam = begin(handler, folder, stages, total)
     events = Path(folder, f"events-{os.environ['TORCHELASTIC_RUN_ID']}-{os.getpid()}")
 
     def write(text):
@@ -116,4 +120,4 @@ def main(folder, total, seconds):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), *map(int, sys.argv[4:]))

@@ -122,6 +122,7 @@ def calls():
             interop.Checkpoints,
             {"folder": folder, "pipeline": pipeline, "plan": plan, "handler": local, "keep": 2, "memory": None},
         ),
+        "elastic": (interop.elastic, {**first(interop.elastic, pipeline, 2), "handler": local}),
         "Memory": (interop.Memory, first(interop.Memory)),
         "save": (saved.save, {"params": params, "state": None, "optimizer": {}, "step": 1}),
         "load": (saved.load, {"path": None, "params": params, "verify": True}),
