@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 
 from fpipe import Costs, Link, Pipeline, ScheduleError, handlers, interop
 from fpipe.costs import Shared
@@ -24,8 +23,13 @@ def joined(results):
     return {stage: tree for result in known for stage, tree in result["params"].items()}, known[0]
 
 
-def test_with_four_ranks_then_three_then_two_the_loss_curve_is_the_same_to_the_bit(pools, tmp_path):
-    whole = elastic_jobs.train(*elastic_jobs.begin(handlers.Local(), tmp_path / "whole"))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The end of a run on one rank that nothing interrupted."""
+    return elastic_jobs.train(*elastic_jobs.begin(handlers.Local(), tmp_path_factory.mktemp("whole")))
+
+
+def test_with_four_ranks_then_three_then_two_the_loss_curve_is_the_same_to_the_bit(pools, tmp_path, whole):
     texts = []
     for ranks, until in [(4, 2), (3, 4), (2, 6)]:
         params, one = joined(pools(ranks).run(elastic_jobs.go_on, str(tmp_path / "job"), until, {}))
@@ -35,6 +39,16 @@ def test_with_four_ranks_then_three_then_two_the_loss_curve_is_the_same_to_the_b
     assert len(whole["losses"]) == 6
     assert [text.split(" ranks: ")[0] for text in texts] == ["4", "3", "2"]
     assert "; before: 3 processes, zb-auto on Placement((0, 1, 2, 0))" in texts[2]
+
+
+def test_fewer_hosts_go_on_from_their_memory_and_their_neighbours(pools, tmp_path, whole):
+    """Each rank is a host, and the third one is lost: nothing was on disk, and no step is run again."""
+    pools(3).run(elastic_jobs.on_hosts, str(tmp_path / "job"), 4)
+    params, one = joined(pools(2).run(elastic_jobs.on_hosts, str(tmp_path / "job")))
+    assert one["first"] == 4
+    assert "; before: 3 processes" in one["text"]
+    assert not differences(params, whole["params"])
+    assert one["losses"] == whole["losses"]
 
 
 SIZED = Costs(parameters=10, residuals=20, activation=1, deferred=2, communication=0.1)
@@ -149,8 +163,7 @@ def test_what_makes_no_sense_is_refused(options, message):
         interop.elastic(FOUR, 4, handler=handlers.Local(), **options)
 
 
-def test_the_prediction_is_the_searchs(tmp_path):
+def test_the_prediction_is_the_searchs():
     job = interop.elastic(FOUR, 4, handler=handlers.Local(), ranks=3)
     found = search(job.plan, memory_limit=3, recut=False)
     assert (job.found.name, job.plan, job.found.timeline.cost) == (found.name, found.plan, found.timeline.cost)
-    assert torch.tensor(found.timeline.bubble_rate).isfinite()

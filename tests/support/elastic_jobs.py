@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import optree
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import fpipe
@@ -28,7 +29,7 @@ def batch(i):
     return torch.randn(8, 3, generator=generator), torch.randn(8, 3, generator=generator)
 
 
-def begin(handler, folder, stages=STAGES, total=TOTAL, **options):
+def begin(handler, folder, stages=STAGES, total=TOTAL, memory=None, **options):
     """A run of so many steps as it begins, or goes on, with the plan for the ranks that there are."""
     pipeline = Pipeline([layer] * stages, mse)
     job = interop.elastic(pipeline, MICROBATCHES, handler=handler, folder=folder, **options)
@@ -38,7 +39,7 @@ def begin(handler, folder, stages=STAGES, total=TOTAL, **options):
     if job.resident is not None and isinstance(job.handler, handlers.Distributed):
         params = interop.fsdp(params, job.handler.mesh)
     adam = interop.optimizer(torch.optim.Adam, lr=0.1)
-    checkpoints = interop.Checkpoints(folder, pipeline, job.plan, handler=job.handler)
+    checkpoints = interop.Checkpoints(folder, pipeline, job.plan, handler=job.handler, memory=memory)
     run = interop.resume(checkpoints, params=params, optimizer=adam.init(params), losses=torch.zeros(total))
     step = fpipe.value_and_grad(pipeline, job.schedule, job.plan, handler=job.handler, resident=job.resident)
     return job, run, step, adam
@@ -66,6 +67,28 @@ def go_on(rank, folder, until, options):
     for call in at_exit.call_args_list:
         call.args[0](*call.args[1:])
     return result
+
+
+def on_hosts(rank, folder, until=TOTAL):
+    """Train on this rank, which is a host with memory of its own, up to a step that fails on all; where it began."""
+    shared = Path(folder, f"shm{rank}")
+    shared.mkdir(parents=True, exist_ok=True)
+    memory = interop.Memory(folder=shared, neighbour=True)
+    job, run, step, adam = begin(handlers.Distributed(timeout=20), folder, memory=memory)
+    first, compute = run.step, step
+
+    def failing(params, *data, rng):
+        if rng[1] == until:
+            raise ArithmeticError("bad row")
+        return compute(params, *data, rng=rng)
+
+    try:
+        return train(job, run, failing, adam) | {"first": first}
+    except ArithmeticError:
+        run.checkpoints.finish()
+        dist.barrier()
+        time.sleep(0.2)  # until the last copies have come
+        return {"params": {}}
 
 
 def choose(rank, options_of_ranks):
