@@ -2,6 +2,7 @@
 
     python -m benchmarks.in_memory                      # 2 ranks, widths 256 and 512
     python -m benchmarks.in_memory --width 256 --json   # a list of objects, and nothing else
+    python -m benchmarks.in_memory --neighbour          # and a copy on another host, which a folder plays
 
 The model and data of `benchmarks.peers`, by 1F1B over gloo, one thread a process, with AdamW, fused and donated. A
 round runs a block of steps with memory checkpoints and one without, in alternating order. `ms` and `plain_ms` are
@@ -13,6 +14,7 @@ time of rank 0, which other programs disturb less: a step's median with the time
 from __future__ import annotations
 
 import gc
+import pathlib
 import statistics
 import tempfile
 import time
@@ -31,7 +33,9 @@ from fpipe.stages.pytree import flatten
 class Training:
     """A training state, and the step that replaces it."""
 
-    def __init__(self, rank: int, ranks: int, width: int, handler: handlers.Distributed, folder: str) -> None:
+    def __init__(
+        self, rank: int, ranks: int, width: int, handler: handlers.Distributed, folder: str, shared: str
+    ) -> None:
         modules = models.stages(models.layers(width), ranks)
         pipeline, params = interop.from_modules(modules, loss=models.loss_fn)
         plan = pipeline.plan(Placement.loop(ranks), models.MICROBATCHES)
@@ -39,7 +43,7 @@ class Training:
         self.params = pipeline.params_on(params, plan, rank)
         self.optimizer, self.number, self.data = adamw.init(self.params), 0, models.data(width)
         self.train = fpipe.train_step(pipeline, schedules.one_f_one_b, plan, adamw, handler=handler)
-        memory = interop.Memory()
+        memory = interop.Memory(neighbour=bool(shared), folder=f"{shared}/{rank}" if shared else "/dev/shm")
         self.checkpoints = interop.Checkpoints(folder, pipeline, plan, handler=handler, memory=memory)
         self.checkpoints.resume(params=self.params, optimizer=self.optimizer, step=0)
         self.write_seconds: list[float] = []
@@ -71,11 +75,17 @@ def block(step: Callable[[], object], steps: int) -> tuple[float, float]:
     return (time.perf_counter() - start[0]) / steps, (time.process_time() - start[1]) / steps
 
 
-def job(rank: int, ranks: int, widths: Sequence[int], rounds: int, folder: str) -> Iterator[list[dict[str, Any]]]:
-    """Run one process: yield a row for every width, as measured on rank 0."""
+def job(
+    rank: int, ranks: int, widths: Sequence[int], rounds: int, folder: str, shared: str
+) -> Iterator[list[dict[str, Any]]]:
+    """Run one process: yield a row for every width, as measured on rank 0.
+
+    Args:
+        shared: a folder in shared memory where each rank plays a host of its own; by default all are on one.
+    """
     handler = handlers.Distributed(timeout=models.TIMEOUT)
     for width in widths:
-        training, steps = Training(rank, ranks, width, handler, folder), max(1, 1024 // width)
+        training, steps = Training(rank, ranks, width, handler, folder, shared), max(1, 1024 // width)
         ways = [training.step_and_write, training.step]
         for way in ways * 2:
             way()
@@ -92,6 +102,7 @@ def job(rank: int, ranks: int, widths: Sequence[int], rounds: int, folder: str) 
             {
                 "width": width,
                 "ranks": ranks,
+                "neighbour": bool(shared),
                 "ms": 1e3 * statistics.median(kept[0] for kept, _ in times),
                 "plain_ms": 1e3 * statistics.median(plain[0] for _, plain in times),
                 "ratio": statistics.median(kept[0] / plain[0] for kept, plain in times),
@@ -114,12 +125,14 @@ def main() -> None:
     parser = models.parser(__doc__, rounds=11, limit=1800)
     parser.add_argument("--ranks", type=int, nargs="+", choices=models.RANKS, default=[2])
     parser.add_argument("--width", type=int, nargs="+", choices=models.WIDTHS, default=[256, 512])
+    parser.add_argument("--neighbour", action="store_true", help="each rank plays a host, and sends them to the next")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        for rank in range(max(options.ranks)):
+            pathlib.Path(shared, str(rank)).mkdir()
+        arguments = options.width, options.rounds, folder, shared if options.neighbour else ""
         parts = (
-            part
-            for ranks in options.ranks
-            for part in models.in_processes(job, ranks, options.width, options.rounds, folder, limit=options.limit)
+            part for ranks in options.ranks for part in models.in_processes(job, ranks, *arguments, limit=options.limit)
         )
         models.report("in_memory", options.json, parts, show)
 

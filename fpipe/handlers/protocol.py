@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -344,6 +346,20 @@ class Departure:
         return self.is_known or (self.is_alone and self.is_requested)
 
 
+@dataclass
+class Span:
+    """Work of a process beside its steps, in a thread of its own, for timelines.
+
+    Args:
+        text: its name.
+        begin, end: by `time.perf_counter`; it runs as long as the end is infinite.
+    """
+
+    text: str
+    begin: float
+    end: float = inf
+
+
 class Alone:
     """`Replays` of a handler that plays all ranks in this process."""
 
@@ -395,6 +411,10 @@ class Handler(Protocol):
     @property
     def departure(self) -> Departure:
         """Whether the ranks leave after the running step."""
+
+    @property
+    def beside(self) -> deque[Span] | None:
+        """The last work of this process beside its steps; None where there can be none."""
 
     @property
     def peers(self) -> Peers | None:

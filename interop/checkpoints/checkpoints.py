@@ -129,8 +129,7 @@ class Checkpoints:
         states = self._replicas.count if self._owns_state else 1
         self._memory: MemoryCheckpoints | None = None
         if memory is not None:
-            timeout = None if handler.peers is None else handler.peers.timeout
-            self._memory = MemoryCheckpoints(memory, self.folder, pipeline, self._number, states, timeout)
+            self._memory = MemoryCheckpoints(memory, self.folder, pipeline, handler, self._number, states)
 
     def __repr__(self) -> str:
         keep = "" if self.keep is None else f", the last {self.keep} of them"

@@ -38,6 +38,7 @@ from fpipe._format import format_bytes
 from fpipe.errors.arguments import checked_class
 from fpipe.errors.tracebacks import warn
 from fpipe.handlers.contents import fingerprint
+from fpipe.handlers.protocol import Handler
 from fpipe.interop.checkpoints.chunks import Chunk, chunks_of
 from fpipe.interop.checkpoints.manifest import NUMBERED, CheckpointError
 from fpipe.interop.checkpoints.names import Entry, Name, below, dotted, entries, flat, storable
@@ -314,7 +315,6 @@ class MemoryCheckpoints:
         checkpoints: the folder of those on disk.
         number: of this process among all.
         states: how many replicas have a state of their own; 1 where they share it.
-        timeout: seconds for a transfer.
     """
 
     def __init__(
@@ -322,16 +322,17 @@ class MemoryCheckpoints:
         options: Memory,
         checkpoints: Path,
         pipeline: Pipeline,
+        handler: Handler,
         number: int,
         states: int,
-        timeout: float | None = None,
     ) -> None:
         if not Path(options.folder).is_dir():
             raise ValueError(f"there is no folder {options.folder} of shared memory: pass Memory(folder=...)")
         self.every = options.every
         self.folder = folder_of(Path(options.folder), checkpoints)
         self._checkpoints, self._pipeline, self._number, self._states = checkpoints, pipeline, number, states
-        self._neighbour, self._timeout = options.neighbour, timeout
+        self._neighbour, self._spans = options.neighbour, handler.beside
+        self._timeout = None if handler.peers is None else handler.peers.timeout
         self._lock = Lock(lock_of(self.folder, number))
         self._sender: Sender | None = None
         self._copies, self._copied = list[Copy](), set[int]()
@@ -433,7 +434,7 @@ class MemoryCheckpoints:
         assert self._choice is not None
         for each, group in connected(self._choice.start, pairs, self._number, self._timeout).items():
             if each.source == self._number:
-                self._sender = Sender(group, self._timeout)
+                self._sender = Sender(group, each.target, self._timeout, self._spans)
                 weakref.finalize(self, self._sender.close).atexit = False
             else:
                 receive_all(group, next(copy for copy in self._copies if copy.part == each.part), self._timeout)

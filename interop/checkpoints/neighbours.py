@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -28,6 +29,7 @@ from fpipe.errors import TransportError
 from fpipe.errors.tracebacks import warn
 from fpipe.handlers.distributed.backends import FOREVER, Gloo
 from fpipe.handlers.gloo import gloo_group
+from fpipe.handlers.protocol import Span
 from fpipe.interop.checkpoints.slots import AT_TABLE, LOCKING, Lock, Slot, file_of, lock_of, make_private
 from fpipe.store import LIMIT, JobStore, bounded
 
@@ -185,9 +187,15 @@ class Copy:
 
 
 class Sender:
-    """Sends the files of this process, in a thread. Where that fails, it warns, and sends no more."""
+    """Sends the files of this process, in a thread, until one can't be sent.
 
-    def __init__(self, group: Any, timeout: float | None) -> None:
+    Args:
+        target: the number of the process that gets them.
+        spans: of the timeline.
+    """
+
+    def __init__(self, group: Any, target: int, timeout: float | None, spans: deque[Span] | None) -> None:
+        self._text, self._spans = f"memory checkpoint to process {target}", spans
         self._group, self._limit = group, timedelta(seconds=timeout or LIMIT)
         self._files: queue.SimpleQueue[tuple[Tensor, threading.Event] | None] = queue.SimpleQueue()
         self._sent = dict[Path, threading.Event]()
@@ -210,11 +218,15 @@ class Sender:
     def _run(self) -> None:
         while (item := self._files.get()) is not None:
             content, sent = item
+            span = Span(self._text, time.perf_counter())
+            if self._spans is not None:
+                self._spans.append(span)
             if self.error is None:
                 try:
                     send(self._group, content, self._limit)
                 except RuntimeError as error:
                     self.error = error
+            span.end = time.perf_counter()
             sent.set()
         Gloo().cut([self._group])
 

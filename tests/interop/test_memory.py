@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import fpipe
 from fpipe import handlers, interop
 from fpipe.interop.checkpoints import memory as memories
 from fpipe.interop.checkpoints.slots import Slot, Stored, files_of, stored_in
@@ -74,6 +75,26 @@ def test_it_may_be_stopped_again_and_again(begin, whole):
     run, *rest = begin()
     assert run.step == 11
     assert not differences(run_jobs.train(run, *rest), whole)
+
+
+def test_what_is_kept_is_a_copy_and_donated_buffers_are_free(begin, whole):
+    """The step is captured, and its memory is that of the next one."""
+    run, *_ = begin()
+    pipeline, plan = run.checkpoints.pipeline, run.checkpoints.plan
+    fused = interop.optimizer(torch.optim.Adam, lr=0.1, donate=True)
+    train = fpipe.train_step(pipeline, "1f1b", plan, fused, handler=handlers.Local(), capture=True)
+
+    def go(run, stop):
+        for i in run.steps(run_jobs.TOTAL):
+            if i == stop:
+                break
+            run.params, run.optimizer, _ = train(run.params, run.optimizer, *run_jobs.batch(i))
+
+    go(run, 7)
+    again, *_ = begin()
+    assert again.step == 7
+    go(again, None)
+    assert not differences(again.params, whole["params"])
 
 
 def test_files_are_this_users_and_are_gone_once_the_run_has_ended(begin, tmp_path):

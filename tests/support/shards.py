@@ -32,7 +32,7 @@ def values(*shape, seed=0):
 class Replicated:
     """A handler for calls between steps: process `replica * ranks + rank` plays a rank of a replica."""
 
-    devices = replays = departure = None
+    devices = replays = departure = beside = None
 
     def __init__(self, replicas, timeout=20.0, mesh=None):
         import torch.distributed as dist

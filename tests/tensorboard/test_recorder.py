@@ -5,8 +5,9 @@ import math
 import time
 import warnings
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import fpipe
 from fpipe import handlers
 from fpipe.devices import Cpu
 from fpipe.effects import Recv
+from fpipe.handlers.protocol import Span
 from fpipe.profiling import gathering
 from fpipe.stages.pytree import flatten
 from fpipe.tables import TABLE
@@ -150,6 +152,16 @@ def test_the_host_stands_around_the_effects(tmp_path):
     assert (first, last) == ("before the first effect", "after the last effect")
     assert begun < start == capture.timeline.spans.starts[0] == 0.0
     assert end == max(capture.timeline.spans.ends[at] for at in capture.timeline.spans.of(0)) <= done
+
+
+def test_work_beside_the_steps_is_in_the_row_of_the_host(tmp_path):
+    """As far as it is within the effects: it may have begun before, and go on."""
+    spans = deque([Span("of an earlier step", 0.0, 1.0), Span("to process 3", 0.0)])
+    with patch.object(handlers.Local, "beside", spans), Recorder(tmp_path, steps=[1]) as recorder:
+        train(recorder, 2)
+    capture = find(tmp_path).read(CaptureId("", "measured", 1))
+    _, (_, end, _), beside = capture.headers[0].host
+    assert beside == ("to process 3", 0.0, end)
 
 
 def test_curves_of_ones_own_and_of_tokens(tmp_path):

@@ -9,6 +9,7 @@ that fails raises its error, its peers raise `TransportError` with its reason, a
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,13 +42,26 @@ from fpipe.handlers.distributed.setup import Setup
 from fpipe.handlers.distributed.steps import Steps
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.gradients import names_read_elsewhere, readers_of_shared_leaves
-from fpipe.handlers.protocol import Departure, Inputs, Observer, PeerLost, Replays, Replicas, Results, Run, StepRejected
+from fpipe.handlers.protocol import (
+    Departure,
+    Inputs,
+    Observer,
+    PeerLost,
+    Replays,
+    Replicas,
+    Results,
+    Run,
+    Span,
+    StepRejected,
+)
 from fpipe.plan import Plan
 from fpipe.programs.completions import send_completions
 from fpipe.programs.program import Program
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import flatten
 from fpipe.tables import WEIGHT
+
+SPANS = 16  # of work beside the steps that are kept
 
 
 class Distributed:
@@ -128,6 +142,7 @@ class Distributed:
         self.peers = (
             Collectives(self._setup, grid.number, grid.size, timeout, name=grid.name) if grid.size > 1 else None
         )
+        self.beside = deque[Span](maxlen=SPANS)
 
     def __repr__(self) -> str:
         replica = f" of replica {self.grid.replica}" if self.grid.replicas > 1 else ""

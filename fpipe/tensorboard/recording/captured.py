@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fpipe.handlers.protocol import Span
 from fpipe.tensorboard.files.captures import columns_of
 from fpipe.tensorboard.files.columns import Clock, Columns, Header
 from fpipe.tensorboard.files.writer import Writer
@@ -66,6 +67,7 @@ class StepCapture:
         alone: whether it has this process's ranks alone, whose clock was not compared with the others'.
         norm: of the whole gradient, if the recorder was asked for it.
         launch_bound: by rank of a device that runs behind the host, the seconds that it waited for the host at most.
+        beside: work of this process in other threads, on this host's clock.
     """
 
     step: int
@@ -77,6 +79,7 @@ class StepCapture:
     alone: bool
     norm: float | None = None
     launch_bound: Mapping[int, float] = field(default_factory=dict)
+    beside: Sequence[Span] = ()
 
     def write(self, files: Files) -> None:
         """Write this process's part."""
@@ -130,10 +133,12 @@ class StepCapture:
         return Clock(self.measurement.offsets.get(rank, 0.0), self.measurement.uncertainty.get(rank, 0.0))
 
     def _host(self, rank: int) -> list[tuple[str, float, float]]:
-        """Return the host's spans before a rank's first effect and after its last."""
+        """Return the host's spans before a rank's first effect and after its last, and those beside them."""
         columns, origin = self.measurement.columns[rank], self.measurement.origin
-        begin, end = (when - self.measurement.offsets.get(rank, 0.0) for when in self.called)
-        spans = ("before the first effect", begin, columns.starts[0]), ("after the last effect", max(columns.ends), end)
+        offset, first, last = self.measurement.offsets.get(rank, 0.0), columns.starts[0], max(columns.ends)
+        begin, end = (when - offset for when in self.called)
+        spans = [("before the first effect", begin, first), ("after the last effect", last, end)]
+        spans += [(each.text, max(first, each.begin - offset), min(last, each.end - offset)) for each in self.beside]
         return [(text, start - origin, stop - origin) for text, start, stop in spans if stop > start]
 
     def _memory(self, timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:

@@ -287,7 +287,13 @@ class Recorder(Observer):
             measurement = ValueError(f"{type(error).__name__}: {error}")
             warn(f"step {self.step} could not be recorded: {error}")
         capture = partial(
-            StepCapture, self.step, called=(job.start, now), wall=time.time(), peaks=job.peaks(), memory=job.memory
+            StepCapture,
+            self.step,
+            called=(job.start, now),
+            wall=time.time(),
+            peaks=job.peaks(),
+            memory=job.memory,
+            beside=[replace(each) for each in list(getattr(job.handler, "beside", None) or ())],  # as it is now
         )
         self._pending = _Pending(self.step, measurement, marks, total, capture)
         if job.marks is None:
