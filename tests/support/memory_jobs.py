@@ -77,10 +77,11 @@ def killed(rank, folder, at):
 
 
 def write_for_ever(rank, folder):
-    """Write the numbers of steps until the process is killed, which may be at any moment."""
+    """Write the numbers of steps until the process is killed, which may be at any moment once the first is written."""
     run, *_ = begin(folder, handlers.Local())
-    threading.Timer(random.uniform(0.01, 0.1), os.kill, (os.getpid(), signal.SIGKILL)).start()
     while True:
+        if run.step == 1:
+            threading.Timer(random.uniform(0.0, 0.1), os.kill, (os.getpid(), signal.SIGKILL)).start()
         run.step += 1
         run.params = {s: {"w": torch.full((3, 3), float(run.step))} for s in range(2)}
         run.order = torch.full((100_000,), run.step)
