@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fpipe import handlers, interop
+from fpipe.interop.checkpoints.slots import stored_in
 from tests.support import run_jobs
 
 
@@ -41,8 +42,11 @@ def stopped(rank, folder, at, apart=False, neighbour=True):
         run_jobs.train(run, *rest, fails)
     except ArithmeticError:
         run.checkpoints.finish()
-        dist.barrier()
-        time.sleep(0.2 * (apart and neighbour))  # until the last copies have come
+        memory, until = run.checkpoints._memory, time.monotonic() + 10
+        while apart and neighbour and time.monotonic() < until:  # until the last copies have come
+            if {(each.part, each.step) for each in stored_in(memory.folder)} >= {(0, at), (1, at)}:
+                break
+            time.sleep(0.01)
 
 
 def go_on(rank, folder, total=run_jobs.TOTAL, apart=False, neighbour=True):
