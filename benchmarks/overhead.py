@@ -7,8 +7,9 @@ this machine, with values of eight floats, so that nearly all of it is the cost 
 the same number of messages by bare send and receive; `between` is what a rank does between two pieces but wait for
 a value. `packing` sends values of eight tensors in one message and in eight, there and back. `observing` runs steps of
 `benchmarks.peers` at width 256 without an observer, with a Recording, with a Recorder that captures no step, and one
-that captures each, in turn. `graph` is the host's time of a step with `capture=True`, all but the replay of its graph,
-beside that of the same step without: at width 8 nearly all of it is the host's, on a GPU too.
+that captures each, in turn. `flight recorder` runs steps at width 32 with it and without. `graph` is the host's time of
+a step with `capture=True`, all but the replay of its graph, beside that of the same step without: at width 8 nearly all
+of it is the host's, on a GPU too.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from fpipe.autodiff.graph.block import Sink
 from fpipe.autodiff.interface import DifferentiablePipeline, Leaves, Prepared, WeightGradients, prepared
 from fpipe.devices.tape import Tape
 from fpipe.effects import Send
+from fpipe.flight.format import FOLDER
 from fpipe.handlers.distributed.signature import signature_of
 from fpipe.handlers.distributed.wire import SMALL, PayloadCodec
 from fpipe.handlers.gradients import copied
@@ -48,6 +50,7 @@ from fpipe.stages.stage import Stage
 from fpipe.tensorboard import Recorder
 
 REPEATS, PAIRS, WIDTH = 15, 40, 256
+ROUNDS, BLOCK, NARROW = 41, 10, 32
 PLANS = {
     "gpipe 4x32": (schedules.gpipe, Placement.loop(4), 32),
     "1f1b 4x32": (schedules.one_f_one_b, Placement.loop(4), 32),
@@ -195,6 +198,7 @@ def over_gloo(rank: int, size: int, port: int) -> None:
     packing(rank)
     for name in ("1f1b", "zb-v"):
         observing(rank, size, name)
+    in_flight(rank, size)
     dist.destroy_process_group()
 
 
@@ -229,6 +233,36 @@ def observing(rank: int, ranks: int, name: str) -> None:
         low, middle, high = statistics.quantiles([a / b for a, b in list(zip(times, alone, strict=True))[2:]], n=4)
         if rank == 0:
             print(f"{name} at width {WIDTH}, {what}: {middle:.4f} of one without, quartiles {low:.4f} to {high:.4f}")
+
+
+def in_flight(rank: int, ranks: int) -> None:
+    """Print the time of a step with the flight recorder over that without, as the median of rounds of blocks."""
+    layers, (batch, target) = models.layers(NARROW), models.data(NARROW)
+    placement = Placement.loop(ranks)
+    pipeline, params = interop.from_modules(models.stages(layers, placement.stages), loss=models.loss_fn)
+    plan = pipeline.plan(placement, models.MICROBATCHES)
+    held, steps = pipeline.params_on(params, plan, rank), {}
+    with tempfile.TemporaryDirectory() as folder:
+        for what, place in (("with", folder), ("without", "/dev/null/none")):  # where no file can be made
+            with mock.patch.dict(os.environ, {FOLDER: place}):
+                handler = handlers.Distributed()
+                steps[what] = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler)
+                steps[what](held, batch, target)
+        took: dict[str, list[float]] = defaultdict(list)
+        for i in range(ROUNDS + 1):
+            for what in [*steps][:: 1 if i % 2 else -1]:
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(BLOCK):
+                    steps[what](held, batch, target)
+                dist.barrier()
+                took[what].append(time.perf_counter() - start)
+    ratios = [a / b for a, b in list(zip(took["with"], took["without"], strict=True))[1:]]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    if rank == 0:
+        print(
+            f"flight recorder, 1f1b at width {NARROW}: {middle:.4f} of one without, quartiles {low:.4f} to {high:.4f}"
+        )
 
 
 def packing(rank: int) -> None:
