@@ -234,8 +234,6 @@ def main(
         if stages is not None:
             found = interop.elastic(pipeline, microbatches, handler=handler, ranks=ranks, folder=checkpoints)
             handler, plan, order = found.handler, found.plan, found.schedule
-            if rank == 0:
-                console.print(found.text, soft_wrap=True)
         evaluate = fpipe.evaluate(interop.eval_mode(pipeline), plan, handler=handler, loss=True)
         size = sum(p.numel() for tree in params.values() for p in tree.values())
         if isinstance(handler, handlers.Distributed):

@@ -241,9 +241,11 @@ class _Notes:
         if self.path is not None and self.path.exists():
             try:
                 content = json.loads(self.path.read_text())
-                Placement(content["last"]["placement"])
-            except (KeyError, TypeError, ValueError) as error:
-                warn(f"{self.path} is no file of fpipe.interop.elastic, and is written anew: {error}")
+                last = content["last"]
+                Placement(last["placement"]), Costs.from_json(content.get("costs", {}))
+                content["last"] = {name: last[name] for name in ("processes", "schedule", "placement")}
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                warn(f"{self.path} is no file of fpipe.interop.elastic, and is written anew: {error!r}")
                 content = {}
         measured = content.get("costs") if content.get("of") == self.of else None
         if not callable(costs):
@@ -258,13 +260,16 @@ class _Notes:
     def keep(self, found: Found, processes: int, measured: Any) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         content: dict[str, Any] = {"last": _choice(found, processes)}
         if measured is not None:
             content |= {"of": self.of, "costs": measured}
         unfinished = self.path.with_name(f".{self.path.name}.unfinished")
-        unfinished.write_text(json.dumps(content))
-        unfinished.replace(self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps(content))
+            unfinished.replace(self.path)
+        except OSError as error:  # the job can do without
+            warn(f"the next start will not know of this plan: {error}")
 
 
 def _among(handler: Handler, plan: Plan) -> Handler:

@@ -134,11 +134,21 @@ def test_costs_are_the_same_after_they_were_written_as_json():
             Costs.from_json(content)
 
 
-def test_a_plan_file_that_is_none_is_written_anew(tmp_path):
-    (tmp_path / "plan.json").write_text("{")
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"last": {"placement": "x"}}', '{"last": {"placement": [0]}}', '{"last": 1, "costs": {"x": 1}}'],
+)
+def test_a_plan_file_that_is_none_is_written_anew(tmp_path, content):
+    (tmp_path / "plan.json").write_text(content)
     with pytest.warns(UserWarning, match=r"plan\.json is no file of fpipe\.interop\.elastic, and is written anew"):
         interop.elastic(FOUR, 4, handler=handlers.Local(), folder=tmp_path)
     assert json.loads((tmp_path / "plan.json").read_text())["last"]["placement"] == [0, 0, 0, 0]
+
+
+def test_a_folder_that_can_not_be_written_ends_no_job(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="the next start will not know of this plan: .*file"):
+        interop.elastic(FOUR, 4, handler=handlers.Local(), folder=tmp_path / "file" / "below")
 
 
 def test_a_store_that_torchrun_keeps_on_one_of_several_hosts_is_warned_of(monkeypatch):
@@ -156,10 +166,11 @@ def test_a_store_that_torchrun_keeps_on_one_of_several_hosts_is_warned_of(monkey
         ({"replicas": 0}, "replicas must be at least 1, not 0"),
         ({"costs": Costs(forward=[1, 2])}, "forward has 2 entries, the plan 4 stages"),
         ({"names": ["1f1c"]}, "no schedule is called '1f1c': did you mean 1f1b"),
+        ({"costs": lambda: 5}, "costs must return Costs, as fpipe.profile does, not 5"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message):
-    with pytest.raises((ScheduleError, ValueError), match=message):
+    with pytest.raises((ScheduleError, ValueError, TypeError), match=message):
         interop.elastic(FOUR, 4, handler=handlers.Local(), **options)
 
 
