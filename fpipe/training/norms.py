@@ -227,28 +227,36 @@ def _norm(sums: Callable[[], Tensor], handler: Handler) -> Tensor:
     return squares_everywhere(sums, handler).sum(0).sqrt()
 
 
-def squares_everywhere(sums: Callable[[], Tensor], handler: Handler, max_norm: float | Tensor | None = None) -> Tensor:
+def squares_everywhere(
+    sums: Callable[[], Tensor],
+    handler: Handler,
+    max_norm: float | Tensor | None = None,
+    loss_scale: Tensor | None = None,
+) -> Tensor:
     """Return each stage's sum of squares, of all ranks, from that of the ranks of this process.
 
     Args:
         max_norm: to which all ranks clip.
+        loss_scale: of the step, the same on every rank.
 
     Raises:
-        TransportError: the ranks have other plans, or clip to other norms.
+        TransportError: the ranks have other plans or loss scales, or clip to other norms.
     """
     if handler.peers is None:
         return sums()
     group = handler.peers.new_group(PURPOSE, hint=HINT)
 
-    def share(part: Tensor) -> tuple[Any, float | None]:
-        return part.tolist(), None if max_norm is None else float(max_norm)
+    def share(part: Tensor) -> tuple[Any, ...]:
+        return part.tolist(), *(None if number is None else float(number) for number in (max_norm, loss_scale))
 
     part, answers = group.agree(sums, "global_norm", share)
-    shares, limits = zip(*answers, strict=True)
-    if others := [rank for rank, limit in enumerate(limits) if limit != limits[0]]:
-        raise TransportError(
-            f"max_norm is {limits[0]} on rank 0 and {limits[others[0]]} on rank {others[0]}: every rank passes the same"
-        )
+    shares, *options = zip(*answers, strict=True)
+    for name, numbers in zip(("max_norm", "loss_scale"), options, strict=True):
+        if others := [rank for rank, number in enumerate(numbers) if number != numbers[0]]:
+            raise TransportError(
+                f"{name} is {numbers[0]} on rank 0 and {numbers[others[0]]} on rank {others[0]}: every rank passes the "
+                "same"
+            )
     if len(counts := {len(share) for share in shares}) > 1:
         raise TransportError(f"the ranks have plans of {sorted(counts)} stages: every rank makes the same plan")
     total = functools.reduce(torch.add, torch.tensor(shares, dtype=torch.float64).unbind())  # 0 where it isn't held

@@ -190,7 +190,7 @@ class TrainStep:
 
         if in_a_graph:
             return self.differentiate.replays.add(checked(), PURPOSE)
-        return squares_everywhere(checked, handler, self.max_norm)
+        return squares_everywhere(checked, handler, self.max_norm, None if scale is None else scale.tensor)
 
     def _check(self, computed: Computed, grads: Any, sums: Tensor | None, scale: LossScale | None) -> None:
         """Raise NonFiniteError; of gradients that are scaled, not finite only means that the scale is too large."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import fpipe
 from fpipe import Pipeline, Placement, Precision, handlers, interop
 from fpipe.stages.sharding import local
+from fpipe.training.norms import squares_everywhere
 from tests.support import cases, replica_jobs
 from tests.support.jobs import differences, expected_on, handler
 from tests.support.shards import whole
@@ -118,7 +119,7 @@ def compare_ranks(rank, schedule, modes):
 
 
 def disagree(rank):
-    """The errors of ranks of which one is under autocast, or has a loss scale; then a step of both."""
+    """The errors of ranks of which one is under autocast, or has a loss scale, or another; then a step of both."""
     texts = []
     _, pipeline, plan, params = made("compute", "gpipe", handler())
     _, _, batch, target, _, _ = prepared("compute", 2)
@@ -127,14 +128,21 @@ def disagree(rank):
     for context, scale in (
         (torch.autocast("cpu", torch.bfloat16, enabled=rank == 1), None),
         (nullcontext(), fpipe.LossScale() if rank else None),
+        (nullcontext(), fpipe.LossScale(2.0 + rank)),
     ):
         try:
             with context:
                 run(params, batch, target, loss_scale=scale)
         except fpipe.StageError as error:
             texts.append(str(error))
+    captured = fpipe.value_and_grad(pipeline, fpipe.schedules.gpipe, plan, handler=handler(), capture=True)
+    losses = [captured(params, batch, target, loss_scale=fpipe.LossScale(2.0 + i * rank))[0] for i in (0, 0, 0, 1, 0)]
+    try:  # where the host does not read the loss, this is what compares them
+        squares_everywhere(lambda: torch.zeros(2), handler(), loss_scale=torch.tensor(2.0 + rank))
+    except fpipe.TransportError as error:
+        texts.append(str(error))
     loss, _ = run(params, batch, target)
-    return texts, bool(loss.isfinite())
+    return texts, [bool(loss.isfinite()) for loss in (*losses, loss)]
 
 
 def overflowing(own, schedule, rank=None, **options):

@@ -384,7 +384,7 @@ class _CompiledProgram:
         results = executor.finish()
         for stage in self.shared_readers:
             self._share_data_gradients(stage, results, inputs.data)
-        self._share(results)
+        self._share(results, inputs.loss_scale)
         self.channels.end()
         self.ahead.leave()
         if self.pieces.loss and self.connections.device.asynchronous:
@@ -417,7 +417,7 @@ class _CompiledProgram:
             self.channels.digest = partial(replicas.digest, step)
         return self.executor.place(self.processes)
 
-    def _share(self, results: Results) -> None:
+    def _share(self, results: Results, loss_scale: Tensor | None) -> None:
         """Send gathered outputs and the losses to every rank; last, so that no rank returns before another fails."""
         plan, grid = self.plan, self.connections.grid
         last, rank = plan.stages - 1, self.connections.rank
@@ -443,7 +443,7 @@ class _CompiledProgram:
             except ValueError as error:
                 raise StageError(f"the outputs can't be merged: {error}", rank=grid.rank, stage=last) from error
         if self.pieces.loss:
-            results.losses = self._gather_losses(results, blocks)
+            results.losses = self._gather_losses(results, blocks, loss_scale)
 
     def _share_data_gradients(self, stage: int, results: Results, data: Sequence[Microbatch]) -> None:
         """Send the gradients of what a stage read of the batch, and stages on other ranks too, to every rank."""
@@ -463,11 +463,18 @@ class _CompiledProgram:
             if payload is None:
                 results.data_gradients[at] = received.tree
 
-    def _gather_losses(self, results: Results, blocks: Sequence[tuple[int, range]]) -> dict[int, Tensor]:
+    def _gather_losses(
+        self, results: Results, blocks: Sequence[tuple[int, range]], loss_scale: Tensor | None
+    ) -> dict[int, Tensor]:
         """Return the losses of all ranks and replicas.
 
         Args:
             blocks: the processes that compute them, and the microbatches of each.
+            loss_scale: travels with the losses. They are NaN where the ranks have different ones and the host does not
+                wait: the gradients are wrong by their ratio.
+
+        Raises:
+            StageError: the ranks have different ones; where the host waits, on all ranks.
         """
         if self.channels.known.loss_dtype is None:
             self._introduce_losses(results, [home for home, _ in blocks])
@@ -477,12 +484,33 @@ class _CompiledProgram:
         nothing = torch.zeros((), dtype=dtype, device=self.connections.device.torch_device)
         first, count = self.connections.grid.replica * self.plan.microbatches, self.plan.microbatches
         flag = torch.full_like(nothing, results.differentiable)
-        here = torch.stack([*(losses.get(first + m, nothing) for m in range(count)), flag])
+        scale: Iterable[Tensor] = ()
+        if loss_scale is not None:  # as bytes, which every dtype of a loss holds
+            number = loss_scale.to(nothing.device, torch.float32).reshape(1)
+            scale = number.view(torch.uint8).to(dtype).unbind()
+        here = torch.stack([*(losses.get(first + m, nothing) for m in range(count)), *scale, flag])
         every = self.connections.gather(here, "waiting for the loss: a rank has not ended the step")
+        scales = every[:, count:-1]
         if not (self.connections.device.asynchronous or is_capturing()):
             with aside():
                 results.differentiable = bool(every[:, -1].any())
+                if loss_scale is not None:
+                    self._check_scales(scales)
+        elif loss_scale is not None:
+            every = torch.where((scales == scales[0]).all(), every, torch.nan)
         return {m: every[home][m % count] for home, block in blocks for m in block}
+
+    def _check_scales(self, scales: Tensor) -> None:
+        """Raise StageError, on all ranks, if they have different loss scales, of which these are the bytes."""
+        grid, numbers = self.connections.grid, scales.to(torch.uint8).tolist()
+        if others := [process for process, each in enumerate(numbers) if each != numbers[0]]:
+            one, other = (torch.tensor(numbers[at], dtype=torch.uint8).view(torch.float32) for at in (0, others[0]))
+            raise StageError(
+                f"the loss scale is {one.item()} on {grid.name(0)} and {other.item()} on {grid.name(others[0])}: pass "
+                "the same loss_scale= on every rank. Has one of them resumed without it, or adjusted it by a flag of "
+                "its own?",
+                rank=grid.rank,
+            )
 
     def _other_dtype(self, dtype: torch.dtype) -> StageError:
         known, grid = self.channels.known.loss_dtype, self.connections.grid
