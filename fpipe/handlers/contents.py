@@ -36,6 +36,7 @@ def settings(inputs: Inputs) -> dict[str, object]:
         "torch.autocast": autocasts(),
         "loss_scale=": inputs.loss_scale is not None,
         "max_norm=": inputs.max_norm,
+        "check_finite=": inputs.check_finite,
     }
     return {name: setting for name, setting in each.items() if setting}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -134,8 +134,8 @@ class Inputs:
         first: the number of the first microbatch, counted over all replicas.
         total: the number of all replicas' microbatches; None for those in `data`.
         loss_scale: multiplies the loss's cotangents, and divides the gradients; None for 1.
-        max_norm: to which the caller clips the gradients; the same on every rank. None where it does not, or by a
-            tensor.
+        max_norm: to which the caller clips the gradients; the same on every rank. None where it does not.
+        check_finite: what the caller does where loss or gradients are not finite, likewise; None for nothing.
     """
 
     params: Mapping[int, Any]
@@ -150,7 +150,8 @@ class Inputs:
     first: int = 0
     total: int | None = None
     loss_scale: Tensor | None = None
-    max_norm: float | None = None
+    max_norm: float | Literal["a tensor"] | None = None
+    check_finite: Literal["raise", "skip"] | None = None
 
     def __post_init__(self) -> None:
         if self.sizes is None and self.rows is not None:

@@ -44,7 +44,7 @@ class StepSpec:
         replicas: the replicas that it plays.
         loss: compute the last stage's loss; without it the outputs are the result.
         differentiated: compute gradients.
-        max_norm: as of `Inputs`.
+        max_norm, check_finite: as of `Inputs`.
     """
 
     pipeline: Pipeline
@@ -62,7 +62,8 @@ class StepSpec:
     precision: Precision
     buffers: Buffers | None
     differentiated: bool = False
-    max_norm: float | None = None
+    max_norm: float | Literal["a tensor"] | None = None
+    check_finite: Literal["raise", "skip"] | None = None
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
@@ -188,9 +189,8 @@ class StepSpec:
         trees = [tree for tree in (batch, target) if tree is not None]
         apart = isinstance(trees[0], Microbatches) if trees else None
         rows = None if sizes is None else sum(sizes)
-        return Inputs(
-            params, states, data, rows, sizes, self._weighed, apart, rng, loss_scale=factor, max_norm=self.max_norm
-        )
+        later: dict[str, Any] = {"loss_scale": factor, "max_norm": self.max_norm, "check_finite": self.check_finite}
+        return Inputs(params, states, data, rows, sizes, self._weighed, apart, rng, **later)
 
     @property
     def _weighed(self) -> bool:

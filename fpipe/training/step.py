@@ -103,6 +103,7 @@ class Step:
         capture: Capture = False,
         checks: bool = False,
     ) -> None:
+        spec = replace(spec, check_finite="raise") if checks else spec
         pieces, observer = spec.pieces(), observing(observe)
         self.spec, self.result, self.replays = spec, result, handler.replays or Alone()
         self.name, self.handler, self.checks = name, handler, checks

@@ -134,10 +134,13 @@ class TrainStep:
         captured: bool,
     ) -> None:
         self.differentiate, self.update, self.max_norm = differentiate, update, max_norm
-        if max_norm is not None and not isinstance(max_norm, Tensor):
-            differentiate.spec = replace(differentiate.spec, max_norm=float(max_norm))
         self.plan, self.handler = differentiate.spec.plan, differentiate.handler
         self.raises, self.skips = check_finite in (True, "raise"), check_finite == "skip"
+        differentiate.spec = replace(
+            differentiate.spec,
+            max_norm="a tensor" if isinstance(max_norm, Tensor) else None if max_norm is None else float(max_norm),
+            check_finite="raise" if self.raises else "skip" if self.skips else None,
+        )
         self.stateful = any(stage.stateful for stage in differentiate.spec.pipeline.stages)
         self.captured = differentiate.capturing(self._in_a_graph, losses=self.raises) if captured else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import optree
 import torch
@@ -130,11 +131,17 @@ def disagree(rank):
         (nullcontext(), fpipe.LossScale() if rank else None),
         (nullcontext(), fpipe.LossScale(2.0 + rank)),
     ):
-        try:
-            with context:
-                run(params, batch, target, loss_scale=scale)
-        except fpipe.StageError as error:
-            texts.append(str(error))
+        with context:
+            texts.append(_error(partial(run, params, batch, target, loss_scale=scale)))
+    checks = fpipe.value_and_grad(pipeline, "gpipe", plan, handler=handler(), check_finite=rank == 1)
+    texts.append(_error(partial(checks, params, batch, target)))
+    sgd = interop.optimizer(torch.optim.SGD, lr=0.1)
+    for options in (
+        {"max_norm": torch.tensor(1.0) if rank else None, "check_finite": "skip"},
+        {"check_finite": "skip" if rank else "raise"},
+    ):
+        train = fpipe.train_step(pipeline, "gpipe", plan, sgd, handler=handler(), **options)
+        texts.append(_error(partial(train, params, sgd.init(params), batch, target)))
     captured = fpipe.value_and_grad(pipeline, fpipe.schedules.gpipe, plan, handler=handler(), capture=True)
     losses = [captured(params, batch, target, loss_scale=fpipe.LossScale(2.0 + i * rank))[0] for i in (0, 0, 0, 1, 0)]
     try:  # where the host does not read the loss, this is what compares them
@@ -232,7 +239,7 @@ def check_finite(own, rank=None, replicas=1, **options):
 def _error(call):
     try:
         call()
-    except FloatingPointError as error:
+    except fpipe.StageError as error:
         return str(error).partition(". Find")[0]
     return ""
 

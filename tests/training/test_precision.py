@@ -121,14 +121,15 @@ def test_a_split_transformer_under_autocast_is_the_module_under_autocast():
     assert [name for name, p in module.named_parameters() if not torch.equal(by_name[name], p.grad)] == []
 
 
-def test_ranks_must_agree_on_autocast_and_loss_scale(pools):
+def test_ranks_must_agree_on_autocast_loss_scale_max_norm_and_check_finite(pools):
     for texts, are_finite in pools(2).run(jobs.disagree):
-        *settings, scales, of_norms = texts
-        assert len(settings) == 2
-        assert all(
-            "were called under different torch.autocast, with different max_norm=, or one of" in x for x in settings
-        )
+        autocast, scale, scales, *settings, of_norms = texts
+        assert "torch.autocast is none on rank 0 and (('cpu', torch.bfloat16),) on rank 1. Enter the same" in autocast
+        assert "rank 0 and rank 1 were called with different settings: loss_scale= is none on rank 0 and " in scale
         assert "the loss scale is 2.0 on rank 0 and 3.0 on rank 1: pass the same loss_scale=" in scales
+        assert "check_finite= is none on rank 0 and raise on rank 1." in settings[0]
+        assert "max_norm= is none on rank 0 and a tensor on rank 1." in settings[1]
+        assert "check_finite= is raise on rank 0 and skip on rank 1." in settings[2]
         assert "loss_scale is 2.0 on rank 0 and 3.0 on rank 1" in of_norms
         assert are_finite == [True, True, True, False, True, True]  # a graph can't raise: its loss is NaN
 

@@ -172,6 +172,7 @@ class Handshake:
         self.names: list[Names] = []
         self._token_of = tokens()
         self._tokens: list[int] = []
+        self._settings: dict[str, object] = {}
         self.has_learned: Callable[[], None] = lambda: None
         self.forget()
         self._of_params = _Latest(lambda flat: self._token_of(_hashable(flat)))
@@ -193,6 +194,7 @@ class Handshake:
         order = fingerprint(inputs.sizes) if inputs.apart and rows != UNKNOWN else 0
         lacks_rows = has_loss and inputs.weighed and rows == UNKNOWN
         apart = UNKNOWN if inputs.apart is None else inputs.apart
+        self._settings = contents.settings(inputs)
         self._tokens = [] if inputs.broken is not None else self._tokens_of(inputs)
         settings, rng, data = contents.of_settings(inputs), contents.of_rng(inputs), contents.of_data(inputs)
         is_leaving = self.steps.departure.is_requested
@@ -247,8 +249,8 @@ class Handshake:
         self.steps.departure.is_known |= any(leaving)
         if others := [process for process, each in enumerate(settings) if each != settings[0]]:
             raise self._rejected(
-                f"{grid.name(0)} and {grid.name(others[0])} were called under different torch.autocast, with different "
-                "max_norm=, or one of them with loss_scale=: enter the same autocast and pass the same on every rank"
+                f"{grid.name(0)} and {grid.name(others[0])} were called with different settings"
+                f"{self._other_settings(others[0])}. Enter the same autocast, and pass the same options, on every rank"
             )
         check_rng(rngs, grid)
         for name, numbers in zip(("batches", "targets"), data, strict=True):
@@ -384,18 +386,33 @@ class Handshake:
 
         They travel through the job's store, once the digests are known to differ.
         """
-        grid, key = self.connections.grid, f"params {self.failures.epoch} {self.failures.calls} {rank} "
-        if rank == grid.rank:
-            self.failures.post(json.dumps(digest), key + str(grid.replica))
-        texts = (self.failures.wait(5.0, key + str(replica)) for replica in range(grid.replicas))
-        replicas = [{} if text is None else json.loads(text) for text in texts]
-        first = replicas[0]
+        grid = self.connections.grid
+        replicas = self._read(f"params {rank}", digest, [grid.process(rank, r) for r in range(grid.replicas)])
         for replica, other in enumerate(replicas):
-            for name in dict.fromkeys([*first, *other]):
-                if first.get(name) != other.get(name):
-                    here, there = (each.get(name, "missing") for each in (first, other))
-                    return f": {name} is {here} on replica 0 and {there} on replica {replica}"
+            if names := _differing(replicas[0], other):
+                here, there = (each.get(names[0], "missing") for each in (replicas[0], other))
+                return f": {names[0]} is {here} on replica 0 and {there} on replica {replica}"
         return ""
+
+    def _other_settings(self, process: int) -> str:
+        """Return a text about the settings of a process that differ from those of process 0, if they are known."""
+        grid = self.connections.grid
+        settings = {name: str(setting) for name, setting in self._settings.items()}
+        one, other = self._read("settings", settings, [0, process])
+        texts = (
+            f"{name} is {one.get(name, 'none')} on {grid.name(0)} and {other.get(name, 'none')} on {grid.name(process)}"
+            for name in _differing(one, other)
+        )
+        return ": " * bool(text := "; ".join(texts)) + text
+
+    def _read(self, name: str, texts: Mapping[str, str], processes: Sequence[int]) -> list[dict[str, str]]:
+        """Return the texts of some processes, by name; nothing of those that did not post them in time."""
+        grid, key = self.connections.grid, f"{name} {self.failures.epoch} {self.failures.calls} "
+        here = grid.process(grid.rank, grid.replica)
+        if here in processes:
+            self.failures.post(json.dumps(texts), f"{key}{here}")
+        posted = (self.failures.wait(5.0, f"{key}{process}") for process in processes)
+        return [{} if text is None else json.loads(text) for text in posted]
 
 
 class _Latest(Generic[T]):
@@ -414,6 +431,11 @@ class _Latest(Generic[T]):
         plain = all(isinstance(leaf, Tensor) or type(leaf) in PLAIN for leaf in flat.leaves)
         self.last = (flat.spec, looks, result) if plain else None
         return result
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Return the names whose texts differ, or that one of the two lacks."""
+    return [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
 
 
 def _kind(leaf: Any) -> object:
