@@ -46,6 +46,14 @@ class Sharing:
         return self.handler.replicas(plan)
 
     @property
+    def departure(self):
+        return self.handler.departure
+
+    @property
+    def beside(self):
+        return self.handler.beside
+
+    @property
     def replays(self):
         return self.handler.replays
 
