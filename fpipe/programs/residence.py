@@ -21,6 +21,7 @@ from fpipe.effects import Effect, Gather, Parameters, Release
 from fpipe.errors import ScheduleError
 from fpipe.errors.arguments import checked_class
 from fpipe.programs.program import Program, Programs, plan_of
+from fpipe.tables import LANES
 
 
 @checked_class()
@@ -107,12 +108,16 @@ class _Posted:
 def _ahead(program: Program, gathers: Sequence[_Posted], costs: Costs) -> list[_Posted]:
     """Return the gathers posted as late as hides them, but not before there is room.
 
-    A rank's gathers travel one after the other, so a late one may not hold up those behind it: go backwards.
+    A rank's gathers travel one after the other, so a late one may not hold up those behind it: go backwards. Effects
+    with a lane of their own, such as scatters, don't occupy the rank and hide no gather.
     """
-    ends = accumulate(costs.time(effect, program.table) for effect in program)
+    table = program.table
+    ends = accumulate(
+        0.0 if table.effects[type(effect)].track in LANES else costs.time(effect, table) for effect in program
+    )
     starts, posted, free = [0.0, *ends], list[_Posted](), inf
     for gather in reversed(gathers):
-        free = min(free, starts[gather.use]) - costs.time(Gather(gather.stage), program.table)
+        free = min(free, starts[gather.use]) - costs.time(Gather(gather.stage), table)
         latest = min(gather.use, bisect_right(starts, free) - 1)
         posted.append(replace(gather, at=max(gather.at, latest)))
     return posted[::-1]

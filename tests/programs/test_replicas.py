@@ -134,13 +134,20 @@ def test_a_gather_ahead_is_as_late_as_hides_it():
     assert posts(cheap) == [(0, 0), (1, 1)]
 
 
+@pytest.mark.parametrize(("cost", "makespan"), [(0.5, 100.5), (5, 114)])
+def test_scatters_hide_no_gather(cost, makespan):
+    plan, costs = Plan(Placement.loop(2, 4), 8, replicas=2), Costs(forward=1, backward=2, gather=cost, scatter=cost)
+    for resident in (2, Residence(2, costs=costs)):
+        assert simulate(schedules.looped_bfs, plan, costs, resident=resident).makespan == makespan
+
+
 CHUNKED = ["looped_bfs", "interleaved_1f1b", "zb_v", "v_half", "dualpipe"]
 
 
 @pytest.mark.parametrize("name", sample([*FUNCTIONS], CHUNKED))
 @pytest.mark.parametrize("gather", [0.0, 0.7, 4.0])
 def test_gathers_ahead_are_no_more_and_take_no_longer(name, gather):
-    plan, costs = replace(FUNCTIONS[name].plan(4, 8), replicas=2), Costs(1, 1, 1, gather=gather)
+    plan, costs = replace(FUNCTIONS[name].plan(4, 8), replicas=2), Costs(1, 1, 1, gather=gather, scatter=gather)
     schedule = FUNCTIONS[name].schedule(plan)
     most = max(len(plan.stages_on(rank)) for rank in range(plan.ranks))
     for room in (most, 2):
