@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe._format import counted, number, percent, scale_of, sized
+from fpipe._format import counted, number, percent, scale_of
 from fpipe.costs import Costs
 from fpipe.errors import ScheduleError, TransportError
 from fpipe.errors.arguments import checked
@@ -32,6 +32,7 @@ from fpipe.handlers.contents import fingerprint
 from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.protocol import Handler
 from fpipe.plan import Placement, Plan, Schedule
+from fpipe.programs.footprint import check_limit
 from fpipe.programs.lowering import lower
 from fpipe.programs.verifier import check
 from fpipe.schedules.search import Found, search
@@ -119,9 +120,10 @@ def elastic(
 
     Raises:
         ScheduleError: no schedule keeps to the limits (the message has the least that one needs); costs do not fit the
-            stages; there are fewer processes than replicas; or a process had other arguments.
+            stages, or have no sizes for a limit in bytes; there are fewer processes than replicas; or a process had other
+            arguments.
         TransportError: a process did not come; or, in one without a stage, the others failed.
-        ValueError: the handler has replicas, a limit in bytes has no sizes, or a number is not positive.
+        ValueError: the handler has replicas, or a number is not positive.
 
     >>> from fpipe import handlers
     >>> pipeline = Pipeline([lambda p, x: x @ p] * 4)
@@ -155,8 +157,7 @@ def elastic(
         available = processes // replicas
         if not available:
             raise ScheduleError(f"there are {processes} processes for {replicas} replicas: start more, or take fewer")
-        if memory_limit_bytes is not None and not sized(known):
-            raise ValueError("memory_limit_bytes needs costs with sizes: pass costs=, such as those of fpipe.profile")
+        check_limit(memory_limit_bytes, known)
         count = min(stages, available, ranks or available)
         is_limited = any(option is not None for option in (memory_limit, memory_limit_bytes, names))
         found = search(

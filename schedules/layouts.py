@@ -34,7 +34,7 @@ from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, part
 from fpipe.errors import ScheduleError
 from fpipe.errors.tracebacks import warn
 from fpipe.plan import Placement, Plan, Schedule
-from fpipe.programs.footprint import RankBytes, footprint
+from fpipe.programs.footprint import RankBytes, check_limit, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs
 from fpipe.programs.residence import residence
@@ -207,6 +207,7 @@ def layouts(
     hosts = replace(hosts, on_host=min(hosts.on_host, world))
     dtype = dtype or hosts.dtype
     hosts.peak(dtype)
+    check_limit(memory_limit_bytes)
     limit = hosts.memory if memory_limit_bytes is None else memory_limit_bytes
     job = _Job(shape, hosts, world, batch, dtype, sequence_parallel, limit)
     entries = [named(name) for name in schedules]

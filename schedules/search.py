@@ -31,7 +31,7 @@ from fpipe.effects import (
 from fpipe.errors import ScheduleError
 from fpipe.errors.arguments import checked
 from fpipe.plan import Placement, Plan, Schedule
-from fpipe.programs.footprint import RankBytes, footprint
+from fpipe.programs.footprint import RankBytes, check_limit, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs, plan_of
 from fpipe.programs.residence import residence
@@ -113,8 +113,8 @@ def search(
     Of equal costs the lower peak wins: in bytes if the costs have parameters, else in microbatches.
 
     Raises:
-        ScheduleError: the costs do not fit the plan, or no schedule fits the limit; the message gives the least that
-            would.
+        ScheduleError: the costs do not fit the plan, or have no sizes to compare with a limit in bytes, or no schedule
+            fits the limit; the message gives the least that would.
 
     >>> from fpipe import Placement
     >>> result = search(Plan(Placement.loop(4), 8), memory_limit=4)
@@ -128,6 +128,7 @@ def search(
     >>> result.name, result.plan.placement, result.timeline.cost, result.lower_bound
     ('zb-auto', Placement((0, 1, 2, 0)), 48.0, 48.0)
     """
+    check_limit(memory_limit_bytes, costs)
     space = _Space.of(plan, costs, memory_limit, chunks, recut, names, progress)
     if memory_limit_bytes is None:
         candidates = list(space.candidates(memory_limit))
@@ -182,6 +183,7 @@ def pareto(
 
     Memory is in bytes if the costs have parameters or there is a limit in bytes, else in microbatches in flight.
     """
+    check_limit(memory_limit_bytes, costs)
     space = _Space.of(plan, costs, None, chunks, progress=progress)
     every = space.every(None, memory_limit_bytes)
     by_bytes = _has_parameters(costs) or memory_limit_bytes is not None
@@ -410,6 +412,7 @@ def lower_bound(
     27.0
     """
     costs.check(plan)
+    check_limit(memory_limit_bytes)
     stages = range(plan.stages)
     bound = _in_memory(plan, costs, memory_limit, memory_limit_bytes)
     costs = existing(costs, plan)  # of a stage with one half, `backward` is then the time of that half

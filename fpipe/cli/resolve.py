@@ -145,7 +145,7 @@ def played(job: Job, step: Callable[[str], None] = lambda what: None, limit_byte
     check(programs, ordered=False)
     accounts = footprint(programs, job.costs)
     if limit_bytes is not None:
-        enforce(accounts, limit_bytes)
+        enforce(accounts, limit_bytes, job.costs)
     step(f"simulate {job.name}")
     return Played(simulate_programs(programs, job.costs), accounts)
 
@@ -153,6 +153,8 @@ def played(job: Job, step: Callable[[str], None] = lambda what: None, limit_byte
 def enforce_limit(peaks: Sequence[float], limit: float | None) -> None:
     """Raise ScheduleError if a rank exceeds the memory limit."""
     peak = max(peaks)
+    if limit is not None and not limit >= 0:
+        raise ScheduleError(f"the memory limit must be a number of microbatches, not {limit!r}")
     if limit is not None and peak > limit + 1e-9:
         raise ScheduleError(
             f"rank {list(peaks).index(peak)} has {number(peak)} microbatches in flight, {number(peak - limit)} more "

@@ -111,7 +111,7 @@ def verify(
     enforce_limit(report.peak_in_flight, options.limit)
     accounts = footprint(programs, job.costs)
     if options.limit_bytes is not None:
-        enforce(accounts, options.limit_bytes)
+        enforce(accounts, options.limit_bytes, job.costs)
     if as_json:
         edges = [
             {"from": source, "to": target, "messages": count, "bytes": (report.bytes or {}).get((source, target))}

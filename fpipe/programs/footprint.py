@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fpipe._format import format_bytes
+from fpipe._format import format_bytes, sized
 from fpipe.costs import Costs
 from fpipe.effects import Parameters, Recv, Scatter, WeightGradient, parts
 from fpipe.errors import ScheduleError
@@ -104,8 +104,22 @@ def _sums(program: Program) -> Iterator[tuple[int, int, bool] | None]:
             yield (adding[0].stage, program.rank, False) if adding else None
 
 
-def enforce(footprints: Sequence[RankBytes], limit: float) -> None:
-    """Raise ScheduleError if a rank needs more than a limit in bytes."""
+def check_limit(limit: float | None, costs: Costs | None = None) -> None:
+    """Raise ScheduleError if a limit in bytes is not positive, or the costs have no sizes to compare with it."""
+    if limit is None:
+        return
+    if not limit > 0:
+        raise ScheduleError(f"memory_limit_bytes must be more than 0 bytes, not {limit!r}")
+    if costs is not None and not sized(costs):
+        raise ScheduleError(
+            "memory_limit_bytes needs costs with sizes: pass costs=, such as those of fpipe.profile, or "
+            "Costs(parameters=, residuals=); on the command line --parameters and --residuals"
+        )
+
+
+def enforce(footprints: Sequence[RankBytes], limit: float, costs: Costs) -> None:
+    """Raise ScheduleError if a rank needs more than a limit in bytes, or the costs have no sizes."""
+    check_limit(limit, costs)
     rank = max(range(len(footprints)), key=lambda rank: footprints[rank].total)
     needed = footprints[rank]
     if needed.total > limit * (1 + ROUNDING):

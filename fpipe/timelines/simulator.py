@@ -52,8 +52,8 @@ def simulate(
         memory_limit_bytes: bytes that a rank has, for all that `fpipe.footprint` counts.
 
     Raises:
-        ScheduleError: the ranks wait for each other in a cycle, a rank needs more than the limit, or the costs don't
-            fit the plan.
+        ScheduleError: the ranks wait for each other in a cycle, a rank needs more than the limit, the limit is not
+            positive or the costs have no sizes to compare with it, or the costs don't fit the plan.
 
     >>> from fpipe import Costs, Placement, Plan, schedules
     >>> simulate(schedules.gpipe, Plan(Placement.loop(4), 8), Costs(forward=1, backward=2)).bubble_rate
@@ -62,7 +62,7 @@ def simulate(
     programs = lower(schedule, plan, depth=depth, resident=resident, effects=effects)
     costs.check(plan)
     if memory_limit_bytes is not None:
-        enforce(footprint(programs, costs), memory_limit_bytes)
+        enforce(footprint(programs, costs), memory_limit_bytes, costs)
     return simulate_programs(programs, costs)
 
 

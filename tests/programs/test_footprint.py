@@ -1,6 +1,8 @@
 """The account of all bytes of a rank, by hand and by closed forms."""
 
 from dataclasses import replace
+from functools import partial
+from math import nan
 
 import pytest
 
@@ -90,6 +92,20 @@ def test_a_limit_refuses_with_the_account():
         r"state, 16 GiB of gradients, 3 GiB of live values; more replicas",
     ):
         simulate(schedules.looped_bfs, plan, costs, memory_limit_bytes=40 * GIB)
+
+
+@pytest.mark.parametrize("refuse", [partial(simulate, schedules.zb_v), schedules.search, schedules.pareto])
+@pytest.mark.parametrize(
+    ("costs", "limit", "message"),
+    [
+        (Costs(), 1, "memory_limit_bytes needs costs with sizes: pass costs="),
+        (Costs(parameters=1), nan, "memory_limit_bytes must be more than 0 bytes, not nan"),
+        (Costs(parameters=1), -1, "memory_limit_bytes must be more than 0 bytes, not -1"),
+    ],
+)
+def test_a_limit_in_bytes_needs_sizes_to_compare_with(refuse, costs, limit, message):
+    with pytest.raises(ScheduleError, match=message):
+        refuse(Plan(Placement.v(2), 8), costs, memory_limit_bytes=limit)
 
 
 def test_what_is_not_sharded_travels_twice():
