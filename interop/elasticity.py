@@ -120,8 +120,8 @@ def elastic(
 
     Raises:
         ScheduleError: no schedule keeps to the limits (the message has the least that one needs); costs do not fit the
-            stages, or have no sizes for a limit in bytes; there are fewer processes than replicas; or a process had other
-            arguments.
+            stages, or have no sizes for a limit in bytes; there are fewer processes than replicas; or a process had
+            other arguments.
         TransportError: a process did not come; or, in one without a stage, the others failed.
         ValueError: the handler has replicas, or a number is not positive.
 
