@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.support import tensor_jobs
-from tests.support.combinations import PAIRS, few
+from tests.support import dimension_jobs, tensor_jobs
+from tests.support.combinations import ALL, PAIRS, few
 
 BLOCK = {"all_reduce": 2}
 COUNTS = {
@@ -98,6 +98,16 @@ def test_other_models_are_right(pools, options):
             assert counts[1, "backward_weight"] == {}
         else:
             assert re.search(r"the outputs of block.attention.k_proj are .* 1 head of 2, .* leave 'k_proj' out", text)
+
+
+@pytest.mark.parametrize(
+    ("operations", "cuts", "dims"),
+    [(dimension_jobs.OPERATIONS, range(3), range(-3, 3))] if ALL else [(dimension_jobs.SCANS, [1], [-2, -1, 1])],
+    ids=len,
+)
+def test_operations_along_a_dimension_are_those_of_one_process(pools, operations, cuts, dims):
+    """Counted from the first or from the last, along the one that is cut or another: results and gradients."""
+    assert pools(2).run(dimension_jobs.swept, [*operations], [*cuts], [*dims]) == [[], []]
 
 
 def test_pieces_are_made_and_go_from_one_mesh_into_another(pools, tmp_path):

@@ -33,7 +33,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.autodiff.graph.sharded_operators import REPLICATE, RULES, SUM, PieceOperators, placement_of
+from fpipe.autodiff.graph.sharded_operators import (
+    REPLICATE,
+    RULES,
+    SUM,
+    PieceOperators,
+    from_the_first,
+    placement_of,
+)
 from fpipe.autodiff.graph.signature import Untraceable
 from fpipe.devices.operators import draws, written_arguments
 from fpipe.errors import StageError
@@ -176,6 +183,7 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not any(issubclass(kind, DTensor) for kind in types):
             return func(*args, **kwargs)
+        args = from_the_first(func, args)
         if any(map(_is_partial, written_arguments(func, args, kwargs))):
             raise Untraceable(
                 f"{func} writes in place to a tensor of which each process has a part of the sum: write x = x + y for "

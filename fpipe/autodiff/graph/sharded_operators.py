@@ -3,6 +3,8 @@
 - An embedding whose rows are cut keeps its gradient cut, and a cross entropy over cut classes exchanges three numbers
   for each row, never the logits.
 - Attention on the CPU is computed by head.
+- Dimensions are counted from the first: some of DTensor's rules take a negative one for a dimension that is not cut.
+- Whether any element is true is a maximum over the processes, where DTensor adds bytes of truth values.
 - Random numbers are drawn for the whole tensor on every process, which takes its piece: dropout has the bits of one
   process.
 
@@ -12,6 +14,7 @@ Source: Shoeybi et al., Megatron-LM, 2019, section 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +37,38 @@ DRAWN_IN_PLACE = {
     aten.exponential_.default,
 }
 DRAWN_LIKE = {aten.rand_like.default, aten.randn_like.default}
+
+
+GAINING = {aten.unsqueeze.default, aten.stack.default}
+"""Operations whose dimension is one of the result, which has one more than the argument."""
+
+
+def from_the_first(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of an operator with dimensions counted from the first one.
+
+    >>> from_the_first(aten.cumsum.default, (torch.ones(2, 3), -1))[1]
+    1
+    >>> from_the_first(aten.sum.dim_IntList, (torch.ones(2, 3), [-1, 0], True))[1:]
+    ([1, 0], True)
+    """
+    places = [at for at in _dimensions(func) if at < len(args) and args[at] is not None]
+    if not places:
+        return args
+    like = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+    sizes = next((args[at] for at, each in enumerate(func._schema.arguments) if each.name == "input_sizes"), like.shape)
+    count = max(len(sizes) + (func in GAINING), 1)
+    changed = list(args)
+    for at in places:
+        dims = args[at]
+        changed[at] = dims % count if isinstance(dims, int) else [dim % count for dim in dims]
+    return tuple(changed)
+
+
+@cache
+def _dimensions(func: Any) -> tuple[int, ...]:
+    """Return the numbers of an operator's arguments that are dimensions of its first one."""
+    names = {"dim", "dims", "dim0", "dim1", "dim2"}
+    return tuple(at for at, each in enumerate(func._schema.arguments) if each.name in names and not each.kwarg_only)
 
 
 def placement_of(x: Any) -> Placement:
@@ -128,6 +163,15 @@ class PieceOperators:
             return NotImplemented
         pieces = torch.cat([x._local_tensor for x in tensors], dim)
         return self.placed(pieces, _StridedShard(dim, split_factor=len(tensors)), len(tensors) * first.shape[dim])
+
+    # Truth values
+
+    def any(self, func: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        placement, dims = placement_of(x), [dim] if isinstance(dim, int) else dim
+        if type(placement) is not Shard or (dims is not None and placement.dim not in dims):
+            return NotImplemented
+        piece = func(x._local_tensor, *(() if func is aten.any.default else (dim, keepdim)))
+        return self.placed(self.sum(piece.to(torch.uint8), "max").bool(), REPLICATE)
 
     # Random numbers
 
@@ -308,6 +352,9 @@ RULES: Mapping[Any, Callable[..., Any]] = {
     aten.split.Tensor: PieceOperators.split,
     aten.split_with_sizes.default: PieceOperators.split,
     aten.cat.default: PieceOperators.cat,
+    aten.any.default: PieceOperators.any,
+    aten.any.dim: PieceOperators.any,
+    aten.any.dims: PieceOperators.any,
     aten._log_softmax.default: PieceOperators.log_softmax,
     aten._log_softmax_backward_data.default: PieceOperators.log_softmax_backward,
     aten.nll_loss_forward.default: PieceOperators.nll_loss,
