@@ -245,6 +245,7 @@ class CapturedStep:
         with self.replays.step():
             try:
                 self.spec.check_mode()
+                self.spec.warn_of_changes()  # a replay does not come to `inputs`
                 weights, zero = self.spec.weights(params, batch, target)
                 arguments = Arguments(params, batch, target, state, weights, zero, loss_scale, more)
                 seed = self.spec.seed(rng)

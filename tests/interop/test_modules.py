@@ -193,9 +193,24 @@ def test_freezing_a_parameter_later_is_named(cut):
         _, grads = step(params, x, x)
     assert told[0].filename == __file__
     assert all(gradient is not None for gradient in grads[1].values())
-    with warnings.catch_warnings():  # said once, in the first call, which alone looks at the modules
+    with warnings.catch_warnings():  # once for each set of names
         warnings.simplefilter("error")
         step(params, x, x)
+    module.weight.requires_grad_(False)
+    with pytest.warns(
+        UserWarning, match=r"requires_grad of (1\.)?weight of stage 1, (1\.)?bias of stage 1 has changed"
+    ):
+        step(params, x, x)
+    captured = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), capture=True)
+    module.requires_grad_(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(params, x, x)
+        for _ in range(3):
+            captured(params, x, x)
+    module.bias.requires_grad_(False)
+    with pytest.warns(UserWarning, match=message):
+        captured(params, x, x)
     frozen, _ = cut(module, mse)
     del module
     step = fpipe.value_and_grad(frozen, schedules.gpipe, plan, handler=handlers.Local())
