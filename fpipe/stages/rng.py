@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy
 import torch
 
 from fpipe.devices import Device, current_device
@@ -74,16 +72,3 @@ def restored(generators: Sequence[torch.Generator]) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
-
-
-def host_generators() -> tuple[Any, ...]:
-    """Return the states of the global generators of Python and NumPy, which no seed of a step sets."""
-    kind, keys, *rest = numpy.random.get_state(legacy=True)
-    return random.getstate(), (kind, numpy.asarray(keys).tobytes(), *rest)
-
-
-def set_host_generators(states: tuple[Any, ...]) -> None:
-    """Set the global generators of Python and NumPy."""
-    python, (kind, keys, *rest) = states
-    random.setstate(python)
-    numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))

@@ -45,8 +45,8 @@ from fpipe.interop.splitting.autograd_checks import (
 )
 from fpipe.interop.splitting.example import ExampleCall, leaves
 from fpipe.interop.splitting.opaque import OwnGradient, Recorder, make_calls
+from fpipe.stages.host_rng import DRAWS, noting_host_draws
 from fpipe.stages.pytree import Path
-from fpipe.stages.rng import host_generators
 
 aten = torch.ops.aten
 
@@ -173,14 +173,12 @@ def _noticing(forward: Callable[..., Any], module: nn.Module) -> Callable[..., A
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = host_generators()
-        with warning_of_changes(module):
+        with warning_of_changes(module), noting_host_draws(module) as has_drawn:
             output = forward(*args, **kwargs)
-        if host_generators() != before:
-            raise StageError(
-                "forward draws from the random numbers of Python or NumPy, and the stages would draw the same for "
-                f"good: draw from torch's. {MANUAL}"
-            )
+            if has_drawn():
+                raise StageError(
+                    f"forward {DRAWS}, and the stages would draw the same for good: draw from torch's. {MANUAL}"
+                )
         return output
 
     return run

@@ -447,7 +447,24 @@ def test_attributes_that_pass_something_on_are_named(kind, message, autodiff):
     assert pipeline.stages[0].fn.skeleton[1].seen == []
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+GENERATOR, LEGACY = np.random.default_rng(0), np.random.RandomState(0)
+
+
+def drawn_elsewhere():
+    return LEGACY.rand()
+
+
+DRAWS = {
+    "python": random.random,
+    "numpy": np.random.rand,
+    "own of python": random.Random(0).random,
+    "generator": lambda: GENERATOR.random(),
+    "legacy": lambda: drawn_elsewhere(),
+    "new": lambda: np.random.default_rng().random(),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_random_numbers_that_are_not_torchs_are_drawn_anew(draw):
     class Drawing(nn.Linear):
         def forward(self, x):
@@ -463,6 +480,19 @@ def test_random_numbers_that_are_not_torchs_are_drawn_anew(draw):
     step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff="graph")
     with pytest.raises(StageError, match="draws from the random numbers of Python or NumPy"):
         step(params, x, x)
+    with pytest.raises(StageError, match="draws from the random numbers of Python or NumPy, and the stages"):
+        interop.split(nn.Sequential(Drawing(4, 4), nn.Linear(4, 4)), at=["1"], example=x)
+
+
+def test_random_numbers_with_a_seed_of_each_call_are_traced():
+    def mask(p, x):
+        return x * p * float(np.random.default_rng(0).random())
+
+    pipeline = fpipe.Pipeline([mask], loss=lambda output, target: output.sum())
+    plan = pipeline.plan(Placement.loop(1), 1)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff="graph")
+    loss, _ = step({0: torch.tensor(2.0)}, torch.ones(4), torch.ones(4))
+    assert loss.item() == pytest.approx(8 * np.random.default_rng(0).random())
 
 
 def test_a_trace_gives_the_host_generators_their_states_back():

@@ -37,8 +37,9 @@ from fpipe.devices import all_generators, device_of, without_autocast
 from fpipe.devices.operators import draws, written_arguments
 from fpipe.errors import StageError
 from fpipe.stages.cuts import Cut
+from fpipe.stages.host_rng import DRAWS, noting_host_draws
 from fpipe.stages.pytree import Flat, alias_leaves, flatten, paths_of
-from fpipe.stages.rng import host_generators, restored, set_host_generators
+from fpipe.stages.rng import restored
 from fpipe.stages.sharding import has_dtensor
 from fpipe.stages.stage import Stage
 
@@ -177,11 +178,10 @@ class _JointFunction:
         with self.annotator, partitioned, products, torch.set_grad_enabled(signature.keep):
             sources = [alias_leaves(tree) for tree in sources]  # autocast caches a leaf's cast, an activation's not
             arguments = self.stage.arguments(dict(zip(self.stage.sources, sources, strict=True)), data)
-            drawn = host_generators()
-            result, new = self.stage(params, state, arguments)
-            if host_generators() != drawn:
-                set_host_generators(drawn)
-                raise Untraceable("it draws from the random numbers of Python or NumPy, which a graph would repeat")
+            with noting_host_draws(self.stage.fn) as has_drawn:
+                result, new = self.stage(params, state, arguments)
+                if has_drawn():
+                    raise Untraceable(f"it {DRAWS}, which a graph would repeat")
             self.outputs, self.state = flatten(alias_leaves(result)), flatten(alias_leaves(new))
             if partitioner is not None:
                 self.state = Flat(list(map(partitioner.whole, self.state.leaves)), self.state.spec)
