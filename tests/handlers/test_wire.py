@@ -41,6 +41,8 @@ TENSORS = {
     "bfloat16": values(4, 3, dtype=torch.bfloat16),
     "complex": torch.randn(3, dtype=torch.complex64),
     "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    "conjugate, expanded": torch.randn(1, 3, dtype=torch.complex64).conj().expand(2, 3),
+    "negative, every other": torch.randn(3, 4, dtype=torch.complex64).conj().imag,
     "empty": torch.zeros(0, 4),
     "empty inside": torch.zeros(2, 0, 3, dtype=torch.int64),
     "transposed": values(3, 4).T,

@@ -13,9 +13,13 @@ Strides = tuple[int, ...]
 
 
 def strides_of(tensor: Tensor) -> Strides | None:
-    """Return the strides to restore; None for a contiguous tensor, and for one that overlaps itself."""
+    """Return the strides to restore; None for a contiguous tensor, and for one that overlaps itself.
+
+    Those of a conjugate or negative view are of the resolved tensor, which travels, and which kernels would see.
+    """
     if tensor.is_contiguous() or tensor.numel() == 0:
         return None
+    tensor = _resolved(tensor)
     shape, strides = _core(tuple(tensor.shape), tensor.stride()), tensor.stride()
     span = 1
     for i in reversed(_order(shape, strides)):
@@ -27,7 +31,7 @@ def strides_of(tensor: Tensor) -> Strides | None:
 
 def message(tensor: Tensor) -> Tensor:
     """Return the tensor's elements, contiguous: a view of its memory if that is dense, else a copy."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = _resolved(tensor)
     strides = strides_of(tensor)
     if strides is None:
         return tensor.contiguous()
@@ -60,6 +64,10 @@ def restored(message: Tensor, shape: tuple[int, ...], strides: Strides | None) -
     if any(a != b for a, b, n in zip(dense.stride(), strides, core, strict=True) if n > 1):
         dense = torch.empty_strided(core, strides, dtype=message.dtype, device=message.device).copy_(dense)
     return dense.as_strided(shape, strides)
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _core(shape: tuple[int, ...], strides: Strides) -> tuple[int, ...]:
