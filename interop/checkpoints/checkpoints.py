@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -25,7 +26,7 @@ from fpipe.errors.arguments import checked
 from fpipe.errors.tracebacks import warn
 from fpipe.handlers.distributed.beside import RowsOfPeers, beside
 from fpipe.handlers.protocol import Handler, Peers
-from fpipe.interop.checkpoints.claims import Claim
+from fpipe.interop.checkpoints.claims import UNFINISHED, Claim
 from fpipe.interop.checkpoints.completeness import Missing, check_complete, missing_entries, nonpersistent
 from fpipe.interop.checkpoints.loading import LoadPlan, Reader
 from fpipe.interop.checkpoints.manifest import CheckpointError, checkpoints, last, number_of
@@ -413,12 +414,22 @@ class Checkpoints:
                 files, plain, common = zip(*parts, strict=True)
                 _check_common(common)
                 whole = dict(ChainMap(*plain))
-                path = sealed(unfinished, files, whole, nonpersistent(self.pipeline), self.keep)
-                if self._memory is not None and self._memory.job is not None:
-                    note(self.folder, self._memory.job, number_of(path))
+                with self._noted(unfinished):
+                    path = sealed(unfinished, files, whole, nonpersistent(self.pipeline), self.keep)
                 return path.name
 
             return self.folder / self._on_first(seal, "save")
+
+    @contextmanager
+    def _noted(self, unfinished: Path) -> Iterator[None]:
+        """Note for memory checkpoints that what is sealed within is of the same job."""
+        if self._memory is None or self._memory.job is None:
+            yield
+            return
+        number = number_of(Path(unfinished.name.removeprefix(UNFINISHED)))
+        note(self.folder, self._memory.job, saved_in(next(reversed(checkpoints(self.folder)), None))[0], number)
+        yield
+        note(self.folder, self._memory.job, number)
 
     @property
     def _number(self) -> int:

@@ -1,6 +1,6 @@
 """Memory checkpoints: the training state of the last steps in shared memory, which outlives the processes of a job.
 
-Source: GEMINI (Wang et al., SOSP 2023), section 4: checkpoints in the memory of hosts, each step.
+Source: GEMINI (Wang et al., SOSP 2023): checkpoints in the memory of hosts, and of their neighbours, each step.
 
 Invariants:
 - a process writes all that it holds; of several on a host that hold the same, the first one does;
@@ -116,7 +116,7 @@ class Choice(NamedTuple):
         job: its name.
         start: a name of this start.
         saved: the number of the last checkpoint on disk; 0 if there is none.
-        attempt: the number of this start.
+        attempt: the number of this start, which is greater than those of all before, and of no other that a host lost.
         steps: attempt and step of each, the newest first.
         parts: how many a step has.
         writes: whether this process has a part.
@@ -158,7 +158,7 @@ def choice_of(reports: Sequence[Report], number: int) -> Choice:
         job=job,
         start=start,
         saved=saved,
-        attempt=max(attempts) + 1,
+        attempt=((max(attempts) >> 32) + 1 << 32) | int(start[:8], 16),
         steps=sorted(whole, reverse=True),
         parts=len({each["holds"] for each in reports}),
         writes=number in first.values(),
@@ -240,10 +240,6 @@ class MemoryReader:
             raise CheckpointError(f"{self.path} lacks {missing} numbers of {dotted(name)} on this host")
 
 
-def _ends(box: _Piece | Chunk) -> list[int]:
-    return [start + size for start, size in zip(box.offsets, box.sizes, strict=True)]
-
-
 def _box(starts: Sequence[int], stops: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(start - o, stop - o) for start, stop, o in zip(starts, stops, origin, strict=True))
 
@@ -251,12 +247,12 @@ def _box(starts: Sequence[int], stops: Sequence[int], origin: Sequence[int]) -> 
 class _Layout:
     """Where the leaves of a training state are in a file.
 
-    Args:
-        about: of the table, beside the tensors.
-
     Attributes:
+        tensors: name, dtype, whole size, offsets and sizes of each box, and where its bytes begin.
+        size: the bytes of all.
         holds: a number for what the process holds of its stages: equal for equal entries.
         expected: the bytes of the tensors, with those that an optimizer will keep.
+        texts: about as many bytes stand before the tensors.
     """
 
     def __init__(self, sections: Mapping[str, Any], pipeline: Pipeline) -> None:
@@ -285,7 +281,7 @@ class _Layout:
             if each.stage is not None:
                 holds.append((each.name, [(*chunk.offsets, *chunk.sizes) for chunk in chunks]))
         self.holds, self.expected = fingerprint(holds), self.size + later
-        self.texts = 2 * len(json.dumps(self.tensors)) + 2 * ROOM  # an estimate of the bytes before the tensors
+        self.texts = 2 * len(json.dumps(self.tensors)) + 2 * ROOM
 
     def fits(self, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> bool:
         """Return whether a training state has this layout."""
@@ -460,7 +456,7 @@ class MemoryCheckpoints:
             self._slots[self._next] = slot
             if slot.layout is not self._layout or slot.room < len(text):
                 slot.lay_out(self._layout, self._table(), 2 * len(text) + ROOM)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             self._choice = self._choice._replace(writes=False)
             warn(f"no memory checkpoints from step {step} on: {error}; training goes on, with the checkpoints on disk")
             return
@@ -549,6 +545,9 @@ class MemoryCheckpoints:
                     if part == self._number:
                         self._slots[generation] = slot
         except OSError as error:
+            for path, part, generation in paths:
+                if not self._has(part, generation, loaded):
+                    path.unlink(missing_ok=True)
             self._lock.remove()
             if error.errno != errno.ENOSPC:
                 raise
@@ -611,14 +610,17 @@ def job_of(checkpoints: Path, saved: int) -> str:
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         content = json.loads((checkpoints / JOB).read_bytes())
-        if content["saved"] == saved:
+        if saved in content["saved"]:
             return str(content["job"])
     checkpoints.mkdir(parents=True, exist_ok=True)
     return note(checkpoints, secrets.token_hex(8), saved)
 
 
-def note(checkpoints: Path, job: str, saved: int) -> str:
-    """Write the name of a job, and the number of the checkpoint that it has saved last; return the name."""
+def note(checkpoints: Path, job: str, *saved: int) -> str:
+    """Write the name of a job, and the number of the checkpoint that it has saved last; return the name.
+
+    While one is sealed there are two numbers: a process that is killed then leaves either.
+    """
     unfinished = checkpoints / f"{JOB}.unfinished"
     unfinished.write_text(json.dumps({"job": job, "saved": saved}))
     unfinished.replace(checkpoints / JOB)

@@ -13,6 +13,7 @@ import torch
 
 import fpipe
 from fpipe import handlers, interop
+from fpipe.interop.checkpoints import checkpoints
 from fpipe.interop.checkpoints import memory as memories
 from fpipe.interop.checkpoints.slots import Slot, Stored, files_of, stored_in
 from tests.support import memory_jobs, run_jobs
@@ -129,8 +130,10 @@ def test_a_step_that_is_torn_is_not_loaded(begin, tmp_path, whole, place):
         with patch(name, side_effect=KeyboardInterrupt("killed")):
             return write(own, step, *rest)
 
+    run, *rest = begin()
     with patch.object(memories.MemoryCheckpoints, "write", torn), pytest.raises(KeyboardInterrupt):
-        run_jobs.train(*begin())
+        run_jobs.train(run, *rest)
+    run.checkpoints.finish()
     assert parts(tmp_path)[1] == [6]
     run, *rest = begin()
     assert run.step == 6
@@ -185,6 +188,25 @@ def test_a_checkpoint_on_disk_that_was_removed_is_not_brought_back(begin, tmp_pa
     assert begin()[0].step == 5
 
 
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_process_may_be_killed_when_a_checkpoint_is_sealed(begin, tmp_path, sealed):
+    """Before or after it has its name: memory goes with either."""
+
+    def killed(*arguments):
+        if sealed:
+            seal(*arguments)
+        raise KeyboardInterrupt("killed")
+
+    run, *rest = begin()
+    run_jobs.train(run, *rest, total=3)
+    seal = checkpoints.sealed
+    with patch.object(checkpoints, "sealed", killed), pytest.raises(KeyboardInterrupt):
+        run_jobs.train(run, *rest, total=4)
+    assert len([*tmp_path.glob("0*")]) == 1 + sealed
+    again = begin()[0]
+    assert (again.step, again.checkpoints._memory._choice.steps[0][1]) == (4, 4)
+
+
 def test_what_another_run_saved_is_not_passed_over(begin, tmp_path):
     """A run without memory checkpoints went on from disk, to an earlier step than that in memory."""
     stopped(9, begin)
@@ -204,6 +226,7 @@ def test_no_room_is_an_error_before_the_first_step_with_the_bytes(begin, tmp_pat
     full = OSError(errno.ENOSPC, "No space left on device")
     with patch("os.posix_fallocate", side_effect=full), pytest.raises(OSError, match="memory checkpoints want"):
         begin()
+    assert files_of(parts(tmp_path)[0]) == []
     assert begin()[0].step == 0
 
 
@@ -306,15 +329,15 @@ def report(holds, rows=(), host="h", first=None, options=(1, False)):
     ],
 )
 def test_the_choice_of_a_step(rows, saved, steps):
-    reports = [report(10, rows, first=("j", "start", 1, saved)), report(20)]
+    reports = [report(10, rows, first=("j", "00000007ab", 1, saved)), report(20)]
     choices = [memories.choice_of(reports, number) for number in range(2)]
     assert [choice.steps for choice in choices] == [steps, steps]
-    assert {choice.attempt for choice in choices} == {1 + max(each[1] for each in rows if each[0] == "j")}
+    assert {choice.attempt for choice in choices} == {(1 << 32) + 7}
 
 
 def test_of_those_that_hold_the_same_on_a_host_one_writes():
     places = [("a", 1), ("a", 2), ("a", 1), ("b", 1), ("b", 1)]
-    reports = [report(holds, host=host, first=("j", "start", 0, -1)) for host, holds in places]
+    reports = [report(holds, host=host, first=("j", "00000007ab", 0, -1)) for host, holds in places]
     assert [memories.choice_of(reports, i).writes for i in range(5)] == [True, True, False, True, False]
     choice = memories.choice_of(reports, 0)
     assert choice.parts == 2
@@ -322,7 +345,7 @@ def test_of_those_that_hold_the_same_on_a_host_one_writes():
 
 
 def test_ranks_with_other_options_are_told_so():
-    reports = [report(1, first=("j", "start", 0, -1)), report(2, options=(2, False))]
+    reports = [report(1, first=("j", "00000007ab", 0, -1)), report(2, options=(2, False))]
     with pytest.raises(interop.CheckpointError, match=r"the ranks have different Memory\(every=, neighbour=\)"):
         memories.choice_of(reports, 0)
 
@@ -349,6 +372,14 @@ def test_a_neighbours_copies_are_gone_once_the_run_has_ended(pools, tmp_path, wh
     ends = [end for _, end in pools(2).run(memory_jobs.go_on, str(tmp_path), 12, True)]
     assert not differences({**ends[0]["params"], **ends[1]["params"]}, whole["params"])
     assert [*tmp_path.glob("shm*/*")] == []
+
+
+def test_another_placement_fetches_what_a_host_lacks(pools, tmp_path, whole):
+    """One process had both stages; its host is one of two now."""
+    stopped(7, lambda: memory_jobs.begin(tmp_path, handlers.Local(), host=0, neighbour=True))
+    begun, ends = zip(*pools(2).run(memory_jobs.go_on, str(tmp_path), 12, True), strict=True)
+    assert begun == (7, 7)
+    assert not differences({**ends[0]["params"], **ends[1]["params"]}, whole["params"])
 
 
 def test_without_copies_a_host_that_is_lost_sends_all_to_disk(pools, tmp_path):
