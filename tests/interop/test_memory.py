@@ -271,6 +271,21 @@ def test_ranks_that_are_killed_go_on_with_the_newest_step_that_all_have(fresh_po
     assert not differences({**ends[0]["params"], **ends[1]["params"]}, expected["params"])
 
 
+@pytest.mark.thorough
+def test_a_host_whose_ranks_are_killed_may_be_replaced(fresh_pool, pools, tmp_path):
+    """Two steps may be on their way to the other host."""
+    for at in (3, 6):
+        first, second = (pool := fresh_pool(2)).outcomes(memory_jobs.killed, str(tmp_path), at, True)
+        pool.close()
+        assert second.exitcode == -signal.SIGKILL
+        assert first.error == "TransportError"
+        shutil.rmtree(tmp_path / "shm1")
+    begun, ends = zip(*pools(2).run(memory_jobs.go_on, str(tmp_path), 30, True), strict=True)
+    assert begun[0] == begun[1] >= 6 - 2
+    expected = run_jobs.train(*run_jobs.begin(tmp_path / "whole", handlers.Local()), total=30)
+    assert not differences({**ends[0]["params"], **ends[1]["params"]}, expected["params"])
+
+
 @pytest.mark.parametrize("_", range(3))
 def test_whenever_a_process_is_killed_a_step_is_whole(fresh_pool, tmp_path, _):
     (killed,) = fresh_pool(1).outcomes(memory_jobs.write_for_ever, str(tmp_path))

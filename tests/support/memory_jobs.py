@@ -70,14 +70,14 @@ def two_jobs(rank, folder, names):
     return "".join(errors)
 
 
-def killed(rank, folder, at):
+def killed(rank, folder, at, apart=False):
     """Train; rank 1 is killed within some milliseconds after a step has begun."""
 
     def killing(i):
         if i == at and rank == 1:
             threading.Timer(random.uniform(0, 0.01), os.kill, (os.getpid(), signal.SIGKILL)).start()
 
-    run_jobs.train(*begin(folder, handlers.Distributed(timeout=20)), killing, total=10**9)
+    run_jobs.train(*joined(rank, folder, apart, True), killing, total=10**9)
 
 
 def write_for_ever(rank, folder):
