@@ -11,6 +11,7 @@ from fpipe.costs import Shared
 from fpipe.effects import Activation, Forward, Residuals
 from fpipe.schedules import search
 from tests.support import elastic_jobs
+from tests.support.combinations import few
 from tests.support.jobs import differences
 
 FOUR = Pipeline([elastic_jobs.layer] * 4)
@@ -54,7 +55,7 @@ def test_fewer_hosts_go_on_from_their_memory_and_their_neighbours(pools, tmp_pat
 SIZED = Costs(parameters=10, residuals=20, activation=1, deferred=2, communication=0.1)
 
 
-@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("shards", few([False, True], [True]))
 def test_replicas_stay_as_many_and_a_process_that_makes_none_waits(pools, tmp_path, shards):
     """Four processes are two ranks of two replicas; three are one rank of two, and one that waits, and exits."""
     options = {"stages": 2, "replicas": 2}
