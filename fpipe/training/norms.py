@@ -13,12 +13,14 @@ another dimension of the mesh, as of tensor parallelism, over which the sums are
 from __future__ import annotations
 
 import functools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -55,7 +57,7 @@ def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler, by_ro
         infinity in any gradient makes it NaN or infinite.
 
     Raises:
-        TypeError, ValueError: grads is not what a step returns.
+        TypeError, ValueError: grads is not what a step returns; or the pairs of one of `transforms.hvp`.
         TransportError: another rank's arguments are wrong; names the rank and the reason. Or a rank did not call it
             within the timeout, or died; this handler can then compute no further norms.
 
@@ -66,7 +68,12 @@ def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler, by_ro
     >>> global_norm(grads, Plan(Placement.loop(ranks=2), microbatches=1), handler=handlers.Local())
     tensor(5., dtype=torch.float64)
     """
-    return _norm(lambda: squares(grads, plan, handler, by_row=by_row), handler)
+
+    def checked() -> Tensor:
+        _refuse_duals(grads)
+        return squares(grads, plan, handler, by_row=by_row)
+
+    return squares_everywhere(checked, handler).sum(0).sqrt()
 
 
 @checked("grads", "max_norm", "plan")
@@ -91,6 +98,7 @@ def clip_by_global_norm(
 
     def checked() -> Tensor:
         check_limit(max_norm)
+        _refuse_duals(grads)
         return squares(grads, plan, handler)
 
     norm = squares_everywhere(checked, handler, max_norm).sum(0).sqrt()
@@ -117,6 +125,21 @@ def check_limit(max_norm: Any) -> None:
     limit = max_norm.detach().item() if isinstance(max_norm, Tensor) and not max_norm.ndim else max_norm
     if not (isinstance(limit, Real) and float(limit) >= 0):
         raise ValueError(f"max_norm must be a number of at least 0, not {max_norm}")
+
+
+def _refuse_duals(grads: Any) -> None:
+    """Raise TypeError for pairs of a product and a gradient."""
+    module = sys.modules.get("fpipe.transforms.duals")  # until it is imported, nothing is a pair
+    if module is not None and _has_nodes(flatten(grads).spec, module.Dual):
+        raise TypeError(
+            "grads has pairs of transforms.hvp, and one norm would mix the products with the gradients: pass "
+            "transforms.primals(grads), the products, or transforms.tangents(grads), the gradients"
+        )
+
+
+@functools.lru_cache(32)
+def _has_nodes(spec: optree.PyTreeSpec, kind: type) -> bool:
+    return spec.type is kind or any(_has_nodes.__wrapped__(child, kind) for child in spec.children())
 
 
 def squares(
@@ -220,11 +243,6 @@ def _real(leaf: Tensor) -> Tensor:
     leaf = local(leaf).detach()
     dense = leaf.coalesce().values() if leaf.is_sparse else leaf
     return torch.view_as_real(dense) if dense.is_complex() else dense
-
-
-def _norm(sums: Callable[[], Tensor], handler: Handler) -> Tensor:
-    """Return the norm, from each stage's sum of squares on the ranks of this process."""
-    return squares_everywhere(sums, handler).sum(0).sqrt()
 
 
 def squares_everywhere(

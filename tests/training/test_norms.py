@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import fpipe
-from fpipe import Placement, Plan, TransportError, handlers, interop, schedules
+from fpipe import Placement, Plan, TransportError, handlers, interop, schedules, transforms
 from fpipe.stages.sharding import placed_alike
 from tests.support import cases
 from tests.support.jobs import differences, handler
@@ -139,6 +139,13 @@ WRONG = {
     "by name": ({"w": torch.ones(1)}, 1.0, ValueError, "grads has an entry for 'w', and the plan has stages 0 to 1"),
     "no mapping": ([torch.ones(1)], 1.0, TypeError, "grads must be {stage: tree}, as a step returns it, not a list"),
     "no tensor": ({1: {"w": 1.0}}, 1.0, TypeError, "a gradient of stage 1 is a float: it must be a tensor or None"),
+    "pairs": (
+        {1: {"w": transforms.Dual(torch.ones(1), torch.ones(1))}},
+        1.0,
+        TypeError,
+        "grads has pairs of transforms.hvp, and one norm would mix the products with the gradients: pass "
+        "transforms.primals(grads), the products, or transforms.tangents(grads)",
+    ),
     "negative": ({1: torch.ones(1)}, -1.0, ValueError, "max_norm must be a number of at least 0, not -1.0"),
     "text": ({1: torch.ones(1)}, "1", ValueError, "max_norm must be a number of at least 0, not 1"),
     "vector": (
@@ -180,6 +187,9 @@ def test_a_wrong_argument_says_so(wrong):
     grads, max_norm, kind, says = WRONG[wrong]
     with pytest.raises(kind, match=re.escape(says)):
         fpipe.clip_by_global_norm(grads, max_norm, ALONE, handler=handlers.Local())
+    if wrong not in ("negative", "text", "vector"):
+        with pytest.raises(kind, match=re.escape(says)):
+            fpipe.global_norm(grads, ALONE, handler=handlers.Local())
 
 
 def test_a_limit_that_is_trained_leaves_gradients_without_a_history():
