@@ -176,9 +176,11 @@ def squares(
         return torch.stack([zero if x is None else x.to(device) for x in each])
 
     total = stacked(sums)
+    # A handler of one process has no peers, and may have a mesh.
+    timeout = getattr(handler, "timeout", None) if handler.peers is None else handler.peers.timeout
     for mesh in dict.fromkeys(mesh for leaves in counted.values() for _, mesh in leaves if mesh is not None):
         cut = {s: _squares([x for x, over in leaves if over == mesh], by_row) for s, leaves in counted.items()}
-        total = total + _added(stacked(cut), mesh, getattr(handler, "timeout", None))
+        total = total + _added(stacked(cut), mesh, timeout)
     return total
 
 
@@ -187,15 +189,19 @@ def _added(sums: Tensor, mesh: DeviceMesh, timeout: float | None) -> Tensor:
 
     Raises:
         TransportError: a process of the mesh did not come in time.
+
+    A graph may hold the exchange, so it is one of tensors.
     """
     every = [torch.empty_like(sums) for _ in range(mesh.size())]
     work = dist.all_gather(every, sums, group=mesh.get_group(), async_op=True)
     try:
         work.wait() if timeout is None or sums.device.type != "cpu" else work.wait(timedelta(seconds=timeout))
     except RuntimeError as error:
+        from fpipe.handlers.distributed.connections import cause_of  # takes a while to import
+
         raise TransportError(
-            f"a process of {mesh} did not come to the norm of the gradients within timeout={timeout} s, or is gone "
-            f"({str(error).splitlines()[0]}): {HINT}"
+            f"rank {dist.get_rank()} could not reach all of processes {mesh.mesh.flatten().tolist()}, over which "
+            f"leaves are cut, at {PURPOSE} ({cause_of(error, timeout)}): {HINT}"
         ) from error
     return functools.reduce(torch.add, every)
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 import fpipe
 from fpipe import Placement, Plan, TransportError, handlers, interop, schedules, transforms
 from fpipe.stages.sharding import placed_alike
+from fpipe.training.norms import squares
 from tests.support import cases
 from tests.support.jobs import differences, handler
 from tests.support.shards import Replicated, mesh_of, whole
@@ -109,6 +110,7 @@ def missing(rank, done):
     """Only rank 0 comes a second time, while rank 1 is busy: how long it waited, and what it was told."""
     own, done = handlers.Distributed(timeout=2), Path(done)
     assert fpipe.global_norm({rank: torch.ones(8)}, ALONE, handler=own) == 4
+    cut = interop.shard({0: {"w": torch.ones(2)}}, mesh_of(2), {"w": [Shard(0)]})
     if rank:
         until = time.monotonic() + 50
         while not done.exists() and time.monotonic() < until:
@@ -119,12 +121,14 @@ def missing(rank, done):
         with pytest.raises(TransportError) as caught:
             fpipe.global_norm({rank: torch.ones(8)}, ALONE, handler=own)
         told.append(str(caught.value))
+    with pytest.raises(TransportError) as caught:
+        squares(cut, ALONE, own)
     done.touch()
-    return time.monotonic() - start, told
+    return time.monotonic() - start, [*told, str(caught.value)]
 
 
 def test_a_rank_that_does_not_come_is_an_error_within_the_timeout(fresh_pool, tmp_path):
-    (seconds, told), waited = fresh_pool(2).run(missing, str(tmp_path / "done"))
+    (seconds, (*told, of_pieces)), waited = fresh_pool(2).run(missing, str(tmp_path / "done"))
     assert waited
     assert 1.5 < seconds < 30
     for text in told:
@@ -132,6 +136,10 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_timeout(fresh_pool, tm
         assert "missing: [1]): every rank calls global_norm or clip_by_global_norm, after the same step" in text
         assert "\n" not in text
     assert "nothing came within timeout=2 s" in told[0]
+    assert of_pieces.startswith(
+        "rank 0 could not reach all of processes [0, 1], over which leaves are cut, at the norm of the gradients "
+        "(nothing came within timeout=2 s): every rank calls global_norm"
+    )
 
 
 WRONG = {
