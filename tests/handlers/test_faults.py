@@ -22,7 +22,7 @@ def test_what_must_agree_is_agreed_on(pools):
         assert "rank 0 and rank 1 were given different targets of equal shapes" in told["target"]
         for name in ("reduction", "weight"):
             assert "the ranks were given different options reduction= or weight=" in told[name]
-        assert "with different max_norm=" in told["captured max_norm"]
+        assert "different settings: max_norm= is 1.0 on rank 0 and 2.0 on rank 1" in told["captured max_norm"]
         assert "max_norm is 1.0 on rank 0 and 2.0 on rank 1" in told["max_norm"]
 
 

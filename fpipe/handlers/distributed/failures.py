@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
@@ -51,7 +52,6 @@ class Failures:
     def __init__(self, grid: Grid, store: Store) -> None:
         self.grid, self.rank, self.store = grid, grid.number, store
         self.jobs = JobStore(store, STORE_TIMEOUT)
-        self._pieces = JobStore(None, STORE_TIMEOUT).under("fpipe/pieces")
         self.name = grid.name(grid.number)
         self.ended: str | None = None
         self.epoch = self.calls = 0
@@ -78,6 +78,11 @@ class Failures:
                 if self.jobs.has(key) and (reason := self.jobs.get(key)):
                     return reason
         return None
+
+    @cached_property
+    def _pieces(self) -> JobStore:
+        """The reasons by group of the job's processes, whichever handler they belong to."""
+        return JobStore(None, STORE_TIMEOUT).under("fpipe/pieces")
 
     def spread(self, groups: Iterable[str]) -> None:
         """Write why this handler ends for the other processes of groups, which may be ranks of other handlers."""
