@@ -3,12 +3,12 @@
 Collectives inside of stages would mix the numbers of different batches, and wait for ever where one process refuses the
 step or its parameters differ. So before anything runs, each process writes descriptions of its arguments into the job's
 store, and reads those of the others: in the first step of a program, and in each in which one of them has other
-layouts, other values or an error. Whether one has is known from two numbers of each, which travel in every step.
+layouts, other values or an error. Whether one has is known from two numbers of each, which travel in every step. The
+values of params that every process has whole are compared in the first step alone.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ class StagePeers:
         groups: Sequence[Ranks],
         inputs: Inputs,
         layouts: object,
-        rows: Callable[[], Mapping[str, str]],
+        rows: Callable[[bool], Mapping[str, str]],
         error: Exception | None,
     ) -> None:
         """Wait until all processes can run the step.
@@ -58,7 +58,7 @@ class StagePeers:
         Args:
             groups: the processes, this one among them, along each dimension.
             layouts: is compared with that of the step before.
-            rows: returns the descriptions of the arguments, by name.
+            rows: returns the descriptions of the arguments, by name; given whether those have the values of params.
             error: keeps this process from the step.
 
         Raises:
@@ -68,14 +68,15 @@ class StagePeers:
         """
         has_news = error is not None or layouts != self._layouts
         for processes in groups:
-            if processes in self._links and not self._have_news(processes, has_news, _digest(inputs)):
+            is_first = processes not in self._links
+            if not is_first and not self._have_news(processes, has_news, _digest(inputs)):
                 continue
             try:
-                link = compare(processes, {} if error is not None else rows(), error)
+                link = compare(processes, {} if error is not None else rows(is_first), error)
             except StageError as difference:
                 error = error or difference
                 continue
-            if processes not in self._links:
+            if is_first:
                 self._link(processes, link)
         if error is not None:
             raise error
@@ -205,8 +206,12 @@ def options(pieces: DifferentiablePipeline) -> dict[str, object]:
     }
 
 
-def descriptions(step: Step, pieces: DifferentiablePipeline) -> dict[str, str]:
-    """Return the descriptions of a step's arguments, by name: of params without values, of the microbatches with."""
+def descriptions(step: Step, pieces: DifferentiablePipeline, has_values: bool = False) -> dict[str, str]:
+    """Return the descriptions of a step's arguments, by name, of the microbatches with values.
+
+    Args:
+        has_values: with digests of the values of params that are whole on every process.
+    """
     inputs = step.inputs
     rows = {f"the option {name}": repr(option) for name, option in options(pieces).items()}
     rows |= {name: repr(setting) for name, setting in contents.settings(inputs).items()}
@@ -223,6 +228,17 @@ def descriptions(step: Step, pieces: DifferentiablePipeline) -> dict[str, str]:
     for m, microbatch in enumerate(inputs.data):
         for name in ("batch", "target"):
             rows |= {f"{name}{path} of microbatch {m}": x for path, x in _values(getattr(microbatch, name))}
+    return rows | (_digests(step) if has_values else {})
+
+
+def _digests(step: Step) -> dict[str, str]:
+    """Return digests of the values of params that are whole on every process, by name."""
+    rows = {}
+    for stage, prepared in step.prepared.items():
+        for i, (path, leaf) in enumerate(zip(paths_of(prepared.spec), prepared.leaves, strict=True)):
+            place = prepared.placed.get(i)
+            if isinstance(leaf, Tensor) and (place is None or all(each.is_replicate() for each in place.placements)):
+                rows[f"the digest of the values of params[{stage}]{short(path)}"] = contents.digest(leaf)
     return rows
 
 
@@ -237,8 +253,4 @@ def _values(tree: object) -> Iterator[tuple[str, str]]:
         if not isinstance(leaf, Tensor):
             yield short(path), repr(leaf)
             continue
-        numbers = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        yield (
-            short(path),
-            f"{describe(leaf)} with values of digest {hashlib.blake2b(numbers, digest_size=4).hexdigest()}",
-        )
+        yield short(path), f"{describe(leaf)} with values of digest {contents.digest(leaf)}"

@@ -1,7 +1,7 @@
 """Numbers that stand for the arguments of a step: processes send each other theirs with every step, and compare them.
 
 Two processes that were given other values find it where a step of one meets another step of the other: the numbers of
-a batch hold some of its values. Nothing waits for a device.
+a batch hold some of its values. Nothing waits for a device, but for a digest, which is of all values.
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ def of_data(inputs: Inputs) -> list[int]:
         return [UNKNOWN, UNKNOWN]
     with aside():
         return [_number(flatten(tree)) for tree in (inputs.data[0].batch, inputs.data[0].target)]
+
+
+def digest(x: Tensor) -> str:
+    """Return a text for all values of a tensor; waits for its device. It is empty for those that can't be read."""
+    if x.layout is not torch.strided:
+        return ""
+    values = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return blake2b(memoryview(values.numpy()), digest_size=4).hexdigest()
 
 
 def _number(tree: Flat) -> int:

@@ -490,7 +490,7 @@ FAULTS = {
         ...,
         OTHERS
         + r"params\[1\]\['w'\] is float32\[8, 8\] in 2 shards along dimension 0 on replica 0 and float32\[8, 8\] in 2 "
-        "shards along dimension 1 on replica 1; their shapes, dtypes, shards and which of them are trained must be",
+        "shards along dimension 1 on replica 1; their shapes, dtypes, shards, which of them are trained and, in the",
     ),
     "another mesh": (
         ...,
@@ -503,6 +503,10 @@ FAULTS = {
     ),
     "other shapes": (..., OTHERS + r"params\[1\]\['more'\] is missing on replica 0 and float32\[3\] on replica 1;"),
     "other dtypes": (..., OTHERS + r"params\[1\]\['b'\] is float32\[8\] on replica 0 and float64\[8\] on replica 1;"),
+    "other values": (
+        ...,
+        OTHERS + r"the digest of the values of params\[1\]\['b'\] is \w+ on replica 0 and \w+ on rep",
+    ),
     "one frozen leaf": (
         ...,
         OTHERS.replace("of rank 1", "of rank 0")
@@ -533,7 +537,7 @@ FAULTS = {
 
 SOME = [
     *("a plain leaf", "not sharded", "few rows", "the ranks' mesh", "along another dimension", "another mesh"),
-    *("rows of one replica", "microbatches", "replicas", "a state"),
+    *("rows of one replica", "other values", "microbatches", "replicas", "a state"),
 ]
 
 

@@ -57,6 +57,7 @@ FAULTS = {
     "shape": TOGETHER + r"params\[1\]\['down'\] is float32\[16, 4\] placed .* on process 2 and float32\[32, 4\] placed",
     "dtype": TOGETHER + CUT + r"float64\[4, 16\] placed",
     "missing": TOGETHER + r"params\[1\]\['bias'\] is float32\[4\] placed .* on process 2 and missing on process 3",
+    "values": TOGETHER + r"the digest of the values of params\[1\]\['bias'\] is \w+ on process 2 and \w+ on process 3",
     "function": r"its collectives over ranks \[2, 3\] differ, so that the ranks would wait for each other for ever",
     "failing": r"rank 3, with which this one computes it, can't: .*KeyError|KeyError: 'none'",
     "heads": r"the outputs of up are cut over 2 processes, and are 1 head of 16, which 2 processes don't divide: ",

@@ -658,6 +658,8 @@ def wrong(rank, grid, fault):
         used = {**params, 1: {**params[1], "more": torch.ones(3)}}
     if fault == "other dtypes" and guilty:
         used = {**params, 1: {**params[1], "b": params[1]["b"].double()}}
+    if fault == "other values" and guilty:
+        used = {**params, 1: {**params[1], "b": params[1]["b"] + 1}}
     if fault == "one frozen leaf" and last:
         pipeline = fpipe.Pipeline([fpipe.Stage(stage.fn, frozen=["b"]) for stage in pipeline.stages], cases.mse)
     if fault == "few rows" and last:

@@ -237,6 +237,7 @@ WRONG = {  # by fault, what one process or all have instead: names of params, an
     "shape": {"up": torch.ones(4, 32), "down": torch.ones(32, 4)},
     "dtype": {"up": torch.ones(4, 16, dtype=torch.float64)},
     "missing": {"bias": None},
+    "values": {"bias": torch.ones(4)},
     "function": {"function": lambda params, x: layer(params, x @ params["up"] @ params["down"])},
     "failing": {"function": lambda params, x: layer(params, x) @ params["none"]},
     "heads": {"heads": (1, 16)},
@@ -245,7 +246,7 @@ WRONG = {  # by fault, what one process or all have instead: names of params, an
 
 TRACED = ("function", "failing", "heads")
 """Faults of functions, which are found when they are traced."""
-FIRST = (*TRACED, "reduction")
+FIRST = (*TRACED, "reduction", "values")
 """Faults that are found in a first step alone."""
 OF_COLUMNS = ("reduction", "autocast")
 """Faults of both ranks of a pipeline, which agree."""

@@ -119,7 +119,8 @@ class Channels:
         receipts: for each value received, how many of this rank's sends to its sender are then complete.
         stateful: some stage has state, so that values of a microbatch depend on those before it.
         replicas: gathers and scatters, where there are replicas.
-        digest: returns what every replica must have alike in this step.
+        digest: returns what every replica must have alike in this step, with values of params or without.
+        has_compared_values: a step has compared the values of params.
         early: receives that came before the end of the handshake, which is when they are posted; None after it.
         unposted: by rank, receives that wait for a signature: that of the first one.
         codecs: in the running step, by microbatch; those of values that belong to none are the last.
@@ -138,7 +139,8 @@ class Channels:
         self.connections, self.handshake, self.receipts = connections, handshake, receipts
         self.process = connections.grid.process
         self.replicas = None if replicas is None else replicas(self.agree)
-        self.digest: Callable[[], dict[str, str]] = dict
+        self.digest: Callable[[bool], dict[str, str]] = lambda has_values: {}
+        self.has_compared_values = False
         self.receives: dict[tuple[fx.Value, int], RecvRoute] = {}
         self.stateful = stateful
         self.step = 0
@@ -250,8 +252,8 @@ class Channels:
         if self.handshake.names != self.names:
             self._look_up(self.handshake.names)
         if self.replicas is not None and not self.known.is_compared:
-            self.handshake.compare(self.digest())
-            self.known.is_compared = True
+            self.handshake.compare(self.digest(not self.has_compared_values))
+            self.known.is_compared = self.has_compared_values = True
         for route in early:
             self._post(route)
 
@@ -284,7 +286,7 @@ class Channels:
     def clear(self) -> None:
         """Drop everything that refers to a step: a pending work would keep its connection open."""
         self.handshake.clear()
-        self.digest = dict
+        self.digest = lambda has_values: {}
         if self.replicas is not None:
             self.replicas.clear()
         self._clear()

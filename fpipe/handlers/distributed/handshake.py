@@ -378,7 +378,8 @@ class Handshake:
         if wrong := [rank for rank in range(ranks) if len(set(numbers[rank::ranks])) > 1]:
             raise self._rejected(
                 f"the replicas of rank {wrong[0]} were given different parameters{self._difference(wrong[0], digest)}; "
-                "their shapes, dtypes, shards and which of them are trained must be the same"
+                "their shapes, dtypes, shards, which of them are trained and, in the first step, their values must be "
+                "the same: make them from one seed, or load them"
             )
 
     def _difference(self, rank: int, digest: Mapping[str, str]) -> str:

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.autodiff.interface import Leaves
 from fpipe.errors import StageError
+from fpipe.handlers import contents
 from fpipe.handlers.calls import Step
 from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.grid import Grid
@@ -191,18 +192,25 @@ class ReplicaChannels:
     def _wrong(self, stage: int, message: str) -> StageError:
         return StageError(message, rank=self.connections.grid.rank, stage=stage)
 
-    def digest(self, step: Step) -> dict[str, str]:
-        """Return descriptions of the params, by name: they must be equal on this rank in all replicas."""
-        rows = {}
+    def digest(self, step: Step, has_values: bool) -> dict[str, str]:
+        """Return descriptions of the params, by name: they must be equal on this rank in all replicas.
+
+        Args:
+            has_values: with digests of the values of those that every replica has whole.
+        """
+        rows, values = dict[str, str](), dict[str, str]()
         for stage, prepared in step.prepared.items():
-            names = paths_of(prepared.spec)
+            names = [f"params[{stage}]{short(path)}" for path in paths_of(prepared.spec)]
             for i, layout in self.shards[stage].layouts.items():
                 dtype = str(layout.dtype).removeprefix("torch.")
                 pieces = "" if layout.dim is None else f" in {layout.shards} shards along dimension {layout.dim}"
                 experts = ", of each process's own experts" if layout.is_expert else ""
                 frozen = "" if i in prepared.trained else ", frozen"
-                rows[f"params[{stage}]{short(names[i])}"] = f"{dtype}{[*layout.shape]}{pieces}{experts}{frozen}"
-        return rows
+                rows[names[i]] = f"{dtype}{[*layout.shape]}{pieces}{experts}{frozen}"
+                if has_values and layout.dim is None and not layout.is_expert:
+                    digest = contents.digest(self.shards[stage].pieces[i])
+                    values[f"the digest of the values of {names[i]}"] = digest
+        return rows | values
 
     # Parameters
 
