@@ -99,7 +99,7 @@ def optimizer(
             (SparseAdam); or (in update) torch can't run it on DTensors (Adafactor).
         ValueError: (in update) grads or state differ in structure from params, a gradient differs in shape, dtype,
             device or placement from its parameter, or a value of the state in placement; or the state has masters, and
-            `master` is None.
+            `master` is None. Or `master` is narrower than float32.
 
     >>> init, update = optimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
     >>> params = {0: {"w": torch.tensor([1.0, 2.0])}}
@@ -113,6 +113,8 @@ def optimizer(
     """
     if master is not None and not (isinstance(master, torch.dtype) and master.is_floating_point):
         raise TypeError(f"master must be a floating-point dtype or None, not {master!r}")
+    if master is not None and master.itemsize < torch.float32.itemsize:
+        raise ValueError(f"master must be torch.float32 or wider, not {master}: masters keep what narrower params lose")
     if issubclass(kind, torch.optim.LBFGS):
         raise TypeError("LBFGS evaluates the loss itself, which a pure update can't")
     if issubclass(kind, torch.optim.SparseAdam):

@@ -45,13 +45,16 @@ def pack(lengths: Iterable[float], microbatches: int) -> list[list[int]]:
         lengths: of each sequence, in any unit.
 
     Raises:
-        ValueError: there are fewer sequences than microbatches, or a length is negative or not finite.
+        ValueError: there are fewer sequences than microbatches, or no microbatches, or a length is negative or not
+            finite.
 
     >>> pack([9, 2, 7, 4, 5, 3], microbatches=3)
     [[0, 1], [2, 5], [3, 4]]
     """
     each = _checked(lengths)
-    if not 1 <= microbatches <= len(each):
+    if microbatches < 1:
+        raise ValueError(f"microbatches must be at least 1, not {microbatches}")
+    if microbatches > len(each):
         raise ValueError(
             f"lengths: {counted(len(each), 'sequence')} can't fill {counted(microbatches, 'microbatch', 'es')}: each "
             "has at least one"

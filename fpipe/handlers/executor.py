@@ -231,9 +231,17 @@ class Executor:
             reads_batch = any(isinstance(read, Batch) for read in self.pipeline.stages[stage].inputs)
             if reads_batch and calls.step.inputs.data[m].batch is None:
                 hints.append("it reads the batch, which is None on this rank")
-            if "in-place operation" in str(error):
-                hints.append("a stage may not change its inputs: a first layer with inplace=True needs a clone")
             message += f" ({'; '.join(hints)})" if hints else ""
+            if "in-place operation" in str(error):
+                message = (
+                    "it writes in place to an input, as a first layer with inplace=True does, or to a parameter: pass "
+                    f"inplace=False, or write to a clone. {message}"
+                )
+            compute = self.pieces.precision.compute
+            if compute is not None and ("dtype" in str(error) or "scalar type" in str(error)):
+                message = (
+                    f"stages compute in {compute}, to which precision= casts params alone: cast the batch. {message}"
+                )
         if is_capturing():
             message += f". It is captured as a graph, and there nothing may wait for the device; or {UNCAPTURED}"
         return StageError(message, rank=self.rank, stage=stage, microbatch=m)

@@ -414,6 +414,8 @@ def _loss(loss_fn: Callable[..., Any] | None, output: Any, target: Any, has_aux:
         loss, aux = loss
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
         shape = f"{loss.dtype}{list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        hint = "; has_aux=True takes (loss, aux)" if isinstance(loss, tuple) else ""
+        hint = ""
+        if isinstance(loss, tuple):
+            hint = "; has_aux=True takes (loss, aux), which those of transforms.jvp, vmap and per_sample return too"
         raise TypeError(f"the loss must be a floating-point tensor without dimensions, not {shape}{hint}")
     return loss, aux

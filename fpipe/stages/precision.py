@@ -40,6 +40,11 @@ class Precision:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name} must be a floating-point dtype or None, not {dtype!r}")
+            if dtype is not None and dtype.itemsize < torch.float16.itemsize:
+                raise ValueError(
+                    f"{name} must be a dtype of at least 16 bits, not {dtype}: torch neither multiplies nor adds "
+                    "narrower ones without scales, which a stage may have of its own"
+                )
 
     def cast(self, leaf: Any) -> Any:
         """Return a leaf of the params as stages get it."""

@@ -316,7 +316,8 @@ def _settle_assigned(program: ExportedProgram) -> None:
 
 def _impure(spec: Any, names: Mapping[str, str], line: str) -> str:
     if spec.kind == OutputKind.USER_INPUT_MUTATION:
-        return f"forward writes in place to its argument {spec.target}{line}: write to a clone of it"
+        way_out = "pass inplace=False, or write to a clone of it"
+        return f"forward writes in place to its argument {spec.target}{line}: {way_out}"
     others = sorted(name for name, first in names.items() if first == names.get(spec.target) and name != spec.target)
     tied = f", which is tied to {', '.join(others)}," if others else ""
     return (

@@ -551,6 +551,17 @@ def test_what_a_first_stage_may_not_do(first, message, handler, autodiff):
         step(params, x, torch.ones(8, 4))
 
 
+@pytest.mark.parametrize("autodiff", ["auto", "eager"])
+def test_a_later_stage_may_not_write_to_its_input(autodiff):
+    stages = [nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))]
+    pipeline, params = interop.from_modules(stages, loss=mse)
+    plan = pipeline.plan(Placement.loop(2), 2)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff=autodiff)
+    message = r"stage 1, microbatch 0: it writes in place to an input, .*: pass inplace=False, or write to a clone"
+    with pytest.raises(StageError, match=message):
+        step(params, torch.ones(8, 4), torch.ones(8, 4))
+
+
 @each_kind
 def test_lazy_modules_are_run_first(cut):
     with pytest.raises(StageError, match=r"no shape is known yet of (1\.)?weight.*run the module once on an example"):

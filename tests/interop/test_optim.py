@@ -526,3 +526,5 @@ def test_masters_are_torchs_optimizer_on_float32_params(kind, options, donate):
 def test_a_master_must_be_of_a_floating_point_dtype():
     with pytest.raises(TypeError, match="master must be a floating-point dtype or None"):
         interop.optimizer(torch.optim.SGD, master=torch.int32)
+    with pytest.raises(ValueError, match=r"master must be torch\.float32 or wider, not torch\.bfloat16"):
+        interop.optimizer(torch.optim.SGD, master=torch.bfloat16)

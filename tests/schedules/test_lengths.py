@@ -73,7 +73,7 @@ def test_packs_are_about_equally_long(lengths, microbatches):
         (lambda: fpipe.by_length([1, -2]), "length 1 is -2: a length is a number of at least 0"),
         (lambda: fpipe.pack([1, float("nan")], 1), "length 1 is nan"),
         (lambda: fpipe.pack([1, 2], 3), "2 sequences can't fill 3 microbatches: each has at least one"),
-        (lambda: fpipe.pack([1, 2], 0), "2 sequences can't fill 0 microbatches"),
+        (lambda: fpipe.pack([1, 2], 0), "microbatches must be at least 1, not 0"),
     ],
 )
 def test_wrong_lengths(call, message):

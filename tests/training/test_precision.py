@@ -143,6 +143,19 @@ def test_shards_in_processes_train_as_one_process(pools, mode):
         assert text.startswith("microbatch 0: the loss is nan, and that of 3 others is not finite; the gradients of")
 
 
+@pytest.mark.parametrize("way", ["graph", "eager"])
+def test_a_batch_that_is_not_cast_and_dtypes_without_sums_are_refused(way):
+    pipeline = Pipeline([lambda p, x: x @ p], lambda y, t: y.float().square().mean())
+    plan, precision = pipeline.plan(Placement.loop(1), 2), fpipe.Precision(compute=torch.bfloat16)
+    options = {"handler": handlers.Local(), "precision": precision, **WAYS[way]}
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, **options)
+    with pytest.raises(fpipe.StageError, match=r"stages compute in torch\.bfloat16, .* params alone: cast the batch"):
+        step({0: torch.ones(4, 4)}, torch.ones(4, 4))
+    for name in ("compute", "reduce"):
+        with pytest.raises(ValueError, match=rf"{name} must be a dtype of at least 16 bits, not torch\.float8_e4m3fn"):
+            fpipe.Precision(**{name: torch.float8_e4m3fn})
+
+
 # Loss scales
 
 

@@ -12,8 +12,8 @@ from fpipe.errors import StageError
 from fpipe.stages.pytree import flatten
 
 INPUT_WRITTEN = (
-    "it writes in place to an input, which others read as well, as a first layer with inplace=True does: write to a "
-    "clone of it"
+    "it writes in place to an input, which others read as well, as a first layer with inplace=True does: pass "
+    "inplace=False, or write to a clone of it"
 )
 PARAMETER_WRITTEN = (
     "it writes in place to a parameter, as Embedding(max_norm=) does: every microbatch must read the same. Change it "
