@@ -44,7 +44,7 @@ def noting_host_draws(function: Callable[..., Any]) -> Iterator[Callable[[], boo
         *map(_access, _generators(function)),
     ]
     before = [pickle.dumps(get()) for get, _ in generators]
-    unseeded, randbits = [], bit_generator.randbits
+    unseeded, randbits = list[int](), vars(bit_generator)["randbits"]
 
     def drawn() -> bool:
         return bool(unseeded) or [pickle.dumps(get()) for get, _ in generators] != before
