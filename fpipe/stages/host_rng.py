@@ -11,6 +11,7 @@ import functools
 import pickle
 import random
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -44,13 +45,14 @@ def noting_host_draws(function: Callable[..., Any]) -> Iterator[Callable[[], boo
         *map(_access, _generators(function)),
     ]
     before = [pickle.dumps(get()) for get, _ in generators]
-    unseeded, randbits = list[int](), vars(bit_generator)["randbits"]
+    thread, unseeded, randbits = threading.get_ident(), list[int](), vars(bit_generator)["randbits"]
 
     def drawn() -> bool:
         return bool(unseeded) or [pickle.dumps(get()) for get, _ in generators] != before
 
     def noting(bits: int) -> Any:
-        unseeded.append(bits)
+        if threading.get_ident() == thread:
+            unseeded.append(bits)
         return randbits(bits)
 
     with patch.object(bit_generator, "randbits", noting):  # with which NumPy seeds what gets no seed
