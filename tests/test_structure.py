@@ -216,11 +216,11 @@ def names_cuda(node):
     return isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda")
 
 
-def test_cuda_is_named_by_devices_and_transports_alone():
+def test_cuda_is_named_by_devices_alone():
     """Everything else asks a `Device`, so that it runs on a fake one in the tests."""
     named = {name for name, tree in MODULES.items() if any(map(names_cuda, ast.walk(tree)))}
     assert "fpipe.devices.devices" in named
-    outside = {name for name in named if package_of(name) not in ("fpipe.devices", "fpipe.handlers.distributed")}
+    outside = {name for name in named if package_of(name) != "fpipe.devices"}
     assert outside == set()
 
 

@@ -5,6 +5,7 @@ from fpipe.devices.autocast import without_autocast as without_autocast
 from fpipe.devices.devices import Cpu as Cpu
 from fpipe.devices.devices import Cuda as Cuda
 from fpipe.devices.devices import all_generators as all_generators
+from fpipe.devices.devices import cuda_count as cuda_count
 from fpipe.devices.devices import current_device as current_device
 from fpipe.devices.devices import device_of as device_of
 from fpipe.devices.host_copy import HostCopy as HostCopy

@@ -100,6 +100,9 @@ class Cuda:
     def use(self) -> None:
         torch.cuda.set_device(self.torch_device)
 
+    def multiprocessors(self) -> int:
+        return int(torch.cuda.get_device_properties(self.torch_device).multi_processor_count)
+
     def event(self, timed: bool = False) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
@@ -131,6 +134,11 @@ def all_generators() -> list[torch.Generator]:
     return [torch.default_generator, *others]
 
 
+def cuda_count() -> int:
+    """Return the number of CUDA devices that this process sees; 0 with a torch without CUDA."""
+    return torch.cuda.device_count()
+
+
 def current_device() -> Device:
     """Return the current CUDA device if this process uses one, else the CPU."""
     return Cuda() if torch.cuda.is_initialized() else Cpu()  # type: ignore[no-untyped-call]
@@ -140,16 +148,25 @@ def device_of(device: torch.device | str | Device) -> Device:
     """Return the device of a torch.device; a `Device` as it is.
 
     Raises:
-        ValueError: fpipe does not know this type of device.
+        ValueError: fpipe does not know this type of device, or this process has no such device.
     """
     if not isinstance(device, torch.device | str):
         return device
     try:
-        kind = torch.device(device).type
+        wanted = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"{device!r} is no device: {error}") from error
-    if kind == "cuda":
+    if wanted.type == "cuda":
+        if (wanted.index or 0) >= cuda_count():
+            raise ValueError(f"there is no device {wanted}: {_visible()}")
         return Cuda(device)
-    if kind == "cpu":
+    if wanted.type == "cpu":
         return Cpu()
     raise ValueError(f"fpipe runs on the CPU and on CUDA devices, not on {device}")
+
+
+def _visible() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this torch is built without CUDA: install one with it, or use the CPU"
+    count = cuda_count()
+    return f"this process sees {count} CUDA device{'s' * (count != 1)} (CUDA_VISIBLE_DEVICES may hide others)"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe import Placement, Plan, handlers, lower
-from fpipe.devices import Cpu
+from fpipe.devices import Cpu, device_of
 from fpipe.effects import Recv, Send
 from fpipe.handlers.distributed.backends import DEADLOCKING, NCCL, NCCL_DTYPES, rounds, too_many
 from fpipe.programs.completions import send_completions
@@ -160,6 +160,12 @@ def test_an_environment_that_would_deadlock_is_refused(monkeypatch, name):
     assert re.match(f"{name}=1 makes .*: unset it", NCCL().check(Gpu(), 0, {(0, 1)}, 0, Owner()))
 
 
+def test_nccl_needs_a_gpu():
+    assert "rank 1: NCCL moves values between GPUs, and its handler is on cpu: pass Distributed(device='cuda')" in (
+        NCCL().check(Cpu(), 1, {(0, 1)}, 0, Owner())
+    )
+
+
 class Gpu(Cpu):
     torch_device = torch.device("cuda", 0)
 
@@ -197,6 +203,31 @@ def test_how_many_edges_a_gpu_can_have():
     assert too_many(8, 1, 4, 132, "32") is None
     assert "pass backend=NCCL(channels=4)" in too_many(8, 1, 8, 132, "32")
     assert "use a placement with fewer edges" in too_many(8, 1, 8, 16, "32")
+    assert too_many(16, 1, 1, 132, "64").endswith(
+        "would block compute: use a placement with fewer edges, or fewer handlers"
+    )
+    assert too_many(16, 1, 1, 132, "16").endswith(
+        ": set it to 32 before start, and use a placement with fewer edges, or fewer handlers"
+    )
+    for queues in ("abc", "0", "-4"):
+        assert f"CUDA_DEVICE_MAX_CONNECTIONS={queues}, which is no number from 1 to 32" in too_many(
+            2, 1, 4, 132, queues
+        )
+
+
+@pytest.mark.parametrize("channels", [0, -4])
+def test_a_transfer_needs_a_channel(channels):
+    with pytest.raises(ValueError, match=f"channels must be at least 1, not {channels}"):
+        NCCL(channels=channels)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_a_gpu_without_cuda_is_refused_by_name():
+    with pytest.raises(ValueError, match="there is no device cuda:0: this torch is built without CUDA"):
+        device_of("cuda:0")
+    case, schedule, plan = cases.make("linear", "gpipe", 2, 2)
+    with pytest.raises(ValueError, match="there is no device cuda:0"):
+        fpipe.value_and_grad(case.pipeline, schedule, plan, handler=handlers.Local(["cuda:0", "cpu"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.float32])

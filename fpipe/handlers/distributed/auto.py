@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from fpipe.devices import cuda_count, device_of
 from fpipe.errors.arguments import checked
 from fpipe.handlers.calls import NO_FUNCTIONS, Functions
 from fpipe.handlers.distributed.handler import Distributed
@@ -62,7 +63,7 @@ def _processes() -> int:
 def _init(device: torch.device) -> None:
     if device.type == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        torch.cuda.set_device(_local_rank() if device.index is None else device.index)
+        device_of(f"cuda:{_local_rank() if device.index is None else device.index}").use()
     backend = "nccl" if device.type == "cuda" else "gloo"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -79,7 +80,7 @@ def _local_rank() -> int:
     """Return the number of this process on its host; consecutive ranks share a host, with a device for each."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
-    return int(os.environ["RANK"]) % max(1, torch.cuda.device_count())
+    return int(os.environ["RANK"]) % max(1, cuda_count())
 
 
 def _destroy(group: dist.ProcessGroup | None) -> None:

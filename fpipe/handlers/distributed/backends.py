@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from fpipe.devices import Device
+from fpipe.devices import Cuda, Device
 from fpipe.errors.arguments import checked_class
 from fpipe.handlers.gloo import gloo_group
 
@@ -141,16 +141,28 @@ class NCCL:
     Args:
         channels: thread blocks of one transfer; each moves some 20 to 25 GB/s over NVLink. All edges of a rank together
             may take a quarter of the GPU.
+
+    Raises:
+        ValueError: there are no channels.
     """
 
     channels: int = DEFAULT_CHANNELS
     asynchronous = True
 
+    def __post_init__(self) -> None:
+        if self.channels < 1:
+            raise ValueError(f"channels must be at least 1, not {self.channels}")
+
     def check(self, device: Device, rank: int, edges: Collection[Edge], lanes: int, owner: Owner) -> str | None:
         for name, reason in DEADLOCKING.items():
             if os.environ.get(name, "0") not in ("", "0"):
                 return f"{name}={os.environ[name]} {reason}: unset it"
-        current = torch.cuda.current_device()
+        if device.torch_device.type != "cuda":
+            return (
+                f"rank {rank}: NCCL moves values between GPUs, and its handler is on {device.torch_device}: pass "
+                "Distributed(device='cuda'), or backend=Gloo()"
+            )
+        current = Cuda().torch_device.index
         if device.torch_device.index != current:
             return (
                 f"rank {rank}: its handler is on {device.torch_device}, and the current device is cuda:{current}: call "
@@ -158,7 +170,7 @@ class NCCL:
             )
         here = [owner for owner, (at, _) in _edges_of.items() if at == current and not owner.closed.is_set()]
         edges_of = {other: _edges_of[other][1] for other in here} | {owner: sum(rank in edge for edge in edges) + lanes}
-        units = torch.cuda.get_device_properties(device.torch_device).multi_processor_count
+        units = Cuda(device.torch_device).multiprocessors()
         queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
         why = too_many(sum(edges_of.values()), len(edges_of), self.channels, units, queues)
         if why is not None:
@@ -228,7 +240,7 @@ WITHOUT_WATCHDOG: Mapping[str, str] = {
 }
 """What a process group of NCCL reads when it is made, so that a failure stays an error of fpipe's own."""
 
-QUEUES = 8  # hardware queues of a process by default; at most 32
+QUEUES, MOST_QUEUES = 8, 32  # hardware queues of a process: by default, and at most
 _edges_of: weakref.WeakKeyDictionary[Owner, tuple[int, int]] = weakref.WeakKeyDictionary()
 """The device of each handler's connections, and how many edges this process has among them."""
 
@@ -253,14 +265,18 @@ in which receives would block compute: set it to 32 before start'
     >>> too_many(4, 1, 4, 132, "32"), too_many(2, 1, 4, 132, None)
     (None, None)
     """
-    streams, limit = 2 * (edges + handlers) + 2, min(int(queues), 32) if queues else QUEUES
+    limit = min(int(queues), MOST_QUEUES) if queues and queues.strip().isdecimal() else 0 if queues else QUEUES
+    if not limit:
+        return f"CUDA_DEVICE_MAX_CONNECTIONS={queues}, which is no number from 1 to 32: set it to 32 before start"
+    streams = 2 * (edges + handlers) + 2
     counted = f"{edges} edges" + (f" in {handlers} handlers" if handlers > 1 else "")
     if streams > limit:
-        fewer = ", or use a placement with fewer edges, or fewer handlers" if streams > 32 else ""
+        more = ["set it to 32 before start"] if limit < MOST_QUEUES else []
+        fewer = ["use a placement with fewer edges, or fewer handlers"] if streams > MOST_QUEUES else []
         return (
             f"{counted}, which with compute and results need {streams} streams, and CUDA_DEVICE_MAX_CONNECTIONS gives "
-            f"{limit} hardware queue{'s' * (limit != 1)}, in which receives would block compute: set it to 32 before "
-            f"start{fewer}"
+            f"{limit} hardware queue{'s' * (limit != 1)}, in which receives would block compute: "
+            f"{', and '.join(more + fewer)}"
         )
     if edges * channels > units // 4:
         fit = units // 4 // edges

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe import effects as fx
 from fpipe.autodiff.graph.collectives import WATCH
 from fpipe.autodiff.interface import DifferentiablePipeline
-from fpipe.devices import Device, aside, device_of, is_capturing
+from fpipe.devices import Device, aside, cuda_count, device_of, is_capturing
 from fpipe.errors import ScheduleError, StageError, TransportError
 from fpipe.errors.arguments import checked
 from fpipe.handlers.alike import notices_of, options
@@ -324,7 +324,7 @@ def _replica_dim(option: str, usual: str, name: str, replicas: DeviceMesh | None
 
 
 def _device(group: dist.ProcessGroup) -> str:
-    return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group) else "cpu"
+    return "cuda" if cuda_count() and "nccl" in dist.get_backend_config(group) else "cpu"
 
 
 class _CompiledProgram:
