@@ -40,13 +40,18 @@ CHECKS: dict[str, Check] = dict(
     [
         _check("a", 20, "machine", "always: versions, free memory, whether MPS is there"),
         _check("a", 40, "transport", "two processes on one GPU exchange equal bytes over NCCL"),
-        _check("a", 110, "local_bits", "every case under every schedule has the reference's bits, in one process"),
-        _check("a", 140, "nccl_bits", "so it has over NCCL, on 2 and 4 ranks, in two steps each", "transport"),
+        _check(
+            "a",
+            110,
+            "local_bits",
+            "cases under every schedule have the reference's bits, in one process, as many as there is time for",
+        ),
+        _check("a", 140, "nccl_bits", "so they have over NCCL, on 2 and 4 ranks, in two steps each", "transport"),
         _check(
             "a",
             60,
             "replica_bits",
-            "so it has with replicas, whole and sharded parameters, on 2 x 2 ranks",
+            "so they have with replicas, whole and sharded parameters, on 2 x 2 ranks",
             "transport",
         ),
         _check(
@@ -60,7 +65,7 @@ CHECKS: dict[str, Check] = dict(
             "a",
             60,
             "captured_bits",
-            "so it has as a CUDA graph, and as one for each piece, in one process and over NCCL",
+            "so they have as a CUDA graph, and as one for each piece, in one process and over NCCL",
         ),
         _check("a", 75, "large_messages", "8 MiB in each message, small buffers: no hang, equal bits", "transport"),
         _check("a", 25, "host_waits", "no step waits on the host for the device: plain, weighed, seeded"),
@@ -79,7 +84,12 @@ CHECKS: dict[str, Check] = dict(
         _check(
             "c", 60, "stolen_sms", "always: a GEMM's speed beside spinning blocks, and while a rank waits for a value"
         ),
-        _check("c", 150, "host_time", "host time is at most 10 % of device time at stages of 1 ms"),
+        _check(
+            "c",
+            150,
+            "host_time",
+            "host time of captured steps is at most 10 % of device time at stages of 1 ms; reported for others",
+        ),
         _check("c", 115, "autodiff", "fused and split backward meet the targets of benchmarks.autodiff"),
         _check("c", 45, "optim", "a donated update takes at most 1.05 of torch's time"),
         _check("c", 60, "memory", "the measured peak of a rank is within 2 % of verify's"),

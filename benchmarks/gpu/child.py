@@ -58,7 +58,7 @@ def _run(options: Any) -> None:
     except Skipped as reason:
         report.end("skipped", str(reason))
     else:
-        report.end("failed" if report.reasons else "passed", "; ".join(report.reasons[:3]))
+        report.end("failed" if report.reasons else "passed", "; ".join(report.reasons[:3] + report.notes))
     finally:
         setting.close()
 

@@ -123,6 +123,7 @@ def _each(setting: Setting, tasks: Sequence[tuple[Any, str, str]], differences: 
     for at, task in enumerate(tasks):
         if setting.report.over:
             setting.report.add(left_out=len(tasks) - at, first_left_out=" ".join(map(str, task)))
+            setting.report.note(f"{len(tasks) - at} of {len(tasks)} left out for time")
             break
         try:
             places = differences(*task)
@@ -177,7 +178,9 @@ def features(setting: Setting) -> None:
         pool = Ranks(partial(setting.pool, 2, job))
         for ask, arguments in _features():
             if setting.report.over:
-                setting.report.add(left_out=f"{job}: {ask.__name__} {arguments} and what follows")
+                left_out = f"{job}: {ask.__name__} {arguments} and what follows"
+                setting.report.add(left_out=left_out)
+                setting.report.note(f"left out for time: {left_out}")
                 return
             name = " ".join(map(str, (job, ask.__name__, *arguments)))
             with tempfile.TemporaryDirectory() as folder:

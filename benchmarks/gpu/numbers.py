@@ -36,7 +36,9 @@ def autodiff(setting: Setting) -> None:
     widths, dtypes = ((32,), (torch.float32,)) if setting.cpu else ((1024, 4096), (torch.float32, torch.bfloat16))
     for width, dtype, kind in product(widths, dtypes, backwards.STAGES):
         if setting.report.over:
-            setting.report.add(left_out=f"{kind}, width {width}, {dtype}, and what follows")
+            left_out = f"{kind}, width {width}, {dtype}, and what follows"
+            setting.report.add(left_out=left_out)
+            setting.report.note(f"left out for time: {left_out}")
             break
         row = _backward(kind, width, dtype, setting.device, seconds=0.2 if setting.cpu else 6.0)
         name = f"{kind}, width {width}, {str(dtype).removeprefix('torch.')}"

@@ -35,6 +35,7 @@ class Report:
         self.path, self.until = path, time.monotonic() + seconds
         self.figures: dict[str, Any] = {}
         self.reasons: list[str] = []
+        self.notes: list[str] = []
 
     @property
     def left(self) -> float:
@@ -59,6 +60,10 @@ class Report:
         """Let the check fail for a reason, and go on."""
         if not passes:
             self.reasons.append(reason)
+
+    def note(self, text: str) -> None:
+        """Put what the check did not do into its reason, also if it passes."""
+        self.notes.append(text)
 
     def end(self, result: str, reason: str) -> None:
         self._save({"result": result, "reason": reason, "figures": self.figures})

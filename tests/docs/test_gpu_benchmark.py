@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import driver, failures
+from benchmarks.gpu import correctness, driver, failures, host
+from benchmarks.gpu.blocks import Blocks
 from benchmarks.gpu.checks import CHECKS, PARTS, Check
 from benchmarks.gpu.driver import Options
 from benchmarks.gpu.setting import Ranks, Report, Setting
@@ -46,12 +47,13 @@ def alive(pid):
 
 
 def test_each_check_has_one_line_however_it_ends():
-    names = ("passing", "failing", "skipping", "crashing", "killed")
+    names = ("passing", "noting", "failing", "skipping", "crashing", "killed")
     lines = results({name: check(name) for name in names})
     assert all([*line] == FORM for line in lines.values())
-    assert [line["result"] for line in lines.values()] == ["passed", "failed", "skipped", "failed", "failed"]
+    assert [line["result"] for line in lines.values()] == ["passed", "passed", "failed", "skipped", "failed", "failed"]
     assert [lines[name]["reason"] for name in names] == [
         "",
+        "3 of 4 left out for time",
         "a quarter is too much",
         "this machine has no NVRTC",
         "ValueError: the check is broken (exit code 1)",
@@ -190,6 +192,27 @@ def test_a_check_passes_in_small(name):
         setting.close()
     assert report.reasons == []
     assert report.figures
+
+
+def test_cases_that_are_left_out_for_time_are_in_the_reason():
+    report = Report(None, 60.0)
+
+    def differences(*task):
+        report.until = time.monotonic()
+        return []
+
+    correctness._each(Setting(report, cpu=True), [(2, "linear", "gpipe")] * 3, differences)
+    assert (report.reasons, report.notes, report.figures["equal"]) == ([], ["2 of 3 left out for time"], 1)
+
+
+def test_the_hosts_share_of_captured_steps_is_limited():
+    blocks = Blocks(torch.device("cpu"), 32, 1, 8, torch.float32)
+    figures = {name: host._host_share(blocks, 2, capture) for name, capture in host.CAPTURES.items()}
+    assert all(0 < each["host_share"] <= 1 for each in figures.values())
+    report = Report(None, 60.0)
+    for shares in ((0.1, 0.1, 0.4), (0.2, 0.05, 0.4)):
+        host._gate(report, {name: {"host_share": s} for name, s in zip(host.CAPTURES, shares, strict=True)})
+    assert report.reasons == ["the host takes 20% of the device's time at 1 ms, captured"]
 
 
 @pytest.mark.parametrize("case", sample(failures.CASES, ("raises", "is killed in a replay", "is refused")))
