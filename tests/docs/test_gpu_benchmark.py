@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -154,6 +155,27 @@ def test_the_page_has_every_check():
     page = (ROOT / "docs" / "gpu.md").read_text()
     assert page.endswith("\n".join(["| --- | --- | --- | --- |", *rows, ""]))
     assert all(f"| `{key}` |" in page for key in FORM)
+
+
+def test_the_page_names_tests_checks_and_modules_that_exist():
+    rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \| (.*) \| no \|$", (ROOT / "docs" / "gpu.md").read_text(), re.M)
+    tests = {
+        name for path in ROOT.glob("tests/*/test_*.py") for name in re.findall(r"^def (\w+)", path.read_text(), re.M)
+    }
+    assert len(rows) > 30
+    for _, mended, on_the_cpu, on_a_gpu in rows:
+        assert set(re.findall(r"`(\w+)`", on_the_cpu)) <= tests
+        assert set(re.findall(r"`(\w+)`", on_a_gpu)) <= {*CHECKS}
+        assert all((ROOT / "fpipe" / name).exists() or (ROOT / name).exists() for name in _modules(mended))
+
+
+def _modules(text):
+    """The modules in a list of paths, of which one without a folder is in that of the one before."""
+    folder, modules = "", []
+    for path in re.findall(r"[\w/]+\.py", text):
+        folder = path.rpartition("/")[0] or folder
+        modules.append(f"{folder}/{path.rpartition('/')[2]}")
+    return modules
 
 
 MISSING = ("tensorboard", "typer", "rich", "pytest", "hypothesis", "transformers", "matplotlib")
