@@ -103,7 +103,9 @@ def test_other_models_are_right(pools, options):
 
 @pytest.mark.parametrize(
     ("operations", "cuts", "dims"),
-    [(dimension_jobs.OPERATIONS, range(3), range(-3, 3))] if ALL else [(dimension_jobs.SCANS, [1], [-2, -1, 1])],
+    [(dimension_jobs.OPERATIONS, range(3), range(-3, 3))]
+    if ALL
+    else [(dimension_jobs.SCANS, [1], [-2, -1, 1]), (dimension_jobs.LOSSES, [1], [0])],
     ids=len,
 )
 def test_operations_along_a_dimension_are_those_of_one_process(pools, operations, cuts, dims):

@@ -11,6 +11,7 @@ from fpipe.stages.sharding import Placed
 from tests.support.shards import mesh_of
 
 SHAPE = 4, 4, 4  # equal, so that a result that is cut along a wrong dimension fits
+TARGET = torch.linspace(0, 1, 64).view(SHAPE)
 ORDER, ROWS = torch.tensor([3, 0, 1, 2]), torch.tensor([1, 0])
 
 SCANS = {
@@ -64,6 +65,25 @@ OPERATIONS = SCANS | {
     "select_scatter": lambda x, d: x.select_scatter(x.select(d, 0) * 3, d, 1),
     "diagonal": lambda x, d: x.diagonal(0, d, (d + 1) % 3),
 }
+LOSSES = {
+    f"{name} {reduction}": lambda x, d, loss=loss, reduction=reduction: loss(x, TARGET, reduction=reduction)
+    for name, loss in {
+        "mse": F.mse_loss,
+        "l1": F.l1_loss,
+        "smooth l1": F.smooth_l1_loss,
+        "huber": F.huber_loss,
+        "logits": F.binary_cross_entropy_with_logits,
+        "binary": lambda x, target, reduction: F.binary_cross_entropy(x.sigmoid(), target, reduction=reduction),
+        "margin": F.soft_margin_loss,
+        "poisson": F.poisson_nll_loss,
+        "gaussian": lambda x, target, reduction: F.gaussian_nll_loss(x, target, target + 1, reduction=reduction),
+        "cross entropy": lambda x, target, reduction: F.cross_entropy(x, target.argmax(1), reduction=reduction),
+        "soft cross entropy": lambda x, target, reduction: F.cross_entropy(x, target, reduction=reduction),
+    }.items()
+    for reduction in ("mean", "sum", "none")
+}
+"""Losses of a cut tensor, which have no dimension."""
+OPERATIONS |= LOSSES
 
 
 def swept(rank, operations, cuts, dims):

@@ -29,6 +29,7 @@ from fpipe.autodiff.graph.signature import Untraceable
 
 aten = torch.ops.aten
 REPLICATE, HEADS, SUM = Replicate(), Shard(1), Partial()
+MEAN, ADDED = 1, 2  # reductions of a loss, as operators number them
 
 DRAWN_IN_PLACE = {
     aten.bernoulli_.float,
@@ -306,6 +307,18 @@ class PieceOperators:
         of_class: Tensor = self.local(weight, REPLICATE)[target.masked_fill(ignored, 0)]
         return of_class.masked_fill(ignored, 0)
 
+    # Other losses
+
+    def loss_backward(self, func: Any, *args: Any) -> Any:
+        """Divide the gradient of a mean by the number of all elements, where DTensor takes that of a piece."""
+        names = [each.name for each in func._schema.arguments]
+        each = dict(zip(names, args, strict=False))
+        is_cut = any(isinstance(x, DTensor) and x.placements[0] != REPLICATE for x in args[1:])
+        if not is_cut or each.get("reduction", MEAN) != MEAN:
+            return NotImplemented
+        each["grad_output"] = each["grad_output"] / each["self"].numel()
+        return func(**each | {"reduction": ADDED})
+
     # Attention on the CPU, which has no rule of DTensor's
 
     def attention(self, func: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
@@ -359,6 +372,11 @@ RULES: Mapping[Any, Callable[..., Any]] = {
     aten._log_softmax_backward_data.default: PieceOperators.log_softmax_backward,
     aten.nll_loss_forward.default: PieceOperators.nll_loss,
     aten.nll_loss_backward.default: PieceOperators.nll_loss_backward,
+    aten.mse_loss_backward.default: PieceOperators.loss_backward,
+    aten.smooth_l1_loss_backward.default: PieceOperators.loss_backward,
+    aten.huber_loss_backward.default: PieceOperators.loss_backward,
+    aten.binary_cross_entropy_backward.default: PieceOperators.loss_backward,
+    aten.soft_margin_loss_backward.default: PieceOperators.loss_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: PieceOperators.attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: PieceOperators.attention_backward,
 }
