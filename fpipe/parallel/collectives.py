@@ -6,20 +6,21 @@ graph. The gradients stand here: torch renames its functions, and registers grad
 A gradient is that of the sum of the losses of all processes, as over replicas. Where processes compute the same loss,
 as in tensor parallelism, use `copy` and `all_reduce(..., replicated=True)`: the f and g of Megatron-LM
 (https://arxiv.org/abs/1909.08053, section 3), `pvary` and `psum` of JAX.
+
+Of a tensor that other processes than those of the group place, as those of tensor parallelism do, the pieces travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-Group = dist.ProcessGroup | DeviceMesh | None
-"""The processes that take part: a process group, or one dimension of a DeviceMesh; None for this process alone."""
+from fpipe.parallel.group import Group, named, rank_in
+from fpipe.parallel.placed import over_pieces
 
 
 def all_reduce(x: Tensor, group: Group, *, replicated: bool = False) -> Tensor:
@@ -32,7 +33,7 @@ def all_reduce(x: Tensor, group: Group, *, replicated: bool = False) -> Tensor:
             process's own.
     """
     name, size = named(group)
-    return x if size == 1 else _call(_AllReduce, x, name, replicated)
+    return x if size == 1 else over_pieces(lambda y: _call(_AllReduce, y, name, replicated), x, group)
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
@@ -41,7 +42,7 @@ def copy(x: Tensor, group: Group) -> Tensor:
     The gradient is the sum of the processes' gradients.
     """
     name, size = named(group)
-    return x if size == 1 else _call(_Copy, x, name)
+    return x if size == 1 else over_pieces(lambda y: _call(_Copy, y, name), x, group)
 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -50,7 +51,9 @@ def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     All have one shape. The gradient is `reduce_scatter` of the processes' gradients.
     """
     name, size = named(group)
-    return x if size == 1 else _along(dim, lambda y: _call(_AllGather, y, name, size), x)
+    if size == 1:
+        return x
+    return over_pieces(partial(_along, dim, lambda y: _call(_AllGather, y, name, size)), x, group, dim)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -63,7 +66,9 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """
     name, size = named(group)
     _check_parts(x, dim, size)
-    return x if size == 1 else _along(dim, lambda y: _call(_ReduceScatter, y, name, size), x)
+    if size == 1:
+        return x
+    return over_pieces(partial(_along, dim, lambda y: _call(_ReduceScatter, y, name, size)), x, group, dim)
 
 
 def all_to_all(x: Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> Tensor:
@@ -78,10 +83,14 @@ def all_to_all(x: Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0)
     _check_parts(x, split_dim, size)
     if size == 1:
         return x
-    parts = _along(split_dim, lambda y: _call(_AllToAll, y, name, (y.shape[0] // size,) * size), x)
-    if split_dim % x.ndim == concat_dim % x.ndim:
-        return parts
-    return torch.cat(parts.chunk(size, split_dim), concat_dim)
+
+    def exchanged(x: Tensor) -> Tensor:
+        parts = _along(split_dim, lambda y: _call(_AllToAll, y, name, (y.shape[0] // size,) * size), x)
+        if split_dim % x.ndim == concat_dim % x.ndim:
+            return parts
+        return torch.cat(parts.chunk(size, split_dim), concat_dim)
+
+    return over_pieces(exchanged, x, group, split_dim, concat_dim)
 
 
 def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
@@ -92,25 +101,7 @@ def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
     name, size = named(group)
     if by % size == 0:
         return x
-    return _call(_Shift, x, name, rank_in(group), size, by % size)
-
-
-def group_of(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group."""
-    return group.get_group() if isinstance(group, DeviceMesh) else group
-
-
-def rank_in(group: Group) -> int:
-    """Return this process's rank in a group."""
-    return 0 if group is None else dist.get_group_rank(group_of(group), dist.get_rank())
-
-
-def named(group: Group) -> tuple[str, int]:
-    """Return a group's name, as operators take it, and the number of its processes."""
-    if group is None:
-        return "", 1
-    process_group = group_of(group)
-    return process_group.group_name, process_group.size()
+    return over_pieces(lambda y: _call(_Shift, y, name, rank_in(group), size, by % size), x, group)
 
 
 def _check_parts(x: Tensor, dim: int, size: int) -> None:

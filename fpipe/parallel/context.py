@@ -10,7 +10,7 @@ merged by the logarithms of their sums of exponentials.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import sqrt
 from typing import Any, cast
 
@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fpipe.parallel.collectives import Group, all_gather, named, rank_in, run_all_to_all, run_collective
+from fpipe.parallel.collectives import all_gather, run_all_to_all, run_collective
+from fpipe.parallel.group import Group, named, rank_in
+from fpipe.parallel.placed import check_apart, cut_apart_from, mesh_of, placed_like, replicated
 
 aten = torch.ops.aten
 Pair = tuple[Tensor, Tensor]
@@ -41,7 +43,8 @@ def attention(
     no mask but the causal one. Queries, keys and values are of this rank's tokens, in the order of `shard_sequence`.
 
     A graph has 2 all-gathers in the forward and 2 reduce-scatters in the backward, or with `ring` as many exchanges
-    with the neighbours as there are ranks, less one, and twice that plus one; the weight gradients have none.
+    with the neighbours as there are ranks, less one, and twice that plus one; the weight gradients have none. Of heads
+    that tensor parallelism cuts, each process attends with its own.
 
     Args:
         q: [batch, heads, tokens, width] of this rank's tokens; k and v likewise.
@@ -52,7 +55,8 @@ def attention(
             for the backward; else gather them all.
 
     Raises:
-        ValueError: tensors that do not fit, or, with `is_causal`, an odd number of tokens.
+        ValueError: tensors that do not fit, or, with `is_causal`, an odd number of tokens; or tensors that processes of
+            the group place.
     """
     name, size = named(group)
     if size == 1:
@@ -72,7 +76,33 @@ def attention(
     rank = rank_in(group)
     scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
     function = _Ring if ring else _Gathered
-    return cast(Tensor, function.apply(q, k, v, name, rank, size, is_causal, scale, heads))  # type: ignore[no-untyped-call]
+    rest = name, rank, size, is_causal, scale
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+        return cast(Tensor, function.apply(q, k, v, *rest, heads))  # type: ignore[no-untyped-call]
+
+    return _by_head(attended, q, k, v, heads, group)
+
+
+def _by_head(
+    function: Callable[[Tensor, Tensor, Tensor, int], Tensor], q: Tensor, k: Tensor, v: Tensor, heads: int, group: Group
+) -> Tensor:
+    """Apply a function to this process's heads or rows, where tensors are placed over processes beside the group's."""
+    mesh = mesh_of((q, k, v))
+    if mesh is None:
+        return function(q, k, v, heads)
+    check_apart(group, mesh)
+    if k.shape[1] % mesh.size():  # each process needs those of its queries
+        k, v, heads = _for_each_query_head(k, heads), _for_each_query_head(v, heads), 1
+    whole: Any = replicated(q, mesh)
+    placed = cut_apart_from(whole, {2, 3})
+    pieces = [
+        cast(Any, replicated(x, mesh))
+        .redistribute(placements=placed.placements)
+        .to_local(grad_placements=placed.placements)
+        for x in (placed, k, v)
+    ]
+    return placed_like(function(*pieces, heads), placed)
 
 
 def shard_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:

@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.parallel.collectives import Group, all_to_all
+from fpipe.parallel.collectives import all_to_all
+from fpipe.parallel.group import Group, named
+from fpipe.parallel.placed import check_apart, is_whole, mapped, mesh_of, on_each, replicated, whole
 from fpipe.stages.pytree import flatten, paths_of, short
 
 
@@ -37,6 +40,7 @@ class Routing(NamedTuple):
     probabilities: Tensor
 
 
+@on_each
 def route(logits: Tensor, k: int, *, renormalise: bool | None = None) -> Routing:
     """Choose the k most probable experts of each token, by the softmax of a router's outputs.
 
@@ -56,8 +60,8 @@ def route(logits: Tensor, k: int, *, renormalise: bool | None = None) -> Routing
     True
     """
     count = logits.shape[-1]
-    if not 1 <= k <= count:
-        raise ValueError(f"k must be between 1 and the number of experts, {count}, not {k}")
+    if not isinstance(k, int) or not 1 <= k <= count:
+        raise ValueError(f"k must be a whole number between 1 and the number of experts, {count}, not {k}")
     dtype = torch.promote_types(logits.dtype, torch.float32)
     probabilities = logits.reshape(-1, count).softmax(-1, dtype=dtype)
     weights, experts = probabilities.topk(k)
@@ -66,6 +70,7 @@ def route(logits: Tensor, k: int, *, renormalise: bool | None = None) -> Routing
     return Routing(experts, weights, probabilities)
 
 
+@on_each
 def balance_loss(routing: Routing) -> Tensor:
     """Return the load-balance loss of a router (Switch Transformer, equations 4 to 6).
 
@@ -79,6 +84,7 @@ def balance_loss(routing: Routing) -> Tensor:
     return len(share) * (share * routing.probabilities.mean(0)).sum()
 
 
+@on_each
 def dropped(routing: Routing, capacity_factor: float | None) -> Tensor:
     """Return the share of the choices that are beyond the capacity of their expert: a number from 0 to 1.
 
@@ -113,6 +119,8 @@ def mixture_of_experts(
         routing: of the same tokens.
         group: the processes over which the experts are spread in equal numbers, in their order: a process group, or a
             dimension of a DeviceMesh. Each has as many tokens, and calls the function. None: all experts are here.
+            Where the stage's params are placed over other processes, as those of tensor parallelism are, each of these
+            computes the same; with params of experts that are cut, its part.
         capacity_factor: by how much an expert's slots exceed its share of the choices; None for as many slots as
             tokens, so that none is dropped.
 
@@ -121,7 +129,8 @@ def mixture_of_experts(
 
     Raises:
         ValueError: the experts can't be spread over the group in equal numbers, params have other experts than these,
-            routing is of other tokens, or the capacity is not positive.
+            routing is of other tokens, the capacity is not positive, or the function returns other shapes.
+        TypeError: group is neither, or the function returns no tensor.
 
     >>> experts = torch.tensor([1.0, 10.0]).view(2, 1, 1)  # each multiplies by a number
     >>> x = torch.tensor([[1.0], [2.0]])
@@ -130,21 +139,49 @@ def mixture_of_experts(
     tensor([[ 1.],
             [20.]])
     """
-    inputs = x.reshape(-1, x.shape[-1])
+    mesh = mesh_of(x, routing, params)
+    if mesh is None:
+        return _mixture(function, params, x, routing, group, capacity_factor)
+    check_apart(group, mesh)
+    function, params = _on_each_process(function, params, mesh)
+    return replicated(_mixture(function, params, whole(x), mapped(whole, routing), group, capacity_factor), mesh)
+
+
+def _on_each_process(
+    function: Callable[[Any, Tensor], Tensor], params: Any, mesh: DeviceMesh
+) -> tuple[Callable[[Any, Tensor], Tensor], Any]:
+    """Return a function of a tensor that each process of a mesh has whole, and its params."""
+    if all(map(is_whole, flatten(params).leaves)):
+        return function, mapped(whole, params)
+    return lambda params, sent: whole(function(params, replicated(sent, mesh))), params
+
+
+def _mixture(
+    function: Callable[[Any, Tensor], Tensor],
+    params: Any,
+    x: Tensor,
+    routing: Routing,
+    group: Group,
+    capacity_factor: float | None,
+) -> Tensor:
+    inputs = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     _check(params, inputs, routing, group)
     capacity, (tokens, k) = _capacity(routing, capacity_factor), routing.experts.shape
     slots = _slots(routing, capacity)
-    rows = routing.probabilities.shape[-1] * capacity
+    count = routing.probabilities.shape[-1]
+    rows = count * capacity
     # One more row is for all choices beyond the capacity. Each other one is written and read at most once: the sums of
     # gradients have one term in both directions, and no order.
     filled = inputs.new_zeros(rows + 1, inputs.shape[1]).index_copy(0, slots, inputs.repeat(k, 1))
-    sent = filled[:rows].view(-1, capacity, inputs.shape[1])
-    outputs = function(params, sent if group is None else all_to_all(sent, group, 0, 1))
-    returned = (outputs if group is None else all_to_all(outputs, group, 1, 0)).reshape(rows, -1)
+    sent = filled[:rows].view(count, capacity, inputs.shape[1])
+    received = sent if group is None else all_to_all(sent, group, 0, 1)
+    outputs = function(params, received)
+    _check_outputs(outputs, received)
+    returned = (outputs if group is None else all_to_all(outputs, group, 1, 0)).reshape(rows, outputs.shape[-1])
     has_slot = slots < rows
     weights = torch.where(has_slot, routing.weights.t().flatten(), 0).to(returned.dtype)
     terms = returned.index_select(0, torch.where(has_slot, slots, 0)) * weights.unsqueeze(1)
-    return terms.view(k, tokens, -1).sum(0).view(*x.shape[:-1], -1)
+    return terms.view(k, tokens, terms.shape[1]).sum(0).view(*x.shape[:-1], terms.shape[1])
 
 
 def _load(routing: Routing) -> Tensor:
@@ -158,8 +195,10 @@ def _capacity(routing: Routing, factor: float | None) -> int:
     tokens, k = routing.experts.shape
     if factor is None:
         return tokens
-    if not factor > 0:
-        raise ValueError(f"capacity_factor must be positive, or None to drop nothing, not {factor}: 1.25 is usual")
+    if not 0 < factor < math.inf:
+        raise ValueError(
+            f"capacity_factor must be positive and finite, or None to drop nothing, not {factor}: 1.25 is usual"
+        )
     return min(math.ceil(factor * k * tokens / routing.probabilities.shape[-1]), tokens)
 
 
@@ -173,8 +212,18 @@ def _slots(routing: Routing, capacity: int) -> Tensor:
     return torch.zeros_like(slots).scatter(0, order, slots)
 
 
+def _check_outputs(outputs: object, inputs: Tensor) -> None:
+    if not isinstance(outputs, Tensor):
+        raise TypeError(f"function must return a tensor [experts here, slots, width], not {type(outputs).__name__}")
+    if outputs.ndim != 3 or outputs.shape[:2] != inputs.shape[:2]:
+        raise ValueError(
+            f"function returned a tensor of shape {[*outputs.shape]} for inputs of shape {[*inputs.shape]}: it must be "
+            f"of shape [{inputs.shape[0]}, {inputs.shape[1]}, width], with an output of each expert for each slot"
+        )
+
+
 def _check(params: Any, inputs: Tensor, routing: Routing, group: Group) -> None:
-    count, size = routing.probabilities.shape[-1], 1 if group is None else group.size()
+    count, size = routing.probabilities.shape[-1], named(group)[1]
     if len(routing.experts) != len(inputs):
         raise ValueError(f"x has {len(inputs)} tokens, and routing is of {len(routing.experts)}: route the same tokens")
     if count % size:

@@ -243,6 +243,10 @@ class Layout:
                 "the mesh that is passed to the handler"
             )
         placed = Placed.of(leaf, replicas)
+        if placed is not None and own is not None:  # the stage reads this process's experts
+            at_experts: int = leaf.placements[own].dim  # type: ignore[attr-defined]
+            own_shape = [size // (mesh.size(own) if at == at_experts else 1) for at, size in enumerate(leaf.shape)]
+            placed = placed._replace(shape=torch.Size(own_shape), stride=_dense(torch.Size(own_shape), leaf.stride()))
         if not cut:
             return cls(
                 piece.shape, _dense(piece.shape, leaf.stride()), piece.dtype, placed=placed, is_expert=own is not None
