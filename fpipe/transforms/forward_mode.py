@@ -48,7 +48,8 @@ def hvp(pipeline: Pipeline, *, has_aux: bool = False) -> Pipeline:
 
     With the vector as the params' tangents, `step(dual(params, vector), batch, target)` returns the loss, and as the
     gradient of each param `Dual(Hv, gradient)`, of the batch's loss: `primals(grads)` has the products, and
-    `tangents(grads)` the gradients. It takes the time and memory of differentiating twice as many values.
+    `tangents(grads)` the gradients; both are None for a frozen param. It takes the time and
+    memory of differentiating twice as many values.
 
     Args:
         has_aux: the pipeline's loss returns `(loss, aux)`.

@@ -247,3 +247,13 @@ def test_no_optimizer_takes_hessian_vector_products():
     sgd = interop.optimizer(torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match=r"its gradients are Dual\(Hv, gradient\). Take value_and_grad"):
         fpipe.train_step(pipeline, "1f1b", pipeline.plan(Placement.loop(1), 1), sgd, handler=handlers.Local())
+
+
+def test_the_product_of_a_frozen_param_is_none():
+    pipeline = Pipeline([lambda p, x: x * p, lambda p, x: x * p], loss=cases.mse)
+    params = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}
+    twin = transforms.hvp(pipeline.freeze(params, lambda path, p: path[0] == 0))
+    step = fpipe.value_and_grad(twin, schedules.gpipe, twin.plan(Placement.loop(2), 2), handler=handlers.Local())
+    _, grads = step(transforms.dual(params, params), torch.ones(4), torch.zeros(4))
+    assert (transforms.primals(grads)[0], transforms.tangents(grads)[0]) == (None, None)
+    assert transforms.tangents(grads)[1] == 24  # of (p q)^2 by q: 2 p^2 q
