@@ -53,6 +53,8 @@ def rows(
     """
     if not 0 <= replica < replicas:
         raise ValueError(f"replica must be one of 0 to {replicas - 1}, not {replica}")
+    if microbatches < 1:
+        raise ValueError(f"microbatches must be at least 1, not {microbatches}")
     if step < 0:
         raise ValueError(f"step must be at least 0, not {step}")
     if size < 1 or (drop_last and batch > size):

@@ -260,8 +260,12 @@ def uncapturable(error: CaptureError, **place: Any) -> StageError:
     Args:
         place: rank, stage and microbatch, as far as they are known.
     """
-    line = user_line(traceback.extract_tb(error.__traceback__)) or user_line(error.traced or ())
-    return StageError(f"it can't be captured: {error}{line}; or {UNCAPTURED}", **place)
+    return StageError(f"it can't be captured: {error}{line_of(error)}; or {UNCAPTURED}", **place)
+
+
+def line_of(error: CaptureError) -> str:
+    """Return the line of the user's code that can't be captured, as the end of a sentence; "" if it is not known."""
+    return user_line(traceback.extract_tb(error.__traceback__)) or user_line(error.traced or ())
 
 
 def _keys(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Iterable[Hashable]:

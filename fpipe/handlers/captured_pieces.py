@@ -36,7 +36,7 @@ from fpipe.devices.memory import copied, copy, empty_as, given_back_after, in_me
 from fpipe.devices.tape import Trial
 from fpipe.errors import StageError
 from fpipe.errors.tracebacks import warn
-from fpipe.handlers.captured import UNCAPTURED, common_device, kernels
+from fpipe.handlers.captured import UNCAPTURED, common_device, kernels, line_of
 from fpipe.handlers.gradients import Sum
 from fpipe.stages.cuts import cuts_of
 from fpipe.stages.microbatch import Microbatch
@@ -157,7 +157,7 @@ class CapturedStage:
             outputs, new_state = run.forward(inputs.leaves, self.seed.value)
             known.note_use()
         except (CaptureError, Untraceable) as error:
-            self._refuse(str(error))
+            self._refuse(f"{error}{line_of(error) if isinstance(error, CaptureError) else ''}")
             return self._as_it_is(prepared, state, sources, data, keep)
         return outputs, run, new_state
 

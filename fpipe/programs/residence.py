@@ -37,7 +37,7 @@ class Residence:
             and gathers. By default it is posted as early as there is room.
 
     Raises:
-        ScheduleError: the limit is not positive.
+        ScheduleError: the limit is not positive, or a size is no number of bytes.
 
     >>> Residence(8e9, sizes=[5e9, 2e9, 2e9, 4e9])
     Residence(limit=8000000000.0, sizes=(5000000000.0, 2000000000.0, 2000000000.0, 4000000000.0), costs=None)
@@ -51,6 +51,9 @@ class Residence:
         object.__setattr__(self, "sizes", tuple(self.sizes))
         if self.limit is not None and not self.limit > 0:
             raise ScheduleError(f"resident must be at least 1 stage, or some bytes, not {self.limit!r}")
+        for stage, size in enumerate(self.sizes):
+            if not 0 <= size < inf:
+                raise ScheduleError(f"the size of stage {stage} must be a number of bytes, not {size!r}")
 
     def __str__(self) -> str:
         if self.limit is None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from fpipe import Stage, policies
+import fpipe
+from fpipe import Pipeline, Placement, Stage, handlers, policies, schedules
 from fpipe.autodiff.traced import Traced
 from tests.support.combinations import examples
 from tests.support.oracle import differences, oracle, run, seeded, seeds_of
@@ -151,3 +153,21 @@ def test_random_graphs_have_eagers_bits(steps, results, wanted, policy, dropped)
             seeded(m)
             assert differences(run(piece, prepared, example, seeds, split), expected) == []
             assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_stage_that_seeds_itself_is_not_traced(forks):
+    def seeds_itself(p, x):
+        with torch.random.fork_rng(enabled=forks):
+            torch.manual_seed(3)
+            return x * p + torch.rand(4)
+
+    pipeline = Pipeline([seeds_itself, lambda p, x: x * p], loss=lambda y, t: (y - t).square().mean())
+    plan, params, x = pipeline.plan(Placement.loop(2), 2), dict.fromkeys(range(2), torch.ones(4)), torch.ones(4, 4)
+    traced, eager = (
+        fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff=autodiff)
+        for autodiff in ("auto", "eager")
+    )
+    with pytest.warns(UserWarning, match="stage 0 .*eager.*seeds or restores the global generator"):
+        loss, _ = traced(params, x, x, rng=(0, 0))
+    assert torch.equal(loss, eager(params, x, x, rng=(0, 0))[0])

@@ -244,6 +244,8 @@ def test_a_stage_that_cannot_be_captured_runs_as_it_is_and_says_so_once():
     with pytest.warns(UserWarning, match="stage 1 runs without graphs: it reads a tensor on the host") as told:
         assert same(0)
     assert len(told) == 1
+    assert "test_captured_pieces.py" in str(told[0].message)
+    assert "return F.dropout(x * p, 0.5) if x.sum() > 0" in str(told[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert all(map(same, range(1, 6)))

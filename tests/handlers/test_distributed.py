@@ -239,6 +239,18 @@ def test_every_dtype_travels_over_nccl(dtype):
     assert torch.equal(message.view(dtype).view(torch.uint8), x.view(torch.uint8))
 
 
+@pytest.mark.parametrize("option", ["timeout", "compute_timeout"])
+def test_a_time_limit_is_positive(option):
+    for limit in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match=f"{option} must be more than 0 seconds, not {limit}"):
+            handlers.Distributed(**{option: limit})
+
+
+def test_one_process_refuses_a_device_that_torch_does_not_know():
+    with pytest.raises(ValueError, match="'foo' is no device"):
+        handlers.auto("foo")
+
+
 def test_the_handler_says_when_torch_distributed_is_not_set_up():
     with pytest.raises(fpipe.TransportError, match="torchrun"):
         handlers.Distributed()

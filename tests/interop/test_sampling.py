@@ -59,6 +59,7 @@ def test_what_is_returned_is_the_callers():
         ({"step": -1}, "step must be at least 0, not -1"),
         ({"batch": 1}, "a batch of size 1 is too small for 2 replicas with a row each"),
         ({"batch": 4, "microbatches": 3}, "a batch of size 4 is too small for 2 replicas with 3 microbatches each"),
+        ({"microbatches": 0}, "microbatches must be at least 1, not 0"),
         ({"batch": 4, "size": 9, "drop_last": False}, "the last batch of an epoch has size 1, .*take drop_last=True"),
         ({"batch": 11}, "a dataset of size 10 is no whole batch of 11: take a smaller one, or drop_last=False"),
         ({"size": 0, "drop_last": False}, "a dataset of size 0 is no whole batch of 4"),

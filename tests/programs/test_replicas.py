@@ -121,6 +121,12 @@ def test_a_limit_in_bytes():
         residence(programs, Residence(29, [10, 30, 20, 10]))
 
 
+@pytest.mark.parametrize("size", [-1, float("nan"), float("inf")])
+def test_sizes_are_numbers_of_bytes(size):
+    with pytest.raises(ScheduleError, match=f"the size of stage 1 must be a number of bytes, not {size}"):
+        Residence(30, [10, size])
+
+
 def test_a_gather_ahead_is_as_late_as_hides_it():
     """Looped BFS on one rank runs F0 F0 F1 F1 B1 B1 B0 B0; the numbers are those of the computes before a gather."""
     plan, costs = looped(1, 2, 2), Costs(forward=1, backward=3, gather=1.5)

@@ -294,7 +294,7 @@ class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, env: ShapeEnv | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.env = env
-        self.seeds: dict[torch.Generator, int] = {}
+        self.seeds = {generator: generator.initial_seed() for generator in all_generators()}
         self.backward = False
         self.communicates = False
 
@@ -339,7 +339,7 @@ class _Annotator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _draw(self, generator: torch.Generator) -> None:
         seed = generator.initial_seed()
-        if not self.backward and self.seeds.setdefault(generator, seed) != seed:
+        if not self.backward and self.seeds.setdefault(generator, seed) != seed:  # CUDA's may have begun since
             raise Untraceable(RESEEDS)
         self.annotate(draw=(generator.device, seed))
         self.seeds[generator] = _next(seed)

@@ -42,16 +42,28 @@ def auto(
         timeout, compute_timeout: of `Distributed`.
         functions: of either.
 
+    Raises:
+        ValueError: there is no such device, or a time limit is not positive.
+
     >>> from fpipe import Pipeline, Placement
     >>> handler = auto()
     >>> handler, handler.rank, handler.is_first
     (Local(), 0, True)
     """
     if _processes() == 1:
+        if isinstance(device, str):
+            _checked_name(device)
         return Local(functions=functions)
     if not dist.is_initialized():
         _init(torch.device(device or torch.get_default_device().type))
     return Distributed(device=device, timeout=timeout, compute_timeout=compute_timeout, functions=functions)
+
+
+def _checked_name(device: str) -> None:
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{device!r} is no device: {error}") from error
 
 
 def _processes() -> int:

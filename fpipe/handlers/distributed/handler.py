@@ -94,7 +94,8 @@ class Distributed:
     `value_and_grad` and `evaluate` connect the ranks: every rank calls them, in the same order.
 
     Raises:
-        ValueError: the replicas have no dimension for the experts.
+        ValueError: the replicas have no dimension for the experts; a time limit is not positive; there is no such
+            device.
         ScheduleError: (by them) the group's size is not the plan's, or ranks have different programs.
         TransportError: (by them, and in a step) a peer failed; names it, its reason, and the value waited for. The next
             step may go on, unless a rank is lost. Or (by them) a GPU can't run so many edges, or an environment
@@ -116,6 +117,9 @@ class Distributed:
         backend: Backend | None = None,
         functions: Functions = NO_FUNCTIONS,
     ) -> None:
+        for name, limit in {"timeout": timeout, "compute_timeout": compute_timeout}.items():
+            if not limit > 0:
+                raise ValueError(f"{name} must be more than 0 seconds, not {limit!r}")
         self.functions = functions
         self.group = process_group(group)
         self.rank, self.timeout = dist.get_rank(self.group), timeout
