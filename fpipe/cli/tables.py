@@ -21,6 +21,7 @@ from fpipe.effects import Effect, parts
 from fpipe.plan import Plan
 from fpipe.programs.footprint import RankBytes
 from fpipe.programs.verifier import Report
+from fpipe.tables import LANES
 from fpipe.tables import Table as Effects
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.labels import drawn_rows, label
@@ -106,6 +107,8 @@ def _size(nbytes: float | None) -> str:
 def gantt(timeline: Timeline, console: Console, scale: float | None = None) -> Group:
     """Draw the lanes of all ranks to scale, with the share of the makespan that each rank is idle.
 
+    Gathers and scatters that take time have a lane of their own below that of the rank.
+
     Args:
         scale: columns for one unit of time; by default at least one for the shortest effect. Lanes wider than the
             console continue in further blocks below.
@@ -118,8 +121,15 @@ def gantt(timeline: Timeline, console: Console, scale: float | None = None) -> G
     room = max(10, console.width - len(margins[0]))
     limit = inf if scale else _MAX_BLOCKS * room
     scale = scale or _fitting(timeline, room)
-    cells = [list(_first(lane(timeline, rank, scale, letters=not colours), limit)) for rank in ranks]
-    lanes = [_row(row, " " if colours else "-", timeline) for row in cells]
+    tracks = ["compute", *timeline.drawn_lanes]
+    margins = [m for own in margins for m in (own, *(f"{t}  ".rjust(len(own)) for t in timeline.drawn_lanes))]
+    cells = [
+        list(_first(lane(timeline, rank, scale, letters=not colours, track=track), limit))
+        for rank in ranks
+        for track in tracks
+    ]
+    empty = [".", *" " * len(timeline.drawn_lanes)] * len(ranks)
+    lanes = [_row(row, " " if colours else "-", timeline, idle) for row, idle in zip(cells, empty, strict=True)]
     columns = len(lanes[0])
     block = max(1, ceil(columns / ceil(columns / room))) if columns else 1
     lines = []
@@ -183,11 +193,11 @@ def _axis(at: int, columns: int, scale: float) -> str:
     return axis
 
 
-def _row(cells: Iterable[Cell], filling: str, timeline: Timeline) -> Text:
+def _row(cells: Iterable[Cell], filling: str, timeline: Timeline, idle: str) -> Text:
     row = Text(no_wrap=True, end="")
     for cell in cells:
         if cell.effect is None:
-            row.append("." * cell.columns, "dim")
+            row.append(idle * cell.columns, "dim")
         else:
             row.append(cell.label.ljust(cell.columns, filling), _style(cell.effect, timeline))
     return row
@@ -204,7 +214,7 @@ def _legend(cells: Sequence[Cell], colours: bool, timeline: Timeline) -> Text:
     kinds = {type(cell.effect) for cell in cells if cell.effect}
     labels = {cell.label for cell in cells}
     legend = Text()
-    for kind, look in drawn_rows(timeline.table).items():
+    for kind, look in drawn_rows(timeline.table, ("compute", *LANES)).items():
         if kind in kinds:
             legend.append("  " if colours else look.letter, f"#000000 on {look.colour}")
             legend.append(f" {look.label}  ")

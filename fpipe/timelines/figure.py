@@ -26,7 +26,7 @@ from fpipe._format import format_bytes, number, sized
 from fpipe.costs import Costs
 from fpipe.effects import Effect, parts
 from fpipe.plan import Plan
-from fpipe.tables import Table
+from fpipe.tables import LANES, Table
 from fpipe.timelines.labels import drawn_rows, shade, text
 from fpipe.timelines.spans import Gap, Span
 
@@ -51,6 +51,7 @@ _STYLE: dict[Any, Any] = {
 _DIGIT = 0.065  # inches across a digit of a label
 _MARGINS = 1.2  # inches left and right of the lanes
 _MAX_LABELS = 5000
+_HALF, _THIN = 0.42, 0.12  # of the height of a rank: half of what is drawn in it, and a lane beside compute
 _EDGE = 0.5  # points: width of the white edge of a box; none for narrow boxes, which it would hide
 
 
@@ -65,7 +66,10 @@ class Drawable(Protocol):
     def start(self) -> float: ...
     @property
     def makespan(self) -> float: ...
+    @property
+    def drawn_lanes(self) -> tuple[str, ...]: ...
     def compute(self, rank: int, /) -> Iterator[Span]: ...
+    def beside(self, rank: int, track: str, /) -> Iterator[Span]: ...
     def gaps(self, rank: int, /) -> Iterator[Gap]: ...
     def memory(self, rank: int, /) -> list[tuple[float, float]]: ...
     def in_flight(self, rank: int, /) -> list[tuple[float, float]]: ...
@@ -92,11 +96,12 @@ def _write(timeline: Drawable, file: pathlib.Path | io.StringIO, suffix: str, ti
 def figure(timeline: Drawable, title: str = "") -> Figure:
     """Return the figure, for a notebook or for manual changes.
 
-    The lanes are each rank's compute, the number of idle ranks by cause, and each rank's memory: in bytes if the
-    timeline's costs have sizes, otherwise in microbatches in flight.
+    The lanes are each rank's compute, below it thin ones of its gathers and scatters where these take time, the number
+    of idle ranks by cause, and each rank's memory: in bytes if the timeline's costs have sizes, otherwise in
+    microbatches in flight.
     """
     ranks = timeline.plan.ranks
-    width, height = _width(timeline), min(9.0, max(1.0, 0.3 * ranks))
+    width, height = _width(timeline), min(9.0, max(1.0, (0.3 + _THIN * len(timeline.drawn_lanes)) * ranks))
     result = Figure(figsize=(width, height + 3.0), layout="constrained", facecolor="white")
     compute, idle, memory = result.subplots(3, 1, sharex=True, height_ratios=[height, 0.7, 1.1])
     _compute(compute, timeline, (width - _MARGINS) / (timeline.makespan or 1.0))
@@ -127,23 +132,31 @@ def _room(effect: Effect, timeline: Drawable) -> float:
 
 def _compute(ax: Axes, timeline: Drawable, inches: float) -> None:
     """Draw each rank's effects as boxes, with microbatches where they fit, and the gaps between them."""
-    plan = timeline.plan
+    plan, lanes = timeline.plan, timeline.drawn_lanes
+    half = _HALF - _THIN / 2 * len(lanes)  # of the boxes of compute, the thin lanes are below
+    up = _HALF - half
     boxes: dict[str, list[_Box]] = {}
     labels = []
     for rank in range(plan.ranks):
         for span in timeline.compute(rank):
             boxes.setdefault(shade(span.effect, rank, plan, timeline.table), []).append(
-                _box(rank, span.start, span.end)
+                _box(rank - up, span.start, span.end, half)
             )
             if _room(span.effect, timeline) < (span.end - span.start) * inches:
                 label = text(span.effect, rank, plan, timeline.table, letter=False, chunk=False)
-                labels.append(((span.start + span.end) / 2, rank, label))
+                labels.append(((span.start + span.end) / 2, rank - up, label))
+        for at, track in enumerate(lanes):
+            middle = rank - up + half + (at + 0.5) * _THIN
+            for span in timeline.beside(rank, track):
+                boxes.setdefault(shade(span.effect, rank, plan, timeline.table), []).append(
+                    _box(middle, span.start, span.end, 0.4 * _THIN)
+                )
     for colour, vertices in boxes.items():
         edges = [_EDGE if (end - begin) * inches * 72 > 4 * _EDGE else 0.0 for (begin, _), (end, _), *_ in vertices]
         ax.add_collection(PolyCollection(vertices, facecolors=colour, edgecolors="white", linewidths=edges))
     for cause, (colour, hatch) in IDLE.items():
         gaps = [
-            _box(rank, gap.start, gap.end, 0.2)
+            _box(rank - up, gap.start, gap.end, 0.2)
             for rank in range(plan.ranks)
             for gap in timeline.gaps(rank)
             if gap.cause == cause
@@ -164,8 +177,8 @@ def _compute(ax: Axes, timeline: Drawable, inches: float) -> None:
 _Box = list[tuple[float, float]]
 
 
-def _box(rank: int, begin: float, end: float, half: float = 0.42) -> _Box:
-    return [(begin, rank - half), (end, rank - half), (end, rank + half), (begin, rank + half)]
+def _box(middle: float, begin: float, end: float, half: float) -> _Box:
+    return [(begin, middle - half), (end, middle - half), (end, middle + half), (begin, middle + half)]
 
 
 def _idle(ax: Axes, timeline: Drawable) -> None:
@@ -225,8 +238,9 @@ def _memory(ax: Axes, timeline: Drawable) -> None:
 def _legend(timeline: Drawable) -> Iterator[Patch]:
     ranks = range(timeline.plan.ranks)
     kinds = {type(span.effect) for rank in ranks for span in timeline.compute(rank)}
+    kinds |= {type(s.effect) for track in timeline.drawn_lanes for rank in ranks for s in timeline.beside(rank, track)}
     causes = {gap.cause for rank in ranks for gap in timeline.gaps(rank)}
-    for kind, row in drawn_rows(timeline.table).items():
+    for kind, row in drawn_rows(timeline.table, ("compute", *LANES)).items():
         if kind in kinds:
             yield Patch(facecolor=row.colour, label=row.label)
     if any(len(timeline.plan.stages_on(rank)) > 1 for rank in ranks):

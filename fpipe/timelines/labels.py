@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fpipe._format import lighter
@@ -10,9 +11,13 @@ from fpipe.plan import Plan
 from fpipe.tables import TABLE, Row, Table
 
 
-def drawn_rows(table: Table) -> dict[type, Row]:
-    """Return the rows of the effects that are drawn in a rank's lane, in the order of the table."""
-    return {kind: row for kind, row in table.effects.items() if row.track == "compute"}
+def drawn_rows(table: Table, tracks: Sequence[str] = ("compute",)) -> dict[type, Row]:
+    """Return the rows of the effects that are drawn in a rank's lane, in the order of the table.
+
+    Args:
+        tracks: with `fpipe.tables.LANES`, also of those in the lanes beside compute.
+    """
+    return {kind: row for kind, row in table.effects.items() if row.track in tracks}
 
 
 def label(effect: Effect, rank: int, plan: Plan, table: Table = TABLE) -> str:

@@ -57,10 +57,13 @@ class Cell(NamedTuple):
     label: str
 
 
-def lane(timeline: Timeline, rank: int, scale: float, *, letters: bool = True) -> Iterator[Cell]:
+def lane(
+    timeline: Timeline, rank: int, scale: float, *, letters: bool = True, track: str = "compute"
+) -> Iterator[Cell]:
     """Yield the cells of a rank's compute to scale, from the timeline's start to its end.
 
     Args:
+        track: "compute", or one of `fpipe.tables.LANES` beside it.
         scale: columns for one unit of time. Ends are rounded to columns: an effect of one column or more is visible, a
             shorter one may not be.
         letters: whether labels contain the letter of the kind. A label that doesn't fit is shortened or left out.
@@ -70,15 +73,15 @@ def lane(timeline: Timeline, rank: int, scale: float, *, letters: bool = True) -
     >>> [cell.label + "." * (cell.columns - len(cell.label)) for cell in lane(timeline, 0, scale=2)]
     ['F0..', 'F1..', '............', 'B0......', 'B1......']
     """
-    first, at = timeline.start, 0
-    for span in timeline.compute(rank):
-        begin, end = (_column((time - first) * scale) for time in (span.start, span.end))
+    first, at, last = timeline.start, 0, _column(timeline.makespan * scale)
+    for span in timeline.compute(rank) if track == "compute" else timeline.beside(rank, track):
+        # What travels beside compute may begin before the first one.
+        begin, end = (max(0, _column((time - first) * scale)) for time in (span.start, span.end))
         if begin > at:
             yield Cell(None, begin - at, "")
         if end > begin:
             yield Cell(span.effect, end - begin, _label(span.effect, rank, timeline, end - begin, letters))
         at = max(at, end)
-    last = _column(timeline.makespan * scale)
     if last > at:
         yield Cell(None, last - at, "")
 

@@ -26,7 +26,7 @@ from fpipe.effects import Effect, Recv, parts
 from fpipe.plan import Plan
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import Life, LiveMemory, Lives
-from fpipe.tables import BACKWARD, FORWARD, last_half
+from fpipe.tables import BACKWARD, FORWARD, LANES, last_half
 from fpipe.timelines.spans import CAUSES, Gap, Span, Spans
 
 _MAX_DRAWN = 5000  # compute effects in a notebook's drawing
@@ -66,6 +66,21 @@ class Timeline:
     def compute(self, rank: int) -> Iterator[Span]:
         """Yield a rank's compute, in order."""
         return (self.spans[at] for at in self._computes[rank])
+
+    def beside(self, rank: int, track: str) -> Iterator[Span]:
+        """Yield a rank's spans on one of `fpipe.tables.LANES`, beside its compute, in order."""
+        by_rank = {"gather": self._gathers, "scatter": self._scatters}[track]
+        return (self.spans[at] for at in by_rank[rank])
+
+    @cached_property
+    def drawn_lanes(self) -> tuple[str, ...]:
+        """Those of `fpipe.tables.LANES` on which some effect takes time."""
+        ranks = range(self.plan.ranks)
+        return tuple(
+            track
+            for track in LANES
+            if any(span.end > span.start for rank in ranks for span in self.beside(rank, track))
+        )
 
     def _repr_svg_(self) -> str | None:
         """Return the figure that a notebook shows; None for one too large for a page, or without matplotlib."""

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe._format import lighter
 from fpipe.effects import Backward, Forward, Overlap
-from fpipe.tables import TABLE
+from fpipe.tables import LANES, TABLE
+from fpipe.timelines.figure import figure
 from fpipe.timelines.labels import drawn_rows, text
 from fpipe.timelines.text import lane
 
@@ -145,3 +146,28 @@ def test_a_figure_tells_memory_in_bytes_where_sizes_are_given():
     *_, memory = figure.figure(timeline).axes
     assert memory.texts[0].get_text() == "peak 8 GiB, on rank 0"
     assert memory.get_ylabel() == "memory"
+
+
+def test_gathers_and_scatters_have_lanes_where_they_take_time():
+    plan = Plan(Placement.loop(1, chunks=2), 2, replicas=2)
+    timeline = simulate(schedules.looped_bfs, plan, Costs(backward=2, gather=2, scatter=3), resident=1)
+    assert timeline.drawn_lanes == ("gather", "scatter")
+    drawn = [
+        "".join(
+            cell.label.ljust(cell.columns, "-" if cell.effect else " ") for cell in lane(timeline, 0, 2, track=track)
+        )
+        for track in ("compute", *LANES)
+    ]
+    assert drawn == [
+        "    F0F1    F0F1B0b-B1b-    B0a-B1a-      ",
+        "Ga--    Gb--            Ga--              ",
+        "                        Cb----      Ca----",
+    ]
+    assert simulate(schedules.looped_bfs, plan, resident=1).drawn_lanes == ()
+    boxes = [
+        [round(x, 6) for x in (path.vertices[:, 0].min(), path.vertices[:, 0].max())]
+        for each in figure(timeline).axes[0].collections
+        for path in each.get_paths()
+    ]
+    assert len(boxes) == 8 + 3 + 2
+    assert [12.0, 14.0] in boxes  # the last gather
