@@ -9,24 +9,21 @@ import torch
 import fpipe
 from fpipe import handlers
 from tests.support import cases, jobs
-from tests.support.combinations import ALL, PAIRS, combined, few, sample
+from tests.support.combinations import ALL, combined, few, sample
 from tests.support.sharing import Sharing, sharing
 
-CASES, SCHEDULES = [*cases.CASES], [*cases.SCHEDULES]
+CASES = [*cases.CASES]
 
 
 def possible(name, schedule, m, way, ranks, **_):
     """A schedule that runs a model both ways takes an even number of microbatches, and a state has no copies.
 
     What a policy does to a stage, tests of autodiff see: here, by default, it meets every schedule on a few cases. Of
-    the full product, policies other than the first are run with two microbatches on two ranks. By default a case meets
-    every fourth schedule, and the next case others.
+    the full product, policies other than the first are run with two microbatches on two ranks.
     """
     fits = schedule not in cases.BOTH_WAYS or (m % 2 == 0 and name != "modules")
     if ALL:
         return fits and (way == "everything" or m == ranks == 2)
-    if not PAIRS and (CASES.index(name) + SCHEDULES.index(schedule)) % 4:
-        return False
     return fits and (way in ("everything", "eager") or name in ("attention", "dropout", "modules"))
 
 
