@@ -155,6 +155,9 @@ def test_the_page_has_every_check():
     page = (ROOT / "docs" / "gpu.md").read_text()
     assert page.endswith("\n".join(["| --- | --- | --- | --- |", *rows, ""]))
     assert all(f"| `{key}` |" in page for key in FORM)
+    figures = page.partition("| check | figures |")[2].partition("## Checks")[0]
+    names = [name for row in re.findall(r"^\| (`.*?`) \| ", figures, re.M) for name in re.findall(r"\w+", row)]
+    assert sorted(names) == sorted(CHECKS)
 
 
 def test_the_page_names_tests_checks_and_modules_that_exist():
