@@ -43,7 +43,7 @@ def auto(
         functions: of either.
 
     Raises:
-        ValueError: there is no such device, or a time limit is not positive.
+        ValueError: there is no such device; or, with several processes, a time limit is not positive.
 
     >>> from fpipe import Pipeline, Placement
     >>> handler = auto()
