@@ -297,9 +297,7 @@ def test_an_input_changed_in_place(autodiff):
     pipeline = Pipeline([lambda p, x: x * p, lambda p, x: x.relu_()], lambda y, t: y.sum())
     plan = pipeline.plan(Placement.loop(2), 1)
     step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local(), autodiff=autodiff)
-    with pytest.raises(
-        StageError, match="stage 1, microbatch 0: it writes in place to an input, .* pass inplace=False, or write"
-    ):
+    with pytest.raises(StageError, match=r"microbatch 0: it writes in place to an input, .*: pass inplace=False"):
         step({0: torch.ones(1), 1: ()}, torch.ones(2))
 
 
