@@ -36,6 +36,7 @@ def megatron(
     leaves are the same in every process.
 
     Raises:
+        TypeError: names are one string, or none at all.
         ValueError: a name is in two of the first three, or one of `transposed` or `fused` is not where it must be.
 
     Source: Shoeybi et al., Megatron-LM: training multi-billion parameter language models using model parallelism, 2019,
@@ -44,6 +45,10 @@ def megatron(
     >>> megatron(column=["q_proj"], row=["o_proj"])
     {'*.q_proj.[wb]*': [Shard(dim=0)], '*.o_proj.weight': [Shard(dim=1)]}
     """
+    each_names = {"column": column, "row": row, "vocabulary": vocabulary, "transposed": transposed}
+    for style, several in each_names.items():
+        if isinstance(several, str) or not isinstance(several, Iterable):
+            raise TypeError(f"megatron: {style} must be names of layers, as {style}=['q_proj'], not {several!r}")
     styles = {"column": tuple(column), "row": tuple(row), "vocabulary": tuple(vocabulary)}
     names = [name for each in styles.values() for name in each]
     if twice := {name for name in names if names.count(name) > 1}:

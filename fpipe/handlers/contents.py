@@ -63,7 +63,7 @@ def digest(x: Tensor) -> str:
     if x.layout is not torch.strided:
         return ""
     values = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return blake2b(memoryview(values.numpy()), digest_size=4).hexdigest()
+    return blake2b(values.numpy().data, digest_size=4).hexdigest()
 
 
 def _number(tree: Flat) -> int:

@@ -90,9 +90,11 @@ class Executor:
         if step is not None and not any(prepared.placed for prepared in step.prepared.values()):
             return result
         groups = processes_beside(inputs.params, processes, replicas)
-        layouts, rows = (
-            (layouts_of(step), partial(descriptions, step, self.pieces)) if step is not None else (None, dict)
-        )
+        layouts = None if step is None else layouts_of(step)
+
+        def rows(has_values: bool) -> dict[str, str]:
+            return {} if step is None else descriptions(step, self.pieces, has_values)
+
         try:
             self.stage_peers.agree(groups, inputs, layouts, rows, error)
         except StageError as difference:

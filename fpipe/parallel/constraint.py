@@ -36,6 +36,7 @@ def constrain(x: Tree, placements: Sequence[Placement] | Mapping[str, Placement]
             the name of a dimension, as `{"tp": Shard(1)}`. `Shard` cuts by the rule of `torch.chunk`.
 
     Raises:
+        TypeError: placements are neither a sequence nor a mapping.
         ValueError: placements that don't fit the mesh or a tensor, or are Partial; or a module that calls it is
             exported, as `interop.split` does. From a stage, it is the cause of a `StageError`.
 
@@ -44,6 +45,8 @@ def constrain(x: Tree, placements: Sequence[Placement] | Mapping[str, Placement]
     >>> constrain(torch.ones(2), [Shard(0)])
     tensor([1., 1.])
     """
+    if not isinstance(placements, Sequence | Mapping):
+        raise TypeError(f"placements must be one for each dimension, as [Shard(1)], or by its name, not {placements!r}")
     every = placements.values() if isinstance(placements, Mapping) else placements
     if wrong := [each for each in every if each.is_partial()]:
         raise ValueError(f"{wrong[0]} is a sum that is not added: constrain takes Shard(dim) and Replicate()")

@@ -94,15 +94,10 @@ def _by_head(
     check_apart(group, mesh)
     if k.shape[1] % mesh.size():  # each process needs those of its queries
         k, v, heads = _for_each_query_head(k, heads), _for_each_query_head(v, heads), 1
-    whole: Any = replicated(q, mesh)
-    placed = cut_apart_from(whole, {2, 3})
-    pieces = [
-        cast(Any, replicated(x, mesh))
-        .redistribute(placements=placed.placements)
-        .to_local(grad_placements=placed.placements)
-        for x in (placed, k, v)
-    ]
-    return placed_like(function(*pieces, heads), placed)
+    placed: Any = cut_apart_from(replicated(q, mesh), {2, 3})
+    cuts = placed.placements
+    q, k, v = (replicated(x, mesh).redistribute(placements=cuts).to_local(grad_placements=cuts) for x in (placed, k, v))
+    return placed_like(function(q, k, v, heads), placed)
 
 
 def shard_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def mesh_of(*trees: object) -> DeviceMesh | None:
@@ -53,18 +54,18 @@ def is_whole(x: object) -> bool:
     return not is_dtensor(x) or all(placement.is_replicate() for placement in x.placements)
 
 
-def whole(x: T) -> T:
+def whole(x: Any) -> Any:
     """Return a tensor of which this process has all; another leaf as it is."""
-    return _spread(x).to_local() if is_dtensor(x) else x  # type: ignore[return-value]
+    return _spread(x).to_local() if is_dtensor(x) else x
 
 
-def replicated(x: T, mesh: DeviceMesh) -> T:
+def replicated(x: Any, mesh: DeviceMesh) -> Any:
     """Return a tensor that is equal on all processes of a mesh as one that is placed; another leaf as it is."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    if is_dtensor(x) or not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or isinstance(x, DTensor):
         return x
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)  # type: ignore[return-value]
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def placed_like(piece: Tensor, x: DTensor) -> DTensor:

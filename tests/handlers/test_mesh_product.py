@@ -27,7 +27,7 @@ def test_the_whole_mesh_trains_as_one_process(pools, model, schedule, shape):
     ):
         assert first <= 1e-6
         assert fifth <= 1e-4
-        assert max(gradients.values()) <= 1e-5
+        assert all(error <= 1e-5 for error in gradients.values())  # false for NaN, over which max may pass
         assert norm <= 1e-6
         assert alike
 

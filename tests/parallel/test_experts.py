@@ -84,8 +84,8 @@ def test_a_router_computes_in_float32_or_wider(dtype):
 @pytest.mark.parametrize(
     ("count", "k", "options", "message"),
     [
-        (4, 5, {}, "k must be between 1 and the number of experts, 4, not 5"),
-        (4, 1, {"capacity_factor": 0.0}, "capacity_factor must be positive, or None to drop nothing, not 0.0"),
+        (4, 5, {}, "k must be a whole number between 1 and the number of experts, 4, not 5"),
+        (4, 1, {"capacity_factor": 0.0}, "capacity_factor must be positive and finite, or None to drop nothing, not 0"),
         (3, 1, {}, "params['down'] is of shape [4, 6, 4], and this process has 3 of the router's 3 experts"),
         (4, 1, {"tokens": 7}, "x has 7 tokens, and routing is of 8: route the same tokens"),
     ],

@@ -3,7 +3,11 @@
 import re
 
 import pytest
+import torch
+from torch.distributed.tensor import Shard
 
+import fpipe
+from fpipe import interop, parallel
 from tests.support import placed_jobs
 from tests.support.combinations import thorough
 
@@ -27,3 +31,38 @@ def test_values_that_other_processes_place_travel_as_pieces(pools, name, ranks, 
 def test_a_collective_over_the_processes_that_place_its_tensor_is_refused(pools):
     for text in pools(2).run(placed_jobs.misplaced):
         assert re.search(r"a tensor is placed over .*, and group has processes \[[01]\] of it: its op", text)
+
+
+X, ROUTING = torch.ones(3, 2), parallel.route(torch.eye(3), 1)
+WRONG = {
+    "group": (lambda: parallel.all_reduce(X, "tp"), TypeError, r"group must be a process group, .*, not 'tp'"),
+    "k": (
+        lambda: parallel.route(X, 1.5),
+        ValueError,
+        "k must be a whole number between 1 and the nu",
+    ),
+    "capacity": (
+        lambda: parallel.dropped(ROUTING, float("inf")),
+        ValueError,
+        "must be positive and finite",
+    ),
+    "outputs": (
+        lambda: parallel.mixture_of_experts(lambda p, x: x[:1], None, X, ROUTING),
+        ValueError,
+        r"function returned a tensor of shape \[1, 2, 2\] for inputs of shape \[3, 2, 2\]: it must be",
+    ),
+    "placements": (lambda: fpipe.constrain(X, Shard(1)), TypeError, r"placements must be one for each dimension, as"),
+    "names": (lambda: interop.styles.megatron("q_proj"), TypeError, r"column must be names .*, not 'q_proj'"),
+}
+
+
+@pytest.mark.parametrize("argument", WRONG)
+def test_a_wrong_argument_is_named(argument):
+    call, error, text = WRONG[argument]
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_a_mixture_of_no_tokens_has_none():
+    routing = parallel.route(torch.ones(0, 3), 2)
+    assert parallel.mixture_of_experts(lambda p, x: x, None, torch.ones(0, 2), routing).shape == (0, 2)

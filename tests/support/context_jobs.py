@@ -174,4 +174,9 @@ def orders(rank):
             of_whole = torch.autograd.grad(expected.sin().sum(), whole)
             errors += [relative(y, parallel.shard_sequence(expected, group, 2))]
             errors += [relative(a, parallel.shard_sequence(b, group, 2)) for a, b in zip(grads, of_whole, strict=True)]
-    return mine, parallel.unshard_sequence(mine, group), parallel.positions(4, group), max(errors)
+    return (
+        mine,
+        parallel.unshard_sequence(mine, group),
+        parallel.positions(4, group),
+        float(torch.tensor(errors).amax()),
+    )

@@ -124,13 +124,13 @@ def train(rank, grid, schedule, k, factor, sums, masked):
     step = fpipe.value_and_grad(pipeline, generator, plan, handler=own, has_aux=True, gather=True, **options)
     (expected, aux), gradients = oracle(plan.stages, k, factor, MICROBATCHES, grid.replicas, masked)
     batch, target = batch_on(own, masked)
-    norm, worst = torch.cat([x.flatten() for x in optree.tree_leaves(gradients, namespace="fpipe")]).norm(), 0.0
+    norm, worst = torch.cat([x.flatten() for x in optree.tree_leaves(gradients, namespace="fpipe")]).norm(), []
     for _ in range(2):
         (loss, balance), grads = step(params, batch, target)
-        worst = max(worst, float((fpipe.global_norm(grads, plan, handler=own) / norm - 1).abs()))
-        error = error_of(whole(grads), {stage: gradients[stage] for stage in params})
-        worst = max(worst, error, len(replica_jobs.misplaced(grads, params)))
-    return float(loss), float(expected), worst, error_of(balance, aux)
+        worst.append(float((fpipe.global_norm(grads, plan, handler=own) / norm - 1).abs()))
+        worst.append(error_of(whole(grads), {stage: gradients[stage] for stage in params}))
+        worst.append(len(replica_jobs.misplaced(grads, params)))
+    return float(loss), float(expected), float(torch.tensor(worst).amax()), error_of(balance, aux)
 
 
 def batch_on(own, masked=False):
@@ -142,7 +142,7 @@ def batch_on(own, masked=False):
 def error_of(tree, expected):
     """The largest |x - y| / |y| of two trees."""
     pairs = zip(*(optree.tree_leaves(each, namespace="fpipe") for each in (tree, expected)), strict=True)
-    return max(float((x - y).norm() / y.norm()) for x, y in pairs)
+    return float(torch.stack([(x - y).norm() / y.norm() for x, y in pairs]).amax())  # NaN if one is
 
 
 # Training, and checkpoints
@@ -201,7 +201,7 @@ def compared(grid, steps, params, state, norms):
     errors = [abs(norm / other - 1) for norm, other in pairs]
     for tree, whole_tree in ((params, wanted), (state, moments)):
         errors.append(error_of(whole(tree), {stage: whole_tree[stage] for stage in params}))
-    return max(errors)
+    return float(torch.tensor(errors).amax())
 
 
 def profiled(rank, grid):

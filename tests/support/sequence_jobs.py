@@ -15,7 +15,17 @@ import fpipe
 from fpipe import handlers, interop
 from fpipe.handlers.distributed.connections import Connections
 from tests.support.shards import mesh_of
-from tests.support.tensor_jobs import HEADS, VOCABULARY, WIDTH, Attention, Collectives, distances, loss, step_of
+from tests.support.tensor_jobs import (
+    HEADS,
+    VOCABULARY,
+    WIDTH,
+    Attention,
+    Collectives,
+    distances,
+    loss,
+    step_of,
+    worst,
+)
 
 LENGTH, ROWS = 4, 8
 STYLE = interop.styles.megatron(
@@ -95,7 +105,7 @@ def collectives(rank, policy):
         step = step_of("zb_h1", pipeline.sequence_parallel(), plan, handlers.Local(), **options)
         value, grads = step(tp, *data(), rng=(7, 0))
     value0, grads0 = expected(3)
-    return counted.counts, abs(value - value0).item() / value0.item(), max(distances(grads, grads0).values())
+    return counted.counts, abs(value - value0).item() / value0.item(), worst(distances(grads, grads0))
 
 
 def whole_mesh(rank, shape, name, resident, dropout, length, policy):
@@ -122,7 +132,7 @@ def whole_mesh(rank, shape, name, resident, dropout, length, policy):
         value, grads = step(own, *batch, rng=(7, 0))
     value0, grads0 = expected(*options, length)
     alike = all(g.placements == own[s][n].placements for s, tree in grads.items() for n, g in tree.items())
-    return abs(value - value0).item() / value0.item(), max(distances(grads, grads0).values()), sent.count, alike
+    return abs(value - value0).item() / value0.item(), worst(distances(grads, grads0)), sent.count, alike
 
 
 def lengths(rank):
@@ -138,7 +148,7 @@ def lengths(rank):
     outputs = fpipe.evaluate(cut, plan, handler=handlers.Local())(tp, batch)
     outputs0 = fpipe.evaluate(pipeline, plan, handler=handlers.Reference())(params, batch)
     wrong = max((a - b).abs().max().item() for a, b in zip(outputs, outputs0, strict=True))
-    return abs(value - value0).item() / value0.item(), max(distances(grads, grads0).values()), wrong
+    return abs(value - value0).item() / value0.item(), worst(distances(grads, grads0)), wrong
 
 
 def by_hand(params, x):
@@ -178,7 +188,7 @@ def constrained(rank, dim):
     value0, grads0 = step_of("zb_h1", pipeline, plan, handlers.Reference())(params, x, y)
     with Collectives() as counted:
         value, grads = step_of("zb_h1", pipeline, plan, handlers.Local())(tp, x, y)
-    return counted.counts, abs(value - value0).item() / value0.item(), max(distances(grads, grads0).values())
+    return counted.counts, abs(value - value0).item() / value0.item(), worst(distances(grads, grads0))
 
 
 def unfit(rank, fault):
@@ -219,7 +229,7 @@ def transformer(rank, family):
         value, grads = step(tp, batch, text, rng=(0, 1))
     errors = distances(grads, grads0)  # a bias of keys changes no attention: its gradient is noise around 0
     errors = {place: error for place, error in errors.items() if not place[1].endswith("key.bias")}
-    return counted.counts, abs(value - value0).item() / value0.item(), max(errors.values())
+    return counted.counts, abs(value - value0).item() / value0.item(), worst(errors)
 
 
 SMALL = {
