@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -144,7 +144,8 @@ def mixture_of_experts(
         return _mixture(function, params, x, routing, group, capacity_factor)
     check_apart(group, mesh)
     function, params = _on_each_process(function, params, mesh)
-    return replicated(_mixture(function, params, whole(x), mapped(whole, routing), group, capacity_factor), mesh)
+    y = _mixture(function, params, whole(x), mapped(whole, routing), group, capacity_factor)
+    return cast(Tensor, replicated(y, mesh))
 
 
 def _on_each_process(

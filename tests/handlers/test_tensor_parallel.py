@@ -113,6 +113,14 @@ def test_operations_along_a_dimension_are_those_of_one_process(pools, operations
     assert pools(2).run(dimension_jobs.swept, [*operations], [*cuts], [*dims]) == [[], []]
 
 
+def test_einsum_has_the_collectives_of_a_product(pools):
+    """It views its result with dimensions of size 1, which are no heads."""
+    for loss, gradients, counts in pools(2).run(tensor_jobs.einsum):
+        assert loss <= 1e-6
+        assert gradients <= 1e-5
+        assert (counts[0, "forward"], counts[0, "backward"]) == ({"all_reduce": 1}, {})
+
+
 def test_pieces_are_made_and_go_from_one_mesh_into_another(pools, tmp_path):
     assert pools(4).run(tensor_jobs.stored, str(tmp_path)) == [([[], [], []], [], True)] * 4
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import fpipe
 from fpipe import handlers, interop, schedules
@@ -358,6 +359,23 @@ def other_models(rank, options):
         value, grads = step_of("gpipe", pipeline, plan, handlers.Local())(tp, *data())
     (value0,), grads0, _ = expected(2, **options)
     return abs(value.item() - value0) / value0, worst(distances(grads, grads0)), counted.counts, text
+
+
+def einsum(rank):
+    """Errors of loss and gradients of a network that einsum computes, and counts of collectives by stage and block."""
+
+    def network(params, x):
+        return torch.einsum("bth,hd->btd", torch.relu(torch.einsum("...d,dh->...h", x, params["up"])), params["down"])
+
+    torch.manual_seed(0)
+    params, x = {0: {"up": torch.randn(4, 16) / 2, "down": torch.randn(16, 4) / 2}}, torch.randn(4, 6, 4)
+    pipeline = fpipe.Pipeline([network], loss=F.mse_loss)
+    plan = pipeline.plan(fpipe.Placement.loop(ranks=1), microbatches=2)
+    value0, grads0 = step_of("gpipe", pipeline, plan, handlers.Reference())(params, x, x)
+    tp = interop.shard(params, mesh_of(2, names=("tp",)), {"up": [Shard(1)], "down": [Shard(0)]})
+    with Collectives() as counted:
+        value, grads = step_of("gpipe", pipeline, plan, handlers.Local())(tp, x, x)
+    return abs(value - value0).item() / value0.item(), worst(distances(grads, grads0)), counted.counts
 
 
 def stored(rank, folder):

@@ -95,6 +95,7 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.summed: dict[int, Any] = {}  # over rows, as a gradient of positions: its views are no input of a layer
         self.is_backward = False
         self.weights: dict[int, tuple[Any, str]] = {}  # by identity: the param that a tensor is a view of
+        self.products: dict[int, Any] = {}  # by identity: of matrices; einsum views them with dimensions of size 1
         self.layers: dict[int, tuple[Any, str]] = {}  # by identity: the param of the layer that a tensor is made by
 
     @contextmanager
@@ -215,6 +216,8 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, func: Any, tensors: Sequence[DTensor], result: Any) -> None:
         """Note which param a result is a view of, or which param's layer made it, where that is known."""
+        if func is aten.bmm.default:
+            self.products[id(result)] = result
         if func in MOVES and id(tensors[0]) in self.weights:
             self.weights[id(result)] = result, self.weights[id(tensors[0])][1]
         known = self.weights if func in LAYERS else self.layers if func in CARRIED else {}
@@ -237,7 +240,7 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if at is None or sizes[at] == x.shape[dim] or prod(sizes[at : at + 2]) != x.shape[dim]:
             return
         (heads, size), count = sizes[at : at + 2], self.pieces.count
-        if heads % count:
+        if heads % count and not (heads == 1 and id(x) in self.products):
             layer = self.layers[id(x)][1].rpartition(".")[0] or self.layers[id(x)][1]
             raise StageError(
                 f"the outputs of {layer} are cut over {count} processes, and are {heads} "

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -141,6 +142,23 @@ class PieceOperators:
         """Return the sum, or the maximum, over the processes."""
         result: Tensor = functional.all_reduce(x, operation, (self.mesh, 0))
         return result
+
+    # Views
+
+    def view(self, func: Any, x: Any, shape: Sequence[int]) -> Any:
+        """View what is cut with more or fewer dimensions of size 1: the cut stays, where DTensor's rule gathers."""
+        if not x.numel() or not isinstance(x, DTensor) or x.ndim == len(shape):
+            return NotImplemented
+        placement, sizes = placement_of(x), [x.numel() // -prod(shape) if size == -1 else size for size in shape]
+        kept, old = ([dim for dim, size in enumerate(each) if size != 1] for each in (sizes, x.shape))
+        if type(placement) is not Shard or [sizes[dim] for dim in kept] != [x.shape[dim] for dim in old]:
+            return NotImplemented
+        if placement.dim not in old or x.shape[placement.dim] % self.count:
+            return NotImplemented
+        dim = kept[old.index(placement.dim)]
+        piece = [size // (self.count if at == dim else 1) for at, size in enumerate(sizes)]
+        strides = [x.stride(old[kept.index(at)]) if at in kept else 1 for at in range(len(sizes))]
+        return self.placed(x._local_tensor.reshape(piece), Shard(dim), sizes[dim], strides)
 
     # Layers that make several things at once, as queries, keys and values
 
@@ -365,6 +383,9 @@ RULES: Mapping[Any, Callable[..., Any]] = {
     aten.split.Tensor: PieceOperators.split,
     aten.split_with_sizes.default: PieceOperators.split,
     aten.cat.default: PieceOperators.cat,
+    aten.view.default: PieceOperators.view,
+    aten._unsafe_view.default: PieceOperators.view,
+    aten.reshape.default: PieceOperators.view,
     aten.any.default: PieceOperators.any,
     aten.any.dim: PieceOperators.any,
     aten.any.dims: PieceOperators.any,
