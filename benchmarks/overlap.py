@@ -26,7 +26,8 @@ milliseconds of one overlap, as medians of rounds in which all ways take turns:
 - bound_ms: the larger of the last two. Nothing is faster.
 - unbraided_ms: measured, the forward and then the backward.
 - braided_ms: measured, in turns.
-- speedup, over_bound, each with its quartiles: unbraided over braided, and braided over the bound, of the same round.
+- speedup, over_bound, over_larger, each with its quartiles: unbraided over braided, braided over the bound, and braided
+  over the larger of compute and link, of the same round.
 - overlaps, rounds: in a step, and that were measured.
 
 Before anything is timed, the gradients of both ways are compared in bits.
@@ -237,7 +238,9 @@ def row(layer: float, collective: float, times: dict[str, list[float]], overlaps
     link = 1e3 * 2 * LAYERS * collective
     compute, posted, unbraided, braided = (statistics.median(times[way]) for way in WAYS)
     speedups = [a / b for a, b in zip(times["unbraided"], times["braided"], strict=True)]
-    over = [a / max(b, link) for a, b in zip(times["braided"], times["posted"], strict=True)]
+    over, over_larger = (
+        [a / max(b, link) for a, b in zip(times["braided"], times[way], strict=True)] for way in ("posted", "compute")
+    )
     return {
         "layer_ms": 1e3 * layer,
         "collective_ms": 1e3 * collective,
@@ -249,6 +252,7 @@ def row(layer: float, collective: float, times: dict[str, list[float]], overlaps
         "braided_ms": braided,
         **_with_quartiles("speedup", speedups),
         **_with_quartiles("over_bound", over),
+        **_with_quartiles("over_larger", over_larger),
         "overlaps": overlaps,
         "rounds": len(over),
     }
@@ -263,7 +267,8 @@ def show(r: dict[str, Any]) -> None:
     print("layer {layer_ms:g} ms, sum {collective_ms:g} ms: ".format(**r), end="")
     print("compute {compute_ms:.1f}, posted {posted_ms:.1f}, link {link_ms:g}; ".format(**r), end="")
     print("unbraided {unbraided_ms:.1f}, braided {braided_ms:.1f}: ".format(**r), end="")
-    print("{speedup:.2f} times as fast, {over_bound:.3f} of the bound".format(**r), flush=True)
+    print("{speedup:.2f} times as fast, {over_bound:.3f} of the bound, ".format(**r), end="")
+    print("{over_larger:.3f} of the larger of compute and link".format(**r), flush=True)
 
 
 def main() -> None:

@@ -41,7 +41,10 @@ def _names(text: str) -> tuple[str, ...]:
 class LayoutOptions:
     """A model, a machine, and the layouts to try."""
 
-    world: Annotated[int | None, InWorld(min=1, metavar="N", help="How many ranks, in all dimensions together.")] = None
+    world: Annotated[
+        int | None,
+        InWorld(min=1, metavar="N", help="How many ranks: pipelines, replicas, tensor, context and expert parallel."),
+    ] = None
     batch: Annotated[
         int | None, InWorld(min=1, metavar="N", help=f"Sequences of a step. By default {A_RANK} a rank.")
     ] = None
@@ -114,7 +117,7 @@ class LayoutOptions:
             refused |= {f"--{name.replace('_', '-')}": True for name in names}
         if refused:
             raise typer.BadParameter(
-                f"{', '.join(refused)} is for --ranks: with --world, costs follow from the model and the machine",
+                f"{', '.join(refused)} can't be combined with --world, where costs follow from model and machine",
                 param_hint="--world",
             )
 

@@ -329,7 +329,7 @@ def search(
     whether to shard the parameters, and how many stages are whole at a time.
 
     With --world in place of --ranks, search the layouts of a transformer over
-    so many ranks: pipelines, replicas, tensor and context parallel.
+    so many ranks: pipelines, replicas, tensor, context and expert parallel.
     """
     if of_world.world is not None:
         of_world.refuse(size, costs, **{"--memory-limit": limit, "--pareto": frontier or None, "--out": out})

@@ -94,6 +94,7 @@ def test_overlaps(pools):
     assert row["braided_ms"] > max(link, slept)
     assert row["bound_ms"] == max(row["posted_ms"], link)
     assert row["over_bound"] == pytest.approx(row["braided_ms"] / row["bound_ms"])
+    assert row["over_larger"] == pytest.approx(row["braided_ms"] / max(row["compute_ms"], link))
     assert row["speedup"] == pytest.approx(row["unbraided_ms"] / row["braided_ms"])
 
 
