@@ -17,7 +17,7 @@ def group_of(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
     """
     if isinstance(group, DeviceMesh) and group.ndim == 1:
         return group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
+    if isinstance(group, DeviceMesh) or not hasattr(group, "group_name"):
         raise TypeError(
             f"group must be a process group, one dimension of a DeviceMesh, as mesh['cp'], or None, not {group!r}"
         )
