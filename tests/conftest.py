@@ -8,6 +8,7 @@ import sys
 import tempfile
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks for names of addresses, and some servers never answer
 os.environ["FPIPE_FLIGHTS"] = tempfile.mkdtemp(prefix="fpipe-tests-")
 
 import hypothesis

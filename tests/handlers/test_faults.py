@@ -51,7 +51,7 @@ def test_a_call_to_a_silent_store_ends():
 
 @pytest.mark.parametrize("accident", sample([signal.SIGSTOP, signal.SIGKILL], [signal.SIGSTOP]))
 def test_every_call_ends_in_time_after_the_host_of_the_store_is_gone(fresh_pool, tmp_path, accident):
-    pool, timeout = fresh_pool(2), 5.0  # on a busy machine, processes that begin take more than two
+    pool, timeout = fresh_pool(2), 3.0
     for pipe in pool.pipes:
         pipe.send((fault_jobs.after, (2, timeout, accident, str(tmp_path))))
     outcome = pool.outcome(1, time.monotonic() + 60, fault_jobs.after)
