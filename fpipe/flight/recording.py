@@ -16,7 +16,6 @@ import json
 import logging
 import mmap
 import os
-import shutil
 import socket
 import sys
 import time
@@ -85,13 +84,28 @@ def record(name: str, about: Mapping[str, Any]) -> Recording | None:
 
 
 def _forget(folder: Path) -> None:
-    """Delete the oldest flights of which no process lives."""
+    """Delete the oldest flights of which no process lives, and nothing else that is in the folder."""
     with suppress(OSError):
-        flights = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.name)
+        flights = sorted((path for path in folder.iterdir() if _is_flight(path)), key=lambda path: path.name)
         for flight in flights[:-KEPT]:
-            ranks = [rank for path in flight.glob(f"*{SUFFIX}") if (rank := read_rank(path)) is not None]
+            ranks = [rank for path in flight.iterdir() if (rank := read_rank(path)) is not None]
             if not any(rank.may_run for rank in ranks):
-                shutil.rmtree(flight, ignore_errors=True)
+                _remove(flight)
+
+
+def _remove(flight: Path) -> None:
+    """Delete the files of a flight, and its folder, if it holds nothing else."""
+    for path in flight.glob(f"*{SUFFIX}"):
+        path.unlink(missing_ok=True)
+    flight.rmdir()
+
+
+def _is_flight(path: Path) -> bool:
+    """Whether it is a folder with files of recorders alone, at least one."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    files = [*path.iterdir()]
+    return bool(files) and all(file.suffix == SUFFIX and file.is_file() and not file.is_symlink() for file in files)
 
 
 class Recording:
@@ -178,7 +192,7 @@ class Recording:
         self.conclude("ended", "")
         with suppress(OSError):
             if all(rank.outcome == "ended" for rank in read(self.path.parent)):
-                shutil.rmtree(self.path.parent, ignore_errors=True)
+                _remove(self.path.parent)
 
     def _write(self, payload: bytes, peer: int) -> int:
         number = self._number

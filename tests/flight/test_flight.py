@@ -112,9 +112,27 @@ def test_flights_of_the_living_are_kept_and_the_oldest_others_go(tmp_path, monke
     living = recording.record("0", ABOUT)
     for name in "1234":
         (tmp_path / name).mkdir()
+        (tmp_path / name / "000000.flight").write_bytes(b"of a process that is gone")
     recording.record("5", ABOUT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "3", "4", "5"]
     assert living.path.exists()
+
+
+def test_what_is_no_flight_stays(tmp_path, monkeypatch):
+    """The folder may be one that has other things too."""
+    monkeypatch.setenv("FPIPE_FLIGHTS", str(tmp_path))
+    monkeypatch.setattr(recording, "KEPT", 1)
+    (tmp_path / "0").mkdir()
+    for name in ("experiment", "half a flight", "flight"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "000000.flight").touch()
+    (tmp_path / "experiment" / "000000.flight").rename(tmp_path / "experiment" / "weights.pt")
+    (tmp_path / "half a flight" / "notes").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "flight")
+    recording.record("last", ABOUT)
+    recording.record("one more", ABOUT)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["0", "experiment", "half a flight", "last", "link", "one more"]
 
 
 def test_a_folder_that_can_not_be_written_is_a_warning(monkeypatch, caplog):

@@ -210,11 +210,18 @@ class Handshake:
         if self.roll is None or self.steps.has_met:
             return
         try:
-            self.roll.wait()
+            self._called()
         except StepRejected:
             raise StepRejected(error) from None
         except PeerLost:
             return  # it is gone, or fails too
+
+    def _called(self) -> list[list[int]]:
+        """Wait for the numbers of all ranks; return them. Of a step that fails, too, all learn whether one leaves."""
+        assert self.roll is not None
+        calls = self.roll.wait()
+        self.steps.departure.is_known |= any(leaving for leaving, *_ in calls)
+        return calls
 
     def confirm(self, number: int) -> list[int]:
         """Wait until every rank has launched the whole step; return the number that each gives."""
@@ -244,9 +251,8 @@ class Handshake:
             StepRejected: a rank can't run the step.
         """
         assert self.roll is not None, "begin comes first"
-        grid, calls = self.connections.grid, self.roll.wait()
-        leaving, apart, lacks_rows, rows_of, order_of, settings, rngs, *data, _, _ = zip(*calls, strict=True)
-        self.steps.departure.is_known |= any(leaving)
+        grid, calls = self.connections.grid, self._called()
+        _, apart, lacks_rows, rows_of, order_of, settings, rngs, *data, _, _ = zip(*calls, strict=True)
         if others := [process for process, each in enumerate(settings) if each != settings[0]]:
             raise self._rejected(
                 f"{grid.name(0)} and {grid.name(others[0])} were called with different settings"
