@@ -72,6 +72,11 @@ def test_all_ranks_save_the_same_step_whichever_gets_the_signal(pools, tmp_path,
     assert not differences({**ends[0]["params"], **ends[1]["params"]}, whole["params"])
 
 
+def test_all_ranks_save_after_a_step_that_fails_and_is_left_out(pools, tmp_path):
+    assert pools(2).run(run_jobs.asked_while_a_step_fails, str(tmp_path), 7) == [(143, 8)] * 2
+    assert names(tmp_path) == ["000001-step-8"]
+
+
 @pytest.mark.skipif(not ALL, reason="four starts under torchrun take a minute: FPIPE_TESTS=all runs them")
 def test_a_job_that_loses_a_rank_again_and_again_ends_with_the_same_bits(tmp_path):
     """Under torchrun, which sends SIGTERM to the other rank: no save begins, and the next start loads the last one."""

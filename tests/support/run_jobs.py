@@ -63,6 +63,23 @@ def asked(rank, folder, guilty, at):
     return None, run.step
 
 
+def asked_while_a_step_fails(rank, folder, at):
+    """Train on this rank; rank 1 gets SIGTERM in a step that fails on rank 0, and is left out. As of `asked`."""
+    run, step, _ = begin(folder, handlers.Distributed(timeout=20))
+    try:
+        for i in run.steps(TOTAL):
+            x, y = batch(i)
+            if i == at and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                step(run.params, x[:, 1:] if i == at and rank == 0 else x, y)
+            except (fpipe.StageError, fpipe.TransportError):
+                continue
+    except SystemExit as left:
+        return left.code, run.step
+    return None, run.step
+
+
 def go_on(rank, folder):
     """Train to the end on this rank, from where the folder's run is."""
     return train(*begin(folder, handlers.Distributed(timeout=20)))
