@@ -5,7 +5,7 @@ A copy is a file like those of the host's own processes, under the number of the
 Invariants:
 - a connection carries whole files, one after another: the table, the values and the tensors, then the record;
 - the record is written last, so that a copy is whole or not there, whoever is killed;
-- a file is not written again before it is sent: a slow connection slows the steps down, and loses none;
+- a file is not written again before it is sent: a slow connection slows the steps down, and its copies are behind;
 - what fails here ends the copies, with a warning, and never the training.
 """
 
