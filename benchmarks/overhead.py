@@ -203,15 +203,14 @@ def over_gloo(rank: int, size: int, port: int) -> None:
 
 
 def observing(rank: int, ranks: int, name: str) -> None:
-    """Return the time of a step with an observer over that without, as the median of rounds."""
+    """Print the time of a step with an observer over that without, as the median of rounds."""
     layers, (batch, target) = models.layers(WIDTH), models.data(WIDTH)
     entry = CATALOGUE[name]
     placement = entry.plan(ranks, models.MICROBATCHES).placement
     pipeline, params = interop.from_modules(models.stages(layers, placement.stages), loss=models.loss_fn)
     plan = pipeline.plan(placement, models.MICROBATCHES)
     schedule, handler = entry.schedule(plan), handlers.Distributed()
-    held = pipeline.params_on(params, plan, rank)
-    took: dict[str, list[float]] = defaultdict(list)
+    arguments = pipeline.params_on(params, plan, rank), batch, target
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         recorders = (Recorder(Path(folder, str(every)), every) for every in (1_000_000, 1))
         idle, busy = map(stack.enter_context, recorders)
@@ -221,18 +220,29 @@ def observing(rank: int, ranks: int, name: str) -> None:
             what: fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, observe=each)
             for what, each in watched.items()
         }
-        for i in range(PAIRS + 2):
-            for what in [*steps][i % len(steps) :] + [*steps][: i % len(steps)]:
-                dist.barrier()
-                start = time.perf_counter()
-                steps[what](held, batch, target)
-                dist.barrier()
-                took[what].append(time.perf_counter() - start)
-    alone = took.pop("")
-    for what, times in took.items():
-        low, middle, high = statistics.quantiles([a / b for a, b in list(zip(times, alone, strict=True))[2:]], n=4)
-        if rank == 0:
-            print(f"{name} at width {WIDTH}, {what}: {middle:.4f} of one without, quartiles {low:.4f} to {high:.4f}")
+        for what, text in compared(steps, arguments, PAIRS).items():
+            if rank == 0:
+                print(f"{name} at width {WIDTH}, {what}: {text}")
+
+
+def compared(
+    steps: Mapping[str, Callable[..., object]], arguments: tuple[Any, ...], rounds: int, block: int = 1
+) -> dict[str, str]:
+    """Return the times of steps over those of the one called "", in words: medians of rounds of blocks, in turn."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for i in range(rounds + 2):
+        for what in [*steps][i % len(steps) :] + [*steps][: i % len(steps)]:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(block):
+                steps[what](*arguments)
+            dist.barrier()
+            times[what].append(time.perf_counter() - start)
+    alone, texts = times.pop(""), {}
+    for what, each in times.items():
+        low, middle, high = statistics.quantiles([a / b for a, b in list(zip(each, alone, strict=True))[2:]], n=4)
+        texts[what] = f"{middle:.4f} of one without, quartiles {low:.4f} to {high:.4f}"
+    return texts
 
 
 def in_flight(rank: int, ranks: int) -> None:
@@ -241,28 +251,17 @@ def in_flight(rank: int, ranks: int) -> None:
     placement = Placement.loop(ranks)
     pipeline, params = interop.from_modules(models.stages(layers, placement.stages), loss=models.loss_fn)
     plan = pipeline.plan(placement, models.MICROBATCHES)
-    held, steps = pipeline.params_on(params, plan, rank), {}
+    steps: dict[str, Callable[..., object]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for what, place in (("with", folder), ("without", "/dev/null/none")):  # where no file can be made
+        for what, place in (("flight recorder", folder), ("", "/dev/null/none")):  # where no file can be made
             with mock.patch.dict(os.environ, {FOLDER: place}):
                 handler = handlers.Distributed()
                 steps[what] = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler)
-                steps[what](held, batch, target)
-        took: dict[str, list[float]] = defaultdict(list)
-        for i in range(ROUNDS + 1):
-            for what in [*steps][:: 1 if i % 2 else -1]:
-                dist.barrier()
-                start = time.perf_counter()
-                for _ in range(BLOCK):
-                    steps[what](held, batch, target)
-                dist.barrier()
-                took[what].append(time.perf_counter() - start)
-    ratios = [a / b for a, b in list(zip(took["with"], took["without"], strict=True))[1:]]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    if rank == 0:
-        print(
-            f"flight recorder, 1f1b at width {NARROW}: {middle:.4f} of one without, quartiles {low:.4f} to {high:.4f}"
-        )
+                steps[what](pipeline.params_on(params, plan, rank), batch, target)  # makes the files
+        arguments = pipeline.params_on(params, plan, rank), batch, target
+        for what, text in compared(steps, arguments, ROUNDS, BLOCK).items():
+            if rank == 0:
+                print(f"1f1b at width {NARROW}, {what}: {text}")
 
 
 def packing(rank: int) -> None:
