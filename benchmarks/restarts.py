@@ -153,7 +153,7 @@ def is_running(pid: int) -> bool:
 
 
 class Restart(NamedTuple):
-    """What followed a kill.
+    """The cost of a kill to the job.
 
     Args:
         parts: wall-clock seconds, the mean over the ranks.

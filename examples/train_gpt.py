@@ -232,8 +232,8 @@ def main(
         example = torch.zeros(batch // microbatches, context, dtype=torch.uint8, device=device)
         pipeline, params = interop.split(model, at=cuts(model, count), example=example, loss=cross_entropy)
         if stages is not None:
-            found = interop.elastic(pipeline, microbatches, handler=handler, ranks=ranks, folder=checkpoints)
-            handler, plan, order = found.handler, found.plan, found.schedule
+            job = interop.elastic(pipeline, microbatches, handler=handler, ranks=ranks, folder=checkpoints)
+            handler, plan, order = job.handler, job.plan, job.schedule
         evaluate = fpipe.evaluate(interop.eval_mode(pipeline), plan, handler=handler, loss=True)
         size = sum(p.numel() for tree in params.values() for p in tree.values())
         if isinstance(handler, handlers.Distributed):

@@ -226,7 +226,7 @@ def _choice(found: Found, processes: int) -> dict[str, Any]:
 
 
 class _Notes:
-    """What the first process writes down for the next start.
+    """The file with which the first process tells the next start its plan and the measured costs.
 
     Args:
         path: of the file; None to keep nothing.

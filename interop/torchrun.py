@@ -37,7 +37,7 @@ PRELOADED = (
     "fpipe.training.verbs",
     "torch.distributed.run",
 )
-"""What a worker imports until its first step is over."""
+"""The modules that a worker imports until its first step is over."""
 
 
 @record

@@ -101,7 +101,7 @@ def _remove(flight: Path) -> None:
 
 
 def _is_flight(path: Path) -> bool:
-    """Whether it is a folder with files of recorders alone, at least one."""
+    """Return whether a path is a folder that holds recorders' files, and nothing else."""
     if path.is_symlink() or not path.is_dir():
         return False
     files = [*path.iterdir()]

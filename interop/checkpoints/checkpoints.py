@@ -359,7 +359,7 @@ class Checkpoints:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this process is the first of all."""
+        """This process has rank 0 of the first replica, and the first part of its stages."""
         return 0 in self._ranks and self._replica == self._part == 0
 
     def _share(self, **sections: Any) -> _Share:

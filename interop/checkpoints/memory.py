@@ -245,7 +245,7 @@ def _box(starts: Sequence[int], stops: Sequence[int], origin: Sequence[int]) -> 
 
 
 class _Layout:
-    """Where the leaves of a training state are in a file.
+    """The places of a training state's leaves in a file.
 
     Attributes:
         tensors: name, dtype, whole size, offsets and sizes of each box, and where its bytes begin.

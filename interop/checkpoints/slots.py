@@ -171,7 +171,7 @@ class Stored:
 
     @cached_property
     def is_right(self) -> bool:
-        """Whether its tensors have the bytes that were written."""
+        """The tensors in the file have the sum that the writer recorded."""
         return checksum(self.tensors) == self.sum
 
     @property
