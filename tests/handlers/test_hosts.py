@@ -11,7 +11,7 @@ import fpipe
 from fpipe import Costs, Plan
 from tests.support import cases, host_jobs, jobs
 from tests.support.combinations import few, sample
-from tests.support.hosts import Hosts, Unavailable
+from tests.support.hosts import Hosts, made
 
 LIMIT = 30.0  # seconds after an accident in which every rank must have ended, on a busy machine
 PATIENCE = 2.0  # seconds that a wait may take there
@@ -20,21 +20,12 @@ FAST, SLOW = {"milliseconds": 0, "megabits": 100_000}, {"milliseconds": 5, "mega
 
 @pytest.fixture(scope="module")
 def hosts():
-    yield from made()
+    yield from made(Hosts)
 
 
 @pytest.fixture
 def fresh_hosts():
-    yield from made()
-
-
-def made():
-    try:
-        hosts = Hosts()
-    except Unavailable as error:
-        pytest.skip(f"two hosts need network namespaces: {error}")
-    yield hosts
-    hosts.close()
+    yield from made(Hosts)
 
 
 SCHEDULES = ["gpipe", "one_f_one_b", "interleaved_zb", "zb_v", "dualpipe"]

@@ -20,7 +20,7 @@ from fpipe import handlers
 from tests.support import elastic_jobs
 from tests.support.combinations import ALL
 from tests.support.forked import free_port
-from tests.support.hosts import Network, Unavailable
+from tests.support.hosts import Network, made
 from tests.support.jobs import differences
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,12 +155,7 @@ def test_a_job_with_more_processes_than_stages_ends_well(tmp_path):
 
 @pytest.fixture
 def network():
-    try:
-        network = Network()
-    except Unavailable as error:
-        pytest.skip(f"two hosts need network namespaces: {error}")
-    yield network
-    network.close()
+    yield from made(Network)
 
 
 def two_hosts(network, folder, conf=SOON):

@@ -9,8 +9,12 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.support.pool import Pool
 
@@ -25,6 +29,16 @@ serial = itertools.count()
 
 class Unavailable(Exception):
     """Network namespaces can't be made here: why."""
+
+
+def made(kind: Callable[[], Any]) -> Iterator[Any]:
+    """Hosts or a network for a fixture: closed after the test, which is skipped where they can't be made."""
+    try:
+        hosts = kind()
+    except Unavailable as error:
+        pytest.skip(f"two hosts need network namespaces: {error}")
+    yield hosts
+    hosts.close()
 
 
 def run(*words: str) -> str:
