@@ -56,6 +56,8 @@ class Placement:
     Placement((0, 1, 0, 1))
     >>> Placement.v(ranks=2)
     Placement((0, 1, 1, 0))
+    >>> Placement.wave(ranks=2, waves=2)
+    Placement((0, 1, 1, 0, 0, 1, 1, 0))
     >>> Placement.both_ways(ranks=2)
     Placement(((0, 1), (1, 0)))
 
@@ -99,6 +101,16 @@ class Placement:
         return cls([*range(ranks), *reversed(range(ranks))])
 
     @classmethod
+    def wave(cls, ranks: int, waves: int) -> Placement:
+        """Place stages down the ranks and back up, `waves` times: two stages on each rank in each (Liu et al. 2023).
+
+        An output stays on its rank at every turn: of the 2 * ranks * waves - 1 edges of a chain, 2 * waves - 1 do.
+        (Hanayo, arXiv 2308.15762, section 3.)
+        """
+        _positive(ranks=ranks, waves=waves)
+        return cls([*range(ranks), *reversed(range(ranks))] * waves)
+
+    @classmethod
     def both_ways(cls, ranks: int) -> Placement:
         """Place two copies of each stage, one counted from either end (DualPipe, DeepSeek-V3 report)."""
         _positive(ranks=ranks)
@@ -122,6 +134,8 @@ class Placement:
                 return f"Placement.loop({ranks}{f', chunks={chunks}' if chunks > 1 else ''})"
             if self == Placement.v(ranks):
                 return f"Placement.v({ranks})"
+            if chunks % 2 == 0 and self == Placement.wave(ranks, chunks // 2):
+                return f"Placement.wave({ranks}, waves={chunks // 2})"
             if ranks % 2 == 0 and self == Placement.both_ways(ranks):
                 return f"Placement.both_ways({ranks})"
         return f"Placement({tuple(h[0] if len(h) == 1 else h for h in self.holders)})"

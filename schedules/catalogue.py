@@ -88,9 +88,16 @@ class CatalogueEntry:
         return partial(self.function, costs=costs) if self.by_costs else self.function
 
 
+def _wave(ranks: int, chunks: int) -> Placement:
+    if chunks % 2:
+        raise ScheduleError(f"a wave has two stages on each rank: take an even number of them, not {chunks}")
+    return Placement.wave(ranks, waves=chunks // 2)
+
+
 PLACES: dict[str, PlacementFactory] = {
     "loop": Placement.loop,
     "v": lambda ranks, chunks: Placement.v(ranks),
+    "wave": _wave,
     "both-ways": lambda ranks, chunks: Placement.both_ways(ranks),
 }
 

@@ -215,6 +215,8 @@ Trained = Annotated[
     ),
 ]
 
+CHUNKS = {"v": 2, "wave": 4}
+"""Stages on each rank of a placement that is named without them; one for others."""
 LARGE = 2_000_000  # forwards
 SECONDS, BYTES = 150e-6, 3000  # that lowering, verifying and simulating a forward takes with its backward, in CPython
 
@@ -250,7 +252,8 @@ class PlanOptions:
         str | None,
         InPlan(
             metavar="PLACE",
-            help="loop, v, both-ways, or ranks by stage as 0,1,1,0 (copies: 0+1,1+0). By default the schedule's own.",
+            help="loop, v, wave, both-ways, or ranks by stage as 0,1,1,0 (copies: 0+1,1+0). By default the schedule's "
+            "own.",
         ),
     ] = None
     replicas: Replicas = 1
@@ -271,14 +274,19 @@ class PlanOptions:
             check_size(placement.stages, microbatches, self.any_size, option="--microbatches")
             return self.check_consistent(Plan(placement, microbatches), self.placement)
         ranks, microbatches = required(self, "ranks"), required(self, "microbatches")
-        chunks = self.chunks or (2 if self.placement == "v" else entry.chunks if entry and not self.placement else 1)
+        own = entry.chunks if entry and not self.placement else CHUNKS.get(self.placement or "loop", 1)
+        chunks = self.chunks or own
         if self.placement == "both-ways" or (entry and not self.placement and entry.place is PLACES["both-ways"]):
             chunks = 1  # the copies of a stage share its microbatches: forwards are those of one stage on each rank
         check_size(ranks * chunks, microbatches, self.any_size)
         if entry and not self.placement:
             return entry.plan(ranks, microbatches, self.chunks)
         place = self.placement or "loop"
-        return self.check_consistent(Plan(PLACES[place](ranks, self.chunks or 1), microbatches), place)
+        try:
+            placement = PLACES[place](ranks, chunks)
+        except ScheduleError as error:
+            raise typer.BadParameter(str(error), param_hint="--placement") from None
+        return self.check_consistent(Plan(placement, microbatches), place)
 
     def check_consistent(self, plan: Plan, source: str) -> Plan:
         """Return a plan from elsewhere; raise if an option contradicts it."""

@@ -431,10 +431,12 @@ def import_(
 
 
 def _placement(plan: Plan) -> str:
-    """Return the expression of a loop or V placement, else all its holders."""
+    """Return the expression of a loop, V or wave placement, else all its holders."""
     chunks = counts(plan)["chunks"]
     loop, v = f"Placement.loop({plan.ranks}, chunks={chunks})", f"Placement.v({plan.ranks})"
     named = {loop: Placement.loop(plan.ranks, chunks), v: Placement.v(plan.ranks)}
+    if chunks > 1:
+        named[f"Placement.wave({plan.ranks}, waves={chunks // 2})"] = Placement.wave(plan.ranks, chunks // 2)
     return next((name for name, placement in named.items() if placement == plan.placement), str(plan.placement))
 
 

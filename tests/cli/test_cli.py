@@ -485,6 +485,7 @@ def swapped(rank, plan):
         (("simulate", "1f1b", *SMALL, "--placement", "circle"), "no placement"),
         (("simulate", "1f1b", *SMALL, "--placement", "0,1"), "0,1 has 2, not 4"),
         (("simulate", "gpipe", *SMALL, "--placement", "v", "--chunks", "3"), "v has 2, not 3"),
+        (("simulate", "gpipe", *SMALL, "--placement", "wave", "--chunks", "3"), "an even number of them, not 3"),
         (("compare", *SMALL, "--loops", "0"), "2,4"),
         (("compare", *SMALL, "--chunks", "2", "--forward", "1,2,3,4"), "forward has 4 entries, the plan 8 stages"),
         (("search", *SMALL, "--forward", "1,2"), "forward has 2 entries, the plan 4 stages"),
@@ -538,6 +539,12 @@ def test_a_placement_of_ones_own():
     assert (
         told("simulate", "gpipe", "--placement", "v", "--ranks", "2", "--microbatches", "4")["makespan"]
         == found["makespan"]
+    )
+    waves = told("simulate", "gpipe", "--placement", "wave", "--ranks", "2", "--microbatches", "4")
+    assert waves["chunks"] == 4
+    assert (
+        waves["makespan"]
+        == told("simulate", "gpipe", "--placement", "0,1,1,0,0,1,1,0", "--microbatches", "4")["makespan"]
     )
     copies = told("simulate", "gpipe", "--placement", "0+1,1+0", "--microbatches", "4")
     assert (
