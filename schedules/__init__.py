@@ -12,7 +12,10 @@ from fpipe.schedules.catalogue import CATALOGUE as CATALOGUE, get as get
 from fpipe.schedules.controllable_memory import v_auto as v_auto, v_half as v_half, v_min as v_min
 from fpipe.schedules.dualpipe import dualpipe as dualpipe, dualpipe_v as dualpipe_v
 from fpipe.schedules.gpipe import gpipe as gpipe
-from fpipe.schedules.interleaved import interleaved_1f1b as interleaved_1f1b
+from fpipe.schedules.interleaved import (
+    interleaved_1f1b as interleaved_1f1b,
+    interleaved_1f1b_overlap as interleaved_1f1b_overlap,
+)
 from fpipe.schedules.interleaved_zb import interleaved_zb as interleaved_zb
 from fpipe.schedules.layouts import Layout as Layout, layouts as layouts
 from fpipe.schedules.looped_bfs import looped_bfs as looped_bfs

@@ -17,7 +17,7 @@ from fpipe.plan import Placement, Plan, Schedule
 from fpipe.schedules.controllable_memory import v_auto, v_half, v_min
 from fpipe.schedules.dualpipe import dualpipe, dualpipe_v
 from fpipe.schedules.gpipe import gpipe
-from fpipe.schedules.interleaved import interleaved_1f1b
+from fpipe.schedules.interleaved import interleaved_1f1b, interleaved_1f1b_overlap
 from fpipe.schedules.interleaved_zb import interleaved_zb
 from fpipe.schedules.looped_bfs import looped_bfs
 from fpipe.schedules.one_f_one_b import one_f_one_b
@@ -122,6 +122,14 @@ _ENTRIES = (
         "p + (p-1)/v",
         "1F1B over several chunks of a rank",
         "Narayanan et al. 2021",
+    ),
+    CatalogueEntry(
+        "interleaved-1f1b-overlap",
+        interleaved_1f1b_overlap,
+        *_LOOP,
+        "p + p/v",
+        "interleaved 1F1B, each forward overlapped with a backward",
+        "Megatron-LM 2025",
     ),
     CatalogueEntry(
         "looped-bfs",

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 
 from fpipe.effects import BackwardInput, BackwardWeight, Effect, Forward
 from fpipe.plan import Plan
@@ -29,7 +30,7 @@ def interleaved_zb(rank: int, plan: Plan) -> Iterator[Effect]:
     """
     a_loop("interleaved_zb", plan)
     late: deque[BackwardWeight] = deque()
-    for effect in in_groups(rank, plan, ahead=1):
+    for effect in chain.from_iterable(in_groups(rank, plan, ahead=1)):
         if isinstance(effect, Forward):
             yield effect
             continue

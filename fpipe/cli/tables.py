@@ -246,7 +246,7 @@ def comparison(entrants: Sequence[tuple[str, Timeline, float]], refused: Mapping
         columns = zip((number, number, percent, number), figures, best, strict=True)
         marked = [_marked(form(figure), figure <= least * (1 + 1e-9)) for form, figure, least in columns]
         means = (f"{mean:.3g}" for mean in _mean_causes(timeline, causes))
-        result.add_row(Text(name), str(counts(timeline.plan)["chunks"]), *marked, *means)
+        result.add_row(Text(_in_lines(name)), str(counts(timeline.plan)["chunks"]), *marked, *means)
     note = Text("* best; v stages on a rank; peak in flight; a rank's mean idle time by cause", "dim")
     shown: list[RenderableType] = [result, note] if entrants else []
     reasons = [Text.assemble((name, "bold"), f": {reason}") for name, reason in refused.items()]
@@ -269,6 +269,16 @@ def _cleared(time: float, whole: float) -> float:
 
 def _marked(figure: str, best: bool) -> Text:
     return Text(figure + "*", "bold green") if best else Text(figure + " ")
+
+
+def _in_lines(name: str, width: int = 16) -> str:
+    """Return the name of a schedule, broken after a hyphen if it is wider than 16 columns.
+
+    >>> _in_lines("interleaved-1f1b-overlap").split("\\n")
+    ['interleaved-', '  1f1b-overlap']
+    """
+    end = name.rfind("-", 0, width) + 1
+    return name if len(name) <= width or not end else f"{name[:end]}\n  {_in_lines(name[end:])}"
 
 
 def discovery(results: Sequence[Found]) -> Group:

@@ -5,18 +5,19 @@ from itertools import product
 
 import pytest
 
-from fpipe import Costs, Edges, Placement, Plan, ScheduleError, draw, lower, simulate
+from fpipe import Costs, Edges, Placement, Plan, ScheduleError, draw, lower, simulate, verify
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Overlap, parts
 from fpipe.programs.interleaving import interleave
+from fpipe.schedules import CATALOGUE
 from fpipe.schedules.dualpipe import dualpipe, dualpipe_v
 from fpipe.schedules.gpipe import gpipe
-from fpipe.schedules.interleaved import interleaved_1f1b
+from fpipe.schedules.interleaved import interleaved_1f1b, interleaved_1f1b_overlap
 from fpipe.schedules.interleaved_zb import interleaved_zb
 from fpipe.schedules.looped_bfs import looped_bfs
 from fpipe.tables import TABLE
 from tests.support.combinations import combined, few, sample
 
-LOOPED = (looped_bfs, interleaved_1f1b, interleaved_zb)
+LOOPED = (looped_bfs, interleaved_1f1b, interleaved_1f1b_overlap, interleaved_zb)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +215,8 @@ def test_peaks_of_looped_schedules(p, v):
         # Narayanan et al. 2021, section 2.2, and the warm-up of Megatron-LM, where g = p.
         expected = [min(m * v, 2 * (p - r - 1) + (v - 1) * g + 1) for r in range(p)]
         assert peaks(interleaved_1f1b, plan) == expected
+        one_more = [min(m * v, 2 * (p - r - 1) + (v - 1) * g + 2) for r in range(p)]
+        assert peaks(interleaved_1f1b_overlap, plan) == one_more  # Megatron-LM: one microbatch more of warm-up
         assert peaks(interleaved_zb, plan) == [min(m * v, (v - 1) * g + p)] * p
         assert m % p or g == p
 
@@ -254,6 +257,35 @@ def test_interleaved_1f1b_waits_for_every_transfer_on_the_way_of_the_first_and_t
         if c <= min(f, b + w):
             cost = simulate(interleaved_1f1b, Plan(Placement.loop(p, v), m), Costs(f, b, w, communication=c)).cost
             assert cost == (m * v + p - 1) * (f + b + w) + 2 * (p * v - 1) * c
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-auto"])
+@pytest.mark.parametrize("waves", [1, 2, 3])
+def test_a_wave_sends_nothing_at_its_turns(schedule, waves):
+    # Liu et al. 2023 (Hanayo), section 3: down the ranks and back up. GPipe's cost at a single microbatch is the depth.
+    p, m = 3, 4
+    entry, plan = CATALOGUE[schedule], Plan(Placement.wave(p, waves), m)
+    report = verify(entry.schedule(plan), plan)
+    assert report.messages == {
+        edge: m * 2 * waves for r in range(p - 1) for edge in ((r, r + 1), (r + 1, r))
+    }  # an activation and a gradient over each edge of a chain of 2 * p * waves stages, but at 2 * waves - 1 turns
+    one = Plan(Placement.wave(p, waves), 1)
+    timeline = simulate(gpipe, one, Costs(communication=0.25))
+    assert timeline.makespan == 2 * p * waves * 3 + 0.25 * 2 * 2 * waves * (p - 1)
+
+
+@pytest.mark.parametrize("p", few(range(1, 6), (1, 2, 5)))
+@pytest.mark.parametrize("v", range(1, 4))
+def test_the_cost_of_interleaved_1f1b_with_overlaps(p, v):
+    # The last rank begins after p - 1 forwards, never waits, and its last gradient passes p - 1 backwards. Its warm-up
+    # of (v - 1) g + 1 chunks, and as many backwards at the end, are apart; all else overlaps.
+    for m, (f, b, w), share in product(microbatches(p), TIMES, sample((0, 0.25, 0.5, 1), (0.25, 1))):
+        apart = f + b + w
+        pair = max(f, b + w) + share * min(f, b + w)
+        plan = Plan(Placement.loop(p, v), m)
+        cost = simulate(interleaved_1f1b_overlap, plan, Costs(f, b, w, overlap=pair)).cost
+        warmup = (v - 1) * largest_group(p, m) + 1
+        assert cost == pytest.approx(m * v * pair + warmup * (apart - pair) + (p - 1) * apart)
 
 
 @pytest.mark.parametrize("p", few(range(1, 6), (1, 2, 5)))
