@@ -410,6 +410,10 @@ class Handler(Protocol):
         """The handler's part in steps that are captured; None where it captures none."""
 
     @property
+    def timeout(self) -> float | None:
+        """Seconds that a wait for another process may take; None where no other one is the handler's."""
+
+    @property
     def departure(self) -> Departure:
         """Whether the ranks leave after the running step."""
 

@@ -50,7 +50,7 @@ from fpipe.stages.rng import seeded
 class Reference:
     """Play all ranks of all replicas in this process, and ignore the order of effects."""
 
-    peers = devices = replays = beside = None
+    peers = devices = replays = beside = timeout = None
     rank = 0
     is_first = True
 

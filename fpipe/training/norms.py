@@ -176,11 +176,9 @@ def squares(
         return torch.stack([zero if x is None else x.to(device) for x in each])
 
     total = stacked(sums)
-    # A handler of one process has no peers, and may have a mesh.
-    timeout = getattr(handler, "timeout", None) if handler.peers is None else handler.peers.timeout
     for mesh in dict.fromkeys(mesh for leaves in counted.values() for _, mesh in leaves if mesh is not None):
         cut = {s: _squares([x for x, over in leaves if over == mesh], by_row) for s, leaves in counted.items()}
-        total = total + _added(stacked(cut), mesh, timeout)
+        total = total + _added(stacked(cut), mesh, handler.timeout)
     return total
 
 

@@ -118,8 +118,7 @@ class Checkpoints:
         self._peers: Peers | RowsOfPeers | None = row
         self._part, self._parts = 0, tensor_parallel  # the number of this process among those that compute a stage
         if tensor_parallel is not None:
-            timeout = None if handler.peers is None else handler.peers.timeout
-            column = beside(tensor_parallel, purpose, hint=HINT, timeout=timeout, error=CheckpointError)
+            column = beside(tensor_parallel, purpose, hint=HINT, timeout=handler.timeout, error=CheckpointError)
             self._part, self._peers = tensor_parallel.get_local_rank(), RowsOfPeers(row, column)
         self._owns_state = self._replicas.count > 1 and any(stage.stateful for stage in pipeline.stages)
         self._states = list(map(state_of, self._replicas.here))  # the section with the state of each replica here

@@ -39,7 +39,7 @@ class Replicated:
 
         from fpipe.handlers.distributed import collectives
 
-        self.mesh, self.count, self.size = mesh, replicas, dist.get_world_size() // replicas
+        self.timeout, self.mesh, self.count, self.size = timeout, mesh, replicas, dist.get_world_size() // replicas
         self.replica, self.rank = divmod(dist.get_rank(), self.size)
         self.peers = collectives.over(None, "the replicas", hint="make the same calls", timeout=timeout)
 

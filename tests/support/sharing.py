@@ -50,6 +50,10 @@ class Sharing:
         return self.handler.departure
 
     @property
+    def timeout(self):
+        return self.handler.timeout
+
+    @property
     def beside(self):
         return self.handler.beside
 
