@@ -29,7 +29,7 @@ from fpipe.handlers import contents
 from fpipe.handlers.calls import Step
 from fpipe.handlers.contents import fingerprint
 from fpipe.handlers.gloo import gloo_group
-from fpipe.handlers.protocol import Inputs
+from fpipe.handlers.protocol import Departure, Inputs
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import describe, flatten, paths_of, short
 from fpipe.stages.sharding import Placed, layout_key
@@ -52,6 +52,7 @@ class StagePeers:
         layouts: object,
         rows: Callable[[bool], Mapping[str, str]],
         error: Exception | None,
+        departure: Departure,
     ) -> None:
         """Wait until all processes can run the step.
 
@@ -60,6 +61,7 @@ class StagePeers:
             layouts: is compared with that of the step before.
             rows: returns the descriptions of the arguments, by name; given whether those have the values of params.
             error: keeps this process from the step.
+            departure: of the handler; the numbers tell the others whether it was asked.
 
         Raises:
             Exception: `error`.
@@ -67,9 +69,10 @@ class StagePeers:
             TransportError: a process did not come.
         """
         has_news = error is not None or layouts != self._layouts
+        departure.is_shared |= bool(groups)
         for processes in groups:
             is_first = processes not in self._links
-            if not is_first and not self._have_news(processes, has_news, _digest(inputs)):
+            if not is_first and not self._have_news(processes, has_news, _digest(inputs), departure):
                 continue
             try:
                 link = compare(processes, {} if error is not None else rows(is_first), error)
@@ -96,11 +99,12 @@ class StagePeers:
             except TimeoutError:
                 raise _missing(processes, "one of them", limit) from None
 
-    def _have_news(self, processes: Ranks, has_news: bool, digest: int) -> bool:
+    def _have_news(self, processes: Ranks, has_news: bool, digest: int, departure: Departure) -> bool:
         """Return whether one of the processes has news, or another digest."""
         watch, purpose = watch_of_handler(), f"beginning a step with processes {[*processes]}"
         numbers = torch.empty(len(processes), 2, dtype=torch.int64)
-        work = self._links[processes].allgather([[*numbers]], [torch.tensor([has_news, digest])])
+        own = torch.tensor([has_news | departure.is_asked << 1, digest])
+        work = self._links[processes].allgather([[*numbers]], [own])
         limit = float("inf") if watch.timeout is None else watch.timeout
         try:
             with watch.waiting(purpose, None):
@@ -111,7 +115,9 @@ class StagePeers:
         except BaseException:
             del self._links[processes]  # what is in flight there would be taken for the next step's
             raise
-        return bool(numbers[:, 0].any() or (numbers[:, 1] != digest).any())
+        flags, digests = numbers.unbind(1)
+        departure.is_passed |= bool((flags & 2).any())
+        return bool((flags & 1).any() or (digests != digest).any())
 
 
 def _digest(inputs: Inputs) -> int:

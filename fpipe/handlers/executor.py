@@ -19,7 +19,7 @@ from fpipe.handlers.alike import StagePeers, descriptions, layouts_of
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
 from fpipe.handlers.gradients import Rows, Sum, add_parts, check_trained, data_gradients, received, total, unscaled
-from fpipe.handlers.protocol import Inputs, PeerLost, Results, StepRejected
+from fpipe.handlers.protocol import Departure, Inputs, PeerLost, Results, StepRejected
 from fpipe.stages.microbatch import sizes_of
 from fpipe.stages.pytree import paths_of, short, summary
 from fpipe.stages.sharding import Placed, is_dtensor, local, locals_of, processes_beside, wrapped
@@ -66,6 +66,7 @@ class Executor:
         self,
         inputs: Inputs,
         begin: Callable[[], Inputs],
+        departure: Departure,
         processes: Collection[int] = (),
         replicas: DeviceMesh | None = None,
     ) -> Inputs:
@@ -73,6 +74,7 @@ class Executor:
 
         Args:
             begin: returns the inputs with this process's pieces. It is not called where the inputs are broken.
+            departure: of the handler.
             processes: the handler's, over which no stage is computed.
             replicas: their mesh.
 
@@ -96,7 +98,7 @@ class Executor:
             return {} if step is None else descriptions(step, self.pieces, has_values)
 
         try:
-            self.stage_peers.agree(groups, inputs, layouts, rows, error)
+            self.stage_peers.agree(groups, inputs, layouts, rows, error, departure)
         except StageError as difference:
             if difference is error:  # with its cause
                 raise

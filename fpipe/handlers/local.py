@@ -112,7 +112,8 @@ class Local:
                     is_whole = len(replicas) == 1 or inputs.broken is not None
                     inputs_of = inputs if is_whole else inputs.of_replica(replica, len(replicas))
                     for executor in own.values():
-                        executor.agreed(inputs_of, partial(self._begin, inputs_of, executor))
+                        executor.agreed(inputs_of, partial(self._begin, inputs_of, executor), self.departure)
+                self.departure.learn([self.departure.number])
                 for turn in order:
                     turn()
                 notices.end_step()

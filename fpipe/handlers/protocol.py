@@ -327,14 +327,23 @@ class Replays(Protocol):
 class Departure:
     """Whether the ranks leave once they have ended the running step, as a process asks that gets SIGTERM.
 
+    The ranks of a handler learn in one step that one of them asks. Where they compute stages together with ranks of
+    other handlers, they tell these as the next step begins, and all handlers leave after that one.
+
     Args:
         is_alone: this process plays all ranks.
         is_requested: by this process.
-        is_known: a rank had requested it when the last step began; the same on every rank.
+        is_asked: a rank of this handler had requested it when the last step began; the same on all of them.
+        is_shared: other processes compute stages together with this one.
+        is_passed: a handler of those processes, or this one, was asked before this step.
+        is_known: all ranks of all these handlers leave.
     """
 
     is_alone: bool = True
     is_requested: bool = False
+    is_asked: bool = False
+    is_shared: bool = False
+    is_passed: bool = False
     is_known: bool = False
 
     def ask(self) -> None:
@@ -342,9 +351,20 @@ class Departure:
         self.is_requested = True
 
     @property
+    def number(self) -> int:
+        """What the other ranks of the handler learn as a step begins."""
+        return self.is_requested | self.is_shared << 1 | self.is_passed << 2
+
+    def learn(self, numbers: Sequence[int]) -> None:
+        """Take the numbers of all ranks of the handler, as a step begins."""
+        asked, shared, passed = (any(number & bit for number in numbers) for bit in (1, 2, 4))
+        self.is_asked |= asked
+        self.is_known |= passed if shared else asked
+
+    @property
     def is_agreed(self) -> bool:
         """Whether they leave; the same on every rank after a step."""
-        return self.is_known or (self.is_alone and self.is_requested)
+        return self.is_known or (self.is_alone and self.is_requested and not self.is_shared)
 
 
 @dataclass

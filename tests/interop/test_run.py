@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from fpipe import handlers, interop
 from tests.support import run_jobs
-from tests.support.combinations import ALL
+from tests.support.combinations import ALL, few
 from tests.support.jobs import differences
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +71,16 @@ def test_all_ranks_save_the_same_step_whichever_gets_the_signal(pools, tmp_path,
     assert names(tmp_path) == ["000001-step-5", "000002-step-8"]
     ends = pools(2).run(run_jobs.go_on, str(tmp_path))
     assert not differences({**ends[0]["params"], **ends[1]["params"]}, whole["params"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "guilty"), few([((2, 2), [2]), ((1, 2), [1]), ((2,), [1]), ((2, 2), [0, 3])], slice(3))
+)
+def test_all_processes_of_a_mesh_save_the_same_step(pools, tmp_path, shape, guilty):
+    """Those that compute a stage together too: their handlers learn it one step later, and leave together."""
+    size = prod(shape)
+    assert pools(size).run(run_jobs.asked_of_a_mesh, str(tmp_path), shape, guilty, 7) == [(143, 9)] * size
+    assert names(tmp_path) == ["000001-step-5", "000002-step-9"]
 
 
 def test_all_ranks_save_after_a_step_that_fails_and_is_left_out(pools, tmp_path):

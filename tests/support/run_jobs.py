@@ -11,6 +11,7 @@ import torch
 import fpipe
 from fpipe import Pipeline, Placement, handlers, interop
 from tests.support.cases import mse
+from tests.support.shards import mesh_of
 
 TOTAL, EVERY = 12, 5
 
@@ -48,16 +49,50 @@ def train(run, step, adam, at=lambda i: None, total=TOTAL):
     return {"params": run.params, "order": run.order, "step": run.step}
 
 
+def sharded(folder, mesh, handler):
+    """As `begin`, of stages that the processes of mesh["tp"] compute together."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    pipeline = Pipeline([two_layers, two_layers], mse)
+    ranks = getattr(handler, "size", 2)
+    plan = pipeline.plan(Placement.loop(ranks, 2 // ranks), 2)
+    params = {s: {"up": torch.ones(3, 4) / (2 + s), "down": torch.ones(4, 3) / 4} for s in range(2)}
+    cuts = {"up": [Shard(1)], "down": [Shard(0)]}
+    params = {
+        s: {name: distribute_tensor(x, mesh["tp"], cuts[name], src_data_rank=None) for name, x in tree.items()}
+        for s, tree in pipeline.params_on(params, plan, handler).items()
+    }
+    sgd = interop.optimizer(torch.optim.SGD, lr=0.1)
+    checkpoints = interop.Checkpoints(folder, pipeline, plan, handler=handler, tensor_parallel=mesh["tp"])
+    run = interop.resume(checkpoints, params=params, optimizer=sgd.init(params), order=torch.arange(3))
+    return run, fpipe.value_and_grad(pipeline, "1f1b" if ranks > 1 else "looped-bfs", plan, handler=handler), sgd
+
+
+def two_layers(p, x):
+    return x + torch.tanh(x @ p["up"]) @ p["down"]
+
+
+def asked_of_a_mesh(rank, folder, shape, guilty, at):
+    """As `asked`, of a mesh with tensor parallelism; over one rank, by `Local` where the mesh has no ranks."""
+    mesh = mesh_of(*shape, names=("pp", "tp")[-len(shape) :])
+    own = handlers.Distributed(mesh["pp"], timeout=20) if len(shape) > 1 else handlers.Local()
+    return left(rank, guilty, at, *sharded(folder, mesh, own))
+
+
 def asked(rank, folder, guilty, at):
     """Train on this rank; a guilty one gets SIGTERM in a step. The status with which it leaves, and its step."""
+    return left(rank, guilty, at, *begin(folder, handlers.Distributed(timeout=20)))
+
+
+def left(rank, guilty, at, run, step, update):
+    """Train; the status with which a rank leaves that gets SIGTERM in a step, or another one does, and its step."""
 
     def signalled(i):
         if i == at and rank in guilty:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    run, step, adam = begin(folder, handlers.Distributed(timeout=20))
     try:
-        train(run, step, adam, signalled)
+        train(run, step, update, signalled)
     except SystemExit as left:
         return left.code, run.step
     return None, run.step

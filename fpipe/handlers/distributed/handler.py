@@ -368,7 +368,9 @@ class _CompiledProgram:
     def _step(self, inputs: Inputs) -> Results:
         executor = self.executor
         try:
-            inputs = executor.agreed(inputs, partial(self._begin, inputs), self.processes, self.mesh)
+            inputs = executor.agreed(
+                inputs, partial(self._begin, inputs), self.steps.departure, self.processes, self.mesh
+            )
         except (PeerLost, TransportError):
             raise
         except Exception as error:  # of any kind: the caller's arguments may be broken

@@ -197,8 +197,8 @@ class Handshake:
         self._settings = contents.settings(inputs)
         self._tokens = [] if inputs.broken is not None else self._tokens_of(inputs)
         settings, rng, data = contents.of_settings(inputs), contents.of_rng(inputs), contents.of_data(inputs)
-        is_leaving = self.steps.departure.is_requested
-        numbers = [is_leaving, apart, lacks_rows, rows, order, settings, rng, *data, *_digest(self._tokens)]
+        leaving, digest = self.steps.departure.number, _digest(self._tokens)
+        numbers = [leaving, apart, lacks_rows, rows, order, settings, rng, *data, *digest]
         self.roll = RollCall(self.steps, self.program, numbers, inputs.broken)
 
     def meet(self, error: BaseException) -> None:
@@ -220,7 +220,7 @@ class Handshake:
         """Wait for the numbers of all ranks; return them. Of a step that fails, too, all learn whether one leaves."""
         assert self.roll is not None
         calls = self.roll.wait()
-        self.steps.departure.is_known |= any(leaving for leaving, *_ in calls)
+        self.steps.departure.learn([leaving for leaving, *_ in calls])
         return calls
 
     def confirm(self, number: int) -> list[int]:

@@ -72,17 +72,17 @@ class Setup:
 
     def agree(self, key: Hashable | None, rng: object = None) -> Hashable | None:
         token = (0, 0) if key is None else self._token_of(key)
-        numbers = self._call_roll([*token, key is None, self.departure.is_requested, fingerprint(rng)], None)
-        *numbers_by_name, rngs = zip(*numbers, strict=True)
+        numbers = self._call_roll([*token, key is None, self.departure.number, fingerprint(rng)], None)
+        *numbers_by_name, leaving, rngs = zip(*numbers, strict=True)
         check_rng(rngs, self._grid)
-        first, second, new, leaving = map(sum, numbers_by_name)
-        self.departure.is_known |= leaving > 0
+        first, second, new = map(sum, numbers_by_name)
+        self.departure.learn(leaving)
         return None if new else (first, second)
 
     def refuse(self, error: BaseException) -> NoReturn:
         if not self.ready().is_over:
             with suppress(Exception):  # this one; or the step has failed, or the handler has ended, and all ranks know
-                self._call_roll([0, 0, True, False, 0], error)
+                self._call_roll([0, 0, True, 0, 0], error)
         raise error
 
     def _call_roll(self, numbers: list[int], error: BaseException | None) -> list[list[int]]:
