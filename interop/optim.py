@@ -8,6 +8,7 @@ accumulate gradients over steps, use `optree.tree_map(torch.add, total, grads)`,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -120,12 +121,7 @@ def optimizer(
     if issubclass(kind, torch.optim.SparseAdam):
         raise TypeError("SparseAdam takes sparse gradients alone, which not all are: take Adam, Adagrad or SGD")
 
-    plain = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
-    try:
-        kind([{"params": [torch.zeros(1, 1, requires_grad=True)]}], **plain)
-    except (TypeError, ValueError) as error:
-        wrong = TypeError if isinstance(error, TypeError) else ValueError
-        raise wrong(f"{kind.__name__} can't be made with options {plain}: {error}") from error
+    _check_options(kind, {name: value for name, value in options.items() if not isinstance(value, Tensor)})
 
     def init(params: Any) -> State:
         return optree.tree_map(lambda p: {}, params, namespace=NAMESPACE)
@@ -271,6 +267,32 @@ def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any
     if isinstance(count, Tensor) and count.device != parameter.device:
         result["step"] = count.to(parameter.device)
     return result
+
+
+def _check_options(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError if an optimizer can't be made with these options; names the wrong one."""
+    parameters = inspect.signature(kind).parameters
+    names = [name for name in parameters if name != "params"]
+    if unknown := [name for name in options if name not in names]:
+        raise TypeError(f"{kind.__name__} has no option {unknown[0]!r}: it takes {', '.join(names)}")
+    if (error := _refusal(kind, options)) is None:
+        return
+    wrong = TypeError if isinstance(error, TypeError) else ValueError
+    for name, value in options.items():
+        if _refusal(kind, {other: options[other] for other in options if other != name}) is None:
+            raise wrong(
+                f"{kind.__name__} can't be made with {name}={value!r}: {error}. It takes {parameters[name]}"
+            ) from error
+    raise wrong(f"{kind.__name__} can't be made with options {dict(options)}: {error}") from error
+
+
+def _refusal(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Exception | None:
+    """Return the error with which an optimizer refuses options; None if it takes them."""
+    try:
+        kind([{"params": [torch.zeros(1, 1, requires_grad=True)]}], **options)
+    except (TypeError, ValueError) as error:
+        return error
+    return None
 
 
 def _matching(spec: optree.PyTreeSpec, tree: Any, what: str) -> list[Any]:
