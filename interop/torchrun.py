@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     script = Path(parsed.training_script).resolve()
     sys.path.insert(0, str(script.parent))  # as of a script that Python starts; workers get this path
     for module in parsed.preload:
-        if find_spec(module) is None:
+        if not _is_module(module):
             parser.error(f"--preload {module}: there is no such module on {sys.path}")
     parsed.training_script, parsed.training_script_args = __file__, [str(script), *parsed.training_script_args]
     parsed.run_path, parsed.start_method = True, "forkserver"
@@ -65,6 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     announce(sys.path, [*PRELOADED, *parsed.preload])
     multiprocessing.set_forkserver_preload([announce.__module__])
     run(parsed)  # type: ignore[no-untyped-call]
+
+
+def _is_module(name: str) -> bool:
+    """Return whether there is a module of a name. Imports the packages that it is in."""
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):  # of a package that is none, or of no name
+        return False
 
 
 def run_script(path: str, *arguments: str) -> None:

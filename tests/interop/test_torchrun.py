@@ -42,6 +42,9 @@ sys.exit()
         (["--module", "train"], "--module starts a new interpreter: pass the path of a script"),
         (["--no-python", "train"], "--no-python starts a new interpreter: pass the path of a script"),
         (["--preload", "neighbor", "train.py"], "--preload neighbor: there is no such module"),
+        (["--preload", "nowhere.x", "train.py"], "--preload nowhere.x: there is no such module"),
+        (["--preload", "sys.x", "train.py"], "--preload sys.x: there is no such module"),
+        (["--preload", ".x", "train.py"], "--preload .x: there is no such module"),
     ],
 )
 def test_what_it_cannot_do_is_refused(options, message, capsys, monkeypatch):
