@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fpipe.errors import TransportError
+from fpipe.errors.tracebacks import warn
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -210,6 +211,15 @@ def host_of(store: Any) -> str:
 def is_hosted_by_rank_0() -> bool:
     """Return whether torch makes the job's store in the process of rank 0, and not in that of torchrun."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def warn_of_shared_store() -> None:
+    """Warn of a store of torchrun's with which a job on several hosts does not survive the loss of one."""
+    if not is_hosted_by_rank_0() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        warn(
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, on each host: else, when a host is lost or comes, "
+            "the others look for a store that is gone"
+        )
 
 
 def _default_store() -> Any:

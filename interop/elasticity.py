@@ -37,7 +37,7 @@ from fpipe.programs.lowering import lower
 from fpipe.programs.verifier import check
 from fpipe.schedules.search import Found, search
 from fpipe.stages.pipeline import Pipeline
-from fpipe.store import JobStore, StoreError, is_hosted_by_rank_0
+from fpipe.store import JobStore, StoreError, warn_of_shared_store
 
 T = TypeVar("T")
 log = logging.getLogger("fpipe.elastic")
@@ -138,7 +138,7 @@ def elastic(
             raise ValueError(f"{name} must be at least 1, not {value}")
     if isinstance(handler, Distributed) and handler.mesh is not None:
         raise ValueError("elastic makes the replicas: pass replicas=, and a handler of all processes, handlers.auto()")
-    _check_store()
+    warn_of_shared_store()
     stages, is_first = len(pipeline.stages), handler.peers is None or handler.peers.rank == 0
     processes = handler.size if isinstance(handler, Distributed) else (ranks or 1) * replicas
     peers = handler.peers and handler.peers.new_group("an elastic plan", hint=HINT, error=ScheduleError)
@@ -180,15 +180,6 @@ def elastic(
         log.log(logging.INFO if last is None or last["processes"] == processes else logging.WARNING, text)
         notes.keep(found, processes, measured)
     return Elastic(found, _among(handler, found.plan), text)
-
-
-def _check_store() -> None:
-    """Warn of a store of torchrun's with which a job on several hosts does not survive the loss of one."""
-    if not is_hosted_by_rank_0() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-        warn(
-            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, on each host: else, when a host is lost or comes, "
-            "the others look for a store that is gone"
-        )
 
 
 def _digest(found: Found) -> int:

@@ -1,6 +1,7 @@
 """The handler for the way in which a program was started."""
 
 import atexit
+import warnings
 from importlib import import_module
 
 import numpy as np
@@ -51,6 +52,23 @@ if dist.is_initialized():
     assert isinstance(handlers.auto(), handlers.Local)
     dist.destroy_process_group()
 """
+
+
+@pytest.mark.parametrize("restarts", ["0", "3"])
+def test_a_store_that_does_not_survive_a_host_is_warned_of(restarts, monkeypatch):
+    """Where torchrun may start the job again."""
+    module = import_module("fpipe.handlers.distributed.auto")
+    monkeypatch.setattr(module, "_processes", lambda: 2)
+    monkeypatch.setattr(module, "_init", lambda device: None)
+    monkeypatch.setattr(module, "Distributed", lambda **options: None)
+    for name, value in {"USE_AGENT_STORE": "True", "MAX_RESTARTS": restarts}.items():
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        handlers.auto()
+    texts = [str(each.message) for each in told]
+    assert [text[:44] for text in texts] == ["set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for"] * (restarts == "3")
 
 
 LOCAL = "Local 0 [0, 1] 12.0\n"

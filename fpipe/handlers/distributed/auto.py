@@ -16,6 +16,7 @@ from fpipe.errors.arguments import checked
 from fpipe.handlers.calls import NO_FUNCTIONS, Functions
 from fpipe.handlers.distributed.handler import Distributed
 from fpipe.handlers.local import Local
+from fpipe.store import warn_of_shared_store
 
 
 @checked()
@@ -33,7 +34,9 @@ def auto(
     the process exits, by `sys.exit` too, but not once an exception was uncaught (`sys.last_value`): messages of a
     failed step may never arrive, and NCCL would wait for them. A group that it finds stays as it is. A single process
     (WORLD_SIZE=1, or a group of one) gets `Local`, which runs plans of any number of ranks, and makes no group.
-    Call it before the process uses CUDA: it sets CUDA_DEVICE_MAX_CONNECTIONS to 32 if that is not set.
+    Call it before the process uses CUDA: it sets CUDA_DEVICE_MAX_CONNECTIONS to 32 if that is not set. It warns where a
+    job on several hosts that torchrun may start again would not survive the loss of one, for want of
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 
     Args:
         device: where values are under torchrun; by default of the type of torch's default device. "cuda" is the device
@@ -54,6 +57,8 @@ def auto(
         if isinstance(device, str):
             _checked_name(device)
         return Local(functions=functions)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
+        warn_of_shared_store()
     if not dist.is_initialized():
         _init(torch.device(device or torch.get_default_device().type))
     return Distributed(device=device, timeout=timeout, compute_timeout=compute_timeout, functions=functions)
