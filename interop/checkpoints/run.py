@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from fpipe.interop.checkpoints.checkpoints import Checkpoints
@@ -41,7 +42,10 @@ class Run:
         After SIGTERM, as a scheduler sends it before it takes the machine, all ranks save once they have ended the same
         step, and leave: `SystemExit` with status 143. Ranks need not get the signal all at once, nor all of them: the
         next step tells the others. Where a step fails, as torchrun sends SIGTERM when another rank has died, its error
-        is raised, and nothing is saved.
+        is raised, and nothing is saved. A handler of SIGTERM that the caller has set is called too, at once; if it
+        raises an error, nothing is saved either.
+
+        Where a save in the background has failed, the last state is saved all the same, and the error is logged.
 
         Args:
             total: the number of steps of the whole run.
@@ -52,7 +56,8 @@ class Run:
             Exception: those of `Checkpoints.save`.
         """
         for name, number, least in (("total", total, 0), ("every", every, 1)):
-            if number is not None and not (isinstance(number, int) and number >= least):
+            is_whole = isinstance(number, int) and not isinstance(number, bool)
+            if number is not None and not (is_whole and number >= least):
                 raise ValueError(f"{name} must be a number of steps, at least {least}, not {number!r}")
         if self.checkpoints is None:
             while self.step < total:
@@ -65,6 +70,7 @@ class Run:
                 yield self.step
                 self.step += 1
                 if departure.is_agreed:
+                    self._finish()
                     log.warning("SIGTERM: saved step %d as %s", self.step, self.save())
                     self.checkpoints.clear_memory()
                     raise SystemExit(LEFT)
@@ -72,10 +78,21 @@ class Run:
                 if every is not None and self.step % every == 0:
                     self.checkpoints.async_save(**self._sections)
                     self._saved = self.step
-            self.checkpoints.finish()
-            if self._saved != self.step:
+            if not self._finish() or self._saved != self.step:
                 self.save()
             self.checkpoints.clear_memory()
+
+    def _finish(self) -> bool:
+        """Wait for the save in the background; log its error, and return whether there was none."""
+        assert self.checkpoints is not None
+        try:
+            self.checkpoints.finish()
+        except Exception as error:  # of any kind: the last state is saved next, whatever it was
+            log.error(
+                "the save in the background before step %d failed: %s: %s", self.step, type(error).__name__, error
+            )
+            return False
+        return True
 
     def save(self) -> Path:
         """Save the training state as it is; return its path, on every rank."""
@@ -122,13 +139,23 @@ def resume(checkpoints: Checkpoints | None, **sections: Any) -> Run:
 
 
 @contextmanager
-def _on_sigterm(call: Any) -> Iterator[None]:
-    """Call a function when SIGTERM comes; in a thread that can't receive signals, do nothing."""
+def _on_sigterm(call: Callable[[], object]) -> Iterator[None]:
+    """Call a function when SIGTERM comes, and the handler before; in a thread that can't receive signals, do nothing.
+
+    Python can't set a handler again that was not set from Python: the default one then takes its place.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: call())
+    before = signal.getsignal(signal.SIGTERM)
+
+    def received(number: int, frame: FrameType | None) -> None:
+        call()
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, received)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

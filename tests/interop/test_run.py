@@ -6,6 +6,7 @@ import subprocess
 import sys
 from math import prod
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -65,6 +66,55 @@ def test_sigterm_saves_the_step_that_runs_and_leaves(tmp_path, whole):
     assert not differences(run_jobs.train(*run_jobs.begin(tmp_path, handlers.Local())), whole)
 
 
+def test_a_handler_of_sigterm_that_was_there_is_called_too(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(interop.resume.__module__ + ".LEFT", 7)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+    try:
+        run, *rest = run_jobs.begin(tmp_path, handlers.Local())
+        with pytest.raises(SystemExit, match="7"):
+            run_jobs.train(run, *rest, lambda i: i == 1 and os.kill(os.getpid(), signal.SIGTERM))
+        assert calls == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert calls == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_of_sigterm_that_python_can_not_set_again_is_the_default_one(tmp_path):
+    """As one that a library had set from C when Python started."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with patch.object(signal, "getsignal", lambda number: None):
+            run_jobs.train(*run_jobs.begin(tmp_path, handlers.Local()), total=1)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("at", [6, None])
+def test_the_last_state_is_saved_where_the_save_before_it_has_failed(tmp_path, caplog, at):
+    """At SIGTERM and at the end, where that one is the last: it is saved again."""
+    run, *rest = run_jobs.begin(tmp_path, handlers.Local())
+    save, calls = run.checkpoints._save, []
+
+    def full(make):
+        calls.append(make)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        return save(make)
+
+    run.checkpoints._save = full
+    if at is None:
+        run_jobs.train(run, *rest, total=5)
+    else:
+        with pytest.raises(SystemExit, match="143"):
+            run_jobs.train(run, *rest, lambda i: i == at and os.kill(os.getpid(), signal.SIGTERM))
+    assert names(tmp_path) == [f"000001-step-{5 if at is None else 7}"]
+    assert "the save in the background before step" in caplog.text
+    assert "OSError: [Errno 28] No space left on device" in caplog.text
+
+
 @pytest.mark.parametrize("guilty", [[0], [1], [0, 1]])
 def test_all_ranks_save_the_same_step_whichever_gets_the_signal(pools, tmp_path, whole, guilty):
     assert pools(2).run(run_jobs.asked, str(tmp_path), guilty, 7) == [(143, 8)] * 2
@@ -111,6 +161,8 @@ def test_a_job_that_loses_a_rank_again_and_again_ends_with_the_same_bits(tmp_pat
         (lambda run: [*run.steps(-1)], "total must be a number of steps, at least 0, not -1"),
         (lambda run: [*run.steps(1, every=0)], "every must be a number of steps, at least 1, not 0"),
         (lambda run: [*run.steps(1, every=1.5)], r"every must be a number of steps, at least 1, not 1\.5"),
+        (lambda run: [*run.steps(True)], "total must be a number of steps, at least 0, not True"),
+        (lambda run: [*run.steps(1, every=True)], "every must be a number of steps, at least 1, not True"),
         (lambda run: interop.resume(run.checkpoints, step=1), "the run uses the name 'step' for itself"),
         (lambda run: interop.resume(run.checkpoints, steps=1), "the run uses the name 'steps' for itself"),
     ],
