@@ -26,20 +26,12 @@ from fpipe.errors.arguments import checked
 from fpipe.errors.tracebacks import warn
 from fpipe.handlers.distributed.beside import RowsOfPeers, beside
 from fpipe.handlers.protocol import Handler, Peers
+from fpipe.interop.checkpoints.choice import Choice, Report, choice_of, job_of, note, saved_in
 from fpipe.interop.checkpoints.claims import UNFINISHED, Claim
 from fpipe.interop.checkpoints.completeness import Missing, check_complete, missing_entries, nonpersistent
 from fpipe.interop.checkpoints.loading import LoadPlan, Reader
 from fpipe.interop.checkpoints.manifest import CheckpointError, checkpoints, last, number_of
-from fpipe.interop.checkpoints.memory import (
-    Choice,
-    Memory,
-    MemoryCheckpoints,
-    Report,
-    choice_of,
-    job_of,
-    note,
-    saved_in,
-)
+from fpipe.interop.checkpoints.memory import Memory, MemoryCheckpoints
 from fpipe.interop.checkpoints.names import Name, dotted, entries, kind_of, sections_of, state_of, storable
 from fpipe.interop.checkpoints.storage import CheckpointReader, opened, sealed, written
 from fpipe.plan import Plan

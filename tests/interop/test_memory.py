@@ -13,8 +13,10 @@ import torch
 
 import fpipe
 from fpipe import handlers, interop
-from fpipe.interop.checkpoints import checkpoints
+from fpipe.interop.checkpoints import checkpoints, layout
 from fpipe.interop.checkpoints import memory as memories
+from fpipe.interop.checkpoints.choice import choice_of
+from fpipe.interop.checkpoints.memory_reader import MemoryReader
 from fpipe.interop.checkpoints.slots import Slot, Stored, files_of, stored_in
 from tests.support import memory_jobs, run_jobs
 from tests.support.combinations import ALL
@@ -232,7 +234,7 @@ def test_no_room_is_an_error_before_the_first_step_with_the_bytes(begin, tmp_pat
 
 def test_no_room_later_is_a_warning(begin, tmp_path, whole):
     """The optimizer's values are more than was expected: training goes on."""
-    with patch.object(memories, "EMPTY", 0):
+    with patch.object(layout, "EMPTY", 0):
         run, *rest = begin()
     opened = Slot._open
 
@@ -291,7 +293,7 @@ def test_whenever_a_process_is_killed_a_step_is_whole(fresh_pool, tmp_path, _):
     (killed,) = fresh_pool(1).outcomes(memory_jobs.write_for_ever, str(tmp_path))
     assert killed.exitcode == -signal.SIGKILL
     for stored in stored_in(parts(tmp_path)[0]):
-        reader = memories.MemoryReader(stored.path.parent, (stored.attempt, stored.step))
+        reader = MemoryReader(stored.path.parent, (stored.attempt, stored.step))
         loaded = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in reader.tensors.items()}
         reader.read(loaded)
         assert all((x == stored.step).all() for x in loaded.values())
@@ -345,7 +347,7 @@ def report(holds, rows=(), host="h", first=None, options=(1, False)):
 )
 def test_the_choice_of_a_step(rows, saved, steps):
     reports = [report(10, rows, first=("j", "00000007ab", 1, saved)), report(20)]
-    choices = [memories.choice_of(reports, number) for number in range(2)]
+    choices = [choice_of(reports, number) for number in range(2)]
     assert [choice.steps for choice in choices] == [steps, steps]
     assert {choice.attempt for choice in choices} == {(1 << 32) + 7}
 
@@ -353,8 +355,8 @@ def test_the_choice_of_a_step(rows, saved, steps):
 def test_of_those_that_hold_the_same_on_a_host_one_writes():
     places = [("a", 1), ("a", 2), ("a", 1), ("b", 1), ("b", 1)]
     reports = [report(holds, host=host, first=("j", "00000007ab", 0, -1)) for host, holds in places]
-    assert [memories.choice_of(reports, i).writes for i in range(5)] == [True, True, False, True, False]
-    choice = memories.choice_of(reports, 0)
+    assert [choice_of(reports, i).writes for i in range(5)] == [True, True, False, True, False]
+    choice = choice_of(reports, 0)
     assert choice.parts == 2
     assert choice.neighbours == [(0, 3, 0), (1, 4, 1), (3, 0, 3)]
 
@@ -362,7 +364,7 @@ def test_of_those_that_hold_the_same_on_a_host_one_writes():
 def test_ranks_with_other_options_are_told_so():
     reports = [report(1, first=("j", "00000007ab", 0, -1)), report(2, options=(2, False))]
     with pytest.raises(interop.CheckpointError, match=r"the ranks have different Memory\(every=, neighbour=\)"):
-        memories.choice_of(reports, 0)
+        choice_of(reports, 0)
 
 
 def hosts(path):
