@@ -4,7 +4,8 @@ Source: GEMINI (Wang et al., SOSP 2023): checkpoints in the memory of hosts, and
 
 Invariants:
 - a process writes all that it holds; of several on a host that hold the same, the first one does;
-- the step before stays until all processes have written this one: no process is two steps behind another.
+- the step before stays until all processes have written this one: no process is two steps behind another;
+- with neighbours, the step before that stays too: each process has copies of one when all have written the next.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import errno
 import json
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import Tensor
 from fpipe._format import format_bytes
 from fpipe.errors.arguments import checked_class
 from fpipe.errors.tracebacks import warn
+from fpipe.handlers.distributed.backends import Gloo
 from fpipe.handlers.protocol import Handler
 from fpipe.interop.checkpoints.choice import Choice, Report
 from fpipe.interop.checkpoints.layout import ROOM, Layout
@@ -36,30 +38,39 @@ from fpipe.interop.checkpoints.memory_reader import MemoryReader
 from fpipe.interop.checkpoints.names import flat
 from fpipe.interop.checkpoints.neighbours import (
     Copy,
+    Limit,
     Sender,
     Transfer,
     connected,
+    fetch,
     fetches,
     receive_all,
     send,
 )
 from fpipe.interop.checkpoints.slots import (
+    GENERATIONS,
     LOCKING,
     Lock,
     Slot,
     Stored,
     checksum,
-    file_of,
     files_of,
     folder_of,
+    generations_of,
+    holds,
     host_of,
+    in_turn,
     lock_of,
     make_private,
     part_of,
     stored_in,
+    unfinished_of,
 )
 from fpipe.stages.pipeline import Pipeline
-from fpipe.store import LIMIT
+
+COPIES = 2  # generations of another process's files
+LONG = 1.0  # seconds that a step may wait for the copy of the one before until the user is told
+END = 10.0  # seconds for the neighbours to end, at the end of a run
 
 
 @checked_class()
@@ -68,7 +79,8 @@ class Memory:
     """Checkpoints of a run's last steps in shared memory, `Checkpoints(..., memory=Memory())`; see `resume`.
 
     They outlive the processes of a job, but not its hosts: a job that is started again after a process was killed loses
-    no step. Each host has two of them, so that one is whole whenever a process is killed. They are files that this user
+    no step. Each host has two of them, so that one is whole whenever a process is killed; with `neighbour` three, and
+    two of another host's, so that one is whole whenever a host is lost. They are files that this user
     alone can read, in a folder named after the user and the folder of the checkpoints, and are removed when the run
     ends.
 
@@ -121,7 +133,9 @@ class MemoryCheckpoints:
         self._lock = Lock(lock_of(self.folder, number))
         self._sender: Sender | None = None
         self._copies, self._copied = list[Copy](), set[int]()
-        self._slots: list[_Generation | None] = [None, None]
+        self._paths = list[Path]()
+        self._slots = list[_Generation | None]()
+        self._has_waited = False
         self._choice: Choice | None = None
         self._layout: Layout | None = None
         self._writes = self._next = 0
@@ -164,18 +178,17 @@ class MemoryCheckpoints:
             return None
 
         def run() -> None:
-            purpose = f"{choice.start}/fetch {step}"
-            limit = timedelta(seconds=self._timeout or LIMIT)
+            groups: dict[Transfer, Any] = {}
             try:
-                for each, group in connected(purpose, transfers, self._number, self._timeout).items():
-                    if each.source == self._number:
-                        (part,) = (one for one in self.reader(step).parts if one.part == each.part)
-                        send(group, torch.from_numpy(part.content), limit)
-                    else:
-                        copy = Copy(self.folder, each.part)
-                        copy.receive(group, limit)
-                        copy.end()
+                groups |= connected(f"{choice.start}/fetch {step}", transfers, self._number, self._timeout)
+                for each, group in groups.items():
+                    if each.target == self._number:
+                        fetch(group, self.folder, each.part, self._timeout, choice.steps)
+                        continue
+                    (part,) = (one for one in self.reader(step).parts if one.part == each.part)
+                    send(group, torch.from_numpy(part.content), Limit(self._timeout))
             except (OSError, RuntimeError) as error:
+                Gloo().cut([*groups.values()])  # the other processes wait for no more
                 raise CheckpointError(f"its parts can't be fetched from another host: {error}") from error
 
         return run
@@ -198,22 +211,21 @@ class MemoryCheckpoints:
             TransportError: a neighbour did not come.
         """
         self._choice, self._writes, self._next = choice, 0, 0
-        self._slots, self._layout = [None, None], Layout(sections, self._pipeline)
+        self._layout = Layout(sections, self._pipeline)
         pairs = choice.neighbours if self._neighbour else []
-        self._copied = {each.part for each in pairs if each.target == self._number}
         self._remove({loaded} if loaded is not None else set())
+        self._copied = {each.part for each in pairs if each.target == self._number}
         sizes = {part: reports[part]["bytes"] for part in self._copied}
-        self._copies = [Copy(self.folder, part, int(self._has(part, 0, loaded))) for part in sizes]
+        turns = {part: in_turn(self.folder, part, COPIES, loaded) for part in sizes}
+        self._copies = [Copy(part, paths) for part, paths in turns.items()]
         if choice.writes:
             self._take()
             sizes[self._number] = self._layout.expected + self._layout.texts
-        self._next = int(self._has(self._number, 0, loaded))
-        self._reserve(sizes, loaded)
+            turns[self._number] = in_turn(self.folder, self._number, GENERATIONS if pairs else 2, loaded)
+        self._paths = turns.get(self._number, [])
+        self._slots = [None] * len(self._paths)
+        self._reserve(sizes, turns, loaded)
         self._connect(pairs)
-
-    def _has(self, part: int, generation: int, step: tuple[int, int] | None) -> bool:
-        stored = Stored.read(file_of(self.folder, part, generation))
-        return stored is not None and (stored.attempt, stored.step) == step
 
     def _connect(self, pairs: Sequence[Transfer]) -> None:
         assert self._choice is not None
@@ -238,7 +250,7 @@ class MemoryCheckpoints:
         if self._layout is None or not self._layout.fits(leaves, spec):
             self._layout = Layout(sections, self._pipeline)
         text = json.dumps({"plain": self._layout.plain(leaves)}).encode()
-        self._wait(self._paths[self._next])
+        self._wait(step)
         try:
             self._take()
             slot = self._slots[self._next] or _Generation(self._paths[self._next])
@@ -251,33 +263,46 @@ class MemoryCheckpoints:
             return
         slot.write(self._choice.attempt, step, self._layout.sources(leaves), text)
         if self._sender is not None:
-            self._sender.begin(slot.path, slot.content)
-        self._writes, self._next = self._writes + 1, 1 - self._next
-        if self._writes == 2:  # every process has written the step before
+            self._sender.begin(slot.content)
+        self._writes, self._next = self._writes + 1, (self._next + 1) % len(self._paths)
+        if self._writes == len(self._paths):  # a step before is whole, whichever host is lost
             self._remove(set(), before=self._choice.attempt)
 
-    def _wait(self, path: Path) -> None:
-        """Wait until the neighbour has a file."""
+    def _wait(self, step: int) -> None:
+        """Wait until the neighbour has the last file."""
         if self._sender is None:
             return
-        self._sender.wait(path)
+        start = time.monotonic()
+        self._sender.wait()
         if (error := self._sender.error) is not None:
             self._sender = None
             warn(f"no memory checkpoints on another host any more: {error}; training goes on, with those of this host")
+        elif (seconds := time.monotonic() - start) > LONG and not self._has_waited:
+            self._has_waited = True
+            warn(
+                f"after step {step}, {seconds:.1f} s passed until process {self._sender.target}, on another host, had "
+                "the memory checkpoint before: the network is slower than the steps; Memory(every=) sends fewer"
+            )
 
     def clear(self) -> None:
         """Remove the memory checkpoints of a run that has ended. It may go on."""
+        limit = min(END, self._timeout or END)
+        until = time.monotonic() + limit
         if self._sender is not None:
-            self._sender.begin(self.folder, torch.empty(0, dtype=torch.uint8))
-        for path in (*self._paths, self.folder):
-            self._wait(path)
+            self._sender.begin(torch.empty(0, dtype=torch.uint8))
+            self._sender.wait(limit)
         if self._lock.is_taken:
             for path in self._paths:
                 path.unlink(missing_ok=True)
             self._lock.remove()
-        self._slots, self._writes = [None, None], 0
+        self._slots, self._writes = [None] * len(self._paths), 0
         for copy in self._copies:
-            copy.removed.wait(self._timeout or LIMIT)
+            if not copy.removed.wait(max(0.0, until - time.monotonic())):
+                warn(
+                    f"process {copy.part}, on another host, has not removed its memory checkpoints within {limit:g} s: "
+                    f"this one removes their copies in {self.folder}"
+                )
+            copy.remove()
         self._remove(set())
         with suppress(OSError):  # of a process that has not ended yet
             self.folder.rmdir()
@@ -287,10 +312,6 @@ class MemoryCheckpoints:
     def job(self) -> str | None:
         """The name of the job; None where no run has begun."""
         return None if self._choice is None else self._choice.job
-
-    @property
-    def _paths(self) -> list[Path]:
-        return [file_of(self.folder, self._number, generation) for generation in range(2)]
 
     def _take(self) -> None:
         """Take the files of this process, if it has not.
@@ -319,31 +340,32 @@ class MemoryCheckpoints:
         }
         return json.dumps(table).encode()
 
-    def _reserve(self, sizes: Mapping[int, int], loaded: tuple[int, int] | None) -> None:
-        """Take room for two files of each part, of which one may be the step that was loaded."""
-        paths = [(file_of(self.folder, part, n), part, n) for part in sizes for n in range(2)]
-        present = {path: path.stat().st_size if path.exists() else 0 for path, *_ in paths}
-        wanted = sum(max(0, sizes[part] - present[path]) for path, part, _ in paths)
+    def _reserve(
+        self, sizes: Mapping[int, int], turns: Mapping[int, Sequence[Path]], loaded: tuple[int, int] | None
+    ) -> None:
+        """Take room for the files of each part, of which one may hold the step that was loaded."""
+        wanted = sum(max(0, sizes[part] - _size(path)) for part, paths in turns.items() for path in paths)
         free = _free(self.folder)
+        new = [(part, i, path) for part, paths in turns.items() for i, path in enumerate(paths)]
+        new = [each for each in new if not holds(each[2], loaded)]
         try:
             if wanted > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            for path, part, generation in paths:
-                if not self._has(part, generation, loaded):
-                    slot = _Generation(path, sizes[part])
-                    if part == self._number:
-                        self._slots[generation] = slot
+            for part, i, path in new:
+                slot = _Generation(path, sizes[part])
+                if part == self._number:
+                    self._slots[i] = slot
         except OSError as error:
-            for path, part, generation in paths:
-                if not self._has(part, generation, loaded):
-                    path.unlink(missing_ok=True)
+            for *_, path in new:
+                path.unlink(missing_ok=True)
             self._lock.remove()
             if error.errno != errno.ENOSPC:
                 raise
             raise OSError(
                 errno.ENOSPC,
-                f"memory checkpoints want {format_bytes(wanted)} more in {self.folder} for process {self._number}, two "
-                f"files of each of {', '.join(map(format_bytes, sizes.values()))}, and {format_bytes(free)} are free: "
+                f"memory checkpoints want {format_bytes(wanted)} more in {self.folder} for process {self._number}, "
+                f"files of {', '.join(f'{len(turns[part])} times {format_bytes(sizes[part])}' for part in sizes)}, and "
+                f"{format_bytes(free)} are free: "
                 "give it more (docker run --shm-size), take Memory(folder=...), or leave memory= out",
             ) from None
 
@@ -357,7 +379,8 @@ class MemoryCheckpoints:
             lock = Lock(lock_of(self.folder, part))
             if (lock.path == self._lock.path and self._lock.is_taken) or not lock.take():
                 continue
-            for path in (file_of(self.folder, part, generation) for generation in range(2)):
+            unfinished_of(self.folder, part).unlink(missing_ok=True)
+            for path in generations_of(self.folder, part):
                 stored = Stored.read(path)
                 if stored is None or ((stored.attempt, stored.step) not in kept and stored.attempt < before):
                     path.unlink(missing_ok=True)
@@ -389,6 +412,10 @@ class _Generation:
     @property
     def content(self) -> Tensor:
         return torch.frombuffer(self._slot.content, dtype=torch.uint8)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _free(folder: Path) -> int:

@@ -5,7 +5,7 @@ A copy is a file like those of the host's own processes, under the number of the
 Invariants:
 - a connection carries whole files, one after another: the table, the values and the tensors, then the record;
 - the record is written last, so that a copy is whole or not there, whoever is killed;
-- a file is not written again before it is sent: a slow connection slows the steps down, and its copies are behind;
+- a process has a copy of its last step before it writes the next: a slow connection slows the steps down;
 - what fails here ends the copies, with a warning, and never the training.
 """
 
@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,17 @@ from fpipe.errors.tracebacks import warn
 from fpipe.handlers.distributed.backends import FOREVER, Gloo
 from fpipe.handlers.gloo import gloo_group
 from fpipe.handlers.protocol import Span
-from fpipe.interop.checkpoints.slots import AT_TABLE, LOCKING, Lock, Slot, file_of, lock_of, make_private
+from fpipe.interop.checkpoints.slots import (
+    AT_TABLE,
+    LOCKING,
+    Lock,
+    Slot,
+    Stored,
+    least_useful,
+    lock_of,
+    make_private,
+    unfinished_of,
+)
 from fpipe.store import LIMIT, JobStore, bounded
 
 SENDER, RECEIVER = 0, 1  # of a connection
@@ -119,71 +129,142 @@ def connected(purpose: str, transfers: Sequence[Transfer], number: int, timeout:
     return groups
 
 
-def send(group: Any, content: Tensor, limit: timedelta) -> None:
-    """Send a file that does not change meanwhile; an empty one removes the copy."""
+class Limit:
+    """A time limit for several waits together, which begins now."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._until = time.monotonic() + (seconds or LIMIT)
+
+    @property
+    def left(self) -> timedelta:
+        """What is left, and a moment at least, after which gloo's waits fail."""
+        return timedelta(seconds=max(0.001, self._until - time.monotonic()))
+
+
+def send(group: Any, content: Tensor, limit: Limit) -> None:
+    """Send a file that does not change meanwhile, until the other process has it; an empty one removes the copies.
+
+    Raises:
+        RuntimeError: the other process has ended, or does not answer in time.
+    """
     messages = [torch.tensor([content.numel()])]
     if content.numel():
         messages += [content[AT_TABLE:], content[:AT_TABLE]]  # the record last
     for message in messages:
-        group.send([message], RECEIVER, 0).wait(limit)
+        group.send([message], RECEIVER, 0).wait(limit.left)
+    group.recv([torch.empty(1, dtype=torch.uint8)], RECEIVER, 0).wait(limit.left)
+
+
+def receive(group: Any, memory_of: Callable[[int], memoryview], timeout: float | None, first: timedelta) -> bool:
+    """Receive a file; return False if it is empty. `acknowledge` is to follow.
+
+    Args:
+        memory_of: returns memory for so many bytes.
+        first: how long to wait until it comes.
+
+    Raises:
+        RuntimeError: the other process has ended, or is not done in time.
+    """
+    size = torch.zeros(1, dtype=torch.int64)
+    group.recv([size], SENDER, 0).wait(first)
+    if size.item():
+        limit, head = Limit(timeout), torch.empty(AT_TABLE, dtype=torch.uint8)
+        memory = torch.frombuffer(memory_of(int(size)), dtype=torch.uint8)
+        group.recv([memory[AT_TABLE:]], SENDER, 0).wait(limit.left)
+        group.recv([head], SENDER, 0).wait(limit.left)
+        memory[:AT_TABLE].copy_(head)
+    return bool(size)
+
+
+def acknowledge(group: Any, timeout: float | None) -> None:
+    group.send([torch.zeros(1, dtype=torch.uint8)], SENDER, 0).wait(Limit(timeout).left)
+
+
+def fetch(group: Any, folder: Path, part: int, timeout: float | None, useful: Collection[tuple[int, int]]) -> None:
+    """Receive a step of a process. Once it is whole, it replaces the least useful that this host has of the process.
+
+    Args:
+        useful: steps that may be loaded.
+
+    Raises:
+        OSError: another process writes them, there is no room, or it has not the bytes that were written.
+        RuntimeError: the other process has ended, or is not done in time.
+    """
+    lock, unfinished = Lock(lock_of(folder, part)), unfinished_of(folder, part)
+    _take(lock)
+    unfinished.unlink(missing_ok=True)
+    try:
+        receive(group, lambda size: Slot(unfinished, size).cleared(size), timeout, Limit(timeout).left)
+        stored = Stored.read(unfinished)
+        if stored is None or not stored.is_right:
+            raise OSError(f"process {part}'s has not the bytes that were written, by their sum")
+        unfinished.replace(least_useful(folder, part, useful))
+        acknowledge(group, timeout)
+    finally:
+        unfinished.unlink(missing_ok=True)
+        lock.remove()
+
+
+def _take(lock: Lock) -> None:
+    """Take the lock of a process's files.
+
+    Raises:
+        OSError: another process has it.
+    """
+    make_private(lock.path.parent)
+    if not lock.take(LOCKING):
+        raise OSError(f"another process has {lock.path}")
 
 
 class Copy:
     """The copies of another process's files.
 
     Args:
-        first: the number of the file that is written first.
+        paths: in the order in which they are written.
 
     Raises:
         OSError: another process has them.
     """
 
-    def __init__(self, folder: Path, part: int, first: int = 0) -> None:
-        self.part, self._folder, self._next = part, folder, first
-        self._slots: list[Slot | None] = [None, None]
-        self._lock = Lock(lock_of(folder, part))
+    def __init__(self, part: int, paths: Sequence[Path]) -> None:
+        self.part, self.paths, self._next = part, paths, 0
+        self._slots: list[Slot | None] = [None] * len(paths)
+        self._lock = Lock(lock_of(paths[0].parent, part))
         self.removed = threading.Event()
-        self._take()
+        _take(self._lock)
 
-    def receive(self, group: Any, limit: timedelta) -> bool:
-        """Receive a file; return False if the process removes its files instead.
+    def receive(self, group: Any, timeout: float | None) -> None:
+        """Receive a file; remove all where the process removes its own.
 
         Raises:
             OSError: another process writes them, or there is no room.
             RuntimeError: the other process has ended.
         """
-        size = torch.zeros(1, dtype=torch.int64)
-        group.recv([size], SENDER, 0).wait(FOREVER)
-        if not size.item():
-            return False
-        self._take()
+        if receive(group, self._memory, timeout, FOREVER):
+            self._next = (self._next + 1) % len(self.paths)
+        else:
+            self.remove()
+        acknowledge(group, timeout)
+
+    def _memory(self, size: int) -> memoryview:
+        _take(self._lock)
         self.removed.clear()
-        slot = self._slots[self._next] or Slot(file_of(self._folder, self.part, self._next), int(size))
+        slot = self._slots[self._next] or Slot(self.paths[self._next], size)
         self._slots[self._next] = slot
-        memory = torch.frombuffer(slot.cleared(int(size)), dtype=torch.uint8)
-        group.recv([memory[AT_TABLE:]], SENDER, 0).wait(limit)
-        head = torch.empty(AT_TABLE, dtype=torch.uint8)
-        group.recv([head], SENDER, 0).wait(limit)
-        memory[:AT_TABLE].copy_(head)
-        self._next = 1 - self._next
-        return True
+        return slot.cleared(size)
 
     def remove(self) -> None:
-        if self._lock.is_taken:
-            for generation in range(2):
-                file_of(self._folder, self.part, generation).unlink(missing_ok=True)
+        """Remove the files. The process may send others."""
+        if any(path.exists() for path in self.paths) and self._lock.take():
+            for path in self.paths:
+                path.unlink(missing_ok=True)
         self.end()
-        self.removed.set()
-
-    def _take(self) -> None:
-        make_private(self._folder)
-        if not self._lock.take(LOCKING):
-            raise OSError(f"another process has {self._lock.path}")
 
     def end(self) -> None:
         """Give the files up, and leave them there."""
-        self._slots = [None, None]
+        self._slots = [None] * len(self.paths)
         self._lock.remove()
+        self.removed.set()
 
 
 class Sender:
@@ -195,22 +276,29 @@ class Sender:
     """
 
     def __init__(self, group: Any, target: int, timeout: float | None, spans: deque[Span] | None) -> None:
-        self._text, self._spans = f"memory checkpoint to process {target}", spans
-        self._group, self._limit = group, timedelta(seconds=timeout or LIMIT)
+        self.target, self._spans = target, spans
+        self._group, self._timeout = group, timeout
         self._files: queue.SimpleQueue[tuple[Tensor, threading.Event] | None] = queue.SimpleQueue()
-        self._sent = dict[Path, threading.Event]()
+        self._sent = threading.Event()
+        self._sent.set()
         self.error: Exception | None = None
         threading.Thread(target=self._run, daemon=True, name="fpipe-memory-send").start()
 
-    def begin(self, path: Path, content: Tensor) -> None:
-        """Begin to send a file."""
-        self._sent[path] = sent = threading.Event()
-        self._files.put((content, sent))
+    def begin(self, content: Tensor) -> None:
+        """Begin to send a file, once the one before is sent."""
+        self._sent = threading.Event()
+        self._files.put((content, self._sent))
 
-    def wait(self, path: Path) -> None:
-        """Wait until a file is sent, so that it may be written again."""
-        if (sent := self._sent.pop(path, None)) is not None:
-            sent.wait()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the other process has the last file, which may be written again then, or it can't be sent.
+
+        Args:
+            seconds: by default, as long as it takes: the handler's timeout at most.
+
+        Returns:
+            whether the time was enough.
+        """
+        return self._sent.wait(seconds)
 
     def close(self) -> None:
         self._files.put(None)
@@ -218,34 +306,36 @@ class Sender:
     def _run(self) -> None:
         while (item := self._files.get()) is not None:
             content, sent = item
-            span = Span(self._text, time.perf_counter())
-            if self._spans is not None:
-                self._spans.append(span)
             if self.error is None:
-                try:
-                    send(self._group, content, self._limit)
-                except RuntimeError as error:
-                    self.error = error
-            span.end = time.perf_counter()
+                self._send(content)
             sent.set()
-        Gloo().cut([self._group])
+        if self.error is None:
+            Gloo().cut([self._group])
+
+    def _send(self, content: Tensor) -> None:
+        span = Span(f"memory checkpoint to process {self.target}", time.perf_counter())
+        if self._spans is not None:
+            self._spans.append(span)
+        try:
+            send(self._group, content, Limit(self._timeout))
+        except RuntimeError as error:
+            self.error = error
+            Gloo().cut([self._group])  # the other process waits for no more of them
+        span.end = time.perf_counter()
 
 
 def receive_all(group: Any, copy: Copy, timeout: float | None) -> None:
     """Receive files until the connection ends, in a thread."""
-    limit = timedelta(seconds=timeout or LIMIT)
 
     def run() -> None:
         try:
             while True:
-                if not copy.receive(group, limit):
-                    copy.remove()
+                copy.receive(group, timeout)
         except OSError as error:
             warn(f"no copies of another host's memory checkpoints: {error}")
         except RuntimeError:  # the other process has ended
             pass
         copy.end()
-        copy.removed.set()
         Gloo().cut([group])
 
     threading.Thread(target=run, daemon=True, name="fpipe-memory-receive").start()

@@ -1,7 +1,7 @@
 """The files of memory checkpoints, in shared memory of a host: each holds one process's part of one step. No torch.
 
-A process has two files, and writes them in turn. A file has a size in advance, a table of what it holds, which changes
-seldom, values, and the bytes of tensors.
+A process has two or three files, and writes them in turn. A file has a size in advance, a table of what it holds, which
+changes seldom, values, and the bytes of tensors.
 
 Invariants:
 - a file holds a step from the moment its record is written, last, until the next write begins: the operating system
@@ -21,7 +21,7 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +35,8 @@ SIZES = struct.Struct("<8sqqq")  # magic; bytes of the table, of the room for va
 RECORD = struct.Struct("<qqqQI")  # attempt and step; bytes of the values; checksums of the tensors, of all the rest
 CRC = struct.Struct("<I")  # of the record
 AT_RECORD, AT_TABLE, PAGE = 64, 4096, 4096
-NAMED = re.compile(r"(\d{6})\.[01]")
+GENERATIONS = 3  # files of a process, at most
+NAMED = re.compile(r"(\d{6})\.(?:[012]|unfinished)")
 LOCKING = 1.0  # seconds within which a process that has ended gives up its locks
 MODE, FOLDER_MODE = 0o600, 0o700
 
@@ -179,9 +180,47 @@ class Stored:
         """The number of the process that wrote it."""
         return part_of(self.path)
 
+    @property
+    def number(self) -> tuple[int, int]:
+        """Attempt and step."""
+        return self.attempt, self.step
 
-def file_of(folder: Path, part: int, generation: int) -> Path:
-    return folder / f"{part:06}.{generation}"
+
+def generations_of(folder: Path, part: int) -> list[Path]:
+    """Return the files that a process may have."""
+    return [folder / f"{part:06}.{generation}" for generation in range(GENERATIONS)]
+
+
+def in_turn(folder: Path, part: int, count: int, kept: tuple[int, int] | None) -> list[Path]:
+    """Return files of a process, so many, in the order in which they are written; last the one that holds a step.
+
+    Args:
+        kept: attempt and step that stay as long as possible; None for none.
+    """
+    paths = generations_of(folder, part)
+    last = [path for path in paths if kept is not None and holds(path, kept)][:1]
+    return [path for path in paths if path not in last][: count - len(last)] + last
+
+
+def holds(path: Path, step: tuple[int, int] | None) -> bool:
+    """Return whether a file holds a step: attempt and step."""
+    stored = Stored.read(path)
+    return stored is not None and stored.number == step
+
+
+def least_useful(folder: Path, part: int, useful: Collection[tuple[int, int]]) -> Path:
+    """Return the file of a process that is not there, or holds nothing, or else none of some steps, or the oldest."""
+
+    def order(path: Path) -> tuple[bool, tuple[int, int]]:
+        stored = Stored.read(path)
+        return (False, (0, 0)) if stored is None else (stored.number in useful, stored.number)
+
+    return min(generations_of(folder, part), key=order)
+
+
+def unfinished_of(folder: Path, part: int) -> Path:
+    """Return the file into which a step of a process is fetched."""
+    return folder / f"{part:06}.unfinished"
 
 
 def lock_of(folder: Path, part: int) -> Path:
@@ -196,7 +235,7 @@ def part_of(path: Path) -> int:
 def stored_in(folder: Path) -> Iterator[Stored]:
     """Iterate over the steps that the files of a folder hold."""
     for path in files_of(folder):
-        if (stored := Stored.read(path)) is not None:
+        if path.suffix != ".unfinished" and (stored := Stored.read(path)) is not None:
             yield stored
 
 

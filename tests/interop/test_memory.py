@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import shutil
 import signal
 import stat
@@ -222,7 +223,7 @@ def test_what_another_run_saved_is_not_passed_over(begin, tmp_path):
 def test_no_room_is_an_error_before_the_first_step_with_the_bytes(begin, tmp_path):
     with (
         patch.object(memories, "_free", return_value=9000),
-        pytest.raises(OSError, match=r"want 1.* KiB more in .*, two files of each of .* 8\.789 KiB are free"),
+        pytest.raises(OSError, match=r"want 1.* KiB more in .*, files of 2 times .* 8\.789 KiB are free"),
     ):
         begin()
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -376,19 +377,72 @@ def hosts(path):
 def test_a_neighbour_has_a_copy_of_each_step(pools, tmp_path, whole):
     """A host is lost and replaced; then one is lost for good, and the other goes on alone."""
     pools(2).run(memory_jobs.stopped, str(tmp_path), 7, True)
-    assert hosts(tmp_path) == [[(0, 6), (0, 7), (1, 6), (1, 7)]] * 2
+    assert hosts(tmp_path) == [[(0, 5), (0, 6), (0, 7), (1, 6), (1, 7)], [(0, 6), (0, 7), (1, 5), (1, 6), (1, 7)]]
     shutil.rmtree(tmp_path / "shm1")
     pools(2).run(memory_jobs.stopped, str(tmp_path), 9, True)
-    assert hosts(tmp_path) == [[(0, 8), (0, 9), (1, 8), (1, 9)]] * 2
+    assert hosts(tmp_path) == [[(0, 7), (0, 8), (0, 9), (1, 8), (1, 9)], [(0, 8), (0, 9), (1, 7), (1, 8), (1, 9)]]
     run, *rest = memory_jobs.begin(tmp_path, handlers.Local(), host=0)
     assert run.step == 9
     assert not differences(run_jobs.train(run, *rest), whole)
+
+
+@pytest.mark.parametrize("lost", range(2))
+def test_with_copies_that_are_behind_a_step_is_whole_whichever_host_is_lost(pools, tmp_path, whole, lost):
+    """Copies take longer than steps. Nothing is on disk."""
+    at = EVERY - 1
+    steps = pools(2).run(memory_jobs.stopped_with_copies_behind, str(tmp_path), at, 0.3)[1 - lost]
+    newest = max(step for part, step in steps if part == lost)
+    assert at - 2 <= newest < at  # the last copies are on their way
+    assert (1 - lost, at) in steps
+    for rank in range(2):
+        (tmp_path / f"shm{rank}").rename(tmp_path / f"gone{rank}")
+    (tmp_path / f"then{1 - lost}").rename(tmp_path / f"shm{1 - lost}")
+    begun, ends = zip(*pools(2).run(memory_jobs.go_on, str(tmp_path), 12, True), strict=True)
+    assert begun == (newest, newest)
+    assert not differences({**ends[0]["params"], **ends[1]["params"]}, whole["params"])
+
+
+@pytest.mark.parametrize("fails", ["no room", "another sum", None])
+def test_a_step_is_fetched_over_the_least_useful_one_and_only_when_it_is_whole(pools, tmp_path, whole, fails):
+    """A host has lost its newest step, and kept those before."""
+    pools(2).run(memory_jobs.stopped, str(tmp_path), 7, True)
+    (folder,) = (tmp_path / "shm1").glob("*/*")
+    (newest,) = (each.path for each in stored_in(folder) if each.number[1] == 7 and each.part == 1)
+    flip(newest, 70)
+    copy = next(each for each in stored_in(next((tmp_path / "shm0").glob("*/*"))) if (each.part, each.step) == (1, 7))
+    if fails == "another sum":
+        flip(copy.path, len(copy.content) - len(copy.tensors))
+    begun, found = zip(*pools(2).run(memory_jobs.loaded, str(tmp_path), fails == "no room"), strict=True)
+    assert begun == ((7, 7) if fails is None else (6, 6))
+    assert {step for part, step in found[1] if part == 1} == ({7} if fails is None else {6})
+    assert [*folder.glob("*.unfinished")] == []
 
 
 def test_a_neighbours_copies_are_gone_once_the_run_has_ended(pools, tmp_path, whole):
     ends = [end for _, end in pools(2).run(memory_jobs.go_on, str(tmp_path), 12, True)]
     assert not differences({**ends[0]["params"], **ends[1]["params"]}, whole["params"])
     assert [*tmp_path.glob("shm*/*")] == []
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_run_ends_soon_where_a_neighbour_sends_no_more(pools, tmp_path, silent):
+    """Its connection has failed, or it says nothing. Rank 0 removes the copies that it has of rank 1."""
+    (seconds, texts), (_, others) = pools(2).run(memory_jobs.ended_without_a_neighbour, str(tmp_path), silent)
+    assert seconds < 2
+    if silent:
+        assert "process 1, on another host, has not removed its memory checkpoints within 0.5 s: this one rem" in texts
+    else:
+        assert texts == ""
+        assert "no memory checkpoints on another host any more: the cable was pulled; training goes on" in others
+    assert [*tmp_path.glob("shm*/*/*/0*")] == []
+
+
+def test_a_slow_network_is_said_once(pools, tmp_path):
+    texts = pools(2).run(memory_jobs.slowed, str(tmp_path), 0.1)
+    for rank, text in enumerate(texts):
+        assert len(re.findall("until process", text)) == 1
+        waited = rf"after step \d+, 0\.\d s passed until process {1 - rank}, on another host, had the memory checkpoint"
+        assert re.search(waited + r" before: the network is slower than the steps; Memory\(every=\) sends fewer", text)
 
 
 def test_another_placement_fetches_what_a_host_lacks(pools, tmp_path, whole):

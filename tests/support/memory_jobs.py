@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import shutil
 import signal
 import threading
 import time
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from fpipe import handlers, interop
+from fpipe.interop.checkpoints import memory, neighbours
 from fpipe.interop.checkpoints.slots import stored_in
 from tests.support import run_jobs
 
@@ -42,17 +48,103 @@ def stopped(rank, folder, at, apart=False, neighbour=True):
         run_jobs.train(run, *rest, fails)
     except ArithmeticError:
         run.checkpoints.finish()
-        memory, until = run.checkpoints._memory, time.monotonic() + 10
+        until = time.monotonic() + 10
         while apart and neighbour and time.monotonic() < until:  # until the last copies have come
-            if {(each.part, each.step) for each in stored_in(memory.folder)} >= {(0, at), (1, at)}:
+            if {(each.part, each.step) for each in stored_in(run.checkpoints._memory.folder)} >= {(0, at), (1, at)}:
                 break
             time.sleep(0.01)
+
+
+def stopped_with_copies_behind(rank, folder, at, seconds):
+    """Train on this rank until a step that fails on all, while copies come so much later; keep what memory has then."""
+
+    def late(*arguments):
+        time.sleep(seconds)
+        return send(*arguments)
+
+    def fails(i):
+        if i == at:
+            raise ArithmeticError("bad row")
+
+    run, *rest = joined(rank, folder, True, True)
+    send = neighbours.send
+    with patch.object(neighbours, "send", late):
+        try:
+            run_jobs.train(run, *rest, fails)
+        except ArithmeticError:
+            shutil.copytree(Path(folder, f"shm{rank}"), Path(folder, f"then{rank}"))
+            dist.barrier()
+            time.sleep(2 * seconds)  # until the thread that sends has no more to do
+    return [(each.part, each.step) for each in stored_in(next(Path(folder, f"then{rank}").glob("*/*")))]
 
 
 def go_on(rank, folder, total=run_jobs.TOTAL, apart=False, neighbour=True):
     """Train to the end on this rank: where it begins, and its end."""
     run, *rest = joined(rank, folder, apart, neighbour)
     return run.step, run_jobs.train(run, *rest, total=total)
+
+
+def loaded(rank, folder, no_room):
+    """The step with which this rank begins, which is a host, and the parts and steps that the host then has."""
+
+    def full(path, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with patch.object(neighbours, "Slot", full) if no_room else nullcontext():
+        run, *_ = joined(rank, folder, True, True)
+    dist.barrier()
+    return run.step, [(each.part, each.step) for each in stored_in(run.checkpoints._memory.folder)]
+
+
+def ended_without_a_neighbour(rank, folder, silent):
+    """Train to the end while rank 1 sends no more after some steps: the seconds that the end takes, and warnings."""
+    send = neighbours.send
+
+    def failing(group, content, limit):
+        if rank == 1 and (run.step > 3 if not silent else not len(content)):
+            if not silent:
+                raise RuntimeError("the cable was pulled")
+            time.sleep(1)
+        return send(group, content, limit)
+
+    run, *rest = joined(rank, folder, True, True)
+    clear, seconds = run.checkpoints.clear_memory, []
+
+    def timed():
+        start = time.monotonic()
+        clear()
+        seconds.append(time.monotonic() - start)
+
+    run.checkpoints.clear_memory = timed
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        patch.object(neighbours, "send", failing),
+        patch.object(memory, "END", 0.5 if silent else 10.0),
+    ):
+        warnings.simplefilter("always")
+        run_jobs.train(run, *rest)
+        dist.barrier()
+        time.sleep(silent)
+    return seconds[0], "".join(str(each.message) for each in caught)
+
+
+def slowed(rank, folder, seconds):
+    """The warnings of a run whose copies come so much later."""
+    send = neighbours.send
+
+    def late(*arguments):
+        time.sleep(seconds)
+        return send(*arguments)
+
+    run, *rest = joined(rank, folder, True, True)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        patch.object(neighbours, "send", late),
+        patch.object(memory, "LONG", seconds / 2),
+    ):
+        warnings.simplefilter("always")
+        run_jobs.train(run, *rest, total=5)
+    return "".join(str(each.message) for each in caught)
 
 
 def two_jobs(rank, folder, names):
