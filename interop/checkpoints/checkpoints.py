@@ -33,6 +33,7 @@ from fpipe.interop.checkpoints.loading import LoadPlan, Reader
 from fpipe.interop.checkpoints.manifest import CheckpointError, checkpoints, last, number_of
 from fpipe.interop.checkpoints.memory import Memory, MemoryCheckpoints
 from fpipe.interop.checkpoints.names import Name, dotted, entries, kind_of, sections_of, state_of, storable
+from fpipe.interop.checkpoints.room import Want
 from fpipe.interop.checkpoints.storage import CheckpointReader, opened, sealed, written
 from fpipe.plan import Plan
 from fpipe.stages.pipeline import Pipeline
@@ -273,7 +274,13 @@ class Checkpoints:
         choice = choice_of(reports, self._number)
         source, loaded = self._newest(choice, reports, sections)
         begun = {**sections, **(loaded or {})}
-        self._agree(lambda: memory.begin(choice, reports, source, self._sections(**begun)), "resume")
+        try:
+            claim = partial(memory.claim, choice, reports, source, self._sections(**begun))
+            _, wants = self._agree(claim, "resume", tuple)
+            self._agree(lambda: memory.begin(reports, [Want(*each) for each in wants]), "resume")
+        except BaseException:
+            memory.withdraw()
+            raise
         return loaded
 
     def _newest(

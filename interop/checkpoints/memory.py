@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpipe._format import format_bytes
 from fpipe.errors.arguments import checked_class
 from fpipe.errors.tracebacks import warn
 from fpipe.handlers.distributed.backends import Gloo
@@ -47,6 +46,7 @@ from fpipe.interop.checkpoints.neighbours import (
     receive_all,
     send,
 )
+from fpipe.interop.checkpoints.room import Want, check_room, file_system_room, no_room, room_in
 from fpipe.interop.checkpoints.slots import (
     GENERATIONS,
     LOCKING,
@@ -133,7 +133,9 @@ class MemoryCheckpoints:
         self._lock = Lock(lock_of(self.folder, number))
         self._sender: Sender | None = None
         self._copies, self._copied = list[Copy](), set[int]()
-        self._paths = list[Path]()
+        self._paths = list[Path]()  # of this process, in turn
+        self._turns, self._sizes = dict[int, list[Path]](), dict[int, int]()  # by part
+        self._loaded: tuple[int, int] | None = None
         self._slots = list[_Generation | None]()
         self._has_waited = False
         self._choice: Choice | None = None
@@ -196,36 +198,68 @@ class MemoryCheckpoints:
     def reader(self, step: tuple[int, int]) -> MemoryReader:
         return MemoryReader(self.folder, step)
 
-    def begin(
+    def claim(
         self,
         choice: Choice,
         reports: Sequence[Report],
         loaded: tuple[int, int] | None,
         sections: Mapping[str, Any],
-    ) -> None:
-        """Take room for the memory checkpoints of a run, remove those that it did not load, and connect neighbours.
+    ) -> Want:
+        """Take the files of a run, and remove those that it did not load; return the room that they want.
 
         Raises:
             CheckpointError: another job writes them.
-            OSError: there is no room for them.
-            TransportError: a neighbour did not come.
         """
-        self._choice, self._writes, self._next = choice, 0, 0
+        self._choice, self._loaded, self._writes, self._next = choice, loaded, 0, 0
         self._layout = Layout(sections, self._pipeline)
         pairs = choice.neighbours if self._neighbour else []
-        self._remove({loaded} if loaded is not None else set())
+        self._remove(self._kept)
         self._copied = {each.part for each in pairs if each.target == self._number}
-        sizes = {part: reports[part]["bytes"] for part in self._copied}
-        turns = {part: in_turn(self.folder, part, COPIES, loaded) for part in sizes}
-        self._copies = [Copy(part, paths) for part, paths in turns.items()]
+        self._sizes = {part: reports[part]["bytes"] for part in self._copied}
+        self._turns = {part: in_turn(self.folder, part, COPIES, loaded) for part in self._copied}
+        self._copies = [Copy(part, paths) for part, paths in self._turns.items()]
         if choice.writes:
             self._take()
-            sizes[self._number] = self._layout.expected + self._layout.texts
-            turns[self._number] = in_turn(self.folder, self._number, GENERATIONS if pairs else 2, loaded)
-        self._paths = turns.get(self._number, [])
+            self._sizes[self._number] = self._layout.expected + self._layout.texts
+            self._turns[self._number] = in_turn(self.folder, self._number, GENERATIONS if pairs else 2, loaded)
+        self._paths = self._turns.get(self._number, [])
         self._slots = [None] * len(self._paths)
-        self._reserve(sizes, turns, loaded)
-        self._connect(pairs)
+        wanted = sum(max(0, self._sizes[part] - _size(path)) for part, paths in self._turns.items() for path in paths)
+        return Want(wanted, *room_in(self.folder))
+
+    def begin(self, reports: Sequence[Report], wants: Sequence[Want]) -> None:
+        """Take the room that all processes want, and connect neighbours.
+
+        Raises:
+            OSError: there is too little on a host.
+            TransportError: a neighbour did not come.
+        """
+        assert self._choice is not None
+        check_room(self.folder, [report["host"] for report in reports], wants)
+        try:
+            self._reserve()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            room = file_system_room(self.folder)
+            raise no_room(self.folder, [self._number], wants[self._number].bytes, room) from error
+        self._connect(self._choice.neighbours if self._neighbour else [])
+
+    def withdraw(self) -> None:
+        """Give up what was claimed, as when another process was refused. The step that was loaded stays."""
+        if self._sender is not None:
+            self._sender.close()
+        for copy in self._copies:
+            copy.end()
+        self._lock.remove()
+        self._sender, self._copies, self._copied, self._choice = None, [], set(), None
+        self._slots = [None] * len(self._paths)
+        self._remove(self._kept)
+        self._remove_folder()
+
+    @property
+    def _kept(self) -> set[tuple[int, int]]:
+        return set() if self._loaded is None else {self._loaded}
 
     def _connect(self, pairs: Sequence[Transfer]) -> None:
         assert self._choice is not None
@@ -304,9 +338,7 @@ class MemoryCheckpoints:
                 )
             copy.remove()
         self._remove(set())
-        with suppress(OSError):  # of a process that has not ended yet
-            self.folder.rmdir()
-            self.folder.parent.rmdir()
+        self._remove_folder()
 
     @property
     def job(self) -> str | None:
@@ -340,34 +372,14 @@ class MemoryCheckpoints:
         }
         return json.dumps(table).encode()
 
-    def _reserve(
-        self, sizes: Mapping[int, int], turns: Mapping[int, Sequence[Path]], loaded: tuple[int, int] | None
-    ) -> None:
+    def _reserve(self) -> None:
         """Take room for the files of each part, of which one may hold the step that was loaded."""
-        wanted = sum(max(0, sizes[part] - _size(path)) for part, paths in turns.items() for path in paths)
-        free = _free(self.folder)
-        new = [(part, i, path) for part, paths in turns.items() for i, path in enumerate(paths)]
-        new = [each for each in new if not holds(each[2], loaded)]
-        try:
-            if wanted > free:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            for part, i, path in new:
-                slot = _Generation(path, sizes[part])
-                if part == self._number:
-                    self._slots[i] = slot
-        except OSError as error:
-            for *_, path in new:
-                path.unlink(missing_ok=True)
-            self._lock.remove()
-            if error.errno != errno.ENOSPC:
-                raise
-            raise OSError(
-                errno.ENOSPC,
-                f"memory checkpoints want {format_bytes(wanted)} more in {self.folder} for process {self._number}, "
-                f"files of {', '.join(f'{len(turns[part])} times {format_bytes(sizes[part])}' for part in sizes)}, and "
-                f"{format_bytes(free)} are free: "
-                "give it more (docker run --shm-size), take Memory(folder=...), or leave memory= out",
-            ) from None
+        for part, paths in self._turns.items():
+            for i, path in enumerate(paths):
+                if not holds(path, self._loaded):
+                    slot = _Generation(path, self._sizes[part])
+                    if part == self._number:
+                        self._slots[i] = slot
 
     def _remove(self, kept: Collection[tuple[int, int]], before: int = sys.maxsize) -> None:
         """Remove the files of processes that are gone, but those of some steps.
@@ -385,6 +397,11 @@ class MemoryCheckpoints:
                 if stored is None or ((stored.attempt, stored.step) not in kept and stored.attempt < before):
                     path.unlink(missing_ok=True)
             lock.remove()
+
+    def _remove_folder(self) -> None:
+        with suppress(OSError):  # of a process that has not ended yet
+            self.folder.rmdir()
+            self.folder.parent.rmdir()
 
 
 class _Generation:
@@ -416,14 +433,3 @@ class _Generation:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _free(folder: Path) -> int:
-    """Return the bytes that are free for files in memory."""
-    stat = os.statvfs(folder)
-    free = stat.f_bavail * stat.f_frsize
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable:"))
-        free = min(free, int(available.split()[1]) * 1024)
-    return free

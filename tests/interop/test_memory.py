@@ -18,6 +18,7 @@ from fpipe.interop.checkpoints import checkpoints, layout
 from fpipe.interop.checkpoints import memory as memories
 from fpipe.interop.checkpoints.choice import choice_of
 from fpipe.interop.checkpoints.memory_reader import MemoryReader
+from fpipe.interop.checkpoints.room import Room, room_in
 from fpipe.interop.checkpoints.slots import Slot, Stored, files_of, stored_in
 from tests.support import memory_jobs, run_jobs
 from tests.support.combinations import ALL
@@ -221,16 +222,74 @@ def test_what_another_run_saved_is_not_passed_over(begin, tmp_path):
 
 
 def test_no_room_is_an_error_before_the_first_step_with_the_bytes(begin, tmp_path):
+    little = Room(9000, "machine", "in the machine's memory")
     with (
-        patch.object(memories, "_free", return_value=9000),
-        pytest.raises(OSError, match=r"want 1.* KiB more in .*, files of 2 times .* 8\.789 KiB are free"),
+        patch.object(memories, "room_in", return_value=little),
+        pytest.raises(OSError, match=r"want 1.* KiB more in .*, on the host of process 0, and 8\.789 KiB are free in"),
     ):
         begin()
     full = OSError(errno.ENOSPC, "No space left on device")
     with patch("os.posix_fallocate", side_effect=full), pytest.raises(OSError, match="memory checkpoints want"):
         begin()
-    assert files_of(parts(tmp_path)[0]) == []
+    assert [*(tmp_path / "shm").iterdir()] == []
     assert begin()[0].step == 0
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_room_is_for_all_processes_of_a_host_together(pools, tmp_path, apart):
+    """Each of two has room for itself, and one of them for both."""
+    pools(2).run(memory_jobs.stopped, str(tmp_path), 4, apart, False)
+    before = sorted((tmp_path).glob("shm*/*/*/0*[01]"))
+    for outcome in pools(2).outcomes(memory_jobs.with_room, str(tmp_path), apart, [12000, 14000]):
+        if apart:
+            assert outcome.error is None
+            continue
+        assert outcome.error == "OSError"
+        assert "the host of processes 0, 1, and 13.67 KiB are free in a box: take a machine with more" in outcome.text
+    if not apart:  # the step to go on with is there, and no other
+        assert {each.step for path in before if (each := Stored.read(path)) is not None} == {4}
+        assert [step for step, _ in pools(2).run(memory_jobs.go_on, str(tmp_path))] == [4, 4]
+
+
+def test_where_one_rank_is_refused_all_give_their_files_up(pools, tmp_path):
+    first, second = pools(2).outcomes(memory_jobs.refused, str(tmp_path))
+    assert (first.error, second.error) == ("CheckpointError", "OSError")
+    assert "rank 1 failed at resume of the checkpoints in" in first.text
+    assert "in the file system of" in first.text
+    assert [*(tmp_path / "shm").iterdir()] == []
+
+
+GROUPS = {
+    "v2": (
+        "0::/a/b",
+        {"a/memory.max": "1000", "a/memory.current": "700", "a/memory.stat": "active_file 100\ninactive_file 50\nx 9"},
+        {"a/b/memory.max": "max", "a/b/memory.current": "1"},
+    ),
+    "v1": (
+        "0::/\n4:cpu,memory:/a/b",
+        {"memory/a/memory.limit_in_bytes": "1000", "memory/a/memory.usage_in_bytes": "700"},
+        {"memory/a/memory.stat": "total_active_file 100\ntotal_inactive_file 50\nactive_file 9"},
+    ),
+    "v2 in a container": ("0::/", {"memory.max": "450", "memory.current": "0", "memory.stat": ""}, {}),
+    "v1 in a container": (
+        "4:memory:/docker/1",
+        {"memory/memory.limit_in_bytes": "450", "memory/memory.usage_in_bytes": "0"},
+        {"memory/memory.stat": ""},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_the_limits_of_control_groups_count(tmp_path, kind):
+    lines, *files = GROUPS[kind]
+    tree = {"proc/self/cgroup": lines, "proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 8 kB"}
+    for name, text in (tree | {f"groups/{name}": text for each in files for name, text in each.items()}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    room = room_in(tmp_path, tmp_path / "proc", tmp_path / "groups")
+    name = "/" if "container" in kind else "/a"
+    assert room == (450, "control group", f"within the memory limit of the control group {name}")
+    assert room_in(tmp_path, tmp_path / "proc", tmp_path / "nowhere") == (8192, "machine", "in the machine's memory")
 
 
 def test_no_room_later_is_a_warning(begin, tmp_path, whole):

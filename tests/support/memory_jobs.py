@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fpipe import handlers, interop
 from fpipe.interop.checkpoints import memory, neighbours
+from fpipe.interop.checkpoints.room import Room
 from fpipe.interop.checkpoints.slots import stored_in
 from tests.support import run_jobs
 
@@ -82,6 +83,26 @@ def go_on(rank, folder, total=run_jobs.TOTAL, apart=False, neighbour=True):
     """Train to the end on this rank: where it begins, and its end."""
     run, *rest = joined(rank, folder, apart, neighbour)
     return run.step, run_jobs.train(run, *rest, total=total)
+
+
+def with_room(rank, folder, apart, sizes):
+    """Begin on this rank, which sees so many free bytes."""
+    with patch.object(memory, "room_in", return_value=Room(sizes[rank], "machine", "in a box")):
+        joined(rank, folder, apart, False)
+
+
+def refused(rank, folder):
+    """Begin on this rank; rank 1 finds no room for its second file."""
+    allocate, calls = os.posix_fallocate, []
+
+    def full(*arguments):
+        calls.append(arguments)
+        if rank == 1 and len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(*arguments)
+
+    with patch("os.posix_fallocate", full):
+        joined(rank, folder, False, False)
 
 
 def loaded(rank, folder, no_room):
