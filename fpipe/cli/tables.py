@@ -230,7 +230,7 @@ _FIGURES = ("make- \nspan ", "\ncost ", "\nbubble", "\npeak ")
 _CAUSES = dict(
     zip(
         CAUSES,
-        ("warm\nup", "depen-\ndency", "trans-\nfer", "imba-\nlance", "\ndrain", "\ngather", "\nscatter"),
+        ("warm\nup", "depen-\ndency", "trans-\nfer", "imba-\nlance", "\ndrain", "\ngather", "\nscatter", "\nhost"),
         strict=True,
     )
 )

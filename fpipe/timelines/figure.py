@@ -35,9 +35,11 @@ IDLE = {  # cause -> grey, hatch
     "warm-up": ("#eeeeee", ""),
     "dependency": ("#d4d4d4", "/////"),
     "transfer": ("#bcbcbc", "-----"),  # not dots: in an SVG they take ten times as many bytes as the rest of the figure
+    "imbalance": ("#bcbcbc", "xx"),
     "drain": ("#eeeeee", "\\\\\\\\\\"),
     "gather": ("#bcbcbc", "|||||"),
     "scatter": ("#d4d4d4", "|||||"),
+    "host": ("#eeeeee", "++"),
 }
 _STYLE: dict[Any, Any] = {
     "font.size": 8,

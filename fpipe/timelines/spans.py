@@ -15,11 +15,18 @@ CAUSES = {  # cause of idle time -> when a rank is idle by it
     "warm-up": "before the rank's first effect",
     "dependency": "what it needed was not computed yet",
     "transfer": "what it needed was under way",
-    "imbalance": "other ranks have more to do",
+    "imbalance": "what it needed was not computed yet, because the busiest rank has more to compute",
     "drain": "after the rank's last effect",
     "gather": "its parameters were under way from the other replicas",
     "scatter": "its gradients were being added over the replicas, after its last effect",
+    "host": "it waited for nothing: the host was between two effects",
 }
+"""Every moment in which a rank computes nothing has one cause, so that each rank's causes add up to its idle time.
+
+No order of the same effects can save the time that the busiest rank computes more than another. So much of the other's
+waits for values that are not computed yet is `imbalance`, at most all; the rest is `dependency`, which another schedule
+may save. A rank has one ratio of the two: each of its waits is split in it, and the imbalance comes last.
+"""
 
 
 class Span(NamedTuple):

@@ -154,8 +154,30 @@ class Timeline:
     def gaps(self, rank: int) -> Iterator[Gap]:
         """Yield the gaps of a rank: before its first compute, after its last, and between, by the cause of the wait.
 
-        A wait for a value from another rank is a dependency until the value is sent, and a transfer from then on.
+        `CAUSES` defines the causes; their sums are `causes`. A wait for another rank's compute is split in the same
+        ratio throughout the rank: `imbalance` is the last part of each.
         """
+        share = self._imbalance[rank]
+        for gap in self._waits(rank):
+            if gap.cause == "dependency" and share:
+                from_then = gap.end - share * (gap.end - gap.start)
+                if from_then > gap.start:
+                    yield Gap(gap.start, from_then, "dependency")
+                yield Gap(max(gap.start, from_then), gap.end, "imbalance")
+            else:
+                yield gap
+
+    @cached_property
+    def _imbalance(self) -> list[float]:
+        """The share of each rank's waits for other ranks' compute that is imbalance."""
+        busiest, shares = max(self.busy), []
+        for rank, busy in enumerate(self.busy):
+            waited = sum(gap.end - gap.start for gap in self._waits(rank) if gap.cause == "dependency")
+            shares.append(min(1.0, (busiest - busy) / waited) if waited else 0.0)
+        return shares
+
+    def _waits(self, rank: int) -> Iterator[Gap]:
+        """Yield the gaps of a rank, in which every wait for another rank's compute is a dependency."""
         spans, computes = self.spans, self._computes[rank]
         first, last = self.start, max(end for _, end in self._bounds)
         start, end = self._bounds[rank]
@@ -174,11 +196,19 @@ class Timeline:
     def _wait(self, begin: float, at: int) -> Iterator[Gap]:
         """Yield the gaps from a time until a compute starts."""
         until, gathered = self.spans.starts[at], self._gathering(at)
-        sent = self._sent(at, until) if gathered is None else gathered
+        arrived = min(until, max(begin, self._arrived(at)))
+        sent = self._sent(at, arrived) if gathered is None else gathered
         if sent > begin:
-            yield Gap(begin, min(sent, until), "dependency")
-        if sent < until:
-            yield Gap(max(begin, sent), until, "transfer" if gathered is None else "gather")
+            yield Gap(begin, min(sent, arrived), "dependency")
+        if sent < arrived:
+            yield Gap(max(begin, sent), arrived, "transfer" if gathered is None else "gather")
+        if arrived < until:
+            yield Gap(arrived, until, "host")
+
+    def _arrived(self, at: int) -> float:
+        """Return when a compute had all that it waited for, if that was recorded; else when it started."""
+        waited = self.spans.waited[at]
+        return self.spans.ends[waited] if waited >= 0 else self.spans.starts[at]
 
     def _sent(self, at: int, otherwise: float) -> float:
         """Return when the value that a compute waited for was sent, if it came from another rank; else `otherwise`."""
@@ -190,27 +220,21 @@ class Timeline:
 
     @cached_property
     def cause_names(self) -> tuple[str, ...]:
-        """The causes that this timeline can have: `gather` and `scatter` only with such effects."""
+        """The causes that this timeline can have: `gather`, `scatter` and `host` only where there is some."""
         lacks = [("gather", self._gathers), ("scatter", self._scatters)]
         without = {name for name, spans in lacks if not any(spans)}
+        if not any(gap.cause == "host" for rank in range(self.plan.ranks) for gap in self._waits(rank)):
+            without.add("host")
         return tuple(name for name in CAUSES if name not in without)
 
     @cached_property
     def causes(self) -> list[dict[str, float]]:
-        """Each rank's makespan less its compute, by cause.
-
-        warm-up and drain are outside the rank's span. Inside it a rank waits for a transfer, for its parameters, for
-        the sum of its gradients, or for another rank's compute. The latter counts as imbalance up to the busiest rank's
-        extra compute, which no order can save; the rest is caused by the schedule's dependencies.
-        """
-        busiest = max(self.busy)
+        """Each rank's makespan less its compute, by cause: the sums of its `gaps`."""
         causes = []
-        for rank, busy in enumerate(self.busy):
+        for rank in range(self.plan.ranks):
             cause = dict.fromkeys(self.cause_names, 0.0)
             for gap in self.gaps(rank):
                 cause[gap.cause] += gap.end - gap.start
-            cause["imbalance"] = min(cause["dependency"], busiest - busy)
-            cause["dependency"] -= cause["imbalance"]
             causes.append(cause)
         return causes
 
