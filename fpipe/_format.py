@@ -65,12 +65,20 @@ class Scale(NamedTuple):
     factor: float
 
     def __call__(self, time: float) -> str:
-        """Format a time without its unit."""
-        return number(time * self.factor)
+        """Format a time without its unit, in a column of times of this scale: none has an exponent.
+
+        >>> Scale("s", 1.0)(1.5e-7), Scale("s", 1.0)(-12.345678), Scale("", 1.0)(1e-6)
+        ('0.000', '-12.35', '1e-06')
+        """
+        value = time * self.factor
+        return "0.000" if self.name and 0 < abs(value) < 5e-4 else number(value)
 
     def full(self, time: float) -> str:
         """Format a time with its unit."""
         return f"{self(time)} {self.name}".rstrip()
+
+
+PLAIN = Scale("", 1.0)
 
 
 def scale_of(makespan: float, unit: str) -> Scale:
@@ -80,7 +88,7 @@ def scale_of(makespan: float, unit: str) -> Scale:
     ('12.3 ms', '0.5')
     """
     if unit != "s":
-        return Scale("", 1.0)
+        return PLAIN
     if makespan >= 10:
         return Scale("s", 1.0)
     return Scale("ms", 1e3) if makespan >= 1e-3 else Scale("µs", 1e6)

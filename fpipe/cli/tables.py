@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from fpipe._format import Scale, extent, format_bytes, lighter, number, percent, sized
+from fpipe._format import PLAIN, Scale, extent, format_bytes, lighter, number, percent, sized
 from fpipe.cli.options import counts
 from fpipe.effects import Effect, parts
 from fpipe.plan import Plan
@@ -26,7 +26,7 @@ from fpipe.tables import Table as Effects
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.labels import drawn_rows, label
 from fpipe.timelines.spans import CAUSES
-from fpipe.timelines.text import Cell, lane
+from fpipe.timelines.text import Cell, figures, lane
 from fpipe.timelines.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -60,13 +60,9 @@ def table(columns: Iterable[str], words: Iterable[str] = (), folded: Iterable[st
     return result
 
 
-_PLAIN = Scale("", 1.0)
-
-
-def headline(name: str, timeline: Timeline, scale: Scale = _PLAIN) -> Text:
+def headline(name: str, timeline: Timeline, scale: Scale = PLAIN) -> Text:
     """Return the schedule's name, its size, and its main figures."""
-    figures = f"makespan {scale.full(timeline.makespan)}, cost {scale.full(timeline.cost)}, bubble "
-    return Text.assemble((name, "bold"), f": {extent(timeline.plan)}\n{figures}", percent(timeline.bubble_rate))
+    return Text.assemble((name, "bold"), f": {extent(timeline.plan)}\n{figures(timeline, scale)}")
 
 
 def share_of(plan: Plan) -> list[Text]:
@@ -76,7 +72,7 @@ def share_of(plan: Plan) -> list[Text]:
     return [Text(note, "dim")] if plan.stages != plan.ranks else []
 
 
-def account(timeline: Timeline, scale: Scale = _PLAIN, peaks: Sequence[float | None] = ()) -> Table:
+def account(timeline: Timeline, scale: Scale = PLAIN, peaks: Sequence[float | None] = ()) -> Table:
     """Return a table of each rank's busy time, idle time by cause, and peak memory.
 
     Args:
@@ -242,12 +238,16 @@ def comparison(entrants: Sequence[tuple[str, Timeline, float]], refused: Mapping
     result = table(["\nschedule", "\nv", *_FIGURES, *_titles(causes)], words=["\nschedule"], gap=1)
     rows = [(line.makespan, line.cost, line.bubble_rate, peak) for _, line, peak in entrants]
     best = [min(column) for column in zip(*rows, strict=True)]
-    for (name, timeline, _), figures in zip(entrants, rows, strict=True):
-        columns = zip((number, number, percent, number), figures, best, strict=True)
+    for (name, timeline, _), row in zip(entrants, rows, strict=True):
+        columns = zip((number, number, percent, number), row, best, strict=True)
         marked = [_marked(form(figure), figure <= least * (1 + 1e-9)) for form, figure, least in columns]
         means = (f"{mean:.3g}" for mean in _mean_causes(timeline, causes))
         result.add_row(Text(_in_lines(name)), str(counts(timeline.plan)["chunks"]), *marked, *means)
-    note = Text("* best; v stages on a rank; peak in flight; a rank's mean idle time by cause", "dim")
+    note = Text(
+        "* best; v stages on a rank; cost: the longest span of a rank; bubble: its idle\n"
+        "share; peak in flight; a rank's mean idle time by cause",
+        "dim",
+    )
     shown: list[RenderableType] = [result, note] if entrants else []
     reasons = [Text.assemble((name, "bold"), f": {reason}") for name, reason in refused.items()]
     return Group(*shown, *([Text("Not here:"), *reasons] if reasons else []))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fpipe._format import counted, extent, number, percent, scale_of, sized
+from fpipe._format import counted, extent, number, scale_of, sized
 from fpipe.cli.app import verb
 from fpipe.cli.layouts import LayoutOptions, ranking, row
 from fpipe.cli.options import (
@@ -43,6 +43,7 @@ from fpipe.schedules.search import CHUNKS, lower_bound, pareto
 from fpipe.schedules.search import search as find
 from fpipe.tables import TABLE
 from fpipe.timelines.labels import drawn_rows
+from fpipe.timelines.text import figures
 from fpipe.timelines.timeline import Timeline
 
 _CHUNKS = ",".join(map(str, CHUNKS))
@@ -224,9 +225,8 @@ def _draw_into(out: Path, name: str, timeline: Timeline) -> None:
         from fpipe.timelines.figure import save
     except ImportError:
         raise typer.BadParameter("a file needs matplotlib: pip install matplotlib", param_hint="--out") from None
-    figures = f"makespan {number(timeline.makespan)}, cost {number(timeline.cost)}, bubble "
     with progress(f"draw {out}"), replacing(out) as file:
-        save(timeline, file, f"{name}: {extent(timeline.plan)}\n{figures}{percent(timeline.bubble_rate)} of the cost")
+        save(timeline, file, f"{name}: {extent(timeline.plan)}\n{figures(timeline)}")
 
 
 def _computes(timeline: Timeline) -> Iterator[dict[str, object]]:

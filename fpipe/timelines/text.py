@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import floor
 from typing import NamedTuple
 
+from fpipe._format import PLAIN, Scale, percent
 from fpipe.effects import Effect, Name, Recv, Send
 from fpipe.errors.arguments import checked
 from fpipe.plan import Plan, Schedule
@@ -47,6 +48,20 @@ def draw(schedule: Schedule | str, plan: Plan, *, effects: Table = TABLE) -> str
     label = len(str(plan.ranks - 1))
     lines = (f"rank {rank:>{label}}  " + " ".join(f"{t:{width}}" for t in row) for rank, row in enumerate(rows))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def figures(timeline: Timeline, scale: Scale = PLAIN) -> str:
+    """Return the makespan and the bubble; where the bubble is a share of a shorter time, that time too.
+
+    >>> from fpipe import Placement, Plan, schedules, simulate
+    >>> figures(simulate(schedules.one_f_one_b, Plan(Placement.loop(2), 4)))
+    'makespan 15, bubble 20.0%'
+    >>> figures(simulate(schedules.zb_v, Plan(Placement.v(2), 4)))
+    'makespan 25, bubble 0.0% of the longest span of a rank, 24'
+    """
+    within = timeline.makespan - timeline.cost > 1e-9 * timeline.makespan
+    of = f" of the longest span of a rank, {scale.full(timeline.cost)}" if within else ""
+    return f"makespan {scale.full(timeline.makespan)}, bubble {percent(timeline.bubble_rate)}{of}"
 
 
 class Cell(NamedTuple):

@@ -215,7 +215,7 @@ def test_simulate_shows_every_rank():
         re.sub(" +$", "", shown, flags=re.MULTILINE)
         == """\
 1f1b: 2 ranks, 2 stages, 4 microbatches
-makespan 15, cost 15, bubble 20.0%
+makespan 15, bubble 20.0%
                   warm  depen-  trans-  imba-             in
 rank  busy  idle    up   dency     fer  lance  drain  flight  memory
    0    12     3     0       3       0      0      0       2  10 MiB
@@ -230,7 +230,7 @@ def test_draw_is_to_scale():
         shown
         == """\
 gpipe: 2 ranks, 2 stages, 3 microbatches
-makespan 20, cost 20, bubble 25.0%
+makespan 20, bubble 25.0%
          idle  0         10
 rank 0  25.0%  FFF.....B0--B1--B2--
 rank 1  25.0%  .FFFB0--B1--B2--....
@@ -242,7 +242,7 @@ The number is the microbatch.
 
 def test_trained_stages():
     shown = run("draw", "1f1b", "--ranks", "3", "--microbatches", "2", "--trained", "1", "--width", "40").stdout
-    assert [line[15:].strip() for line in shown.splitlines()[3:6]] == [
+    assert [line[15:].strip() for line in shown.splitlines()[4:7]] == [
         "F0-F1-...............",
         "...F0-F1-...W0-...W1-",
         "......F0-I0-F1-I1-...",

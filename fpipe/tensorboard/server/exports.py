@@ -10,11 +10,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from fpipe._format import extent, percent, scale_of
+from fpipe._format import extent, scale_of
 from fpipe.effects import parts
 from fpipe.tensorboard.files.captures import Capture
 from fpipe.tensorboard.files.columns import Columns, Header
 from fpipe.timelines.perfetto import Extras, chrome_json
+from fpipe.timelines.text import figures
 
 TYPES = {  # format (the file's suffix) -> media type
     "json": "application/json",
@@ -81,10 +82,9 @@ def _draw(capture: Capture, file: Path, title: str) -> None:
     except ImportError as error:
         raise MissingPackage("this needs matplotlib: pip install 'fpipe[figures]'") from error
     timeline = capture.timeline
-    makespan = scale_of(timeline.makespan, capture.unit).full(timeline.makespan)
-    figures = f"makespan {makespan}, bubble {percent(timeline.bubble_rate)} of the cost"
+    figured = figures(timeline, scale_of(timeline.makespan, capture.unit))
     with _drawing:
-        figure.save(timeline, file, f"{title}: {extent(timeline.plan)}\n{figures}")
+        figure.save(timeline, file, f"{title}: {extent(timeline.plan)}\n{figured}")
 
 
 def shortened(text: str) -> str:
