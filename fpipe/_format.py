@@ -104,7 +104,7 @@ def percent(share: float) -> str:
 
 
 def extent(plan: Plan) -> str:
-    """Format the numbers of ranks, stages and microbatches of a plan, and of its replicas if there are several.
+    """Format the numbers of ranks, stages and microbatches of a plan, and of its slices and replicas if several.
 
     >>> from fpipe import Placement
     >>> extent(Plan(Placement.v(4), 8)), extent(Plan(Placement((0,)), 1, replicas=2))
@@ -115,6 +115,7 @@ def extent(plan: Plan) -> str:
         counted(plan.stages, "stage"),
         counted(plan.microbatches, "microbatch", "es"),
     ]
+    counts[-1] += f" of {plan.slices} slices" if plan.slices > 1 else ""
     return ", ".join(counts + [counted(plan.replicas, "replica")] * (plan.replicas > 1))
 
 

@@ -10,14 +10,15 @@ from typing import Any, NamedTuple, SupportsFloat
 from fpipe.effects import Name, Parameters, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, call_of
-from fpipe.tables import BACKWARD, TABLE, Table, fields_of
+from fpipe.tables import BACKWARD, TABLE, Table, fields_of, slice_of
 
 PerStage = float | Sequence[float]
 Edge = tuple[int, int]  # source rank, target rank; or stage, reader
 BY_CLASS = ("extra", "collectives")
-NOT_BY_STAGE = {"communication", "shared", "reads", *BY_CLASS, "scale", "sizes", "replicas", "shards", "optimizer"}
+BY_PART = ("scale", "sizes", "slice_scale")
+NOT_BY_STAGE = {"communication", "shared", "reads", *BY_CLASS, *BY_PART, "replicas", "shards", "optimizer"}
 OVER_REPLICAS = ("gather", "scatter")
-SIZES = {"activation", "residuals", "deferred"}
+SIZES = {"activation", "residuals", "deferred", "carry"}
 BY_DEFAULT = {
     "backward": ("backward_input", "backward_weight"),
     "gathered": ("parameters",),
@@ -85,6 +86,8 @@ class Shared(NamedTuple):
 class Costs:
     """The cost of each effect. A cost of stages is one number for all stages, or a sequence of one for each.
 
+    Where a plan has slices, they are the costs of one slice of a microbatch.
+
     Args:
         forward, backward_input, backward_weight: times of a forward and of the two halves of its backward.
         backward: time of a fused backward; by default the two halves together.
@@ -117,6 +120,9 @@ class Costs:
         scale: one factor for each microbatch, for the times of its effects; by default 1. The time of an overlap
             is scaled by the mean of its two microbatches' factors.
         sizes: one factor for each microbatch, for the bytes of its values and so of its transfers; by default `scale`.
+        carry: bytes that a stage passes from one slice of a microbatch to the next; its gradient has the same size.
+        slice_scale: one factor for each slice of a microbatch, for the times of its effects; by default 1. With causal
+            attention a later slice takes longer.
 
     Raises:
         ScheduleError: a number that is negative or not finite.
@@ -150,6 +156,8 @@ class Costs:
     collectives: Mapping[type, PerStage] = _ByKey()
     scale: Sequence[float] = ()
     sizes: Sequence[float] = ()
+    carry: PerStage = 0.0
+    slice_scale: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -190,9 +198,18 @@ class Costs:
         if per_stage is None:
             halves = BY_DEFAULT.get(cost, ())
             return sum(self.at(half, of) for half in halves) if halves else sum(map(self.time, both))
-        factors = () if cost in UNSCALED else self.sizes if cost in SIZES else self.scale
-        factor = sum(factors[part.microbatch] for part in both) / len(both) if factors else 1.0
-        return _at(per_stage, both[0].stage) * factor
+        if cost in UNSCALED:
+            return _at(per_stage, both[0].stage)
+        factor = self._size if cost in SIZES else self._factor
+        return _at(per_stage, both[0].stage) * (sum(map(factor, both)) / len(both))
+
+    def _size(self, named: Any) -> float:
+        return self.sizes[named.microbatch] if self.sizes else 1.0
+
+    def _factor(self, effect: Any) -> float:
+        """Return the factor for the time of an effect on a microbatch, or on a slice of one."""
+        factor = self.scale[effect.microbatch] if self.scale else 1.0
+        return factor * self.slice_scale[slice_of(effect)] if self.slice_scale else factor
 
     def collective(self, effect: Any, table: Table = TABLE) -> float:
         """Return how much of an effect's time collectives inside its piece take."""
@@ -206,7 +223,7 @@ class Costs:
         times = sum(
             _at(self.collectives[each], effect.stage) for each in ([kind] if kind in self.collectives else halves)
         )
-        return min(times * (self.scale[effect.microbatch] if self.scale else 1.0), self.time(effect, table))
+        return min(times * self._factor(effect), self.time(effect, table))
 
     def replica_transfer(self, cost: str, stage: int) -> float:
         """Return the time of a `gather`, or of a `scatter` to shards, of a stage."""
@@ -319,11 +336,11 @@ class Costs:
                     f"{name} has {len(cost)} entries for {kind.__name__}: give one number, or, where it names a stage, "
                     f"one for each of the plan's {plan.stages} stages"
                 )
-        for name in ("scale", "sizes"):
-            if (count := len(getattr(self, name))) not in (0, plan.microbatches):
-                raise ScheduleError(
-                    f"{name} has {count} entries, the plan {plan.microbatches} microbatches: give one factor for each"
-                )
+        counts = {"scale": plan.microbatches, "sizes": plan.microbatches, "slice_scale": plan.slices}
+        for name, expected in counts.items():
+            if (count := len(getattr(self, name))) not in (0, expected):
+                noun = "slices" if name == "slice_scale" else "microbatches"
+                raise ScheduleError(f"{name} has {count} entries, the plan {expected} {noun}: give one factor for each")
 
 
 _CLASSES = {kind.__name__: kind for kind in (Link, Shared, *TABLE.effects, *TABLE.values)}
@@ -455,5 +472,6 @@ _NORMAL: Mapping[str, Callable[[str, Any], object]] = {
     "collectives": _by_class,
     "scale": _factors,
     "sizes": _factors,
+    "slice_scale": _factors,
 }
 """Field of `Costs` -> the function that checks its value, and makes it one that can't change; else `_per_stage`."""

@@ -1,12 +1,20 @@
 """Effects, and the values that effects name. No torch.
 
 Both are names: frozen, hashable, without tensors. The handler owns the tensors. `fpipe.tables` defines what each one
-means.
+means. Where a microbatch is cut into slices of its sequences, they name a slice, the first by default.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+
+def _repr(named: Any) -> str:
+    """Return the call that makes an effect or a value, without the first slice."""
+    fields = [(name, getattr(named, name)) for name in named.__dataclass_fields__]
+    arguments = (f"{name}={value!r}" for name, value in fields if name != "slice" or value)
+    return f"{type(named).__name__}({', '.join(arguments)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +23,9 @@ class Activation:
 
     stage: int
     microbatch: int
+    slice: int = 0
+
+    __repr__ = _repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +38,9 @@ class Gradient:
     stage: int
     consumer: int
     microbatch: int
+    slice: int = 0
+
+    __repr__ = _repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +57,9 @@ class Residuals:
 
     stage: int
     microbatch: int
+    slice: int = 0
+
+    __repr__ = _repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +68,30 @@ class Deferred:
 
     stage: int
     microbatch: int
+    slice: int = 0
+
+    __repr__ = _repr
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """The values that a stage passes from one slice of a microbatch to the next, such as keys and values.
+
+    They never leave their rank. The forward of the slice gives them, that of the next slice needs them.
+    """
+
+    stage: int
+    microbatch: int
+    slice: int
+
+
+@dataclass(frozen=True, slots=True)
+class CarryGradient:
+    """The cotangent of a `Carry`, which never leaves its rank: the backward of the next slice gives it."""
+
+    stage: int
+    microbatch: int
+    slice: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +110,7 @@ class Partials:
 
 
 Value = Activation | Gradient | WeightGradient
-Name = Value | Residuals | Deferred | Parameters | Partials
+Name = Value | Residuals | Deferred | Carry | CarryGradient | Parameters | Partials
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +119,9 @@ class Forward:
 
     stage: int
     microbatch: int
+    slice: int = 0
+
+    __repr__ = _repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +130,9 @@ class Backward:
 
     stage: int
     microbatch: int
+    slice: int = 0
+
+    __repr__ = _repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +141,9 @@ class BackwardInput:
 
     stage: int
     microbatch: int
+    slice: int = 0
+
+    __repr__ = _repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +152,9 @@ class BackwardWeight:
 
     stage: int
     microbatch: int
+    slice: int = 0
+
+    __repr__ = _repr
 
 
 Compute = Forward | Backward | BackwardInput | BackwardWeight

@@ -229,6 +229,8 @@ class Plan:
         trained: the stages with trained parameters, which alone have weight gradients. A stage has input gradients if
             a stage before it is trained, or if it or one before it is among `batch_gradients`. None if every stage has
             both halves of a backward. `Pipeline.plan` fills it in for a pipeline with frozen stages.
+        slices: parts into which each microbatch is cut along its sequences. On a stage, the slices of a microbatch run
+            forward from the first and backward from the last, and each passes its `Carry` on to the next.
 
     Raises:
         ScheduleError: a count is not positive, two counts don't fit each other, or `cotangents` is neither of the two.
@@ -247,13 +249,14 @@ class Plan:
     batch_gradients: frozenset[int] = frozenset()
     cotangents: Cotangents = "by_consumer"
     trained: Collection[int] | None = None
+    slices: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.placement, Placement):
             raise ScheduleError(
                 f"placement must be a Placement, such as Placement.loop(ranks=2), not {self.placement!r}"
             )
-        _positive(microbatches=self.microbatches, replicas=self.replicas)
+        _positive(microbatches=self.microbatches, replicas=self.replicas, slices=self.slices)
         if not self.edges.reads:
             object.__setattr__(self, "edges", Edges.chain(self.stages))
         if len(self.edges.reads) != self.stages:
@@ -285,6 +288,7 @@ class Plan:
             for rank in range(self.ranks)
         )
         caption = f"{self.stages} stages on {self.ranks} ranks, {self.microbatches} microbatches"
+        caption += f" of {self.slices} slices" if self.slices > 1 else ""
         caption += f", {self.replicas} replicas" if self.replicas > 1 else ""
         return f"<table><caption>{caption}</caption><tr><th></th><th>stages</th></tr>{rows}</table>"
 
@@ -300,8 +304,9 @@ class Plan:
 
     @cached_property
     def limits(self) -> dict[str, int]:
-        """The number of stages, microbatches or ranks, by the name that effects and values have for one of them."""
-        return {"stage": self.stages, "consumer": self.stages, "microbatch": self.microbatches, "rank": self.ranks}
+        """The number of stages, microbatches, slices or ranks, by the name that effects and values have for one."""
+        counts = {"microbatch": self.microbatches, "slice": self.slices, "rank": self.ranks}
+        return {"stage": self.stages, "consumer": self.stages, **counts}
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, lowest first.
@@ -329,6 +334,22 @@ class Plan:
         block = self.microbatches // len(ranks)
         first = ranks.index(rank) * block
         return range(first, first + block)
+
+    def forward_order(self, stage: int, rank: int) -> list[tuple[int, int]]:
+        """Return (microbatch, slice) of each forward of a stage on a rank, in order.
+
+        >>> Plan(Placement.loop(2), 2, slices=2).forward_order(0, 0)
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
+        """
+        return [(m, t) for m in self.microbatches_of(stage, rank) for t in range(self.slices)]
+
+    def backward_order(self, stage: int, rank: int) -> list[tuple[int, int]]:
+        """Return (microbatch, slice) of each backward of a stage on a rank, in order: the last slice first.
+
+        >>> Plan(Placement.loop(2), 2, slices=2).backward_order(0, 0)
+        [(0, 1), (0, 0), (1, 1), (1, 0)]
+        """
+        return [(m, t) for m in self.microbatches_of(stage, rank) for t in reversed(range(self.slices))]
 
     def sources(self, stage: int) -> tuple[int, ...]:
         """Return the stages that this one reads, lowest first."""
@@ -389,8 +410,11 @@ class Plan:
         return tuple(filter(self.is_differentiated, self.sources(stage)))
 
     def has_input_half(self, stage: int) -> bool:
-        """Return whether a stage's backward has input gradients; where `trained` is not given, every stage's has."""
-        if self.trained is None or stage in self.batch_gradients:
+        """Return whether a stage's backward has input gradients; where `trained` is not given, every stage's has.
+
+        With slices, those of what the slice before passes on count too.
+        """
+        if self.trained is None or stage in self.batch_gradients or (self.slices > 1 and self.is_differentiated(stage)):
             return True
         return any(map(self.is_differentiated, self.sources(stage)))
 

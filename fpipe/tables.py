@@ -18,6 +18,8 @@ from fpipe.effects import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Carry,
+    CarryGradient,
     Compute,
     Deferred,
     Forward,
@@ -58,6 +60,8 @@ class Topology(Protocol):
     @property
     def replicas(self) -> int: ...
     @property
+    def slices(self) -> int: ...
+    @property
     def gathered(self) -> Collection[int]: ...
     @property
     def batch_gradients(self) -> Collection[int]: ...
@@ -92,7 +96,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uniform(function: _Function) -> _Function:
-    """Mark a column whose result is the same for every microbatch, except for the microbatch in the names.
+    """Mark a column whose result is the same for every microbatch of a slice, except for the microbatch in the names.
 
     Programs have millions of effects, so a marked column is called once for all microbatches that run on the same
     ranks. An unmarked column is called for each effect.
@@ -308,7 +312,7 @@ class Table:
         """
         label = self.values[type(value)].label
         if hasattr(value, "microbatch"):
-            return f"{label} {value.microbatch}"
+            return f"{label} {_numbers(value)}"
         return f"{label} of stage {value.stage}" if hasattr(value, "stage") else label
 
 
@@ -323,14 +327,26 @@ def _check_fields(kind: type, row: Row) -> None:
         raise TypeError(f"the row of {kind.__name__} {what}, and its effects have no {' and no '.join(missing)}")
 
 
+def _numbers(value: Any) -> str:
+    """Return the number of a microbatch, and of its slice if that is not the first."""
+    return f"{value.microbatch}.{number}" if (number := slice_of(value)) else str(value.microbatch)
+
+
 def _where(effect: Any) -> str:
-    fields = [(name, getattr(effect, name)) for name in ("stage", "microbatch") if hasattr(effect, name)]
+    names = ("stage", "microbatch", *["slice"] * bool(slice_of(effect)))
+    fields = [(name, getattr(effect, name)) for name in names if hasattr(effect, name)]
     return "".join(f"{', ' if i else ' '}{name} {number}" for i, (name, number) in enumerate(fields))
 
 
 def fields_of(kind: Any) -> tuple[str, ...]:
     """Return the names of a class's fields, in the order of its arguments."""
     return tuple(kind.__dataclass_fields__)
+
+
+def slice_of(named: Any) -> int:
+    """Return the slice that an effect or a value names; 0 for one of your own that names none."""
+    number: int = getattr(named, "slice", 0)
+    return number
 
 
 # What effects need, give and free
@@ -342,23 +358,33 @@ def _parameters(e: Compute | Gather | Release, plan: Topology) -> Names:
 
 @uniform
 def _inputs(e: Compute, plan: Topology) -> Names:
-    return (*(Activation(s, e.microbatch) for s in plan.sources(e.stage)), *_parameters(e, plan))
+    m, t = _part(e)
+    carry = (Carry(e.stage, m, t - 1),) if t > 0 else ()
+    return (*(Activation(s, m, t) for s in plan.sources(e.stage)), *carry, *_parameters(e, plan))
 
 
 @uniform
 def _outputs(e: Compute, plan: Topology) -> Names:
-    residuals = (Residuals(e.stage, e.microbatch),) if plan.is_differentiated(e.stage) else ()
-    return (Activation(e.stage, e.microbatch), *residuals) if plan.consumers(e.stage) else residuals
+    m, t = _part(e)
+    activation = (Activation(e.stage, m, t),) if plan.consumers(e.stage) else ()
+    carry = (Carry(e.stage, m, t),) if t < plan.slices - 1 else ()
+    residuals = (Residuals(e.stage, m, t),) if plan.is_differentiated(e.stage) else ()
+    return (*activation, *carry, *residuals)
+
+
+def _part(e: Compute) -> tuple[int, int]:
+    return e.microbatch, slice_of(e)
 
 
 @uniform
 def _cotangents(e: Compute, plan: Topology) -> Names:
     """With cotangents by rank: the ranks' sums, and those of this rank to which the stage adds its own gradients."""
-    m = e.microbatch
-    gradients = (Gradient(e.stage, c, m) for c in plan.terms(e.stage, m))
+    m, t = _part(e)
+    gradients = (Gradient(e.stage, c, m, t) for c in plan.terms(e.stage, m))
     higher = ((s, plan.added_to(s, e.stage, m)) for s in plan.differentiated_sources(e.stage))
-    sums = (Gradient(s, c, m) for s, c in higher if c is not None)
-    return (*gradients, *sums, Residuals(e.stage, m))
+    sums = (Gradient(s, c, m, t) for s, c in higher if c is not None)
+    carry = (CarryGradient(e.stage, m, t),) if t < plan.slices - 1 else ()
+    return (*gradients, *sums, *carry, Residuals(e.stage, m, t))
 
 
 @uniform
@@ -385,12 +411,14 @@ def _saved_and_parameters(e: Compute, plan: Topology) -> Names:
 
 
 def _has_input_gradients(e: Compute, plan: Topology) -> bool:
-    return bool(plan.sources(e.stage)) or e.stage in plan.batch_gradients
+    return bool(plan.sources(e.stage)) or e.stage in plan.batch_gradients or plan.slices > 1
 
 
 @uniform
 def _input_gradients(e: Compute, plan: Topology) -> Names:
-    return tuple(Gradient(s, e.stage, e.microbatch) for s in plan.differentiated_sources(e.stage))
+    m, t = _part(e)
+    carry = (CarryGradient(e.stage, m, t - 1),) if t > 0 else ()
+    return (*(Gradient(s, e.stage, m, t) for s in plan.differentiated_sources(e.stage)), *carry)
 
 
 @uniform
@@ -401,7 +429,7 @@ def _weight_gradient(e: Compute, plan: Topology) -> Names:
 
 @uniform
 def _deferred(e: Compute, plan: Topology) -> Names:
-    return (Deferred(e.stage, e.microbatch),)
+    return (Deferred(e.stage, *_part(e)),)
 
 
 @uniform
@@ -592,6 +620,8 @@ TABLE = Table(
         ),
         Residuals: ValueRow(bytes=_cost("residuals"), label="residuals"),
         Deferred: ValueRow(bytes=_cost("deferred"), label="deferred", backward=True),
+        Carry: ValueRow(bytes=_cost("carry"), label="carry"),
+        CarryGradient: ValueRow(bytes=_cost("carry"), label="carry gradient", backward=True),
         Parameters: ValueRow(bytes=_cost("gathered"), label="parameters", colour=YELLOW),
         Partials: ValueRow(
             bytes=_free, label="gradient sum", colour=PURPLE, sums=True, backward=True, exists=_has_copy

@@ -254,6 +254,11 @@ def _peer(stage: int, other: int, cell: _Cell, plan: Plan) -> int:
 
 
 def _refuse_plan(plan: Plan) -> None:
+    if plan.slices > 1:
+        raise ScheduleError(
+            f"the plan has {plan.slices} slices, and torch.distributed.pipelining has none: take a schedule without "
+            "slices, such as 1f1b"
+        )
     for stage, ranks in enumerate(plan.placement.holders):
         if len(ranks) > 1:
             raise ScheduleError(

@@ -21,6 +21,7 @@ from fpipe.schedules.layouts import Layout as Layout, layouts as layouts
 from fpipe.schedules.looped_bfs import looped_bfs as looped_bfs
 from fpipe.schedules.machines import MACHINES as MACHINES, Machine as Machine
 from fpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b
+from fpipe.schedules.seq_1f1b import seq_1f1b as seq_1f1b, seq_zb as seq_zb
 from fpipe.schedules.search import Found as Found, lower_bound as lower_bound, pareto as pareto, search as search
 from fpipe.schedules.shapes import SHAPES as SHAPES, ModelShape as ModelShape
 from fpipe.schedules.table import from_table as from_table

@@ -21,6 +21,7 @@ from fpipe.schedules.interleaved import interleaved_1f1b, interleaved_1f1b_overl
 from fpipe.schedules.interleaved_zb import interleaved_zb
 from fpipe.schedules.looped_bfs import looped_bfs
 from fpipe.schedules.one_f_one_b import one_f_one_b
+from fpipe.schedules.seq_1f1b import seq_1f1b, seq_zb
 from fpipe.schedules.zb_auto import zb_auto
 from fpipe.schedules.zb_v import zb_v
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2
@@ -39,7 +40,8 @@ class CatalogueEntry:
         place: (ranks, chunks) -> placement; `placement` is its name.
         chunks: stages on each rank by default; with `any_chunks`, a plan may have another number.
         peak: the peak in flight, in microbatches of a rank's share of the model, at equal costs and m large enough:
-            p ranks, v chunks, m microbatches.
+            p ranks, v chunks, m microbatches, s slices.
+        slices: of each microbatch by default; None for a schedule that takes no slices.
         by_costs: whether it orders by costs.
         limited: whether it orders by costs and under the memory limit.
     """
@@ -55,15 +57,17 @@ class CatalogueEntry:
     source: str
     by_costs: bool = False
     limited: bool = False
+    slices: int | None = None
 
     def __repr__(self) -> str:
         return f"CATALOGUE[{self.name!r}]"
 
-    def plan(self, ranks: int, microbatches: int, chunks: int | None = None) -> Plan:
+    def plan(self, ranks: int, microbatches: int, chunks: int | None = None, slices: int | None = None) -> Plan:
         """Return the plan with the schedule's own placement.
 
         Raises:
-            ScheduleError: chunks, ranks or microbatches that the placement does not allow.
+            ScheduleError: chunks, ranks or microbatches that the placement does not allow, or slices that the schedule
+                does not take.
 
         >>> CATALOGUE["1f1b"].plan(ranks=2, microbatches=4, chunks=2)
         Traceback (most recent call last):
@@ -72,7 +76,11 @@ class CatalogueEntry:
         if chunks not in (None, self.chunks) and not self.any_chunks:
             stages = "stage" if self.chunks == 1 else "stages"
             raise ScheduleError(f"{self.name} has {self.chunks} {stages} on each rank, not {chunks}")
-        return Plan(self.place(ranks, self.chunks if chunks is None else chunks), microbatches)
+        placement = self.place(ranks, self.chunks if chunks is None else chunks)
+        if self.slices is None and slices not in (None, 1):
+            takes = ", ".join(name for name, entry in CATALOGUE.items() if entry.slices)
+            raise ScheduleError(f"{self.name} takes no slices: leave them out, or take one of {takes}")
+        return Plan(placement, microbatches, slices=slices or self.slices or 1)
 
     def schedule(
         self, plan: Plan, costs: Costs = Costs(), memory_limit: float | Sequence[float] | None = None
@@ -113,7 +121,7 @@ _ZERO_BUBBLE, _CONTROLLABLE = "Qi et al. 2024, zero bubble", "Qi et al. 2024, co
 
 # name, function, placement, peak, idea, source
 _ENTRIES = (
-    CatalogueEntry("gpipe", gpipe, *_ANY, "m", "all forwards, then all backwards", "Huang et al. 2019"),
+    CatalogueEntry("gpipe", gpipe, *_ANY, "m", "all forwards, then all backwards", "Huang et al. 2019", slices=1),
     CatalogueEntry("1f1b", one_f_one_b, *_CHAIN, "p", "a forward and a backward in turn", "Narayanan et al. 2019"),
     CatalogueEntry(
         "interleaved-1f1b",
@@ -141,6 +149,24 @@ _ENTRIES = (
     ),
     CatalogueEntry("zb-h1", zb_h1, *_CHAIN, "p", "1F1B, its weight gradients in the bubble", _ZERO_BUBBLE),
     CatalogueEntry("zb-h2", zb_h2, *_CHAIN, "2*p - 1", "ZB-H1 with more forwards ahead: no bubble", _ZERO_BUBBLE),
+    CatalogueEntry(
+        "seq-1f1b",
+        seq_1f1b,
+        *_CHAIN,
+        "1 + (p - 1)/s",
+        "1F1B over slices of the sequences, which a stage carries values between",
+        "Sun et al. 2024",
+        slices=2,
+    ),
+    CatalogueEntry(
+        "seq-zb",
+        seq_zb,
+        *_CHAIN,
+        "1 + (p - 1)/s",
+        "the same, its weight gradients in the bubble",
+        "after Sun et al. 2024 and ZB-H1",
+        slices=2,
+    ),
     CatalogueEntry("zb-auto", zb_auto, *_ANY, "the limit", _AUTO, _ZERO_BUBBLE, limited=True),
     CatalogueEntry(
         "interleaved-zb",
@@ -243,6 +269,33 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
         costs = replace(costs, shared=(), reads={})
     spread["collectives"] = {kind: _spread(cost, stages, into) for kind, cost in costs.collectives.items()}
     return replace(costs, activation=_at_ends(costs.activation, stages, into), **spread)
+
+
+def of_slice(costs: Costs, slices: int) -> Costs:
+    """Return the costs of one of equal slices, of those of a whole microbatch.
+
+    Times, activations, residuals and deferred values are spread evenly over the slices; what a stage carries stays.
+
+    >>> of_slice(Costs(forward=[1, 3], backward=8, activation=8), slices=2).forward
+    (0.5, 1.5)
+    """
+    if slices == 1:
+        return costs
+    spread = {name: _divided(cost, slices) for name in _OF_SLICE if (cost := getattr(costs, name)) is not None}
+    collectives = {kind: _divided(cost, slices) for kind, cost in costs.collectives.items()}
+    shared = [each._replace(bytes=each.bytes / slices) for each in costs.shared]
+    reads = {edge: size / slices for edge, size in costs.reads.items()}
+    return replace(costs, collectives=collectives, shared=shared, reads=reads, **spread)
+
+
+_OF_SLICE = (
+    *("forward", "backward_input", "backward_weight", "backward", "overlap"),
+    *("activation", "residuals", "deferred"),
+)
+
+
+def _divided(cost: PerStage, by: int) -> Any:
+    return tuple(each / by for each in cost) if isinstance(cost, Sequence) else cost / by
 
 
 def existing(costs: Costs, plan: Plan) -> Costs:

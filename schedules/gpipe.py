@@ -10,7 +10,8 @@ def gpipe(rank: int, plan: Plan) -> Iterator[Effect]:
     """Run every microbatch forward, then every microbatch backward (Huang et al. 2019, figure 2).
 
     Peak in flight: all microbatches. Takes any placement; a rank runs its stages one after the other.
-    Backwards run in ascending order, so that sums keep their order.
+    Backwards run in ascending order, so that sums keep their order. With `plan.slices`, microbatches run slice by
+    slice (Li et al., "TeraPipe", ICML 2021, in equal slices).
 
     >>> from fpipe import Placement, Plan, draw
     >>> print(draw(gpipe, Plan(Placement.loop(3), 4)))
@@ -20,8 +21,8 @@ def gpipe(rank: int, plan: Plan) -> Iterator[Effect]:
     """
     stages = plan.stages_on(rank)
     for stage in stages:
-        for m in plan.microbatches_of(stage, rank):
-            yield Forward(stage, m)
+        for m, t in plan.forward_order(stage, rank):
+            yield Forward(stage, m, t)
     for stage in reversed(stages):
-        for m in plan.microbatches_of(stage, rank):
-            yield Backward(stage, m)
+        for m, t in plan.backward_order(stage, rank):
+            yield Backward(stage, m, t)

@@ -339,7 +339,7 @@ class _Job:
         for entry in entries:
             for v in chunks if entry.any_chunks else (entry.chunks,):
                 try:
-                    plan = replace(entry.plan(degrees.pp, microbatches, v), replicas=degrees.replicas)
+                    plan = replace(entry.plan(degrees.pp, microbatches, v, slices=1), replicas=degrees.replicas)
                 except ScheduleError:
                     continue
                 if plan.stages <= self.model.layers:

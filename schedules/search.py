@@ -258,6 +258,9 @@ class _Space:
         if names is not None and (isinstance(names, str) or not names):
             raise ScheduleError(f"names must be a list of schedules, at least one, such as ['1f1b'], not {names!r}")
         entries = [*CATALOGUE.values()] if names is None else [named(name) for name in names]
+        if names is None:  # a model carries values from slice to slice, or it does not
+            entries = [entry for entry in entries if entry.slices or plan.slices == 1]
+            entries = [entry for entry in entries if plan.slices > 1 or entry.slices in (None, 1)]
         if not recut:
             entries = [entry for entry in entries if entry.placement != "both ways"]  # it has copies of stages
         return cls(plan, costs, entries, chunks, recut, progress)
@@ -321,10 +324,10 @@ class _Space:
     def _plan_of(self, entry: CatalogueEntry, place: int | Placement) -> Plan:
         """Return the plan of a placement for the same model."""
         plan, m = self.plan, self.plan.microbatches
-        own = Plan(place, m) if isinstance(place, Placement) else entry.plan(plan.ranks, m, place)
+        own = Plan(place, m) if isinstance(place, Placement) else entry.plan(plan.ranks, m, place, plan.slices)
         trained = recut_trained(plan.trained, plan.stages, own.stages)
-        candidate = replace(own, replicas=plan.replicas, trained=trained)
-        is_plain = plan == Plan(plan.placement, m, replicas=plan.replicas, trained=plan.trained)
+        candidate = replace(own, replicas=plan.replicas, trained=trained, slices=plan.slices)
+        is_plain = plan == Plan(plan.placement, m, replicas=plan.replicas, trained=plan.trained, slices=plan.slices)
         if is_plain and self.recut:
             return candidate
         return replace(candidate, edges=plan.edges, ties=plan.ties, cotangents=plan.cotangents)
@@ -413,6 +416,7 @@ def lower_bound(
     """
     costs.check(plan)
     check_limit(memory_limit_bytes)
+    plan, costs, memory_limit = _as_microbatches(plan, costs, memory_limit)
     stages = range(plan.stages)
     bound = _in_memory(plan, costs, memory_limit, memory_limit_bytes)
     costs = existing(costs, plan)  # of a stage with one half, `backward` is then the time of that half
@@ -433,6 +437,17 @@ def lower_bound(
             bound = max(bound, away + forward[s] + backward[s] + (len(numbers) - 1) * max(forward[s], backward[s]))
         bound = max(bound, work)
     return bound
+
+
+def _as_microbatches(plan: Plan, costs: Costs, limit: float | None) -> tuple[Plan, Costs, float | None]:
+    """Return the plan in which each slice is a microbatch, so that fewer have to wait for each other."""
+    if plan.slices == 1:
+        return plan, costs, limit
+    scale, sizes = ([each for each in factors for _ in range(plan.slices)] for factors in (costs.scale, costs.sizes))
+    shortest = [min(costs.slice_scale)] if costs.slice_scale else ()
+    limit = None if limit is None else limit * plan.slices
+    plan = replace(plan, microbatches=plan.microbatches * plan.slices, slices=1)
+    return plan, replace(costs, scale=scale, sizes=sizes, slice_scale=shortest), limit
 
 
 def _away(

@@ -11,7 +11,7 @@ from fpipe._format import format_bytes, number
 from fpipe.costs import Costs, Edge, Link, PerStage
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan
-from fpipe.schedules.catalogue import CATALOGUE, PLACES, CatalogueEntry, recut, recut_for, recut_trained
+from fpipe.schedules.catalogue import CATALOGUE, PLACES, CatalogueEntry, of_slice, recut, recut_for, recut_trained
 
 
 def _per_stage(text: str | float) -> PerStage:
@@ -248,6 +248,7 @@ class PlanOptions:
     ranks: Annotated[int | None, Count(help="How many ranks.")] = None
     microbatches: Annotated[int | None, Count(help="How many microbatches.")] = None
     chunks: Annotated[int | None, Count(help="Stages on each rank. By default the schedule's own.")] = None
+    slices: Annotated[int | None, Count(help="Slices of each microbatch. By default the schedule's own.")] = None
     placement: Annotated[
         str | None,
         InPlan(
@@ -272,25 +273,30 @@ class PlanOptions:
         if self.placement and self.placement not in PLACES:
             placement, microbatches = _listed(self.placement), required(self, "microbatches")
             check_size(placement.stages, microbatches, self.any_size, option="--microbatches")
-            return self.check_consistent(Plan(placement, microbatches), self.placement)
+            return self.check_consistent(self._sliced(Plan(placement, microbatches), entry), self.placement)
         ranks, microbatches = required(self, "ranks"), required(self, "microbatches")
         own = entry.chunks if entry and not self.placement else CHUNKS.get(self.placement or "loop", 1)
         chunks = self.chunks or own
         if self.placement == "both-ways" or (entry and not self.placement and entry.place is PLACES["both-ways"]):
             chunks = 1  # the copies of a stage share its microbatches: forwards are those of one stage on each rank
-        check_size(ranks * chunks, microbatches, self.any_size)
+        slices = self.slices or (entry and entry.slices) or 1
+        check_size(ranks * chunks * slices, microbatches, self.any_size)
         if entry and not self.placement:
-            return entry.plan(ranks, microbatches, self.chunks)
+            return entry.plan(ranks, microbatches, self.chunks, self.slices)
         place = self.placement or "loop"
         try:
             placement = PLACES[place](ranks, chunks)
         except ScheduleError as error:
             raise typer.BadParameter(str(error), param_hint="--placement") from None
-        return self.check_consistent(Plan(placement, microbatches), place)
+        return self.check_consistent(self._sliced(Plan(placement, microbatches), entry), place)
+
+    def _sliced(self, plan: Plan, entry: CatalogueEntry | None) -> Plan:
+        """Return a plan of a placement that is not the schedule's own, with slices as the schedule has them."""
+        return replace(plan, slices=self.slices or (entry and entry.slices) or 1)
 
     def check_consistent(self, plan: Plan, source: str) -> Plan:
         """Return a plan from elsewhere; raise if an option contradicts it."""
-        for option, has in counts(plan).items():
+        for option, has in (counts(plan) | {"slices": plan.slices}).items():
             if getattr(self, option) not in (None, has):
                 raise typer.BadParameter(f"{source} has {has}, not {getattr(self, option)}", param_hint=f"--{option}")
         return self._completed(plan)
@@ -299,7 +305,8 @@ class PlanOptions:
 def counts(plan: Plan) -> dict[str, int]:
     """Return the values that a plan has for the options of `PlanOptions`."""
     chunks = max(len(plan.stages_on(rank)) for rank in range(plan.ranks))
-    return {"ranks": plan.ranks, "microbatches": plan.microbatches, "chunks": chunks}
+    sizes = {"ranks": plan.ranks, "microbatches": plan.microbatches, "chunks": chunks}
+    return sizes | ({"slices": plan.slices} if plan.slices > 1 else {})
 
 
 def _listed(text: str) -> Placement:
@@ -394,7 +401,7 @@ class CostOptions:
 
     def recut(self, model: ModelOptions, plan: Plan) -> Costs:
         """Return the costs of the same model under a plan with another number of stages."""
-        return recut_for(self.validated(model.plan), model.plan, plan)
+        return of_slice(recut_for(self.validated(model.plan), model.plan, plan), plan.slices)
 
     def cut(self, plan: Plan) -> Costs:
         """Return the costs of a plan's stages, of numbers for a rank's share of the model and of lists for stages."""
@@ -403,4 +410,4 @@ class CostOptions:
             f.name: cost for f in fields(CostOptions) if isinstance(cost := getattr(costs, f.name), tuple)
         }
         none: dict[str, Any] = dict.fromkeys(listed, 0.0)
-        return replace(recut(replace(costs, **none), plan.ranks, plan.stages), **listed)
+        return of_slice(replace(recut(replace(costs, **none), plan.ranks, plan.stages), **listed), plan.slices)

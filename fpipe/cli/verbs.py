@@ -79,7 +79,7 @@ def result(
 def schedules(as_json: Json = False) -> None:
     """List the named schedules."""
     if as_json:
-        keys = ("placement", "chunks", "any_chunks", "peak", "idea", "source")
+        keys = ("placement", "chunks", "any_chunks", "slices", "peak", "idea", "source")
         print_json({name: attributes(entry, *keys) for name, entry in CATALOGUE.items()})
         return
     from fpipe.cli.tables import table
@@ -89,7 +89,7 @@ def schedules(as_json: Json = False) -> None:
     for name, entry in CATALOGUE.items():
         listing.add_row(name, entry.placement, entry.peak, f"{entry.idea} [dim]({entry.source})[/dim]")
     units = "Peak: in flight at equal costs, in microbatches of a rank's share of the model."
-    show(listing, "p ranks, v stages on each, m microbatches.", units)
+    show(listing, "p ranks, v stages on each, m microbatches of s slices.", units)
 
 
 @verb("fpipe verify zb-h1 --ranks 4 --microbatches 8 --transport rendezvous")
@@ -231,10 +231,11 @@ def _draw_into(out: Path, name: str, timeline: Timeline) -> None:
 
 def _computes(timeline: Timeline) -> Iterator[dict[str, object]]:
     """Yield the compute spans, rank by rank."""
+    sliced = ["slice"] * (timeline.plan.slices > 1)
     for rank in range(timeline.plan.ranks):
         for span in timeline.compute(rank):
             runs = [
-                {"kind": type(part).__name__, **attributes(part, "stage", "microbatch")}
+                {"kind": type(part).__name__, **attributes(part, "stage", "microbatch", *sliced)}
                 for part in parts(span.effect)
                 if timeline.table.effects[type(part)].work
             ]

@@ -1,7 +1,7 @@
 """Map names to integer ids, so that millions of names need no hashing. No torch.
 
 A row of the table whose columns are `uniform` gives the same names for every microbatch of a block, except for the
-microbatch in them. It is read once for each kind, stage and block of microbatches.
+microbatch in them. It is read once for each kind, stage, slice and block of microbatches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fpipe.effects import Overlap, Recv, Send, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan
 from fpipe.programs.names import fits
-from fpipe.tables import TABLE, Names, Row, Table, fields_of, is_uniform
+from fpipe.tables import TABLE, Names, Row, Table, fields_of, is_uniform, slice_of
 
 Ids = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 _CHUNK = 64  # microbatches whose ids are made at once
@@ -44,8 +44,8 @@ class Interning:
         self._families: dict[type, tuple[Callable[[Any], Any], dict[Any, int], bool]] = {}
         self._names: list[Callable[[int], Any]] = []  # by family: microbatch -> name
         uniform = (kind for kind, row in table.effects.items() if _is_uniform(kind, row))
-        # Uniform kind -> stage -> microbatch -> ids, of the two chunks of microbatches that were asked for last: copies
-        # of a stage take turns.
+        # Uniform kind -> stage and slice, as one number -> microbatch -> ids, of the two chunks of microbatches that
+        # were asked for last: copies of a stage take turns.
         self._chunks: dict[type, dict[int, dict[int, Ids]]] = {kind: defaultdict(dict) for kind in uniform}
 
     def id(self, name: Any) -> int:
@@ -70,8 +70,9 @@ class Interning:
         kind = type(effect)
         chunks = self._chunks.get(kind)
         if chunks is not None:
-            ids = chunks[effect.stage].get(effect.microbatch)
-            return self._chunk(chunks, effect) if ids is None else ids
+            at = effect.stage if self.plan.slices == 1 else effect.stage * self.plan.slices + slice_of(effect)
+            ids = chunks[at].get(effect.microbatch)
+            return self._chunk(chunks[at], effect) if ids is None else ids
         if kind is Send:
             return (self.id(effect.value),), (), ()
         if kind is Recv:
@@ -82,14 +83,13 @@ class Interning:
         needs, gives, frees = self._names_of(effect)
         return tuple(map(self.id, needs)), tuple(map(self.id, gives)), tuple(map(self.id, frees))
 
-    def _chunk(self, chunks: dict[int, dict[int, Ids]], effect: Any) -> Ids:
+    def _chunk(self, ids: dict[int, Ids], effect: Any) -> Ids:
         """Make the ids of the chunk of microbatches, within a block, that has the effect's."""
         at = effect.microbatch % self.block % _CHUNK
         first = effect.microbatch - at
         count = min(_CHUNK, self.block - first % self.block)
         columns = ([self._consecutive(name, at, count) for name in names] for names in self._names_of(effect))
         rows = [zip(*column, strict=True) if column else repeat((), count) for column in columns]
-        ids = chunks[effect.stage]
         if len(ids) > _CHUNK:
             ids.clear()
         ids.update(zip(range(first, first + count), zip(*rows, strict=True), strict=True))
@@ -111,7 +111,7 @@ class Interning:
 
 def _is_uniform(kind: type, row: Row) -> bool:
     columns = row.needs, row.gives, row.frees
-    return {"stage", "microbatch"} == set(fields_of(kind)) and all(map(is_uniform, columns))
+    return {"stage", "microbatch"} == {*fields_of(kind)} - {"slice"} and all(map(is_uniform, columns))
 
 
 def _rest(kind: Any) -> list[str]:
@@ -127,8 +127,10 @@ def _others(kind: Any) -> Callable[[Any], Any]:
 def _at_microbatch(name: Any) -> Callable[[int], Any]:
     """Return a function of a microbatch that returns the same name for that microbatch."""
     kind: Any = type(name)
-    others = {field: getattr(name, field) for field in _rest(kind)}
     if not hasattr(name, "microbatch"):
         return lambda m: name
-    last = fields_of(kind)[-1] == "microbatch"
-    return partial(kind, *others.values()) if last else lambda m: kind(**others, microbatch=m)
+    fields = fields_of(kind)
+    at = fields.index("microbatch")
+    before, after = ([getattr(name, field) for field in part] for part in (fields[:at], fields[at + 1 :]))
+    is_first = fields[at + 1 :] == ("slice",) and not slice_of(name) and kind.__dataclass_fields__["slice"].default == 0
+    return partial(kind, *before) if is_first or not after else lambda m: kind(*before, m, *after)

@@ -134,13 +134,14 @@ def _most_effects(rank: int, plan: Plan, table: Table) -> int:
     """Return a number of effects that no correct program of a rank exceeds."""
     total = 0
     for stage in plan.stages_on(rank):
+        runs = len(plan.microbatches_of(stage, rank)) * plan.slices
         neighbours = len(plan.sources(stage)) + len(plan.consumers(stage))
         # A forward and two halves of a backward, each between a gather and a release; an activation and a gradient by
         # each edge. Then the sums of gradients from and to each sharer, a scatter and a reduce.
-        total += len(plan.microbatches_of(stage, rank)) * (3 * 3 + 2 * neighbours)
+        total += runs * (3 * 3 + 2 * neighbours)
         total += 2 * len(plan.sharers(stage)) + 2
         if table is not TABLE:
-            total += len(plan.microbatches_of(stage, rank)) * 3 * OWN_EFFECTS
+            total += runs * 3 * OWN_EFFECTS
     return total
 
 
@@ -164,7 +165,7 @@ def _existing(effects: Iterable[Any], program: Program) -> Iterator[Effect]:
         elif work & BACKWARD:
             half = work & halves(effect.stage, plan)
             if kind is Backward and half in HALF:
-                yield HALF[half](effect.stage, effect.microbatch)
+                yield HALF[half](effect.stage, effect.microbatch, effect.slice)
             elif half:
                 yield effect
         elif kind is Send or kind is Recv:
@@ -412,6 +413,10 @@ def _forward(program: Program) -> Iterator[Effect]:
 
 
 def wavefront(rank: int, plan: Plan) -> Iterator[Effect]:
-    """The forward-only schedule: each microbatch enters as early as possible. Legal for every DAG and placement."""
-    runs = [(m + s, s, m) for s in plan.stages_on(rank) for m in plan.microbatches_of(s, rank)]
-    yield from (Forward(s, m) for _, s, m in sorted(runs, key=lambda run: (run[0], -run[1])))
+    """The forward-only schedule: each microbatch, or slice of one, enters as early as possible.
+
+    Legal for every DAG and placement.
+    """
+    parts_of = {stage: plan.forward_order(stage, rank) for stage in plan.stages_on(rank)}
+    runs = [(m * plan.slices + t + s, s, m, t) for s, order in parts_of.items() for m, t in order]
+    yield from (Forward(s, m, t) for _, s, m, t in sorted(runs, key=lambda run: (run[0], -run[1])))

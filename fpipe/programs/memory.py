@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fpipe.costs import Costs
@@ -14,7 +15,7 @@ from fpipe.effects import Recv, Send, Value
 from fpipe.programs.completions import send_completions
 from fpipe.programs.interning import Interning
 from fpipe.programs.program import Program, Programs
-from fpipe.tables import is_uniform
+from fpipe.tables import is_uniform, slice_of
 
 
 class LiveMemory:
@@ -35,7 +36,7 @@ class LiveMemory:
     def __init__(self, costs: Costs, interning: Interning, rank: int) -> None:
         self.costs, self.interning, self.rank, self.bytes = costs, interning, rank, 0.0
         self._live: set[int] = set()
-        self._users: Counter[int] = Counter()  # live values of each shared memory of each microbatch
+        self._users: Counter[int] = Counter()  # live values of each shared memory of each slice of each microbatch
         self._alike = 1 if costs.sizes else interning.block  # ids that follow one another and have the same size
         self._sizes: dict[int, tuple[float, list[tuple[int, float]]]] = {}
 
@@ -63,14 +64,25 @@ class LiveMemory:
     def _size(self, id_: int) -> tuple[float, list[tuple[int, float]]]:
         """Return a value's bytes, and its shared memories with their bytes; cached for all ids with the same result."""
         interning, sizes, name = self.interning, self.costs.sizes, self.interning.name(id_)
-        microbatches = interning.plan.microbatches
-        family, groups = id_ - id_ % microbatches, enumerate(self.costs.shared)
+        microbatches, groups = interning.plan.microbatches, len(self.costs.shared)
         factor = sizes[name.microbatch] if sizes and hasattr(name, "microbatch") else 1.0
-        shared = [(i * microbatches, s.bytes * factor) for i, s in groups if family in map(interning.id, s.names)]
+        first = (slice_of(name) * groups) * microbatches  # slices share memory as the first one does, each its own
+        shared = [
+            (first + i * microbatches, s.bytes * factor)
+            for i, s in enumerate(self.costs.shared)
+            if _of_first(name) in s.names
+        ]
         result = bytes_on(self.rank, name, self.costs, interning), shared
         if is_uniform(interning.table.values[type(name)].bytes):
             self._sizes[id_ // self._alike] = result
         return result
+
+
+def _of_first(name: Any) -> Any:
+    """Return the same name of microbatch 0, and of its first slice."""
+    if not hasattr(name, "microbatch"):
+        return name
+    return replace(name, microbatch=0, slice=0) if hasattr(name, "slice") else replace(name, microbatch=0)
 
 
 def bytes_on(rank: int, name: Any, costs: Costs, interning: Interning) -> float:

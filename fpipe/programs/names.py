@@ -36,7 +36,7 @@ def check_names(effects: Iterable[Any], rank: int, plan: Plan, table: Table) -> 
             limits = (
                 f"{name}{'es' if name.endswith('h') else 's'} 0 to {plan.limits[name] - 1}"
                 for name in fields_of(kind)
-                if name in plan.limits
+                if name in plan.limits and (name != "slice" or effect.slice or plan.slices > 1)
             )
             raise refused(rank, effect, f"there are {' and '.join(limits)}")
 

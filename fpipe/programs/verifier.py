@@ -2,10 +2,13 @@
 
 The rules, in the order of the checks; the first broken rule is the error:
 
-1. The stages, microbatches, ranks and values of effects are in the plan. Every stage runs each microbatch forward once,
-   on the rank `plan.rank_of`, and backward once, fused or in two halves, with the halves that the stage has: weight
-   gradients if it is trained, input gradients if a stage before it is. Or no stage runs backward.
-2. Per stage and copy, forwards and weight gradients run in microbatch order. The parts of an overlap are independent.
+1. The stages, microbatches, slices, ranks and values of effects are in the plan. Every stage runs each microbatch, or
+   each slice of one, forward once, on the rank `plan.rank_of`, and backward once, fused or in two halves, with the
+   halves that the stage has: weight gradients if it is trained, input gradients if a stage before it is. Or no stage
+   runs backward.
+2. Per stage and copy, forwards and weight gradients run in microbatch order; the slices of a microbatch forward from
+   the first to the last, and backward, in either half, from the last to the first. The parts of an overlap are
+   independent.
 3. Every trained stage is reduced once on each of its ranks. Sums are reduced and sent only when they are final: with
    replicas, once they are scattered, after the stage's last weight gradient. Where the parameters of stages are
    gathered, every effect that needs them comes between a `Gather` and a `Release`, and none is whole at the end.
@@ -26,6 +29,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from html import escape
+from itertools import product
 from typing import Any
 
 from fpipe._format import aligned, format_bytes
@@ -57,7 +61,7 @@ from fpipe.programs.names import check_names, refused
 from fpipe.programs.program import Program, Programs, plan_of, table_of
 from fpipe.programs.residence import Residence
 from fpipe.programs.transports import Transport
-from fpipe.tables import BACKWARD, FORWARD, INPUT, TABLE, WEIGHT, Table, halves, is_uniform, last_half
+from fpipe.tables import BACKWARD, FORWARD, INPUT, TABLE, WEIGHT, Table, halves, is_uniform, last_half, slice_of
 
 Edge = tuple[int, int]  # source rank, target rank
 
@@ -77,7 +81,8 @@ class Report:
         effects: the number of effects of each rank.
         messages: the number of messages over each directed edge, (source, target).
         bytes: bytes of activations and gradients over each edge; None without costs.
-        peak_in_flight: the peak number of microbatches in flight on each rank; one on one of v chunks counts 1/v.
+        peak_in_flight: the peak number of microbatches in flight on each rank; one on one of v chunks counts 1/v, and
+            one of s slices 1/s.
             A microbatch is in flight on a stage from its forward to its weight gradient or fused backward; of a stage
             that is not trained, to its input gradient. Counted in program order, so timing does not change it; 0 if no
             stage runs backward.
@@ -199,7 +204,7 @@ def check(programs: Programs, *, transport: str = "async", ordered: bool = True,
         tuple(len(programs[rank]) for rank in range(plan.ranks)),
         {edge: sum(map(len, due[edge].values())) for edge in sorted(due)},
         None if costs is None else _bytes(due, costs, interning),
-        tuple(each.peak / len(plan.stages_on(each.rank)) for each in rules),
+        tuple(each.peak / len(plan.stages_on(each.rank)) / plan.slices for each in rules),
         None if costs is None else peak_bytes(programs, costs, interning),
         tuple(each.peak_resident for each in rules),
     )
@@ -216,9 +221,12 @@ class _RankRules:
         self.last_halves = {stage: last_half(stage, self.plan) if backward else 0 for stage in stages}
         self.trained = [stage for stage in stages if self.halves[stage] & WEIGHT]
         self.microbatches = {stage: self.plan.microbatches_of(stage, self.rank) for stage in stages}
-        self.done = {stage: bytearray(self.plan.microbatches) for stage in self.microbatches}
+        self.slices = self.plan.slices
+        # By the number of the slice, counted over all microbatches.
+        self.done = {stage: bytearray(self.plan.microbatches * self.slices) for stage in self.microbatches}
         self.last = {(stage, work): -1 for stage in self.microbatches for work in (FORWARD, WEIGHT)}
-        self.left = {stage: len(run) if stage in self.trained else 0 for stage, run in self.microbatches.items()}
+        counts = {stage: len(run) * self.slices for stage, run in self.microbatches.items()}
+        self.left = {stage: count if stage in self.trained else 0 for stage, count in counts.items()}
         self.reduced, self.scattered = set[int](), set[int]()
         self.resident, self.peak_resident = set[int](), 0
         self.early: list[ScheduleError] = []  # of sums that are used too early; errors of rule 1 are raised first
@@ -305,9 +313,12 @@ class _RankRules:
             raise self.wrong(e, f"rank {self.plan.rank_of(stage, m)} runs that microbatch of that stage")
         if work & BACKWARD & ~self.halves[stage]:
             raise self.wrong(e, self.lacking(e, work & BACKWARD & ~self.halves[stage]))
-        if self.done[stage][m] & work:
+        done, at = self.done[stage], m * self.slices + slice_of(e)
+        if done[at] & work:
             raise self.wrong(e, "it has run: a microbatch goes forward once, and backward once, fused or in two halves")
-        self.done[stage][m] |= work
+        done[at] |= work
+        if self.slices > 1:
+            self.after_slice(e, work)
         if work == FORWARD:
             self.in_order(e, FORWARD)
             self.in_flight += self.halves[stage] > 0
@@ -316,6 +327,18 @@ class _RankRules:
             self.in_order(e, WEIGHT)
             self.left[stage] -= 1
         self.in_flight -= bool(work & self.last_halves[stage])
+
+    def after_slice(self, e: Any, work: int) -> None:
+        """Check that the slice before has run forward, or the slice after backward, in the same half."""
+        forward, t = work == FORWARD, slice_of(e)
+        other = t - 1 if forward else t + 1
+        if not 0 <= other < self.slices:
+            return
+        if missing := work & ~self.done[e.stage][e.microbatch * self.slices + other]:
+            kind = "Forward" if forward else MISSING[missing]
+            order = "forward from the first to the last" if forward else "backward from the last to the first"
+            why = f"{kind} of slice {other} comes later: the slices of a microbatch run {order} on a stage"
+            raise self.wrong(e, why + self.hint)
 
     def lacking(self, e: Any, half: int) -> str:
         """Return why a stage does not have a half of its backward, and the effect to yield."""
@@ -371,10 +394,11 @@ class _RankRules:
     def end(self) -> None:
         for stage, microbatches in self.microbatches.items():
             done, full = self.done[stage], FORWARD | self.halves[stage]
-            for m in microbatches if done.count(full) < len(microbatches) else ():
-                if missing := full & ~done[m]:
-                    kind = "Forward" if missing & FORWARD else MISSING[missing]
-                    raise ScheduleError(f"rank {self.rank} never yields {kind} of stage {stage}, microbatch {m}")
+            if done.count(full) == len(microbatches) * self.slices:
+                continue
+            for m, t in self.plan.forward_order(stage, self.rank):
+                if missing := full & ~done[m * self.slices + t]:
+                    raise ScheduleError(self.never(missing, stage, m, t))
         if self.early:
             raise self.early[0]
         for stage in sorted(self.resident):
@@ -392,6 +416,21 @@ class _RankRules:
                 raise ScheduleError(
                     f"rank {self.rank} never yields Reduce(stage={stage}): a schedule yields every Reduce, or none"
                 )
+
+    def never(self, missing: int, stage: int, m: int, t: int) -> str:
+        """Return why a program is not complete: the work of a slice, or of a whole microbatch, that it lacks."""
+        kind = "Forward" if missing & FORWARD else MISSING[missing]
+        text = f"rank {self.rank} never yields {kind} of stage {stage}, microbatch {m}"
+        if self.slices == 1:
+            return text
+        return f"{text}, slice {t}{self.hint}"
+
+    @property
+    def hint(self) -> str:
+        """The way out for a schedule that yields no slices."""
+        if any(slice_of(part) for effect in self.program for part in parts(effect)):
+            return ""
+        return ". The schedule has no slices: take one that has, such as schedules.seq_1f1b, or a plan without slices"
 
     def wrong(self, e: Any, why: str) -> ScheduleError:
         return refused(self.rank, e, why)
@@ -418,10 +457,10 @@ def _due(programs: Programs, backward: bool, interning: Interning) -> Due:
             blocks[first // block] = {*blocks[first // block], *ids} if first // block in blocks else ids
 
     for stage in range(plan.stages):
-        for m in range(0, plan.microbatches, block):
-            add(Activation(stage, m), block)
+        for m, t in product(range(0, plan.microbatches, block), range(plan.slices)):
+            add(Activation(stage, m, t), block)
             for consumer in plan.consumers(stage) if backward and plan.is_differentiated(stage) else ():
-                add(Gradient(stage, consumer, m), block)
+                add(Gradient(stage, consumer, m, t), block)
         for rank in plan.ranks_of(stage) if backward and plan.is_trained(stage) else ():
             add(WeightGradient(stage, rank), 1)
     for value in _user_values(programs, interning.table):

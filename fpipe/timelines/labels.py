@@ -8,7 +8,7 @@ from typing import Any
 from fpipe._format import lighter
 from fpipe.effects import Effect, parts
 from fpipe.plan import Plan
-from fpipe.tables import TABLE, Row, Table
+from fpipe.tables import TABLE, Row, Table, slice_of
 
 
 def drawn_rows(table: Table, tracks: Sequence[str] = ("compute",)) -> dict[type, Row]:
@@ -36,12 +36,14 @@ def label(effect: Effect, rank: int, plan: Plan, table: Table = TABLE) -> str:
 def text(
     effect: Effect, rank: int, plan: Plan, table: Table = TABLE, *, letter: bool = True, chunk: bool = True
 ) -> str:
-    """Return a compute effect's letter, microbatch and chunk; for an overlap, those of both parts.
+    """Return a compute effect's letter, microbatch, slice and chunk; for an overlap, those of both parts.
 
     >>> from fpipe import Placement
     >>> from fpipe.effects import Backward, Forward, Overlap
     >>> text(Overlap(Forward(3, 7), Backward(0, 5)), 0, Plan(Placement.v(2), 8))
     'F7b&B5a'
+    >>> text(Forward(0, 7, slice=1), 0, Plan(Placement.loop(2), 8, slices=2))
+    'F7.1'
     """
     return "&".join(_part(part, rank, plan, table, letter, chunk) for part in parts(effect))
 
@@ -51,6 +53,8 @@ def _part(effect: Any, rank: int, plan: Plan, table: Table, letter: bool, chunk:
     is_chunk = chunk and len(stages) > 1 and getattr(effect, "stage", None) in stages
     suffix = _letters(stages.index(effect.stage)) if is_chunk else ""
     microbatch = str(effect.microbatch) if hasattr(effect, "microbatch") else ""
+    if microbatch and plan.slices > 1:
+        microbatch += f".{slice_of(effect)}"
     return f"{table.effects[type(effect)].letter if letter else ''}{microbatch}{suffix}"
 
 

@@ -72,6 +72,10 @@ def simulate_programs(programs: Programs, costs: Costs) -> Timeline:
     return Timeline(plan, _Simulation(programs, costs.over(plan)).spans(), costs)
 
 
+def _names_part(kind: Any) -> bool:
+    return tuple(name for name in fields_of(kind) if name != "slice") == ("stage", "microbatch")
+
+
 class _Edge:
     """One direction between two ranks: when it is free of bytes, and the posts whose other half is not posted yet."""
 
@@ -92,7 +96,7 @@ class _Simulation:
         self.times = {  # by stage, of the effects that take as long for every microbatch
             kind: [row.time(kind(stage, 0), costs) for stage in stages]
             for kind, row in self.table.effects.items()
-            if not costs.scale and fields_of(kind) == ("stage", "microbatch") and is_uniform(row.time)
+            if not (costs.scale or costs.slice_scale) and _names_part(kind) and is_uniform(row.time)
         }
         self.free = [0.0 for _ in ranks]
         self.last = [-1 for _ in ranks]  # the span that occupies the rank until it is free

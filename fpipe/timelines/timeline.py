@@ -265,11 +265,11 @@ class Timeline:
         return path[::-1]
 
     def in_flight(self, rank: int) -> list[tuple[float, float]]:
-        """Return (time, microbatches in flight from then on); one on one of v chunks counts 1/v.
+        """Return (time, microbatches in flight from then on); one on one of v chunks counts 1/v, one of s slices 1/s.
 
         Empty if no stage runs backward, because residuals are then not saved.
         """
-        chunks = len(self.plan.stages_on(rank))
+        chunks = len(self.plan.stages_on(rank)) * self.plan.slices
         count, steps = 0, []
         for at, begun, ended in self._flight_changes(rank):
             if begun:

@@ -84,6 +84,10 @@ class StepSpec:
                 "the plan's edges, ties or cotangents are not the pipeline's: make it by pipeline.plan(placement, "
                 "microbatches)"
             )
+        if self.plan.slices > 1:
+            raise ScheduleError(
+                f"the plan has {self.plan.slices} slices, which stages don't run yet: make a plan without slices"
+            )
         if self.pipeline.by_row:
             self._check_rows()
         for stage, ranks in enumerate(self.plan.placement.holders):

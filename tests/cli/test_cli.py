@@ -871,7 +871,7 @@ def test_the_peaks_of_the_catalogue(name, p, m):
     entry = CATALOGUE[name]
     plan = entry.plan(p, m)
     peak = max(shares(fpipe.simulate(entry.schedule(plan), plan)))
-    assert peak == eval(entry.peak, {"p": p, "v": entry.chunks, "m": m})
+    assert peak == eval(entry.peak, {"p": p, "v": entry.chunks, "m": m, "s": entry.slices})
 
 
 @pytest.mark.parametrize("into", [1, 2, 3, 4, 6, 8, 12])

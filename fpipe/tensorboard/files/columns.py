@@ -121,7 +121,7 @@ def encode(header: Header, columns: Columns) -> bytes:
     >>> decoded == header, columns.effects[0], columns.ends
     (True, Forward(stage=0, microbatch=0), array([1.]))
     """
-    kinds, codes, numbers = rows_of(columns.effects)
+    kinds, codes, numbers = rows_of(columns.effects, header.plan.slices)
     rows = np.array(numbers, np.int64).reshape(len(numbers), len(COLUMNS))
     arrays: dict[str, NDArray[Any]] = {"kind": np.array(codes, np.uint8)}
     arrays |= {name: _narrow(rows[:, at]) for at, name in enumerate(COLUMNS)}
@@ -154,6 +154,7 @@ def _packed(header: Header, arrays: Mapping[str, NDArray[Any]], kinds: Sequence[
             "batch_gradients": sorted(plan.batch_gradients),
             "cotangents": plan.cotangents,
             "trained": None if plan.trained is None else sorted(plan.trained),
+            "slices": plan.slices,
         },
         "format": FORMAT,
         "ranks": plan.ranks,
@@ -226,6 +227,7 @@ def _header(content: Mapping[str, Any]) -> Header:
             frozenset(map(int, plan.get("batch_gradients", ()))),
             plan.get("cotangents", "by_consumer"),
             None if plan.get("trained") is None else frozenset(map(int, plan["trained"])),
+            plan.get("slices", 1),
         ),
         clock=None if clock is None else Clock(float(clock["offset"]), float(clock["uncertainty"])),
         peak=None if peak is None else (float(peak[0]), str(peak[1])),

@@ -1,7 +1,8 @@
 """Convert effects to rows of numbers, and back. No torch.
 
 The header of a file describes each kind of effect: its fields and how it is drawn. A process that never imported the
-effect's class can show it: it makes a dataclass of the same name and fields.
+effect's class can show it: it makes a dataclass of the same name and fields. Where a plan has no slices, effects and
+values have no field of one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fpipe.tables import TABLE, Row, Table, ValueRow, fields_of
 COLUMNS = ("stage", "microbatch", "other", "second", "peer")
 """The columns of an effect's numbers. `peer` is the rank of a send or receive; further numbers use the free columns."""
 
-LIMITS = {"stage": "stages", "consumer": "stages", "microbatch": "microbatches", "rank": "ranks"}
+LIMITS = {"stage": "stages", "consumer": "stages", "microbatch": "microbatches", "slice": "slices", "rank": "ranks"}
 """Field -> the attribute of `Plan` that its numbers must be less than."""
 
 _MAX_CHARACTERS = 64  # of a name, a label or a letter
@@ -72,8 +73,11 @@ class Kind(NamedTuple):
         )
 
 
-def rows_of(effects: Sequence[Any]) -> tuple[list[Kind], list[int], list[tuple[int, ...]]]:
+def rows_of(effects: Sequence[Any], slices: int = 1) -> tuple[list[Kind], list[int], list[tuple[int, ...]]]:
     """Return the kinds of the effects; and per effect the index of its kind and its row of `COLUMNS`, 0 in unused ones.
+
+    Args:
+        slices: of the plan.
 
     Raises:
         ScheduleError: an effect has more numbers than there are columns, or one that is negative or not an int.
@@ -87,7 +91,7 @@ def rows_of(effects: Sequence[Any]) -> tuple[list[Kind], list[int], list[tuple[i
             nested[cls] = tuple(name for name in fields_of(cls) if is_dataclass(getattr(effect, name)))
         key = (cls, *[type(getattr(effect, name)) for name in nested[cls]])
         if key not in kinds:
-            kind = kind_of(cls, dict(zip(nested[cls], key[1:], strict=True)))
+            kind = kind_of(cls, dict(zip(nested[cls], key[1:], strict=True)), slices)
             kinds[key] = len(kinds), kind, kind.getter(), [COLUMNS.index(column) for _, column in kind.numbers]
         code, _, get, at = kinds[key]
         row = [0] * len(COLUMNS)
@@ -100,13 +104,15 @@ def rows_of(effects: Sequence[Any]) -> tuple[list[Kind], list[int], list[tuple[i
     return [kind for _, kind, _, _ in kinds.values()], codes, rows
 
 
-def kind_of(cls: Any, nested: Mapping[str, type]) -> Kind:
+def kind_of(cls: Any, nested: Mapping[str, type], slices: int = 1) -> Kind:
     """Return the format of a class of effects; `nested` has the classes of fields that are values or effects.
 
     Raises:
         ScheduleError: the class has more numbers than a file has columns.
     """
-    groups = {name: fields_of(nested[name]) if name in nested else (name,) for name in fields_of(cls)}
+    names = _unsliced(cls) if slices == 1 else fields_of(cls)
+    within = {name: _unsliced(each) if slices == 1 else fields_of(each) for name, each in nested.items()}
+    groups = {name: within.get(name, (name,)) for name in names}
     numbers = [number for group in groups.values() for number in group]
     posts = {"value", "rank"} <= groups.keys()
     taken = {*numbers} & {"stage", "microbatch"} | ({"peer"} if posts else set())
@@ -127,6 +133,12 @@ def kind_of(cls: Any, nested: Mapping[str, type]) -> Kind:
     return Kind(
         cls, tuple(Field(n, nested.get(n), {each: next(rest) for each in group}) for n, group in groups.items())
     )
+
+
+def _unsliced(cls: Any) -> tuple[str, ...]:
+    """Return the fields of a class, without that of a slice which is the first one by default."""
+    slice_field = cls.__dataclass_fields__.get("slice")
+    return tuple(name for name in fields_of(cls) if name != "slice" or slice_field.default != 0)
 
 
 def described(kind: Kind, table: Table) -> dict[str, Any]:
@@ -151,7 +163,7 @@ def _part(kind: type, fields: Mapping[str, str], table: Table) -> dict[str, Any]
     """Describe an effect, or one of the two of an overlap; `part_of` has the letters of those that do more."""
     row, rows = table.effects[kind], table.effects.values()
     whole = [each.letter for each in rows if row.work and row.work != each.work and row.work & each.work == row.work]
-    columns = {name: fields[name] for name in ("stage", "microbatch") if name in fields}
+    columns = {name: fields[name] for name in ("stage", "microbatch", "slice") if name in fields}
     return {"letter": row.letter, "label": row.label, "part_of": whole, **columns}
 
 
@@ -189,9 +201,9 @@ def _texts(description: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _class(name: str, fields: tuple[str, ...]) -> Any:
-    """Return fpipe's class of that name if it has these fields, else a new dataclass."""
+    """Return fpipe's class of that name if it has these fields, with or without a slice, else a new dataclass."""
     known = {kind.__name__: kind for kind in (*TABLE.effects, *TABLE.values)}
-    if name in known and fields_of(known[name]) == fields:
+    if name in known and fields in (fields_of(known[name]), _unsliced(known[name])):
         return known[name]
     if any(len(each) > _MAX_CHARACTERS or each.startswith("_") for each in (name, *fields)):
         raise ValueError("an effect, or a field of one, whose name is none")

@@ -9,8 +9,9 @@ import { HOST, hueOf } from "./palette.js";
  * @property {string} letter
  * @property {string} track
  * @property {number} hue its class of colour
- * @property {{letter: string, label: string, letters: string[], stage?: string, microbatch?: string}[]} parts of a
- *   compute: itself, or the two of an overlap, with all letters that find it, and the columns that have its numbers
+ * @property {{letter: string, label: string, letters: string[], stage?: string, microbatch?: string,
+ *   slice?: string}[]} parts of a compute: itself, or the two of an overlap, with all letters that find it, and the
+ *   columns that have its numbers
  * @property {string} [value] name of the value that it carries
  * @property {Record<string, string>} columns its own numbers, or its value's: field -> column
  */
@@ -34,9 +35,14 @@ function letters(number) {
   return number < 26 ? last : letters(Math.floor(number / 26) - 1) + last;
 }
 
-function part(rank, row, { letter, stage, microbatch }) {
+/** The number of an effect's microbatch, and of its slice where the plan has slices: "3", "3.1". */
+function which(rank, row, { microbatch, slice }) {
+  return `${microbatch ? rank[microbatch][row] : ""}${slice ? `.${rank[slice][row]}` : ""}`;
+}
+
+function part(rank, row, { letter, stage, ...numbers }) {
   const chunk = stage && rank.stages.length > 1 ? letters(rank.stages.indexOf(rank[stage][row])) : "";
-  return `${letter}${microbatch ? rank[microbatch][row] : ""}${chunk}`;
+  return `${letter}${which(rank, row, numbers)}${chunk}`;
 }
 
 /** An effect's name as on its box: "F3", of a rank with several stages "F3a", of an overlap "F7b&B5a". */
@@ -46,17 +52,17 @@ export function short(rank, row) {
   if (kind === HOST_KIND) return rank.header.host[row - rank.recorded][0];
   const { stage, microbatch } = kind.columns;
   if (!kind.value) return stage ? `${kind.name} ${rank[stage][row]}` : kind.name;
-  const which = microbatch ? ` ${rank[microbatch][row]}` : stage ? ` ${rank[stage][row]}` : "";
-  return `${kind.name} ${kind.value}${which}`;
+  const number = microbatch ? ` ${which(rank, row, kind.columns)}` : stage ? ` ${rank[stage][row]}` : "";
+  return `${kind.name} ${kind.value}${number}`;
 }
 
 /** Shorter labels for a box that is too narrow for the name, longest first. */
 export function mark(rank, row) {
   const kind = rank.kindOf(row);
-  if (kind.value) return kind.columns.microbatch ? [String(rank.microbatch[row])] : [];
+  if (kind.value) return kind.columns.microbatch ? [which(rank, row, kind.columns)] : [];
   if (kind.track !== "compute") return [];
   const { microbatch } = kind.columns;
-  return microbatch ? [`${kind.letter}${rank[microbatch][row]}`, kind.letter] : [kind.letter];
+  return microbatch ? [`${kind.letter}${which(rank, row, kind.columns)}`, kind.letter] : [kind.letter];
 }
 
 const PREPOSITIONS = { stage: " of stage", consumer: " from stage", rank: " from rank" };
