@@ -28,13 +28,14 @@ from fpipe.errors import StageError, TransportError
 from fpipe.handlers import contents
 from fpipe.handlers.calls import Step
 from fpipe.handlers.contents import fingerprint
-from fpipe.handlers.gloo import gloo_group
+from fpipe.handlers.gloo import cut, gloo_group
 from fpipe.handlers.protocol import Departure, Inputs
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import describe, flatten, paths_of, short
 from fpipe.stages.sharding import Placed, layout_key
 from fpipe.store import LIMIT, JobStore, bounded, polls
 
+FOREVER = 30 * 86400.0  # seconds: the watch ends the wait
 FIRST_PAUSE, LAST_PAUSE = 5e-5, 1e-3  # seconds between two looks for the numbers of other processes
 
 
@@ -71,6 +72,7 @@ class StagePeers:
         has_news = error is not None or layouts != self._layouts
         departure.is_shared |= bool(groups)
         for processes in groups:
+            watch_of_handler().meet(processes)
             is_first = processes not in self._links
             if not is_first and not self._have_news(processes, has_news, _digest(inputs), departure):
                 continue
@@ -91,13 +93,13 @@ class StagePeers:
             processes.index(dist.get_rank()),
             f"connecting processes {[*processes]}",
         )
-        store, limit = JobStore(None, LIMIT).under(f"fpipe/stages/{name}").store, watch.timeout or LIMIT
+        store = JobStore(None, LIMIT).under(f"fpipe/stages/{name}").store
         with watch.waiting(purpose, None):
-            connect = partial(gloo_group, store, rank, len(processes), limit)
+            connect = partial(gloo_group, store, rank, len(processes), watch.timeout or FOREVER)
             try:
-                self._links[processes] = bounded(connect, limit, partial(watch.check, purpose))
+                self._links[processes] = bounded(connect, watch.timeout, partial(watch.check, purpose))
             except TimeoutError:
-                raise _missing(processes, "one of them", limit) from None
+                raise _missing(processes, "one of them", watch.timeout or FOREVER) from None
 
     def _have_news(self, processes: Ranks, has_news: bool, digest: int, departure: Departure) -> bool:
         """Return whether one of the processes has news, or another digest."""
@@ -113,7 +115,8 @@ class StagePeers:
                     raise _missing(processes, "one of them", limit)
                 work.wait()
         except BaseException:
-            del self._links[processes]  # what is in flight there would be taken for the next step's
+            # What is in flight there would be taken for the next step's; a group waits for it when it is collected.
+            cut(self._links.pop(processes))
             raise
         flags, digests = numbers.unbind(1)
         departure.is_passed |= bool((flags & 2).any())

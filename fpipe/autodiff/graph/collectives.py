@@ -222,6 +222,13 @@ class Watch(Protocol):
     def check_group(self, group: tuple[int, ...]) -> None:
         """Raise StageError if the processes of a group can't compute a stage together."""
 
+    def meet(self, group: tuple[int, ...]) -> None:
+        """Is called before each step of processes that compute stages together; in the first, it waits for them.
+
+        Raises:
+            TransportError: one of them did not come.
+        """
+
     def before_posting(self) -> None:
         """Is called before each collective: it may wait until all processes are known to run the step."""
 
@@ -245,6 +252,9 @@ class NoWatch:
         self, notices: Notices | None = None, check_group: Callable[[tuple[int, ...]], None] = lambda group: None
     ) -> None:
         self.notices, self.check_group = notices, check_group
+
+    def meet(self, group: tuple[int, ...]) -> None:
+        """Do nothing."""
 
     def before_posting(self) -> None:
         """Do nothing."""

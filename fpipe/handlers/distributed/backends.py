@@ -26,13 +26,12 @@ from torch.distributed.distributed_c10d import Store
 
 from fpipe.devices import Cuda, Device
 from fpipe.errors.arguments import checked_class
-from fpipe.handlers.gloo import gloo_group
+from fpipe.handlers.gloo import cut, gloo_group
 
 log = logging.getLogger("fpipe.transport")
 
 Edge = tuple[int, int]
 FOREVER = timedelta(days=30)
-CUT_TAG = 1 << 20  # of a receive that nobody sends for; messages have the tag 0
 GATHER_TAG = 2
 CUT_LIMIT = 10.0  # seconds that cutting may take
 SMALL = 1 << 15  # bytes of all pieces up to which one post with copies costs less than a post for each rank
@@ -118,16 +117,11 @@ class Gloo:
         work.wait(FOREVER)
 
     def cut(self, groups: Sequence[Any]) -> None:
-        """gloo's own `abort` wakes no wait. A receive that times out does: it fails all that its group waits for."""
         for group in groups:
-            others = (other for other in range(group.size()) if other != group.rank())
-            any(_times_out(group, other) for other in others)  # a receive from a rank that is gone fails at once
+            cut(group)
 
     def close(self, groups: Sequence[Any]) -> None:
         """Do nothing: sockets close with the last reference."""
-
-
-MOMENT = timedelta(milliseconds=1)
 
 
 @checked_class()
@@ -286,15 +280,6 @@ in which receives would block compute: set it to 32 before start'
             + (f"pass backend=NCCL(channels={fit})" if fit else "use a placement with fewer edges, or fewer handlers")
         )
     return None
-
-
-def _times_out(group: Any, other: int) -> bool:
-    """Receive from a rank that sends nothing; return whether that timed out."""
-    try:
-        group.recv([torch.empty(1)], other, CUT_TAG).wait(MOMENT)
-    except RuntimeError as error:
-        return "imed out" in str(error)
-    return False
 
 
 def _at_once(calls: Sequence[Callable[[], object]]) -> None:

@@ -34,6 +34,7 @@ from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.groups import GLOO, Groups
 from fpipe.handlers.distributed.lifeline import Lifeline
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
+from fpipe.handlers.distributed.stage_groups import StageGroup
 from fpipe.handlers.distributed.wire import PayloadCodec
 from fpipe.handlers.gloo import gloo_group
 from fpipe.handlers.protocol import PeerLost
@@ -151,6 +152,20 @@ class Connections:
             if self.groups.lifeline is None and self.size > (1 if self.backend.asynchronous else 2):
                 self._within_limit(self._make_lifeline, None, "connecting to the next rank")
             self._connect(new, new_lanes)
+
+    def join(self, processes: tuple[int, ...]) -> None:
+        """Meet the processes that compute stages together with this one, if it has not. Each of them calls it.
+
+        Raises:
+            TransportError: one of them did not come; names it.
+        """
+        if any(group.processes == processes for group in self.groups.beside):
+            return
+        group = StageGroup(processes, self.timeout)
+        with self._connecting():
+            connect = partial(group.connect, self.on_loss)
+            self._within_limit(connect, None, f"connecting to the others of processes {[*processes]}")
+        self.groups.beside.append(group)
 
     def missing(self) -> list[str]:
         """Return the names of the connections that this process should have and has not."""
@@ -376,6 +391,8 @@ class Connections:
         """
         if self.backend.asynchronous:
             self.groups.cut()
+        else:
+            self.groups.give_reason()
         self.groups.is_cut = True
         self.groups.close()
 

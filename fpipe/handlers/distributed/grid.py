@@ -13,12 +13,15 @@ class Grid:
         ranks: of one replica.
         rank, replica: of this process.
         batches: by replica, the number of the batch whose rows it has, where several share one; by default all differ.
+        processes: the job's numbers of these, where the job has others too.
 
     >>> grid = Grid(ranks=2, replicas=3, rank=1, replica=2)
     >>> grid.number, grid.size, grid.process(0), grid.same_rank
     (5, 6, 4, (1, 3, 5))
     >>> grid.name(3), Grid(2).name(1)
     ('rank 1 of replica 1', 'rank 1')
+    >>> Grid(2, processes=(1, 3)).name(1)
+    'rank 1 (process 3)'
     """
 
     ranks: int
@@ -26,6 +29,7 @@ class Grid:
     rank: int = 0
     replica: int = 0
     batches: tuple[int, ...] = ()
+    processes: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -49,4 +53,9 @@ class Grid:
     def name(self, number: int) -> str:
         """Return the name of a process, for messages."""
         replica, rank = divmod(number, self.ranks)
-        return f"rank {rank}" + (f" of replica {replica}" if self.replicas > 1 else "")
+        has_other = bool(self.processes) and self.processes[number] != rank
+        return (
+            f"rank {rank}"
+            + (f" of replica {replica}" if self.replicas > 1 else "")
+            + (f" (process {self.processes[number]})" if has_other else "")
+        )

@@ -22,6 +22,7 @@ from fpipe.devices import Graph
 from fpipe.handlers.distributed.activity import Markers
 from fpipe.handlers.distributed.backends import CUT_LIMIT, Backend, Edge, Gloo
 from fpipe.handlers.distributed.lifeline import Lifeline
+from fpipe.handlers.distributed.stage_groups import StageGroup
 
 log = logging.getLogger("fpipe.transport")
 GLOO = Gloo()
@@ -37,10 +38,12 @@ class Groups:
 
     Attributes:
         used: the keys of groups on which the running step has posted something.
+        beside: the groups of processes that compute stages together with this one.
         lent: process groups of the caller, on which pieces of the running step have posted collectives.
         epoch: how often groups were made again after a failed step.
         is_cut: some groups of this epoch were cut.
-        before_end: is called with the names of lent groups before they end: their other processes see a peer go.
+        before_end: is called with the names of lent groups, and the keys of those beside, before they end: their other
+            processes see a peer go.
     """
 
     def __init__(self, backend: Backend, markers: Markers, limit: float) -> None:
@@ -53,12 +56,17 @@ class Groups:
         self.closed, self.is_cut, self.epoch = threading.Event(), False, 0
         self._cutting = threading.Lock()
         self.lifeline: Lifeline | None = None
+        self.beside: list[StageGroup] = []
         self._graphs: list[weakref.ref[Graph]] = []
         self._backend, self._markers, self._limit = backend, markers, limit
 
     def loss(self) -> str | None:
-        """Return which rank's process has ended, if the lifeline knows one."""
-        return None if self.lifeline is None else self.lifeline.lost
+        """Return which rank's process has ended, or which one beside, if a lifeline knows one."""
+        return next((line.lost for line in self._lifelines if line.lost is not None), None)
+
+    @property
+    def _lifelines(self) -> list[Lifeline]:
+        return [line for line in (self.lifeline, *(group.lifeline for group in self.beside)) if line is not None]
 
     def lend(self, group: Any) -> None:
         """Note that a piece posts a collective on a group of the caller's, or waits for one."""
@@ -103,11 +111,16 @@ class Groups:
             GLOO.cut([self.shared["control"]])
         self._end_lent()
 
+    def give_reason(self) -> None:
+        """Give the processes beside the handler the reason why it ends, if it does."""
+        if names := [*(group.group_name for group in list(self.lent)), *(group.key for group in self.beside)]:
+            self.before_end(names)
+
     def _end_lent(self) -> None:
         """End what pieces wait for; their groups can't be used again."""
+        self.give_reason()
         if not self.lent:
             return
-        self.before_end([group.group_name for group in list(self.lent)])
         devices = {group: {device.type for device in group._device_types} for group in list(self.lent)}
         gloo = [group._get_backend(torch.device("cpu")) for group, types in devices.items() if "cpu" in types]
         GLOO.cut(gloo)
@@ -136,8 +149,8 @@ class Groups:
             self._reset_graphs()
             self._backend.close([*self._on_device().values()])
         self.closed.set()
-        if self.lifeline is not None:
-            self.lifeline.close()
+        for line in self._lifelines:
+            line.close()
         self.edges.clear()
         self.lanes.clear()
         self.shared.clear()

@@ -15,23 +15,21 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from types import MappingProxyType
 from typing import NamedTuple
 
 from fpipe.handlers.distributed.activity import State
 from fpipe.handlers.distributed.connections import Connections, first_line
 from fpipe.handlers.distributed.failures import LENT, STORE_TIMEOUT, Failure, Failures, failed_steps
+from fpipe.handlers.distributed.questions import NO_STATES, SUSPECT, Questions, States, gone
 from fpipe.store import host_of
 
 log = logging.getLogger("fpipe.transport")
-States = Mapping[int, State | None]
 
 
 class Answer(NamedTuple):
@@ -41,17 +39,19 @@ class Answer(NamedTuple):
         ended: why the handler has ended, if it has.
         failed: the failed steps of an epoch.
         states, overdue: of all ranks, and those that have not answered, if they were asked for.
+        beside: why a process beside the handler, with which this one computes stages, can't go on.
     """
 
     ended: str | None
     epoch: int
     failed: list[Failure]
-    states: States = MappingProxyType({})
+    states: States = NO_STATES
     overdue: Collection[int] = ()
+    beside: str | None = None
 
 
-SUSPECT, OVERDUE = 0.25, 0.75
-"""Of the time limit: how long a rank waits before it asks, and how long it waits for an answer."""
+PATIENCE = 5.0
+"""Seconds beyond the time limit, in which processes that compute stages together find out which of them is gone."""
 
 
 def verdict(
@@ -61,6 +61,7 @@ def verdict(
     timeout: float,
     compute_timeout: float,
     name: Callable[[int], str] = "rank {}".format,
+    patience: float = 0.0,
 ) -> str | None:
     """Return why the wait of a rank can't end, or None if it may.
 
@@ -68,6 +69,7 @@ def verdict(
         states: of all ranks; None where a rank has not answered yet.
         overdue: the ranks that have not answered for too long.
         name: of a rank, for messages.
+        patience: seconds beyond the time limit, after which all ranks wait in vain.
 
     >>> waits, computes = State(3, "waiting", "beginning a step", 30.0), State(3, "computing", "Forward(0, 1)", 60.0)
     >>> verdict(0, {0: waits, 1: computes}, (), 30.0, 1800.0)
@@ -91,80 +93,17 @@ to rank 0'
             )
     if answers[rank].kind not in ("waiting", "replaying") or answers[rank].seconds < timeout:
         return None
-    for other, state in answers.items():
-        if state.kind == "absent" and state.calls < answers[rank].calls and state.seconds >= timeout:
-            where = "its script is elsewhere, or calls fewer steps"
-            return f"{name(other)} has not come within timeout={timeout:g} s: {where}"
-    if overdue:
-        return (
-            f"{name(min(overdue))} does not answer within timeout={timeout:g} s: its process is stopped, its host can "
-            "not be reached, or an extension holds the GIL"
-        )
+    if (reason := gone(rank, states, overdue, timeout, name)) is not None:
+        return reason
     late = any(state.kind == "absent" and state.calls < answers[rank].calls for state in answers.values())
     works = any(state.kind in ("computing", "replaying") for state in answers.values())
     if late or works or len(answers) < len(states):
         return None
     stuck = {other: state for other, state in answers.items() if state.kind == "waiting"}
-    if min(state.seconds for state in stuck.values()) < timeout:
+    if min(state.seconds for state in stuck.values()) < timeout + patience:
         return None
     waits = "; ".join(f"{name(other)}, {state.text}" for other, state in sorted(stuck.items()))
     return f"every rank has waited for timeout={timeout:g} s, so a message was lost: {waits}"
-
-
-class Questions:
-    """This rank's part in the questions and answers.
-
-    Args:
-        timeout: seconds; a rank that has not answered for `OVERDUE` of it is overdue.
-    """
-
-    def __init__(self, failures: Failures, size: int, timeout: float) -> None:
-        self._store, self._rank, self._size, self._timeout = failures.store, failures.rank, size, timeout
-        self._answered = 0
-        self._open: list[tuple[int, float]] = []  # questions since this rank suspects something, and when they came
-
-    def skip(self, seconds: float) -> None:
-        """Leave a time out of account, in which this process did not run."""
-        self._open = [(number, asked + seconds) for number, asked in self._open]
-
-    def exchange(self, state: State, number: int, suspects: bool) -> tuple[States, list[int]] | None:
-        """Answer the last question; return all states and the ranks that are overdue, if this rank suspects something.
-
-        Every call of this function is an exchange with the job's store, which may fail, or never return.
-
-        Args:
-            number: of the last question.
-        """
-        now = time.monotonic()
-        if not suspects:
-            self._open = []
-        elif not self._open or (number == self._open[-1][0] and now > self._open[-1][1] + self._timeout / 8):
-            number = self._store.add("questions", 1)
-        if number > self._answered:
-            self._store.set(f"answer {self._rank}", json.dumps([number, *state]))
-            self._answered = number
-        if not suspects:
-            return None
-        if not self._open or number > self._open[-1][0]:
-            self._open.append((number, now))
-        due = [number for number, asked in self._open if now > asked + OVERDUE * self._timeout]
-        texts = self._store.multi_get([f"answer {rank}" for rank in range(self._size)])
-        answers = [json.loads(text) for text in texts]
-        states: dict[int, State | None] = {
-            rank: State(*fields) if number >= self._open[0][0] else None
-            for rank, (number, *fields) in enumerate(answers)
-        }
-        states[self._rank] = state
-        return states, [rank for rank, (number, *_) in enumerate(answers) if due and number < due[-1]]
-
-
-def introduce(failures: Failures, timeout: float) -> None:
-    """Write what every rank reads, before any of them does: no reason, no question, this rank's first answer."""
-    jobs = failures.jobs.within(timeout)
-    jobs.compare_set("failed", "", "")
-    jobs.compare_set(failures.key, "", "")
-    jobs.add("questions", 0)
-    jobs.set(f"answer {failures.rank}", json.dumps([0, *State(0, "absent", "", 0.0)]))
 
 
 class Watchdog(threading.Thread):
@@ -182,7 +121,7 @@ class Watchdog(threading.Thread):
         self._timeout, self._compute_timeout = connections.timeout, compute_timeout
         self._busy, self._idle = min(1.0, connections.timeout / 16), min(5.0, connections.timeout / 8)
         self._interval = self._busy
-        self._questions = Questions(failures, connections.size, connections.timeout)
+        self._questions = Questions(failures.store, failures.rank, connections.size, connections.timeout)
         self._states: queue.SimpleQueue[State | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._asking = False
@@ -205,7 +144,8 @@ class Watchdog(threading.Thread):
         asleep, self._looked = now - self._looked - self._interval - STORE_TIMEOUT, now
         if asleep > self._interval:  # this process, and perhaps all of the job, was stopped
             self._activity.skip(asleep)
-            self._questions.skip(asleep)
+            for questions in (self._questions, *(group.questions for group in self._groups.beside)):
+                questions.skip(asleep)
             self._answered += asleep
         if self._activity.flight is not None:
             self._activity.flight.beat()
@@ -226,10 +166,12 @@ class Watchdog(threading.Thread):
             return None
         self._answered = time.monotonic()
         self._interval = self._idle if state.kind == "absent" else self._busy
+        if answer.ended is None and answer.beside is not None:
+            return self._first(answer.beside)
         if answer.ended is None and answer.states:
-            limits = self._timeout, self._compute_timeout
+            limits, patience = (self._timeout, self._compute_timeout), PATIENCE if self._groups.beside else 0.0
             name = self._failures.grid.name
-            reason = verdict(self._failures.rank, answer.states, answer.overdue, *limits, name)
+            reason = verdict(self._failures.rank, answer.states, answer.overdue, *limits, name, patience)
             if reason is not None:
                 return self._first(reason)
         reasons = [each.reason for each in answer.failed if each.step <= self._activity.calls]
@@ -265,11 +207,24 @@ class Watchdog(threading.Thread):
                 ended, lines, question = store.multi_get(["failed", key, "questions"])
                 suspects = state.kind in ("waiting", "replaying") and state.seconds >= SUSPECT * self._timeout
                 answers = None if ended else self._questions.exchange(state, int(question), suspects)
+                beside = None if ended else self._beside(state, suspects)
             except RuntimeError as error:
                 log.debug("the job's store can't be reached: %s", error)
                 self._answers.put(None)
                 continue
-            self._answers.put(Answer(str(ended, "utf-8") or None, epoch, failed_steps(lines), *(answers or ())))
+            states, overdue = answers or (NO_STATES, [])
+            reason = str(ended, "utf-8") or None
+            self._answers.put(Answer(reason, epoch, failed_steps(lines), states, overdue, beside))
+
+    def _beside(self, state: State, suspects: bool) -> str | None:
+        """Return why a process beside the handler can't go on, with which this one computes stages."""
+        for group in self._groups.beside:
+            if (reason := self._failures.reason_of(group.key)) is not None:
+                return reason
+            answers = group.questions.exchange(state, group.question(), suspects)
+            if answers and (reason := gone(group.rank, *answers, self._timeout, group.name)) is not None:
+                return reason
+        return None
 
     def _first(self, reason: str) -> str:
         """Write a reason; return the first that any rank wrote."""

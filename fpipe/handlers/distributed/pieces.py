@@ -37,6 +37,9 @@ class PieceWatch:
     def check_group(self, group: tuple[int, ...]) -> None:
         """Do nothing: they are replicas of this handler, or each has its own, and is given the same batch."""
 
+    def meet(self, group: tuple[int, ...]) -> None:
+        self._connections.join(group)
+
     def before_posting(self) -> None:
         self._agree()
 

@@ -7,6 +7,7 @@ that the ranks which it has missed find the next one.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from torch.distributed.distributed_c10d import Store
 
@@ -17,12 +18,13 @@ LAST_WORD = 2.0  # seconds for an answer of the job's store once a rank gives up
 COMPLETE, GIVEN_UP = "complete", "given up"
 
 
-def meet(name: str, rank: int, size: int, timeout: float) -> Store:
+def meet(name: str, rank: int, size: int, timeout: float, processes: Sequence[int] | None = None) -> Store:
     """Return the job's store under a prefix that no other handler has; the same on every rank.
 
     Args:
         name: of the ranks that meet; others have another name.
         rank, size: of this process among them, and how many there are.
+        processes: their numbers in the job, where they compute stages together; by default they make a handler.
 
     Raises:
         TransportError: a rank did not come within `timeout` seconds; names the ranks that did not. Or the store is
@@ -30,18 +32,18 @@ def meet(name: str, rank: int, size: int, timeout: float) -> Store:
     """
     try:
         base = JobStore(None, timeout, until=time.monotonic() + timeout).clone()
-        number = _meet(base.under(f"fpipe/{name}"), rank, size, timeout)
+        number = _meet(base.under(f"fpipe/{name}"), rank, size, timeout, processes)
         return base.under(f"fpipe/{name}/handler {number}").store  # type: ignore[no-any-return]
     except StoreError as error:
-        raise _missed(rank, str(error)) from error
+        raise _missed(rank, str(error), processes) from error
 
 
-def _meet(store: JobStore, rank: int, size: int, timeout: float) -> int:
+def _meet(store: JobStore, rank: int, size: int, timeout: float, processes: Sequence[int] | None) -> int:
     """Return the number of a meeting to which all ranks have come."""
     silence = f"nothing came within timeout={timeout:g} s"
     number = _join(store, rank)
     if number is None:
-        raise _missed(rank, f"{silence}; another rank has not closed the meeting before")
+        raise _missed(rank, f"{silence}; another rank has not closed the meeting before", processes)
     state = f"meeting {number}"
     if store.add(f"{state} came", 1) == size:
         store.compare_set(state, "", COMPLETE)
@@ -53,11 +55,18 @@ def _meet(store: JobStore, rank: int, size: int, timeout: float) -> int:
         store.add("meetings", 1)  # the next handler's ranks meet there
     if outcome == COMPLETE:
         return number
-    missing = [other for other in range(size) if not store.has(f"{state} rank {other}")]
-    raise _missed(rank, f"{silence}; missing: {missing}" if missing else f"{silence}; another rank has given up")
+    names = range(size) if processes is None else processes
+    missing = [names[other] for other in range(size) if not store.has(f"{state} rank {other}")]
+    why = f"missing: {missing}" if missing else "another rank has given up"
+    raise _missed(rank, f"{silence}; {why}", processes)
 
 
-def _missed(rank: int, why: str) -> TransportError:
+def _missed(rank: int, why: str, processes: Sequence[int] | None) -> TransportError:
+    if processes is not None:
+        return TransportError(
+            f"process {processes[rank]} could not reach all of processes {[*processes]}, which compute stages together "
+            f"({why}): each of them makes the same calls, with params sharded over the same mesh"
+        )
     return TransportError(
         f"rank {rank} could not reach the other ranks at the set-up of a new handler ({why}): value_and_grad and "
         "evaluate are called on every rank, in the same order"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -21,7 +23,8 @@ from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.failures import Failures
 from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.handshake import REPLAYING, RollCall, check_rng, tokens
-from fpipe.handlers.distributed.liveness import Watchdog, introduce
+from fpipe.handlers.distributed.liveness import Watchdog
+from fpipe.handlers.distributed.questions import introduce
 from fpipe.handlers.distributed.rendezvous import meet
 from fpipe.handlers.distributed.steps import Steps
 from fpipe.handlers.protocol import Departure, PeerLost
@@ -131,10 +134,14 @@ class Setup:
         return self.ready().connections.new_group(purpose, timeout)  # type: ignore[no-any-return]
 
     def _make(self) -> Steps:
-        grid = self._grid
-        store = meet(self._name(), grid.number, grid.size, self.timeout)
+        name, processes = self._processes()
+        grid = self._grid if len(processes) == dist.get_world_size() else replace(self._grid, processes=processes)
+        store = meet(name, grid.number, grid.size, self.timeout)
         failures = Failures(grid, store)
-        introduce(failures, self.timeout)
+        jobs = failures.jobs.within(self.timeout)
+        for key in ("failed", failures.key):
+            jobs.compare_set(key, "", "")  # before the watchdogs read it
+        introduce(jobs, [grid.number])
         limits = self.timeout, self._compute_timeout
         own = JobStore(store, self.timeout).clone().store  # a group that is made blocks its client of the store
         try:
@@ -154,14 +161,14 @@ class Setup:
             Watchdog(failures, connections, self._compute_timeout).start()
         return Steps(connections, failures, self._compute_timeout, self.departure)
 
-    def _name(self) -> str:
-        """Return the name of the processes, the same on all of them.
+    def _processes(self) -> tuple[str, tuple[int, ...]]:
+        """Return a name of the handler's processes, the same on all of them, and their numbers in the job.
 
         Raises:
             ScheduleError: the group and the replicas are no dimensions of one mesh.
         """
         if self._replicas is None:
-            return self._group.group_name
+            return self._group.group_name, tuple(dist.get_process_group_ranks(self._group))
         hint = "every rank makes the same handler"
         ranks = over(self._group, "the replicas of a handler", hint=hint, timeout=self.timeout)
         processes = ranks.gather(self._replicas.mesh.flatten().tolist(), "connecting")
@@ -171,7 +178,7 @@ class Setup:
                 f"the ranks have the replicas {processes}, which overlap or differ in number: pass two dimensions of "
                 "one mesh, as Distributed(mesh['pp'], replicas=mesh['dp'])"
             )
-        return f"mesh {processes}"
+        return f"mesh {processes}", tuple(itertools.chain(*zip(*processes, strict=True)))
 
 
 def _recorder(grid: Grid, store: Store, timeout: float) -> Recording | None:

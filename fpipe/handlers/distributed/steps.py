@@ -232,7 +232,8 @@ class Steps:
                 break
             if failure := next((each for each in recorded if each.step <= self.number), None):
                 return failure
-            loss = groups.loss() or (None if lost.group is None else failures.reason_of(lost.group))
+            keys = [*([] if lost.group is None else [lost.group]), *(group.key for group in groups.beside)]
+            loss = groups.loss() or next(filter(None, map(failures.reason_of, keys)), None)
             if loss is not None:
                 failures.post(loss)
                 failures.ended = failures.wait(0.0) or loss
