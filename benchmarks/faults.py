@@ -5,17 +5,20 @@
     python -m benchmarks.faults --json                       # a list of objects, and nothing else
     python -m benchmarks.faults --out faults.json            # and into a file, with the machine
 
-Jobs are of three processes over gloo, on the loopback, with `timeout=5`. An object has the fault, its trials, and:
+Jobs are of three processes over gloo, on the loopback, with `timeout=5`; those of tensor parallelism and of
+replicas are of two ranks by two. An object has the fault, its trials, and:
 
 - hangs: trials in which a process that had no fault was still there after four times the limit.
 - aborts: in which one was ended by a signal.
 - corrupt: which ended with wrong values, or loaded or ran what was wrong.
-- unnamed: in which an error does not name the rank, or is none of fpipe's own.
+- unnamed: in which an error does not name the rank, or the process, or is none of fpipe's own.
 - median_s, max_s: from the fault until all processes had ended, or a restarted one trained again.
 
 | fault | what happens |
 | --- | --- |
 | kill, stop | a process gets SIGKILL or SIGSTOP, at a random moment of its training |
+| tp-kill, tp-stop | likewise one of two that compute a stage together |
+| replica-kill, replica-stop | likewise one of a pipeline that has a replica |
 | host | that hosts the job's store: SIGSTOP |
 | exit | its script ends after a random step |
 | raise | its stage raises in a random microbatch |
@@ -23,6 +26,9 @@ Jobs are of three processes over gloo, on the loopback, with `timeout=5`. An obj
 | twice | it calls `evaluate` once more than the others |
 | save | all processes of a job that saves each step get SIGKILL: what is loaded then is whole, and has the right bits |
 | flip | a random bit of a random file of a checkpoint is another: it is refused, or loaded with the right bits |
+| memory-kill | as save, of a job that writes a memory checkpoint each step |
+| memory-flip | a random bit of a file of memory checkpoints is another: what is loaded has the right bits |
+| memory-lost | a random file of them is gone: likewise |
 | mutant | a schedule has an effect too many, too few, or elsewhere: it is refused, or gives the right bits |
 | argument | an argument of a public function is wrong |
 | restart | a process of one job under torchrun gets SIGKILL, again and again: the job ends with the right bits |
@@ -51,6 +57,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fpipe
 from benchmarks import models
@@ -61,6 +69,31 @@ TIMEOUT = 5.0  # of the handlers, in seconds
 LIMIT = 4 * TIMEOUT  # after which a process that should have ended hangs
 OWN = (ScheduleError, StageError, TransportError, interop.CheckpointError)
 EVERY = 3  # steps from one checkpoint to the next
+CUTS = {"up": Shard(1), "down": Shard(0)}
+ENDLESS = ("kill", "stop", "host", "save")  # what happens while a job trains, whichever mesh it has
+
+
+class Mesh(NamedTuple):
+    """The processes of a job: ranks of a pipeline, replicas of it, and those that compute a stage together."""
+
+    replicas: int = 1
+    ranks: int = RANKS
+    parts: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.replicas * self.ranks * self.parts
+
+    def name(self, process: int) -> str:
+        """Return the name of a process in messages."""
+        replica, rank = divmod(process // self.parts, self.ranks)
+        if self.parts > 1:
+            return f"process {process}"
+        return f"rank {rank}" + (f" of replica {replica}" if self.replicas > 1 else "")
+
+
+MESHES = {"tp": Mesh(ranks=2, parts=2), "replica": Mesh(replicas=2, ranks=2)}
+"""Of the faults whose names begin so."""
 
 
 class Trial(NamedTuple):
@@ -85,7 +118,7 @@ class Ended(NamedTuple):
 
 
 def layer(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"])
+    return torch.tanh(x @ p["up"]) @ p["down"]
 
 
 def squares(y: Tensor, t: Tensor) -> Tensor:
@@ -97,15 +130,40 @@ def batch(i: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def begin(handler: Any, folder: Path | None, guilty: Callable[[Any, Tensor], Any] = layer) -> tuple[Any, Any, Any]:
-    """Return the run, its step, and the optimizer's update; on one process of the job, or on all in one process."""
-    pipeline = Pipeline([layer, guilty, layer], squares)
-    plan = pipeline.plan(Placement.loop(RANKS), MICROBATCHES)
+def begin(
+    handler: Any,
+    folder: Path | None,
+    guilty: Callable[[Any, Tensor], Any] = layer,
+    mesh: Mesh = Mesh(),  # noqa: B008, a tuple
+    tp: Any = None,
+    in_memory: bool = False,
+) -> tuple[Any, Any, Any]:
+    """Return the run, its step, and the optimizer's update; on one process of the job, or on all in one process.
+
+    Args:
+        tp: the processes that compute stages together.
+        in_memory: with memory checkpoints too.
+    """
+    pipeline = Pipeline([layer, guilty, layer][: mesh.ranks], squares)
+    plan = pipeline.plan(Placement.loop(mesh.ranks), MICROBATCHES, replicas=mesh.replicas)
     generator = torch.Generator().manual_seed(0)
-    params = {s: {"w": torch.randn(WIDTH, WIDTH, generator=generator)} for s in range(RANKS)}
+    params: dict[int, Any] = {
+        s: {name: torch.randn(WIDTH, WIDTH, generator=generator) for name in CUTS} for s in range(mesh.ranks)
+    }
     own = pipeline.params_on(params, plan, handler)
+    if tp is not None:
+        own = {
+            s: {name: distribute_tensor(x, tp, [CUTS[name]], src_data_rank=None) for name, x in tree.items()}
+            for s, tree in own.items()
+        }
     adam = interop.optimizer(torch.optim.Adam, lr=0.01)
-    saved = None if folder is None else interop.Checkpoints(folder, pipeline, plan, handler=handler, keep=2)
+    memory = None
+    if folder is not None and in_memory:
+        (folder / "memory").mkdir(exist_ok=True)
+        memory = interop.Memory(folder=folder / "memory")
+    saved = None
+    if folder is not None:
+        saved = interop.Checkpoints(folder / "saved", pipeline, plan, handler=handler, keep=2, memory=memory)
     run = interop.resume(saved, params=own, optimizer=adam.init(own))
     autodiff: Any = "auto" if guilty is layer else "eager"  # a graph runs no code of the stage
     return run, fpipe.value_and_grad(pipeline, "1f1b", plan, handler=handler, autodiff=autodiff), adam.update
@@ -113,7 +171,7 @@ def begin(handler: Any, folder: Path | None, guilty: Callable[[Any, Tensor], Any
 
 def digest(params: dict[int, Any]) -> str:
     """Return a digest of parameters in bits."""
-    bits = b"".join(params[s]["w"].numpy().tobytes() for s in sorted(params))
+    bits = b"".join(params[s][name].numpy().tobytes() for s in sorted(params) for name in CUTS)
     return hashlib.sha256(bits).hexdigest()
 
 
@@ -131,9 +189,9 @@ def expected(steps: int) -> dict[int, dict[int, Any]]:
 def train(rank: int, port: int, is_host: bool, fault: str, at: int, folder: Path | None, messages: Any) -> None:
     """Train on one process of a job; rank 1 has the fault at step `at`."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, RANKS, is_host and rank == 0, timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    calls = 0
+    mesh, calls = mesh_of(fault), 0
+    store = dist.TCPStore("127.0.0.1", port, mesh.size, is_host and rank == 0, timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=mesh.size)
 
     def guilty(p: dict[str, Tensor], x: Tensor) -> Tensor:
         nonlocal calls
@@ -143,11 +201,20 @@ def train(rank: int, port: int, is_host: bool, fault: str, at: int, folder: Path
         return layer(p, x)
 
     try:
-        run, step, update = begin(handlers.Distributed(timeout=TIMEOUT), folder, guilty if fault == "raise" else layer)
+        dims = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "pp", "tp"))
+        handler = handlers.Distributed(dims["pp"], replicas=dims["dp"] if mesh.replicas > 1 else None, timeout=TIMEOUT)
+        run, step, update = begin(
+            handler,
+            folder,
+            guilty if fault == "raise" else layer,
+            mesh,
+            dims["tp"] if mesh.parts > 1 else None,
+            fault.startswith("memory"),
+        )
         plan = step.spec.plan
         evaluate = fpipe.evaluate(step.spec.pipeline, plan, handler=step.handler, loss=True)
-        steps = 10**6 if fault in ("kill", "stop", "host", "save") else STEPS
-        for i in run.steps(steps, every=1 if folder else None):
+        every = None if folder is None else EVERY if fault.startswith("memory") else 1
+        for i in run.steps(10**6 if fault.endswith(ENDLESS) else STEPS, every=every):
             if rank == 1 and i == at:
                 if fault == "exit":
                     break
@@ -168,11 +235,12 @@ def job(fault: str, draw: random.Random, folder: Path | None, during: Callable[[
     is_host = fault == "host"
     store = None if is_host else dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     port = free_port() if store is None else store.port
-    pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
+    size = mesh_of(fault).size
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
     at = draw.randrange(3, STEPS // 2)
     processes = [
         context.Process(target=train, args=(rank, port, is_host, fault, at, folder, pipes[rank][1]), daemon=True)
-        for rank in range(RANKS)
+        for rank in range(size)
     ]
     for process in processes:
         process.start()
@@ -181,7 +249,8 @@ def job(fault: str, draw: random.Random, folder: Path | None, during: Callable[[
             ours.recv()
         began = time.monotonic()
         ended_by_it = during(processes)
-        survivors = [rank for rank in range(RANKS) if rank not in ended_by_it]
+        victim = mesh_of(fault).name(next(iter(ended_by_it), 1))
+        survivors = [rank for rank in range(size) if rank not in ended_by_it]
         for rank in survivors:
             processes[rank].join(max(0.0, began + LIMIT - time.monotonic()))
         hang = any(processes[rank].is_alive() for rank in survivors)
@@ -193,19 +262,25 @@ def job(fault: str, draw: random.Random, folder: Path | None, during: Callable[[
             process.kill()
             process.join()
     abort = any(code is not None and code < 0 for code in codes)
-    return Trial(hang, abort, seconds=seconds, unnamed=_is_unnamed(fault, ends), corrupt=_is_corrupt(fault, ends))
+    return Trial(
+        hang, abort, seconds=seconds, unnamed=_is_unnamed(fault, victim, ends), corrupt=_is_corrupt(fault, ends)
+    )
 
 
-def _is_unnamed(fault: str, ends: dict[int, Ended]) -> bool:
-    """Return whether a rank raised an error of another library, or one that does not name the rank at fault."""
-    name = "rank 0" if fault == "host" else "rank 1"
+def mesh_of(fault: str) -> Mesh:
+    """Return the processes of the jobs with a fault."""
+    return MESHES.get(fault.partition("-")[0], Mesh())
+
+
+def _is_unnamed(fault: str, name: str, ends: dict[int, Ended]) -> bool:
+    """Return whether a rank raised an error of another library, or one that does not name the process at fault."""
     others = [each for rank, each in ends.items() if each.error and not (rank == 1 and fault in ("raise", "exit"))]
     return any(not each.is_own or name not in each.error for each in others)
 
 
 def _is_corrupt(fault: str, ends: dict[int, Ended]) -> bool:
     """Return whether a rank ended its training as if there were no fault."""
-    if fault == "save":
+    if fault in ("save", "memory-kill"):
         return False
     return any(not each.error for rank, each in ends.items() if not (rank == 1 and fault == "exit"))
 
@@ -220,8 +295,11 @@ def free_port() -> int:
 # The faults
 
 
-def signalled(fault: str, draw: random.Random, rank: int, number: signal.Signals) -> Trial:
+def signalled(fault: str, draw: random.Random, victim: int | None, number: signal.Signals) -> Trial:
+    """Send a signal to a process; by default to one whose number is no other's rank."""
+
     def during(processes: list[Any]) -> Sequence[int]:
+        rank = draw.randrange(1, len(processes)) if victim is None else victim
         time.sleep(draw.random())
         os.kill(processes[rank].pid, number)
         return [rank]
@@ -233,7 +311,7 @@ def of_itself(fault: str, draw: random.Random) -> Trial:
     return job(fault, draw, None, lambda processes: [])
 
 
-def save(draw: random.Random, folder: Path) -> Trial:
+def saved(fault: str, draw: random.Random, folder: Path) -> Trial:
     """Kill all processes of a job that saves, and load what it left."""
 
     def during(processes: list[Any]) -> Sequence[int]:
@@ -242,12 +320,47 @@ def save(draw: random.Random, folder: Path) -> Trial:
             os.kill(process.pid, signal.SIGKILL)
         return range(RANKS)
 
-    trial = job("save", draw, folder, during)
+    trial = job(fault, draw, folder, during)
     try:
-        run, *_ = begin(handlers.Local(), folder)
+        run, *_ = begin(handlers.Local(), folder, in_memory=fault == "memory-kill")
     except Exception:  # of any library: what was saved can't be loaded
         return trial._replace(corrupt=True)
-    return trial._replace(corrupt=digest(run.params) != digest(expected(run.step)[run.step]))
+    least = 2 if fault == "memory-kill" else 0  # all had done the third step
+    return trial._replace(corrupt=run.step < least or digest(run.params) != digest(expected(run.step)[run.step]))
+
+
+def in_memory(fault: str, draw: random.Random, folder: Path) -> Trial:
+    """Damage memory checkpoints of a run that has failed, and go on from what is left, in memory or on disk."""
+    run, step, update = begin(handlers.Local(), folder, in_memory=True)
+    last = draw.randrange(1, 3 * EVERY)
+    with suppress(ArithmeticError):
+        for i in run.steps(3 * EVERY, every=EVERY):
+            _, grads = step(run.params, *batch(i))
+            run.params, run.optimizer = update(grads, run.optimizer, run.params)
+            if i == last:
+                raise ArithmeticError("a bad row")
+    run.checkpoints.finish()
+    path = draw.choice(sorted(path for path in (folder / "memory").rglob("*") if path.is_file()))
+    if fault == "memory-lost":
+        path.unlink()
+    elif path.stat().st_size:
+        flip_bit(draw, path)
+    began = time.monotonic()
+    try:
+        again, *_ = begin(handlers.Local(), folder, in_memory=True)
+    except interop.CheckpointError:
+        return Trial(seconds=time.monotonic() - began)
+    except Exception:  # of any library, where it has to be fpipe's own
+        return Trial(unnamed=True, seconds=time.monotonic() - began)
+    seconds, on_disk = time.monotonic() - began, last // EVERY * EVERY
+    is_same = on_disk <= again.step <= last and digest(again.params) == digest(expected(last)[again.step])
+    return Trial(corrupt=not is_same, seconds=seconds)
+
+
+def flip_bit(draw: random.Random, path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
 
 
 def flip(draw: random.Random, folder: Path) -> Trial:
@@ -257,9 +370,7 @@ def flip(draw: random.Random, folder: Path) -> Trial:
         _, grads = step(run.params, *batch(i))
         run.params, run.optimizer = update(grads, run.optimizer, run.params)
     path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
-    content = bytearray(path.read_bytes())
-    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-    path.write_bytes(content)
+    flip_bit(draw, path)
     began = time.monotonic()
     try:
         again, *_ = begin(handlers.Local(), folder)
@@ -373,8 +484,16 @@ FAULTS: dict[str, Callable[[random.Random, Path], Trial]] = {
         name: lambda draw, folder, name=name: of_itself(name, draw)  # type: ignore[misc]
         for name in ("exit", "raise", "skip", "twice")
     },
-    "save": save,
+    **{
+        name: lambda draw, folder, name=name, number=number: signalled(name, draw, None, number)  # type: ignore[misc]
+        for mesh in MESHES
+        for name, number in ((f"{mesh}-kill", signal.SIGKILL), (f"{mesh}-stop", signal.SIGSTOP))
+    },
+    "save": lambda draw, folder: saved("save", draw, folder),
     "flip": flip,
+    "memory-kill": lambda draw, folder: saved("memory-kill", draw, folder),
+    "memory-flip": lambda draw, folder: in_memory("memory-flip", draw, folder),
+    "memory-lost": lambda draw, folder: in_memory("memory-lost", draw, folder),
     "mutant": mutant,
     "argument": argument,
 }

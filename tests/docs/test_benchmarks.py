@@ -201,9 +201,10 @@ def test_pairs_that_are_apart_have_an_order():
 
 
 def test_faults(printed):
-    """A mutant and a flipped bit need no processes; the others are those of tests of handlers and runs."""
-    rows = printed("faults", "--trials", "3", "--faults", "mutant", "flip")
-    assert [(row["fault"], row["trials"]) for row in rows] == [("mutant", 3), ("flip", 3)]
+    """These need no processes; the others are those of tests of handlers and runs."""
+    faults = ["mutant", "flip", "memory-flip", "memory-lost"]
+    rows = printed("faults", "--trials", "3", "--faults", *faults)
+    assert [(row["fault"], row["trials"]) for row in rows] == [(fault, 3) for fault in faults]
     assert all(row[key] == 0 for row in rows for key in ("hangs", "aborts", "corrupt", "unnamed"))
     assert all(0 <= row["median_s"] <= row["max_s"] < 5 for row in rows)
 
