@@ -110,8 +110,11 @@ LAYOUT = {
     "fpipe.interop.modules": "interop.sharding stages plan errors",
     "fpipe.interop.splitting": "interop.modules autodiff.graph stages devices plan errors",
     "fpipe.interop.checkpoints.manifest": "",
+    "fpipe.interop.checkpoints.slots": "",
+    "fpipe.interop.checkpoints.leftovers": "interop.checkpoints.slots",
     "fpipe.interop.checkpoints": (
-        "interop.checkpoints.manifest interop.modules store handlers handlers.distributed stages _format plan errors"
+        "interop.checkpoints.manifest interop.checkpoints.slots interop.modules store handlers handlers.distributed "
+        "stages _format plan errors"
     ),
     "fpipe.interop.elasticity": (
         "schedules handlers handlers.distributed store stages programs _format costs plan effects errors"
@@ -124,8 +127,8 @@ LAYOUT = {
     "fpipe.interop.torch_pipe": "interop.modules stages errors",
     "fpipe.interop.transformers": "interop.splitting interop.modules stages errors",
     "fpipe.cli": (
-        "schedules interop.torch_csv interop.checkpoints.manifest tensorboard.files tensorboard.server "
-        "flight timelines programs _format _version tables costs plan effects errors"
+        "schedules interop.torch_csv interop.checkpoints.manifest interop.checkpoints.leftovers tensorboard.files "
+        "tensorboard.server flight timelines programs _format _version tables costs plan effects errors"
     ),
     "fpipe.__main__": "cli",
     "fpipe.tensorboard.files": "_format timelines programs tables plan effects errors",
@@ -151,6 +154,8 @@ TORCH_FREE = [
     "tensorboard.server",
     "interop.torch_csv",
     "interop.checkpoints.manifest",
+    "interop.checkpoints.slots",
+    "interop.checkpoints.leftovers",
     "cli",
 ]
 

@@ -1,16 +1,18 @@
-"""`fpipe checkpoint`: look at checkpoints on disk. No torch."""
+"""`fpipe checkpoint`: look at checkpoints on disk, and in memory. No torch."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fpipe._format import format_bytes
 from fpipe.cli.app import CommandError, app, verb
 from fpipe.cli.options import Json
 from fpipe.cli.output import print_json, progress, show
+from fpipe.interop.checkpoints.leftovers import leftovers
 from fpipe.interop.checkpoints.manifest import CheckpointError, Manifest, chosen
 
-checkpoint = typer.Typer(help="Checkpoints on disk.", no_args_is_help=True)
+checkpoint = typer.Typer(help="Checkpoints on disk, and in memory.", no_args_is_help=True)
 app.add_typer(checkpoint, name="checkpoint")
 WORDS = {True: "right", False: "damaged", None: "has no hash"}
 
@@ -45,3 +47,34 @@ def verify(
         show(listing, str(manifest.path))
     if wrong := [row["name"] for row in rows if row["state"] == WORDS[False]]:
         raise CommandError(f"{manifest.path} is damaged: {', '.join(wrong)} changed since it was saved")
+
+
+@verb("fpipe checkpoint memory", "fpipe checkpoint memory checkpoints --clear", group=checkpoint)
+def memory(
+    folder: Annotated[Path | None, typer.Argument(help="Checkpoints on disk: only those that belong to them.")] = None,
+    shared: Annotated[Path, typer.Option(help="The folder of shared memory.")] = Path("/dev/shm"),
+    clear: Annotated[bool, typer.Option("--clear", help="Remove those that no living process has.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the memory checkpoints on this host, of this user, or of all users for root.
+
+    A job that torchrun is starting again has no process for some seconds: --clear then makes it go on from disk.
+    """
+    rows: list[dict[str, Any]] = []
+    for each in leftovers(shared, folder):
+        state = "in use" if each.processes else "removed" if clear and each.remove() else "left"
+        rows.append({**vars(each), "folder": str(each.folder), "state": state})
+    if as_json:
+        print_json(rows)
+        return
+    if not rows:
+        typer.echo(f"no memory checkpoints in {shared}{f' of {folder}' if folder else ''}")
+        return
+    from fpipe.cli.tables import table
+
+    columns = ["user", "job", "step", "bytes", "state", "processes", "checkpoints", "folder"]
+    listing = table(columns, words=[name for name in columns if name not in ("step", "bytes")])
+    for row in rows:
+        values = row | {"bytes": format_bytes(row["bytes"]), "processes": ", ".join(map(str, row["processes"]))}
+        listing.add_row(*("" if values[name] is None else str(values[name]) for name in columns))
+    show(listing, f"memory checkpoints in {shared}")

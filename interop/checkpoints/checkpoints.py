@@ -26,7 +26,16 @@ from fpipe.errors.arguments import checked
 from fpipe.errors.tracebacks import warn
 from fpipe.handlers.distributed.beside import RowsOfPeers, beside
 from fpipe.handlers.protocol import Handler, Peers
-from fpipe.interop.checkpoints.choice import Choice, Report, choice_of, job_of, note, saved_in
+from fpipe.interop.checkpoints.choice import (
+    JOB,
+    Choice,
+    Report,
+    choice_of,
+    job_of,
+    memory_of,
+    note,
+    saved_in,
+)
 from fpipe.interop.checkpoints.claims import UNFINISHED, Claim
 from fpipe.interop.checkpoints.completeness import Missing, check_complete, missing_entries, nonpersistent
 from fpipe.interop.checkpoints.loading import LoadPlan, Reader
@@ -34,6 +43,7 @@ from fpipe.interop.checkpoints.manifest import CheckpointError, checkpoints, las
 from fpipe.interop.checkpoints.memory import Memory, MemoryCheckpoints
 from fpipe.interop.checkpoints.names import Name, dotted, entries, kind_of, sections_of, state_of, storable
 from fpipe.interop.checkpoints.room import Want
+from fpipe.interop.checkpoints.slots import stored_in
 from fpipe.interop.checkpoints.storage import CheckpointReader, opened, sealed, written
 from fpipe.plan import Plan
 from fpipe.stages.pipeline import Pipeline
@@ -260,6 +270,8 @@ class Checkpoints:
             Exception: those of `load`.
         """
         if self._memory is None:
+            if self._is_first:
+                self._mention_memory()
             return None if self.latest() is None else self.load(**sections)
         self._begin("resume")
         memory = self._memory
@@ -268,7 +280,8 @@ class Checkpoints:
             if not self._is_first:
                 return memory.report(self._sections(**sections), None)
             saved, step = saved_in(next(reversed(checkpoints(self.folder)), None))
-            return memory.report(self._sections(**sections), (job_of(self.folder, saved), token_hex(8), saved, step))
+            job = job_of(self.folder, memory.folder, saved)
+            return memory.report(self._sections(**sections), (job, token_hex(8), saved, step))
 
         _, reports = self._agree(report, "resume")
         choice = choice_of(reports, self._number)
@@ -282,6 +295,16 @@ class Checkpoints:
             memory.withdraw()
             raise
         return loaded
+
+    def _mention_memory(self) -> None:
+        """Warn of memory checkpoints on this host that no run will load or remove."""
+        folder = memory_of(self.folder)
+        steps = [] if folder is None else [stored.step for stored in stored_in(folder)]
+        if steps:
+            warn(
+                f"{folder} has memory checkpoints of this run, up to step {max(steps)}: pass Checkpoints(memory=) to "
+                f"go on with them, or remove them by `fpipe checkpoint memory {self.folder} --clear` on each host"
+            )
 
     def _newest(
         self, choice: Choice, reports: Sequence[Report], sections: Mapping[str, Any]
@@ -297,7 +320,12 @@ class Checkpoints:
             except CheckpointError as error:  # on every rank
                 log.warning("step %d in memory can't be loaded: %s", source[1], error)
                 continue
-            log.info("step %d loaded from memory", source[1])
+            log.info("step %d loaded from memory, %s", source[1], self._memory.folder)
+            if self._is_first and not choice.saved:
+                log.warning(
+                    "the run goes on with step %d, from memory (%s): nothing is saved in %s; to begin anew, remove %s",
+                    *(source[1], self._memory.folder, self.folder, self.folder / JOB),
+                )
             return source, loaded
         return None, self.load(**sections) if choice.saved else None
 
@@ -425,9 +453,10 @@ class Checkpoints:
             yield
             return
         number = number_of(Path(unfinished.name.removeprefix(UNFINISHED)))
-        note(self.folder, self._memory.job, saved_in(next(reversed(checkpoints(self.folder)), None))[0], number)
+        noted = partial(note, self.folder, self._memory.folder, self._memory.job)
+        noted(saved_in(next(reversed(checkpoints(self.folder)), None))[0], number)
         yield
-        note(self.folder, self._memory.job, number)
+        noted(number)
 
     @property
     def _number(self) -> int:

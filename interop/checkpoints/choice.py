@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from fpipe.interop.checkpoints.manifest import NUMBERED, CheckpointError
 from fpipe.interop.checkpoints.neighbours import Transfer, neighbours
 
-JOB = ".memory"  # the file, beside the checkpoints, with the name of the job and the last one that it has saved
+JOB = "memory.json"  # the file, beside the checkpoints, by which what is in memory belongs to them
 
 
 class Choice(NamedTuple):
@@ -80,29 +80,37 @@ def choice_of(reports: Sequence[Report], number: int) -> Choice:
     )
 
 
-def job_of(checkpoints: Path, saved: int) -> str:
-    """Return the name of the job that saves into a folder.
+def job_of(checkpoints: Path, memory: Path, saved: int) -> str:
+    """Return the name of the job that saves into a folder, and has a folder in memory.
 
     It is new where the folder is, and where its last checkpoint is not the one that the job has saved last: it was
-    removed, or something else was saved since. Then what is in memory does not belong to what is on disk.
+    removed, or something else was saved since. Then what is in memory does not belong to what is on disk. Where nothing
+    was saved yet, it is as long as the file is there: removing all that a user sees begins anew.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         content = json.loads((checkpoints / JOB).read_bytes())
         if saved in content["saved"]:
             return str(content["job"])
     checkpoints.mkdir(parents=True, exist_ok=True)
-    return note(checkpoints, secrets.token_hex(8), saved)
+    return note(checkpoints, memory, secrets.token_hex(8), saved)
 
 
-def note(checkpoints: Path, job: str, *saved: int) -> str:
-    """Write the name of a job, and the number of the checkpoint that it has saved last; return the name.
+def note(checkpoints: Path, memory: Path, job: str, *saved: int) -> str:
+    """Write the name of a job, its folder in memory, and the number of what it has saved last; return the name.
 
     While one is sealed there are two numbers: a process that is killed then leaves either.
     """
-    unfinished = checkpoints / f"{JOB}.unfinished"
-    unfinished.write_text(json.dumps({"job": job, "saved": saved}))
+    unfinished = checkpoints / f".{JOB}.unfinished"
+    unfinished.write_text(json.dumps({"job": job, "memory": str(memory), "saved": saved}))
     unfinished.replace(checkpoints / JOB)
     return job
+
+
+def memory_of(checkpoints: Path) -> Path | None:
+    """Return the folder in memory of the job that saves into a folder; None if it has none."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return Path(json.loads((checkpoints / JOB).read_bytes())["memory"])
+    return None
 
 
 def saved_in(checkpoint: Path | None) -> tuple[int, int]:

@@ -362,7 +362,7 @@ class MemoryCheckpoints:
         assert self._choice is not None
         assert self._layout is not None
         table = {
-            "checkpoints": str(self._checkpoints),
+            "checkpoints": str(self._checkpoints.resolve()),
             "job": self._choice.job,
             "process": os.getpid(),
             "holds": self._held,

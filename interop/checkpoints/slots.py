@@ -34,6 +34,7 @@ MAGIC = b"fpipe m1"
 SIZES = struct.Struct("<8sqqq")  # magic; bytes of the table, of the room for values, of the tensors
 RECORD = struct.Struct("<qqqQI")  # attempt and step; bytes of the values; checksums of the tensors, of all the rest
 CRC = struct.Struct("<I")  # of the record
+FLOCK = "hhqqi"  # `struct flock` of Linux on 64 bits: type, whence, start, length, process
 AT_RECORD, AT_TABLE, PAGE = 64, 4096, 4096
 GENERATIONS = 3  # files of a process, at most
 NAMED = re.compile(r"(\d{6})\.(?:[012]|unfinished)")
@@ -117,6 +118,17 @@ class Lock:
                 self._file = file
                 return True
             file.close()  # its owner has just removed it
+
+    @staticmethod
+    def owner(path: Path) -> int | None:
+        """Return the number of the process that has a lock, or 0 for one of another container; None if none has."""
+        try:
+            with path.open("rb") as file:
+                asked = struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+                kind, *_, owner = struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        except FileNotFoundError:
+            return None
+        return None if kind == fcntl.F_UNLCK else int(owner)
 
     def remove(self) -> None:
         """Give up the lock, and remove its file."""

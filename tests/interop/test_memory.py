@@ -1,12 +1,16 @@
 """A run that is killed goes on with the step that was in memory, to the same bits; nothing else is ever loaded."""
 
 import errno
+import getpass
+import json
 import logging
 import os
 import re
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 from unittest.mock import patch
 
 import pytest
@@ -211,11 +215,53 @@ def test_a_process_may_be_killed_when_a_checkpoint_is_sealed(begin, tmp_path, se
     assert (again.step, again.checkpoints._memory._choice.steps[0][1]) == (4, 4)
 
 
+def test_a_run_that_goes_on_with_nothing_on_disk_says_so_and_how_to_begin_anew(begin, tmp_path, caplog):
+    stopped(3, begin)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.json", "shm"]
+    assert begin()[0].step == 3
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "the run goes on with step 3, from memory (" in record.message
+    assert f"nothing is saved in {tmp_path}; to begin anew, remove {tmp_path}/memory.json" in record.message
+    (tmp_path / "memory.json").unlink()
+    assert begin()[0].step == 0
+
+
+def memory_command(path, *words):
+    """`fpipe checkpoint memory` in a process of its own: locks hold between processes."""
+    command = [sys.executable, "-m", "fpipe", "checkpoint", "memory", "--shared", str(path / "shm"), *map(str, words)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "250"}
+    ).stdout
+
+
+def test_the_command_lists_memory_checkpoints_and_removes_what_no_process_has(begin, tmp_path):
+    run = stopped(4, begin)
+    (row,) = json.loads(memory_command(tmp_path, "--clear", "--json"))
+    assert (row["state"], row["processes"], row["step"]) == ("in use", [os.getpid()], 4)
+    assert (row["checkpoints"], row["job"]) == (str(tmp_path), run.checkpoints._memory.job)
+    assert row["bytes"] == sum(path.stat().st_size for path in files_of(parts(tmp_path)[0]))
+    assert row["user"] == getpass.getuser()
+    assert parts(tmp_path)[1] == [3, 4]
+    run.checkpoints._memory._lock._file.close()  # as when the process ends
+    assert " left " in memory_command(tmp_path)
+    assert "no memory checkpoints in" in memory_command(tmp_path, tmp_path / "other", "--clear")
+    assert " removed " in memory_command(tmp_path, tmp_path, "--clear")
+    assert [*(tmp_path / "shm").iterdir()] == []
+
+
 def test_what_another_run_saved_is_not_passed_over(begin, tmp_path):
-    """A run without memory checkpoints went on from disk, to an earlier step than that in memory."""
+    """A run without memory checkpoints went on from disk, to an earlier step than that in memory; and warned of it."""
     stopped(9, begin)
-    stopped(7, lambda: run_jobs.begin(tmp_path, handlers.Local()))
-    run, *_ = run_jobs.begin(tmp_path, handlers.Local())
+
+    def on_disk():
+        return run_jobs.begin(tmp_path, handlers.Local())
+
+    with pytest.warns(UserWarning, match=r"memory checkpoints of this run, up to step 9: pass Check.*=\) to") as caught:
+        stopped(7, on_disk)
+    assert f"remove them by `fpipe checkpoint memory {tmp_path} --clear` on each host" in str(caught[0].message)
+    with pytest.warns(UserWarning, match="memory checkpoints of this run"):
+        run, *_ = on_disk()
     run.step = 8
     run.save()
     assert begin()[0].step == 8
