@@ -2,18 +2,19 @@
 
     python -m benchmarks.in_memory                      # 2 ranks, widths 256 and 512
     python -m benchmarks.in_memory --width 256 --json   # a list of objects, and nothing else
-    python -m benchmarks.in_memory --neighbour          # and a copy on another host, which a folder plays
 
 The model and data of `benchmarks.peers`, by 1F1B over gloo, one thread a process, with AdamW, fused and donated. A
 round runs a block of steps with memory checkpoints and one without, in alternating order. `ms` and `plain_ms` are
 medians of the rounds, by the clock; `ratio` is the median of the rounds' ratios. `cpu_ratio` is that of the processor
-time of rank 0, which other programs disturb less: a step's median with the time of a checkpoint, over the step's.
-`write_ms` is the processor time of a checkpoint, and `bytes` its size.
+time of rank 0 in the same blocks, all its threads, which other programs disturb less. `write_ms` is the processor time
+of a checkpoint in the thread that trains, and `bytes` its size. Each width has two rows: with `neighbour` each rank
+plays a host, and sends its checkpoints to the other one, through the loopback, while the next step runs.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import pathlib
 import statistics
 import tempfile
@@ -54,9 +55,9 @@ class Training:
 
     def step_and_write(self) -> None:
         self.step()
-        start = time.process_time()
+        start = time.thread_time()
         self.checkpoints.keep_in_memory(params=self.params, optimizer=self.optimizer, step=self.number)
-        self.write_seconds.append(time.process_time() - start)
+        self.write_seconds.append(time.thread_time() - start)
 
     @property
     def bytes(self) -> int:
@@ -76,15 +77,15 @@ def block(step: Callable[[], object], steps: int) -> tuple[float, float]:
 
 
 def job(
-    rank: int, ranks: int, widths: Sequence[int], rounds: int, folder: str, shared: str
+    rank: int, ranks: int, widths: Sequence[int], rounds: int, folder: str, hosts: str
 ) -> Iterator[list[dict[str, Any]]]:
-    """Run one process: yield a row for every width, as measured on rank 0.
+    """Run one process: yield two rows for every width, as measured on rank 0.
 
     Args:
-        shared: a folder in shared memory where each rank plays a host of its own; by default all are on one.
+        hosts: a folder in shared memory where each rank plays a host of its own.
     """
     handler = handlers.Distributed(timeout=models.TIMEOUT)
-    for width in widths:
+    for width, shared in itertools.product(widths, ("", hosts)):
         training, steps = Training(rank, ranks, width, handler, folder, shared), max(1, 1024 // width)
         ways = [training.step_and_write, training.step]
         for way in ways * 2:
@@ -106,7 +107,7 @@ def job(
                 "ms": 1e3 * statistics.median(kept[0] for kept, _ in times),
                 "plain_ms": 1e3 * statistics.median(plain[0] for _, plain in times),
                 "ratio": statistics.median(kept[0] / plain[0] for kept, plain in times),
-                "cpu_ratio": 1 + statistics.median(writes) / statistics.median(plain[1] for _, plain in times),
+                "cpu_ratio": statistics.median(kept[1] / plain[1] for kept, plain in times),
                 "write_ms": 1e3 * statistics.median(writes),
                 "bytes": training.bytes,
                 "rounds": rounds,
@@ -116,7 +117,10 @@ def job(
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     for r in rows:
-        print("width {width}, {ranks} ranks: {ms:.1f} ms a step, {plain_ms:.1f} without".format(**r), end="")
+        print(
+            "width {width}, {ranks} ranks{0}: {ms:.1f} ms a step, ".format(", neighbour" * r["neighbour"], **r), end=""
+        )
+        print("{plain_ms:.1f} without".format(**r), end="")
         print(", ratio {ratio:.3f}, of processor time {cpu_ratio:.3f}".format(**r), end="")
         print("; {write_ms:.2f} ms for a checkpoint of {0:.1f} MiB".format(r["bytes"] / 2**20, **r), flush=True)
 
@@ -125,12 +129,11 @@ def main() -> None:
     parser = models.parser(__doc__, rounds=11, limit=1800)
     parser.add_argument("--ranks", type=int, nargs="+", choices=models.RANKS, default=[2])
     parser.add_argument("--width", type=int, nargs="+", choices=models.WIDTHS, default=[256, 512])
-    parser.add_argument("--neighbour", action="store_true", help="each rank plays a host, and sends them to the next")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
         for rank in range(max(options.ranks)):
             pathlib.Path(shared, str(rank)).mkdir()
-        arguments = options.width, options.rounds, folder, shared if options.neighbour else ""
+        arguments = options.width, options.rounds, folder, shared
         parts = (
             part for ranks in options.ranks for part in models.in_processes(job, ranks, *arguments, limit=options.limit)
         )
