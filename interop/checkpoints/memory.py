@@ -154,7 +154,7 @@ class MemoryCheckpoints:
         """
         make_private(self.folder)
         layout = Layout(sections, self._pipeline)
-        self._held = layout.holds
+        self._choice, self._held = None, layout.holds
         return {
             "host": host_of(self.folder),
             "holds": self._held,
@@ -247,6 +247,8 @@ class MemoryCheckpoints:
 
     def withdraw(self) -> None:
         """Give up what was claimed, as when another process was refused. The step that was loaded stays."""
+        if self._choice is None:
+            return
         if self._sender is not None:
             self._sender.close()
         for copy in self._copies:

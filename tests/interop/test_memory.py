@@ -305,6 +305,15 @@ def test_where_one_rank_is_refused_all_give_their_files_up(pools, tmp_path):
     assert [*(tmp_path / "shm").iterdir()] == []
 
 
+def test_a_start_that_fails_before_it_claims_files_leaves_them(begin, tmp_path):
+    stopped(4, begin)
+    claim = patch.object(memories.MemoryCheckpoints, "claim", side_effect=interop.CheckpointError("rank 1 is gone"))
+    with claim, pytest.raises(interop.CheckpointError, match="rank 1 is gone"):
+        begin()
+    assert parts(tmp_path)[1] == [3, 4]
+    assert begin()[0].step == 4
+
+
 GROUPS = {
     "v2": (
         "0::/a/b",
