@@ -42,6 +42,21 @@ def test_with_four_ranks_then_three_then_two_the_loss_curve_is_the_same_to_the_b
     assert "; before: 3 processes, zb-auto on Placement((0, 1, 2, 0))" in texts[2]
 
 
+@pytest.mark.parametrize("at", few([["2"], ["1", "3"]], [["1", "3"]]))
+def test_with_other_cuts_the_loss_curve_is_the_same_within_rounding(tmp_path, at):
+    """The job goes on with fewer stages than it had."""
+    whole, _ = elastic_jobs.with_cuts(tmp_path / "whole", ["1", "2", "3"], 6)
+    begun, first = elastic_jobs.with_cuts(tmp_path / "job", ["1", "2", "3"], 3)
+    assert begun[:3] == whole[:3]
+    losses, last = elastic_jobs.with_cuts(tmp_path / "job", at, 6)
+    assert losses == pytest.approx(whole, rel=1e-5)
+    assert min(whole) > 0
+    assert len({*whole}) == 6
+    assert first.text.split(":")[0] == "4 ranks"
+    assert last.plan.stages == last.plan.ranks == len(at) + 1
+    assert "; before: 4 processes" in last.text
+
+
 def test_fewer_hosts_go_on_from_their_memory_and_their_neighbours(pools, tmp_path, whole):
     """Each rank is a host, and the third one is lost: nothing was on disk, and no step is run again."""
     pools(3).run(elastic_jobs.on_hosts, str(tmp_path / "job"), 4)

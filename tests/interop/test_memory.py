@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -25,9 +26,10 @@ from fpipe.interop.checkpoints.memory_reader import MemoryReader
 from fpipe.interop.checkpoints.room import Room, room_in
 from fpipe.interop.checkpoints.slots import Slot, Stored, files_of, stored_in
 from tests.support import memory_jobs, run_jobs
-from tests.support.combinations import ALL
+from tests.support.combinations import ALL, thorough
 from tests.support.jobs import differences
 
+ROOT = Path(__file__).resolve().parents[2]
 EVERY = run_jobs.EVERY  # steps between two checkpoints on disk
 
 
@@ -388,7 +390,7 @@ def test_ranks_that_are_killed_go_on_with_the_newest_step_that_all_have(fresh_po
     assert not differences({**ends[0]["params"], **ends[1]["params"]}, expected["params"])
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_host_whose_ranks_are_killed_may_be_replaced(fresh_pool, pools, tmp_path):
     """Two steps may be on their way to the other host."""
     for at in (3, 6):
@@ -401,6 +403,22 @@ def test_a_host_whose_ranks_are_killed_may_be_replaced(fresh_pool, pools, tmp_pa
     assert begun[0] == begun[1] >= 6 - 2
     expected = run_jobs.train(*run_jobs.begin(tmp_path / "whole", handlers.Local()), total=30)
     assert not differences({**ends[0]["params"], **ends[1]["params"]}, expected["params"])
+
+
+@thorough
+def test_a_job_under_torchrun_loses_the_step_that_ran_and_no_other(tmp_path):
+    """A rank is killed in two starts; on disk is each fifth step."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    command = [sys.executable, *words, "--monitor-interval", "0.1", memory_jobs.__file__, str(tmp_path / "job")]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    began = sorted((path.name, path.read_text()) for path in (tmp_path / "job").glob("began-*"))
+    assert began == [(f"began-{start}-{rank}", str(6 * start)) for start in range(3) for rank in range(2)]
+    whole = run_jobs.train(*run_jobs.begin(tmp_path / "whole", handlers.Local()), total=20)
+    for rank in range(2):
+        assert not differences(torch.load(tmp_path / "job" / f"end-{rank}.pt")["params"][rank], whole["params"][rank])
+    assert [*(tmp_path / "job" / "shm").iterdir()] == []
 
 
 @pytest.mark.parametrize("_", range(3))

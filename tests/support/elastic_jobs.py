@@ -12,6 +12,7 @@ import optree
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 import fpipe
 from fpipe import Costs, Pipeline, handlers, interop
@@ -89,6 +90,23 @@ def on_hosts(rank, folder, until=TOTAL):
         dist.barrier()
         time.sleep(0.2)  # until the last copies have come
         return {"params": {}}
+
+
+def with_cuts(folder, at, until):
+    """Train a module that is cut at some layers, with a rank for each stage: the losses of all starts."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)))
+    pipeline, params = interop.split(module, at=at, example=torch.zeros(2, 3), loss=mse)
+    job = interop.elastic(pipeline, MICROBATCHES, handler=handlers.Local(), ranks=len(at) + 1, folder=folder)
+    adam = interop.optimizer(torch.optim.Adam, lr=0.1)
+    checkpoints = interop.Checkpoints(folder, pipeline, job.plan, handler=job.handler)
+    run = interop.resume(checkpoints, params=params, optimizer=adam.init(params), losses=torch.zeros(TOTAL))
+    step = fpipe.value_and_grad(pipeline, job.schedule, job.plan, handler=job.handler)
+    for i in run.steps(until):
+        loss, grads = step(run.params, *batch(i))
+        run.params, run.optimizer = adam.update(grads, run.optimizer, run.params)
+        run.losses = run.losses.index_fill(0, torch.tensor(i), loss.item())
+    return run.losses.tolist(), job
 
 
 def choose(rank, options_of_ranks):

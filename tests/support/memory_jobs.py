@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -193,6 +194,20 @@ def killed(rank, folder, at, apart=False):
     run_jobs.train(*joined(rank, folder, apart, True), killing, total=10**9)
 
 
+def main(folder):
+    """A rank of a job under torchrun whose rank 1 is killed in the seventh step of the first two starts."""
+    run, *rest = begin(folder, handlers.auto(timeout=20))
+    handler, restarts = run.checkpoints.handler, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    first = run.step
+    Path(folder, f"began-{restarts}-{handler.rank}").write_text(str(first))
+
+    def killed(i):
+        if restarts < 2 and i == first + 6 and handler.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save(run_jobs.train(run, *rest, killed, total=20), Path(folder, f"end-{handler.rank}.pt"))
+
+
 def write_for_ever(rank, folder):
     """Write the numbers of steps until the process is killed, which may be at any moment once the first is written."""
     run, *_ = begin(folder, handlers.Local())
@@ -203,3 +218,7 @@ def write_for_ever(rank, folder):
         run.params = {s: {"w": torch.full((3, 3), float(run.step))} for s in range(2)}
         run.order = torch.full((100_000,), run.step)
         run.checkpoints.keep_in_memory(**run._sections)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
