@@ -9,7 +9,11 @@ from tests.support import stage_group_jobs as jobs
 from tests.support.combinations import few, sample, thorough
 
 GRACE = 5.0  # seconds on a busy machine
-REASONS = {"killed": "did not give a reason", "stopped": "does not answer within timeout=2 s: its process is stopped"}
+REASONS = {
+    "killed": "did not give a reason",
+    "ended": "did not give a reason",
+    "stopped": "does not answer within timeout=2 s: its process is stopped",
+}
 
 
 @pytest.mark.parametrize("shape", sample([(1, 2), (2, 2), (1, 3), (2, 2, 2)], [(1, 2)]), ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
@@ -37,7 +38,7 @@ def made(shape, timeout):
 
 
 def lost(rank, shape, fault, timeout):
-    """The last process is killed or stopped before its third step, or leaves before its first one.
+    """The last process is killed or stopped before its third step, or its script ends; or it is late for the first one.
 
     What another one is told, and after how many seconds.
     """
@@ -49,6 +50,9 @@ def lost(rank, shape, fault, timeout):
         if rank == victim and fault == "elsewhere":
             time.sleep(timeout + 0.5)
             return None
+        if rank == victim and i == 2 and fault == "ended":
+            atexit._run_exitfuncs()  # as an interpreter does, of which a process of multiprocessing ends without
+            os._exit(0)
         if rank == victim and i == 2:
             os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[fault])
         if i == 2:

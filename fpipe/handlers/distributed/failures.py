@@ -98,13 +98,13 @@ class Failures:
                 return self._pieces.get(group)
         return None
 
-    def host_has_ended(self) -> bool:
-        """Return whether the process of rank 0 hosts the job's store, and has ended."""
+    def host_failure(self) -> StoreError | None:
+        """Return the error of the job's store, where the process of rank 0 hosts it and is stopped or has ended."""
         try:
             self.jobs.has("failed")
         except StoreError as error:
-            return error.has_ended and is_hosted_by_rank_0()
-        return False
+            return error if is_hosted_by_rank_0() else None
+        return None
 
     @contextmanager
     def quietly(self) -> Iterator[None]:

@@ -64,6 +64,11 @@ class Groups:
         """Return which rank's process has ended, or which one beside, if a lifeline knows one."""
         return next((line.lost for line in self._lifelines if line.lost is not None), None)
 
+    def left_beside(self) -> str | None:
+        """Return which process beside has closed its handler, if a lifeline knows one."""
+        lines = (group.lifeline for group in self.beside)
+        return next((line.following for line in lines if line is not None and line.has_left), None)
+
     @property
     def _lifelines(self) -> list[Lifeline]:
         return [line for line in (self.lifeline, *(group.lifeline for group in self.beside)) if line is not None]

@@ -25,7 +25,9 @@ class Lifeline:
     Args:
         on_loss: is called with the reason, in a thread of its own.
         name: of a rank, for messages.
-        lost: why the next rank is gone, once it is.
+        following: the name of the next rank.
+        lost: why it is gone, once it is.
+        has_left: whether it has said goodbye, as where its script has ended.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class Lifeline:
             else:
                 self._watched = group
         self.lost: str | None = None
+        self.following, self.has_left = name(following), False
         self._closing, self._on_loss = False, on_loss
         reason = (
-            f"{name(following)} did not give a reason: did its script end, or was its process killed? {name(rank)} "
+            f"{self.following} did not give a reason: did its script end, or was its process killed? {name(rank)} "
             "noticed it: their connection closed"
         )
         threading.Thread(target=self._watch, args=(reason,), daemon=True, name="fpipe-lifeline").start()
@@ -58,6 +61,7 @@ class Lifeline:
     def _watch(self, reason: str) -> None:
         try:
             self._watching.recv([torch.empty(1)], 1, 0).wait(FOREVER)
+            self.has_left = True
         except RuntimeError:
             if not self._closing:
                 self.lost = reason

@@ -203,9 +203,13 @@ class Steps:
     def _loss(self, lost: PeerLost) -> str:
         """Return which rank is gone, and how this one noticed it."""
         failures, known = self.failures, self._known(lost)
-        peer = "a process" if lost.is_other else "a peer" if known is None else failures.grid.name(known)
-        if failures.host_has_ended():  # the others end their connections because they can't reach it
+        beside = self.connections.groups.left_beside() or "a process"
+        peer = beside if lost.is_other else "a peer" if known is None else failures.grid.name(known)
+        host = failures.host_failure()  # where it is gone, the others end their connections because they can't reach it
+        if host is not None:
             peer = f"{failures.grid.name(0)}, whose process has the job's store,"
+        if host is not None and not host.has_ended:
+            return f"{peer} does not answer: is its process stopped? {failures.name} noticed it while {lost}"
         return (
             f"{peer} did not give a reason: did its script end, or was its process killed? {failures.name} noticed it "
             f"while {lost}"
@@ -224,7 +228,8 @@ class Steps:
         a collective with processes that are no ranks of the handler, whose reasons come by way of some that are.
         """
         failures, groups = self.failures, self.connections.groups
-        until = time.monotonic() + (3.0 if lost.is_other else 1.0 if self._known(lost) is None else 0.2)
+        is_known = groups.left_beside() if lost.is_other else self._known(lost) is not None
+        until = time.monotonic() + (0.2 if is_known else 3.0 if lost.is_other else 1.0)
         for _ in failures.jobs.polls(until):
             if failures.ended is None:
                 failures.ended, recorded = failures.read() or (None, [])
