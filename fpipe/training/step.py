@@ -153,7 +153,8 @@ class Step:
         loss_scale: LossScale | None,
     ) -> Any:
         if self.captured is None:
-            computed = self.compute(params, batch, target, state, rng, loss_scale)
+            run = self.compute_on_all if self.checks else self.compute
+            computed = run(params, batch, target, state, rng, loss_scale)
         else:
             _, computed = self.captured(params, batch, target, state, rng, loss_scale)
         if self.checks:  # of gradients that are scaled, not finite only means that the scale is too large
@@ -178,6 +179,14 @@ class Step:
             inputs = replace(inputs, rng=self.pieces.seed.seeder(inputs.rng))
         computed = _compute(self.spec, self.checked_run, inputs)
         self.notices.on_step_end(computed.outcome)
+        return computed
+
+    def compute_on_all(self, *arguments: Any) -> Computed:
+        """Run the programs as they are, and wait until every rank has: a rank that fails is a failure of all."""
+        with self.replays.step():
+            computed = self.compute(*arguments)
+            if self.handler.peers is not None:
+                self.handler.check()
         return computed
 
     def value(self, computed: Computed) -> Any:

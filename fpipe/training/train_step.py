@@ -165,7 +165,9 @@ class TrainStep:
             updated, computed = self.captured(params, batch, target, state, rng, loss_scale, more)
             self._check(computed, None, updated.sums, loss_scale)
         else:
-            computed = self.differentiate.compute(params, batch, target, state, rng, loss_scale)
+            exchanges = self.max_norm is not None or self._is_guarded(loss_scale)
+            run = self.differentiate.compute_on_all if exchanges else self.differentiate.compute
+            computed = run(params, batch, target, state, rng, loss_scale)
             sums = self._sums(computed, loss_scale)
             self._check(computed, computed.gradients, sums, loss_scale)
             choose = skipping.on_host if self.skips or loss_scale is not None else None

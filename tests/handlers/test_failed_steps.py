@@ -1,9 +1,11 @@
 """A step that fails is no end: the next one has the reference's bits, on the same traces and connections."""
 
+import re
+
 import pytest
 
 from tests.support import recovery_jobs
-from tests.support.combinations import ALL, PAIRS
+from tests.support.combinations import ALL, PAIRS, sample
 
 KINDS = ("argument", "first", "middle", "last", "interrupt", "two", "again")
 
@@ -18,6 +20,8 @@ def forgotten(pools):
 def kinds_of(way):
     """Kinds of faults, each with the rank at fault, which alternates: by default every fourth one under each way."""
     kinds = ("argument", "interrupt") if way == "captured" else KINDS
+    if way not in recovery_jobs.TOGETHER:
+        kinds = tuple(kind for kind in kinds if kind != "last")
     number = recovery_jobs.WAYS.index(way)
     every = 2 if PAIRS else 4
     chosen = kinds if ALL or len(kinds) == 2 else kinds[number % every :: every]
@@ -76,7 +80,44 @@ def test_a_step_whose_results_one_rank_has_ends_the_handler(pools):
     assert (first[0], second[0]) == ("", "KeyboardInterrupt: stopped")
     for error in (*first[1:], *second[1:]):
         assert "TransportError" in error
-        assert "rank 1 failed in a step that rank 0 had ended" in error
+        assert re.search(r"rank 1 failed in step \d+ of this handler, which rank 0 had ended", error)
+
+
+def test_a_rank_returns_when_its_own_program_has_ended(pools):
+    """It has the loss, and waits for the other rank only where it asks."""
+    (own, settled, same), (late, _, _) = pools(2).run(recovery_jobs.returned_early, 1.0)
+    assert own < 0.7 < 1.0 <= late
+    assert settled > 0.9
+    assert same
+
+
+@pytest.mark.parametrize("call", sample(["step", "check", "norm"], ["step", "norm"]))
+def test_a_failure_of_a_step_that_a_rank_has_ended(pools, call):
+    """The rank learns it in its next call, which names the rank and the step; the handler has then ended."""
+    (first, second, third), (own, after) = pools(2).run(recovery_jobs.failed_late, call)
+    assert first == ""
+    assert own.startswith("StageError: rank 1, stage 1, microbatch 2: BackwardWeight raised ArithmeticError: by 1")
+    for error in (second, third, after):
+        assert re.search(r"rank 1 failed in step \d+ of this handler, which rank 0 had ended", error), error
+        assert "ArithmeticError: by 1" in error
+
+
+def test_a_step_that_clips_ends_on_all_ranks_or_on_none(pools):
+    first, second = pools(2).run(recovery_jobs.failed_before_the_norm)
+    assert first[0].startswith("TransportError: rank 0 can't finish the step, for a peer can't: rank 1, stage 1")
+    assert second[0].startswith("StageError: rank 1, stage 1, microbatch 2")
+    assert (first[1], second[1]) == ("", "")
+
+
+def test_a_rank_that_is_done_leaves_when_the_others_are(pools):
+    assert pools(2).run(recovery_jobs.left_at_once) == ["", ""]
+
+
+def test_a_rank_killed_after_another_one_has_returned_is_named(fresh_pool):
+    first, _ = fresh_pool(2).outcomes(recovery_jobs.killed_late)
+    assert first.error is None, first.text
+    assert first.value[0] == ""
+    assert "rank 0 can't go on: rank 1 did not give a reason" in first.value[1]
 
 
 @pytest.mark.skipif(not ALL, reason="200 faults in a row take minutes: FPIPE_TESTS=all runs them")

@@ -6,11 +6,15 @@ import functools
 import gc
 import os
 import random
+import signal
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
+
+import torch
 
 import fpipe
 from fpipe import handlers, interop
@@ -30,11 +34,15 @@ MICROBATCHES = 3
 GRID = replica_jobs.Grid("dp2 pp2")
 REPLICATED = {"replicas": None, "shards": "least"}
 WAYS = ("graph", "eager", "train", "captured", "pieces", "evaluate", "gathered", "recorded", *REPLICATED)
+TOGETHER = ("train", "captured", "evaluate", "gathered", "recorded")
+"""Ways in which a rank that fails in its last effect fails the step of all: they end it together, or can repeat it."""
 ERRORS = (fpipe.StageError, fpipe.TransportError, KeyboardInterrupt)
 
 kept_alive = []
 armed = {}
 """Effect -> the error that it raises, once, on this rank."""
+slow = {}
+"""Effect -> the seconds for which it sleeps, in each step of this rank."""
 
 
 def failing(function):
@@ -44,6 +52,8 @@ def failing(function):
         run = function(calls, effect)
 
         def call():
+            if effect in slow:
+                time.sleep(slow[effect])
             if error := armed.pop(effect, None):
                 raise error
             return run()
@@ -279,6 +289,92 @@ def ended_by_one(rank):
     return errors
 
 
+class Drain:
+    """Two ranks, of which rank 1 has one weight gradient left when rank 0 has ended its program.
+
+    Args:
+        seconds: for which that weight gradient sleeps.
+    """
+
+    def __init__(self, rank, seconds):
+        self.rank, self.seconds = rank, seconds
+        self.handler = handlers.Distributed(timeout=10, functions=FAILING)
+        self.case, self.generator, self.plan = cases.make("linear", "zb_h1", 2, MICROBATCHES)
+        self.arguments = cases.own(self.case, self.plan, rank)[:3]
+        self.last = fpipe.effects.BackwardWeight(1, MICROBATCHES - 1)
+        options = {"handler": self.handler, "autodiff": "eager"}
+        self.step = fpipe.value_and_grad(self.case.pipeline, self.generator, self.plan, **options)
+        sgd = interop.optimizer(torch.optim.SGD, lr=0.1)
+        train = fpipe.train_step(self.case.pipeline, self.generator, self.plan, sgd, max_norm=1.0, **options)
+        params, *data = self.arguments
+        self.train = lambda: train(params, sgd.init(params), *data)
+        self.step(*self.arguments)
+
+    def attempt(self, call, error=None):
+        """The error of a call whose last effect on rank 1 is slow, and raises one; its result; seconds."""
+        if self.rank == 1:
+            slow[self.last] = self.seconds
+            if error is not None:
+                armed[self.last] = error
+        start, result, text = time.monotonic(), None, ""
+        try:
+            result = call()
+        except ERRORS as raised:
+            text = f"{type(raised).__name__}: {raised}"
+        finally:
+            slow.clear()
+        return text, result, time.monotonic() - start
+
+    def attempt_step(self):
+        return self.attempt(lambda: self.step(*self.arguments))[0]
+
+
+def returned_early(rank, seconds):
+    """(seconds of a step, and with the wait for the other rank; whether its loss is that of the step before)."""
+    drain = Drain(rank, seconds)
+    loss, _ = drain.step(*drain.arguments)
+    _, (late, _), own = drain.attempt(lambda: drain.step(*drain.arguments))
+    start = time.monotonic()
+    drain.handler.check()
+    return own, own + time.monotonic() - start, bool(loss == late)
+
+
+def failed_late(rank, call):
+    """Rank 1 fails in its drain, when rank 0 has returned: the errors of that step, of a call, and of a step."""
+    drain = Drain(rank, 0.5)
+    calls = {
+        "step": lambda: drain.step(*drain.arguments),
+        "check": drain.handler.check,
+        "norm": lambda: fpipe.global_norm(drain.arguments[0], drain.plan, handler=drain.handler),
+    }
+    first, *_ = drain.attempt(calls["step"], ArithmeticError("by 1"))
+    errors = [first, *(drain.attempt(calls[name])[0] for name in (["step"] if rank else [call, "step"]))]
+    kept_alive.append(drain)  # else rank 1 may be gone when rank 0 asks
+    return errors
+
+
+def failed_before_the_norm(rank):
+    """Rank 1 fails in its drain of a step that clips: the errors of this step and of the next one."""
+    drain = Drain(rank, 0.5)
+    drain.train()
+    return [drain.attempt(drain.train, error)[0] for error in (ArithmeticError("by 1"), None)]
+
+
+def left_at_once(rank):
+    """Rank 0 gives its handler up when it has returned from a step in which rank 1 is still at work: the errors."""
+    text = Drain(rank, 0.5).attempt_step()
+    gc.collect()
+    return text
+
+
+def killed_late(rank):
+    """Rank 1 is killed in its drain, when rank 0 has returned: the errors of that step and of the next one."""
+    drain = Drain(rank, 2.0)
+    if rank == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return drain.attempt_step(), drain.attempt_step()
+
+
 def resources():
     """Open files and threads of this process."""
     gc.collect()
@@ -297,7 +393,8 @@ def attack(rank, ranks, ways, seed, steps):
         if (at := guilty.get(trained.connections.rank)) is not None:
             program = [e for e in trained.program if type(e) in FAILING]
             error = kinds[trained.connections.rank]
-            armed[program[int(at * len(program))]] = error(f"by {trained.connections.rank}")
+            reach = 1 if trained.way in TOGETHER else 0.5  # of the others, a rank may end a step that fails late
+            armed[program[int(at * reach * len(program))]] = error(f"by {trained.connections.rank}")
         stops = at if kinds.get(trained.connections.rank) is KeyboardInterrupt and trained.way == "captured" else None
         try:
             with replays_stopped(stops):

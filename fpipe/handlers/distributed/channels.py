@@ -35,6 +35,10 @@ from fpipe.handlers.distributed.wire import Payload, PayloadCodec
 from fpipe.handlers.protocol import Inputs
 
 
+def _nothing() -> None:
+    """Do nothing once the handshake is over."""
+
+
 @dataclass(eq=False, slots=True)
 class RecvRoute:
     """A value that is received.
@@ -121,6 +125,7 @@ class Channels:
         replicas: gathers and scatters, where there are replicas.
         digest: returns what every replica must have alike in this step, with values of params or without.
         has_compared_values: a step has compared the values of params.
+        agreed: is called once the handshake is over.
         early: receives that came before the end of the handshake, which is when they are posted; None after it.
         unposted: by rank, receives that wait for a signature: that of the first one.
         codecs: in the running step, by microbatch; those of values that belong to none are the last.
@@ -141,6 +146,7 @@ class Channels:
         self.replicas = None if replicas is None else replicas(self.agree)
         self.digest: Callable[[bool], dict[str, str]] = lambda has_values: {}
         self.has_compared_values = False
+        self.agreed: Callable[[], None] = _nothing
         self.receives: dict[tuple[fx.Value, int], RecvRoute] = {}
         self.stateful = stateful
         self.step = 0
@@ -256,6 +262,7 @@ class Channels:
             self.known.is_compared = self.has_compared_values = True
         for route in early:
             self._post(route)
+        self.agreed()
 
     def _look_up(self, names: list[Names]) -> None:
         """Find the signatures that are known in a step of these names, of each replica."""

@@ -387,12 +387,10 @@ class Connections:
     def abort(self) -> None:
         """Break all connections, so that peers that wait for this process get an error at once.
 
-        gloo closes its sockets when the last reference to a group goes: nothing else may keep one.
+        gloo closes its sockets when the last reference to a group goes: nothing else may keep one, and no exchange of
+        all ranks may be under way, for which gloo would wait.
         """
-        if self.backend.asynchronous:
-            self.groups.cut()
-        else:
-            self.groups.give_reason()
+        self.groups.cut(None if self.backend.asynchronous else ["control"])
         self.groups.is_cut = True
         self.groups.close()
 
@@ -478,19 +476,30 @@ class Connections:
         self._run_collective(lambda group: [group.allreduce([tensor], dist.ReduceOp.SUM)], None, purpose)
         return tensor
 
-    def gather(self, tensor: torch.Tensor, purpose: str) -> torch.Tensor:
-        """Return the equal tensors of all ranks, in their order, along a new first dimension."""
+    def post_gather(self, tensor: torch.Tensor, purpose: str) -> tuple[torch.Tensor, list[dist.Work]]:
+        """Post the gathering of the equal tensors of all ranks, in their order along a new first dimension.
+
+        The caller keeps both tensors until it is complete.
+        """
         if self.size == 1:
-            return tensor.unsqueeze(0)
+            return tensor.unsqueeze(0), []
         every = tensor.new_empty(self.size, *tensor.shape)
         arguments = as_bytes(every), as_bytes(tensor)
-        self._run_collective(lambda group: self.backend.all_gather(group, *arguments), None, purpose)
-        return every
+        return every, self._post_collective(lambda group: self.backend.all_gather(group, *arguments), None, purpose)
+
+    def wait_for_all(self, works: list[dist.Work], purpose: str) -> None:
+        """Wait for what `post_gather` has posted."""
+        if self.size > 1:
+            self.wait(works, None, purpose)
 
     def _run_collective(self, operation: Operation, peer: int | None, purpose: str, control: bool = False) -> None:
-        if self.size == 1:
-            return
+        if self.size > 1:
+            wait = self.wait_for_control if control else self.wait
+            wait(self._post_collective(operation, peer, purpose, control), peer, purpose)
 
+    def _post_collective(
+        self, operation: Operation, peer: int | None, purpose: str, control: bool = False
+    ) -> list[dist.Work]:
         def post() -> list[dist.Work]:
             if self.groups.is_cut:
                 raise PeerLost(peer, purpose)
@@ -498,8 +507,7 @@ class Connections:
             (works,) = self._post(peer, purpose, operation, [(group,)])
             return works
 
-        wait = self.wait_for_control if control else self.wait
-        wait(_launched(post), peer, purpose)
+        return _launched(post)
 
     def broadcast_payload(
         self, payload: Flat | None, source: int, purpose: str, codec: PayloadCodec | None

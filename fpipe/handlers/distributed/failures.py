@@ -31,11 +31,13 @@ class Failure(NamedTuple):
     Args:
         step: its number, counted over all steps and set-ups of the handler.
         reason: why, for the other ranks.
+        process: the number of the rank that failed.
         repeatable: running it changed nothing that a rank keeps, as of `evaluate`: ranks that had finished it go on.
     """
 
     step: int
     reason: str
+    process: int
     repeatable: bool = False
 
 

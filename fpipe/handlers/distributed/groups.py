@@ -2,7 +2,8 @@
 
 Invariants:
 - a graph with operations of a group is reset before the group ends: NCCL waits for the graphs that hold it;
-- groups that have not failed are closed when the device has done everything that was posted on them;
+- groups that have not failed are closed when all ranks have ended their programs, and the device has done everything
+  that was posted on them;
 - any thread may cut groups; the thread that posts gives them up, and begins the next epoch.
 """
 
@@ -26,6 +27,7 @@ from fpipe.handlers.distributed.stage_groups import StageGroup
 
 log = logging.getLogger("fpipe.transport")
 GLOO = Gloo()
+MOMENT = 0.001  # seconds between two looks at what other ranks have ended
 Key = Edge | str
 """An edge, the name of a lane, or "control" or "results"."""
 
@@ -40,6 +42,7 @@ class Groups:
         used: the keys of groups on which the running step has posted something.
         beside: the groups of processes that compute stages together with this one.
         lent: process groups of the caller, on which pieces of the running step have posted collectives.
+        ends: what tells this rank that the others have ended their programs, while it is under way.
         epoch: how often groups were made again after a failed step.
         is_cut: some groups of this epoch were cut.
         before_end: is called with the names of lent groups, and the keys of those beside, before they end: their other
@@ -52,6 +55,7 @@ class Groups:
         self.shared: dict[str, Any] = {}
         self.used: set[Key] = set()
         self.lent: set[Any] = set()
+        self.ends: list[Any] = []
         self.before_end: Callable[[list[str]], object] = list
         self.closed, self.is_cut, self.epoch = threading.Event(), False, 0
         self._cutting = threading.Lock()
@@ -102,6 +106,7 @@ class Groups:
         with self._cutting:
             self._end(keys)
         kinds: list[dict[Any, Any]] = [self.edges, self.lanes, self.shared]
+        self.ends.clear()  # a pending work would keep its connection open
         for key in keys:
             for groups in kinds:
                 groups.pop(key, None)
@@ -140,11 +145,14 @@ class Groups:
         self.used.clear()
 
     def close(self) -> None:
-        """Close the connections; if none has failed, when the device has done everything that was posted on them.
+        """Close the connections; if none has failed, when all ranks have ended their programs, and the device its work.
 
         Meanwhile the watchdog ends the wait for a peer that has failed.
         """
         until, is_done = time.monotonic() + self._limit, False
+        while not self.is_cut and not all(work.is_completed() for work in self.ends) and time.monotonic() < until:
+            time.sleep(MOMENT)
+        self.ends.clear()
         with suppress(RuntimeError):  # of a device that has failed
             is_done = self._markers.drain(lambda: not self.is_cut and time.monotonic() < until)
         if not is_done and not self.is_cut:

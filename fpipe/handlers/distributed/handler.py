@@ -2,8 +2,9 @@
 
 A step begins with the handshake: numbers of all ranks, from which each learns whether the inputs have the signature of
 an earlier step and whether every rank can run the step. Ranks wait for it before the first value is received or
-sent. It ends with the exchange of the losses: no rank returns them before every other one has run its program. A rank
-that fails raises its error, its peers raise `TransportError` with its reason, and the next step may go on: steps.py.
+sent. The losses travel after the last forward (losses.py), and a rank returns when its own program has ended. A rank
+that fails raises its error, its peers raise `TransportError` with its reason, and the next step may go on where none of
+them has returned: steps.py.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import effects as fx
 from fpipe.autodiff.graph.collectives import WATCH
 from fpipe.autodiff.interface import DifferentiablePipeline
-from fpipe.devices import Device, aside, cuda_count, device_of, is_capturing
+from fpipe.devices import Device, cuda_count, device_of, is_capturing
 from fpipe.errors import ScheduleError, StageError, TransportError
 from fpipe.errors.arguments import checked
 from fpipe.handlers.alike import notices_of, options
@@ -36,6 +36,7 @@ from fpipe.handlers.distributed.channels import Channels
 from fpipe.handlers.distributed.collectives import Collectives, process_group
 from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.handshake import COMPILING, Handshake, RollCall
+from fpipe.handlers.distributed.losses import Losses
 from fpipe.handlers.distributed.pieces import PieceWatch
 from fpipe.handlers.distributed.replicas import ReplicaChannels, lanes
 from fpipe.handlers.distributed.setup import Setup
@@ -59,7 +60,7 @@ from fpipe.programs.completions import send_completions
 from fpipe.programs.program import Program
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import flatten
-from fpipe.tables import WEIGHT
+from fpipe.tables import FORWARD, WEIGHT
 
 SPANS = 16  # of work beside the steps that are kept
 
@@ -243,13 +244,13 @@ class Distributed:
         return self._setup
 
     def check(self) -> None:
-        """Wait until the device has run everything that was launched; on the CPU return at once.
+        """Wait until every rank has ended the last step, and the device has run everything that was launched.
 
-        Call it before results leave this process, for example into a checkpoint: a step returns when everything is
-        launched, and what comes after a failure of a peer is not a result.
+        Call it before results leave this process, for example into a checkpoint: a step returns when this rank has
+        ended or launched its own program, and what comes after a failure of a peer is not a result.
 
         Raises:
-            TransportError: a peer failed; what this process computed since may be wrong.
+            TransportError: a peer failed in the last step, or since; what this process has computed may be wrong.
         """
         self._setup.check()
 
@@ -331,6 +332,14 @@ def _device(group: dist.ProcessGroup) -> str:
     return "cuda" if cuda_count() and "nccl" in dist.get_backend_config(group) else "cpu"
 
 
+def _last_forward(program: Program) -> int:
+    """Return the number of effects after which a rank has computed its losses; 0 if it computes none."""
+    last, rows = program.plan.stages - 1, program.table.effects
+    computes: Iterable[tuple[int, Any]] = ((at, part) for at, e in enumerate(program) for part in fx.parts(e))
+    runs = (at for at, part in computes if rows[type(part)].work & FORWARD and part.stage == last)
+    return max((at + 1 for at in runs), default=0)
+
+
 class _CompiledProgram:
     """A program, compiled for the rank of this process; called once a step."""
 
@@ -350,6 +359,9 @@ class _CompiledProgram:
         self.watch = PieceWatch(self.connections, channels.agree, notices_of([program]), processes)
         effects = (part for effect in program for part in fx.parts(effect))
         self.ahead = Ahead(executor, self.connections.device.torch_device)
+        self.losses, self.last_forward = Losses(channels, self.plan), _last_forward(program)
+        if self.pieces.loss and not self.last_forward:
+            channels.agreed = self._give_losses
         self.is_evaluation = not any(program.table.effects[type(part)].work & WEIGHT for part in effects)
 
     def __call__(self, inputs: Inputs) -> Results:
@@ -358,12 +370,16 @@ class _CompiledProgram:
             inputs = replace(inputs, first=grid.replica * count, total=grid.replicas * count)
         token = WATCH.set(self.watch)
         try:
-            with self.steps.running(self.executor.effect, self.channels.clear, self.is_evaluation):
+            with self.steps.running(self.executor.effect, self._clear, self.is_evaluation):
                 return self._step(inputs)
         finally:
             WATCH.reset(token)
             self.executor.calls.clear()
-            self.channels.clear()
+            self._clear()
+
+    def _clear(self) -> None:
+        self.channels.clear()
+        self.losses.clear()
 
     def _step(self, inputs: Inputs) -> Results:
         executor = self.executor
@@ -387,10 +403,14 @@ class _CompiledProgram:
             self.channels.handshake.meet(error)
             raise
         self.channels.agree()
-        results = executor.finish()
+        inputs, results = executor.calls.step.inputs, executor.finish()
         for stage in self.shared_readers:
             self._share_data_gradients(stage, results, inputs.data)
-        self._share(results, inputs.loss_scale)
+        if self.pieces.gather:
+            self._share_outputs(results)
+        self._merge(results)
+        if self.pieces.loss:
+            results.losses = self.losses.gather(results, inputs)
         self.channels.end()
         self.ahead.leave()
         if self.pieces.loss and self.connections.device.asynchronous:
@@ -398,6 +418,7 @@ class _CompiledProgram:
             results.differentiable |= any(self.channels.handshake.confirm(results.differentiable))
         if self.pieces.differentiated and not is_capturing():
             results.refuse_constant_loss()
+        self.steps.end_program()
         return results
 
     def _run(self, inputs: Inputs, has_loss: bool) -> None:
@@ -411,7 +432,11 @@ class _CompiledProgram:
             executor.set_rows(self.channels.handshake.rows, self.channels.handshake.here)
         if is_replicated and any(microbatch.scale is not None for microbatch in inputs.data):
             self.channels.agree()  # a refused step must not leave its weights to be received in the next one
-        executor.run(0, len(executor.calls.program))
+        executor.run(0, self.last_forward)
+        if self.last_forward:
+            self.channels.agree()
+            self._give_losses()
+        executor.run(self.last_forward, len(executor.calls.program))
         self.watch.notices.end_step()
 
     def _begin(self, inputs: Inputs) -> Inputs:
@@ -423,33 +448,39 @@ class _CompiledProgram:
             self.channels.digest = partial(replicas.digest, step)
         return self.executor.place(self.processes)
 
-    def _share(self, results: Results, loss_scale: Tensor | None) -> None:
-        """Send gathered outputs and the losses to every rank; last, so that no rank returns before another fails."""
-        plan, grid = self.plan, self.connections.grid
-        last, rank = plan.stages - 1, self.connections.rank
-        blocks = []
-        for replica in range(grid.replicas):
-            for holder in plan.placement.holders[last]:
-                first, own = replica * plan.microbatches, plan.microbatches_of(last, holder)
-                blocks.append((grid.process(holder, replica), range(first + own.start, first + own.stop)))
-        known = [self.channels.outputs_of(r) for r in range(grid.replicas)] if self.pieces.gather else []
-        for home, block in blocks if known else ():
+    def _give_losses(self) -> None:
+        """Post the losses that this process has computed, and merge its outputs: what fails here fails on all ranks."""
+        step = self.executor.calls.step
+        if not self.pieces.gather:
+            self._merge(step.results)
+        if self.pieces.loss:
+            self.losses.post_early(step.results, step.inputs)
+
+    def _merge(self, results: Results) -> None:
+        """Merge the outputs once this process has them all, or all of its replica."""
+        grid, count = self.connections.grid, self.plan.microbatches
+        if results.output is None and len(results.outputs) in (count, count * grid.replicas):
+            try:
+                results.output = self.pieces.merge(results.outputs, self.channels.handshake.apart)
+            except ValueError as error:
+                raise StageError(
+                    f"the outputs can't be merged: {error}", rank=grid.rank, stage=self.plan.stages - 1
+                ) from error
+
+    def _share_outputs(self, results: Results) -> None:
+        """Send gathered outputs to every rank."""
+        grid, rank = self.connections.grid, self.connections.rank
+        known = [self.channels.outputs_of(r) for r in range(grid.replicas)]
+        for home, block in self.losses.blocks:
             for m in block:
                 output = flatten(results.outputs[m]) if home == rank else None
-                replica, at = divmod(m, plan.microbatches)
+                replica, at = divmod(m, self.plan.microbatches)
                 purpose, before = f"gathering the outputs of microbatch {m}", known[replica][at]
                 payload, codec = self.connections.broadcast_payload(output, home, purpose, before.codec)
                 if codec is not before.codec:
                     self.channels.has_learned()
                 before.codec = codec
                 results.outputs[m] = payload.tree
-        if len(results.outputs) in (plan.microbatches, plan.microbatches * grid.replicas):
-            try:
-                results.output = self.pieces.merge(results.outputs, self.channels.handshake.apart)
-            except ValueError as error:
-                raise StageError(f"the outputs can't be merged: {error}", rank=grid.rank, stage=last) from error
-        if self.pieces.loss:
-            results.losses = self._gather_losses(results, blocks, loss_scale)
 
     def _share_data_gradients(self, stage: int, results: Results, data: Sequence[Microbatch]) -> None:
         """Send the gradients of what a stage read of the batch, and stages on other ranks too, to every rank."""
@@ -468,72 +499,3 @@ class _CompiledProgram:
                 self.channels.has_learned()
             if payload is None:
                 results.data_gradients[at] = received.tree
-
-    def _gather_losses(
-        self, results: Results, blocks: Sequence[tuple[int, range]], loss_scale: Tensor | None
-    ) -> dict[int, Tensor]:
-        """Return the losses of all ranks and replicas.
-
-        Args:
-            blocks: the processes that compute them, and the microbatches of each.
-            loss_scale: travels with the losses. They are NaN where the ranks have different ones and the host does not
-                wait: the gradients are wrong by their ratio.
-
-        Raises:
-            StageError: the ranks have different ones; where the host waits, on all ranks.
-        """
-        if self.channels.known.loss_dtype is None:
-            self._introduce_losses(results, [home for home, _ in blocks])
-        losses, dtype = results.losses, self.channels.known.loss_dtype
-        if others := [loss.dtype for loss in losses.values() if loss.dtype != dtype]:
-            raise self._other_dtype(others[0])
-        nothing = torch.zeros((), dtype=dtype, device=self.connections.device.torch_device)
-        first, count = self.connections.grid.replica * self.plan.microbatches, self.plan.microbatches
-        flag = torch.full_like(nothing, results.differentiable)
-        scale: Iterable[Tensor] = ()
-        if loss_scale is not None:  # as bytes, which every dtype of a loss holds
-            number = loss_scale.to(nothing.device, torch.float32).reshape(1)
-            scale = number.view(torch.uint8).to(dtype).unbind()
-        here = torch.stack([*(losses.get(first + m, nothing) for m in range(count)), *scale, flag])
-        every = self.connections.gather(here, "waiting for the loss: a rank has not ended the step")
-        scales = every[:, count:-1]
-        if not (self.connections.device.asynchronous or is_capturing()):
-            with aside():
-                results.differentiable = bool(every[:, -1].any())
-                if loss_scale is not None:
-                    self._check_scales(scales)
-        elif loss_scale is not None:
-            every = torch.where((scales == scales[0]).all(), every, torch.nan)
-        return {m: every[home][m % count] for home, block in blocks for m in block}
-
-    def _check_scales(self, scales: Tensor) -> None:
-        """Raise StageError, on all ranks, if they have different loss scales, of which these are the bytes."""
-        grid, numbers = self.connections.grid, scales.to(torch.uint8).tolist()
-        if others := [process for process, each in enumerate(numbers) if each != numbers[0]]:
-            one, other = (torch.tensor(numbers[at], dtype=torch.uint8).view(torch.float32) for at in (0, others[0]))
-            raise StageError(
-                f"the loss scale is {one.item()} on {grid.name(0)} and {other.item()} on {grid.name(others[0])}: pass "
-                "the same loss_scale= on every rank. Has one of them resumed without it, or adjusted it by a flag of "
-                "its own?",
-                rank=grid.rank,
-            )
-
-    def _other_dtype(self, dtype: torch.dtype) -> StageError:
-        known, grid = self.channels.known.loss_dtype, self.connections.grid
-        message = f"the loss is {dtype}, where equal inputs gave {known} before"
-        return StageError(message, rank=grid.rank, stage=self.plan.stages - 1)
-
-    def _introduce_losses(self, results: Results, homes: Iterable[int]) -> None:
-        """Share the dtype of the losses, which other ranks do not know yet."""
-        known, grid = self.channels.known, self.connections.grid
-        self.channels.has_learned()
-        for home in homes:
-            payload = None
-            if home == self.connections.rank:
-                payload = flatten((next(iter(results.losses.values())).dtype,))
-            purpose = f"waiting for the loss from {grid.name(home)}"
-            payload, _ = self.connections.broadcast_payload(payload, home, purpose, None)
-            (dtype,) = payload.tree
-            if known.loss_dtype not in (None, dtype):
-                raise self._other_dtype(dtype)
-            known.loss_dtype = dtype

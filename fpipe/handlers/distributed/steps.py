@@ -6,6 +6,9 @@ A step is refused, fails, or loses a rank:
   connections on which it has posted something; so do the others, whose waits end. In the next step all connect again.
 - lost: a rank is gone, or does not come in time. The handler ends.
 
+A rank ends a step when its own program has ended, and tells the others, without waiting for them. Those that wait for
+that, because they return results of several ranks or close the connections, call `settle`.
+
 Invariants:
 - a rank cuts connections only when every rank has begun the step: one may still be in an earlier one, as of
   `evaluate`, whose values this one has sent;
@@ -25,12 +28,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from fpipe.devices import aside, is_capturing
 from fpipe.errors import TransportError
 from fpipe.handlers.distributed.connections import Connections, first_line
 from fpipe.handlers.distributed.failures import LENT, Failure, Failures
 from fpipe.handlers.protocol import Departure, PeerLost, StepRejected
 from fpipe.store import FIRST_PAUSE
 
+ENDED = "The handler has ended: make a new one, and go on from a checkpoint"
+SETTLING = "ending a step: a rank has not run all of its program"
 RECONNECTING = "connecting again after a failed step: a rank has not come to the next one"
 
 
@@ -113,9 +119,7 @@ class Steps:
         except PeerLost as lost:
             clear()
             failed = self._of_peer(lost)
-            activity.conclude("lost", str(failed))
-            if activity.flight is not None:
-                failed.add_note(f"fpipe explain {activity.flight.path.parent} says what each rank did last")
+            self._conclude(failed)
             raise failed from None
         except BaseException as error:  # an interrupt too: the other ranks wait for this one
             if not self.is_over and self.failures.ended is None:
@@ -127,23 +131,66 @@ class Steps:
             if is_step:
                 activity.leave()
 
+    def end_program(self) -> None:
+        """Tell the other ranks that this one has ended its program; does not wait.
+
+        Where hosts run ahead of devices, and in a graph, the exchange of the losses has told them.
+        """
+        if self.connections.size > 1 and not self.connections.device.asynchronous and not is_capturing():
+            with aside():
+                _, self.connections.groups.ends[:] = self.connections.collect([self.number])
+
+    def settle(self) -> None:
+        """Wait until every rank has ended the program that this one ran last.
+
+        Raises:
+            PeerLost: (in a step) one of them could not.
+            TransportError: likewise, outside of one; the handler has then ended.
+        """
+        activity, ends = self.connections.activity, self.connections.groups.ends
+        if not ends:
+            return
+        if activity.inside:
+            self.connections.wait_for_control(ends, None, SETTLING)
+            return
+        activity.inside = True
+        try:
+            self.connections.wait_for_control(ends, None, SETTLING)
+        except PeerLost as lost:
+            failure = self._recorded(lost)
+            if failure is not None and failure.repeatable:
+                return  # the next step connects again
+            failed = self._of_peer(lost) if failure is None else self._of_ended(failure)
+            self._conclude(failed)
+            raise failed from None
+        finally:
+            activity.leave()
+
     def connect_after(self, lost: PeerLost) -> None:
         """Connect again if another rank has failed in a step that this one had ended; else raise `lost`.
 
         Nothing but a roll call may be on its way.
+
+        Raises:
+            TransportError: that step had results that this rank keeps: the handler has ended.
         """
         failure = self._recorded(lost)
         if failure is None or failure.step >= self.number or self.failures.ended is not None:
             raise lost
+        if not failure.repeatable:
+            failed = self._of_ended(failure)
+            self._conclude(failed)
+            raise failed
         self._connect_again()
 
     def check(self) -> None:
-        """Wait for the device.
+        """Wait for the other ranks, and for the device.
 
         Raises:
             TransportError: the handler has ended, or a peer has failed in a step that this rank has launched.
         """
         activity, failures = self.connections.activity, self.failures
+        self.settle()
         try:
             activity.markers.drain(lambda: failures.ended is None and not self.connections.groups.is_cut)
         except RuntimeError as error:
@@ -163,6 +210,7 @@ class Steps:
         if not self.connections.groups.is_cut:  # else another rank failed in the step before, which needs these
             self.connections.used.clear()
             self.connections.groups.lent.clear()
+        self.connections.groups.ends.clear()  # the roll call of this step comes after them
         self.has_met, self._refused, self._is_repeatable = False, None, is_repeatable
 
     def _check_cut(self) -> None:
@@ -173,7 +221,8 @@ class Steps:
 
     def _of_own(self, error: BaseException) -> None:
         """Fail the step because this rank does, and give the reason to the other ranks."""
-        failure = Failure(self.number, self.failures.reason(error), self._is_repeatable)
+        rank = self.connections.rank
+        failure = Failure(self.number, self.failures.reason(error), rank, self._is_repeatable)
         if self.connections.groups.lent:
             self._end(f"{failure.reason}. {LENT}")
             return
@@ -191,7 +240,8 @@ class Steps:
         if failures.ended is None and failure is not None:
             return TransportError(
                 f"{failures.name} can't finish the step, for a peer can't: {failure.reason} ({failures.name} was "
-                f"{lost}). Nothing of this step counts on any rank, and the next one may go on"
+                f"{lost}). Nothing of this step counts, and the next one may go on, unless a rank had ended this one "
+                "before it failed"
             )
         if failures.ended is None:
             reason = self._loss(lost)
@@ -199,6 +249,25 @@ class Steps:
             failures.ended = failures.wait(0.0) or reason  # the first one is every rank's
         self.connections.abort()
         return TransportError(f"{failures.name} can't go on: {failures.ended} ({failures.name} was {lost})")
+
+    def _of_ended(self, failure: Failure) -> TransportError:
+        """End the handler because a peer has failed in a step that this rank has ended; return the error to raise."""
+        self._end(self._apart(failure, self.connections.rank))
+        return TransportError(f"{self.failures.ended}. {ENDED}")
+
+    def _apart(self, failure: Failure, ended: int) -> str:
+        name = self.failures.grid.name
+        return (
+            f"{name(failure.process)} failed in step {failure.step} of this handler, which {name(ended)} had ended, so "
+            f"that their results are of different steps: {failure.reason}"
+        )
+
+    def _conclude(self, failed: TransportError) -> None:
+        """Note in the flight recorder why a peer's failure ends this step."""
+        activity = self.connections.activity
+        activity.conclude("lost", str(failed))
+        if activity.flight is not None:
+            failed.add_note(f"fpipe explain {activity.flight.path.parent} says what each rank did last")
 
     def _loss(self, lost: PeerLost) -> str:
         """Return which rank is gone, and how this one noticed it."""
@@ -288,7 +357,7 @@ class Steps:
         messages = self._messages([f"{key}{each}" for each in range(connections.size)])
         if (why := self._unsafe(messages)) is not None:
             self._end(why)
-            raise TransportError(f"{why}. The handler has ended: make a new one, and go on from a checkpoint")
+            raise TransportError(f"{why}. {ENDED}")
         self.has_met = True
         connections.activity.recover()
         connections.connect_again({name for each in messages for name in each["missing"]})
@@ -316,8 +385,5 @@ class Steps:
         failures = [each["failure"] and Failure(*each["failure"]) for each in messages]
         failed, ended = ([rank for rank, each in enumerate(failures) if bool(each) == has] for has in (True, False))
         if failed and ended and not failures[failed[0]].repeatable:
-            return (
-                f"{name(failed[0])} failed in a step that {name(ended[0])} had ended, so that their results are of "
-                f"different steps: {failures[failed[0]].reason}"
-            )
+            return self._apart(failures[failed[0]], ended[0])
         return None
