@@ -24,7 +24,7 @@ BY_DEFAULT = {
     "gathered": ("parameters",),
     "gradients": ("gathered",),
 }
-UNSCALED = {"parameters", "gathered", "gradients"}  # by the factors of microbatches
+UNSCALED = {"parameters", "gathered", "gradients", "update"}  # by the factors of microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,7 @@ class Costs:
             twice, because every replica needs the whole sum.
         replicas: how many there are, for a `Link` of `gather` or `scatter`; by default those of the plan.
         shards: over how many of them parameters are sharded, if these are fewer, as where others have other experts.
+        update: time of an optimizer's update of a stage's parameters.
         optimizer: bytes of the optimizer's state for each byte of a parameter: 2 for Adam in the parameters' dtype.
         reads: {(stage, reader): bytes} where a stage reads only a part of another's output: the bytes that its rank
             receives, and the size of the gradient that it computes.
@@ -148,6 +149,7 @@ class Costs:
     replicas: int = 1
     shards: int | None = None
     optimizer: float = 2.0
+    update: PerStage = 0.0
     gathered: PerStage | None = None
     gradients: PerStage | None = None
     shared: Sequence[Shared] = ()

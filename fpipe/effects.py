@@ -213,7 +213,14 @@ class Scatter:
     rank: int
 
 
-Effect = Compute | Overlap | Send | Recv | Reduce | Gather | Release | Scatter
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Update a stage's parameters by the optimizer: their gradients are final, and nothing of the stage comes after."""
+
+    stage: int
+
+
+Effect = Compute | Overlap | Send | Recv | Reduce | Gather | Release | Scatter | Update
 
 
 def parts(effect: Effect) -> tuple[Effect, ...]:

@@ -34,6 +34,7 @@ from fpipe.effects import (
     Residuals,
     Scatter,
     Send,
+    Update,
     WeightGradient,
     parts,
 )
@@ -217,7 +218,7 @@ class Table:
 
     >>> sorted(kind.__name__ for kind in TABLE.effects)
     ['Backward', 'BackwardInput', 'BackwardWeight', 'Forward', 'Gather', 'Overlap', 'Recv', 'Reduce', 'Release', \
-'Scatter', 'Send']
+'Scatter', 'Send', 'Update']
     """
 
     effects: Mapping[type, Row]
@@ -446,7 +447,7 @@ def _value(e: Send | Recv, plan: Topology) -> Names:
     return (e.value,)
 
 
-def _sums(e: Reduce, plan: Topology) -> Names:
+def _sums(e: Reduce | Update, plan: Topology) -> Names:
     return tuple(WeightGradient(stage, rank) for stage, rank in plan.sharers(e.stage))
 
 
@@ -582,6 +583,7 @@ TABLE = Table(
         Send: Row(needs=_value, time=_free, track="send", letter="S", label="send"),
         Recv: Row(gives=_value, time=_free, track="receive", letter="R", label="receive"),
         Reduce: Row(needs=_sums, time=_free, track="host", letter="R", label="reduce"),
+        Update: Row(needs=_sums, time=partial(_at, "update"), letter="U", label="update", colour=YELLOW),
         Gather: Row(
             gives=_whole,
             time=partial(_over_replicas, "gather"),

@@ -8,6 +8,7 @@ returns a schedule by its name.
 from typing import TYPE_CHECKING
 
 from fpipe._lazy import reexports
+from fpipe.programs.updates import updating as updating
 from fpipe.schedules.catalogue import CATALOGUE as CATALOGUE, get as get
 from fpipe.schedules.controllable_memory import v_auto as v_auto, v_half as v_half, v_min as v_min
 from fpipe.schedules.dualpipe import dualpipe as dualpipe, dualpipe_v as dualpipe_v

@@ -292,7 +292,7 @@ SURFACE = {
     "fpipe.schedules": " ".join(
         sorted(
             {*FUNCTIONS, "CATALOGUE", "Found", "from_table", "get", "lower_bound", "pareto", "search"}
-            | {"Layout", "MACHINES", "Machine", "ModelShape", "SHAPES", "layouts"}
+            | {"Layout", "MACHINES", "Machine", "ModelShape", "SHAPES", "layouts", "updating"}
         )
     ),
     "fpipe.parallel": """

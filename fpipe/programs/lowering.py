@@ -6,6 +6,7 @@ Each pass is a plain function `programs -> programs`, and `lower` composes them.
 - a value is sent right after the last effect that gives it, once to each rank that reads it;
 - on each directed edge, receives are posted in the order of the sends, at the latest before first use;
 - a stage's `Reduce` follows its last weight gradient; with replicas its `Scatter` does, and `Reduce` comes at the end;
+- a schedule of `updating` has an `Update` of each trained stage after its `Reduce`;
 - with `resident`, a stage's `Gather` and `Release` surround the effects that need its parameters.
 
 Sends and receives that a schedule yields stay unchanged. The passes do not validate; the verifier does. For
@@ -32,6 +33,7 @@ from fpipe.effects import (
     Reduce,
     Scatter,
     Send,
+    Update,
     Value,
     WeightGradient,
     parts,
@@ -46,6 +48,7 @@ from fpipe.programs.program import Program, Programs, plan_of, table_of
 from fpipe.programs.residence import Residence, residence
 from fpipe.programs.schedules import as_schedule
 from fpipe.programs.transports import Transport
+from fpipe.programs.updates import Updating, update
 from fpipe.tables import BACKWARD, INPUT, TABLE, WEIGHT, Table, halves, is_uniform
 
 Sent = dict[tuple[int, int], deque[Value]]  # on each directed edge, the values that are not received yet
@@ -89,6 +92,7 @@ Backward(stage=1, microbatch=0))
     if not any(type(e) is Send or type(e) is Recv for program in programs.values() for e in program):
         programs = prefetch(communicate(programs), depth) if early else rendezvous(programs)
     programs = reduce(exchange_sums(scatter(programs)))
+    programs = update(programs) if isinstance(schedule, Updating) else programs
     return programs if resident is None or gathered(programs) else residence(programs, resident)
 
 
@@ -137,9 +141,9 @@ def _most_effects(rank: int, plan: Plan, table: Table) -> int:
         runs = len(plan.microbatches_of(stage, rank)) * plan.slices
         neighbours = len(plan.sources(stage)) + len(plan.consumers(stage))
         # A forward and two halves of a backward, each between a gather and a release; an activation and a gradient by
-        # each edge. Then the sums of gradients from and to each sharer, a scatter and a reduce.
+        # each edge. Then the sums of gradients from and to each sharer, a scatter, a reduce and an update.
         total += runs * (3 * 3 + 2 * neighbours)
-        total += 2 * len(plan.sharers(stage)) + 2
+        total += 2 * len(plan.sharers(stage)) + 3
         if table is not TABLE:
             total += runs * 3 * OWN_EFFECTS
     return total
@@ -171,7 +175,7 @@ def _existing(effects: Iterable[Any], program: Program) -> Iterator[Effect]:
         elif kind is Send or kind is Recv:
             if table.values[type(effect.value)].exists(effect.value, plan):
                 yield effect
-        elif not (kind is Reduce or kind is Scatter) or plan.is_trained(effect.stage):
+        elif kind not in (Reduce, Scatter, Update) or plan.is_trained(effect.stage):
             yield effect
 
 

@@ -11,7 +11,8 @@ The rules, in the order of the checks; the first broken rule is the error:
    independent.
 3. Every trained stage is reduced once on each of its ranks. Sums are reduced and sent only when they are final: with
    replicas, once they are scattered, after the stage's last weight gradient. Where the parameters of stages are
-   gathered, every effect that needs them comes between a `Gather` and a `Release`, and none is whole at the end.
+   gathered, every effect that needs them comes between a `Gather` and a `Release`, and none is whole at the end. A
+   stage is updated once on each of its ranks, or no stage is, after it is reduced, and is not gathered again.
 4. A value is sent once from its producer to each other rank that reads it, and to no other rank. On each directed edge
    receives are posted in the order of the sends.
 5. A value is computed before it is used, and the waits have no cycle under the transport.
@@ -45,6 +46,7 @@ from fpipe.effects import (
     Release,
     Scatter,
     Send,
+    Update,
     Value,
     WeightGradient,
     parts,
@@ -192,7 +194,8 @@ def check(programs: Programs, *, transport: str = "async", ordered: bool = True,
     interning = Interning(plan, table)
     all_parts: Any = (part for program in programs.values() for effect in program for part in parts(effect))
     backward = any(table.effects[type(part)].work & BACKWARD for part in all_parts)
-    rules = [_RankRules(programs[rank], backward, ordered) for rank in range(plan.ranks)]
+    updates = any(type(effect) is Update for program in programs.values() for effect in program)
+    rules = [_RankRules(programs[rank], backward, ordered, updates) for rank in range(plan.ranks)]
     for each in rules:
         each.check()
     due = _due(programs, backward, interning)
@@ -213,9 +216,9 @@ def check(programs: Programs, *, transport: str = "async", ordered: bool = True,
 class _RankRules:
     """Rules 1 to 3 on one rank: the work that each stage has done, the microbatches in flight, the resident stages."""
 
-    def __init__(self, program: Program, backward: bool, ordered: bool) -> None:
+    def __init__(self, program: Program, backward: bool, ordered: bool, updates: bool) -> None:
         self.program, self.plan, self.rank, self.table = program, program.plan, program.rank, program.table
-        self.backward, self.ordered = backward, ordered
+        self.backward, self.ordered, self.updates = backward, ordered, updates
         stages = self.plan.stages_on(self.rank)
         self.halves = {stage: halves(stage, self.plan) if backward else 0 for stage in stages}
         self.last_halves = {stage: last_half(stage, self.plan) if backward else 0 for stage in stages}
@@ -227,7 +230,7 @@ class _RankRules:
         self.last = {(stage, work): -1 for stage in self.microbatches for work in (FORWARD, WEIGHT)}
         counts = {stage: len(run) * self.slices for stage, run in self.microbatches.items()}
         self.left = {stage: count if stage in self.trained else 0 for stage, count in counts.items()}
-        self.reduced, self.scattered = set[int](), set[int]()
+        self.reduced, self.scattered, self.updated = set[int](), set[int](), set[int]()
         self.resident, self.peak_resident = set[int](), 0
         self.early: list[ScheduleError] = []  # of sums that are used too early; errors of rule 1 are raised first
         self.in_flight = self.peak = 0
@@ -250,6 +253,8 @@ class _RankRules:
                 self.share(effect)
             elif kind is Scatter:
                 self.scatter(effect)
+            elif kind is Update:
+                self.update(effect)
             elif kind is Gather or kind is Release:
                 self.place(effect)
                 self.hold(effect)
@@ -267,6 +272,8 @@ class _RankRules:
                 raise self.wrong(e, why)
 
     def hold(self, e: Any) -> None:
+        if type(e) is Gather and e.stage in self.updated:
+            raise self.wrong(e, "the stage is updated already: nothing may use its parameters in this step")
         if type(e) is Release:
             self.resident.remove(e.stage)
         elif e.stage in self.resident:
@@ -374,6 +381,15 @@ class _RankRules:
                 self.final(e, stage)
         self.reduced.add(e.stage)
 
+    def update(self, e: Any) -> None:
+        self.place(e)
+        self.check_trained(e)
+        if e.stage in self.updated:
+            raise self.wrong(e, "the stage is updated already")
+        if e.stage not in self.reduced:
+            raise self.wrong(e, f"it comes before Reduce({e.stage}): the stage's gradients are not final")
+        self.updated.add(e.stage)
+
     def check_trained(self, e: Any) -> None:
         if e.stage not in self.trained:
             raise self.wrong(e, "plan.trained does not name the stage" if self.backward else "nothing runs backward")
@@ -415,6 +431,10 @@ class _RankRules:
             if stage not in self.reduced:
                 raise ScheduleError(
                     f"rank {self.rank} never yields Reduce(stage={stage}): a schedule yields every Reduce, or none"
+                )
+            if self.updates and stage not in self.updated:
+                raise ScheduleError(
+                    f"rank {self.rank} never yields Update(stage={stage}): a schedule yields every Update, or none"
                 )
 
     def never(self, missing: int, stage: int, m: int, t: int) -> str:

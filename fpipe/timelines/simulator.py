@@ -5,6 +5,8 @@
   lane. All replicas do the same at the same time.
 - A transfer starts at its send and occupies no rank. On one edge values arrive in the order of their sends; if the edge
   has a bandwidth, their bytes are sent one after the other.
+- Of several steps, a rank begins one when it has ended the one before. It sends nothing of a step until all ranks have
+  begun it, as they agree on a step before a value travels.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 from fpipe.costs import Costs, Link
 from fpipe.effects import Recv, Send
+from fpipe.errors import ScheduleError
 from fpipe.errors.arguments import checked
 from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.plan import Plan, Schedule
@@ -42,6 +45,7 @@ def simulate(
     depth: int | None = None,
     resident: Residence | int | None = None,
     memory_limit_bytes: float | None = None,
+    steps: int = 1,
     effects: Table = TABLE,
 ) -> Timeline:
     """Return the predicted timeline of a schedule. The schedule must be correct: check it with `fpipe.verify`.
@@ -50,26 +54,32 @@ def simulate(
         costs: the times and sizes of effects and values; by default one unit for each compute, and 0 for transfers.
         schedule, depth, resident, effects: as in `lower`.
         memory_limit_bytes: bytes that a rank has, for all that `fpipe.footprint` counts.
+        steps: how many follow each other without a barrier. `Timeline.period` is the time of one in the long run.
 
     Raises:
         ScheduleError: the ranks wait for each other in a cycle, a rank needs more than the limit, the limit is not
-            positive or the costs have no sizes to compare with it, or the costs don't fit the plan.
+            positive or the costs have no sizes to compare with it, the costs don't fit the plan, or there are no steps.
 
     >>> from fpipe import Costs, Placement, Plan, schedules
     >>> simulate(schedules.gpipe, Plan(Placement.loop(4), 8), Costs(forward=1, backward=2)).bubble_rate
     0.2727272727272727
+    >>> loop = simulate(schedules.zb_h2, Plan(Placement.loop(4), 12), steps=10)
+    >>> loop.period, simulate(schedules.zb_h2, Plan(Placement.loop(4), 12)).makespan
+    (38.0, 39.0)
     """
+    if not (isinstance(steps, int) and not isinstance(steps, bool) and steps > 0):
+        raise ScheduleError(f"steps must be a whole number of at least 1, not {steps!r}")
     programs = lower(schedule, plan, depth=depth, resident=resident, effects=effects)
     costs.check(plan)
     if memory_limit_bytes is not None:
         enforce(footprint(programs, costs), memory_limit_bytes, costs)
-    return simulate_programs(programs, costs)
+    return simulate_programs(programs, costs, steps)
 
 
-def simulate_programs(programs: Programs, costs: Costs) -> Timeline:
+def simulate_programs(programs: Programs, costs: Costs, steps: int = 1) -> Timeline:
     """Return the predicted timeline of complete programs."""
     plan = plan_of(programs)
-    return Timeline(plan, _Simulation(programs, costs.over(plan)).spans(), costs)
+    return Timeline(plan, _Simulation(programs, costs.over(plan), steps).spans(), costs, steps)
 
 
 def _names_part(kind: Any) -> bool:
@@ -89,10 +99,11 @@ class _Edge:
 class _Simulation:
     """The state of a simulation: the spans as columns, grouped by rank, and the time when each rank is free."""
 
-    def __init__(self, programs: Programs, costs: Costs) -> None:
+    def __init__(self, programs: Programs, costs: Costs, steps: int) -> None:
         plan = plan_of(programs)
         ranks, stages = range(plan.ranks), range(plan.stages)
         self.programs, self.costs, self.plan, self.table = programs, costs, plan, table_of(programs)
+        self.steps = steps
         self.times = {  # by stage, of the effects that take as long for every microbatch
             kind: [row.time(kind(stage, 0), costs) for stage in stages]
             for kind, row in self.table.effects.items()
@@ -103,11 +114,21 @@ class _Simulation:
         self.lane_of = {kind: row.track for kind, row in self.table.effects.items() if row.track in LANES}
         self.lanes = dict[tuple[int, str], int]()  # the last span on a rank's lane
         self.edge = cache(lambda source, target: _Edge(costs.link(source, target)))
-        self.first = [0, *accumulate(len(programs[rank]) for rank in ranks)]
-        size = bytes(8 * self.first[-1])
+        self.groups = [0, *accumulate(steps * len(programs[rank]) for rank in ranks)]
+        self.first = self.groups[:-1]  # of each rank, the first span of the running step
+        self.begun = 0.0  # when all ranks have begun it
+        size = bytes(8 * self.groups[-1])
         self.starts, self.ends, self.waited = array("d", size), array("d", size), array("q", size)
 
     def spans(self) -> Spans:
+        for _ in range(self.steps):
+            self._step()
+            self.first = [first + len(self.programs[rank]) for rank, first in enumerate(self.first)]
+            self.begun = max(self.free)
+        whole = [e for rank in range(len(self.programs)) for e in self.programs[rank].effects * self.steps]
+        return Spans(self.groups, whole, self.starts, self.ends, self.waited, self.table)
+
+    def _step(self) -> None:
         for rank, start, stop, givers in turns(self.programs):
             first, effects = self.first[rank], self.programs[rank].effects
             effect: Any
@@ -121,8 +142,6 @@ class _Simulation:
                     self._run_beside(at, rank, effect, needs)
                 else:
                     self._run(at, rank, effect, needs)
-        whole = [effect for rank in range(len(self.programs)) for effect in self.programs[rank]]
-        return Spans(self.first, whole, self.starts, self.ends, self.waited, self.table)
 
     def _run(self, at: int, rank: int, effect: Any, givers: Sequence[int]) -> None:
         start, waited, first, ends = self.free[rank], self.last[rank], self.first[rank], self.ends
@@ -150,6 +169,7 @@ class _Simulation:
         for giver in givers:  # only a scatter ends after the rank is free
             if self.ends[self.first[rank] + giver] > self.free[rank]:
                 self.free[rank], self.last[rank] = self.ends[self.first[rank] + giver], self.first[rank] + giver
+        self.free[rank] = max(self.free[rank], self.begun)
         edge = self.edge(rank, effect.rank)
         posted = left = self.free[rank]
         waited = self.last[rank]

@@ -39,6 +39,7 @@ class Timeline:
         plan: the plan of the programs.
         spans: the spans of all ranks.
         costs: the sizes from which `memory` counts bytes.
+        steps: how many follow each other in it, each with the same effects.
 
     >>> from fpipe import Costs, Placement, Plan, schedules, simulate
     >>> timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(2), 4), Costs(communication=0.5))
@@ -48,8 +49,8 @@ class Timeline:
     {'warm-up': 0.0, 'dependency': 3.5, 'transfer': 1.5, 'imbalance': 0.0, 'drain': 0.0}
     """
 
-    def __init__(self, plan: Plan, spans: Spans, costs: Costs = Costs()) -> None:
-        self.plan, self.spans, self.costs, self.table = plan, spans, costs, spans.table
+    def __init__(self, plan: Plan, spans: Spans, costs: Costs = Costs(), steps: int = 1) -> None:
+        self.plan, self.spans, self.costs, self.table, self.steps = plan, spans, costs, spans.table, steps
         self._computes = self._on("compute")
         self._gathers, self._scatters = self._on("gather"), self._on("scatter")
 
@@ -133,6 +134,28 @@ class Timeline:
     def makespan(self) -> float:
         """The time from the first start to the last end over all ranks."""
         return max(end for _, end in self._bounds) - self.start
+
+    @property
+    def period(self) -> float:
+        """The time from one step to the next in the long run, without a barrier; of one step alone, the makespan.
+
+        It is that of the later half of the steps, on the rank that takes longest. A step with a barrier after it takes
+        the makespan of one step.
+        """
+        if self.steps == 1:
+            return self.makespan
+        half, ends = self.steps // 2, self.step_ends
+        return max((own[-1] - own[half - 1]) / (self.steps - half) for own in ends)
+
+    @cached_property
+    def step_ends(self) -> list[list[float]]:
+        """When each rank ends its compute of each step; for a rank without compute, the timeline's start."""
+        ends = []
+        for own in self._computes:
+            each = len(own) // self.steps
+            last = [own[(step + 1) * each - 1] for step in range(self.steps) if each]
+            ends.append([self.spans.ends[at] for at in last] or [self.start] * self.steps)
+        return ends
 
     @property
     def start(self) -> float:
