@@ -302,6 +302,15 @@ class Plan:
         """The number of ranks."""
         return self.placement.ranks
 
+    @property
+    def units(self) -> int:
+        """The number of slices of all microbatches; without slices, that of the microbatches."""
+        return self.microbatches * self.slices
+
+    def unit(self, microbatch: int, slice: int = 0) -> int:  # noqa: A002
+        """Return the number of a slice, counted over all microbatches."""
+        return microbatch * self.slices + slice
+
     @cached_property
     def limits(self) -> dict[str, int]:
         """The number of stages, microbatches, slices or ranks, by the name that effects and values have for one."""

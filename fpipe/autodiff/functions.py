@@ -26,6 +26,7 @@ from fpipe.autodiff.interface import Leaves, Prepared, WeightGradients
 from fpipe.devices import autocasts, without_autocast
 from fpipe.errors import StageError
 from fpipe.policies import Policy
+from fpipe.stages.carry import is_root
 from fpipe.stages.stage import Stage
 
 Prepare = Callable[[Leaves], Leaves]
@@ -38,7 +39,7 @@ class TraceConfig:
 
     Args:
         number: the stage's number, for messages.
-        loss: leaf 0 of the stage's output is the loss. Only it gets a cotangent.
+        loss: leaf 0 of the stage's output is the loss. Only it gets a cotangent, and what the stage carries.
         dynamic: sizes of inputs are symbols.
         data: the parts of the microbatch that the stage reads are differentiated.
     """
@@ -127,7 +128,8 @@ class Functions:
         self.fresh, self.fresh_state = blocks.fresh[: len(joint.outputs)], blocks.fresh[len(joint.outputs) :]
         self.output_spec, self.state_spec = joint.output_spec, joint.state_spec
         self.trees = (*signature.sources, signature.data) if config.data else signature.sources
-        self.rooted = [wanted and not (config.loss and i) for i, wanted in enumerate(joint.wanted)]
+        spec = joint.output_spec
+        self.rooted = [wanted and is_root(i, spec, config.loss) for i, wanted in enumerate(joint.wanted)]
         self.first = self._functions(blocks.backward, joint, self.prepare)
         self.backwards = {self.first.expected: self.first}
         self.waits = any(map(waits, (self.run, self.first.fused, self.first.weight)))

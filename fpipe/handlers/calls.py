@@ -41,11 +41,12 @@ from fpipe.errors import ScheduleError
 from fpipe.handlers.gradients import LeafKey, Sum, add_leaves, sent
 from fpipe.handlers.protocol import Inputs, Observer, Results
 from fpipe.programs.program import Program
+from fpipe.stages.carry import NO_CARRY, separated
 from fpipe.stages.cuts import cuts_of, with_cuts
 from fpipe.stages.pytree import ABSENT, Flat, Path, check_plain, flatten, indices
 from fpipe.stages.rng import seeded
-from fpipe.stages.stage import Output, Stage
-from fpipe.tables import TABLE
+from fpipe.stages.stage import CARRY, Output, Stage
+from fpipe.tables import TABLE, slice_of
 
 Instruction = Callable[[], Any]
 Function = Callable[[Any, Any], Instruction | None]
@@ -97,7 +98,8 @@ class Step:
         others: the job's processes that have this rank in the other replicas.
         scattered: stage -> function that returns its sums over all replicas; waits for them.
         foreign: (stage, rank) -> leaves of that rank's sum, as received.
-        seeds: microbatch -> cotangents of the last stage's output.
+        seeds: number of a slice, counted over all microbatches -> cotangents of the last stage's output.
+        carried: (stage, the same number) -> the number of leaves that the stage passes on to the next slice.
         data_gradients: (stage, microbatch) -> the gradients of what the stage read of the microbatch.
     """
 
@@ -111,6 +113,7 @@ class Step:
     scattered: dict[int, Callable[[], Leaves]] = field(default_factory=dict)
     foreign: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     seeds: dict[int, Leaves] = field(default_factory=dict)
+    carried: dict[tuple[int, int], int] = field(default_factory=dict)
     data_gradients: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     results: Results = field(default_factory=Results)
 
@@ -166,7 +169,7 @@ class Calls:
         is_last = last in self.plan.stages_on(self.rank)
         losses = list(self.plan.microbatches_of(last, self.rank)) if is_last else []
         has_all = self.plan.replicas == 1 and len(losses) == self.plan.microbatches
-        self.last_microbatch = losses[-1] if has_all else None
+        self.last_unit = self.plan.units - 1 if has_all else None
         self._compile()
 
     @property
@@ -292,22 +295,33 @@ class Calls:
             ) from None
 
     def _forward(self, e: fx.Forward) -> Instruction:
-        stage, m, slots = e.stage, e.microbatch, self.slots
+        stage, m, t, slots = e.stage, e.microbatch, slice_of(e), self.slots
         forward, stateful = self.pieces.stages[stage].forward, self.pipeline.stages[stage].stateful
-        sources = tuple((s, self.slot(fx.Activation(s, m))) for s in self.plan.sources(stage))
-        out, residuals = self.slot(fx.Activation(stage, m)), None
-        if fx.Residuals(stage, m) in self.last_use:
-            residuals = self.slot(fx.Residuals(stage, m))
+        sources = tuple((s, self.slot(fx.Activation(s, m, t))) for s in self.plan.sources(stage))
+        out, residuals, unit = self.slot(fx.Activation(stage, m, t)), None, self.plan.unit(m, t)
+        if fx.Residuals(stage, m, t) in self.last_use:
+            residuals = self.slot(fx.Residuals(stage, m, t))
+        carries = CARRY in self.pipeline.stages[stage].sources
+        before = self.slot(fx.Carry(stage, m, t - 1)) if carries and t > 0 else None
+        after = self.slot(fx.Carry(stage, m, t)) if t < self.plan.slices - 1 else None
         keep = residuals is not None or self.pieces.differentiated  # in autograd's mode, even if nothing is saved
         last = stage == self.plan.stages - 1
         is_sent = bool(self.plan.consumers(stage)) or self.pieces.gather
 
         def call() -> None:
             step = self.step
-            activations, data, rng = {s: slots[i] for s, i in sources}, step.inputs.data[m], step.inputs.rng
-            number = m + step.inputs.first
-            with UNSEEDED if rng is None else seeded(rng, stage, number, self.device):
+            activations, data, rng = {s: slots[i] for s, i in sources}, step.inputs.data[unit], step.inputs.rng
+            if carries:
+                activations[CARRY] = NO_CARRY if before is None else slots[before]
+            number, _ = step.inputs.place(unit)
+            with UNSEEDED if rng is None else seeded(rng, stage, number, self.device, t):
                 outputs, saved, state = forward(step.prepared[stage], step.state.get(stage), activations, data, keep)
+            if carries:
+                outputs, carry = separated(outputs)
+                step.carried[stage, unit] = len(carry.leaves)
+                if after is not None:
+                    check_plain(carry, self.rank, stage, m)
+                    slots[after] = carry
             if residuals is not None:
                 slots[residuals] = saved
             if stateful:
@@ -316,42 +330,62 @@ class Calls:
                 check_plain(outputs, self.rank, stage, m)
             slots[out] = outputs
             if last:
-                self._result(m, outputs, keep)
+                self._result(unit, outputs, keep)
 
         return call
 
-    def _result(self, m: int, outputs: Flat, keep: bool) -> None:
+    def _result(self, unit: int, outputs: Flat, keep: bool) -> None:
         step = self.step
         cotangents: Leaves = [None] * len(outputs.leaves)
-        number = m + step.inputs.first
+        number = unit + step.inputs.first
         if self.pieces.loss:
             loss, output = outputs.tree
-            cotangent = seed(loss, scale := step.inputs.scale(m))
+            cotangent = seed(loss, scale := step.inputs.scale(unit))
             cotangents[0] = scaled(cotangent, step.inputs.loss_scale)
             step.results.losses[number] = weighted_loss(loss, cotangent, scale)
             step.results.outputs[number] = detached_tree(output)
             step.results.differentiable |= loss.requires_grad
-            if keep and m == self.last_microbatch:
+            if keep and unit == self.last_unit:
                 step.results.refuse_constant_loss()
         else:
             step.results.outputs[number] = outputs.tree
         if keep:
-            step.seeds[m] = cotangents
+            step.seeds[unit] = cotangents
 
-    def _cotangents(self, stage: int, m: int) -> Callable[[], Leaves]:
-        slots, gradients = self.slots, tuple(self.slot(fx.Gradient(stage, c, m)) for c in self.plan.terms(stage, m))
+    def _cotangents(self, stage: int, m: int, t: int) -> Callable[[], Leaves]:
+        """Return a function that returns the cotangents of a stage's outputs, and of what it carries."""
+        outputs, slots, unit = self._output_cotangents(stage, m, t), self.slots, self.plan.unit(m, t)
+        if CARRY not in self.pipeline.stages[stage].sources:
+            return outputs
+        if t == self.plan.slices - 1:  # no slice reads what this one passes on
+            return lambda: [*outputs(), *[None] * self.step.carried[stage, unit]]
+        carry = self.slot(fx.CarryGradient(stage, m, t))
+
+        def call() -> Leaves:
+            of_outputs, of_carry = outputs(), _pop(slots, carry)
+            if not self._loss_has_weight(stage, unit):
+                of_outputs = [None] * len(of_outputs)
+            return [*of_outputs, *of_carry]
+
+        return call
+
+    def _output_cotangents(self, stage: int, m: int, t: int) -> Callable[[], Leaves]:
+        slots = self.slots
+        gradients = tuple(self.slot(fx.Gradient(stage, c, m, t)) for c in self.plan.terms(stage, m))
         if not gradients:
-            return lambda: self.step.seeds.pop(m)
+            return lambda: self.step.seeds.pop(self.plan.unit(m, t))
         if len(gradients) == 1:
             return partial(_pop, slots, gradients[0])
         return lambda: add_leaves(_pop(slots, slot) for slot in gradients)
 
-    def _store_gradients(self, stage: int, m: int) -> Callable[[Mapping[int, Leaves]], None]:
+    def _store_gradients(self, stage: int, m: int, t: int) -> Callable[[Mapping[int, Leaves]], None]:
         slots = self.slots
         sources = self.plan.differentiated_sources(stage)
-        gradients = tuple((s, self.slot(fx.Gradient(s, stage, m))) for s in sources)
+        gradients = tuple((s, self.slot(fx.Gradient(s, stage, m, t))) for s in sources)
+        if CARRY in self.pipeline.stages[stage].sources and t > 0:
+            gradients = (*gradients, (CARRY, self.slot(fx.CarryGradient(stage, m, t - 1))))
         higher = ((s, self.plan.added_to(s, stage, m)) for s in sources)
-        sums = {s: self.slot(fx.Gradient(s, c, m)) for s, c in higher if c is not None}
+        sums = {s: self.slot(fx.Gradient(s, c, m, t)) for s, c in higher if c is not None}
 
         def store(inputs: Mapping[int, Leaves]) -> None:
             for source, slot in gradients:
@@ -369,23 +403,31 @@ class Calls:
 
         return keep_all if stage in self.plan.batch_gradients else keep
 
-    def _has_weight(self, stage: int, m: int) -> bool:
-        """Return False for a backward of the last stage whose microbatch has a loss of weight zero."""
-        if stage != self.plan.stages - 1 or has_weight(self.step.inputs.scale(m)):
+    def _loss_has_weight(self, stage: int, unit: int) -> bool:
+        """Return False for the last stage where the loss of its slice has a weight of zero."""
+        return stage != self.plan.stages - 1 or has_weight(self.step.inputs.scale(unit))
+
+    def _has_weight(self, stage: int, m: int, t: int) -> bool:
+        """Return False for a backward of the last stage whose microbatch has a loss of weight zero.
+
+        A slice whose loss has none has what later slices read of it.
+        """
+        carries = CARRY in self.pipeline.stages[stage].sources and t < self.plan.slices - 1
+        if carries or self._loss_has_weight(stage, self.plan.unit(m, t)):
             return True
         piece, step = self.pieces.stages[stage], self.step  # other replicas' losses may depend on this microbatch
         return stage in step.joint or not step.others.isdisjoint(getattr(piece, "peers", ()))
 
     def _backward(self, e: fx.Backward) -> Instruction:
-        return self._whole_backward(e.stage, e.microbatch)
+        return self._whole_backward(e.stage, e.microbatch, slice_of(e))
 
-    def _whole_backward(self, stage: int, m: int) -> Instruction:
+    def _whole_backward(self, stage: int, m: int, t: int) -> Instruction:
         slots = self.slots
-        backward, residuals = self.pieces.stages[stage].backward, self.slot(fx.Residuals(stage, m))
-        cotangents, store = self._cotangents(stage, m), self._store_gradients(stage, m)
+        backward, residuals = self.pieces.stages[stage].backward, self.slot(fx.Residuals(stage, m, t))
+        cotangents, store = self._cotangents(stage, m, t), self._store_gradients(stage, m, t)
 
         def call() -> None:
-            sums, weighted = self.step.sums[stage], self._has_weight(stage, m)
+            sums, weighted = self.step.sums[stage], self._has_weight(stage, m, t)
             weights, inputs = backward(_pop(slots, residuals), cotangents(), sums if weighted else None)
             store(inputs if weighted else zeros(inputs))
             sums.add(weights if weighted else [None] * len(weights), weights.fresh)
@@ -393,27 +435,27 @@ class Calls:
         return call
 
     def _backward_input(self, e: fx.BackwardInput) -> Instruction:
-        stage, m, slots = e.stage, e.microbatch, self.slots
-        backward, residuals = self.pieces.stages[stage].backward_input, self.slot(fx.Residuals(stage, m))
-        cotangents, store = self._cotangents(stage, m), self._store_gradients(stage, m)
-        deferred = self.slot(fx.Deferred(stage, m)) if self.plan.is_trained(stage) else None
+        stage, m, t, slots = e.stage, e.microbatch, slice_of(e), self.slots
+        backward, residuals = self.pieces.stages[stage].backward_input, self.slot(fx.Residuals(stage, m, t))
+        cotangents, store = self._cotangents(stage, m, t), self._store_gradients(stage, m, t)
+        deferred = self.slot(fx.Deferred(stage, m, t)) if self.plan.is_trained(stage) else None
 
         def call() -> None:
             inputs, saved = backward(_pop(slots, residuals), cotangents())
             if deferred is not None:
                 slots[deferred] = saved
-            store(inputs if self._has_weight(stage, m) else zeros(inputs))
+            store(inputs if self._has_weight(stage, m, t) else zeros(inputs))
 
         return call
 
     def _backward_weight(self, e: fx.BackwardWeight) -> Instruction:
-        stage, m, slots = e.stage, e.microbatch, self.slots
+        stage, m, t, slots = e.stage, e.microbatch, slice_of(e), self.slots
         if not self.plan.has_input_half(stage):
-            return self._whole_backward(stage, m)
-        backward, deferred = self.pieces.stages[stage].backward_weight, self.slot(fx.Deferred(stage, m))
+            return self._whole_backward(stage, m, t)
+        backward, deferred = self.pieces.stages[stage].backward_weight, self.slot(fx.Deferred(stage, m, t))
 
         def call() -> None:
-            sums, weighted = self.step.sums[stage], self._has_weight(stage, m)
+            sums, weighted = self.step.sums[stage], self._has_weight(stage, m, t)
             weights = backward(_pop(slots, deferred), sums if weighted else None)
             sums.add(weights if weighted else [None] * len(weights), weights.fresh)
 

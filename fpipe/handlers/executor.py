@@ -20,10 +20,10 @@ from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
 from fpipe.handlers.gradients import Rows, Sum, add_parts, check_trained, data_gradients, received, total, unscaled
 from fpipe.handlers.protocol import Departure, Inputs, PeerLost, Results, StepRejected
-from fpipe.stages.microbatch import sizes_of
 from fpipe.stages.pytree import paths_of, short, summary
 from fpipe.stages.sharding import Placed, is_dtensor, local, locals_of, processes_beside, wrapped
 from fpipe.stages.stage import Batch
+from fpipe.tables import slice_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -168,9 +168,9 @@ class Executor:
     def set_rows(self, rows: int | None, here: int | None) -> None:
         """Set the step's number of rows, of all replicas and of this one, received from other processes."""
         step = self.calls.step
-        sizes, count = step.inputs.sizes, len(step.inputs.data)
+        sizes = step.inputs.sizes
         if sizes is None and here is not None:  # the batch was split, elsewhere
-            sizes = sizes_of(here, count)
+            sizes = step.inputs.split(here)
         step.inputs = replace(step.inputs, rows=rows, sizes=sizes)
 
     def run(self, start: int, stop: int) -> None:
@@ -230,10 +230,12 @@ class Executor:
         m: Any = getattr(effect, "microbatch", None)
         calls, message = self.calls, f"{type(effect).__name__} raised {type(error).__name__}: {error}"
         if isinstance(effect, fx.Forward):
-            inputs = {source: calls.slots[calls.slot(fx.Activation(source, m))] for source in self.plan.sources(stage)}
+            t = slice_of(effect)
+            sources = self.plan.sources(stage)
+            inputs = {source: calls.slots[calls.slot(fx.Activation(source, m, t))] for source in sources}
             hints = [f"stage {source} gave it {summary(value.tree)}" for source, value in inputs.items()]
             reads_batch = any(isinstance(read, Batch) for read in self.pipeline.stages[stage].inputs)
-            if reads_batch and calls.step.inputs.data[m].batch is None:
+            if reads_batch and calls.step.inputs.data[self.plan.unit(m, t)].batch is None:
                 hints.append("it reads the batch, which is None on this rank")
             message += f" ({'; '.join(hints)})" if hints else ""
             if "in-place operation" in str(error):

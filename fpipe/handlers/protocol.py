@@ -124,7 +124,8 @@ class Inputs:
     Args:
         params: `{stage: tree}` of the stages that this process holds.
         state: likewise, of each replica that this process plays.
-        data: batch and target of each microbatch, of all replicas that this process plays.
+        data: batch and target of each microbatch, or of each slice of one, of all replicas that this process plays.
+            Its numbers, those of `sizes` and of `first` and `total` count slices.
         rows: rows of the whole batch, of all replicas; None where this process has no part of it.
         sizes: rows of each of these microbatches; by default those of a batch that is split.
         weighed: whether each loss is scaled by its share of the rows.
@@ -136,6 +137,9 @@ class Inputs:
         loss_scale: multiplies the loss's cotangents, and divides the gradients; None for 1.
         max_norm: to which the caller clips the gradients; the same on every rank. None where it does not.
         check_finite: what the caller does where loss or gradients are not finite, likewise; None for nothing.
+        slices: of each microbatch.
+        lengths: the share that each slice has of the sequences of its microbatch; where a process has no part of them,
+            they are equal.
     """
 
     params: Mapping[int, Any]
@@ -152,10 +156,17 @@ class Inputs:
     loss_scale: Tensor | None = None
     max_norm: float | Literal["a tensor"] | None = None
     check_finite: Literal["raise", "skip"] | None = None
+    slices: int = 1
+    lengths: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if self.sizes is None and self.rows is not None:
-            object.__setattr__(self, "sizes", sizes_of(self.rows, len(self.data)))
+            object.__setattr__(self, "sizes", self.split(self.rows))
+
+    def split(self, rows: int) -> Sequence[int]:
+        """Return the rows of each of the microbatches, for each of its slices."""
+        sizes = sizes_of(rows, len(self.data) // self.slices)
+        return sizes if self.slices == 1 else [size for size in sizes for _ in range(self.slices)]
 
     def of_replica(self, replica: int, replicas: int) -> Inputs:
         """Return the inputs of one replica, out of those of all."""
@@ -164,19 +175,29 @@ class Inputs:
         numbers = slice(replica * count, (replica + 1) * count)
         sizes = None if self.sizes is None else self.sizes[numbers]
         state, data = self.state[replica : replica + 1], self.data[numbers]
-        return replace(self, state=state, data=data, sizes=sizes, first=numbers.start, total=total)
+        lengths = None if self.lengths is None else self.lengths[numbers]
+        return replace(self, state=state, data=data, sizes=sizes, lengths=lengths, first=numbers.start, total=total)
 
-    def scale(self, m: int) -> Scale:
-        """Return the factor of a microbatch's loss: the share of the caller's weights, else of the rows."""
-        share = self.data[m].scale
+    def scale(self, unit: int) -> Scale:
+        """Return the factor of the loss of a microbatch, or of a slice of one.
+
+        It is the share of the caller's weights, else of the rows; a slice has its share of its microbatch's.
+        """
+        share = self.data[unit].scale
         if share is not None:
             value: Scale = share()
             return value
         if not self.weighed:
             return None
-        if self.rows is None or self.sizes is None:
-            return 1 / (self.total or len(self.data))
-        return self.sizes[m] / self.rows
+        count = self.total or len(self.data)
+        whole = self.slices / count if self.rows is None or self.sizes is None else self.sizes[unit] / self.rows
+        if self.slices == 1:
+            return whole
+        return whole * (1 / self.slices if self.lengths is None else self.lengths[unit])
+
+    def place(self, unit: int) -> tuple[int, int]:
+        """Return the number of a microbatch, counted over all replicas, and of its slice."""
+        return divmod(self.first + unit, self.slices)
 
 
 @dataclass
@@ -185,8 +206,8 @@ class Results:
 
     Args:
         gradients: for every entry in the params of the step.
-        losses: by microbatch, counted over all replicas, scaled; all of them on every rank.
-        outputs: of the last stage, by microbatch, counted likewise, where it runs or where they are gathered: aux, or
+        losses: by microbatch, or slice of one, counted over all replicas, scaled; all of them on every rank.
+        outputs: of the last stage, likewise, where it runs or where they are gathered: aux, or
             evaluate's output.
         output: the outputs of all microbatches merged, where this process has them all, or all of its replica.
         state: the new state of the stateful stages of this process, `{stage: tree}`, of each replica that it plays.

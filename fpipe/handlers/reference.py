@@ -8,13 +8,16 @@ same number of threads. The order of the sums is part of the definition:
   from the highest down, then the ranks' sums from the rank of the highest consumer down;
 - what a stage reads of the batch or of the target, where they are differentiated, are leaves of its own for autograd;
 - the weight gradients of each stage and copy are added in microbatch order, then over the replicas, then over copies,
-  then over ties by stage.
+  then over ties by stage;
+- the slices of a microbatch run forward from the first, and are differentiated one by one from the last: what a stage
+  carries is a leaf of the next slice, whose gradient is a cotangent of this one. Their weight gradients are added in
+  this order, from the last slice of each microbatch down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -26,6 +29,8 @@ from fpipe.autodiff.graph.input_writes import PARAMETER_WRITTEN, refusing_writes
 from fpipe.autodiff.graph.lost_gradients import EagerLeaves
 from fpipe.autodiff.interface import (
     DifferentiablePipeline,
+    Leaves,
+    detached,
     detached_tree,
     differentiated,
     differentiates_data,
@@ -42,9 +47,11 @@ from fpipe.handlers.gradients import LeafKey, Sums, add, behind, check_trained, 
 from fpipe.handlers.protocol import Departure, Inputs, Observer, Replicas, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.program import Program
+from fpipe.stages.carry import NO_CARRY, separated
 from fpipe.stages.microbatch import Microbatch
-from fpipe.stages.pytree import Path, alias_leaves, flatten
+from fpipe.stages.pytree import Flat, Path, alias_leaves, flatten
 from fpipe.stages.rng import seeded
+from fpipe.stages.stage import CARRY
 
 
 class Reference:
@@ -76,6 +83,25 @@ class Reference:
         current_device().synchronize()
 
 
+@dataclass
+class _Slice:
+    """The forward of a microbatch, or of a slice of one.
+
+    Args:
+        unit: its number, counted over all microbatches of all replicas.
+        output: the last stage's.
+        inputs: what the last stage read of other stages.
+        read: stage -> the leaves of its own that it read of the slice before.
+        carried: stage -> what it passed on, in autograd's graph.
+    """
+
+    unit: int
+    output: Any = None
+    inputs: Any = None
+    read: dict[int, Leaves] = field(default_factory=dict)
+    carried: dict[int, Flat] = field(default_factory=dict)
+
+
 class _Step:
     """One step.
 
@@ -105,11 +131,17 @@ class _Step:
     def run(self) -> Results:
         results, pipeline, plan = self.results, self.pipeline, self.plan
         for m in range(plan.replicas * plan.microbatches):
-            output, last_inputs = self._forward(m)
-            if self.pieces.loss:
-                loss, output = output
-                self._accumulate(m, self._grads(m, loss, last_inputs))
-            results.outputs[m] = detached_tree(output)
+            before, slices = None, list[_Slice]()
+            for unit in range(m * plan.slices, (m + 1) * plan.slices):
+                slices.append(before := self._forward(unit, before))
+            cotangents: dict[int, Leaves] = {}
+            for each in reversed(slices):
+                output = each.output
+                if self.pieces.loss:
+                    loss, output = output
+                    gradients, cotangents = self._grads(each, loss, cotangents)
+                    self._accumulate(m, gradients)
+                results.outputs[each.unit] = detached_tree(output)
         if self.train:
             sums = self._over_replicas()
             params = self.inputs.params
@@ -120,13 +152,22 @@ class _Step:
         results.output = self.pieces.merge(results.outputs, self.inputs.apart)
         return results
 
-    def _forward(self, m: int) -> tuple[Any, Any]:
-        """Return the last stage's output, and the outputs that it read."""
-        data, outputs, read = self.inputs.data[m], dict[int, _Outputs](), dict[int, Any]()
+    def _forward(self, unit: int, before: _Slice | None = None) -> _Slice:
+        """Run a microbatch, or a slice of one, forward.
+
+        Args:
+            before: the slice before.
+        """
+        data, outputs, read = self.inputs.data[unit], dict[int, _Outputs](), dict[int, Any]()
+        (m, t), this = divmod(unit, self.plan.slices), _Slice(unit)
         state, by_rank = self.results.state[m // self.plan.microbatches], self.plan.cotangents == "by_rank"
         for s, stage in enumerate(self.pipeline.stages):
-            with torch.set_grad_enabled(self.train), seeded(self.inputs.rng, s, m), blaming(s, m):
+            with torch.set_grad_enabled(self.train), seeded(self.inputs.rng, s, m, slice=t), blaming(s, m):
                 read = {source: outputs[source](s) for source in self.plan.sources(s)}
+                if CARRY in stage.sources:
+                    leaves, spec = NO_CARRY if before is None else before.carried[s]
+                    this.read[s] = [detached(x, self.train) for x in leaves]
+                    read[CARRY] = alias_leaves(spec.unflatten(this.read[s]))
                 arguments = stage.arguments(read, self._given(s, data))
                 if stage.rows is not None:
                     self.current[s] = by_row(self.params[s], stage.count(arguments))
@@ -134,11 +175,13 @@ class _Step:
                 params = self.current[s]
                 with refusing_writes(arguments), refusing_writes(params.own, PARAMETER_WRITTEN):
                     output, new_state = function(params.tree, state.get(s), arguments)
-                output = alias_leaves(output)
+                result, this.carried[s] = separated(flatten(alias_leaves(output)))
+                output = result.tree
                 outputs[s] = self._read_by_rank(s, m, output) if by_rank else partial(_alias, output)
             if stage.stateful:
                 state[s] = detached_tree(new_state)
-        return output, read
+        this.output, this.inputs = output, {source: x for source, x in read.items() if source != CARRY}
+        return this
 
     def _read_by_rank(self, s: int, m: int, output: Any) -> _Outputs:
         """Return what each consumer of a stage reads: identities whose gradients are added by rank."""
@@ -161,13 +204,19 @@ class _Step:
         self.read[s] = flatten(parts).leaves
         return parts
 
-    def _grads(self, m: int, loss: Tensor, last_inputs: Any) -> dict[tuple[int, Path], Tensor | None]:
-        """Return the gradient of every trained parameter by (stage, path). Record the loss, and gradients of data.
+    def _grads(
+        self, this: _Slice, loss: Tensor, cotangents: Mapping[int, Leaves]
+    ) -> tuple[dict[tuple[int, Path], Tensor | None], dict[int, Leaves]]:
+        """Return the gradient of every trained parameter by (stage, path), and those of what each stage read of the
+        slice before. Record the loss, and gradients of data.
 
         A microbatch of weight 0 gives none for the last stage, and zeros for the inputs of the last stage, even where
-        these gradients are NaN.
+        these gradients are NaN. A slice of weight 0 gives what later slices read of it.
+
+        Args:
+            cotangents: of what each stage passed on to the next slice.
         """
-        scale = self.inputs.scale(m)
+        m, scale = this.unit, self.inputs.scale(this.unit)
         cotangent = seed(loss, scale)
         self.results.losses[m] = weighted_loss(loss, cotangent, scale)
         leaves = {
@@ -179,30 +228,45 @@ class _Step:
         if m == 0:
             self._refuse_lost(loss, [*leaves.values(), *read])
         self.results.differentiable |= loss.requires_grad
-        wanted, last = [*leaves.values(), *read], self.plan.stages - 1
+        before = [x for each in this.read.values() for x in each if _requires_grad(x)]
+        wanted, last = [*leaves.values(), *read, *before], self.plan.stages - 1
         self.results.data_gradients |= {(s, m): {} for s in self.read}
-        if not loss.requires_grad or not wanted:
-            return dict.fromkeys(leaves)
-        cotangent = scaled(cotangent, self.inputs.loss_scale)
-        if not has_weight(scale):
-            _zero_gradients([last_inputs, self.read.get(last)])
+        roots = self._roots(this, cotangents)
+        is_ignored = not has_weight(scale) and last not in cotangents
+        if loss.requires_grad and (has_weight(scale) or is_ignored):
+            roots.append((loss, scaled(cotangent, self.inputs.loss_scale)))
+        if not roots or not wanted:
+            return dict.fromkeys(leaves), {s: [None] * len(each) for s, each in this.read.items()}
+        if is_ignored:
+            _zero_gradients([this.inputs, self.read.get(last), this.read.get(last)])
         with without_autocast():  # it is the forward's; its casts are in autograd's graph
-            gradients = torch.autograd.grad(loss, wanted, cotangent, allow_unused=True)
+            outputs, seeds = zip(*roots, strict=True)
+            gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         of_read = iter(gradients[len(leaves) :])
         for s, each in self.read.items():
             of_stage = [next(of_read) if _requires_grad(x) else None for x in each]
             by_path = data_gradients(self.pipeline.stages[s], self.inputs.data[m], of_stage)
             self.results.data_gradients[s, m] = by_path
+        passed = {s: [next(of_read) if _requires_grad(x) else None for x in each] for s, each in this.read.items()}
         return {
-            (s, path): gradient if s != last or has_weight(scale) else None
+            (s, path): gradient if s != last or not is_ignored else None
             for (s, path), gradient in zip(leaves, gradients, strict=False)
-        }
+        }, passed
+
+    def _roots(self, this: _Slice, cotangents: Mapping[int, Leaves]) -> list[tuple[Tensor, Tensor]]:
+        """Return what a slice passed on to the next one, as far as that has gradients for it, with these."""
+        pairs = [
+            (x, cotangent)
+            for s, each in cotangents.items()
+            for x, cotangent in zip(this.carried[s].leaves, each, strict=True)
+        ]
+        return [(x, cotangent) for x, cotangent in pairs if cotangent is not None and _requires_grad(x)]
 
     def _refuse_lost(self, loss: Tensor, leaves: Iterable[Tensor]) -> None:
         """Raise StageError if a leaf in the graph of microbatch 0 is neither a param nor of the batch."""
         known = [*leaves, *flatten((self.inputs.data[0], dict(self.inputs.state[0]))).leaves]
         again = _Step(self.plan, self.pieces, self.train, self.inputs)
-        EagerLeaves().check([loss], known, lambda: [again._forward(0)[0][0]])
+        EagerLeaves().check([loss], known, lambda: [again._forward(0).output[0]])
 
     def _accumulate(self, m: int, gradients: Mapping[tuple[int, Path], Tensor | None]) -> None:
         replica, m = divmod(m, self.plan.microbatches)

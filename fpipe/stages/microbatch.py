@@ -72,7 +72,7 @@ def sizes_of(rows: int, count: int) -> tuple[int, ...]:
     return tuple(rows // count + (m < rows % count) for m in range(count))
 
 
-def pair_of_axes(in_axes: Any) -> tuple[Any, Any]:
+def pair_of_axes(in_axes: Any, name: str = "in_axes") -> tuple[Any, Any]:
     """Return the axes of the batch and of the target.
 
     Raises:
@@ -80,7 +80,7 @@ def pair_of_axes(in_axes: Any) -> tuple[Any, Any]:
     """
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes, in_axes)
     if len(axes) != 2:
-        raise ValueError(f"in_axes must be one axis, or a pair for batch and target, not {in_axes!r}")
+        raise ValueError(f"{name} must be one axis, or a pair for batch and target, not {in_axes!r}")
     return axes
 
 
@@ -143,6 +143,69 @@ def split(tree: Any, count: int, axes: Any = 0, what: str = "batch") -> tuple[li
             raise ValueError(f"{name} has {counted(rows, 'row')} on axis {axis}: too few for {count} microbatches")
         columns.append(torch.tensor_split(leaf, count, dim=axis))
     return [spec.unflatten([column[m] for column in columns]) for m in range(count)], rows
+
+
+def cut(tree: Any, count: int, axes: Any, what: str, row_axes: Any = None) -> tuple[list[Any], int | None]:
+    """Cut every tensor of a microbatch along its sequences into `count` slices, as views.
+
+    Args:
+        axes: an axis, None (the same for every slice), or a prefix tree of these.
+        row_axes: those along which microbatches are split.
+
+    Returns:
+        The slices, and the length of the sequences (None if nothing is cut). The first ones are longer where they
+        don't divide it.
+
+    Raises:
+        ValueError: leaves disagree on their lengths, or are too short; or an axis is that of the rows.
+
+    >>> cut(torch.arange(10).reshape(2, 5), 2, 1, "batch")[0][1]
+    tensor([[3, 4],
+            [8, 9]])
+    """
+    names, leaves, spec = optree.tree_flatten_with_path(tree, none_is_leaf=True, namespace=NAMESPACE)
+    axis_of = axes_of(tree, axes, f"sequence_axes of the {what}")
+    length: int | None = None
+    columns: list[Sequence[Any]] = []
+    for path, leaf, axis, row_axis in zip(names, leaves, axis_of, axes_of(tree, row_axes, "in_axes"), strict=True):
+        if axis is None or not isinstance(leaf, torch.Tensor):
+            columns.append([leaf] * count)
+            continue
+        name = f"{what}{short(path)} ({describe(leaf)})"
+        if not -leaf.ndim <= axis < leaf.ndim or (row_axis is not None and axis % leaf.ndim == row_axis % leaf.ndim):
+            problem = "is that of the rows" if -leaf.ndim <= axis < leaf.ndim else "does not exist"
+            raise ValueError(
+                f"{name} can't be cut into slices along axis {axis}, which {problem}: sequence_axes= has the axis of "
+                "the sequences, and None for a leaf that every slice reads whole"
+            )
+        if length is not None and leaf.shape[axis] != length:
+            raise ValueError(
+                f"{name} has {leaf.shape[axis]} tokens on axis {axis} where the leaves before it have {length}"
+            )
+        length = leaf.shape[axis]
+        if length < count:
+            raise ValueError(f"{name} has {counted(length, 'token')} on axis {axis}: too few for {count} slices")
+        columns.append(torch.tensor_split(leaf, count, dim=axis))
+    return [spec.unflatten([column[t] for column in columns]) for t in range(count)], length
+
+
+def slices_of(
+    data: Sequence[Microbatch], count: int, sequence_axes: Any, in_axes: Any
+) -> tuple[list[Microbatch], list[float] | None]:
+    """Return the slices of each microbatch, and the share of its sequences that each has; None if none is cut.
+
+    Raises:
+        ValueError: a microbatch can't be cut.
+    """
+    units, lengths = list[Microbatch](), list[float]()
+    axes, rows = pair_of_axes(sequence_axes, "sequence_axes"), pair_of_axes(in_axes)
+    for each in data:
+        batches, tokens = cut(each.batch, count, axes[0], "batch", rows[0])
+        targets, of_target = cut(each.target, count, axes[1], "target", rows[1])
+        whole = tokens if of_target is None else of_target  # the loss is of the target's tokens
+        units += map(Microbatch, batches, targets)
+        lengths += [] if whole is None else [size / whole for size in sizes_of(whole, count)]
+    return units, lengths or None
 
 
 def _are_microbatches(tree: Any) -> bool:

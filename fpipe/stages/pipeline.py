@@ -19,7 +19,7 @@ from fpipe.stages.describe import description, html
 from fpipe.stages.microbatch import Microbatch, Microbatches
 from fpipe.stages.pytree import Path, as_path, flatten, get_at, paths, set_at, short
 from fpipe.stages.selection import Where, leaves_of, selected
-from fpipe.stages.stage import Batch, Output, Read, Stage, StageFunction, Target
+from fpipe.stages.stage import CARRY, Batch, Output, Read, Stage, StageFunction, Target
 
 SharedParam = tuple[int, Path]
 """A stage, and the path of an entry in its params."""
@@ -65,7 +65,7 @@ class Pipeline:
             raise ValueError("a pipeline needs at least one stage")
         self.stages = tuple(_with_reads(s if isinstance(s, Stage) else Stage(s), i) for i, s in enumerate(stages))
         self.loss, self.cotangents = loss, cotangents
-        self.edges = Edges([stage.sources for stage in self.stages])
+        self.edges = Edges([[s for s in stage.sources if s != CARRY] for stage in self.stages])
         # All uses of each shared param: the param itself first, then by stage.
         self.entries = _entries(ties or {}, len(self.stages))
         # Those that were passed, of which transforms make others.
@@ -80,9 +80,14 @@ class Pipeline:
         """Return whether params get a gradient for each row of the batch, which are not added."""
         return any(stage.rows is not None for stage in self.stages)
 
-    @checked("placement", "microbatches", "replicas")
+    @checked("placement", "microbatches", "replicas", "slices")
     def plan(
-        self, placement: Placement, microbatches: int, replicas: int = 1, trained: Collection[int] | None = None
+        self,
+        placement: Placement,
+        microbatches: int,
+        replicas: int = 1,
+        trained: Collection[int] | None = None,
+        slices: int = 1,
     ) -> Plan:
         """Return the plan for this pipeline's edges, ties and trained stages.
 
@@ -91,13 +96,16 @@ class Pipeline:
             replicas: copies of the whole pipeline, each with its own part of the batch.
             trained: the stages with trained params, by default `self.trained`. `range(stages)` leaves out only the
                 input gradients of stages that no trained stage precedes, such as the first.
+            slices: parts of each microbatch, along its sequences. Stages that mix tokens, as attention does, pass on
+                what later slices need: `Stage(carry=True)`.
 
         Raises:
             ScheduleError: the placement's stages are not this pipeline's.
         """
         ties = tuple(tuple(sorted({stage for stage, _ in uses})) for uses in self.entries.values())
         trained = self.trained if trained is None else trained
-        return Plan(placement, microbatches, self.edges, ties, replicas, cotangents=self.cotangents, trained=trained)
+        kinds: dict[str, Any] = {"cotangents": self.cotangents, "trained": trained, "slices": slices}
+        return Plan(placement, microbatches, self.edges, ties, replicas, **kinds)
 
     @property
     def trained(self) -> frozenset[int] | None:
@@ -397,10 +405,9 @@ def with_loss(pipeline: Pipeline, has_aux: bool) -> Pipeline:
 
     def fn(params: Any, *inputs: Any) -> Any:
         *inputs_, target = inputs
-        if last.stateful:
-            output, state = last.fn(params, *inputs_)
-            return _loss(loss_fn, output, target, has_aux), state
-        return _loss(loss_fn, last.fn(params, *inputs_), target, has_aux)
+        output, *rest = last.separated(last.fn(params, *inputs_))
+        loss = _loss(loss_fn, output, target, has_aux)
+        return (loss, *rest) if rest else loss
 
     return pipeline.replace([*stages, replace(last, fn=fn, reads=(*last.inputs, Target()))], None)
 

@@ -1,4 +1,4 @@
-"""Random numbers by (seed, step, stage, microbatch). They do not depend on the schedule."""
+"""Random numbers by (seed, step, stage, microbatch, slice). They do not depend on the schedule."""
 
 from __future__ import annotations
 
@@ -31,18 +31,25 @@ def as_rng(rng: Any) -> Rng:
     return seed, step
 
 
-def seed_of(seed: int, step: int, stage: int, microbatch: int) -> int:
-    """Return a seed of 63 bits that depends on all four numbers.
+def seed_of(seed: int, step: int, stage: int, microbatch: int, slice: int = 0) -> int:  # noqa: A002
+    """Return a seed of 63 bits that depends on all numbers. The first slice has that of a microbatch without slices.
 
-    >>> seed_of(0, 0, 0, 0) != seed_of(0, 0, 0, 1)
+    >>> seed_of(0, 0, 0, 0) != seed_of(0, 0, 0, 1) != seed_of(0, 0, 0, 1, slice=1)
     True
     """
-    packed = struct.pack("<4q", *(n & 0x7FFF_FFFF_FFFF_FFFF for n in (seed, step, stage, microbatch)))
+    numbers = (seed, step, stage, microbatch, *[slice] * (slice > 0))
+    packed = struct.pack(f"<{len(numbers)}q", *(n & 0x7FFF_FFFF_FFFF_FFFF for n in numbers))
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
-def seeded(rng: Rng | Seeder | None, stage: int, microbatch: int, device: Device | None = None) -> Iterator[None]:
+def seeded(
+    rng: Rng | Seeder | None,
+    stage: int,
+    microbatch: int,
+    device: Device | None = None,
+    slice: int = 0,  # noqa: A002
+) -> Iterator[None]:
     """Seed the generators of a device, by default the current one, and restore them afterwards.
 
     Args:
@@ -56,7 +63,7 @@ def seeded(rng: Rng | Seeder | None, stage: int, microbatch: int, device: Device
             yield
         return
     generators = (device or current_device()).generators()
-    value = seed_of(*rng, stage, microbatch)
+    value = seed_of(*rng, stage, microbatch, slice)
     with restored(generators):
         for generator in generators:
             generator.manual_seed(value)

@@ -50,6 +50,8 @@ class Target:
 
 
 Read = Output | Batch | Target
+CARRY = -2
+"""In place of a source stage's number: what the stage itself has passed on, of the slice before."""
 
 
 def frozen_paths(params: Mapping[str, Tensor]) -> tuple[Any, ...]:
@@ -142,6 +144,10 @@ class Stage:
         reads: an `Output` or `Batch` for each input (a number stands for `Output`). By default stage 0 reads the
             batch, and every other stage the output of the stage before it.
         stateful: the stage has state, such as buffers, that one microbatch passes to the next.
+        carry: the stage passes values on from slice to slice of a microbatch, such as keys and values:
+            `fn(params, carry, *inputs) -> (outputs, carry)`, and with state `fn(params, state, carry, *inputs) ->
+            (outputs, carry, state)`. The carry is any tree; the first slice gets None. Gradients go back through it.
+            Where a plan has no slices, the microbatch is the first slice, and what it passes on is dropped.
         frozen: names or paths of entries of params that get no gradient; `()` is the path of all params.
             `Pipeline.freeze` sets them.
         rows: `rows(*inputs) -> int`, the number of rows of a microbatch, if the params get a gradient for each row, as
@@ -159,21 +165,38 @@ class Stage:
     rows: Callable[..., int] | None = None
     sequence: int | None = None
     local: bool = False
+    carry: bool = False
 
     def __repr__(self) -> str:
         function = getattr(self.fn, "__name__", type(self.fn).__name__)
         return call_of(self, "fn").replace(repr(self.fn), function, 1)
 
     def __call__(self, params: Any, state: Any, inputs: Sequence[Any]) -> tuple[Any, Any]:
-        """Run the stage. Return `(outputs, state)`."""
+        """Run the stage, of one that carries the first slice. Return `(outputs, state)`."""
+        outputs, _, state = self.run(params, state, None, inputs)
+        return outputs, state
+
+    def run(self, params: Any, state: Any, carry: Any, inputs: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Run the stage on a slice. Return `(outputs, carry, state)`."""
         if self.rows is not None:
             leaves, spec = flatten(params)
             params = spec.unflatten(expanded(leaves, self.count(inputs)))
-        if not self.stateful:
-            return self.fn(params, *inputs), state
-        result = self.fn(params, state, *inputs)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise TypeError(f"a stateful stage returns (outputs, state), not {type(result).__name__}")
+        result = self.fn(params, *[state] * self.stateful, *[carry] * self.carry, *inputs)
+        outputs, *rest = self.separated(result)
+        return outputs, rest[0] if self.carry else None, rest[-1] if self.stateful else state
+
+    def separated(self, result: Any) -> tuple[Any, ...]:
+        """Return the outputs, and the carry and the new state if there are such, out of the function's result.
+
+        Raises:
+            TypeError: it is no tuple of them.
+        """
+        names = ["outputs", *["carry"] * self.carry, *["state"] * self.stateful]
+        if len(names) == 1:
+            return (result,)
+        if not isinstance(result, tuple) or len(result) != len(names):
+            kind = f"{'stateful stage' if self.stateful else 'stage'}{' with carry' if self.carry else ''}"
+            raise TypeError(f"a {kind} returns ({', '.join(names)}), not {type(result).__name__}")
         return result
 
     def count(self, inputs: Sequence[Any]) -> int:
@@ -188,7 +211,7 @@ class Stage:
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """The numbers of the stages that it reads, lowest first."""
+        """The numbers of the stages that it reads, lowest first; where it runs slices, `CARRY` may be among them."""
         return tuple(sorted({read.stage for read in self.inputs if isinstance(read, Output)}))
 
     def given(self, data: Microbatch) -> list[Any]:

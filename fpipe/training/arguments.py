@@ -20,7 +20,18 @@ from fpipe.errors.tracebacks import warn
 from fpipe.handlers.gradients import names_read
 from fpipe.handlers.protocol import Inputs, Replicas, Results
 from fpipe.plan import Plan
-from fpipe.stages.microbatch import WEIGHING, Microbatch, Microbatches, merge, pair_of_axes, samples, sizes_of, split
+from fpipe.stages.carry import by_slice
+from fpipe.stages.microbatch import (
+    WEIGHING,
+    Microbatch,
+    Microbatches,
+    merge,
+    pair_of_axes,
+    samples,
+    sizes_of,
+    slices_of,
+    split,
+)
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.precision import Precision
 from fpipe.stages.pytree import flatten
@@ -61,6 +72,8 @@ class StepSpec:
     options: Options
     precision: Precision
     buffers: Buffers | None
+    sequence_axes: Any = 1
+    out_sequence_axes: Any = 1
     differentiated: bool = False
     max_norm: float | Literal["a tensor"] | None = None
     check_finite: Literal["raise", "skip"] | None = None
@@ -85,9 +98,7 @@ class StepSpec:
                 "microbatches)"
             )
         if self.plan.slices > 1:
-            raise ScheduleError(
-                f"the plan has {self.plan.slices} slices, which stages don't run yet: make a plan without slices"
-            )
+            self._check_slices()
         if self.pipeline.by_row:
             self._check_rows()
         for stage, ranks in enumerate(self.plan.placement.holders):
@@ -103,6 +114,17 @@ class StepSpec:
                     "microbatches alone update; or make the stage stateless (such as a norm that needs no running "
                     "statistics)"
                 )
+
+    def _check_slices(self) -> None:
+        """Raise an error for stages and options that can't run slices."""
+        if not any(stage.carry for stage in self.pipeline.stages):
+            raise ScheduleError(
+                f"the plan has {self.plan.slices} slices, and no stage of the pipeline has carry=True: a stage that "
+                "mixes tokens, as attention does, must get what it needs of earlier slices, as Stage(fn, carry=True) "
+                "does. Or make a plan without slices"
+            )
+        if data := sorted({"batch", "target"} & self.options.argnums):
+            raise ValueError(f"argnums has {data[0]!r}, and the plan has slices: make a plan without slices")
 
     def _check_rows(self) -> None:
         """Raise ValueError for options that make no sense where each sample has gradients of its own."""
@@ -120,6 +142,8 @@ class StepSpec:
     def pieces(self) -> DifferentiablePipeline:
         """Return the stages' functions; those of the last stage include the loss where it is computed."""
         pipeline = with_loss(self.pipeline, self.has_aux) if self.loss else self.pipeline
+        if self.plan.slices > 1:
+            pipeline = by_slice(pipeline)
         gather = self.gather and (self.has_aux or not self.loss)
         shares: Literal["rows", "weight"] | None = None
         if self.reduction == "mean":
@@ -129,11 +153,14 @@ class StepSpec:
         return DifferentiablePipeline(pipeline, stages, self.loss, *how, self.differentiated)
 
     def _merge(self, outputs: Mapping[int, Any], apart: bool | None) -> Any:
-        trees = [output for _, output in sorted(outputs.items())]
+        trees, slices = [output for _, output in sorted(outputs.items())], self.plan.slices
+        if slices > 1:
+            axes = self.out_sequence_axes
+            trees = [merge(trees[at : at + slices], axes) for at in range(0, len(trees), slices)]
         return Microbatches(trees) if apart else merge(trees, self.out_axes)
 
     def total(self, losses: Mapping[int, Tensor]) -> Tensor:
-        """Add the losses in microbatch order, replica by replica."""
+        """Add the losses in microbatch order, of a microbatch in the order of its slices, replica by replica."""
         return functools.reduce(torch.add, (loss for _, loss in sorted(losses.items())))
 
     def data_gradients(self, inputs: Inputs, results: Results) -> dict[Argument, Any]:
@@ -186,7 +213,13 @@ class StepSpec:
             factor = self._factor(loss_scale)
             states = self._states(state)
             self.warn_of_changes()
-            data, sizes = self._split(batch, target, scales)
+            data, sizes = self._split(batch, target)
+            lengths = None
+            if self.plan.slices > 1:
+                data, lengths = slices_of(data, self.plan.slices, self.sequence_axes, self.in_axes)
+            if self.weight is not None:
+                scaled = scales or self._scales(self.weight, [each.target for each in data])
+                data = [each._replace(scale=scale) for each, scale in zip(data, scaled, strict=True)]
         except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
             known = params if isinstance(params, Mapping) else {}  # it shows which processes are to raise an error too
             return Inputs(known, (), (), broken=self._stage_error(error))
@@ -194,6 +227,9 @@ class StepSpec:
         apart = isinstance(trees[0], Microbatches) if trees else None
         rows = None if sizes is None else sum(sizes)
         later: dict[str, Any] = {"loss_scale": factor, "max_norm": self.max_norm, "check_finite": self.check_finite}
+        if (slices := self.plan.slices) > 1:
+            sizes = None if sizes is None else [size for size in sizes for _ in range(slices)]
+            later |= {"slices": slices, "lengths": lengths}
         return Inputs(params, states, data, rows, sizes, self._weighed, apart, rng, **later)
 
     @property
@@ -240,9 +276,10 @@ class StepSpec:
             return None, ()
         try:
             data, _ = self._split(batch, target)
+            scales = self._scales(self.weight, [each.target for each in data])
         except Exception as error:  # the batch's types and `weight` are the user's, and may raise anything
             raise self._stage_error(error) from error
-        shares = [microbatch.scale() for microbatch in data if microbatch.scale is not None]
+        shares = [scale() for scale in scales if scale is not None]
         if not shares:  # another process computes the loss
             return None, ()
         tensors = (x for x in flatten((params, batch, target)).leaves if isinstance(x, Tensor))
@@ -334,9 +371,7 @@ class StepSpec:
                 "pass pipeline.state_on(state, plan, rank)"
             )
 
-    def _split(
-        self, batch: Any, target: Any, scales: Sequence[Any] | None = None
-    ) -> tuple[list[Microbatch], Sequence[int] | None]:
+    def _split(self, batch: Any, target: Any) -> tuple[list[Microbatch], Sequence[int] | None]:
         """Return the microbatches, and the rows of each."""
         apart = {isinstance(tree, Microbatches) for tree in (batch, target) if tree is not None}
         if len(apart) > 1:
@@ -348,9 +383,9 @@ class StepSpec:
         axes = pair_of_axes(self.in_axes)
         batches, rows = split(batch, count, axes[0], "batch")
         targets, target_rows = split(target, count, axes[1], "target")
-        if self.weight is not None:
-            return list(map(Microbatch, batches, targets, scales or self._scales(self.weight, targets))), None
         data = list(map(Microbatch, batches, targets))
+        if self.weight is not None:
+            return data, None
         if True in apart:
             return data, self._samples(batch, target, axes) if self.loss and self._weighed else None
         if self.reduction == "mean" and None not in (rows, target_rows) and rows != target_rows:

@@ -49,6 +49,8 @@ def value_and_grad(
     weight: Callable[[Any], Any] | None = None,
     in_axes: Any = 0,
     out_axes: Any = 0,
+    sequence_axes: Any = 1,
+    out_sequence_axes: Any = 1,
     gather: bool = False,
     prefetch: int | None = None,
     resident: Residence | int | None = None,
@@ -82,6 +84,10 @@ def value_and_grad(
         in_axes: how to split `(batch, target)`, as in `torch.vmap`: an axis, None, or a pair of prefix trees. Of
             `Microbatches`, which are not split, the axis of the samples in each tree.
         out_axes: how to merge aux; leaves without dimensions are stacked. Of `Microbatches`, aux is not merged.
+        sequence_axes: how to cut each microbatch of `(batch, target)` into slices, where the plan has them: the axis of
+            the sequences, None for what every slice reads whole, or a pair of prefix trees. The loss is computed for
+            each slice; with "mean", it has the weight of its share of the sequence, or that of `weight`.
+        out_sequence_axes: how to merge the aux of slices; leaves without dimensions are stacked.
         gather: return aux on every rank, not only on the rank of the loss.
         prefetch: the number of receives posted beyond the next one used.
         resident: the number of stages whose parameters, sharded over the replicas, are whole on a rank at a time, or a
@@ -151,7 +157,8 @@ def value_and_grad(
     names = _arguments(argnums)
     options = Options(autodiff, policy, compile, dynamic, frozenset(names))
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
-    how = has_aux, reduction, weight, in_axes, out_axes, gather, options, precision, buffers
+    axes = sequence_axes, out_sequence_axes
+    how = has_aux, reduction, weight, in_axes, out_axes, gather, options, precision, buffers, *axes
     spec = StepSpec(pipeline, plan, ranks, replicas, True, *how, differentiated=True)
     stages = enumerate(with_loss(pipeline, has_aux).stages)
     trained = plan.trained if "params" in names else frozenset[int]()
@@ -172,6 +179,8 @@ def value_and_grad(
 
     if capture is not False:
         check_capture(handler, observing(observe), compile, capture)
+        if plan.slices > 1:
+            raise ValueError(f"{capture=} with slices: a graph keeps no carry. Leave one of them out")
         check_replicas_captured(spec, programs, handler, capture)
     check_option(check_finite, (None, False, True, "raise"))
     return Step(spec, programs, handler, observe, _name(schedule), result, capture, bool(check_finite))
@@ -190,6 +199,8 @@ def evaluate(
     weight: Callable[[Any], Any] | None = None,
     in_axes: Any = 0,
     out_axes: Any = 0,
+    sequence_axes: Any = 1,
+    out_sequence_axes: Any = 1,
     gather: bool = False,
     schedule: Schedule | str | None = None,
     prefetch: int | None = None,
@@ -211,7 +222,8 @@ def evaluate(
         schedule: take its forward order; by default each microbatch enters as soon as it can.
 
     Returns:
-        `run(params, batch, target=None, *, state=None, rng=None) -> outputs`, merged along `out_axes`, or as
+        `run(params, batch, target=None, *, state=None, rng=None) -> outputs`, merged along `out_axes`, those of slices
+        along `out_sequence_axes`, or as
         `Microbatches` where the batch comes so; with `loss`, the loss, or `(loss, aux)`. The new state of stateful
         stages is not returned.
 
@@ -232,7 +244,8 @@ def evaluate(
     _check_types(pipeline, plan, handler)
     options = Options(autodiff, everything_saveable, compile, dynamic)
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
-    how = has_aux, reduction, weight, in_axes, out_axes, gather, options, precision, buffers
+    axes = sequence_axes, out_sequence_axes
+    how = has_aux, reduction, weight, in_axes, out_axes, gather, options, precision, buffers, *axes
     spec = StepSpec(pipeline, plan, ranks, replicas, loss, *how)
     programs = forward_only(lower(schedule, plan, depth=prefetch, effects=effects))
     if resident is not None and not gathered(programs):

@@ -37,6 +37,10 @@ def with_functions(
     functions: dict[Hashable, Callable[..., Any]] = {}
     stages = []
     for index, stage in enumerate(pipeline.stages):
+        if stage.carry:
+            raise ValueError(
+                f"stage {index} has carry=True, and transforms have no slices: make it of a function without carry"
+            )
         same = id(stage.fn), stage.stateful, key(index, stage)
         if same not in functions:
             functions[same] = function_of(index, stage)

@@ -65,6 +65,20 @@ def test_llama_in_three_dimensions_trains_as_one_process():
     assert len(re.findall(r"^.*: \S+ relative, at most \S+$", out, re.MULTILINE)) == 4
 
 
+def test_long_sequences_in_two_processes_and_in_one(capsys):
+    """Slices with the reference's bits, and whole sequences within rounding; the same losses over gloo."""
+    options = {"slices": 3, "context": 20, "width": 16, "steps": 2}
+    given = [f"--{name}={value}" for name, value in options.items()]
+    printed = run("long_sequences", *given, processes=2), called(capsys, "long_sequences", **options, ranks=2)
+    for out in printed:
+        bits = re.findall(r"the reference's bits on (\d+) of (\d+) leaves", out)
+        assert bits
+        assert all(equal == count for equal, count in bits)
+        assert all(float(error) < 1e-4 for error in re.findall(r"at most (\S+) relative", out))
+    one, other = (re.findall(r"loss (\S+)", out) for out in printed)
+    assert one == other
+
+
 def test_experts_in_two_processes_and_in_one(capsys):
     """Two replicas have the microbatches of one: the same loss, balance and drops."""
     options = {"layers": 1, "experts": 4, "width": 8, "batch": 8, "steps": 2}

@@ -24,7 +24,7 @@ from tests.support.jobs import differences
 from tests.support.sharing import sharing
 from tests.support.streams import Checker, RecordedDevice, Stream
 
-CASES, SCHEDULES = [*cases.CASES], [*cases.SCHEDULES]
+CASES, SCHEDULES = cases.UNSLICED, [*cases.SCHEDULES]
 
 
 def possible(name, schedule, m, way):

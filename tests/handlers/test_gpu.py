@@ -17,7 +17,7 @@ from fpipe.tensorboard.files.reader import CaptureId, find
 from tests.support import cases, device_jobs, jobs
 from tests.support.combinations import sample, thorough
 
-CASES, SCHEDULES = [*cases.CASES], [*cases.SCHEDULES]
+CASES, SCHEDULES = cases.UNSLICED, [*cases.SCHEDULES]
 SPREAD = [(CASES[i % len(CASES)], schedule) for i, schedule in enumerate(SCHEDULES)]
 """Every schedule once, and every case at least once."""
 OF_FOUR = ("gpipe", "one_f_one_b", "interleaved_1f1b", "zb_v", "dualpipe_v", "dualpipe", "overlap")

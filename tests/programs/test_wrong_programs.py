@@ -23,8 +23,12 @@ from tests.support.sharing import sharing
 SCHEDULES = {name: (lambda plan, e=entry: e.schedule(plan), entry.plan) for name, entry in CATALOGUE.items()}
 """Name -> (plan -> schedule), (ranks, microbatches -> plan); what is named joins by itself."""
 SCHEDULES["gpipe on a V"] = (lambda plan: gpipe, lambda ranks, m: Plan(Placement.v(ranks), m))
+SCHEDULES["gpipe in slices"] = (
+    lambda plan: gpipe,
+    lambda ranks, m: Plan(Placement.loop(ranks), m, slices=2),
+)
 SCHEDULES["gpipe both ways"] = (lambda plan: gpipe, lambda ranks, m: Plan(Placement.both_ways(ranks), m))
-FROZEN = ["1f1b", "zb-h1", "interleaved-zb", "dualpipe"]
+FROZEN = ["1f1b", "zb-h1", "interleaved-zb", "dualpipe", "seq-zb"]
 """Those that are also tried where one stage is trained, the second."""
 SMALL = [(2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 2)]
 SIZE = 160  # effects of all ranks in a small plan, at most
@@ -41,27 +45,36 @@ def tally(request):
 
 
 @cache
-def pipeline(stages, frozen=False):
-    """A chain in which the first stage is also read by the last, and shares its parameter with it."""
+def pipeline(stages, frozen=False, slices=1):
+    """A chain in which the first stage is also read by the last, and shares its parameter with it.
 
-    def layer(p, x):
-        return torch.tanh(x * p["w"])
+    Of slices, each stage adds the last token of the slice before.
+    """
 
-    def last(p, x, skip):
-        return x * p["w"] + skip * p["v"]
+    def layer(p, carry, x):
+        y = torch.tanh((x if carry is None else x + carry) * p["w"])
+        return y, y[:, -1:]
 
-    before = stages - 2
-    nodes = [layer, *[layer] * (stages - 2), Stage(last, reads=(Output(before), Output(0)))]
+    def last(p, carry, x, skip):
+        y = (x if carry is None else x + carry) * p["w"] + skip * p["v"]
+        return y, y[:, -1:]
+
+    def stage(fn, **reads):
+        return Stage(fn, carry=True, **reads) if slices > 1 else Stage(lambda p, *xs: fn(p, None, *xs)[0], **reads)
+
+    before, plain = stages - 2, stage(layer)
+    nodes = [*[plain] * (stages - 1), stage(last, reads=(Output(before), Output(0)))]
     whole = Pipeline(nodes, lambda y, t: ((y - t) ** 2).sum(), ties={(stages - 1, "w"): (0, "w")})
     return whole.freeze(arguments(stages)[0], lambda path, x: path[0] != 1) if frozen else whole
 
 
 @cache
-def arguments(stages):
+def arguments(stages, slices=1):
     torch.manual_seed(0)
     params = {s: {"w": torch.randn(3)} for s in range(stages)}
     params[stages - 1] = {"v": torch.randn(3)}
-    return params, torch.randn(48, 3), torch.randn(48, 3)
+    shape = (48, slices, 3) if slices > 1 else (48, 3)
+    return params, torch.randn(shape), torch.randn(shape)
 
 
 @cache
@@ -70,7 +83,8 @@ def right(name, ranks, microbatches, frozen=False):
     make, plan_of = SCHEDULES[name]
     try:
         plain = plan_of(ranks, microbatches)
-        plan = pipeline(plain.stages, frozen).plan(plain.placement, microbatches)
+        own = pipeline(plain.stages, frozen, plain.slices)
+        plan = own.plan(plain.placement, microbatches, slices=plain.slices)
         schedule = make(plan)
         programs = lower(schedule, plan)
     except ScheduleError:
@@ -80,10 +94,11 @@ def right(name, ranks, microbatches, frozen=False):
 
 def bits(plan, programs, handler="local"):
     frozen = plan.trained is not None
-    own = sharing(handlers.Local(), "wrong", plan.stages, frozen) if handler == "local" else handlers.Reference()
-    whole = pipeline(plan.stages, frozen)
+    key = "wrong", plan.stages, frozen, plan.slices
+    own = sharing(handlers.Local(), *key) if handler == "local" else handlers.Reference()
+    whole = pipeline(plan.stages, frozen, plan.slices)
     step = fpipe.value_and_grad(whole, from_table(programs), plan, handler=own, reduction="sum")
-    loss, grads = step(*arguments(plan.stages))
+    loss, grads = step(*arguments(plan.stages, plan.slices))
     return [loss, *(leaf for _, tree in sorted(grads.items()) for _, leaf in sorted(tree.items()))]
 
 

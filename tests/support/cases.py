@@ -40,6 +40,7 @@ class Case:
     state: dict[int, Any] | None = None
     rng: tuple[int, int] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    slices: int = 1
 
 
 def mse(output, target):
@@ -243,6 +244,79 @@ def twice(stages):
     return Case(Pipeline(nodes, mse, ties=ties), params, randn(ROWS, WIDTH), randn(ROWS, WIDTH))
 
 
+def causal(stages):
+    """A small GPT over three slices, with dropout and a tied head: keys, values and positions are carried."""
+
+    def attend_slice(p, carry, x):
+        q, k, v = (x @ p["qkv"]).chunk(3, -1)
+        if carry is not None:
+            k, v = torch.cat((carry["k"], k), 1), torch.cat((carry["v"], v), 1)
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return x + F.dropout(F.gelu(x @ p["up"]) @ p["down"], 0.3), {"k": k, "v": v}
+
+    def first(p, carry, x):
+        at, inner = carry or (0, None)
+        y, inner = attend_slice(p["block"], inner, p["wte"][x] + p["wpe"][at : at + x.shape[1]])
+        return y, (at + x.shape[1], inner)
+
+    def middle(p, carry, x):
+        return attend_slice(p["block"], carry, x)
+
+    def last(p, carry, x):
+        y, carry = attend_slice(p["block"], carry, x)
+        return y @ p["head"].T, carry
+
+    params = {s: {"block": attend_params()} for s in range(stages)}
+    params[0] |= {"wte": randn(VOCABULARY, WIDTH), "wpe": randn(CONTEXT, WIDTH)}
+    tokens = torch.randint(0, VOCABULARY, (2, ROWS, CONTEXT))
+    nodes = [Stage(fn, carry=True) for fn in (first, *[middle] * (stages - 2), last)]
+    pipeline = Pipeline(nodes, nll, ties={(stages - 1, "head"): (0, "wte")})
+    return Case(pipeline, params, tokens[0], tokens[1], rng=(7, 3), slices=3)
+
+
+def recurrent(stages):
+    """Two slices of which the first has no weight: what is carried has leaves without a gradient, and one of no use.
+
+    The first stage has state and is read by all, the second carries nothing, and the loss has aux.
+    """
+
+    def cells(p, carry, x):
+        h, count, *_ = carry or (torch.zeros_like(x[:, 0]), 0)
+        outputs = []
+        for token in x.unbind(1):
+            outputs.append(h := torch.tanh(h @ p["w"] + token))
+        return torch.stack(outputs, 1), (h, count + x.shape[1], h.detach() > 0, h * 2)
+
+    def first(p, state, carry, x):
+        y, carry = cells(p, carry, x)
+        return {"y": y, "skip": x * p["w"].sum(0)}, carry, {"seen": state["seen"] + x.detach().mean((0, 1))}
+
+    def plain(p, x):
+        return torch.tanh(x @ p["w"])
+
+    def later(p, carry, x, skip):
+        y, carry = cells(p, carry, x)
+        return y + skip, carry
+
+    def loss(output, target):
+        kept = target["mask"]
+        error = ((output - target["y"]) ** 2).mean(2)
+        return (error * kept).sum() / kept.sum(), {"error": error.detach(), "kept": kept.sum(), "unit": "tokens"}
+
+    nodes = [Stage(first, stateful=True, carry=True)]
+    for s in range(1, stages):
+        before = Output(0, "y") if s == 1 else Output(s - 1)
+        one = Stage(plain, reads=[before]) if s == 1 < stages - 1 else None
+        nodes.append(one or Stage(later, reads=[before, Output(0, "skip")], carry=True))
+    params = {s: {"w": randn(WIDTH, WIDTH)} for s in range(stages)}
+    mask = (torch.arange(CONTEXT) >= (CONTEXT + 1) // 2).expand(ROWS, CONTEXT)
+    target = {"y": randn(ROWS, CONTEXT, WIDTH), "mask": mask}
+    options = {"has_aux": True, "weight": lambda t: t["mask"].sum(), "gather": True}
+    state, batch = {0: {"seen": torch.zeros(WIDTH)}}, randn(ROWS, CONTEXT, WIDTH)
+    return Case(Pipeline(nodes, loss), params, batch, target, state=state, options=options, slices=2)
+
+
 CASES = {
     f.__name__: f
     for f in (
@@ -258,8 +332,12 @@ CASES = {
         dropout,
         modules,
         weighted,
+        causal,
+        recurrent,
     )
 }
+SLICED = ["causal", "recurrent"]
+UNSLICED = [name for name in CASES if name not in SLICED]
 
 
 def split_backward(rank, plan):
@@ -300,6 +378,7 @@ SCHEDULES = {name: (getattr(schedules, name), place_of(entry)) for name, entry i
     "zb_auto": (zb_auto, Placement.loop),
     "zb_v_unequal": (partial(schedules.zb_v, costs=UNEQUAL), Placement.v),
 }
+TAKE_SLICES = ["gpipe", "gpipe_v", "gpipe_both_ways", "seq_1f1b", "seq_zb"]
 BOTH_WAYS = [name for name, (_, place) in SCHEDULES.items() if place(2) == Placement.both_ways(2)]
 
 
@@ -313,7 +392,7 @@ def make(name, schedule, ranks, microbatches, rows=ROWS):
     generator, place = SCHEDULES[schedule]
     placement = place(ranks)
     case = built(name, placement.stages, rows)
-    return case, generator, case.pipeline.plan(placement, microbatches)
+    return case, generator, case.pipeline.plan(placement, microbatches, slices=case.slices)
 
 
 def built(name, stages, rows=ROWS):

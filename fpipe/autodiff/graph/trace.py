@@ -36,6 +36,7 @@ from fpipe.autodiff.graph.signature import Leaf, Signature, Spec, Static, Tree, 
 from fpipe.devices import all_generators, device_of, without_autocast
 from fpipe.devices.operators import draws, written_arguments
 from fpipe.errors import StageError
+from fpipe.stages.carry import is_root
 from fpipe.stages.cuts import Cut
 from fpipe.stages.host_rng import DRAWS, noting_host_draws
 from fpipe.stages.pytree import Flat, alias_leaves, flatten, paths_of
@@ -112,7 +113,7 @@ def trace(
 
     Args:
         cotangents: of each output leaf. None: each leaf that can have one gets one with its own layout.
-        loss: by default, only leaf 0 gets a cotangent.
+        loss: by default, of the outputs only leaf 0 gets a cotangent.
         dynamic: make the sizes of all inputs symbols.
 
     Raises:
@@ -212,7 +213,9 @@ class _JointFunction:
         roots, seeds = [], []
         for i, x in enumerate(self.outputs.leaves if self.signature.keep else ()):
             layout = self.cotangents[i] if self.cotangents is not None else AS_OUTPUT
-            if not isinstance(x, Tensor) or not x.requires_grad or (self.loss and i) or layout is None:
+            if not isinstance(x, Tensor) or not x.requires_grad or layout is None:
+                continue
+            if not is_root(i, self.outputs.spec, self.loss):
                 continue
             seeds.append(_seed(x, layout))
             self.seeds[i] = self.annotator.annotate(cotangent=self.annotator.env is None)

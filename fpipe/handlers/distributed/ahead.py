@@ -21,6 +21,7 @@ from fpipe.handlers.distributed.signature import decode, encode, signature_of
 from fpipe.handlers.distributed.wire import PayloadCodec
 from fpipe.handlers.executor import Executor
 from fpipe.stages.pytree import Flat
+from fpipe.stages.stage import CARRY
 from fpipe.store import JobStore, lasting_store
 
 LIMIT = 1.0  # seconds for an answer of the store
@@ -48,7 +49,8 @@ class Ahead:
             return
         for stage in self._executor.stages:
             traced, prepared = self._executor.pieces.stages[stage], self._executor.calls.step.prepared[stage]
-            if isinstance(traced, Traced) and traced.sources and not prepared.placed:  # by this process alone
+            reads = isinstance(traced, Traced) and traced.sources and CARRY not in traced.sources
+            if reads and not prepared.placed:  # by this process alone
                 params = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in prepared.leaves]
                 self._keys[stage] = f"{self._name}/{stage}/{fingerprint(params)}"
         with suppress(TransportError):
@@ -62,7 +64,7 @@ class Ahead:
         traced = pieces.stages[stage]
         assert isinstance(traced, Traced)
         sources = {int(source): self._like(text) for source, text in json.loads(hint).items()}
-        data = step.inputs.data[plan.microbatches_of(stage, self._executor.rank)[0]]
+        data = step.inputs.data[plan.unit(plan.microbatches_of(stage, self._executor.rank)[0])]
         traced.trace(step.prepared[stage], step.state.get(stage), sources, data, pieces.differentiated)
 
     def _like(self, text: str) -> Flat:

@@ -33,6 +33,7 @@ from fpipe.handlers.distributed.replicas import ReplicaChannels
 from fpipe.handlers.distributed.signature import Signature, TensorSpec, decode, encode, same, signature_of
 from fpipe.handlers.distributed.wire import Payload, PayloadCodec
 from fpipe.handlers.protocol import Inputs
+from fpipe.tables import slice_of
 
 
 def _nothing() -> None:
@@ -121,14 +122,15 @@ class Channels:
 
     Args:
         receipts: for each value received, how many of this rank's sends to its sender are then complete.
-        stateful: some stage has state, so that values of a microbatch depend on those before it.
+        stateful: some stage has state, or carries, so that values of a microbatch depend on those before it.
+        slices: of each microbatch.
         replicas: gathers and scatters, where there are replicas.
         digest: returns what every replica must have alike in this step, with values of params or without.
         has_compared_values: a step has compared the values of params.
         agreed: is called once the handshake is over.
         early: receives that came before the end of the handshake, which is when they are posted; None after it.
         unposted: by rank, receives that wait for a signature: that of the first one.
-        codecs: in the running step, by microbatch; those of values that belong to none are the last.
+        codecs: in the running step, by microbatch, or slice of one; those of values that belong to none are the last.
         step: the number of the running step, among those of this program.
         learned: that of the last step that has learned something, among all steps of the handler.
     """
@@ -139,6 +141,7 @@ class Channels:
         handshake: Handshake,
         receipts: Mapping[fx.Value, int],
         stateful: bool = False,
+        slices: int = 1,
         replicas: Callable[[Callable[[], None]], ReplicaChannels] | None = None,
     ) -> None:
         self.connections, self.handshake, self.receipts = connections, handshake, receipts
@@ -148,7 +151,7 @@ class Channels:
         self.has_compared_values = False
         self.agreed: Callable[[], None] = _nothing
         self.receives: dict[tuple[fx.Value, int], RecvRoute] = {}
-        self.stateful = stateful
+        self.stateful, self.slices = stateful, slices
         self.step = 0
         handshake.steps.learners[handshake.program], handshake.has_learned = self, self.has_learned
         self.forget()
@@ -176,7 +179,7 @@ class Channels:
 
     def sender(self, value: fx.Value, source: int, target: int) -> Callable[[Any], None]:
         """Return a function that posts the value's payload."""
-        sent, (at, key), process = self.sent[target], _place(value, target), self.process(target)
+        sent, (at, key), process = self.sent[target], _place(value, target, self.slices), self.process(target)
 
         def send(payload: Payload) -> None:
             if self.early is not None:
@@ -205,7 +208,11 @@ class Channels:
     ) -> tuple[Callable[[], None], Callable[[], Payload]]:
         """Return two functions: one posts the value's receive, the other waits for it where `by` needs it."""
         purpose = f"waiting for {value} from rank {source}, which {by} needs"
-        route, receipt, sent = RecvRoute(*_place(value, source)), self.receipts.get(value, 0), self.sent[source]
+        route, receipt, sent = (
+            RecvRoute(*_place(value, source, self.slices)),
+            self.receipts.get(value, 0),
+            self.sent[source],
+        )
         self.receives[value, source] = route
         process = self.process(source)
 
@@ -360,7 +367,7 @@ class Channels:
         except TypeError as error:
             raise self._error(value, f"its output can't be sent: {error}") from error
         self.signatures.append((target, self.connections.send_bytes(text, self.process(target))))
-        at, key = _place(value, target)
+        at, key = _place(value, target, self.slices)
         return self._share(self.codecs[at].sent, key, signature)
 
     def _receive_signature(self, source: int, purpose: str) -> None:
@@ -384,7 +391,7 @@ class Channels:
         if not isinstance(value, fx.Gradient):
             return signature
         leaves = list(map(_dense, signature.leaves))
-        route = self.receives.get((fx.Activation(value.stage, value.microbatch), target))
+        route = self.receives.get((fx.Activation(value.stage, value.microbatch, value.slice), target))
         activation = None if route is None else route.codec
         optional = []
         for i, spec in enumerate(() if activation is None else activation.signature.leaves):
@@ -398,10 +405,12 @@ class Channels:
         return StageError(message, rank=self.connections.grid.rank, **places)
 
 
-def _place(value: fx.Value, rank: int) -> tuple[int, tuple[fx.Value, int]]:
-    """Return the places of a value's codec: the index of its microbatch, -1 if it has none, and the key there."""
-    at: int = getattr(value, "microbatch", -1)
-    return at, (value if at < 0 else replace(value, microbatch=0), rank)  # type: ignore[arg-type]
+def _place(value: fx.Value, rank: int, slices: int) -> tuple[int, tuple[fx.Value, int]]:
+    """Return the places of a value's codec: the number of its slice, -1 if it has no microbatch, and the key there."""
+    m: int = getattr(value, "microbatch", -1)
+    if m < 0:
+        return m, (value, rank)
+    return m * slices + slice_of(value), (replace(value, microbatch=0), rank)  # type: ignore[arg-type]
 
 
 def _dense(spec: Any) -> Any:

@@ -222,7 +222,8 @@ class Distributed:
             connections,
             Handshake(steps, program=number),
             send_completions(programs, self.rank),
-            any(stage.stateful for stage in pieces.pipeline.stages),
+            plan.slices > 1 or any(stage.stateful for stage in pieces.pipeline.stages),
+            plan.slices,
             None if self.mesh is None else partial(ReplicaChannels, connections, self.mesh, *options_of_replicas),
         )
         device, markers = connections.device, connections.activity.markers
@@ -366,7 +367,7 @@ class _CompiledProgram:
 
     def __call__(self, inputs: Inputs) -> Results:
         if (grid := self.connections.grid).replicas > 1:
-            count = self.plan.microbatches
+            count = self.plan.units
             inputs = replace(inputs, first=grid.replica * count, total=grid.replicas * count)
         token = WATCH.set(self.watch)
         try:
@@ -458,7 +459,7 @@ class _CompiledProgram:
 
     def _merge(self, results: Results) -> None:
         """Merge the outputs once this process has them all, or all of its replica."""
-        grid, count = self.connections.grid, self.plan.microbatches
+        grid, count = self.connections.grid, self.plan.units
         if results.output is None and len(results.outputs) in (count, count * grid.replicas):
             try:
                 results.output = self.pieces.merge(results.outputs, self.channels.handshake.apart)
@@ -474,7 +475,7 @@ class _CompiledProgram:
         for home, block in self.losses.blocks:
             for m in block:
                 output = flatten(results.outputs[m]) if home == rank else None
-                replica, at = divmod(m, self.plan.microbatches)
+                replica, at = divmod(m, self.plan.units)
                 purpose, before = f"gathering the outputs of microbatch {m}", known[replica][at]
                 payload, codec = self.connections.broadcast_payload(output, home, purpose, before.codec)
                 if codec is not before.codec:

@@ -40,7 +40,7 @@ class Losses:
     """The losses of one program.
 
     Attributes:
-        blocks: the processes that run the last stage, and the microbatches of each, counted over all replicas.
+        blocks: the processes that run the last stage, and the microbatches or slices of each, over all replicas.
     """
 
     def __init__(self, channels: Channels, plan: Plan) -> None:
@@ -49,8 +49,9 @@ class Losses:
         self.blocks: list[tuple[int, range]] = []
         for replica in range(self.grid.replicas):
             for holder in plan.placement.holders[last]:
-                first, own = replica * plan.microbatches, plan.microbatches_of(last, holder)
-                self.blocks.append((self.grid.process(holder, replica), range(first + own.start, first + own.stop)))
+                first, own = replica * plan.units, plan.microbatches_of(last, holder)
+                units = range(first + plan.unit(own.start), first + plan.unit(own.stop))
+                self.blocks.append((self.grid.process(holder, replica), units))
         self._posted: _Posted | None = None
 
     def clear(self) -> None:
@@ -80,7 +81,7 @@ class Losses:
             self._introduce(results)
         posted, self._posted = self._posted or self._post(results, inputs), None
         self.connections.wait_for_all(posted.works, PURPOSE)
-        every, count = posted.rows, self.plan.microbatches
+        every, count = posted.rows, self.plan.units
         scales = every[:, count:-1]
         if not (self.connections.device.asynchronous or is_capturing()):
             with aside():
@@ -96,13 +97,13 @@ class Losses:
         if others := [loss.dtype for loss in losses.values() if loss.dtype != dtype]:
             raise self._other_dtype(others[0])
         nothing = torch.zeros((), dtype=dtype, device=self.connections.device.torch_device)
-        first = self.grid.replica * self.plan.microbatches
+        first = self.grid.replica * self.plan.units
         flag = torch.full_like(nothing, results.differentiable)
         scale: Iterable[Tensor] = ()
         if inputs.loss_scale is not None:  # as bytes, which every dtype of a loss holds
             number = inputs.loss_scale.to(nothing.device, torch.float32).reshape(1)
             scale = number.view(torch.uint8).to(dtype).unbind()
-        own = (losses.get(first + m, nothing) for m in range(self.plan.microbatches))
+        own = (losses.get(first + m, nothing) for m in range(self.plan.units))
         row = torch.stack([*own, *scale, flag])
         return _Posted(row, *self.connections.post_gather(row, PURPOSE))
 
