@@ -128,7 +128,8 @@ def _width(timeline: Drawable) -> float:
 
 def _room(effect: Effect, timeline: Drawable) -> float:
     """Return the largest width in inches of an effect's label."""
-    digits = len(str(timeline.plan.microbatches - 1))
+    plan = timeline.plan
+    digits = len(str(plan.microbatches - 1)) + (0.5 + len(str(plan.slices - 1)) if plan.slices > 1 else 0)
     return (len(parts(effect)) * (digits + 0.8) - 0.6) * _DIGIT
 
 

@@ -47,7 +47,7 @@ def raise_if_not_finite(
     """Raise NonFiniteError on every rank if a loss or a gradient is not finite. Every rank calls it.
 
     Args:
-        losses: of all microbatches.
+        losses: of all microbatches, or of all their slices.
         grads: as the step returns them; None without gradients, and where they are gone.
         sums: each stage's sum of squares on all ranks; by default those of `grads`, for which the ranks exchange one
             message.
@@ -60,14 +60,14 @@ def raise_if_not_finite(
     finite = torch.cat(parts).isfinite().tolist()
     if all(finite):
         return
-    microbatches = [m for m, is_finite in zip(sorted(losses), finite, strict=False) if not is_finite]
+    units = [unit for unit, is_finite in zip(sorted(losses), finite, strict=False) if not is_finite]
     owners = [*range(plan.stages), *data_gradients]
     bad = [owner for owner, is_finite in zip(owners, finite[len(losses) :], strict=False) if not is_finite]
     stages = [owner for owner in bad if isinstance(owner, int)]
     trees: list[tuple[Owner, Any]] = [] if grads is None else [*grads.items(), *data_gradients.items()]
     names = [] if grads is None else _names(dict(trees), bad, handler)
     raise NonFiniteError(
-        _message(losses, microbatches, bad, names), microbatch=next(iter(microbatches), None), stages=stages
+        _message(losses, units, bad, names), microbatch=units[0] // plan.slices if units else None, stages=stages
     )
 
 
@@ -96,12 +96,10 @@ def _names_of(owner: Owner, tree: Any) -> list[str]:
     return [f"{root}{short(path)}" for path, leaf in named if not local(leaf).isfinite().all()]
 
 
-def _message(
-    losses: Mapping[int, Tensor], microbatches: Sequence[int], owners: Sequence[Owner], names: Sequence[str]
-) -> str:
+def _message(losses: Mapping[int, Tensor], units: Sequence[int], owners: Sequence[Owner], names: Sequence[str]) -> str:
     parts = []
-    if microbatches:
-        value, others = losses[microbatches[0]].item(), len(microbatches) - 1
+    if units:
+        value, others = losses[units[0]].item(), len(units) - 1
         more = f", and that of {counted(others, 'other')} is not finite" if others else ""
         parts.append(f"the loss is {value}{more}")
     if owners:

@@ -220,7 +220,7 @@ def test_gradients_share_no_memory_with_each_other_nor_with_the_params(handler, 
 
 @combined(
     handler=LOCAL,
-    name=cases.CASES,
+    name=cases.UNSLICED,
     schedule=("gpipe", "gpipe_both_ways", "split"),
     where=lambda name, schedule, **_: not (name == "modules" and schedule in cases.BOTH_WAYS),  # a state has no copies
 )

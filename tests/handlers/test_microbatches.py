@@ -17,7 +17,7 @@ from tests.support import cases, jobs, replica_jobs
 from tests.support.combinations import ALL, combined, few
 from tests.support.sharing import Sharing, sharing
 
-CASES, SCHEDULES = [*cases.CASES], [*cases.SCHEDULES]
+CASES, SCHEDULES = cases.UNSLICED, [*cases.SCHEDULES]
 ROWS = (3, 2, 4, 2, 3)
 SEQUENCES = ("attention", "tied", "dropout")
 

@@ -15,7 +15,7 @@ from tests.support.shards import mesh_of
 from tests.support.sharing import sharing
 
 ALL = ("params", "batch", "target")
-NAMES = [name for name in cases.CASES if name != "attention"]  # as dropout is
+NAMES = [name for name in cases.UNSLICED if name != "attention"]  # as dropout is
 
 
 @functools.cache

@@ -34,7 +34,7 @@ from tests.support import cases, jobs, live_jobs
 from tests.support.shards import mesh_of, whole
 from tests.support.sharing import sharing
 
-CASES = [name for name in cases.CASES if name != "modules"]  # a state has no replicas
+CASES = [name for name in cases.UNSLICED if name != "modules"]  # a state has no replicas
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,24 @@ def test_random_numbers_of_slices_differ():
     assert not torch.equal(one, two)
 
 
+def test_with_cotangents_by_rank():
+    case = cases.built("recurrent", 4)
+    pipeline = Pipeline(case.pipeline.stages, case.pipeline.loss, cotangents="by_rank")
+    plan = pipeline.plan(Placement.loop(2, chunks=2), 2, slices=2)
+    found, expected = (
+        step(pipeline, plan, "gpipe", handler, **case.options)(case.params, case.batch, case.target, state=case.state)
+        for handler in (handlers.Local(), handlers.Reference())
+    )
+    assert jobs.differences(found, expected) == []
+
+
+def test_a_loss_that_is_not_finite_names_its_microbatch():
+    pipeline, params, batch, target = model()
+    batch[5, 6] = float("nan")  # the last token of the last of three microbatches
+    with pytest.raises(fpipe.NonFiniteError, match="microbatch 2: the loss is nan; the gradients"):
+        step(pipeline, plan_of(pipeline, 2), check_finite=True)(params, batch, target)
+
+
 def test_a_stage_that_carries_runs_whole_microbatches_too():
     pipeline, params, batch, target = model()
     expected = torch.func.grad_and_value(pipeline)(params, batch, target)
