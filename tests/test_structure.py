@@ -95,7 +95,7 @@ LAYOUT = {
     ),
     "fpipe.profiling": (
         "policies handlers handlers.distributed autodiff autodiff.graph stages devices timelines programs _format "
-        "costs plan effects errors"
+        "costs tables plan effects errors"
     ),
     "fpipe.training": (
         "profiling handlers handlers.distributed autodiff policies stages devices programs _format tables plan effects "

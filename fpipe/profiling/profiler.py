@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,13 +40,16 @@ from fpipe.profiling import replicas
 from fpipe.profiling.replicas import Seconds
 from fpipe.profiling.storages import StorageBytes, leaves_of
 from fpipe.programs.lowering import existing_halves
+from fpipe.programs.memory import of_first
 from fpipe.programs.program import Program
-from fpipe.stages.microbatch import Microbatch, pair_of_axes, split
+from fpipe.stages.carry import by_slice
+from fpipe.stages.microbatch import Microbatch, pair_of_axes, slices_of, split
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.precision import OWN_DTYPES, Precision
 from fpipe.stages.pytree import flatten, indices
 from fpipe.stages.rng import as_rng
 from fpipe.stages.sharding import Placed, expert_dim, is_dtensor, locals_of
+from fpipe.tables import slice_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,7 +66,7 @@ HINT = "every process calls profile with the handler"
 
 
 @fold_tracebacks
-@checked("microbatches", "rng", "autodiff", "policy")
+@checked("microbatches", "slices", "rng", "autodiff", "policy")
 def profile(
     pipeline: Pipeline,
     params: Mapping[int, Any],
@@ -70,10 +74,12 @@ def profile(
     target: Any = None,
     *,
     microbatches: int = 1,
+    slices: int = 1,
     state: Mapping[int, Any] | None = None,
     rng: tuple[int, int] | None = None,
     has_aux: bool = False,
     in_axes: Any = 0,
+    sequence_axes: Any = 1,
     autodiff: Autodiff = "auto",
     policy: Policies = everything_saveable,
     precision: Precision = OWN_DTYPES,
@@ -88,6 +94,8 @@ def profile(
             gets them whole, and of experts its own. They may be DTensors over the processes that compute stages
             together, which stay as they are.
         batch, target: split into `microbatches`. The costs are those of one microbatch: the median over all of them.
+        slices, sequence_axes: of each microbatch, as in a plan and in `value_and_grad`. The costs are then the means
+            over its slices, with `carry` and `slice_scale`; memory that several slices share counts for each.
         rng: (seed, step), by default (0, 0).
         precision: the dtypes of the step, as of `value_and_grad`.
         repeats: the number of measured steps with fused backwards, of those with split ones, and of gathers and
@@ -130,15 +138,18 @@ def profile(
     if handler is not None:
         _check_place(handler, params, len(pipeline.stages))
     pipeline = with_loss(pipeline, has_aux)
+    plan = pipeline.plan(Placement.loop(1, chunks=len(pipeline.stages)), microbatches, slices=slices)
+    pipeline = by_slice(pipeline) if slices > 1 else pipeline
     stages = Options(autodiff, policy, compile).pieces(pipeline, loss=True)
     pieces = DifferentiablePipeline(pipeline, stages, precision=precision, differentiated=True)
-    plan = pipeline.plan(Placement.loop(1, chunks=len(pipeline.stages)), microbatches)
 
     def inputs() -> Inputs:
         trees = zip((batch, target), pair_of_axes(in_axes), ("batch", "target"), strict=True)
         batches, targets = (split(x, microbatches, axis, name)[0] for x, axis, name in trees)
-        seed = as_rng((0, 0) if rng is None else rng)
-        return Inputs({}, [state or {}], list(map(Microbatch, batches, targets)), rng=seed)
+        seed, data = as_rng((0, 0) if rng is None else rng), list(map(Microbatch, batches, targets))
+        if slices > 1:
+            data, _ = slices_of(data, slices, sequence_axes, in_axes)
+        return Inputs({}, [state or {}], data, rng=seed, slices=slices)
 
     peers = None if handler is None or handler.peers is None else handler.peers.new_group("a profile", hint=HINT)
     split_inputs = _agreed(peers, inputs, "splitting the batch")  # before shards are gathered, by all processes at once
@@ -197,7 +208,7 @@ class _Run:
     def __init__(self, pieces: DifferentiablePipeline, plan: Plan, inputs: Inputs) -> None:
         self.inputs = inputs
         leaves = flatten((locals_of(dict(inputs.params)), [*inputs.state], list(inputs.data))).leaves
-        self.profiler = profiler = _Profiler(pieces.pipeline, leaves)
+        self.profiler = profiler = _Profiler(pieces.pipeline, leaves, plan)
         self.fused, self.halves = (
             Local().compile(existing_halves({0: Program(plan, 0, tuple(_effects(plan, backward)))}), pieces, profiler)
             for backward in ([fx.Backward], [fx.BackwardInput, fx.BackwardWeight])
@@ -340,11 +351,11 @@ def _parameter_bytes(
 def _effects(plan: Plan, backward: Iterable[Any]) -> Iterator[fx.Effect]:
     """Yield the effects of one rank that runs every microbatch forward and back."""
     for m in range(plan.microbatches):
-        for s in range(plan.stages):
-            yield fx.Forward(s, m)
-        for s in reversed(range(plan.stages)):
+        for t, s in product(range(plan.slices), range(plan.stages)):
+            yield fx.Forward(s, m, t)
+        for t, s in product(reversed(range(plan.slices)), reversed(range(plan.stages))):
             for half in backward:
-                yield half(s, m)
+                yield half(s, m, t)
 
 
 class _Profiler(Observer):
@@ -360,8 +371,8 @@ class _Profiler(Observer):
         alive: all tensors that were added, so that no storage is used twice.
     """
 
-    def __init__(self, pipeline: Pipeline, excluded: list[Any]) -> None:
-        self.stages, self.storages = pipeline.stages, StorageBytes[fx.Name](excluded)
+    def __init__(self, pipeline: Pipeline, excluded: list[Any], plan: Plan) -> None:
+        self.stages, self.storages, self.plan = pipeline.stages, StorageBytes[fx.Name](excluded), plan
         self.devices = [device_of(device) for device in {x.device for x in excluded if isinstance(x, Tensor)}]
         self.seconds: Seconds = defaultdict(list)
         self.activations: dict[fx.Name, int] = {}
@@ -381,8 +392,9 @@ class _Profiler(Observer):
 
     def end(self, rank: int, effect: Any) -> None:
         piece = PIECES[type(effect)]
-        self.seconds[piece, effect.stage, effect.microbatch].append(self.now() - self.start)
-        self.seconds[f"collectives of {piece}", effect.stage, effect.microbatch].append(self.waits.seconds)
+        unit = self.plan.unit(effect.microbatch, effect.slice)
+        self.seconds[piece, effect.stage, unit].append(self.now() - self.start)
+        self.seconds[f"collectives of {piece}", effect.stage, unit].append(self.waits.seconds)
         if self.saved is not None and effect.microbatch == 0:
             self._measure(effect, self.saved)
 
@@ -407,23 +419,25 @@ class _Profiler(Observer):
 
     def _measure(self, effect: fx.Compute, saved: list[Tensor]) -> None:
         """Add the values that an effect has put into the store."""
-        s, stage = effect.stage, self.stages[effect.stage]
+        s, t, stage = effect.stage, effect.slice, self.stages[effect.stage]
         if isinstance(effect, fx.Forward):
-            residuals = self._value(fx.Residuals(s, 0))
-            self.activations[fx.Activation(s, 0)] = _sent_bytes(self._add(fx.Activation(s, 0)))
-            self._add(fx.Residuals(s, 0), saved)
+            residuals = self._value(fx.Residuals(s, 0, t))
+            self.activations[fx.Activation(s, 0, t)] = _sent_bytes(self._add(fx.Activation(s, 0, t)))
+            self._add(fx.Residuals(s, 0, t), saved)
+            if t < self.plan.slices - 1 and self._value(fx.Carry(s, 0, t)) is not None:
+                self._add(fx.Carry(s, 0, t))
             if not isinstance(residuals, SavedGraph):
-                self._add(fx.Deferred(s, 0), saved)
-            for source in stage.sources:
+                self._add(fx.Deferred(s, 0, t), saved)
+            for source in self.plan.sources(s) if t == 0 else ():
                 output = self._value(fx.Activation(source, 0))
                 numbers = {i for path in paths_read(stage, source) for i in indices(output.tree, path)}
                 size = _sent_bytes([output.leaves[i] for i in numbers])
                 if size < self.activations[fx.Activation(source, 0)]:
                     self.reads[source, s] = size
         elif isinstance(effect, fx.BackwardInput):
-            self._add(fx.Deferred(s, 0))
-            for source in stage.sources:
-                self._add(fx.Gradient(source, s, 0))
+            self._add(fx.Deferred(s, 0, t))
+            for source in self.plan.sources(s):
+                self._add(fx.Gradient(source, s, 0, t))
 
     def _value(self, name: fx.Name) -> Any:
         return self.store.slots[self.store.slot(name)]
@@ -436,12 +450,18 @@ class _Profiler(Observer):
         return leaves
 
     def costs(self, plan: Plan, seconds: Seconds) -> Costs:
-        """Return medians over repeats and processes, and then over microbatches."""
-        stages, median = range(plan.stages), statistics.median
+        """Return medians over repeats and processes, and then over microbatches; of slices, the means of these."""
+        stages, slices, median = range(plan.stages), range(plan.slices), statistics.median
+
+        def of_slice(cost: str, stage: int, t: int) -> float:
+            keys = [(cost, stage, plan.unit(m, t)) for m in range(plan.microbatches)]
+            return median([median(seconds[key]) for key in keys if key in seconds] or [0.0])
 
         def time(cost: str, stage: int) -> float:
-            keys = [(cost, stage, m) for m in range(plan.microbatches)]
-            return median([median(seconds[key]) for key in keys if key in seconds] or [0.0])
+            return statistics.fmean(of_slice(cost, stage, t) for t in slices)
+
+        def size(kind: Any, stage: int, count: int = plan.slices) -> float:
+            return sum(self.storages.bytes(kind(stage, 0, t)) for t in range(count)) / max(1, count)
 
         times: Any = {cost: [time(cost, s) for s in stages] for cost in (*PIECES.values(), *OVER_REPLICAS)}
         in_two = [plan.is_trained(s) and plan.has_input_half(s) for s in stages]
@@ -455,23 +475,32 @@ class _Profiler(Observer):
         return Costs(
             **times,
             collectives=waits if self.waits.groups else {},
-            activation=[self.activations[fx.Activation(s, 0)] for s in stages],
-            residuals=[self.storages.bytes(fx.Residuals(s, 0)) for s in stages],
-            deferred=[self.storages.bytes(fx.Deferred(s, 0)) if in_two[s] else 0.0 for s in stages],
+            activation=[sum(self.activations[fx.Activation(s, 0, t)] for t in slices) / plan.slices for s in stages],
+            residuals=[size(fx.Residuals, s) for s in stages],
+            deferred=[size(fx.Deferred, s) if in_two[s] else 0.0 for s in stages],
+            carry=[size(fx.Carry, s, plan.slices - 1) for s in stages],
+            slice_scale=_scale([sum(of_slice(cost, s, t) for cost in PIECES.values() for s in stages) for t in slices]),
             shared=self._shared(),
             reads=self.reads,
         )
 
     def _shared(self) -> list[Shared]:
         """Return the bytes that names share; not those that a stage's residuals and deferred alone share, because they
-        are never live together."""
-        sizes: dict[tuple[fx.Name, ...], int] = defaultdict(int)
-        for names, size in self.storages.shared():
-            stage = names[0].stage
-            if {*names} != {fx.Residuals(stage, 0), fx.Deferred(stage, 0)}:
-                sizes[names] += size
+        are never live together. Of slices, the mean; what several of them share counts for each."""
+        sizes: dict[tuple[fx.Name, ...], float] = defaultdict(float)
+        for every, size in self.storages.shared():
+            for t in range(self.plan.slices):
+                names = tuple(name for name in every if slice_of(name) == t)
+                stage = names[0].stage if names else 0
+                if len(names) > 1 and {*names} != {fx.Residuals(stage, 0, t), fx.Deferred(stage, 0, t)}:
+                    sizes[tuple(map(of_first, names))] += size / self.plan.slices
         whole = self.activations
         return [Shared(min(size, *(whole.get(n, size) for n in names)), names) for names, size in sizes.items()]
+
+
+def _scale(times: Sequence[float]) -> Sequence[float]:
+    """Return the factor of each slice, of its time in all stages."""
+    return [each / statistics.fmean(times) for each in times] if len(times) > 1 and all(times) else ()
 
 
 def _sent_bytes(leaves: Iterable[Any]) -> int:

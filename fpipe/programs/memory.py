@@ -70,7 +70,7 @@ class LiveMemory:
         shared = [
             (first + i * microbatches, s.bytes * factor)
             for i, s in enumerate(self.costs.shared)
-            if _of_first(name) in s.names
+            if of_first(name) in s.names
         ]
         result = bytes_on(self.rank, name, self.costs, interning), shared
         if is_uniform(interning.table.values[type(name)].bytes):
@@ -78,7 +78,7 @@ class LiveMemory:
         return result
 
 
-def _of_first(name: Any) -> Any:
+def of_first(name: Any) -> Any:
     """Return the same name of microbatch 0, and of its first slice."""
     if not hasattr(name, "microbatch"):
         return name
