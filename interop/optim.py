@@ -181,6 +181,7 @@ def optimizer(
 
     arguments = (f"{name}={value!r}" for name, value in options.items())
     update.donates = donate  # type: ignore[attr-defined]
+    update.is_separable = True  # type: ignore[attr-defined]
     update.__qualname__ = f"{kind.__name__}({', '.join(arguments)})"
     return Optimizer(init, update)
 

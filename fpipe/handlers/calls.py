@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -38,13 +38,14 @@ from fpipe.autodiff.interface import (
 from fpipe.autodiff.traced import Traced
 from fpipe.devices import Device
 from fpipe.errors import ScheduleError
-from fpipe.handlers.gradients import LeafKey, Sum, add_leaves, sent
+from fpipe.handlers.gradients import LeafKey, Sum, add_leaves, received, sent, total, unscaled
 from fpipe.handlers.protocol import Inputs, Observer, Results
 from fpipe.programs.program import Program
 from fpipe.stages.carry import NO_CARRY, separated
 from fpipe.stages.cuts import cuts_of, with_cuts
 from fpipe.stages.pytree import ABSENT, Flat, Path, check_plain, flatten, indices
 from fpipe.stages.rng import seeded
+from fpipe.stages.sharding import wrapped
 from fpipe.stages.stage import CARRY, Output, Stage
 from fpipe.tables import TABLE, slice_of
 
@@ -98,6 +99,7 @@ class Step:
         others: the job's processes that have this rank in the other replicas.
         scattered: stage -> function that returns its sums over all replicas; waits for them.
         foreign: (stage, rank) -> leaves of that rank's sum, as received.
+        gradients: of the entries of the params that are updated already.
         seeds: number of a slice, counted over all microbatches -> cotangents of the last stage's output.
         carried: (stage, the same number) -> the number of leaves that the stage passes on to the next slice.
         data_gradients: (stage, microbatch) -> the gradients of what the stage read of the microbatch.
@@ -112,6 +114,7 @@ class Step:
     others: frozenset[int] = frozenset()
     scattered: dict[int, Callable[[], Leaves]] = field(default_factory=dict)
     foreign: dict[tuple[int, int], Leaves] = field(default_factory=dict)
+    gradients: dict[int, Any] = field(default_factory=dict)
     seeds: dict[int, Leaves] = field(default_factory=dict)
     carried: dict[tuple[int, int], int] = field(default_factory=dict)
     data_gradients: dict[tuple[int, int], Leaves] = field(default_factory=dict)
@@ -533,6 +536,38 @@ class Calls:
 
         return call
 
+    def _update(self, e: fx.Update) -> Instruction:
+        shared = {e.stage, *(stage for stage, rank in self.plan.sharers(e.stage) if rank == self.rank)}
+
+        def call() -> None:
+            step = self.step
+            update, sums = step.inputs.update, [step.sums[stage] for stage in shared if stage in step.sums]
+            # Parts of sums over processes are added at the end, those of all stages in one reduction.
+            if update is not None and not any(each.parts.leaves for each in sums):
+                gradients = self.gradients_of([e.stage], step, shared)
+                update(gradients)
+                step.gradients |= gradients
+
+        return call
+
+    def gradients_of(self, entries: Collection[int], step: Step, stages: Collection[int]) -> dict[int, Any]:
+        """Return the gradients of some entries of the params, in their dtypes and placements.
+
+        Args:
+            entries: stages whose sums, and those of the stages that share them, are final.
+            stages: whose sums are final on this rank.
+        """
+        pipeline, plan, rank, params = self.pipeline, self.plan, self.rank, step.inputs.params
+        sums = {(stage, rank): step.sums_of(stage) for stage in sorted(stages)}
+        for (stage, other), leaves in step.foreign.items():
+            sums[stage, other] = received(pipeline, plan, params, stage, rank, leaves)
+        gradients = total(pipeline, plan, params, plan.stages_on(rank), sums, entries)
+        gradients = unscaled(gradients, step.inputs.loss_scale)
+        gradients = self.pieces.precision.gradients(gradients, {stage: params[stage] for stage in entries})
+        if step.placed is None:
+            return dict(gradients)
+        return dict(wrapped(gradients, {stage: step.placed[stage] for stage in entries}))
+
 
 FUNCTIONS: Functions = {
     fx.Forward: Calls._forward,
@@ -545,6 +580,7 @@ FUNCTIONS: Functions = {
     fx.Gather: Calls._gather,
     fx.Release: Calls._release,
     fx.Scatter: Calls._scatter,
+    fx.Update: Calls._update,
 }
 """Effect class -> `function(calls, effect)`, which returns the instruction that runs the effect, or None for no-op.
 

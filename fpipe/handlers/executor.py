@@ -18,10 +18,10 @@ from fpipe.errors import StageError, TransportError
 from fpipe.handlers.alike import StagePeers, descriptions, layouts_of
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
-from fpipe.handlers.gradients import Rows, Sum, add_parts, check_trained, data_gradients, received, total, unscaled
+from fpipe.handlers.gradients import Rows, Sum, add_parts, check_trained, data_gradients
 from fpipe.handlers.protocol import Departure, Inputs, PeerLost, Results, StepRejected
 from fpipe.stages.pytree import paths_of, short, summary
-from fpipe.stages.sharding import Placed, is_dtensor, local, locals_of, processes_beside, wrapped
+from fpipe.stages.sharding import Placed, is_dtensor, local, locals_of, processes_beside
 from fpipe.stages.stage import Batch
 from fpipe.tables import slice_of
 
@@ -215,14 +215,9 @@ class Executor:
             results.data_gradients[stage, m + step.inputs.first] = gradients
         add_parts(step.sums.values())  # of all stages in one reduction
         if (stages := {*step.sums, *step.scattered}) or self.pieces.differentiated:
-            sums = {(stage, self.rank): step.sums_of(stage) for stage in sorted(stages)}
-            for (stage, rank), leaves in step.foreign.items():
-                sums[stage, rank] = received(self.pipeline, self.plan, params, stage, self.rank, leaves)
-            results.gradients = total(self.pipeline, self.plan, params, self.stages, sums)
-            gradients = unscaled(results.gradients, step.inputs.loss_scale)
-            results.gradients = self.pieces.precision.gradients(gradients, dict(params))
-            if step.placed is not None:
-                results.gradients = wrapped(results.gradients, dict(step.placed))
+            left = [stage for stage in params if stage not in step.gradients]
+            every = step.gradients | self.calls.gradients_of(left, step, stages)
+            results.gradients = {stage: every[stage] for stage in params}
         return results
 
     def _failure(self, effect: Any, error: Exception) -> StageError:

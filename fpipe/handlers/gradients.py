@@ -293,9 +293,14 @@ def received(
 
 
 def total(
-    pipeline: Pipeline, plan: Plan, params: Mapping[int, Any], local: Collection[int], sums: Sums
+    pipeline: Pipeline,
+    plan: Plan,
+    params: Mapping[int, Any],
+    local: Collection[int],
+    sums: Sums,
+    entries: Collection[int],
 ) -> dict[int, Any]:
-    """Return the gradient of every entry in a rank's params: -0.0 where unused, None where it is not trained.
+    """Return the gradients of some entries in a rank's params: -0.0 where unused, None where it is not trained.
 
     -0.0 is the sum of no terms, and travels as such between copies and replicas. No two gradients share memory if no
     two of the sums do.
@@ -303,8 +308,8 @@ def total(
     join = behind if pipeline.by_row else add
     stages = {stage: _over_copies(plan, stage, sums, join) for stage, _ in sums}
     gradients = {}
-    for stage, tree in params.items():
-        leaves, spec = flatten(tree)
+    for stage in entries:
+        leaves, spec = flatten(params[stage])
         keys = _keys(pipeline, params, local, stage, paths_of(spec))
         terms = [[stages[user][key] for user, key in uses if key in stages.get(user, {})] for uses in keys]
         gradients[stage] = spec.unflatten(map(_sum, leaves, terms))

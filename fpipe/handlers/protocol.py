@@ -117,6 +117,20 @@ class Observer:
         """That value has arrived."""
 
 
+class Updates(Protocol):
+    """Updates the params of a step while it runs, each entry once its gradients are final.
+
+    Args:
+        donates: the memory of params and optimizer state is reused, so that the step can't be undone.
+    """
+
+    @property
+    def donates(self) -> bool: ...
+
+    def __call__(self, gradients: Mapping[int, Any]) -> None:
+        """Update the entries of these gradients; nothing of the step uses their params any more."""
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The arguments of one step, split into microbatches.
@@ -140,6 +154,7 @@ class Inputs:
         slices: of each microbatch.
         lengths: the share that each slice has of the sequences of its microbatch; where a process has no part of them,
             they are equal.
+        update: the meaning of `Update`; None where the caller updates nothing, or at the end.
     """
 
     params: Mapping[int, Any]
@@ -158,6 +173,7 @@ class Inputs:
     check_finite: Literal["raise", "skip"] | None = None
     slices: int = 1
     lengths: Sequence[float] | None = None
+    update: Updates | None = None
 
     def __post_init__(self) -> None:
         if self.sizes is None and self.rows is not None:

@@ -145,7 +145,7 @@ class _Step:
         if self.train:
             sums = self._over_replicas()
             params = self.inputs.params
-            gradients = copied(total(pipeline, plan, params, range(plan.stages), sums))
+            gradients = copied(total(pipeline, plan, params, range(plan.stages), sums, params))
             gradients = unscaled(gradients, self.inputs.loss_scale)
             results.gradients = self.pieces.precision.gradients(gradients, dict(params))
             results.refuse_constant_loss()

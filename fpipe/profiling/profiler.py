@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,7 +37,7 @@ from fpipe.handlers.local import Local
 from fpipe.handlers.protocol import Handler, Inputs, Observer, Peers, ValueStore
 from fpipe.plan import Placement, Plan
 from fpipe.policies import everything_saveable
-from fpipe.profiling import replicas
+from fpipe.profiling import replicas, updates
 from fpipe.profiling.replicas import Seconds
 from fpipe.profiling.storages import StorageBytes, leaves_of
 from fpipe.programs.lowering import existing_halves
@@ -66,7 +67,7 @@ HINT = "every process calls profile with the handler"
 
 
 @fold_tracebacks
-@checked("microbatches", "slices", "rng", "autodiff", "policy")
+@checked("microbatches", "slices", "rng", "autodiff", "policy", "optimizer")
 def profile(
     pipeline: Pipeline,
     params: Mapping[int, Any],
@@ -86,6 +87,7 @@ def profile(
     compile: bool | str = False,  # noqa: A002
     repeats: int = 10,
     handler: Handler | None = None,
+    optimizer: updates.Optimizer | None = None,
 ) -> Costs:
     """Measure what each stage costs on this machine, for `simulate`, `search` and schedules that order by costs.
 
@@ -104,15 +106,17 @@ def profile(
             them. Every process calls `profile`. One that plays all ranks in this process, such as `Local`, changes
             nothing. Where a `Distributed` has replicas, `gather` and `scatter` are measured as it runs them, on all
             ranks at once and with no compute beside them; `gather` is 0 where params are not sharded.
+        optimizer: measure its update of each trained stage too, as `train_step` takes it. It gets gradients of zero.
 
     Returns:
         `Costs` in seconds for `forward`, `backward`, `backward_input` and `backward_weight`, as `Local` runs them, with
         the addition of weight gradients to their sums; in bytes for `activation`, `residuals`, `deferred`, and for
         `parameters`, which are whole also where they are sharded, in the dtype in which they are passed; `gathered` and
         `gradients` if these have others. A half of a backward that a stage does not have, because of what is frozen,
-        costs nothing. In the others neither parameters nor the batch are counted. `collectives` are the parts of these
-        times in which a piece waits for those inside it, where stages have some: all processes that take part call
-        `profile` at the same time, and get the same times. What they cut among them counts as this process's piece.
+        costs nothing. In the others neither parameters nor the batch are counted. `update` is that of a whole stage, 0
+        without an optimizer. `collectives` are the parts of these times in which a piece waits for those inside it,
+        where stages have some: all processes that take part call `profile` at the same time, and get the same times.
+        What they cut among them counts as this process's piece.
         `shared` lists the
         memory that several of these have in common, `reads` what a stage reads of an output if it does not read all.
         Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`,
@@ -159,6 +163,9 @@ def profile(
     count = 1 if handler is None else handler.replicas(plan).count
     if isinstance(handler, Distributed) and count > 1:
         seconds |= replicas.measure(pieces, params, run.inputs.state, handler, run.profiler.now, repeats)
+    if optimizer is not None:
+        measured = partial(updates.measure, whole.params, plan, optimizer, run.profiler.now, repeats)
+        seconds |= _agreed(peers, measured, "measuring updates")
     if peers is not None:
         seconds = _joined(peers.gather(seconds, "comparing times"))
     for processes in sorted(run.profiler.waits.groups):
@@ -460,10 +467,14 @@ class _Profiler(Observer):
         def time(cost: str, stage: int) -> float:
             return statistics.fmean(of_slice(cost, stage, t) for t in slices)
 
+        def whole(cost: str, stage: int) -> float:
+            return median(seconds.get((cost, stage, 0), [0.0]))
+
         def size(kind: Any, stage: int, count: int = plan.slices) -> float:
             return sum(self.storages.bytes(kind(stage, 0, t)) for t in range(count)) / max(1, count)
 
-        times: Any = {cost: [time(cost, s) for s in stages] for cost in (*PIECES.values(), *OVER_REPLICAS)}
+        times: Any = {cost: [time(cost, s) for s in stages] for cost in PIECES.values()}
+        times |= {cost: [whole(cost, s) for s in stages] for cost in (*OVER_REPLICAS, "update")}
         in_two = [plan.is_trained(s) and plan.has_input_half(s) for s in stages]
         for s in stages:
             if not in_two[s]:

@@ -18,7 +18,7 @@ from fpipe.errors import StageError
 from fpipe.errors.tracebacks import fold_tracebacks, warn
 from fpipe.handlers.captured import Captured
 from fpipe.handlers.captured_pieces import CapturedPieces
-from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Replays, Results, Run
+from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Replays, Results, Run, Updates
 from fpipe.profiling.observers import observing, watches_effects
 from fpipe.programs.program import Programs, plan_of
 from fpipe.stages.precision import OWN_DTYPES
@@ -171,12 +171,14 @@ class Step:
         state: State | None,
         rng: Rng | None,
         loss_scale: LossScale | None,
+        update: Updates | None = None,
     ) -> Computed:
         """Run the programs as they are."""
         self.notices.on_step_begin()
         inputs = self.spec.inputs(params, batch, target, state, rng, loss_scale=loss_scale)
         if self.pieces is not None and isinstance(inputs.rng, tuple):
             inputs = replace(inputs, rng=self.pieces.seed.seeder(inputs.rng))
+        inputs = inputs if update is None else replace(inputs, update=update)
         computed = _compute(self.spec, self.checked_run, inputs)
         self.notices.on_step_end(computed.outcome)
         return computed

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fpipe._format import extent
-from fpipe.devices import CaptureError, without_autocast
+from fpipe.devices import CaptureError
 from fpipe.errors import StageError
 from fpipe.errors.arguments import checked
 from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.handlers.protocol import Handler
 from fpipe.plan import Plan, Schedule
+from fpipe.programs.updates import updating
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.rng import Rng
 from fpipe.training import skipping
@@ -24,6 +25,7 @@ from fpipe.training.finite import CheckFinite, check_option, raise_if_not_finite
 from fpipe.training.loss_scale import LossScale
 from fpipe.training.norms import PURPOSE, check_limit, clipped, squares, squares_everywhere
 from fpipe.training.step import Arguments, Computed, Step
+from fpipe.training.updates import StageUpdates, donates, is_separable
 from fpipe.training.verbs import value_and_grad
 
 Optimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]
@@ -90,6 +92,11 @@ def train_step(
         ScheduleError, StageError, NonFiniteError, TransportError: as `value_and_grad`; nothing is then updated.
         ValueError: (at once) as `value_and_grad`; or `argnums` is given.
 
+    Without `max_norm`, `check_finite` and a loss scale, an optimizer of `interop.optimizer` updates each stage as soon
+    as the stage's gradients are final: `Update` is an effect of the programs, as of `schedules.updating`. A rank then
+    begins the next step when its own part of this one is done. With one of them, each rank waits for the gradients of
+    all.
+
     Whether a step is skipped is read on the host at its end; a captured step selects on the device, which takes a copy
     of params and optimizer state where the update reuses their memory.
 
@@ -113,9 +120,14 @@ def train_step(
             "train_step updates the params and returns no gradients: take value_and_grad for those of the batch"
         )
     check_option(check_finite, (None, False, True, "raise", "skip"))
+    captured = options.get("capture") is True
+    waits = captured or max_norm is not None or bool(check_finite)
+    undoes = handler.peers is None and donates(update)  # a handler of one process goes on after a step that fails
+    if is_separable(update) and not waits and not undoes:
+        schedule = updating(schedule)
     differentiate = value_and_grad(pipeline, schedule, plan, handler=handler, **options)
     assert isinstance(differentiate, Step)
-    return TrainStep(differentiate, update, max_norm, check_finite, captured=options.get("capture") is True)
+    return TrainStep(differentiate, update, max_norm, check_finite, captured)
 
 
 class TrainStep:
@@ -165,18 +177,28 @@ class TrainStep:
             updated, computed = self.captured(params, batch, target, state, rng, loss_scale, more)
             self._check(computed, None, updated.sums, loss_scale)
         else:
-            exchanges = self.max_norm is not None or self._is_guarded(loss_scale)
-            run = self.differentiate.compute_on_all if exchanges else self.differentiate.compute
-            computed = run(params, batch, target, state, rng, loss_scale)
+            updates = None
+            if self.max_norm is not None or self._is_guarded(loss_scale):
+                computed = self.differentiate.compute_on_all(params, batch, target, state, rng, loss_scale)
+            else:
+                updates = self._updates(params, opt_state, changes)
+                computed = self.differentiate.compute(params, batch, target, state, rng, None, updates)
             sums = self._sums(computed, loss_scale)
             self._check(computed, computed.gradients, sums, loss_scale)
             choose = skipping.on_host if self.skips or loss_scale is not None else None
             arguments = Arguments(params, batch, target, state, None, (), loss_scale, more)
-            updated = self._updated(arguments, computed, sums, choose)
+            updated = self._updated(arguments, computed, sums, choose, updates)
         is_returned = {"norm": self.max_norm is not None, "finite": self.skips}
         is_returned |= {"loss_scale": loss_scale is not None, "state": self.stateful}
         more_results = [getattr(updated, name) for name, returned in is_returned.items() if returned]
         return updated.params, updated.opt_state, updated.loss, *more_results
+
+    def _updates(self, params: Any, opt_state: Any, changes: Mapping[str, Any]) -> StageUpdates | None:
+        """Return the updates that the programs run; None where the update is one function of all stages."""
+        by_stage = all(isinstance(tree, Mapping) for tree in (params, opt_state))
+        if not (by_stage and params.keys() == opt_state.keys() and is_separable(self.update)):
+            return None
+        return StageUpdates(self.update, params, opt_state, changes)
 
     def _is_guarded(self, scale: LossScale | None) -> bool:
         """Whether the update depends on whether loss and gradients are finite."""
@@ -206,8 +228,7 @@ class TrainStep:
 
     def _in_a_graph(self, arguments: Arguments, computed: Computed) -> tuple[Updated, Computed]:
         """Go on with the results of a step that is captured."""
-        in_place = getattr(self.update, "donates", True)  # of another function than interop.optimizer's, maybe
-        on_device = functools.partial(skipping.on_device, in_place=in_place)
+        on_device = functools.partial(skipping.on_device, in_place=donates(self.update))
         choose = on_device if self._is_guarded(arguments.loss_scale) else None
         try:
             sums = self._sums(computed, arguments.loss_scale, in_a_graph=True)
@@ -216,17 +237,27 @@ class TrainStep:
             raise StageError(f"the optimizer's update can't be captured: {error}; {CAPTURABLE}") from error
         return updated, computed._replace(gradients={})
 
-    def _updated(self, arguments: Arguments, computed: Computed, sums: Tensor | None, choose: Choose | None) -> Updated:
-        """Return the results of a step; `choose` leaves the update out where the step is to be skipped."""
+    def _updated(
+        self,
+        arguments: Arguments,
+        computed: Computed,
+        sums: Tensor | None,
+        choose: Choose | None,
+        updates: StageUpdates | None = None,
+    ) -> Updated:
+        """Return the results of a step; `choose` leaves the update out where the step is to be skipped.
+
+        Args:
+            updates: those that the programs have run.
+        """
         (opt_state, changes), scale = arguments.more, arguments.loss_scale
         grads, norm = computed.gradients, None if sums is None else sums.sum().sqrt()
         if self.max_norm is not None and norm is not None:
             grads = clipped(grads, self.max_norm, norm)
 
         def update() -> tuple[Any, ...]:
-            with without_autocast():
-                new = self.update(grads, opt_state, arguments.params, **changes)
-            return *new, computed.state if self.stateful else None
+            own = updates or StageUpdates(self.update, arguments.params, opt_state, changes)
+            return *own.finish(grads), computed.state if self.stateful else None
 
         finite = following = None
         if self._is_guarded(scale) and norm is not None and computed.loss is not None:

@@ -20,6 +20,7 @@ from fpipe.profiling.observers import observing
 from fpipe.programs.lowering import forward_only, gathered, lower, wavefront
 from fpipe.programs.residence import Residence, residence
 from fpipe.programs.schedules import as_schedule
+from fpipe.programs.updates import Updating
 from fpipe.programs.verifier import check
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.precision import OWN_DTYPES, Precision
@@ -284,4 +285,6 @@ def _check_types(pipeline: Pipeline, plan: Plan, handler: Handler) -> None:
 def _name(schedule: Any) -> str:
     if isinstance(schedule, functools.partial):
         return _name(schedule.func)
+    if isinstance(schedule, Updating):
+        return _name(schedule.schedule)
     return getattr(schedule, "__name__", "a schedule")

@@ -109,6 +109,18 @@ def test_a_step_that_clips_ends_on_all_ranks_or_on_none(pools):
     assert (first[1], second[1]) == ("", "")
 
 
+def test_a_step_that_fails_after_an_update(pools):
+    """It is undone, as nothing that was passed has changed; unless the update was in place."""
+    first, second = pools(2).run(recovery_jobs.failed_after_an_update, False)
+    assert first[0].startswith("TransportError: rank 0 can't finish the step, for a peer can't: rank 1, stage 1")
+    assert (first[1], second[1]) == ("", "")
+    first, second = pools(2).run(recovery_jobs.failed_after_an_update, True)
+    assert "A rank had updated params in place, as the optimizer's donate=True lets it" in first[0]
+    assert second[0].startswith("StageError: rank 1, stage 1, microbatch 2")
+    for error in (first[1], second[1]):
+        assert "by 1. A rank had updated params in place" in error
+
+
 def test_a_rank_that_is_done_leaves_when_the_others_are(pools):
     assert pools(2).run(recovery_jobs.left_at_once) == ["", ""]
 

@@ -13,9 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe import Output, Pipeline, Placement, Plan, ScheduleError, Stage, handlers, lower
-from fpipe.effects import Reduce
-from fpipe.schedules import from_table, gpipe
+from fpipe import Output, Pipeline, Placement, Plan, ScheduleError, Stage, handlers, interop, lower
+from fpipe.effects import Reduce, Update
+from fpipe.schedules import from_table, gpipe, updating
 from fpipe.schedules.catalogue import CATALOGUE
 from tests.support.combinations import LEVEL, examples, few, thorough
 from tests.support.sharing import sharing
@@ -28,6 +28,11 @@ SCHEDULES["gpipe in slices"] = (
     lambda ranks, m: Plan(Placement.loop(ranks), m, slices=2),
 )
 SCHEDULES["gpipe both ways"] = (lambda plan: gpipe, lambda ranks, m: Plan(Placement.both_ways(ranks), m))
+SCHEDULES |= {
+    f"{name}, updated": (lambda plan, e=CATALOGUE[name]: updating(e.schedule(plan)), CATALOGUE[name].plan)
+    for name in few([*CATALOGUE], ["1f1b", "interleaved-1f1b", "zb-h2", "zb-v", "dualpipe"])
+}
+UPDATED = [name for name in SCHEDULES if name.endswith("updated")]
 FROZEN = ["1f1b", "zb-h1", "interleaved-zb", "dualpipe", "seq-zb"]
 """Those that are also tried where one stage is trained, the second."""
 SMALL = [(2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 2)]
@@ -97,6 +102,11 @@ def bits(plan, programs, handler="local"):
     key = "wrong", plan.stages, frozen, plan.slices
     own = sharing(handlers.Local(), *key) if handler == "local" else handlers.Reference()
     whole = pipeline(plan.stages, frozen, plan.slices)
+    if any(isinstance(effect, Update) for program in programs.values() for effect in program):
+        sgd, (params, *data) = interop.optimizer(torch.optim.SGD, lr=0.1), arguments(plan.stages, plan.slices)
+        train = fpipe.train_step(whole, from_table(programs), plan, sgd, handler=own, reduction="sum")
+        params, _, loss = train(params, sgd.init(params), *data)
+        return [loss, *(leaf for _, tree in sorted(params.items()) for _, leaf in sorted(tree.items()))]
     step = fpipe.value_and_grad(whole, from_table(programs), plan, handler=own, reduction="sum")
     loss, grads = step(*arguments(plan.stages, plan.slices))
     return [loss, *(leaf for _, tree in sorted(grads.items()) for _, leaf in sorted(tree.items()))]
@@ -139,7 +149,10 @@ STEP = (128, 32, 1)[LEVEL]
 
 @pytest.mark.parametrize(
     ("name", "frozen"),
-    [*((name, False) for name in few(SCHEDULES, slice(None, None, 2))), *((n, True) for n in FROZEN)],
+    [
+        *((name, False) for name in few(SCHEDULES, [*[n for n in SCHEDULES if n not in UPDATED][::2], *UPDATED])),
+        *((n, True) for n in FROZEN),
+    ],
 )
 def test_a_small_program_with_one_fault(name, frozen):
     tried = 0
@@ -153,7 +166,7 @@ def test_a_small_program_with_one_fault(name, frozen):
         for rank, order in programs.items():
             for at in range(rank % STEP, len(order), STEP):
                 for change in (without, doubled):
-                    if change is without and frozen and order[at] == Reduce(1):
+                    if change is without and frozen and order[at] in (Reduce(1), Update(1)):
                         continue  # the only one: without any, lowering adds it
                     changed = programs | {rank: change(order, at)}
                     assert not harmless(plan, changed, expected), f"rank {rank} {change.__name__} {order[at]}"

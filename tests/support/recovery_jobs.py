@@ -360,6 +360,26 @@ def failed_before_the_norm(rank):
     return [drain.attempt(drain.train, error)[0] for error in (ArithmeticError("by 1"), None)]
 
 
+def failed_after_an_update(rank, donate):
+    """Rank 1 fails when rank 0 has updated one of its two stages: the errors of that step and of the next one."""
+    kept_alive.append(own := handlers.Distributed(timeout=10, functions=FAILING))
+    case, generator, plan = cases.make("linear", "zb_v", 2, MICROBATCHES)
+    sgd = interop.optimizer(torch.optim.SGD, lr=0.1, donate=donate)
+    step = fpipe.train_step(case.pipeline, generator, plan, sgd, handler=own, autodiff="eager")
+    params, batch, target = cases.own(case, plan, rank)[:3]
+    errors, last = [], fpipe.effects.BackwardInput(1, MICROBATCHES - 1)
+    for number in range(2):
+        if rank == 1 and number == 0:
+            armed[last], slow[last] = ArithmeticError("by 1"), 0.3
+        try:
+            step(params, sgd.init(params), batch, target)
+            errors.append("")
+        except ERRORS as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        slow.clear()
+    return errors
+
+
 def left_at_once(rank):
     """Rank 0 gives its handler up when it has returned from a step in which rank 1 is still at work: the errors."""
     text = Drain(rank, 0.5).attempt_step()

@@ -1,12 +1,14 @@
 """`train_step` is value_and_grad, clip_by_global_norm and an optimizer's update as one function."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fpipe
 from fpipe import Pipeline, Placement, StageError, handlers, interop, schedules
+from fpipe.effects import Backward, Update
 from tests.support import cases, train_jobs
 from tests.support.combinations import combined, sample
 from tests.support.jobs import differences
@@ -38,6 +40,58 @@ def test_bits_of_the_parts(pools, name, schedule, m, handler, optimizer, donate,
     case, generator, plan = cases.make(name, schedule, 2, m, cases.rows(m))
     own = handlers.Reference() if handler == "reference" else sharing(handlers.Local(), name)
     assert train_jobs.compare(own, case, generator, plan, None, optimizer, donate, max_norm) == []
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_bits_with_replicas_in_one_process(donate):
+    case, generator, plan = cases.make("tied", "zb_v", 2, 2, cases.rows(4))
+    plan = replace(plan, replicas=2)
+    own = sharing(handlers.Local(), "replicas", "tied")
+    assert train_jobs.compare(own, case, generator, plan, None, "adamw", donate, None) == []
+
+
+class Effects(handlers.Observer):
+    """The effects of the ranks, in the order of their beginnings."""
+
+    def __init__(self):
+        self.seen = []
+
+    def begin(self, rank, effect):
+        self.seen.append(effect)
+
+
+@pytest.mark.parametrize(
+    ("changes", "updates"),
+    [
+        ({}, [Update(1), Update(0)]),
+        ({"max_norm": 1.0}, []),
+        ({"check_finite": "skip"}, []),
+        ({"donate": True}, []),  # in one process, where a step that fails leaves params as they were
+        ({"pair": True}, []),  # which may be one function of all stages
+    ],
+)
+def test_stages_are_updated_while_a_step_runs(changes, updates):
+    case, plan = linear()
+    sgd = interop.optimizer(torch.optim.SGD, lr=0.1, donate=changes.get("donate", False))
+    if changes.pop("pair", False):
+        update = sgd.update
+        sgd = (sgd.init, lambda *trees, **options: update(*trees, **options))
+    changes.pop("donate", None)
+    effects = Effects()
+    options = {"handler": handlers.Local(), "observe": effects, **changes}
+    step = fpipe.train_step(case.pipeline, schedules.one_f_one_b, plan, sgd, **options)
+    step(case.params, sgd[0](case.params), case.batch, case.target)
+    assert [e for e in effects.seen if isinstance(e, Update)] == updates
+    if updates:
+        assert effects.seen.index(Update(1)) < effects.seen.index(Backward(0, 1))
+
+
+def test_an_update_that_fails_names_its_stage():
+    case, plan = linear()
+    sgd = interop.optimizer(torch.optim.SGD, lr=0.1)
+    step = fpipe.train_step(case.pipeline, schedules.one_f_one_b, plan, sgd, handler=handlers.Local())
+    with pytest.raises(StageError, match="rank 1, stage 1: Update raised TypeError: SGD has no option rate"):
+        step(case.params, sgd.init(case.params), case.batch, case.target, rate=torch.tensor(1.0))
 
 
 def linear(rows=8):

@@ -22,6 +22,10 @@ LENT = (
     "Pieces of the step had begun collectives, on groups that can't be connected again, so the handler has ended: make "
     "these groups and the handler anew, and go on from a checkpoint"
 )
+DONATED = (
+    "A rank had updated params in place, as the optimizer's donate=True lets it, so the handler has ended: make a new "
+    "one, and go on from a checkpoint"
+)
 STORE_TIMEOUT = 2.0  # seconds for an answer of the job's store
 
 

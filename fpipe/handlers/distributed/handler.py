@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from fpipe.handlers.distributed.ahead import Ahead
 from fpipe.handlers.distributed.backends import NCCL, Backend, Gloo
 from fpipe.handlers.distributed.channels import Channels
 from fpipe.handlers.distributed.collectives import Collectives, process_group
+from fpipe.handlers.distributed.failures import DONATED
 from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.handshake import COMPILING, Handshake, RollCall
 from fpipe.handlers.distributed.losses import Losses
@@ -54,6 +55,7 @@ from fpipe.handlers.protocol import (
     Run,
     Span,
     StepRejected,
+    Updates,
 )
 from fpipe.plan import Plan
 from fpipe.programs.completions import send_completions
@@ -341,6 +343,18 @@ def _last_forward(program: Program) -> int:
     return max((at + 1 for at in runs), default=0)
 
 
+class _InPlace(NamedTuple):
+    """Updates in place: after the first one, a failure of the step ends the handler."""
+
+    steps: Steps
+    update: Updates
+    donates: bool = True
+
+    def __call__(self, gradients: Mapping[int, Any]) -> None:
+        self.steps.irrevocable = DONATED
+        self.update(gradients)
+
+
 class _CompiledProgram:
     """A program, compiled for the rank of this process; called once a step."""
 
@@ -384,6 +398,8 @@ class _CompiledProgram:
 
     def _step(self, inputs: Inputs) -> Results:
         executor = self.executor
+        if inputs.update is not None and inputs.update.donates:
+            inputs = replace(inputs, update=_InPlace(self.steps, inputs.update))
         try:
             inputs = executor.agreed(
                 inputs, partial(self._begin, inputs), self.steps.departure, self.processes, self.mesh

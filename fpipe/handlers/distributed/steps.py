@@ -66,6 +66,7 @@ class Steps:
     Attributes:
         failure: of the last step, until the ranks are connected again.
         has_met: whether every rank is known to have begun the running step.
+        irrevocable: why the running step can't be repeated once it fails; None where it can.
         learners: what was learned, by the number of its program.
     """
 
@@ -76,6 +77,7 @@ class Steps:
         self.departure = departure or Departure(is_alone=False)
         self.failure: Failure | None = None
         self.has_met = False
+        self.irrevocable: str | None = None
         self.learners: weakref.WeakValueDictionary[int, Learner] = weakref.WeakValueDictionary()
         self._refused: BaseException | None = None
         self._is_repeatable = False
@@ -212,6 +214,7 @@ class Steps:
             self.connections.groups.lent.clear()
         self.connections.groups.ends.clear()  # the roll call of this step comes after them
         self.has_met, self._refused, self._is_repeatable = False, None, is_repeatable
+        self.irrevocable = None
 
     def _check_cut(self) -> None:
         if not self.is_over and (self.connections.groups.is_cut or self.failures.ended is not None):
@@ -219,12 +222,16 @@ class Steps:
 
     # A failure of this step
 
+    @property
+    def _why_irrevocable(self) -> str | None:
+        return LENT if self.connections.groups.lent else self.irrevocable
+
     def _of_own(self, error: BaseException) -> None:
         """Fail the step because this rank does, and give the reason to the other ranks."""
         rank = self.connections.rank
         failure = Failure(self.number, self.failures.reason(error), rank, self._is_repeatable)
-        if self.connections.groups.lent:
-            self._end(f"{failure.reason}. {LENT}")
+        if (why := self._why_irrevocable) is not None:
+            self._end(f"{failure.reason}. {why}")
             return
         self.failures.record(failure)
         self._fail(failure)
@@ -233,8 +240,8 @@ class Steps:
         """Fail the step because a peer does, or end the handler because it is gone; return the error to raise."""
         failures = self.failures
         failure = self._recorded(lost)
-        if failures.ended is None and failure is not None and self.connections.groups.lent:
-            self._end(f"{failure.reason}. {LENT}")
+        if failures.ended is None and failure is not None and (why := self._why_irrevocable) is not None:
+            self._end(f"{failure.reason}. {why}")
         if failures.ended is None and failure is not None:
             self._fail(failure._replace(step=self.number, repeatable=self._is_repeatable))
         if failures.ended is None and failure is not None:
