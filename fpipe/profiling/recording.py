@@ -56,7 +56,8 @@ class Recording(HostTimed):
     once, unless `clock` is another. `fpipe.tensorboard.Recorder` has the GPU's own times.
 
     Args:
-        programs: those that run: `lower(schedule, plan, depth=prefetch)`, with the prefetch of `value_and_grad`.
+        programs: those that run: `lower(schedule, plan, depth=prefetch)`, with the prefetch of `value_and_grad`; with
+            `schedules.updating(schedule)` where `train_step` updates each stage as soon as its gradients are final.
         clock: returns seconds since any origin; the default is the same clock for all ranks of one machine.
 
     A process that plays several replicas of the pipeline records the first of them.
@@ -139,7 +140,7 @@ class Recording(HostTimed):
             expected = effects[at] if at < len(effects) else "ended"
             raise ScheduleError(
                 f"rank {rank} begins {effect}, where the recorded program has {expected}: record the programs that "
-                "run, lower(schedule, plan, depth=prefetch)"
+                "run, lower(schedule, plan, depth=prefetch), with updating(schedule) where train_step has updates"
             )
         return lane
 

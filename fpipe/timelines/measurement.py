@@ -32,6 +32,7 @@ from fpipe.effects import (
     Recv,
     Scatter,
     Send,
+    Update,
     Value,
     parts,
 )
@@ -384,6 +385,7 @@ class Measurement:
             communication=self._transfers(),
             gather=self._lane_times(Gather),
             scatter=self._lane_times(Scatter),
+            update=times(Update),
             replicas=self.plan.replicas,
             extra={kind: times(kind) if "stage" in fields_of(kind) else times(kind)[0] for kind in extra},
         )
