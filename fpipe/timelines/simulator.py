@@ -116,7 +116,7 @@ class _Simulation:
         self.edge = cache(lambda source, target: _Edge(costs.link(source, target)))
         self.groups = [0, *accumulate(steps * len(programs[rank]) for rank in ranks)]
         self.first = self.groups[:-1]  # of each rank, the first span of the running step
-        self.begun = 0.0  # when all ranks have begun it
+        self.begun, self.latest = 0.0, -1  # when all ranks have begun it, and the span for which the last one waited
         size = bytes(8 * self.groups[-1])
         self.starts, self.ends, self.waited = array("d", size), array("d", size), array("q", size)
 
@@ -124,7 +124,7 @@ class _Simulation:
         for _ in range(self.steps):
             self._step()
             self.first = [first + len(self.programs[rank]) for rank, first in enumerate(self.first)]
-            self.begun = max(self.free)
+            self.begun, self.latest = max(zip(self.free, self.last, strict=True))
         whole = [e for rank in range(len(self.programs)) for e in self.programs[rank].effects * self.steps]
         return Spans(self.groups, whole, self.starts, self.ends, self.waited, self.table)
 
@@ -169,7 +169,8 @@ class _Simulation:
         for giver in givers:  # only a scatter ends after the rank is free
             if self.ends[self.first[rank] + giver] > self.free[rank]:
                 self.free[rank], self.last[rank] = self.ends[self.first[rank] + giver], self.first[rank] + giver
-        self.free[rank] = max(self.free[rank], self.begun)
+        if self.begun > self.free[rank]:
+            self.free[rank], self.last[rank] = self.begun, self.latest
         edge = self.edge(rank, effect.rank)
         posted = left = self.free[rank]
         waited = self.last[rank]

@@ -99,6 +99,14 @@ def test_ranks_agree_before_a_value_travels(ranks):
     assert loop.period == one.makespan - 1
 
 
+def test_the_wait_for_ranks_that_come_late_is_a_dependency():
+    loop = simulate(zb_h2, Plan(Placement.loop(4), 8), steps=3)
+    assert loop.cause_names == simulate(gpipe, Plan(Placement.loop(4), 8)).cause_names
+    assert {span.rank for span in loop.critical_path} == {0, 1, 2, 3}
+    assert loop.critical_path[0].start == 0
+    assert loop.critical_path[-1].end == loop.makespan
+
+
 def test_steps_whose_first_rank_ends_last_take_the_makespan_each():
     plan = Plan(Placement.loop(2), 4)
     one, loop = (simulate(gpipe, plan, steps=steps) for steps in (1, 5))
