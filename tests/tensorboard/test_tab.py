@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import struct
 from importlib.resources import files
@@ -22,7 +23,7 @@ from fpipe.timelines.spans import CAUSES
 from tests import test_own_effects as own_effects
 from tests.support.board import Board
 from tests.support.combinations import ALL, few, thorough
-from tests.support.tab import CHROMIUM, CLOCK, HASTE, browser, large, opened
+from tests.support.tab import CHROMIUM, CLOCK, HASTE, MODULE, browser, large, opened
 from tests.tensorboard.test_recorder import recorded
 
 pytestmark = [
@@ -54,6 +55,8 @@ def logdir(tmp_path_factory, pools):
             writer.timeline(Header("measured", 7, rank, "1f1b", one.plan, "s", clock), columns_of(one, rank))
     write(logdir / "wide", simulate(schedules.one_f_one_b, Plan(Placement.loop(64), 80)), schedule="1f1b")
     write(logdir / "own", own_effects.predicted(), schedule="loading")
+    uneven = Costs(forward=[2, 1, 3], backward=[4.5, 2, 5], communication=0.5)
+    write(logdir / "uneven", simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 6), uneven), schedule="1f1b")
     replicated(logdir / "shards")
     captured(logdir / "many", range(MANY))
     captured(logdir / "grows", [1])
@@ -91,7 +94,7 @@ def replicated(logdir):
 @pytest.fixture(scope="module")
 def board(logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == MANY + 16)
+        board.until(lambda captures: len(captures) == MANY + 17)
         yield board
 
 
@@ -130,6 +133,12 @@ def amount(text):
 def close(value):
     """As it is when it is shown in four digits."""
     return pytest.approx(value, rel=6e-4, abs=1e-9)
+
+
+def in_column(times, said, scale):
+    """As they are in a column of times whose largest is the makespan, in four digits."""
+    decimals = 3 - math.floor(math.log10(scale * said["makespan"]))
+    return pytest.approx(times, abs=0.51 * 10.0**-decimals)
 
 
 # What is shown
@@ -202,9 +211,9 @@ def test_gathers_and_scatters_of_replicas(tab, logdir):
     assert re.search(r"replica 0\s+30 ms", headline := tab.text("#headline"))
     assert re.search(r"replica 1\s+40 ms", headline)
     assert tab.table("replicas") == [
-        ["rank 0 busy", "20", "20"],
-        ["rank 1 busy", "21", "33 +57.1%"],
-        ["makespan", "30", "40 +33.3%"],
+        ["rank 0 busy", "20.00", "20.00"],
+        ["rank 1 busy", "21.00", "33.00 +57.1%"],
+        ["makespan", "30.00", "40.00 +33.3%"],
     ]
     assert re.search(r"waiting", legend := tab.text("#legend"))
     assert re.findall(r"gather|scatter", legend) == ["gather", "scatter", "gather", "scatter"]  # effects, then causes
@@ -258,13 +267,167 @@ def test_bubbles_are_pythons(tab, logdir):
     for shown, row in zip(rows, said["ranks"], strict=True):
         rank, busy, idle, share, _, *causes, in_flight, memory = shown
         assert rank == f"rank {row['rank']}"
-        assert [float(busy), float(idle)] == [close(scale * row["busy"]), close(scale * row["idle"])]
-        assert share == f"{100 * row['share_idle']:.1f}%"
-        assert [float(c) for c in causes] == [close(scale * row["causes"][cause]) for cause in said["causes"]]
+        times = [row["busy"], row["idle"], *(row["causes"][cause] for cause in said["causes"])]
+        shown_times = [float(cell) for cell in (busy, idle, *causes)]
+        assert shown_times == in_column([scale * time for time in times], said, scale)
+        assert share == f"{100 * (1 - row['busy'] / said['cost']):.1f}%"
         assert float(in_flight) == row["peak_in_flight"]
         assert amount(memory) == close(row["peak_memory"])
     assert f"bubble {100 * said['bubble_rate']:.1f}%" in tab.text("#headline")
     assert amount(re.search(r"makespan (\S+ \S+)", tab.text("#headline"))[1]) == close(said["makespan"])
+
+
+GRID = 1 / 40  # at most the share of the pixels that lines of the grid take
+PAINTED = f"""async rank => {{
+    {MODULE}
+    const [{{ theme, inks, GROUND, rgb }}, {{ AXIS }}] = await Promise.all(["palette.js", "measures.js"].map(module));
+    const {{ sheet }} = window.fpipe.app, colours = theme(false), ratio = window.devicePixelRatio;
+    window.fpipe.redraw();
+    const track = sheet.layout.groups.find(group => group.number === rank).tracks[0];
+    const [y, tall] = [AXIS + track.y - document.querySelector("#scroll").scrollTop, 8];
+    const [left, wide] = [sheet.view.left, Math.floor(sheet.view.width)].map(each => each * ratio);
+    const context = document.querySelector("#canvas").getContext("2d");
+    const {{ data }} = context.getImageData(left, (y + 4) * ratio, wide, tall);
+    const ground = rgb(colours.track), painted = Array(inks(colours).length).fill(0);
+    const mixed = (part, at) => part * GROUND + ground[at] * (1 - GROUND);
+    const looks = inks(colours).map(ink => [rgb(ink), rgb(ink).map(mixed)]);
+    const pixel = at => data.slice(4 * at, 4 * at + 3);
+    for (let x = 0; x < wide; x += 1) {{
+        const column = Array.from({{ length: tall }}, (_, row) => pixel(row * wide + x));
+        const same = (one, own) => own.every((part, at) => Math.abs(part - one[at]) < 3);
+        const cause = looks.findIndex(look => column.every(one => look.some(own => same(one, own))));
+        if (cause >= 0) painted[cause] += sheet.view.span / sheet.view.width / ratio;
+    }}
+    return painted;
+}}"""
+
+
+def test_idle_time_that_is_painted_adds_up_to_the_table(tab, logdir):
+    """The pixels of each cause, in the pattern of its ink, are the sums of the table but for the ends of its gaps."""
+    tab.show("uneven/predicted", other="nothing")
+    found = capture(logdir, "uneven", "predicted", 0)
+    said = summary(found)
+    each = tab.js("window.fpipe.app.sheet.view.span / window.fpipe.app.sheet.view.width / window.devicePixelRatio")
+    rows = tab.table("bubbles")
+    assert any(float(row[5 + list(said["causes"]).index("imbalance")]) > 1 for row in rows)
+    for rank, row in enumerate(rows):
+        painted = dict(zip(CAUSES, tab.js(PAINTED, rank), strict=True))
+        assert set(painted) == set(CAUSES)
+        gaps = list(found.timeline.gaps(rank))
+        for cause, cell in zip(said["causes"], row[5:], strict=False):
+            whole, ends = float(cell), 3 * each * sum(gap.cause == cause for gap in gaps)
+            assert painted[cause] == pytest.approx(whole, abs=ends + GRID * whole), (rank, cause)
+    listed = tab.js(
+        """() => [...window.fpipe.app.capture.ranks.keys()].map(rank => {
+            const { start, end, cause } = window.fpipe.app.capture.gaps(rank), sums = {};
+            cause.forEach((name, at) => (sums[name] = (sums[name] ?? 0) + end[at] - start[at]));
+            return sums;
+        })"""
+    )
+    for rank, sums in enumerate(listed):
+        assert {cause: sums.get(cause, 0.0) for cause in said["causes"]} == pytest.approx(found.timeline.causes[rank])
+
+
+def contrast(one, other):
+    """The contrast of two colours (WCAG 2.2, 1.4.11 asks for 3 between graphics and what is beside them)."""
+
+    def luminance(colour):
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def shifted(shape):
+    """A repeated pattern, begun at each of its pixels."""
+    return {tuple(row[x:] + row[:x] for row in shape[y:] + shape[:y]) for x in range(8) for y in range(8)}
+
+
+def test_causes_differ_from_the_track_in_contrast_and_from_each_other_in_pattern(tab):
+    themes, patterns = tab.js(
+        f"async () => {{ {MODULE} const p = await module('palette.js'); "
+        "return [[false, true].map(dark => p.theme(dark)), p.PATTERNS]; }"
+    )
+    for theme in themes:
+        assert list(theme["causes"]) == list(CAUSES)
+        for cause, ink in theme["causes"].items():
+            assert contrast(ink, theme["track"]) >= 3, (cause, ink)
+    shapes = [tuple(tuple(row) for row in pattern) for pattern in patterns]
+    for at, shape in enumerate(shapes):
+        assert 0 < sum(map(sum, shape)) < 64
+        assert not any(shape in shifted(other) for other in shapes[:at])
+
+
+def test_the_page_keeps_its_marks_where_colours_are_forced(tab):
+    marks = ["#legend .swatch", ".chip[aria-pressed=true]", "#tabs button[aria-selected=true]", ".bar i"]
+
+    def shown():
+        return tab.js(
+            """marks => marks.map(at => {
+                const style = getComputedStyle(document.querySelector(at));
+                return [style.forcedColorAdjust, style.borderBottomWidth];
+            })""",
+            marks,
+        )
+
+    tab.show("uneven/predicted", other="nothing")
+    plain = shown()
+    tab.page.emulate_media(forced_colors="active")
+    try:
+        forced = shown()
+    finally:
+        tab.page.emulate_media(forced_colors="none")
+    assert [adjust for adjust, _ in plain] == ["auto"] * 4
+    assert [forced[0][0], forced[3][0]] == ["none", "none"]
+    assert [width for _, width in forced[1:3]] == ["2px", "3px"]
+
+
+def test_no_number_of_a_column_has_an_exponent(tab):
+    """Rounding errors are 0, and all cells of a column have as many decimals as the largest."""
+    cells = tab.js(
+        f"async () => {{ {MODULE} const {{ column }} = await module('format.js'); "
+        "const one = column([27.5], 's'), other = column([0.018], 's'); "
+        "return [2.78e-14, 1.5e-7, -3.25, 27.5].map(one.signed).concat([2.78e-14, 1.5e-7, 0.018].map(other.cell)); }"
+    )
+    assert cells == ["0", "0.00", "\u22123.25", "+27.50", "0", "0.00", "18.00"]
+    tab.show("uneven/predicted", other="nothing")
+    assert not [cell for row in tab.table("bubbles") for cell in row if re.search(r"\de[-+]?\d", cell)]
+
+
+def test_idle_time_is_selected_with_what_it_waited_for(tab, logdir):
+    tab.show("uneven/predicted", other="nothing")
+    found = capture(logdir, "uneven", "predicted", 0)
+    spans, first = found.timeline.spans, found.timeline.spans.first
+    gap = next(gap for gap in found.timeline.gaps(1) if gap.cause == "imbalance")
+    at = next(at for at in spans.of(1) if spans[at].track == "compute" and spans.starts[at] >= gap.end)
+    chain = [at]
+    while spans.waited[chain[-1]] >= 0:
+        chain.append(spans.waited[chain[-1]])
+    awaited = next(at for at in chain if spans[at].rank != 1 and spans[at].track == "compute")
+    x = tab.js("when => window.fpipe.app.sheet.view.x(when)", (gap.start + gap.end) / 2)
+    _, _, top, bottom = tab.box(1, forwards(found, 1)[0])
+    tab.page.mouse.click(*tab.on_page(x, (top + bottom) / 2))
+    tab.until("() => window.fpipe.app.sheet.idle")
+    details = tab.text("#details")
+    assert details.startswith("idle: imbalance")
+    effect = spans[awaited].effect
+    letter = TABLE.effects[type(effect)].letter
+    assert re.search(rf"waited for\s+{letter}{effect.microbatch} on rank {spans[awaited].rank}\b", details)
+    more = found.timeline.busy[2] - found.timeline.busy[1]
+    assert re.search(rf"busiest rank\s+2, computes {more:g} more", details)
+    links = tab.js("[...document.querySelectorAll('#details ol button')].map(link => link.textContent)")
+    ranks = [int(re.search(r"rank (\d)", link)[1]) for link in links]
+    assert ranks == [spans[at].rank for at in chain[1:]][: len(ranks)]
+    tab.press("g")
+    after = next(each for each in found.timeline.gaps(1) if each.start >= gap.end)
+    assert tab.js("window.fpipe.app.sheet.idle.start") == pytest.approx(after.start)
+    tab.press("G")
+    assert tab.js("window.fpipe.app.sheet.idle.start") == pytest.approx(gap.start)
+    tab.frame.click("#details ol button")
+    assert tab.selected() == (spans[chain[1]].rank, chain[1] - first[spans[chain[1]].rank])
+    tab.press("Escape")
 
 
 def test_the_critical_path_is_pythons(tab, logdir):
@@ -295,7 +458,9 @@ def test_measured_stands_beside_predicted(tab, logdir):
     rows, scale = tab.table("diff"), 1e3 if max(difference.makespan) >= 1e-3 else 1e6
     for rank, row in enumerate(rows):
         pairs = measured.busy[rank], predicted.busy[rank]
-        assert [float(cell) for cell in row[1:3]] == [close(scale * taken) for taken in pairs]
+        assert [float(cell) for cell in row[1:3]] == in_column(
+            [scale * taken for taken in pairs], {"makespan": max(difference.makespan)}, scale
+        )
     said = tab.js("window.fpipe.app.answer")
     assert said == json.loads(json.dumps(difference.as_json()))
     effects = tab.table("diff", 1)
@@ -595,8 +760,8 @@ def test_a_missing_rank_and_a_clock_that_was_not_compared_are_told(tab):
     rows = tab.table("bubbles")
     assert [row[0] for row in rows] == ["rank 0", "rank 2"]
     assert "not compared" in rows[1]
-    causes = [cause for cause in CAUSES if cause not in LANES]
-    assert rows[1].count("\u2013") >= 1 + len(causes)  # the share of the makespan, and the causes
+    causes = [cause for cause in CAUSES if cause not in (*LANES, "host")]
+    assert rows[1].count("\u2013") >= len(causes)
 
 
 @thorough

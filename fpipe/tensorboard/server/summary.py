@@ -7,7 +7,7 @@ from typing import Any
 from fpipe.tensorboard.files.captures import Capture
 from fpipe.timelines.spans import CAUSES
 
-MAX_GAPS = 50_000  # of all ranks together; more are not listed
+MAX_GAPS = 100_000  # of all ranks together; more are not listed
 
 
 def summary(capture: Capture) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def _rank(capture: Capture, rank: int) -> dict[str, Any]:
         "busy": busy,
         "idle": idle,
         "span": busy + idle,
-        "share_idle": (1 - busy / timeline.makespan if timeline.makespan else 0.0) if header.clock else None,
+        "bubble": 1 - busy / timeline.cost,
         "causes": timeline.causes[rank] if header.clock else None,
         "kinds": {kind.__name__: time for kind, time in timeline.kinds[rank].items()},
         "peak_in_flight": timeline.peak_in_flight[rank],

@@ -1,6 +1,6 @@
 /** The page: the shown capture, the capture compared with it, and the panels. */
 
-import { details } from "./details.js";
+import { details, gapDetails } from "./details.js";
 import { element, settled, shortened } from "./dom.js";
 import { Exports } from "./exports.js";
 import { Figures } from "./figures.js";
@@ -252,11 +252,11 @@ export class App {
 
   _selected(spot) {
     const place = this.shell.details;
-    if (!spot) {
-      place.replaceChildren(element("p", { class: "faint" }, "Click an effect, or move to one with , and ."));
+    if (!spot && !this.sheet.idle) {
+      place.replaceChildren(element("p", { class: "faint" }, "Click an effect or idle time, or move to one with , and . or g."));
       return;
     }
-    const pairs = details(place, this.sheet, spot);
+    const pairs = spot ? details(place, this.sheet, spot) : gapDetails(place, this.sheet, this.sheet.idle);
     this.say(pairs.map(([name, text]) => `${name} ${text}`.trim()).join(", "));
   }
 

@@ -111,19 +111,41 @@ function difference(capture, spot, { capture: other, spot: twin }) {
   ];
 }
 
+/** The title of a gap. */
+export const gapTitle = ({ cause }) => (cause ? `idle: ${cause}` : "idle");
+
 /** The details of a gap. */
-export function gapFacts(capture, number, gap) {
-  const account = capture.account(number);
+export function gapFacts(capture, gap) {
+  const account = capture.account(gap.rank);
   const took = gap.end - gap.start;
+  const next = capture.after(gap);
+  const awaited = capture.awaited(gap);
+  const name = (spot) => full(capture.ranks.get(spot.rank), spot.row);
   const pairs = [
-    ["rank", String(number)],
+    ["rank", String(gap.rank)],
     ["cause", gap.cause ? `${gap.cause}: ${capture.summary.causes[gap.cause]}` : "not told apart yet"],
     ["start", time(gap.start, capture.unit, 6)],
     ["end", time(gap.end, capture.unit, 6)],
     ["duration", time(took, capture.unit)],
   ];
   if (account?.idle > 0) pairs.push(["of the rank's idle time", percent(took / account.idle)]);
+  pairs.push(["waited for", awaited ? name(awaited) : "nothing"]);
+  if (gap.cause === "imbalance") pairs.push(["busiest rank", busiest(capture, gap.rank)]);
+  pairs.push(["then", next ? short(capture.ranks.get(next.rank), next.row) : "nothing more"]);
   return pairs;
+}
+
+function busiest(capture, number) {
+  const most = capture.summary.ranks.reduce((a, b) => (b.busy > a.busy ? b : a));
+  return `${most.rank}, computes ${time(most.busy - capture.account(number).busy, capture.unit)} more`;
+}
+
+/** Shows the selected gap's details and the chain of waits that ended with it; returns the details as pairs. */
+export function gapDetails(place, sheet, gap) {
+  const capture = sheet.of(gap);
+  const known = gapFacts(capture, gap);
+  place.replaceChildren(...card(gapTitle(gap), known, capture.entry.kind), ...chain(capture, sheet, gap));
+  return [[gapTitle(gap), ""], ...known];
 }
 
 /** Shows the selected effect's details and its chain of waits; returns the details as pairs. */
@@ -140,5 +162,5 @@ function chain(capture, sheet, spot) {
   const waits = items(sheet.chain.slice(1), LINKS, (wait) => [
     link(full(capture.ranks.get(wait.rank), wait.row), () => select(wait)),
   ]);
-  return waits.length ? [element("h4", {}, "It waited for, in turn"), element("ol", {}, ...waits)] : [];
+  return waits.length ? [element("h4", {}, "What was waited for, in turn"), element("ol", {}, ...waits)] : [];
 }

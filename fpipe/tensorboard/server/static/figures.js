@@ -7,6 +7,12 @@ import * as routes from "./routes.js";
 const NOTHING = 1e-9; // share of the makespan that counts as rounding error
 const MOST_REPLICAS = 4; // whose makespans are all shown
 
+/** What the bubble is. */
+export const BUBBLE =
+  "The bubble is the idle share of a step. A step takes as long as the longest span of a rank, from the start of its " +
+  "first effect to the end of its last: where steps follow each other, a rank’s warm-up runs beside the drain of the " +
+  "step before.";
+
 export class Figures {
   /**
    * @param {import("./notices.js").Notices} notices
@@ -88,15 +94,16 @@ export class Figures {
     const extent = counts.map(([count, what, ending]) => `${count} ${what}${count === 1 ? "" : ending}`).join(", ");
     const parts = [entry.schedule ? named(entry.schedule, 40) : null, extent];
     if (summary) {
-      parts.push(figure("makespan", time(summary.makespan, unit)), figure("bubble", percent(summary.bubble_rate)));
-      if (Math.abs(summary.cost - summary.makespan) > NOTHING * summary.makespan)
-        parts.push(figure("cost", time(summary.cost, unit)));
+      const within = summary.makespan - summary.cost > NOTHING * summary.makespan;
+      const of = within ? ` of the longest span of a rank, ${time(summary.cost, unit)}` : "";
+      parts.push(figure("makespan", time(summary.makespan, unit)));
+      parts.push(figure("bubble", percent(summary.bubble_rate), of, BUBBLE));
     }
     if (summary?.makespans.length) parts.push(...replicas(summary, unit));
     if (answer) {
       const [a, b] = answer.makespan;
       parts.push(figure(`${names[1]} makespan`, `${time(b, unit)} (${names[0]} is ${change(a, b) || "0%"})`));
-      parts.push(figure(`${names[1]} bubble`, percent(answer.bubble_rate[1])));
+      parts.push(figure(`${names[1]} bubble`, percent(answer.bubble_rate[1]), "", BUBBLE));
     }
     this.shell.headline.replaceChildren(
       ...parts.filter(Boolean).map((part) => element("span", { class: "part" }, part)),
@@ -104,7 +111,8 @@ export class Figures {
   }
 }
 
-const figure = (name, text) => element("span", { class: "figure" }, `${name} `, element("b", {}, text));
+const figure = (name, text, more = "", title = null) =>
+  element("span", { class: "figure", title }, `${name} `, element("b", {}, text), more);
 
 /** The makespans of a few replicas: of all, or where there are many, of the shown one and the slowest. */
 function replicas({ replica, makespans }, unit) {

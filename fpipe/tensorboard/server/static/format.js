@@ -6,6 +6,7 @@ const TIMES = [
   [1e-6, "µs"],
   [1e-9, "ns"],
 ];
+const NOTHING = 1e-9; // share of the largest of a column that counts as rounding error
 const SIZES = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 /** Four digits, without an exponent if the number is readable without it. */
@@ -31,10 +32,21 @@ export function unitOf(value, unit) {
   return TIMES.find(([factor]) => Math.abs(value) >= factor * 0.9999) ?? (value === 0 ? TIMES[1] : TIMES.at(-1));
 }
 
-/** The unit of a column of times: [factor, text for the header]. */
-export function scaled(values, unit) {
-  const [factor, name] = unitOf(Math.max(...values.map(Math.abs), 0), unit);
-  return [factor, name ? `, in ${name}` : ""];
+/**
+ * A column of times: the text for its header, and functions of its cells. All cells have the unit and the decimals that
+ * show four digits of the largest value, and none an exponent.
+ */
+export function column(values, unit) {
+  const largest = Math.max(...values.map(Math.abs), 0);
+  const [factor, name] = unitOf(largest, unit);
+  const decimals = largest > 0 ? Math.max(0, Math.min(12, 3 - Math.floor(Math.log10(largest / factor) + 1e-9))) : 0;
+  const size = (value) => (Math.abs(value) > largest * NOTHING ? (Math.abs(value) / factor).toFixed(decimals) : "0");
+  const sign = (value, plus) => (Number(size(value)) === 0 ? "" : value < 0 ? "−" : plus);
+  return {
+    name: name ? `, in ${name}` : "",
+    cell: (value) => (Number.isFinite(value) ? sign(value, "") + size(value) : "–"),
+    signed: (value) => sign(value, "+") + size(value),
+  };
 }
 
 /** A difference, with its sign. */

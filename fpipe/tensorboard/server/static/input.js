@@ -2,7 +2,7 @@
 
 import { held } from "./dom.js";
 import { AXIS } from "./measures.js";
-import { across, back, enter, neighbour } from "./selection.js";
+import { across, back, enter, idle, neighbour } from "./selection.js";
 
 const CLICK = 4; // pixels: movement up to which a press is a click
 const STEP = 1.3; // zoom factor per key press
@@ -125,6 +125,8 @@ const KEYS = {
   ".": (app) => neighbour(app.sheet, 1),
   Enter: (app) => enter(app.sheet),
   p: (app) => back(app.sheet),
+  g: (app) => idle(app.sheet, 1),
+  G: (app) => idle(app.sheet, -1),
   c: (app) => app.sheet.toggle("path"),
   x: (app) => app.sheet.selected && app.sheet.fold(app.sheet.selected.rank),
   X: (app) => app.sheet.foldAll(),

@@ -1,14 +1,14 @@
 /** The legend of the colours. */
 
 import { element } from "./dom.js";
-import { causeHue, colours, HUES, UNTOLD, WAITING } from "./palette.js";
+import { causeClass, colours, HUES, inks, patternImage, UNTOLD, WAITING } from "./palette.js";
 
 /** Fills the legend with the capture's kinds, and sets the colours in the page's style. */
 export function legend(place, capture, colouring, theme) {
   const hues = colours(theme);
   const { style } = document.documentElement;
   hues.forEach((colour, at) => style.setProperty(`--hue-${at}`, colour));
-  theme.causes.forEach((colour, at) => style.setProperty(`--cause-${at}`, colour));
+  inks(theme).forEach((_, at) => style.setProperty(`--cause-${at}`, patternImage(theme, at)));
   const ranks = [...(capture?.ranks.values() ?? [])];
   const computes = (capture?.kinds ?? []).filter((kind) => kind.track === "compute");
   const kinds = [...new Map(computes.map((kind) => [`${kind.letter} ${kind.name}`, kind])).values()].sort((a, b) => a.hue - b.hue);
@@ -23,7 +23,7 @@ export function legend(place, capture, colouring, theme) {
   const lanes = new Map((capture?.kinds ?? []).filter(besides).map((kind) => [kind.name, kind]));
   const beside = colouring === "kind" ? Array.from(lanes.values(), ({ name, hue }) => key(hues[hue], name)) : [];
   const receives = [key(hues[WAITING], "waiting"), ...(untold ? [key(hues[UNTOLD], "receive, not told apart")] : [])];
-  const causes = Object.keys(capture?.summary?.causes ?? {}).map((name, at) => key(theme.causes[causeHue(at)], name));
+  const causes = Object.keys(capture?.summary?.causes ?? {}).map((name) => key(`var(--cause-${causeClass(name)})`, name));
   place.replaceChildren(...meaning, ...beside, ...receives, faint("idle:"), ...causes);
 }
 

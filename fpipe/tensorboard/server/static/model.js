@@ -6,6 +6,7 @@ import { HUES, UNTOLD, WAITING } from "./palette.js";
 
 const LANES = 3; // at most; further overlapping spans are cut where the next begins
 const COLUMNS = ["stage", "microbatch", "other", "second", "peer"];
+const WAITS = new Set(["warm-up", "dependency", "imbalance", "transfer", "gather", ""]); // causes of a gap
 
 /** Intervals of one track that do not overlap. */
 class Lane {
@@ -293,6 +294,22 @@ export class Capture {
       const key = `${at.rank} ${at.row}`;
       if (seen.has(key)) break;
       seen.add(key);
+  /** The compute that ended a gap: {rank, row}, or null after the last. */
+  after({ rank, end }) {
+    const [lane] = this.ranks.get(rank)?.tracks.compute.lanes ?? [];
+    if (!lane) return null;
+    const at = before(lane.starts, end);
+    const next = lane.starts[at] === end ? at : at + 1;
+    return next < lane.rows.length ? { rank, row: lane.rows[next] } : null;
+  }
+
+  /** The effect that a gap waited for: the first compute of another rank in the chain of waits, or null. */
+  awaited(gap) {
+    const chain = WAITS.has(gap.cause) ? this.chain(this.after(gap), 64) : [];
+    const compute = ({ rank, row }) => rank !== gap.rank && this.ranks.get(rank).kindOf(row).track === "compute";
+    return chain.find(compute) ?? chain[1] ?? null;
+  }
+
       found.push(at);
     }
     return found;

@@ -26,9 +26,13 @@ export class Overlay {
     context.beginPath();
     context.rect(view.left, AXIS, view.width, height - AXIS);
     context.clip();
-    if (state.gap) this._gap(state, shift);
+    if (state.gap) this._gap(state, state.gap, shift, [3, 2]);
     if (state.critical) this._path(state, state.critical, shift, theme.critical);
     if (state.selected) this._chain(state, state.selected, shift);
+    if (state.idle) {
+      if (state.chain.length) this._chain(state, state.chain[0], shift);
+      this._gap(state, state.idle, shift, []);
+    }
     if (state.hovered && !same(state.hovered, state.selected)) this._spot(state, state.hovered, shift, 1.5);
     context.restore();
     if (state.pointer != null) this._pointer(state);
@@ -139,13 +143,16 @@ export class Overlay {
     }
   }
 
-  _gap({ view, gap, theme }, shift) {
+  _gap({ view, layout, theme }, gap, shift, dashes) {
     const { context } = this;
+    const group = layout.groups.find((one) => one.number === gap.rank);
+    const track = group?.tracks.find((one) => one.kind === "compute" && one.other === gap.other);
+    if (!track) return;
     context.strokeStyle = theme.strong;
-    context.setLineDash([3, 2]);
-    context.lineWidth = 1;
+    context.setLineDash(dashes);
+    context.lineWidth = dashes.length ? 1 : 2;
     const [left, right] = [view.x(gap.start), view.x(gap.end)];
-    context.strokeRect(left + 0.5, gap.track.y + shift + 0.5, Math.max(1, right - left - 1), gap.track.height - 1);
+    context.strokeRect(left + 0.5, track.y + shift + 0.5, Math.max(1, right - left - 1), track.height - 1);
     context.setLineDash([]);
   }
 

@@ -19,8 +19,49 @@ export function colours({ waiting, untold }) {
   return [...OKABE_ITO, waiting, NEUTRAL, untold, ...more];
 }
 
-/** The class of a cause of idle time, from its place in the summary's causes. */
-export const causeHue = (at) => at % LIGHT.causes.length;
+const SIDE = 8; // pixels of a pattern
+
+/** Where the pattern of each cause of idle time has ink: no two look alike without their colours. */
+const INK = {
+  "warm-up": (x, y) => (x + y) % 8 === 0,
+  dependency: (x, y) => (x + y) % 4 === 0,
+  transfer: (x, y) => y % 4 === 0,
+  imbalance: (x, y) => (x + y) % 8 === 0 || (x + 8 - y) % 8 === 0,
+  drain: (x, y) => (x + 8 - y) % 8 === 0,
+  gather: (x) => x % 4 === 0,
+  scatter: (x, y) => x % 8 < 2 && y % 4 < 3,
+  host: (x, y) => x % 4 < 2 && y % 4 < 2,
+};
+const CAUSES = Object.keys(INK);
+
+/** The patterns of the causes, by class: for each row of pixels and each pixel of it, whether it has ink. */
+export const PATTERNS = CAUSES.map((cause) =>
+  Array.from({ length: SIDE }, (_, y) => Array.from({ length: SIDE }, (_, x) => INK[cause](x, y))),
+);
+
+/** Opacity of the pixels without ink, to that of those with it. */
+export const GROUND = 0.25;
+
+/** The class of a cause of idle time. */
+export const causeClass = (cause) => Math.max(0, CAUSES.indexOf(cause));
+
+/** The inks of the classes of causes. */
+export const inks = ({ causes }) => CAUSES.map((cause) => causes[cause]);
+
+/** The pattern of a class of causes as a CSS image. */
+export function patternImage(theme, at) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = SIDE;
+  const context = tile.getContext("2d");
+  context.fillStyle = inks(theme)[at];
+  PATTERNS[at].forEach((row, y) =>
+    row.forEach((ink, x) => {
+      context.globalAlpha = ink ? 1 : GROUND;
+      context.fillRect(x, y, 1, 1);
+    }),
+  );
+  return `url("${tile.toDataURL()}")`;
+}
 
 /** The number of classes. */
 export const classes = () => FIXED + more.length;
@@ -52,7 +93,16 @@ const LIGHT = {
   waiting: "#cdcdcd",
   untold: "#a7bdb9",
   overview: "#90a4ae",
-  causes: ["#cfd8dc", "#ffcdd2", "#ffe082", "#e1bee7", "#b0bec5", "#e6ee9c", "#d7ccc8"],
+  causes: {
+    "warm-up": "#607d8b",
+    dependency: "#c62828",
+    transfer: "#a35f00",
+    imbalance: "#7b1fa2",
+    drain: "#455a64",
+    gather: "#5f6f00",
+    scatter: "#795548",
+    host: "#00796b",
+  },
 };
 const DARK = {
   page: "#303030",
@@ -72,7 +122,16 @@ const DARK = {
   waiting: "#6a6a6a",
   untold: "#4f6b68",
   overview: "#78909c",
-  causes: ["#546e7a", "#6d3b40", "#6d5a1e", "#5d4066", "#455a64", "#4b6130", "#4e443f"],
+  causes: {
+    "warm-up": "#b0bec5",
+    dependency: "#ff8a80",
+    transfer: "#ffca28",
+    imbalance: "#e1a6f0",
+    drain: "#90a4ae",
+    gather: "#d4e157",
+    scatter: "#d7b8a8",
+    host: "#4dd0c0",
+  },
 };
 
 export const theme = (dark) => (dark ? DARK : LIGHT);

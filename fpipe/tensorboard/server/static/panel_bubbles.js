@@ -1,8 +1,8 @@
 /** Idle time of each rank by cause. The server computes the figures; this module adds units. */
 
 import { element, shortened, table } from "./dom.js";
-import { bytes, number, percent, scaled, signed, time } from "./format.js";
-import { causeHue } from "./palette.js";
+import { bytes, column, number, percent, signed, time } from "./format.js";
+import { causeClass } from "./palette.js";
 
 const NOTHING = 1e-9; // share of the makespan that counts as rounding error
 
@@ -14,7 +14,7 @@ export const bubbles = {
     if (!summary) return [table(summary === undefined ? "adding up …" : "there is no summary")];
     const { unit } = capture;
     const causes = Object.keys(summary.causes);
-    const [factor, name] = scaled([summary.makespan], unit);
+    const { cell, name } = column([summary.makespan], unit);
     const total = (row) => causes.reduce((sum, cause) => sum + (row.causes?.[cause] ?? 0), 0);
     const most = Math.max(...summary.ranks.map(total), Number.MIN_VALUE);
     const memory = summary.ranks.some((row) => row.peak_memory != null || row.peak);
@@ -23,19 +23,18 @@ export const bubbles = {
       "rank",
       "busy",
       { text: "idle", title: "between the rank's first start and last end" },
-      { text: "idle share", title: "of the makespan, warm-up and drain with it" },
+      { text: "bubble", title: "the share of a step in which the rank is idle; a step takes the longest span of a rank" },
       { text: "", title: "idle time by cause" },
       ...causes.map((cause) => ({ text: cause, title: summary.causes[cause] })),
       "in flight",
       ...(memory ? ["peak memory"] : []),
       ...(clocks ? [{ text: "clock", title: "how far it is ahead of rank 0's, and how far that may be off" }] : []),
     ];
-    const cell = (value) => number(value < summary.makespan * NOTHING ? 0 : value / factor);
     const rows = summary.ranks.map((row) => [
       `rank ${row.rank}`,
       cell(row.busy),
       cell(row.idle),
-      row.share_idle === null ? "–" : percent(row.share_idle),
+      percent(row.bubble),
       row.causes ? bar(row.causes, most, (value) => time(value, unit)) : "",
       ...causes.map((cause) => (row.causes ? cell(row.causes[cause]) : "–")),
       number(row.peak_in_flight),
@@ -60,8 +59,8 @@ function clock(difference, unit) {
 }
 
 function bar(causes, most, text) {
-  const parts = Object.entries(causes).map(([cause, idle], at) => {
-    const style = `width:${((100 * idle) / most).toFixed(2)}%;background:var(--cause-${causeHue(at)})`;
+  const parts = Object.entries(causes).map(([cause, idle]) => {
+    const style = `width:${((100 * idle) / most).toFixed(2)}%;background:var(--cause-${causeClass(cause)})`;
     return idle > most * NOTHING ? element("i", { title: `${cause} ${text(idle)}`, style }) : null;
   });
   return element("span", { class: "bar", role: "presentation" }, ...parts);

@@ -1,7 +1,7 @@
 /** Two captures side by side: the parts of the difference of their makespans, their ranks, and their effects. */
 
 import { element, link, table } from "./dom.js";
-import { change, number, scaled, signed, time } from "./format.js";
+import { change, column, signed, time } from "./format.js";
 import { full } from "./names.js";
 
 export const difference = {
@@ -22,25 +22,23 @@ function parts({ answer, names, capture: { unit } }) {
 }
 
 function ranks({ answer, names, capture }) {
-  const [factor, name] = scaled(answer.makespan, capture.unit);
-  const both = ([a, b]) => [number(a / factor), number(b / factor), a === b ? "0" : signedIn(a - b, factor)];
+  const times = column(answer.makespan, capture.unit);
+  const both = ([a, b]) => [times.cell(a), times.cell(b), times.signed(a - b)];
   const of = (what) => names.map((one) => `${what}, ${one}`);
   const head = ["", ...of("busy"), "difference", ...of("idle"), "difference", "largest change of a cause"];
   const rows = answer.ranks.map((row) => [
     `rank ${row.rank}`,
     ...both(row.busy),
     ...both(row.idle),
-    cause(row.causes, factor),
+    cause(row.causes, times),
   ]);
-  return table(`Ranks: ${names.join(" and ")}${name}`, head, rows);
+  return table(`Ranks: ${names.join(" and ")}${times.name}`, head, rows);
 }
 
-const signedIn = (value, factor) => `${value > 0 ? "+" : "−"}${number(Math.abs(value) / factor, 3)}`;
-
-function cause(causes, factor) {
+function cause(causes, times) {
   const changes = Object.entries(causes).map(([name, [a, b]]) => [name, a - b]);
   const [name, by] = changes.reduce((most, one) => (Math.abs(one[1]) > Math.abs(most[1]) ? one : most), ["", 0]);
-  return by ? `${name} ${signedIn(by, factor)}` : "none";
+  return Number(times.cell(by).replace("−", "")) ? `${name} ${times.signed(by)}` : "none";
 }
 
 /** The effects whose durations differ most; a row's name selects it. */

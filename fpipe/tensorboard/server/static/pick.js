@@ -23,7 +23,8 @@ export function pick({ main, view, layout, scroll }, x, y) {
   const lane = Math.max(0, Math.floor(((at - track.y) / track.height) * own.lanes.length));
   const row = own.pick(when, lane, NEAR / view.scale);
   if (row >= 0) return { group, track, spot: { rank: group.number, row, other: track.other } };
-  return { group, track, gap: track.kind === "compute" ? gapAt(track, when) : null };
+  const gap = track.kind === "compute" ? gapAt(track, when) : null;
+  return { group, track, gap: gap && { ...gap, rank: group.number, other: track.other } };
 }
 
 /** The gap at a moment: the server's, with its cause; if the server lists none, that between two effects. */
@@ -32,10 +33,10 @@ function gapAt(track, when) {
   if (known) {
     const at = before(known.start, when);
     const there = at >= 0 && when <= known.end[at];
-    return there ? { start: known.start[at], end: known.end[at], cause: known.cause[at], track } : null;
+    return there ? { start: known.start[at], end: known.end[at], cause: known.cause[at] } : null;
   }
   const [lane] = track.rank.tracks.compute.lanes;
   const at = lane ? before(lane.starts, when) : -1;
   if (at < 0 || at + 1 >= lane.starts.length) return null;
-  return { start: lane.ends[at], end: lane.starts[at + 1], cause: "", track };
+  return { start: lane.ends[at], end: lane.starts[at + 1], cause: "" };
 }

@@ -34,7 +34,7 @@ export class Pointer {
     this.gap = found?.gap ?? null;
     this._tooltip(found, x, y);
     const beside = found && x < this.sheet.view.left;
-    this.sheet.shell.canvas.style.cursor = found?.spot || beside ? "pointer" : "";
+    this.sheet.shell.canvas.style.cursor = found?.spot || found?.gap || beside ? "pointer" : "";
   }
 
   again() {
@@ -59,6 +59,7 @@ export class Pointer {
   click(x, y) {
     const found = this.find(x, y);
     if (found && x < this.sheet.view.left) return this.sheet.fold(found.group.number);
-    this.sheet.select(found?.spot ?? null);
+    if (found?.gap) this.sheet.selectGap(found.gap);
+    else this.sheet.select(found?.spot ?? null);
   }
 }

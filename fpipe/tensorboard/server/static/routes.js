@@ -32,8 +32,8 @@ export const compare = ({ run, step }, other, signal) =>
   json("compare", { run, step, other: other.run, other_step: other.step }, signal);
 
 /** One rank's header and columns. */
-export async function rank({ run, step }, number, signal) {
-  return parse(await (await answer("rank", { run, step, rank: number }, signal)).arrayBuffer());
+export async function rank(entry, number, signal) {
+  return parse(await (await answer("rank", { ...named(entry), rank: number }, signal)).arrayBuffer());
 }
 
 /** A capture in another program's format. */

@@ -9,12 +9,13 @@ import { boxOf } from "./layout.js";
 import { before, Levels } from "./levels.js";
 import { AXIS, FONT, TICK } from "./measures.js";
 import { mark, short } from "./names.js";
-import { causeHue, colours, rgb } from "./palette.js";
+import { causeClass, colours, GROUND, inks, PATTERNS, rgb } from "./palette.js";
 
 const EDGED = 4; // pixels: width from which a box has an edge
 const ARROWS = 100; // at most; more are not readable
 const DIMMED = 0.22;
 
+const CLASSES = PATTERNS.map((_, at) => at); // in place of colours
 const packed = (list) => list.map((colour) => rgb(colour).reduce((sum, part, at) => sum | (part << (8 * at)), 0));
 
 export class Scene {
@@ -40,6 +41,7 @@ export class Scene {
     const groups = layout.groups.filter((group) => group.y + group.height > scroll && group.y < scroll + height - AXIS);
     const shift = AXIS - scroll;
     this._backgrounds(state, groups, shift);
+    if (state.causes) this._idle(state, groups, shift);
     this._lanes(state, groups, shift);
     context.save();
     this._clip(state);
@@ -77,14 +79,12 @@ export class Scene {
   }
 
   /** Paints the rows of all visible lanes, then stretches each to its height. */
-  _lanes({ view, ratio, theme, colouring, matches, causes }, groups, shift) {
+  _lanes({ view, ratio, theme, colouring, matches }, groups, shift) {
     const columns = Math.ceil(view.width * ratio);
-    const [own, idle] = [colours(theme), theme.causes].map(packed);
+    const own = packed(colours(theme));
     const rows = [];
     for (const track of groups.flatMap((group) => group.tracks)) {
       if (track.kind === "memory") continue;
-      const gaps = causes && track.kind === "compute" ? this._gaps(track) : null;
-      if (gaps) rows.push([gaps, idle, matches ? DIMMED : 1, track.y, track.height]);
       const chosen = track.other ? null : matches?.levels(track.rank, track.kind, colouring);
       const lanes = track.rank.tracks[track.kind].levels(colouring);
       const tall = track.height / lanes.length;
@@ -116,12 +116,48 @@ export class Scene {
     return this.pixels;
   }
 
+  /** Paints the idle time of each rank: a row by coverage, repeated for the rows of the patterns of its causes. */
+  _idle({ view, ratio, theme, matches }, groups, shift) {
+    const columns = Math.ceil(view.width * ratio);
+    const computes = groups.flatMap((group) => group.tracks).filter(({ kind }) => kind === "compute");
+    const tracks = computes.filter((track) => this._gaps(track));
+    if (!tracks.length || !columns) return;
+    const [ink, side] = [packed(inks(theme)), PATTERNS[0].length];
+    const wide = Math.max(1, Math.round(ratio)); // device pixels of one of a pattern
+    const begin = Math.floor(view.from * view.scale * ratio); // patterns move with the time
+    const pixels = this._cleared(columns, tracks.length * side);
+    const row = new Uint32Array(columns);
+    tracks.forEach((track, at) => {
+      const levels = this._gaps(track);
+      row.fill(0);
+      levels.paint(row, 0, columns, view.from, view.span / (view.width * ratio), CLASSES, matches ? DIMMED : 1);
+      for (let x = 0; x < columns; x += 1) {
+        if (!row[x]) continue;
+        const [cause, alpha] = [row[x] & 0xff, row[x] >>> 24];
+        const across = ((Math.floor((x + begin) / wide) % side) + side) % side;
+        for (let y = 0; y < side; y += 1) {
+          const share = PATTERNS[cause][y][across] ? alpha : alpha * GROUND;
+          pixels[(at * side + y) * columns + x] = ink[cause] | (share << 24);
+        }
+      }
+    });
+    this.strip.getContext("2d").putImageData(this.image, 0, 0);
+    this.context.imageSmoothingEnabled = false;
+    const tall = (side * wide) / ratio;
+    tracks.forEach(({ y, height }, at) => {
+      for (let top = 0; top < height; top += tall) {
+        const part = Math.min(1, (height - top) / tall);
+        const place = [view.left, y + top + shift, columns / ratio, part * tall];
+        this.context.drawImage(this.strip, 0, at * side, columns, part * side, ...place);
+      }
+    });
+  }
+
   _gaps({ capture, rank }) {
     const gaps = capture.gaps(rank.number);
     if (!gaps) return null;
     if (!this.gaps.has(gaps)) {
-      const names = Object.keys(capture.summary.causes);
-      const classes = Uint8Array.from(gaps.cause, (cause) => causeHue(names.indexOf(cause)));
+      const classes = Uint8Array.from(gaps.cause, causeClass);
       this.gaps.set(gaps, new Levels(Float64Array.from(gaps.start), Float64Array.from(gaps.end), classes));
     }
     return this.gaps.get(gaps);

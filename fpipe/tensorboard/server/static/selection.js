@@ -39,6 +39,20 @@ export function back(sheet) {
   else sheet.tell.say(selected ? "it waited for nothing" : "nothing is selected");
 }
 
+/** Selects the idle time `by` places later on the selection's rank. */
+export function idle(sheet, by) {
+  const last = sheet.idle ?? sheet.selected ?? { rank: Math.min(...sheet.main.ranks.keys()), other: false };
+  const gaps = sheet.of(last).gaps(last.rank);
+  if (!gaps) return sheet.tell.say("idle times are not listed");
+  const { rank, other, row } = last;
+  const start = last.start ?? (row === undefined ? -Infinity : sheet.of(last).ranks.get(rank).start[row]);
+  const from = before(gaps.start, start);
+  const at = by > 0 ? from + 1 : from - (gaps.start[from] === start ? 1 : 0);
+  if (at < 0 || at >= gaps.start.length) return sheet.tell.say(`the ${by > 0 ? "last" : "first"} of its rank`);
+  const gap = { rank, other: Boolean(other), start: gaps.start[at], end: gaps.end[at], cause: gaps.cause[at] };
+  sheet.selectGap(gap, { reveal: true });
+}
+
 /** Selects the first visible compute effect, from the top. */
 function first(sheet) {
   const { main, view, layout, shell } = sheet;

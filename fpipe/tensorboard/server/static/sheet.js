@@ -33,7 +33,7 @@ export class Sheet {
     this.theme = theme(false);
     this.frames = [];
     this.layout = { groups: [], height: 0 };
-    this.main = this.other = this.selected = this.range = null;
+    this.main = this.other = this.selected = this.idle = this.range = null; // idle: the selected gap
     this.pointer = new Pointer(this);
     this.matches = this.path = null;
     this.chain = [];
@@ -52,7 +52,7 @@ export class Sheet {
           ? { rank: selected.rank, key: this._rank(selected).key(selected.row) }
           : this._wanted;
       this.pointer.leave();
-      this.range = this.selected = this.matches = this.path = null;
+      this.range = this.selected = this.idle = this.matches = this.path = null;
       this.chain = [];
       if (main.entry.run !== this.main?.entry.run) this.view.forget();
       const folded = main.entry.ranks.length > UNFOLDED;
@@ -60,6 +60,7 @@ export class Sheet {
       this._folded = folded;
     }
     if (other !== this.other && this.selected?.other) this.selected = null;
+    if (other !== this.other && this.idle?.other) this.idle = null;
     [this.main, this.other] = [main, other];
     if (changed) this.tell.changed();
     this.memory = Math.max(0, ...Array.from(main.ranks.values(), (rank) => rank.memory.most));
@@ -153,7 +154,7 @@ export class Sheet {
     const { selected, pointer, range, chain, shown } = this;
     return {
       ...{ width, height, ratio, view, theme, layout, main, other, colouring, matches, memory },
-      ...{ selected, range, chain },
+      ...{ selected, range, chain, idle: this.idle },
       ...{ hovered: pointer.spot, gap: pointer.gap, pointer: pointer.when },
       scroll: this.shell.scroll.scrollTop,
       arrows: shown.has("arrows"),
@@ -263,9 +264,24 @@ export class Sheet {
     const there = found && this.of(found)?.ranks.get(found.rank);
     const spot = there && found.row >= 0 && found.row < there.kind.length ? found : null;
     this.selected = spot;
+    this.idle = null;
     this.chain = spot ? this.of(spot).chain(spot) : [];
     if (spot && reveal) this.reveal(spot);
     this.tell.selected(spot);
+    this._over();
+  }
+
+  /** Selects idle time: {rank, start, end, cause, other}. */
+  selectGap(gap, { reveal = false } = {}) {
+    const next = this.of(gap).after(gap);
+    this.selected = null;
+    this.idle = gap;
+    this.chain = next && gap.cause !== "host" ? this.of(gap).chain({ ...next, other: gap.other }) : [];
+    if (reveal) {
+      this.view.reveal(gap.start, gap.end);
+      this.moved();
+    }
+    this.tell.selected(null);
     this._over();
   }
 
@@ -291,7 +307,7 @@ export class Sheet {
     if (this.range) {
       this.range = null;
       this.tell.ranged(null);
-    } else if (this.selected) this.select(null);
+    } else if (this.selected || this.idle) this.select(null);
     else return false;
     this._over();
     return true;

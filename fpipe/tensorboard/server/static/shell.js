@@ -1,6 +1,7 @@
 /** Creates the page's empty elements. */
 
 import { element } from "./dom.js";
+import { BUBBLE } from "./figures.js";
 import { COLOURINGS } from "./palette.js";
 
 /** Tracks and marks that can be hidden: [id, label, title, key, shown at first]. */
@@ -11,7 +12,7 @@ export const TOGGLES = [
   ["scatter", "scatters", "sums of gradients over the replicas", "", true],
   ["host", "host", "what the host did around the effects, and reductions", "", true],
   ["memory", "memory", "bytes that a rank holds", "", true],
-  ["causes", "causes", "idle time in the colour of its cause", "", true],
+  ["causes", "causes", "idle time in the pattern of its cause", "", true],
   ["arrows", "arrows", "from each send to its receive, once few enough are in sight", "", true],
   ["path", "critical path", "the chain of waits that ends last (c)", "c", false],
 ];
@@ -21,10 +22,11 @@ const KEYS = [
   ["↑ ↓, wheel", "scroll the ranks; where all are in sight, the wheel zooms"],
   ["0 or f", "fit all of the step"],
   ["Shift+drag, drag on the axis", "measure a range"],
-  ["click, double click", "select an effect, zoom to it"],
+  ["click, double click", "select an effect or idle time, zoom to the effect"],
   [", . or Alt+← →", "select the effect before, or after, on the track"],
   ["Alt+↑ ↓", "select on the rank above, or below"],
   ["Enter, p", "zoom to the selection; select what it waited for"],
+  ["g G", "select the rank’s next idle time, or the one before"],
   ["/, Enter, n N", "search; the next match, and the one before"],
   ["[ ]", "the step before, and the next"],
   ["c", "critical path"],
@@ -38,6 +40,10 @@ const READING = [
   `The legend has the letters of effects; & stands between two that overlap. The number is the microbatch, a letter
    after it tells which of the rank’s stages. Where boxes are narrower than a pixel, the pixel is as opaque as the rank
    was busy.`,
+  `A moment in which a rank computes nothing has one cause. Click on it to see what the rank waited for. Imbalance is
+   the time that the busiest rank computes more than this one: no order of the same effects can save it. Each wait for a
+   value that is not computed yet has the same share of it, at its end.`,
+  BUBBLE,
   `A trace for Perfetto is a file: open it at ui.perfetto.dev by “Open trace file”. The page itself contacts nothing
    but this TensorBoard.`,
 ];

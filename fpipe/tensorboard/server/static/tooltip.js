@@ -1,17 +1,17 @@
 /** The tooltip of the item under the pointer. */
 
-import { facts, gapFacts, title } from "./details.js";
+import { facts, gapFacts, gapTitle, title } from "./details.js";
 import { card, shortened } from "./dom.js";
 import { bytes, time } from "./format.js";
 import { before } from "./levels.js";
 
 /** @returns {Node[] | null} for the result of `pick` */
-export function told({ main, other }, twin, { group, track, spot, gap, when }) {
+export function told({ main, other }, twin, { track, spot, gap, when }) {
   if (spot) {
     const capture = spot.other ? other : main;
     return card(title(capture.ranks.get(spot.rank), spot.row), facts(capture, spot, twin(spot)), capture.entry.kind);
   }
-  if (gap) return card(gap.cause ? `idle: ${gap.cause}` : "idle", gapFacts(gap.track.capture, group.number, gap));
+  if (gap) return card(gapTitle(gap), gapFacts(gap.other ? other : main, gap));
   return when === undefined ? null : card("memory", held(track, when, main.unit));
 }
 
