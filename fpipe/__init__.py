@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fpipe.timelines.simulator import simulate as simulate
     from fpipe.timelines.text import draw as draw
     from fpipe.timelines.timeline import Timeline as Timeline
+    from fpipe.timelines.what_if import WhatIf as WhatIf, what_if as what_if
     from fpipe.training.train_step import train_step as train_step
 
 __version__ = VERSION

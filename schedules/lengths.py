@@ -9,6 +9,7 @@ from typing import SupportsFloat
 
 from fpipe._format import counted
 from fpipe.errors.arguments import checked
+from fpipe.programs.schedules import peaked
 
 
 @checked()
@@ -27,9 +28,7 @@ def by_length(lengths: Iterable[float]) -> list[int]:
     >>> by_length([5, 1, 4, 2, 3])
     [1, 4, 0, 2, 3]
     """
-    each = _checked(lengths)
-    ascending = sorted(range(len(each)), key=each.__getitem__)
-    return ascending[::2] + ascending[1::2][::-1]
+    return peaked(_checked(lengths))
 
 
 @checked()

@@ -280,11 +280,13 @@ SURFACE = {
     "fpipe": """
         Batch Costs Edges Link LiveBytes LossScale Measurement Microbatches NonFiniteError Output Pipeline Placement
         Plan Precision Program Recording Report Residence ScheduleError Stage StageError Timeline TransportError
+        WhatIf
         by_length
         clip_by_global_norm constrain draw effects evaluate footprint gather global_norm handlers interop lower pack
         parallel
         peak_bytes
         policies profile schedules simulate tensorboard train_step transforms value_and_grad verify
+        what_if
     """,
     "fpipe.handlers": """
         Backend Distributed Gloo Handler Inputs Local NCCL Observer Peers Reference Replicas Results auto

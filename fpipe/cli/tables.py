@@ -32,6 +32,7 @@ from fpipe.timelines.timeline import Timeline
 if TYPE_CHECKING:
     from fpipe.schedules.search import Found
     from fpipe.timelines.comparison import PathSegment
+    from fpipe.timelines.what_if import WhatIf
 
 _LEAST_FOLDED = 24  # columns of a column that folds
 _MAX_BLOCKS = 40  # of lanes, one below the other, without --scale
@@ -326,6 +327,7 @@ def memory_of(accounts: Sequence[RankBytes]) -> list[Table]:
 
 _MAX_SEGMENTS = 12  # of a critical path, at each end
 _MAX_EFFECTS = 10
+_MAX_ROWS = 20  # of what would help
 
 
 def path(segments: Sequence[PathSegment], shares: Mapping[str, float], timeline: Timeline, scale: Scale) -> Text:
@@ -345,6 +347,21 @@ def _segment(segment: PathSegment, scale: Scale, effects: Effects) -> str:
     letters = {kind: row.letter if row.track == "compute" else kind.lower() for kind, row in rows.items()}
     kinds = ", ".join(f"{count} {letters[kind]}" for kind, count in segment.effects.items())
     return f"rank {segment.ranks[0]} ({kinds}) {scale.full(segment.time)}"
+
+
+def what_if(result: WhatIf, scale: Scale) -> Group:
+    """Return what would help, the largest first, and how far the replay is to be trusted."""
+    makespan = result.timeline.makespan
+    shown = table(["what", "won", "share", "makespan", "how"], words=["what", "how"], folded=["how"])
+    for row in result.rows[:_MAX_ROWS]:
+        share = percent(row.seconds / makespan)
+        shown.add_row(Text(row.what), scale(row.seconds), share, scale(row.makespan), Text(row.assumes, "dim"))
+    if scale.name:
+        shown.caption, shown.caption_justify = f"times in {scale.name}", "left"
+    headline = result.headline(scale) or "nothing stands out"
+    trust = f"replayed with its own times, the step takes {percent(abs(result.error))} "
+    trust += "more" if result.error > 0 else "less"
+    return Group(Text(headline, "bold"), *([shown] if result.rows else []), Text(f"{trust} than captured", "dim"))
 
 
 def difference(result: Difference, names: tuple[str, str], scale: Scale) -> Group:

@@ -12,6 +12,7 @@ from fpipe._format import format_bytes, number, percent, scale_of
 from fpipe.cli.app import CommandError, verb
 from fpipe.cli.options import Json, ToFile, counts
 from fpipe.cli.output import attributes, print_json, replacing, show
+from fpipe.errors import ScheduleError
 from fpipe.timelines.comparison import Difference, path_segments, path_shares
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Run(NamedTuple):
     "fpipe timeline runs/zb-v",
     "fpipe timeline runs/zb-v --out zb-v.json",
     "fpipe timeline --diff runs/1f1b runs/zb-v@0",
+    "fpipe timeline --what-if runs/1f1b",
 )
 def timeline(
     runs: Annotated[
@@ -56,6 +58,9 @@ def timeline(
     ],
     diff: Annotated[
         bool, typer.Option("--diff", help="Compare two runs, or one run's measurement with its prediction.")
+    ] = False,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Say what would help most, and how much time it would win.")
     ] = False,
     step: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="The captured step. By default the last one.")
@@ -77,8 +82,10 @@ def timeline(
     Folders are those that were written for TensorBoard: by a recorder while a
     model trained, or by simulate --logdir.
     """
-    _check_arguments(runs, diff, out)
-    if len(runs) == 2:
+    _check_arguments(runs, diff, what_if, out)
+    if what_if:
+        _what_if(_opened(runs[0], kind, step), as_json)
+    elif len(runs) == 2:
         _compare(_opened(runs[0], kind, step), _opened(runs[1], kind, step), as_json)
     elif diff:
         _compare(*_measured_and_predicted(runs[0], step), as_json)
@@ -86,7 +93,9 @@ def timeline(
         _report(_opened(runs[0], kind, step), out, as_json)
 
 
-def _check_arguments(runs: list[str], diff: bool, out: Path | None) -> None:
+def _check_arguments(runs: list[str], diff: bool, what_if: bool, out: Path | None) -> None:
+    if what_if and (len(runs) > 1 or diff or out):
+        raise typer.BadParameter("it is about one run: name one, without --diff and --out", param_hint="--what-if")
     if len(runs) > 2:
         raise typer.BadParameter(f"two runs can be compared, not {len(runs)}", param_hint="RUN")
     if out and out.suffix.lower() not in _SUFFIXES:
@@ -294,6 +303,27 @@ def _compare(a: Run, b: Run, as_json: bool) -> None:
     same = a.capture.unit == b.capture.unit
     scale = scale_of(difference.makespan[0], a.capture.unit if same else "")
     show(tables.difference(difference, (a.title, b.title), scale))
+
+
+def _what_if(run: Run, as_json: bool) -> None:
+    from fpipe.timelines.what_if import what_if
+
+    line, unit = run.capture.timeline, run.capture.unit
+    notices = [*run.listing.notices, *run.capture.notices]
+    try:
+        result = what_if(line, schedule=run.capture.schedule or None)
+    except ScheduleError as error:
+        raise CommandError(str(error)) from None
+    if as_json:
+        answer = result.as_json()
+        headline = result.headline(scale_of(line.makespan, unit))
+        print_json({**_which(run), "headline": headline, **answer, "notices": [*notices, *answer["notices"]]})
+        return
+    from fpipe.cli import tables
+
+    _note([*notices, *result.notices])
+    scale = scale_of(line.makespan, unit)
+    show(tables.headline(run.title, line, scale), tables.what_if(result, scale))
 
 
 def _write(out: Path, run: Run) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fpipe.costs import Costs
 from fpipe.errors import ScheduleError
-from fpipe.plan import Schedule
+from fpipe.plan import Plan, Schedule
+
+_MOST_SEARCHED = 512  # stages times microbatches of a plan for which an order is searched
 
 
 def as_schedule(schedule: Any) -> Schedule:
@@ -40,6 +44,31 @@ def as_schedule(schedule: Any) -> Schedule:
         raise ScheduleError(f"{name} makes a schedule of a plan: pass its result, {name}(plan, ...)")
     result: Schedule = schedule
     return result
+
+
+def named_schedules(plan: Plan, costs: Costs, memory_limit: float | None) -> Iterator[tuple[str, Schedule]]:
+    """Yield the named schedules, those that order by costs or under a limit (in microbatches) for these.
+
+    Whether one fits the plan shows when it is lowered. For a large plan, orders are not searched.
+    """
+    from fpipe.schedules.catalogue import CATALOGUE  # late, as above
+
+    for name, entry in CATALOGUE.items():
+        if entry.limited and plan.stages * plan.microbatches > _MOST_SEARCHED:
+            continue
+        try:
+            yield name, entry.schedule(plan, costs, memory_limit)
+        except ScheduleError:
+            continue
+
+
+def peaked(lengths: Sequence[float]) -> list[int]:
+    """Return the numbers of microbatches with the shortest at both ends, and the longest in the middle.
+
+    Sorted by length, every second one comes in ascending order, then the others descending.
+    """
+    ascending = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return ascending[::2] + ascending[1::2][::-1]
 
 
 def _first_parameter(function: Any) -> str | None:

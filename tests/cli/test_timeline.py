@@ -25,6 +25,7 @@ from fpipe.tensorboard.files.writer import Writer, write
 from fpipe.timelines.comparison import Difference, path_segments, path_shares
 from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
+from fpipe.timelines.what_if import what_if
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = Plan(Placement.loop(3), 6)
@@ -117,6 +118,29 @@ def test_the_critical_path_is_folded(runs):
     assert f"backward {100 * path_shares(timeline)['backward'] / timeline.makespan:.1f}%" in path
     assert sum(stay.time for stay in path_segments(timeline)) == pytest.approx(timeline.makespan)
     assert sum(path_shares(timeline).values()) == pytest.approx(timeline.makespan)
+
+
+def test_it_says_what_would_help(tmp_path):
+    times = [1e-3, 1e-3, 4.5e-3, 1e-3]
+    slow = Costs(times, times, times, communication=2e-4)
+    timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(4), 8), slow)
+    write(tmp_path / "slow", timeline, schedule="1f1b", unit="s")
+    result = what_if(timeline, schedule="1f1b")
+    found = told("timeline", "--what-if", tmp_path / "slow")
+    assert found["what_if"] == [row | {} for row in json.loads(json.dumps(result.as_json()))["what_if"]]
+    assert found["what_if"][0]["what"] == "rank 2"
+    assert (found["kind"], found["unit"], found["error"]) == ("predicted", "s", pytest.approx(0, abs=1e-12))
+    assert found["headline"].startswith("rank 2 computes 4.5x slower than the median: ")
+    text = run("timeline", "--what-if", tmp_path / "slow").stdout
+    assert found["headline"] in text
+    first = next(line.split() for line in text.splitlines() if re.match(r"rank 2 +\d", line))
+    assert first[2] == f"{1e3 * result.rows[0].seconds:.4g}"
+    assert "replayed with its own times, the step takes 0.0% less than captured" in text
+    even = simulate(schedules.gpipe, Plan(Placement.loop(1), 2))
+    write(tmp_path / "even", even, schedule="gpipe")
+    assert "nothing stands out" in run("timeline", "--what-if", tmp_path / "even").stdout
+    for wrong in (["--diff"], [tmp_path / "even"], ["--out", tmp_path / "x.json"]):
+        assert "it is about one run" in said(run("timeline", "--what-if", tmp_path / "slow", *wrong, status=2))
 
 
 def test_a_long_path_is_cut_in_its_middle(tmp_path):

@@ -90,6 +90,7 @@ def calls():
         "lower": (fpipe.lower, first(fpipe.lower, schedule, plan)),
         "verify": (fpipe.verify, first(fpipe.verify, schedule, plan)),
         "simulate": (fpipe.simulate, first(fpipe.simulate, schedule, plan, costs)),
+        "what_if": (fpipe.what_if, first(fpipe.what_if, fpipe.simulate(schedule, plan, costs))),
         "draw": (fpipe.draw, first(fpipe.draw, schedule, plan)),
         "footprint": (fpipe.footprint, {"programs": programs, "costs": costs}),
         "peak_bytes": (fpipe.peak_bytes, first(fpipe.peak_bytes, list)),
