@@ -132,7 +132,7 @@ LAYOUT = {
     ),
     "fpipe.__main__": "cli",
     "fpipe.tensorboard.files": "_format timelines programs tables plan effects errors",
-    "fpipe.tensorboard.server": "tensorboard.files _format timelines tables effects",
+    "fpipe.tensorboard.server": "tensorboard.files _format timelines tables effects errors",
     "fpipe.tensorboard.recording": (
         "tensorboard.files profiling training handlers stages devices timelines programs plan effects errors"
     ),

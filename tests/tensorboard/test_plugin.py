@@ -22,6 +22,7 @@ from fpipe.tensorboard.files.writer import Writer, write
 from fpipe.tensorboard.server.plugin import PipelinePlugin, _Cached
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
+from fpipe.timelines.what_if import what_if
 from tests.support.board import Board
 
 PLAN = Plan(Placement.v(2), 4)
@@ -135,6 +136,28 @@ def test_two_captures_are_compared(board):
     assert found["makespan"] == [TIMELINES[0].makespan, TIMELINES[1].makespan]
 
 
+def test_what_would_help_is_pythons_and_comes_as_a_capture(board):
+    server, _ = board
+    query = {"run": "many/predicted", "step": 0}
+    result, found = what_if(TIMELINES[1], schedule="zb_v"), server.json("what_if", **query)
+    said = json.loads(json.dumps(result.as_json()))
+    assert [row["what"] for row in found["what_if"]] == [row.what for row in result.rows]
+    assert found["what_if"] == [
+        {**row, "seconds": pytest.approx(row["seconds"])} | {"makespan": pytest.approx(row["makespan"])}
+        for row in said["what_if"]
+    ]
+    what = result.rows[0].what
+    imagined = result.timeline_of(what)
+    header, columns = _decoded(server.get("rank", what=what, rank=1, **query)[2])
+    assert (header.kind, header.rank, header.plan) == ("what-if", 1, imagined.plan)
+    assert list(columns.ends) == pytest.approx([imagined.spans.ends[at] for at in imagined.spans.of(1)])
+    assert server.json("summary", what=what, **query)["makespan"] == pytest.approx(imagined.makespan)
+    beside = {"other": "many/predicted", "other_step": 0, "other_what": what}
+    assert server.json("compare", **query, **beside)["makespan"] == pytest.approx(
+        [TIMELINES[1].makespan, imagined.makespan]
+    )
+
+
 def test_names_are_data(board):
     server, logdir = board
     captures = server.json("index")["captures"]
@@ -176,6 +199,9 @@ def test_runs_in_other_units_are_not_compared(board):
         ("compare", {"run": "many/measured", "step": 0, "other": "none", "other_step": 0}, 404, "no capture"),
         ("export", {"run": "many/measured", "step": 0, "format": "exe"}, 400, "format= is one of"),
         ("export", {"run": "none", "step": 0, "format": "json"}, 404, "no capture"),
+        ("what_if", {"run": "none", "step": 0}, 404, "no capture"),
+        ("rank", {"run": "many/predicted", "step": 0, "rank": 0, "what": "rank 99"}, 404, "not among what would help"),
+        ("rank", {"run": "many/predicted", "step": 0, "rank": 7, "what": "transfers"}, 404, "rank 7 is not in this"),
         ("../../../etc/passwd", {}, 404, ""),
         ("plugin.py", {}, 404, ""),
     ],

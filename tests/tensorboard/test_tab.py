@@ -20,6 +20,7 @@ from fpipe.tensorboard.files.writer import Writer, write
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.spans import CAUSES
+from fpipe.timelines.what_if import what_if
 from tests import test_own_effects as own_effects
 from tests.support.board import Board
 from tests.support.combinations import ALL, few, thorough
@@ -55,6 +56,8 @@ def logdir(tmp_path_factory, pools):
             writer.timeline(Header("measured", 7, rank, "1f1b", one.plan, "s", clock), columns_of(one, rank))
     write(logdir / "wide", simulate(schedules.one_f_one_b, Plan(Placement.loop(64), 80)), schedule="1f1b")
     write(logdir / "own", own_effects.predicted(), schedule="loading")
+    slow = Costs([1, 4.5, 1], backward=[2, 9, 2], communication=0.25)
+    write(logdir / "slow", simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 6), slow), schedule="1f1b")
     uneven = Costs(forward=[2, 1, 3], backward=[4.5, 2, 5], communication=0.5)
     write(logdir / "uneven", simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 6), uneven), schedule="1f1b")
     replicated(logdir / "shards")
@@ -94,7 +97,7 @@ def replicated(logdir):
 @pytest.fixture(scope="module")
 def board(logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == MANY + 17)
+        board.until(lambda captures: len(captures) == MANY + 18)
         yield board
 
 
@@ -428,6 +431,35 @@ def test_idle_time_is_selected_with_what_it_waited_for(tab, logdir):
     tab.frame.click("#details ol button")
     assert tab.selected() == (spans[chain[1]].rank, chain[1] - first[spans[chain[1]].rank])
     tab.press("Escape")
+
+
+def test_what_would_help_is_pythons_and_a_click_shows_it_beside(tab, logdir):
+    tab.show("slow/predicted", other="nothing")
+    result = what_if(capture(logdir, "slow", "predicted", 0).timeline, schedule="1f1b")
+    tab.until("() => window.fpipe.app.capture.whatIf")
+    assert result.headline().startswith("rank 1 computes 4.5x slower than the median: ")
+    assert result.headline() in tab.text("#headline")
+    rows = tab.table("what-if")
+    assert [row[0] for row in rows] == [row.what for row in result.rows]
+    for shown, row in zip(rows, result.rows, strict=True):
+        wins, share, makespan, assumes = shown[1:]
+        assert [float(wins), float(makespan)] == pytest.approx([row.seconds, row.makespan], abs=0.006)
+        assert (share, assumes) == (f"{100 * row.seconds / result.timeline.makespan:.1f}%", row.assumes)
+    assert result.headline() in tab.text("#panel-what-if")
+    assert "0.0% less" in tab.text("#panel-what-if")
+    tab.frame.click("#panel-what-if td button, #panel-what-if th button")
+    tab.settled("slow/predicted")
+    tab.until("() => window.fpipe.app.sheet.other?.entry.what === 'rank 1'")
+    mended = result.timeline_of("rank 1")
+    assert f"if rank 1 makespan {mended.makespan:g}" in re.sub(r"\s+", " ", tab.text("#headline"))
+    assert tab.js("[...window.fpipe.app.sheet.other.ranks.get(1).end]") == pytest.approx(
+        [mended.spans.ends[at] for at in mended.spans.of(1)]
+    )
+    assert tab.text("#other option:checked") == "this step, if rank 1 were ideal"
+    assert tab.frame.get_attribute("#panel-what-if tbody button", "aria-pressed") == "true"
+    assert tab.table("diff")
+    tab.show("uneven/predicted")
+    assert tab.js("window.fpipe.app.sheet.other") is None
 
 
 def test_the_critical_path_is_pythons(tab, logdir):

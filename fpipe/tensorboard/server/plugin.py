@@ -21,10 +21,13 @@ from tensorboard.plugins.base_plugin import FrontendMetadata, TBContext, TBPlugi
 from werkzeug.exceptions import BadRequest, HTTPException, NotFound, UnprocessableEntity
 from werkzeug.wrappers import Request, Response
 
+from fpipe.errors import ScheduleError
 from fpipe.tensorboard.files.captures import PLUGIN, Capture, assemble, parse_run, parse_tag
 from fpipe.tensorboard.files.columns import BadColumns
+from fpipe.tensorboard.server.imagined import answer, imagined, imagined_rank
 from fpipe.tensorboard.server.listing import listing
 from fpipe.tensorboard.server.summary import summary
+from fpipe.timelines.what_if import WhatIf, what_if
 
 MEDIA_TYPES = {".js": "application/javascript", ".css": "text/css"}
 MAX_CAPTURES = 4  # assembled captures in the cache, for summaries, comparisons and exports
@@ -91,6 +94,7 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
             "/rank": PipelinePlugin._rank,
             "/summary": PipelinePlugin._summary,
             "/compare": PipelinePlugin._compare,
+            "/what_if": PipelinePlugin._what_if,
             "/export": PipelinePlugin._export,
         }
         return {path: self._app(view) for path, view in [*views.items(), *_static()]}
@@ -119,20 +123,31 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
 
     def _rank(self, query: Query) -> Response:
         run, step, rank = query.text("run"), query.number("step"), query.number("rank")
+        if "what" in query.request.args:
+            content = imagined_rank(self._shown(query).imagined(query.text("what")), rank)
+            return query.answer(content, "application/octet-stream", content_encoding="gzip")
         blobs = self._blobs(query, run, step, rank)
         return query.answer(blobs[rank], "application/octet-stream", content_encoding="gzip")
 
     def _summary(self, query: Query) -> Response:
-        return query.answer(self._cached(query, query.text("run"), query.number("step")).summary)
+        shown = self._shown(query)
+        what = query.request.args.get("what")
+        return query.answer(shown.summary if what is None else summary(shown.imagined(what)))
 
     def _compare(self, query: Query) -> Response:
         from fpipe.timelines.comparison import Difference
 
-        one = self._cached(query, query.text("run"), query.number("step")).capture
-        other = self._cached(query, query.text("other"), query.number("other_step")).capture
+        one = self._shown(query).capture
+        beside = self._cached(query, query.text("other"), query.number("other_step"))
+        what = query.request.args.get("other_what")
+        other = beside.capture if what is None else beside.imagined(what)
         if one.unit != other.unit:
             raise UnprocessableEntity("one has times in seconds, and the other without a unit: they can't be compared")
         return query.answer(Difference(one.timeline, other.timeline).as_json())
+
+    def _what_if(self, query: Query) -> Response:
+        cached = self._shown(query)
+        return query.answer(answer(cached.what_if, cached.capture))
 
     def _export(self, query: Query) -> Response:
         from fpipe.tensorboard.server.exports import TYPES, MissingPackage, exported
@@ -140,7 +155,7 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         form = query.text("format")
         if form not in TYPES:
             raise BadRequest(f"format= is one of {', '.join(TYPES)}")
-        capture = self._cached(query, query.text("run"), query.number("step")).capture
+        capture = self._shown(query).capture
         try:
             content = exported(capture, form)
         except MissingPackage as error:
@@ -196,6 +211,10 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
             raise NotFound("the capture is no longer there")
         return blobs
 
+    def _shown(self, query: Query) -> _Cached:
+        """Return the capture that the query names."""
+        return self._cached(query, query.text("run"), query.number("step"))
+
     def _cached(self, query: Query, run: str, step: int) -> _Cached:
         """Return the cached capture; a new one if a rank has written since."""
         written = tuple((rank, wall) for rank, (_, _, wall) in sorted(self._tags(query, run, step, None).items()))
@@ -224,6 +243,28 @@ class _Cached:
     def summary(self) -> dict[str, Any]:
         with self.lock:
             return self._summary
+
+    @property
+    def what_if(self) -> WhatIf:
+        with self.lock:
+            return self._what_if
+
+    def imagined(self, what: str) -> Capture:
+        """Return the capture with one part ideal.
+
+        Raises:
+            NotFound: nothing that would help has this name.
+        """
+        if what not in [row.what for row in self.what_if.rows]:
+            raise NotFound("this is not among what would help")
+        return imagined(self.capture, self.what_if, what)
+
+    @cached_property
+    def _what_if(self) -> WhatIf:
+        try:
+            return what_if(self._capture.timeline, schedule=self._capture.schedule or None)
+        except ScheduleError as error:
+            raise UnprocessableEntity(str(error)) from None
 
     @cached_property
     def _capture(self) -> Capture:

@@ -172,8 +172,11 @@ export class App {
 
   _other(entry) {
     const { other } = this.choice;
-    const found = other === "auto" ? this.library.predicted(entry) : other && this.library.find(other.run, other.step);
-    return found && (found.run !== entry.run || found.step !== entry.step) ? found : null;
+    const same = (one) => one.run === entry.run && one.step === entry.step;
+    if (other?.what && same(other)) return this.library.imagined(other);
+    if (other === "auto" || other?.what) return this.library.predicted(entry);
+    const found = other && this.library.find(other.run, other.step);
+    return found && !same(found) ? found : null;
   }
 
   async _load(entry, beside) {
@@ -241,10 +244,11 @@ export class App {
     options(shell.step, numbers, String(entry.step));
     shell["step-prev"].disabled = steps[0].step === entry.step;
     shell["step-next"].disabled = steps.at(-1).step === entry.step;
-    const key = (one) => JSON.stringify(one && { run: one.run, step: one.step });
+    const key = (one) => JSON.stringify(one && { run: one.run, step: one.step, what: one.what });
     const others = library.entries.filter((one) => key(one) !== key(entry));
     const texts = others.map((one) => [key(one), `${shortened(one.run, 36)}, step ${one.step}`]);
-    options(shell.other, [["null", "nothing"], ...texts], key(other));
+    const imagined = other?.what ? [[key(other), `this step, if ${other.what} were ideal`]] : [];
+    options(shell.other, [["null", "nothing"], ...imagined, ...texts], key(other));
     shell.follow.checked = choice.follow;
   }
 
@@ -265,6 +269,8 @@ export class App {
     const { sheet, figures, capture, sight } = this;
     return {
       ...{ capture, other: sheet.other, range: sheet.range, sight },
+      ...{ whatIf: capture?.whatIf, ask: () => figures.ask(capture) },
+      imagine: (what) => this.choose({ other: { run: capture.entry.run, step: capture.entry.step, what } }),
       ...{ ranks: capture?.ranks.size, summary: capture?.summary, answer: figures.answer, names: figures.names },
       select: (spot) => sheet.select(spot, { reveal: true }),
     };

@@ -36,11 +36,32 @@ export class Figures {
     this.sheet.summed();
     this.notices.tell("summary", main.summary?.notices);
     this._tell();
-    if (!other) return;
+    if (other) await this._beside(main, other, signal);
+    if (!signal.aborted && !main.large) await this.ask(main, signal);
+  }
+
+  async _beside(main, other, signal) {
     await this._compare(main, other, signal);
     if (signal.aborted) return;
     await this._sum(other, `summary of ${other.label}`, signal);
     if (!signal.aborted) this.sheet.redraw();
+  }
+
+  /** Fetches what would help a capture. */
+  async ask(capture, signal = undefined) {
+    if (capture.whatIf || capture.asked) return;
+    capture.asked = true;
+    try {
+      capture.whatIf = await routes.whatIf(capture.entry, signal);
+      this.notices.tell("what would help", capture.whatIf.notices);
+    } catch (error) {
+      if (!signal?.aborted) {
+        capture.whatIf = null;
+        this.notices.failed("what would help", error.message);
+      }
+    }
+    capture.asked = false;
+    if (capture === this.sheet.main) this._tell();
   }
 
   async _sum(capture, what, signal) {
@@ -76,6 +97,7 @@ export class Figures {
   get names() {
     const [main, other] = [this.sheet.main?.entry, this.sheet.other?.entry];
     if (!other) return [];
+    if (other.what) return [main.kind, `if ${shortened(other.what, 20)}`];
     if (main.kind !== other.kind) return [main.kind, other.kind];
     if (main.run !== other.run) return [shortened(main.run, 20), shortened(other.run, 20)];
     return [`step ${main.step}`, `step ${other.step}`];
@@ -85,7 +107,7 @@ export class Figures {
   headline() {
     const { answer, names, sheet } = this;
     if (!sheet.main) return;
-    const { entry, summary, unit } = sheet.main;
+    const { entry, summary, unit, whatIf } = sheet.main;
     const counts = [
       [entry.expected || entry.ranks.length, "rank", "s"],
       [entry.stages, "stage", "s"],
@@ -99,6 +121,7 @@ export class Figures {
       parts.push(figure("makespan", time(summary.makespan, unit)));
       parts.push(figure("bubble", percent(summary.bubble_rate), of, BUBBLE));
     }
+    if (whatIf?.headline) parts.push(element("b", { class: "help" }, whatIf.headline));
     if (summary?.makespans.length) parts.push(...replicas(summary, unit));
     if (answer) {
       const [a, b] = answer.makespan;

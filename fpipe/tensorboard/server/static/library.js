@@ -49,6 +49,12 @@ export class Library {
     return this.entries.find((entry) => entry.run === run && entry.step === step) ?? null;
   }
 
+  /** The entry of a capture in which something is ideal, null if there is no such capture. */
+  imagined({ run, step, what }) {
+    const entry = this.find(run, step);
+    return entry && { ...entry, what, kind: "what-if" };
+  }
+
   /** The initial run: the last measured one, else the last of all. */
   get latest() {
     const measured = this.entries.filter((entry) => entry.kind === "measured");
@@ -72,7 +78,7 @@ export class Library {
    * @param {AbortSignal} signal
    */
   async load(entry, arrived, signal) {
-    const key = JSON.stringify([entry.run, entry.step, entry.ranks, entry.wall]);
+    const key = JSON.stringify([entry.run, entry.step, entry.what, entry.ranks, entry.wall]);
     const capture = this.kept.get(key) ?? new Capture(entry);
     this._keep(key, capture);
     arrived(capture);

@@ -4,9 +4,10 @@ import { before, Levels } from "./levels.js";
 import { HOST_KIND, kindOf } from "./names.js";
 import { HUES, UNTOLD, WAITING } from "./palette.js";
 
+const LARGE = 150_000; // effects
 const LANES = 3; // at most; further overlapping spans are cut where the next begins
-const COLUMNS = ["stage", "microbatch", "other", "second", "peer"];
 const WAITS = new Set(["warm-up", "dependency", "imbalance", "transfer", "gather", ""]); // causes of a gap
+const COLUMNS = ["stage", "microbatch", "other", "second", "peer"];
 
 /** Intervals of one track that do not overlap. */
 class Lane {
@@ -225,6 +226,7 @@ export class Capture {
     /** @type {Map<number, Rank>} */
     this.ranks = new Map();
     this.summary = undefined; // null if it can't be had
+    this.whatIf = undefined; // what would help; likewise
     this.lost = new Map(); // rank that failed to load -> the reason
     this.tries = 0;
   }
@@ -234,7 +236,8 @@ export class Capture {
   }
 
   get label() {
-    return `${this.entry.run}, step ${this.entry.step}`;
+    const { run, step, what } = this.entry;
+    return `${run}, step ${step}${what ? `, if ${what} were ideal` : ""}`;
   }
 
   get last() {
@@ -248,6 +251,11 @@ export class Capture {
 
   get size() {
     return Array.from(this.ranks.values(), (rank) => rank.recorded).reduce((a, b) => a + b, 0);
+  }
+
+  /** Whether it is too large to be replayed unasked. */
+  get large() {
+    return this.size > LARGE;
   }
 
   /** The ranks that failed to load, by reason: [ranks, reason]. */
@@ -286,14 +294,6 @@ export class Capture {
     return there ? { rank: from, row: own.fromRow[row] } : null;
   }
 
-  /** The chain of spans that a span waited for, beginning with itself. */
-  chain(spot, most = 20_000) {
-    const found = [];
-    const seen = new Set();
-    for (let at = spot; at && found.length < most; at = this.cause(at)) {
-      const key = `${at.rank} ${at.row}`;
-      if (seen.has(key)) break;
-      seen.add(key);
   /** The compute that ended a gap: {rank, row}, or null after the last. */
   after({ rank, end }) {
     const [lane] = this.ranks.get(rank)?.tracks.compute.lanes ?? [];
@@ -310,6 +310,14 @@ export class Capture {
     return chain.find(compute) ?? chain[1] ?? null;
   }
 
+  /** The chain of spans that a span waited for, beginning with itself. */
+  chain(spot, most = 20_000) {
+    const found = [];
+    const seen = new Set();
+    for (let at = spot; at && found.length < most; at = this.cause(at)) {
+      const key = `${at.rank} ${at.row}`;
+      if (seen.has(key)) break;
+      seen.add(key);
       found.push(at);
     }
     return found;

@@ -6,6 +6,9 @@
  * @property {number} ranks how many of its ranks have arrived
  * @property {object | null | undefined} summary of the capture; undefined until it arrives, null if it can't be had
  * @property {import("./model.js").Capture | null} other the capture beside it
+ * @property {object | null | undefined} whatIf what would help; undefined until it arrives, null if it can't be had
+ * @property {() => void} ask for what would help a large capture
+ * @property {(what: string) => void} imagine shows the capture in which something is ideal, beside
  * @property {object | null} answer the comparison of the two; null until it arrives
  * @property {string[]} names of the two
  * @property {{from: number, to: number} | null} range that is measured
@@ -27,6 +30,7 @@ import { difference } from "./panel_difference.js";
 import { effects } from "./panel_effects.js";
 import { range } from "./panel_range.js";
 import { replicas } from "./panel_replicas.js";
+import { whatIf } from "./panel_what_if.js";
 
 /** @type {Panel[]} */
-export const PANELS = [bubbles, replicas, critical, difference, range, effects];
+export const PANELS = [bubbles, whatIf, replicas, critical, difference, range, effects];

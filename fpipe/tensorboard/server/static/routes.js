@@ -24,12 +24,20 @@ const json = async (...given) => (await answer(...given)).json();
 /** All captures. */
 export const index = (signal) => json("index", {}, signal);
 
+/** The parameters that name a capture; with `what`, one in which that is ideal. */
+const named = ({ run, step, what }) => (what ? { run, step, what } : { run, step });
+
 /** The summary of a capture. */
-export const summary = ({ run, step }, signal) => json("summary", { run, step }, signal);
+export const summary = (entry, signal) => json("summary", named(entry), signal);
+
+/** What would help a capture. */
+export const whatIf = ({ run, step }, signal) => json("what_if", { run, step }, signal);
 
 /** The comparison of two captures. */
-export const compare = ({ run, step }, other, signal) =>
-  json("compare", { run, step, other: other.run, other_step: other.step }, signal);
+export const compare = ({ run, step }, other, signal) => {
+  const what = other.what ? { other_what: other.what } : {};
+  return json("compare", { run, step, other: other.run, other_step: other.step, ...what }, signal);
+};
 
 /** One rank's header and columns. */
 export async function rank(entry, number, signal) {

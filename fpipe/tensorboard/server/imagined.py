@@ -1,0 +1,38 @@
+"""A capture with one part ideal, as the page reads it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from werkzeug.exceptions import NotFound
+
+from fpipe._format import scale_of
+from fpipe.tensorboard.files.captures import Capture, columns_of
+from fpipe.tensorboard.files.columns import encode
+from fpipe.timelines.what_if import WhatIf
+
+
+def answer(result: WhatIf, capture: Capture) -> dict[str, Any]:
+    """Return what would help as JSON, with the line that names the slowest rank or edge."""
+    headline = result.headline(scale_of(result.timeline.makespan, capture.unit))
+    return {"unit": capture.unit, "headline": headline, **result.as_json()}
+
+
+def imagined(capture: Capture, result: WhatIf, what: str) -> Capture:
+    """Return the capture that a row of what would help names."""
+    timeline = result.timeline_of(what)
+    more: dict[str, Any] = {"kind": "what-if", "plan": timeline.plan, "host": (), "peak": None}
+    headers = {rank: replace(each, makespans=(), busy=(), **more) for rank, each in capture.headers.items()}
+    return Capture(headers, {rank: columns_of(timeline, rank) for rank in headers}, timeline)
+
+
+def imagined_rank(capture: Capture, rank: int) -> bytes:
+    """Return one rank's bytes.
+
+    Raises:
+        NotFound: the capture has no such rank.
+    """
+    if rank not in capture.headers:
+        raise NotFound(f"rank {rank} is not in this capture")
+    return encode(capture.headers[rank], capture.columns[rank])
