@@ -778,6 +778,7 @@ def test_a_frame_that_is_loaded_anew_shows_the_same(tab):
 def test_names_are_shown_as_text(tab):
     tab.show(f"{HOSTILE}/predicted")
     assert "<script>" in tab.text("#headline")
+    assert "\u202e" not in tab.text("#panel-bubbles caption")
     assert tab.js("document.querySelectorAll('img, script:not([type=module]):not([src])').length") == 0
     assert tab.page.evaluate("window.hacked") is None
     assert tab.js("document.documentElement.scrollWidth <= window.innerWidth")

@@ -25,9 +25,11 @@ export function named(text, most = 48) {
   return element("bdi", { title: short === text ? null : text.slice(0, 2000) }, short);
 }
 
+const TURNS = /[\u202a-\u202e\u2066-\u2069]/gu; // characters that turn the text after them round
+
 /** The beginning and the end of a text that is longer than `most`. */
 export function shortened(text, most = 48) {
-  const line = String(text).replace(/\s+/gu, " ");
+  const line = String(text).replace(/\s+/gu, " ").replace(TURNS, "\ufffd");
   const letters = [...line.slice(0, 4 * most), ...(line.length > 4 * most ? line.slice(-2 * most) : "")];
   if (line.length <= most) return line;
   const end = Math.floor(most / 3);
