@@ -33,7 +33,8 @@ import fpipe
 from benchmarks import models, timed
 from fpipe import Costs, Placement, Plan, handlers
 from fpipe.plan import Schedule
-from fpipe.schedules.catalogue import CATALOGUE, recut_for, recut_trained
+from fpipe.schedules.catalogue import CATALOGUE
+from fpipe.schedules.cuts import recut_for, recut_trained
 
 RANKS = 4
 SCHEDULES: dict[str, Any] = {"gpipe": theirs.ScheduleGPipe, "1f1b": theirs.Schedule1F1B}

@@ -42,7 +42,8 @@ import fpipe
 from benchmarks import models
 from fpipe import Costs, Link, Plan, Recording, handlers, interop, schedules
 from fpipe.plan import Schedule
-from fpipe.schedules.catalogue import CATALOGUE, recut
+from fpipe.schedules.catalogue import CATALOGUE
+from fpipe.schedules.cuts import recut
 
 # Unlike the catalogue's, without a search under costs, which takes minutes at 128 ranks.
 SCHEDULES: dict[str, Schedule] = {

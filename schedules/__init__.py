@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fpipe._lazy import reexports
 from fpipe.programs.updates import updating as updating
+from fpipe.schedules.bounds import lower_bound as lower_bound
 from fpipe.schedules.catalogue import CATALOGUE as CATALOGUE, get as get
 from fpipe.schedules.controllable_memory import v_auto as v_auto, v_half as v_half, v_min as v_min
 from fpipe.schedules.dualpipe import dualpipe as dualpipe, dualpipe_v as dualpipe_v
@@ -23,7 +24,7 @@ from fpipe.schedules.looped_bfs import looped_bfs as looped_bfs
 from fpipe.schedules.machines import MACHINES as MACHINES, Machine as Machine
 from fpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b
 from fpipe.schedules.seq_1f1b import seq_1f1b as seq_1f1b, seq_zb as seq_zb
-from fpipe.schedules.search import Found as Found, lower_bound as lower_bound, pareto as pareto, search as search
+from fpipe.schedules.search import Found as Found, pareto as pareto, search as search
 from fpipe.schedules.shapes import SHAPES as SHAPES, ModelShape as ModelShape
 from fpipe.schedules.table import from_table as from_table
 from fpipe.schedules.zb_auto import zb_auto as zb_auto

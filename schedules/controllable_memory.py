@@ -8,10 +8,23 @@ from fpipe.costs import Costs
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
-from fpipe.schedules.list_scheduling import Work
+from fpipe.programs.residence import Residence
 from fpipe.schedules.requirements import a_v
 from fpipe.schedules.table import from_table
-from fpipe.schedules.v_blocks import Fill, Order, Shape, Words, best_words, block, effects, ordered, repeat, squeeze
+from fpipe.schedules.v_blocks import (
+    Fill,
+    Order,
+    Shape,
+    best_words,
+    block,
+    filled_blocks,
+    ordered,
+    passes,
+    repeat,
+    squeeze,
+)
+from fpipe.schedules.within_bytes import whole_microbatches, within_bytes
+from fpipe.schedules.work import ROUNDING, Room, Words, Work, table
 from fpipe.schedules.zb_v import orders as zb_v_orders
 
 
@@ -62,15 +75,24 @@ def v_min(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effe
     return ordered("v_min", rank, plan, costs, min_orders, limit, _within(plan.ranks, limit))
 
 
-def v_auto(plan: Plan, costs: Costs = Costs(), memory_limit: float | None = None) -> Schedule:
+def v_auto(
+    plan: Plan,
+    costs: Costs = Costs(),
+    memory_limit: float | None = None,
+    *,
+    memory_limit_bytes: float | None = None,
+    resident: Residence | int | None = None,
+) -> Schedule:
     """Return the best order found on the V placement under a memory limit, of building blocks and named schedules.
 
     Args:
         costs: of stages and transfers.
         memory_limit: the most microbatches in flight on a rank, where a chunk counts half; by default no limit.
+        memory_limit_bytes, resident: as of `zb_auto`.
 
     Raises:
-        ScheduleError: another placement, or a limit of less than one microbatch.
+        ScheduleError: another placement, or a limit of less than one microbatch, or in bytes one that no order keeps
+            to.
 
     >>> from fpipe import Placement, Plan, simulate
     >>> plan = Plan(Placement.v(4), 12)
@@ -85,9 +107,24 @@ def v_auto(plan: Plan, costs: Costs = Costs(), memory_limit: float | None = None
     limit = inf if memory_limit is None else memory_limit
     if not limit >= 1:
         raise ScheduleError(f"a microbatch that is in flight on both chunks of a rank counts 1: no order holds {limit}")
-    chunks = int(min(2 * limit, 2 * plan.microbatches))
+    if memory_limit_bytes is None:
+        return from_table(table(_in_chunks(plan, costs, limit), plan))
+
+    def order(room: Room) -> Words:
+        whole = _in_chunks(plan, costs, min(limit, *whole_microbatches(plan, room)))
+        if memory_limit is not None or room.deferred == room.residuals:
+            return whole
+        chunks = min(2 * plan.microbatches, *room.fitting(plan, room.residuals))
+        return filled_blocks(Work.of(plan, costs), room, chunks, whole)
+
+    return within_bytes(plan, costs, memory_limit_bytes, resident, order)
+
+
+def _in_chunks(plan: Plan, costs: Costs, limit: float) -> Words:
+    """Return the best words, of passes, with so many microbatches in flight."""
+    chunks = int(min(2 * limit, 2 * plan.microbatches) + ROUNDING)
     words = best_words(plan, costs, chunks, _within(plan.ranks, chunks))
-    return from_table({rank: tuple(effects(word, rank, plan)) for rank, word in enumerate(words)})
+    return [[passes(rank, plan)[kind] for kind in word] for rank, word in enumerate(words)]
 
 
 def half(ranks: int) -> int:

@@ -1,7 +1,7 @@
 """List scheduling: each rank, when it is free, starts the best pass that can start. No torch.
 
-A pass is one kind of effect of one stage, `kind * stages + stage`, and runs in microbatch order. `ListScheduler` plays
-the ranks against each other; `greedy` chooses by rules, and v_blocks.py by orders that are nearly right already.
+`ListScheduler` plays the ranks against each other; `greedy` chooses by rules, and v_blocks.py by orders that are nearly
+right already.
 
 - Passes are placed in the order of their starts: a rank chooses with the knowledge of all that has started before.
 - Transfers on one edge queue, as in the simulator.
@@ -16,93 +16,10 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import compress, product
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from fpipe.costs import Costs
-from fpipe.effects import Activation, BackwardInput, BackwardWeight, Compute, Effect, Forward, Gradient, Value
-from fpipe.plan import Plan
-
-ROUNDING = 1e-12
-Table = dict[int, tuple[Effect, ...]]
-KINDS: tuple[type[Compute], ...] = (Forward, BackwardInput, BackwardWeight)
-FORWARD, INPUT, WEIGHT = range(3)
-
-
-class Hop(NamedTuple):
-    """The way of a pass's result to another pass: over an edge whose bytes queue, or within the rank.
-
-    Args:
-        wire, latency: time that the bytes take on the edge, and until they arrive.
-    """
-
-    target: int
-    rank: int
-    edge: tuple[int, int] | None = None
-    wire: float = 0.0
-    latency: float = 0.0
-
-
-@dataclass(frozen=True)
-class Work:
-    """The passes of a plan: the time of each, how many inputs it waits for, and where its result goes.
-
-    Args:
-        absent: the passes of halves that a stage's backward does not have. They take no time, so that an order may have
-            them; lowering leaves them out. That of the input gradients waits for the gradients that the other half
-            needs, so that the latter can follow it at any time.
-    """
-
-    plan: Plan
-    times: list[float]
-    inputs: list[int]
-    hops: list[list[Hop]]
-    absent: frozenset[int]
-
-    @classmethod
-    def of(cls, plan: Plan, costs: Costs) -> Work:
-        """Read a plan without copies, and its costs.
-
-        Raises:
-            ScheduleError: the costs do not fit the plan.
-        """
-        costs.check(plan)
-        count = plan.stages
-        without_inputs = {INPUT * count + s for s in range(count) if not plan.has_input_half(s)}
-        absent = without_inputs | {WEIGHT * count + s for s in range(count) if not plan.is_trained(s)}
-        passes = [kind(stage, 0) for kind in KINDS for stage in range(count)]
-        times = [0.0 if at in absent else costs.time(effect) for at, effect in enumerate(passes)]
-        work = cls(plan, times, [0] * len(times), [[] for _ in times], frozenset(absent))
-        for stage in range(count):
-            forward, by_input, by_weight = (kind * count + stage for kind in (FORWARD, INPUT, WEIGHT))
-            work._connect(forward, by_input)
-            work._connect(by_input, by_weight)
-            for reader in plan.consumers(stage):
-                work._connect(forward, reader, costs, Activation(stage, 0))
-                if not plan.is_differentiated(stage):
-                    continue
-                work._connect(INPUT * count + reader, by_input, costs, Gradient(stage, reader, 0))
-                if (higher := plan.added_to(stage, reader, 0)) is not None:
-                    work._connect(INPUT * count + higher, INPUT * count + reader)
-        return work
-
-    def _connect(self, source: int, target: int, costs: Costs | None = None, value: Value | None = None) -> None:
-        a, b = (self.plan.rank_of(at % self.plan.stages, 0) for at in (source, target))
-        hop = Hop(target, b)
-        if a != b and costs is not None and value is not None:
-            link = costs.link(a, b)
-            hop = hop._replace(edge=(a, b), wire=costs.bytes(value) / link.bandwidth, latency=link.latency)
-        self.hops[source].append(hop)
-        self.inputs[target] += 1
-
-    @property
-    def even(self) -> bool:
-        """Whether all passes take the same time, and transfers take none."""
-        return len(set(self.times)) == 1 and not any(hop.wire or hop.latency for hops in self.hops for hop in hops)
-
-    def total(self, rank: int) -> float:
-        """The time of one microbatch's passes on a rank."""
-        count = self.plan.stages
-        return sum(sum(self.times[kind * count + s] for kind in range(3)) for s in self.plan.stages_on(rank))
+from fpipe.schedules.filling import Filled
+from fpipe.schedules.work import FORWARD, INPUT, WEIGHT, Words, Work
 
 
 class ListScheduler:
@@ -110,12 +27,13 @@ class ListScheduler:
 
     Args:
         done: by pass, how many microbatches have started.
-        live: by rank, how many chunks that have a backward are between the start of their forward and that of their
-            weight gradient.
+        until: the kind of pass that ends a flight.
+        live: by rank, how many chunks that have a backward are between the start of their forward and that pass.
         order: by rank, the passes placed.
     """
 
-    def __init__(self, work: Work, microbatches: int) -> None:
+    def __init__(self, work: Work, microbatches: int, until: int = WEIGHT) -> None:
+        self.until = until
         ranks, passes = work.plan.ranks, len(work.times)
         self.work, self.plan = work, work.plan
         self.done, self.live = [0] * passes, [0] * ranks
@@ -142,18 +60,19 @@ class ListScheduler:
 
     def _place(self, at: int, rank: int, now: float) -> list[tuple[float, int]]:
         """Start a pass, and return when ranks have to choose because of it."""
-        microbatch, end = self.done[at], now + self.work.times[at]
+        microbatch = self.done[at]
+        end = now + self.work.times[at] * self.work.scale[microbatch]
         kind, stage = divmod(at, self.plan.stages)
         self.done[at] += 1
         if self.plan.is_differentiated(stage):
-            self.live[rank] += (kind == FORWARD) - (kind == WEIGHT)
+            self.live[rank] += (kind == FORWARD) - (kind == self.until)
         self.order[rank].append(at)
         self.began[rank], self.free[rank] = min(self.began[rank], now), end
         events = [(end, rank)]
         for target, reader, edge, wire, latency in self.work.hops[at]:
             arrival = end
             if edge is not None:
-                self.sent[edge] = max(end, self.sent.get(edge, 0.0)) + wire
+                self.sent[edge] = max(end, self.sent.get(edge, 0.0)) + wire * self.work.sizes[microbatch]
                 arrival = self.sent[edge] + latency
                 events.append((arrival, reader))
             self.missing[target][microbatch] -= 1
@@ -165,6 +84,17 @@ class ListScheduler:
         """Return when the last input of a pass's next microbatch arrives, as far as known; infinite after the last."""
         microbatch = self.done[at]
         return inf if self.missing[at][microbatch] else self.ready[at][microbatch]
+
+
+def follow(words: Words, work: Work) -> float:
+    """Return the cost of words with their weight gradients."""
+    state = ListScheduler(work, work.plan.microbatches)
+
+    def choose(rank: int, now: float) -> int | None:
+        word, done = words[rank], len(state.order[rank])
+        return word[done] if done < len(word) and state.arrival(word[done]) <= now else None
+
+    return state.run(choose)
 
 
 @dataclass(frozen=True)
@@ -188,38 +118,22 @@ FIRST: tuple[Literal["turn", "forward", "input"], ...] = ("turn", "forward", "in
 RULES = tuple(Rules(*choice) for choice in product(FIRST, (0.0, 0.5, 1.0), (0.0, 0.5)))
 
 
-def greedy(plan: Plan, costs: Costs, limits: Sequence[float], rules: Sequence[Rules] = RULES) -> Table:
-    """Return the order of least cost (the largest span of a rank) that one of the rules leads to.
-
-    It takes any DAG, and any placement without copies.
+def greedy(
+    work: Work, limits: Sequence[float], rules: Iterable[Rules] = RULES, until: int = WEIGHT
+) -> Iterator[Filled]:
+    """Yield the order that each of the rules leads to, on any DAG and any placement without copies.
 
     Args:
         limits: the most microbatches in flight on each rank, at least 1; a chunk of v counts 1/v.
+        until: the kind of pass that ends a flight: the weight gradient, or the input gradient.
 
-    >>> from fpipe import Placement
-    >>> greedy(Plan(Placement.loop(1), 2), Costs(), limits=[1])
-    {0: (Forward(stage=0, microbatch=0), BackwardInput(stage=0, microbatch=0), BackwardWeight(stage=0, microbatch=0), \
-Forward(stage=0, microbatch=1), BackwardInput(stage=0, microbatch=1), BackwardWeight(stage=0, microbatch=1))}
+    >>> from fpipe import Costs, Placement, Plan
+    >>> [filled.words for filled in greedy(Work.of(Plan(Placement.loop(1), 2), Costs()), [1], [Rules()])]
+    [[[0, 1, 2, 0, 1, 2]]]
     """
-    work = Work.of(plan, costs)
-    busiest = plan.microbatches * max(map(work.total, range(plan.ranks)))
-    least, best = inf, list[list[int]]()
     for rule in rules:
-        choice = _Greedy(ListScheduler(work, plan.microbatches), limits, rule)
-        cost = choice.state.run(choice.choose)
-        if cost < least:
-            least, best = cost, choice.state.order
-        if least <= busiest * (1 + ROUNDING):
-            break  # no order is faster
-    return {rank: tuple(effects(order, plan.stages)) for rank, order in enumerate(best)}
-
-
-def effects(passes: Iterable[int], stages: int) -> Iterator[Effect]:
-    """Yield the effects of passes: the number of equal passes before one is its microbatch."""
-    done = [0] * (len(KINDS) * stages)
-    for at in passes:
-        yield KINDS[at // stages](at % stages, done[at])
-        done[at] += 1
+        choice = _Greedy(ListScheduler(work, work.plan.microbatches, until), limits, rule)
+        yield Filled(choice.state.run(choice.choose), choice.state.order)
 
 
 class _Greedy:
@@ -228,7 +142,7 @@ class _Greedy:
     Args:
         passes: by rank its forwards, the passes that run backward as soon as they can, and those that can be late. A
             stage with weight gradients alone has them among the former.
-        pairs: by rank the forward, and the weight gradient that ends its flight, of each stage that has a backward.
+        pairs: by rank the forward, and the pass that ends its flight, of each stage that has a backward.
         absent: by rank the passes that do not exist, which are placed at once.
     """
 
@@ -244,7 +158,8 @@ class _Greedy:
             late = [w for w in weights if w not in (*early, *absent)]
             self.passes.append([forwards, [at for at in early if at not in absent], late])
             differentiated = map(plan.is_differentiated, local)
-            self.pairs.append(list(compress(zip(forwards, weights, strict=True), differentiated)))
+            ends = weights if state.until == WEIGHT else inputs
+            self.pairs.append(list(compress(zip(forwards, ends, strict=True), differentiated)))
             self.absent.append(absent)
         self.turn = [FORWARD] * plan.ranks
 

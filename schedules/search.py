@@ -10,23 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
-from math import ceil, floor, inf
+from math import ceil, inf
 
 from fpipe._format import counted, extent, format_bytes, number, sized
 from fpipe.costs import Costs
 from fpipe.effects import (
-    Activation,
     Backward,
-    BackwardInput,
-    BackwardWeight,
-    Deferred,
     Forward,
-    Gradient,
-    Name,
-    Overlap,
-    Residuals,
 )
 from fpipe.errors import ScheduleError
 from fpipe.errors.arguments import checked
@@ -35,10 +27,13 @@ from fpipe.programs.footprint import RankBytes, check_limit, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs, plan_of
 from fpipe.programs.residence import residence
-from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, existing, named, recut_for, recut_trained, shares
+from fpipe.schedules.bounds import lower_bound
+from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, named, shares
+from fpipe.schedules.cuts import existing, recut_for, recut_trained
 from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
 
+Played = tuple[Timeline, int | None, tuple[RankBytes, ...]]
 CHUNKS = (1, 2, 3, 4, 6, 8)  # the numbers of stages on a rank to try
 MOST_LIMITED = 4  # the most for schedules that order under a limit, because these are slow for many stages
 ROUNDING = 1e-9
@@ -267,11 +262,18 @@ class _Space:
 
     def every(self, memory_limit: float | None, limit_bytes: float | None) -> list[Found]:
         """Return all candidates; those that order under a limit also at lower limits than the given one."""
-        every = list(self.candidates(memory_limit, limit_bytes=limit_bytes))
-        for limit in _limits(_best(every).peak):
+        every = list(self.candidates(memory_limit))
+        if limit_bytes is not None:
             with suppress(ScheduleError):  # none takes this limit
-                every += self.candidates(limit, limit_bytes, only_limited=True)
-        return every
+                every += self.candidates(memory_limit, limit_bytes, only_limited=True)
+        for limit in _limits(_best(every).peak):
+            with suppress(ScheduleError):
+                every += self.candidates(limit, only_limited=True)
+        if limit_bytes is None:
+            return every
+        bound = partial(lower_bound, memory_limit=memory_limit, memory_limit_bytes=limit_bytes)
+        bounds = {plan: bound(plan, costs) for plan, costs in {each.plan: each.costs for each in every}.items()}
+        return [replace(each, lower_bound=bounds[each.plan]) for each in every]
 
     def candidates(
         self, limit: float | None, limit_bytes: float | None = None, only_limited: bool = False
@@ -279,7 +281,7 @@ class _Space:
         """Yield a result for each entry that takes the plan and the limit; if none does, raise the first error.
 
         Args:
-            limit_bytes: for the lower bound alone.
+            limit_bytes: of those that order under a limit.
             only_limited: leave out what does not order under a limit.
         """
         count, refused = 0, list[ScheduleError]()
@@ -290,16 +292,38 @@ class _Space:
                 try:
                     candidate = self._plan_of(entry, place)
                     scaled = recut_for(self.costs, self.plan, candidate)
-                    schedule = entry.schedule(candidate, scaled, _limits_of_ranks(candidate, limit))
-                    played = list(_played(lower(schedule, candidate), scaled))
+                    played = list(self._played(entry, candidate, scaled, limit, limit_bytes))
                 except ScheduleError as error:
                     refused.append(error)  # it does not take the plan, or the limit
                     continue
                 bound = lower_bound(candidate, scaled, limit, memory_limit_bytes=limit_bytes)
-                for timeline, resident, account in played:
+                for schedule, (timeline, resident, account) in played:
                     count += 1
                     yield Found(entry.name, schedule, candidate, scaled, timeline, bound, resident, account)
         if not count and refused:
+            raise refused[0]
+
+    def _played(
+        self, entry: CatalogueEntry, plan: Plan, costs: Costs, limit: float | None, limit_bytes: float | None
+    ) -> Iterator[tuple[Schedule, Played]]:
+        """Yield schedules and what they give; under a limit in bytes, one for each number of whole stages."""
+        limits = _limits_of_ranks(plan, limit)
+        schedule = partial(entry.schedule, plan, costs, limits)
+        if limit_bytes is None or not entry.limited:
+            whole = schedule()
+            for played in _played(lower(whole, plan), costs, _residents(plan)):
+                yield whole, played
+            return
+        refused = list[ScheduleError]()
+        for resident in _residents(plan):
+            try:
+                within = schedule(memory_limit_bytes=limit_bytes, resident=resident)
+            except ScheduleError as error:
+                refused.append(error)
+                continue
+            for played in _played(lower(within, plan), costs, [resident]):
+                yield within, played
+        if len(refused) == len(_residents(plan)):
             raise refused[0]
 
     def _places(self, entry: CatalogueEntry) -> Sequence[int | Placement]:
@@ -366,10 +390,10 @@ def blocks(times: Sequence[float], ranks: int) -> list[int]:
     return blocks
 
 
-def _played(programs: Programs, costs: Costs) -> Iterator[tuple[Timeline, int | None, tuple[RankBytes, ...]]]:
-    """Yield the timeline of programs, the number of whole stages, and the bytes; with replicas, for several numbers."""
+def _played(programs: Programs, costs: Costs, residents: Sequence[int | None]) -> Iterator[Played]:
+    """Yield the timeline of programs, the number of whole stages, and the bytes."""
     plan = plan_of(programs)
-    for resident in _residents(plan):
+    for resident in residents:
         try:
             placed = programs if resident is None else residence(programs, resident)
         except ScheduleError:  # an overlap needs more stages at once
@@ -384,147 +408,3 @@ def _residents(plan: Plan) -> list[int | None]:
         return [None]
     most = max(len(plan.stages_on(rank)) for rank in range(plan.ranks))
     return [None, *sorted({n for n in range(1, most) if n <= 8 or n.bit_count() == 1} | {most})]
-
-
-@checked()
-def lower_bound(
-    plan: Plan, costs: Costs, memory_limit: float | None = None, *, memory_limit_bytes: float | None = None
-) -> float:
-    """Return a lower bound of the cost, the largest of four.
-
-    Args:
-        memory_limit: microbatches in flight on a rank, each from its forward to the end of its backward.
-        memory_limit_bytes: bytes on a rank, of residuals and deferred values.
-
-    - A rank runs all passes of its stages.
-    - Between a stage's first forward and its first backward a microbatch travels to the last stage and back; likewise
-      between its last forward and its last backward.
-    - Two chunks on each rank, equal times and k half microbatches of memory: max(6m, 6m + 6p - 3k - 1) at unit times
-      (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, figure 13).
-    - A chain of stages, one on each rank. When a rank ends its last input gradient, at most as many weight gradients
-      are left to it as its memory holds deferred values; that input gradient still travels to the first rank, which
-      then has a weight gradient to do. And while the first microbatch travels from a rank to the last one and back,
-      the rank has no more forwards to do than its memory holds residuals.
-
-    >>> from fpipe import Placement
-    >>> lower_bound(Plan(Placement.loop(4), 1), Costs(communication=1))
-    15.0
-    >>> lower_bound(Plan(Placement.v(4), 8), Costs(), memory_limit=2)
-    59.0
-    >>> lower_bound(Plan(Placement.loop(4), 8), Costs(), memory_limit=4)
-    27.0
-    """
-    costs.check(plan)
-    check_limit(memory_limit_bytes)
-    plan, costs, memory_limit = _as_microbatches(plan, costs, memory_limit)
-    stages = range(plan.stages)
-    bound = _in_memory(plan, costs, memory_limit, memory_limit_bytes)
-    costs = existing(costs, plan)  # of a stage with one half, `backward` is then the time of that half
-    fused = [costs.time(Backward(s, 0)) for s in stages]
-    apart = [costs.time(BackwardInput(s, 0)) + costs.time(BackwardWeight(s, 0)) for s in stages]
-    pair = [inf if costs.overlap is None else costs.time(Overlap(Forward(s, 0), Backward(s, 0))) for s in stages]
-    # In any form: within an overlap, an effect may take less time than alone.
-    forward = [min(costs.time(Forward(s, 0)), pair[s]) for s in stages]
-    inputs = [min(costs.time(BackwardInput(s, 0)), fused[s], *pair) for s in stages]
-    backward = [min(fused[s], apart[s], *pair) for s in stages]
-    bound = max(bound, _published(plan, costs, memory_limit))
-    for rank in range(plan.ranks):
-        work = 0.0
-        for s in plan.stages_on(rank):
-            numbers = plan.microbatches_of(s, rank)
-            work += len(numbers) * min(costs.time(Forward(s, 0)) + min(fused[s], apart[s]), pair[s])
-            away = max(_away(plan, costs, s, m, forward, inputs) for m in (numbers[0], numbers[-1]))
-            bound = max(bound, away + forward[s] + backward[s] + (len(numbers) - 1) * max(forward[s], backward[s]))
-        bound = max(bound, work)
-    return bound
-
-
-def _as_microbatches(plan: Plan, costs: Costs, limit: float | None) -> tuple[Plan, Costs, float | None]:
-    """Return the plan in which each slice is a microbatch, so that fewer have to wait for each other."""
-    if plan.slices == 1:
-        return plan, costs, limit
-    scale, sizes = ([each for each in factors for _ in range(plan.slices)] for factors in (costs.scale, costs.sizes))
-    shortest = [min(costs.slice_scale)] if costs.slice_scale else ()
-    limit = None if limit is None else limit * plan.slices
-    plan = replace(plan, microbatches=plan.microbatches * plan.slices, slices=1)
-    return plan, replace(costs, scale=scale, sizes=sizes, slice_scale=shortest), limit
-
-
-def _away(
-    plan: Plan, costs: Costs, stage: int, microbatch: int, forward: Sequence[float], inputs: Sequence[float]
-) -> float:
-    """Return the least time from the end of a stage's forward to the start of its backward."""
-
-    def travels(source: int, target: int, value: Name) -> float:
-        return costs.delay(plan.rank_of(source, microbatch), plan.rank_of(target, microbatch), value)
-
-    done = {stage: 0.0}
-    for s in range(stage + 1, plan.stages):
-        there = [
-            done[source] + travels(source, s, Activation(source, microbatch))
-            for source in plan.sources(s)
-            if source in done
-        ]
-        if there:
-            done[s] = max(there) + forward[s]
-    begun: dict[int, float] = {}
-    for s in reversed(done):
-        consumers = plan.consumers(s) if plan.is_differentiated(s) else ()
-        gradients = (begun[c] + inputs[c] + travels(c, s, Gradient(s, c, microbatch)) for c in consumers)
-        begun[s] = max([done[s], *gradients])
-    return begun[stage]
-
-
-def _published(plan: Plan, costs: Costs, memory_limit: float | None) -> float:
-    """Return the published bound for two chunks on each rank; 0 where its assumptions do not hold."""
-    p, m = plan.ranks, plan.microbatches
-    times = {costs.time(kind(s, 0)) for kind in (Forward, BackwardInput, BackwardWeight) for s in range(plan.stages)}
-    two = plan.stages == 2 * p and all(len(plan.stages_on(rank)) == 2 for rank in range(p))
-    plain = costs.backward is None and costs.overlap is None and costs.communication == 0
-    if memory_limit in (None, inf) or not two or not plain or len(times) > 1 or m < 2 * p or plan.trained is not None:
-        return 0.0
-    return times.pop() * max(6 * m, 6 * m + 6 * p - 3 * floor(2 * memory_limit) - 1)
-
-
-def _in_memory(plan: Plan, costs: Costs, limit: float | None, limit_bytes: float | None) -> float:
-    """Return the bound of a chain of stages in a limited memory; 0 where its assumptions do not hold.
-
-    With s the stages before one and t those after it, and transfers counted with the stages that they lead to and from:
-    cost >= m (F + B + W) + sum over s of (F + B) - (k - 1) W + max(0, sum over t of (F + B) - (k' - 1) F), where k is
-    the number of deferred values that fit, k' of residuals, and the W that is added is the first stage's.
-    """
-    stages, m = range(plan.stages), plan.microbatches
-    is_chain = all(plan.sources(s) == ((s - 1,) if s else ()) for s in stages) and all(
-        len(plan.stages_on(rank)) == 1 and len(plan.placement.holders[plan.stages_on(rank)[0]]) == 1
-        for rank in range(plan.ranks)
-    )
-    if not is_chain or costs.backward is not None or costs.overlap is not None or plan.trained is not None:
-        return 0.0
-    forward, inputs, weight = (
-        [costs.time(kind(s, 0)) for s in stages] for kind in (Forward, BackwardInput, BackwardWeight)
-    )
-    trips = [forward[s] + inputs[s] + (_trip(plan, costs, s) if s else 0.0) for s in stages]
-    bound = 0.0
-    for s in stages:
-        residuals = _fitting(m, limit, limit_bytes, costs.bytes(Residuals(s, 0)))
-        deferred = _fitting(m, limit, limit_bytes, costs.bytes(Deferred(s, 0)))
-        work = m * (forward[s] + inputs[s] + weight[s])
-        # The first trip has no transfers of its own; that of stage s has those between the stages before it and s.
-        before = sum(trips[:s]) + (trips[s] - forward[s] - inputs[s])
-        waits = max(0.0, sum(trips[s + 1 :]) - (residuals - 1) * forward[s])
-        bound = max(bound, work + waits)
-        if s:
-            bound = max(bound, work + before - deferred * weight[s] + weight[0] + waits)
-    return bound
-
-
-def _trip(plan: Plan, costs: Costs, stage: int) -> float:
-    """Return the times of the transfers between a stage and the one before it, both ways."""
-    here, there = plan.rank_of(stage, 0), plan.rank_of(stage - 1, 0)
-    return costs.delay(there, here, Activation(stage - 1, 0)) + costs.delay(here, there, Gradient(stage - 1, stage, 0))
-
-
-def _fitting(m: int, limit: float | None, limit_bytes: float | None, size: float) -> int:
-    """Return how many values of a size a rank may hold, one a microbatch at most."""
-    count = m if limit is None else floor(min(m, limit * (1 + ROUNDING)))
-    return min(count, floor(limit_bytes / size * (1 + ROUNDING))) if limit_bytes is not None and size else count

@@ -23,23 +23,24 @@ from typing import NamedTuple
 from fpipe.costs import Costs
 from fpipe.effects import Effect
 from fpipe.plan import Plan
-from fpipe.schedules import list_scheduling
-from fpipe.schedules.list_scheduling import ListScheduler, Work
+from fpipe.schedules import work as passes_of
+from fpipe.schedules.filling import Filled, Filling
+from fpipe.schedules.list_scheduling import ListScheduler, follow
 from fpipe.schedules.requirements import a_v
+from fpipe.schedules.work import ROUNDING, Room, Words, Work
 
 # A microbatch passes down the ranks through their chunks a, up through their chunks b, and back; then weight gradients.
 FA, FB, IB, IA, WB, WA = range(6)
 CHUNK = (0, 1, 1, 0, 1, 0)
 
 Word = Sequence[int]
-Words = Sequence[Word]  # of all ranks
 Block = list[list[float]]  # when a rank starts each of the first four kinds
 
 
 def effects(word: Word, rank: int, plan: Plan) -> Iterator[Effect]:
     """Return the effects of a word."""
     numbers = passes(rank, plan)
-    return list_scheduling.effects((numbers[kind] for kind in word), plan.stages)
+    return passes_of.effects((numbers[kind] for kind in word), plan.stages)
 
 
 def passes(rank: int, plan: Plan) -> list[int]:
@@ -264,6 +265,25 @@ def best_words(plan: Plan, costs: Costs, limit: int, orders: tuple[Order, ...]) 
     results = [squeeze(make(plan.microbatches), work, limit) for make in named]
     results += [squeeze(make(plan.microbatches), work, limit, fill) for make, fill in ways[:4]]
     return min(results, key=lambda result: result[0])[1]
+
+
+def filled_blocks(work: Work, room: Room, chunks: int, words: Words) -> Words:
+    """Return the fastest of words of passes, and of blocks whose weight gradients are filled in within a room.
+
+    Args:
+        chunks: in flight on a rank, each until its input gradient.
+        words: that fit the room, with weight gradients.
+    """
+    plan, filling = work.plan, Filling(work, room)
+    best, least = Filled(follow(words, work), words), max(filling.busy) * (1 + ROUNDING)
+    for make in fitting(plan.ranks, chunks) if chunks > 1 else ():
+        kinds = make(plan.microbatches)
+        blocks = [[passes(rank, plan)[kind] for kind in word] for rank, word in enumerate(kinds)]
+        sequence = filling.sequence(blocks) or []
+        for target in (least, best.cost, inf):
+            if best.cost > least and filling.cost(sequence, target) < best.cost * (1 - ROUNDING):
+                best = filling.fill(blocks, target)
+    return best.words
 
 
 def _without_weights(make: Make, microbatches: int) -> Words:

@@ -1,51 +1,74 @@
 """The automatic zero-bubble schedule: an order for the costs at hand, under a memory limit."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
-from functools import partial
+from math import inf
+from operator import le
 
 from fpipe.costs import Costs
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
-from fpipe.schedules.list_scheduling import greedy
+from fpipe.programs.residence import Residence
+from fpipe.schedules.bounds import Chain, is_chain
+from fpipe.schedules.filling import Filled, Filling, exchanged
+from fpipe.schedules.list_scheduling import follow, greedy
 from fpipe.schedules.table import from_table
+from fpipe.schedules.wave import near, wave
+from fpipe.schedules.within_bytes import whole_microbatches, within_bytes
+from fpipe.schedules.work import INPUT, ROUNDING, WEIGHT, Room, Words, Work, pass_of, peaks, table
 from fpipe.schedules.zero_bubble import in_rounds
-from fpipe.timelines.simulator import simulate
-
-ROUNDING = 1e-12
 
 
-def zb_auto(plan: Plan, costs: Costs = Costs(), memory_limit: float | Sequence[float] | None = None) -> Schedule:
-    """Return the order of least cost (the largest span of a rank) that heuristics find for these costs and this limit.
+def zb_auto(
+    plan: Plan,
+    costs: Costs = Costs(),
+    memory_limit: float | Sequence[float] | None = None,
+    *,
+    memory_limit_bytes: float | None = None,
+    resident: Residence | int | None = None,
+) -> Schedule:
+    """Return the order of least cost (the largest span of a rank) that a search finds for these costs and this limit.
 
     After Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1: forwards ahead up to the limit, then
-    forwards and input gradients in turn, and weight gradients where a rank would wait or its memory is full. Several
-    rules are tried, and ZB-H1 and ZB-H2 if the limit allows them: the cost is never more than theirs. At unit costs,
-    c = 0 and p <= limit <= m it is 3m + max(0, 2p - 1 - limit). Of equal costs, the lower peak wins.
+    input gradients and forwards in turn, and weight gradients where a rank would wait or its memory is full. With one
+    stage on each rank, how far each rank runs ahead is searched, ZB-H1 and ZB-H2 included. At unit costs, c = 0 and
+    p <= limit <= m the cost is 3m + max(0, 2p - 1 - limit).
 
-    It also takes several stages on a rank, on any placement without copies; `interleaved_zb` and `zb_v` are orders by
-    formula.
+    It also takes several stages on a rank, on any placement without copies, where it tries rules of list scheduling;
+    `interleaved_zb` and `zb_v` are orders by formula.
 
     Args:
-        costs: of stages and transfers.
-        memory_limit: the most microbatches in flight on a rank, or on each; a chunk of v counts 1/v. None: no limit.
+        costs: of stages and transfers; with factors by microbatch, for microbatches in that order.
+        memory_limit: the most microbatches in flight on a rank, or on each; a chunk of v counts 1/v, from its forward
+            to its weight gradient. None: no limit.
+        memory_limit_bytes: bytes on a rank, of all that `fpipe.footprint` counts from the sizes in the costs. An input
+            gradient frees residuals, and keeps deferred values for its weight gradient.
+        resident: as in `fpipe.lower`, for the account of bytes.
 
     Raises:
-        ScheduleError: a limit under 1, costs or limits that don't fit the plan, or a stage with copies.
+        ScheduleError: a limit under 1, or in bytes one that no order keeps to; costs or limits that don't fit the plan,
+            or a stage with copies.
 
     >>> from fpipe import Placement, draw
     >>> plan = Plan(Placement.loop(3), 6)
     >>> print(draw(zb_auto(plan, Costs(), memory_limit=4), plan))
-    rank 0  F0 F1 F2 F3 .  I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
-    rank 1  .  F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
+    rank 0  F0 F1 F2 F3 .  I0 W0 F4 I1 W1 F5 I2 I3 W2 W3 I4 W4 I5 W5
+    rank 1  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
     rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
     """
-    costs.check(plan)
-    limits = _limits(plan, memory_limit)
-    candidates = [*_by_formula(plan, min(limits)), from_table(greedy(plan, costs, limits))]
-    timelines = [simulate(schedule, plan, costs) for schedule in candidates]
-    enough = min(timeline.cost for timeline in timelines) * (1 + ROUNDING)
-    best = min((max(t.peak_in_flight), at) for at, t in enumerate(timelines) if t.cost <= enough)
-    return candidates[best[1]]
+    limits, work = _limits(plan, memory_limit), Work.of(plan, costs)
+    if memory_limit_bytes is None:
+        return from_table(table(_best(work, Room.counted(plan, limits), limits).words, plan))
+
+    def order(room: Room) -> Words:
+        whole = [*map(min, limits, whole_microbatches(plan, room))]
+        words = _best(work, room, whole).words
+        if memory_limit is None or all(map(le, peaks(words, work), [limit * (1 + ROUNDING) for limit in limits])):
+            return words
+        return _best(work, Room.counted(plan, whole), whole).words
+
+    return within_bytes(plan, costs, memory_limit_bytes, resident, order)
 
 
 def _limits(plan: Plan, limit: float | Sequence[float] | None) -> list[float]:
@@ -65,12 +88,50 @@ def _limits(plan: Plan, limit: float | Sequence[float] | None) -> list[float]:
     for rank, most in enumerate(limits):
         if not most >= 1:
             raise ScheduleError(f"memory_limit is {most} on rank {rank}: at least 1, one whole microbatch in flight")
-    return limits
+    return [min(most, plan.microbatches) for most in limits]
 
 
-def _by_formula(plan: Plan, limit: float) -> Iterator[Schedule]:
+def _best(work: Work, room: Room, whole: Sequence[float]) -> Filled:
+    """Return the fastest order that fits the room.
+
+    Args:
+        whole: by rank, how many microbatches may be in flight.
+    """
+    plan, filling = work.plan, Filling(work, room)
+    if not is_chain(plan):
+        least = max(filling.busy)
+        return exchanged(filling, _by_rules(filling, whole, least), least)
+    chain = Chain(work, room)
+    best, bound = wave(filling, chain), chain.bound()
+    if best.cost <= bound * near(plan):
+        return best
+    others = _by_rules(filling, whole, bound), *_by_formula(work, min(whole))
+    return exchanged(filling, min(best, *others, key=lambda filled: filled.cost), bound)
+
+
+def _by_formula(work: Work, limit: float) -> Iterator[Filled]:
     """Yield ZB-H1, and the member of its family (up to ZB-H2) that uses all of the memory."""
-    low, high = plan.ranks, 2 * plan.ranks - 1
+    plan, low, high = work.plan, work.plan.ranks, 2 * work.plan.ranks - 1
     most = high if limit >= plan.microbatches else int(min(limit, high))
-    if plan.stages == plan.ranks and low <= most:
-        yield from (partial(in_rounds, limit=peak) for peak in sorted({low, most}))
+    for peak in sorted({low, most}) if low <= most else ():
+        words = [[pass_of(effect, plan) for effect in in_rounds(rank, plan, peak)] for rank in range(plan.ranks)]
+        yield Filled(follow(words, work), words)
+
+
+def _by_rules(filling: Filling, whole: Sequence[float], bound: float) -> Filled:
+    """Return the fastest order that rules lead to, with their own weight gradients or filled in anew."""
+    work, room, best = filling.work, filling.room, Filled(inf, [])
+    least = bound * (1 + ROUNDING)
+    frees_early = any(d < r for d, r in zip(room.deferred, room.residuals, strict=True))
+    for until in (WEIGHT, INPUT) if frees_early else (WEIGHT,):
+        for filled in greedy(work, whole, until=until):
+            if until == WEIGHT and filled.cost < best.cost:
+                best = filled
+            words = [[at for at in word if at < filling.count] for word in filled.words]
+            sequence = filling.sequence(words) or []
+            for target in (least, min(best.cost, filled.cost), inf):
+                if best.cost > least and filling.cost(sequence, target) < best.cost * (1 - ROUNDING):
+                    best = filling.fill(words, target)
+            if best.cost <= least:
+                return best
+    return best

@@ -6,7 +6,8 @@ from functools import lru_cache
 from fpipe.costs import Costs
 from fpipe.effects import Effect
 from fpipe.plan import Plan
-from fpipe.schedules.v_blocks import FA, FB, IA, IB, WA, WB, Word, Words, ordered
+from fpipe.schedules.v_blocks import FA, FB, IA, IB, WA, WB, Word, ordered
+from fpipe.schedules.work import Words
 
 
 def zb_v(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effect]:

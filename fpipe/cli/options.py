@@ -11,7 +11,8 @@ from fpipe._format import format_bytes, number
 from fpipe.costs import Costs, Edge, Link, PerStage
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan
-from fpipe.schedules.catalogue import CATALOGUE, PLACES, CatalogueEntry, of_slice, recut, recut_for, recut_trained
+from fpipe.schedules.catalogue import CATALOGUE, PLACES, CatalogueEntry
+from fpipe.schedules.cuts import of_slice, recut, recut_for, recut_trained
 
 
 def _per_stage(text: str | float) -> PerStage:

@@ -48,43 +48,65 @@ class ScheduleOptions(CostOptions, PlanOptions):
 
     def resolve(self) -> Job:
         """Return the schedule, with the costs of its plan's stages; raise if they do not fit the plan."""
-        return sharded(resolve(self.name, self, self.cut, self.limit), self.resident)
+        return resolve(self.name, self, self.cut, Memory(self.limit, self.limit_bytes, self.resident))
 
 
-def sharded(job: Job, resident: int | Size | None) -> Job:
-    """Return the job with so many stages, or so many bytes of parameters, whole on a rank at a time."""
-    if not isinstance(resident, Size):
-        return job._replace(resident=resident)
-    sizes = [job.costs.bytes(Parameters(stage)) for stage in range(job.plan.stages)]
-    if not any(sizes):
-        raise typer.BadParameter("bytes are those of the parameters: give --parameters", param_hint="--resident")
-    return job._replace(resident=Residence(resident, sizes))
+class Memory(NamedTuple):
+    """What a rank has memory for.
+
+    Args:
+        limit, limit_bytes: in microbatches in flight, and in bytes.
+        resident: so many stages, or so many bytes of parameters, are whole at a time.
+    """
+
+    limit: float | None = None
+    limit_bytes: float | None = None
+    resident: int | Size | None = None
+
+    def residence(self, plan: Plan, costs: Costs) -> Residence | int | None:
+        if not isinstance(self.resident, Size):
+            return self.resident
+        sizes = [costs.bytes(Parameters(stage)) for stage in range(plan.stages)]
+        if not any(sizes):
+            raise typer.BadParameter("bytes are those of the parameters: give --parameters", param_hint="--resident")
+        return Residence(self.resident, sizes)
 
 
-def resolve(name: str, asked: PlanOptions, costs: Callable[[Plan], Costs], limit: float | None) -> Job:
+def resolve(name: str, asked: PlanOptions, costs_of: Callable[[Plan], Costs], memory: Memory) -> Job:
     """Return the schedule that a name stands for.
 
     Args:
-        costs: plan -> costs, for schedules that order by them.
+        costs_of: plan -> costs, for schedules that order by them.
     """
     if name.endswith(".csv"):
         from fpipe.interop.torch_csv import from_csv
 
         schedule, plan = from_csv(read(name), replicas=asked.replicas)
-        return Job(name, schedule, asked.check_consistent(plan, name), costs(plan))
+        plan, costs = asked.check_consistent(plan, name), costs_of(plan)
+        return Job(name, schedule, plan, costs, memory.residence(plan, costs))
     if name.endswith(".py") or ".py:" in name:
         plan = asked.plan(None)
-        return Job(name, _own(name, plan, costs(plan), limit), plan, costs(plan))
+        costs = costs_of(plan)
+        resident = memory.residence(plan, costs)
+        return Job(name, _own(name, plan, costs, memory, resident), plan, costs, resident)
     entry = _entry(name)
     plan = asked.plan(entry)
-    return Job(entry.name, entry.schedule(plan, costs(plan), limit), plan, costs(plan))
+    costs = costs_of(plan)
+    resident = memory.residence(plan, costs)
+    limits: dict[str, Any] = {"memory_limit_bytes": memory.limit_bytes, "resident": resident}
+    return Job(entry.name, entry.schedule(plan, costs, memory.limit, **limits), plan, costs, resident)
 
 
-def _own(name: str, plan: Plan, costs: Costs, limit: float | None) -> Schedule:
+def _own(name: str, plan: Plan, costs: Costs, memory: Memory, resident: Residence | int | None) -> Schedule:
     """Return the schedule in a user's file: its function, or the result of one whose first parameter is `plan`."""
     function = _load(name)
     parameters = list(inspect.signature(function).parameters)
-    options = {"costs": costs, "memory_limit": limit}
+    options = {
+        "costs": costs,
+        "memory_limit": memory.limit,
+        "memory_limit_bytes": memory.limit_bytes,
+        "resident": resident,
+    }
     taken = {option: options[option] for option in parameters if option in options}
     if parameters[:1] != ["plan"]:
         return partial(function, **taken)

@@ -30,7 +30,7 @@ from fpipe.cli.options import (
     known,
 )
 from fpipe.cli.output import attributes, console, print_json, progress, replacing, show
-from fpipe.cli.resolve import Played, ScheduleOptions, enforce_limit, played, read, resolve, sharded
+from fpipe.cli.resolve import Memory, Played, ScheduleOptions, enforce_limit, played, read, resolve
 from fpipe.effects import Effect, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
@@ -38,8 +38,9 @@ from fpipe.programs.footprint import enforce, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs
 from fpipe.programs.verifier import check
+from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, shares
-from fpipe.schedules.search import CHUNKS, lower_bound, pareto
+from fpipe.schedules.search import CHUNKS, pareto
 from fpipe.schedules.search import search as find
 from fpipe.tables import TABLE
 from fpipe.timelines.labels import drawn_rows
@@ -274,7 +275,8 @@ def compare(
         for name, chunks in candidates:
             step(name)
             try:
-                job = sharded(resolve(name, model.of_cut(chunks), partial(costs.recut, model), limit), resident)
+                memory = Memory(limit, limit_bytes, resident)
+                job = resolve(name, model.of_cut(chunks), partial(costs.recut, model), memory)
                 simulated = played(job, limit_bytes=limit_bytes)
                 peaks = shares(simulated.timeline)
                 enforce_limit(peaks, limit)

@@ -27,7 +27,8 @@ from fpipe.flight import recording
 from fpipe.flight.format import FOLDER
 from fpipe.programs.footprint import footprint
 from fpipe.programs.verifier import verify
-from fpipe.schedules.catalogue import CATALOGUE, recut, shares
+from fpipe.schedules.catalogue import CATALOGUE, shares
+from fpipe.schedules.cuts import recut
 from tests.support.combinations import few, thorough
 
 ROOT = Path(__file__).resolve().parents[2]

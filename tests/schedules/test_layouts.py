@@ -13,7 +13,7 @@ import pytest
 import fpipe
 from fpipe import Costs, Link, Placement, Plan, schedules
 from fpipe.effects import Backward, BackwardInput, Forward
-from fpipe.schedules.catalogue import recut
+from fpipe.schedules.cuts import recut
 from fpipe.schedules.layouts import Degrees, layouts
 from fpipe.schedules.machines import MACHINES, Machine, gathering, summing
 from fpipe.schedules.shapes import SHAPES, ModelShape

@@ -12,7 +12,8 @@ import fpipe
 from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, handlers, lower, simulate, verify
 from fpipe.programs.footprint import footprint
 from fpipe.schedules import CATALOGUE, gpipe, lower_bound, pareto, search, zb_auto
-from fpipe.schedules.catalogue import recut, shares
+from fpipe.schedules.catalogue import shares
+from fpipe.schedules.cuts import recut
 from fpipe.schedules.search import CHUNKS, blocks
 from fpipe.timelines.simulator import simulate_programs
 from tests.support import cases, jobs
@@ -86,22 +87,29 @@ def test_nothing_that_was_tried_is_better(model, limit):
         # A chain, one stage on each rank: m S + max over r of r X - (k - 1) W + max(0, (p - 1 - r) X - (k - 1) F).
         (Plan(Placement.loop(4), 8), Costs(), 4, 24 + 6 - 3),
         (Plan(Placement.loop(4), 8), Costs(communication=0.5), 4, 24 + 9 - 3),
-        (Plan(Placement.loop(4), 8), Costs(), 1, 24 + 6),
-        (Plan(Placement.loop(4), 8), Costs(2, 1, 0), 2, 24 + 9),
-        (Plan(Placement.loop(3), 4), Costs([1, 2, 1], 1, 1), 1, 16 + 2 + 2),
+        # Rank 0 begins a microbatch when the one before it, or before two, has been to the last rank and back.
+        (Plan(Placement.loop(4), 8), Costs(), 1, 8 * 9),
+        (Plan(Placement.loop(4), 8), Costs(2, 1, 0), 2, 2 + 4 * 12),
+        (Plan(Placement.loop(3), 4), Costs([1, 2, 1], 1, 1), 1, 4 * 8),
+        # Rank 1 fills the 5 until its first gradient with forwards of 2, and waits 1, or is late by 1; then rank 0,
+        # with 5 forwards for 10, waits 1.
+        (Plan(Placement.loop(3), 12), Costs(2, 3, 2), 6, 12 * 7 + 1),
+        # Factors of microbatches: rank 1 works for 20, after the first one's forward, before the last one's gradient.
+        (Plan(Placement.loop(2), 4), Costs(1, 1, 0, scale=[1, 2, 3, 4]), None, 20 + 1 + 4),
+        (Plan(Placement.loop(2), 2), Costs(scale=[1, 2]), 1, 5 + 10),
         # An overlap that hides the forward takes work off every rank.
         (Plan(Placement.v(2), 8), Costs(1, 1, 1, overlap=2), None, 32),
     ],
 )
 def test_the_bound(plan, costs, limit, bound):
-    assert lower_bound(plan, costs, limit) == bound
+    assert lower_bound(plan, costs, limit) == pytest.approx(bound, rel=1e-8)
 
 
 def test_the_bound_in_bytes_counts_what_an_input_gradient_leaves():
     plan, costs = Plan(Placement.loop(4), 8), Costs(residuals=2, deferred=1)
     assert lower_bound(plan, costs, memory_limit_bytes=8) == 24 + 6 - 3
-    assert lower_bound(plan, costs, memory_limit_bytes=4) == 24 + 6 - 1
-    assert lower_bound(plan, costs, memory_limit_bytes=2) == 24 + 6
+    assert lower_bound(plan, costs, memory_limit_bytes=4) == 1 + 4 * 8 + 1
+    assert lower_bound(plan, costs, memory_limit_bytes=2) == 8 * 8 + 1
 
 
 @pytest.mark.parametrize("k", [3, 4, 6])

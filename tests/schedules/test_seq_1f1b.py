@@ -6,7 +6,7 @@ import pytest
 
 from fpipe import Costs, Placement, Plan, ScheduleError, draw, schedules, simulate, verify
 from fpipe.schedules import gpipe, one_f_one_b, seq_1f1b, seq_zb
-from fpipe.schedules.catalogue import of_slice
+from fpipe.schedules.cuts import of_slice
 from tests.support.combinations import combined, sample
 
 RANKS, SLICES = sample([2, 3, 4, 8], [2, 4]), sample([1, 2, 3, 4], [1, 2, 4])

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from fpipe import Costs, Edges, Placement, Plan, draw, lower, schedules, simulate
 from fpipe.programs.verifier import check
-from fpipe.schedules.catalogue import CATALOGUE, existing, recut_for, recut_trained
-from fpipe.schedules.search import lower_bound
+from fpipe.schedules.bounds import lower_bound
+from fpipe.schedules.catalogue import CATALOGUE
+from fpipe.schedules.cuts import existing, recut_for, recut_trained
 from tests.support.combinations import examples, few, thorough
 
 SUBSETS = st.sets(st.integers(0, 5))

@@ -13,6 +13,7 @@ from fpipe.effects import BackwardInput, BackwardWeight, Forward
 from fpipe.programs.verifier import verify
 from fpipe.schedules.list_scheduling import Rules, greedy
 from fpipe.schedules.table import from_table
+from fpipe.schedules.work import Work, table
 from fpipe.schedules.zb_auto import zb_auto
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2
 from fpipe.timelines.simulator import simulate_programs
@@ -224,16 +225,17 @@ def test_an_unlimited_order_takes_no_more_memory_than_it_needs():
 def test_chunks_never_lock_each_other_out(limit):
     """Two chunks share a rank's memory: were the first to fill it, the second could never run."""
     plan = Plan(Placement.loop(3, chunks=2), 7)
-    table = greedy(plan, Costs(), [limit] * 3, [Rules("forward")])
-    assert max(verify(from_table(table), plan).peak_in_flight) <= limit
+    (filled,) = greedy(Work.of(plan, Costs()), [limit] * 3, [Rules("forward")])
+    assert max(verify(from_table(table(filled.words, plan)), plan).peak_in_flight) <= limit
 
 
 def test_a_table_runs_every_effect_once():
     plan = Plan(Placement((0, 1, 0)), 5, Edges([(), (0,), (0, 1)]))
-    table = greedy(plan, Costs(communication=0.5), [2, 2])
+    filled, *_ = greedy(Work.of(plan, Costs(communication=0.5)), [2, 2])
+    rows = table(filled.words, plan)
     kinds = (Forward, BackwardInput, BackwardWeight)
-    for rank, effects in table.items():
+    for rank, effects in rows.items():
         expected = {kind(stage, m) for kind in kinds for stage in plan.stages_on(rank) for m in range(5)}
         assert set(effects) == expected
         assert len(effects) == len(expected)
-    assert verify(from_table(table), plan).peak_in_flight[1] <= 2
+    assert verify(from_table(rows), plan).peak_in_flight[1] <= 2

@@ -1,0 +1,266 @@
+"""Lower bounds of the cost of programs, the largest span of a rank. No torch.
+
+A bound counts passes in microbatch order on each stage, as the verifier demands it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from math import floor, inf
+
+from fpipe.costs import Costs
+from fpipe.effects import (
+    Activation,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Gradient,
+    Name,
+    Overlap,
+)
+from fpipe.errors.arguments import checked
+from fpipe.plan import Plan
+from fpipe.programs.footprint import check_limit
+from fpipe.schedules.cuts import existing
+from fpipe.schedules.work import FORWARD, INPUT, Room, Work
+
+ROUNDING = 1e-9
+
+
+@checked()
+def lower_bound(
+    plan: Plan, costs: Costs, memory_limit: float | None = None, *, memory_limit_bytes: float | None = None
+) -> float:
+    """Return a lower bound of the cost, the largest of five.
+
+    Args:
+        memory_limit: microbatches in flight on a rank, each from its forward to the end of its backward.
+        memory_limit_bytes: bytes on a rank, of residuals and deferred values.
+
+    - A rank runs all passes of its stages.
+    - Between a stage's first forward and its first backward a microbatch travels to the last stage and back; likewise
+      between its last forward and its last backward.
+    - Two chunks on each rank, equal times and k half microbatches of memory: max(6m, 6m + 6p - 3k - 1) at unit times
+      (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, figure 13).
+    - A chain of stages, one on each rank. When a rank ends its last input gradient, at most as many weight gradients
+      are left to it as its memory holds deferred values; that input gradient still travels to the first rank, which
+      then has a weight gradient to do. And while the first microbatch travels from a rank to the last one and back,
+      the rank has whole forwards to run, as many as its memory holds; what they do not fill, it waits.
+    - The same chain. A microbatch begins when the one before it, by as many as fit, has been to the last rank and back.
+
+    >>> from fpipe import Placement
+    >>> lower_bound(Plan(Placement.loop(4), 1), Costs(communication=1))
+    15.0
+    >>> lower_bound(Plan(Placement.v(4), 8), Costs(), memory_limit=2)
+    59.0
+    >>> lower_bound(Plan(Placement.loop(4), 8), Costs(), memory_limit=4)
+    27.0
+    """
+    costs.check(plan)
+    check_limit(memory_limit_bytes)
+    in_order = plan.slices == 1  # of slices, the backwards are not
+    plan, costs, memory_limit = _as_microbatches(plan, costs, memory_limit)
+    bound = max(_of_travels(plan, costs), _published(plan, costs, memory_limit))
+    if costs.backward is not None or costs.overlap is not None or not is_chain(plan):
+        return bound
+    rooms = []
+    if memory_limit is not None:
+        rooms.append(Room.counted(plan, [memory_limit] * plan.ranks))
+    if memory_limit_bytes is not None:
+        rooms.append(Room.sized(plan, costs, [memory_limit_bytes] * plan.ranks))
+    chain = Chain(Work.of(plan, costs), *rooms)
+    return max(bound, chain.bound() if in_order else max(chain.waiting(s) for s in range(plan.stages)))
+
+
+def _as_microbatches(plan: Plan, costs: Costs, limit: float | None) -> tuple[Plan, Costs, float | None]:
+    """Return the plan in which each slice is a microbatch, so that fewer have to wait for each other."""
+    if plan.slices == 1:
+        return plan, costs, limit
+    scale, sizes = ([each for each in factors for _ in range(plan.slices)] for factors in (costs.scale, costs.sizes))
+    shortest = [min(costs.slice_scale)] if costs.slice_scale else ()
+    limit = None if limit is None else limit * plan.slices
+    plan = replace(plan, microbatches=plan.microbatches * plan.slices, slices=1)
+    return plan, replace(costs, scale=scale, sizes=sizes, slice_scale=shortest), limit
+
+
+def _of_travels(plan: Plan, costs: Costs) -> float:
+    """Return the bound of a rank's passes, and of a microbatch on its way to the last stage and back."""
+    costs = existing(costs, plan)  # of a stage with one half, `backward` is then the time of that half
+    plain, stages = replace(costs, scale=(), sizes=()), range(plan.stages)
+    scale = costs.scale or [1.0] * plan.microbatches
+    fused = [plain.time(Backward(s, 0)) for s in stages]
+    apart = [plain.time(BackwardInput(s, 0)) + plain.time(BackwardWeight(s, 0)) for s in stages]
+    pair = [inf if costs.overlap is None else plain.time(Overlap(Forward(s, 0), Backward(s, 0))) for s in stages]
+    # In any form: within an overlap, an effect may take less time than alone.
+    forward = [min(plain.time(Forward(s, 0)), pair[s]) for s in stages]
+    inputs = [min(plain.time(BackwardInput(s, 0)), fused[s], *pair) for s in stages]
+    backward = [min(fused[s], apart[s], *pair) for s in stages]
+    bound = 0.0
+    for rank in range(plan.ranks):
+        work = 0.0
+        for s in plan.stages_on(rank):
+            numbers = plan.microbatches_of(s, rank)
+            first, last, total = numbers[0], numbers[-1], sum(scale[m] for m in numbers)
+            alone = plain.time(Forward(s, 0)) + min(fused[s], apart[s])
+            work += total * min(alone, pair[s] if len({*scale}) == 1 else inf if pair[s] == inf else 0.0)
+            for m, forwards, backwards in ((first, scale[first], total), (last, total, scale[last])):
+                way = _away(plan, costs, s, m, [t * scale[m] for t in forward], [t * scale[m] for t in inputs])
+                bound = max(bound, way + forwards * forward[s] + backwards * backward[s])
+        bound = max(bound, work)
+    return bound
+
+
+def _away(
+    plan: Plan, costs: Costs, stage: int, microbatch: int, forward: Sequence[float], inputs: Sequence[float]
+) -> float:
+    """Return the least time from the end of a stage's forward to the start of its backward."""
+
+    def travels(source: int, target: int, value: Name) -> float:
+        return costs.delay(plan.rank_of(source, microbatch), plan.rank_of(target, microbatch), value)
+
+    done = {stage: 0.0}
+    for s in range(stage + 1, plan.stages):
+        there = [
+            done[source] + travels(source, s, Activation(source, microbatch))
+            for source in plan.sources(s)
+            if source in done
+        ]
+        if there:
+            done[s] = max(there) + forward[s]
+    begun: dict[int, float] = {}
+    for s in reversed(done):
+        consumers = plan.consumers(s) if plan.is_differentiated(s) else ()
+        gradients = (begun[c] + inputs[c] + travels(c, s, Gradient(s, c, microbatch)) for c in consumers)
+        begun[s] = max([done[s], *gradients])
+    return begun[stage]
+
+
+def _published(plan: Plan, costs: Costs, memory_limit: float | None) -> float:
+    """Return the published bound for two chunks on each rank; 0 where its assumptions do not hold."""
+    p, m = plan.ranks, plan.microbatches
+    passes = (
+        kind(s, i) for kind in (Forward, BackwardInput, BackwardWeight) for s in range(plan.stages) for i in range(m)
+    )
+    times = {costs.time(each) for each in passes}
+    two = plan.stages == 2 * p and all(len(plan.stages_on(rank)) == 2 for rank in range(p))
+    plain = costs.backward is None and costs.overlap is None and costs.communication == 0
+    if memory_limit in (None, inf) or not two or not plain or len(times) > 1 or m < 2 * p or plan.trained is not None:
+        return 0.0
+    return times.pop() * max(6 * m, 6 * m + 6 * p - 3 * floor(2 * memory_limit) - 1)
+
+
+def is_chain(plan: Plan) -> bool:
+    """Whether the stages are a chain, one on each rank, without copies, and all are trained."""
+    alone = plan.stages == plan.ranks and all(len(plan.stages_on(rank)) == 1 for rank in range(plan.ranks))
+    return (
+        alone and plan.trained is None and all(plan.sources(s) == ((s - 1,) if s else ()) for s in range(plan.stages))
+    )
+
+
+class Chain:
+    """A chain of stages, one on each rank, and the numbers of microbatches that fit its rank.
+
+    Args:
+        residuals, deferred: by stage, the most residuals and the most deferred values that fit.
+    """
+
+    def __init__(self, work: Work, *rooms: Room) -> None:
+        plan, count = work.plan, work.plan.stages
+        self.microbatches, self.count, self.scale, self.sizes = plan.microbatches, count, work.scale, work.sizes
+        self.forward, self.inputs, self.weight = (work.times[at : at + count] for at in range(0, 3 * count, count))
+        most = [plan.microbatches] * count
+        self.residuals, self.deferred = most, most
+        for room in rooms:
+            self.residuals = [*map(min, self.residuals, room.fitting(plan, room.residuals))]
+            self.deferred = [*map(min, self.deferred, room.fitting(plan, room.deferred))]
+        self.is_whole = all(room.residuals == room.deferred for room in rooms)
+        self._sums = [[[0.0] * 3] for _ in (FORWARD, INPUT)]  # of the passes and transfers of the stages up to one
+        for kind, s in product((FORWARD, INPUT), range(count)):
+            at = count + s if kind == INPUT else s - 1
+            hops = [hop for hop in work.hops[at] if hop.edge] if s else []
+            more = work.times[kind * count + s], sum(hop.latency for hop in hops), sum(hop.wire for hop in hops)
+            self._sums[kind].append([a + b for a, b in zip(self._sums[kind][-1], more, strict=True)])
+
+    def _way(self, kind: int, first: int, last: int, microbatch: int) -> float:
+        """Return the time of a microbatch's passes of a kind on the stages after the first one, with transfers."""
+        sums = self._sums[kind]
+        time, latency, wire = (b - a for a, b in zip(sums[first + 1], sums[last + 1], strict=True))
+        return time * self.scale[microbatch] + latency + wire * self.sizes[microbatch]
+
+    def way(self, first: int, last: int, microbatch: int) -> float:
+        """Return the time of a microbatch from the end of a stage's forward to its input gradient, over later ones."""
+        return self._way(FORWARD, first, last, microbatch) + self._way(INPUT, first, last, microbatch)
+
+    def least(self, stage: int) -> float:
+        """Return the cost, if the stage's rank waits only for what is late at the end."""
+        m, last = self.microbatches, self.scale[-1]
+        busy = sum(self.scale) * (self.forward[stage] + self.inputs[stage] + self.weight[stage])
+        if not stage:
+            return busy
+        begun = self._way(FORWARD, 0, stage, 0) + (self.forward[0] - self.forward[stage]) * self.scale[0]
+        ended = self._way(INPUT, 0, stage, m - 1) + (self.inputs[0] - self.inputs[stage]) * last
+        left = sum(self.scale[m - self.deferred[stage] :]) * self.weight[stage]
+        return busy + max(0.0, begun + ended + last * self.weight[0] - left)
+
+    def waiting(self, stage: int) -> float:
+        """Return the cost, if its rank also waits for its first gradient, after all forwards that fit."""
+        run = sum(self.scale[1 : self.residuals[stage]]) * self.forward[stage]
+        return self.least(stage) + max(0.0, self.way(stage, self.count - 1, 0) - run)
+
+    def rate(self, stage: int) -> float:
+        """Return the cost, if the stage begins a microbatch when one that was in memory has ended."""
+        m, scale, fits = self.microbatches, self.scale, self.residuals[stage]
+        first, own = (m - 1) % fits, self.forward[stage] + self.inputs[stage]
+        ways = (scale[i] * own + self.way(stage, self.count - 1, i) for i in range(first, m, fits))
+        ends = sum(scale[first:m:fits]) if self.is_whole else scale[-1]
+        return sum(scale[:first]) * self.forward[stage] + sum(ways) + ends * self.weight[stage]
+
+    def ahead(self, cost: float, pace: Sequence[float] | None = None) -> tuple[list[int], bool]:
+        """Return by stage the fewest forwards before the first gradient with which no rank waits too long, or as many
+        as fit; and whether these suffice.
+
+        Args:
+            cost: that no rank's span exceeds.
+            pace: by stage the time of a forward, by default its own.
+        """
+        counts, fits, begin = [1] * self.count, True, 0.0  # of the first gradient, after the end of the first forward
+        pace = pace or self.forward
+        for s in range(self.count - 1, -1, -1):
+            begin += self.way(s, s + 1, 0) if s + 1 < self.count else 0.0
+            spare, run, n = cost * (1 + ROUNDING) - self.least(s), 0.0, 1
+            while n < self.residuals[s] and begin - run > spare:
+                run += pace[s] * self.scale[n]
+                n += 1
+            counts[s], fits, begin = n, fits and begin - run <= spare, max(begin, run)
+        return counts, fits
+
+    def bound(self) -> float:
+        """Return a lower bound of the cost.
+
+        With s the stages before one and t those after it, transfers counted with the stages that they lead to and from,
+        and k, k' the numbers of deferred values and of residuals that fit, it is at least
+
+            m (F + B + W) + sum over s of (F + B) - (k - 1) W + max(0, sum over t of (F + B) - (k' - 1) F)
+
+        where the W that is added is the first stage's. The last term is the wait for the first gradient. A rank runs
+        whole forwards before it, so it may wait longer, and the ranks before it too: the least cost that leaves all of
+        them the time is found by bisection.
+        """
+        stages = range(self.count)
+        low = max(max(self.waiting(s), self.rate(s)) for s in stages)
+        if self.fits(low):
+            return low
+        high = 2 * low
+        while not self.fits(high):
+            low, high = high, 2 * high
+        while high - low > ROUNDING * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.fits(middle) else (middle, high)
+        return low
+
+    def fits(self, cost: float) -> bool:
+        """Whether a cost leaves all ranks the time to wait for their first gradients."""
+        return self.ahead(cost)[1]

@@ -1,0 +1,147 @@
+"""The costs of one model under another cut into stages. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from fpipe.costs import OVER_REPLICAS, UNSCALED, Costs, Link, PerStage
+from fpipe.effects import BackwardInput, BackwardWeight
+from fpipe.plan import Plan
+
+
+def recut(costs: Costs, stages: int, into: int) -> Costs:
+    """Return the costs of the same model, split into another number of equal stages.
+
+    Times, residuals, deferred values, parameters and gradients are spread evenly over a stage; its output stays as
+    large. Memory that stages share, and the parts of outputs that they read, are unknown for another cut.
+
+    Args:
+        costs: of a cut into `stages`.
+        into: the stages of the new cut.
+
+    >>> recut(Costs(forward=2, activation=8), stages=4, into=8).forward
+    1.0
+    >>> recut(Costs(forward=[1, 2, 3, 6]), stages=4, into=2).forward
+    (3.0, 9.0)
+    """
+    names = ("forward", "backward_input", "backward_weight", "backward", "overlap", "residuals", "deferred")
+    per_stage = {name: getattr(costs, name) for name in (*names, *UNSCALED, *OVER_REPLICAS)}
+    spread: dict[str, Any] = {
+        name: _spread(cost, stages, into)
+        for name, cost in per_stage.items()
+        if cost is not None and not isinstance(cost, Link)
+    }
+    if into != stages:
+        costs = replace(costs, shared=(), reads={})
+    spread["collectives"] = {kind: _spread(cost, stages, into) for kind, cost in costs.collectives.items()}
+    return replace(costs, activation=_at_ends(costs.activation, stages, into), **spread)
+
+
+def of_slice(costs: Costs, slices: int) -> Costs:
+    """Return the costs of one of equal slices, of those of a whole microbatch.
+
+    Times, activations, residuals and deferred values are spread evenly over the slices; what a stage carries stays.
+
+    >>> of_slice(Costs(forward=[1, 3], backward=8, activation=8), slices=2).forward
+    (0.5, 1.5)
+    """
+    if slices == 1:
+        return costs
+    spread = {name: _divided(cost, slices) for name in _OF_SLICE if (cost := getattr(costs, name)) is not None}
+    collectives = {kind: _divided(cost, slices) for kind, cost in costs.collectives.items()}
+    shared = [each._replace(bytes=each.bytes / slices) for each in costs.shared]
+    reads = {edge: size / slices for edge, size in costs.reads.items()}
+    return replace(costs, collectives=collectives, shared=shared, reads=reads, **spread)
+
+
+_OF_SLICE = (
+    *("forward", "backward_input", "backward_weight", "backward", "overlap"),
+    *("activation", "residuals", "deferred"),
+)
+
+
+def _divided(cost: PerStage, by: int) -> Any:
+    return tuple(each / by for each in cost) if isinstance(cost, Sequence) else cost / by
+
+
+def existing(costs: Costs, plan: Plan) -> Costs:
+    """Return the costs of a plan's stages with zeros for the halves of backwards that these do not have.
+
+    So they can be recut for a plan in which a trained part of the model makes a stage with one that is not.
+
+    >>> from fpipe import Placement
+    >>> existing(Costs(backward_weight=3), Plan(Placement.loop(3), 1, trained=[1])).backward_weight
+    (0.0, 3.0, 0.0)
+    """
+    if plan.trained is None:
+        return costs
+    stages = range(plan.stages)
+    has_input, has_weight = [*map(plan.has_input_half, stages)], [*map(plan.is_trained, stages)]
+    both = [i and w for i, w in zip(has_input, has_weight, strict=True)]
+
+    def where(has: Sequence[bool], cost: str) -> list[float]:
+        per_stage = getattr(costs, cost)
+        listed = per_stage if isinstance(per_stage, Sequence) else [per_stage] * plan.stages
+        return [number if here else 0.0 for here, number in zip(has, listed, strict=True)]
+
+    inputs, weights = where(has_input, "backward_input"), where(has_weight, "backward_weight")
+    backward = costs.backward
+    if backward is not None:
+        whole = where(both, "backward")
+        backward = [whole[s] if both[s] else inputs[s] + weights[s] for s in stages]
+    return replace(
+        costs,
+        backward_input=inputs,
+        backward_weight=weights,
+        backward=backward,
+        residuals=where([*map(plan.is_differentiated, stages)], "residuals"),
+        deferred=where(both, "deferred"),
+    )
+
+
+def recut_for(costs: Costs, plan: Plan, candidate: Plan) -> Costs:
+    """Return the costs of a plan's stages for another plan of the same model.
+
+    Where the first part of a stage is trained and no stage before it, the input gradients of its later parts are steps
+    on the way to its weight gradients.
+    """
+    costs = recut(existing(costs, plan), plan.stages, candidate.stages)
+    if candidate.trained is None or plan.stages == candidate.stages:
+        return costs
+    stages = range(candidate.stages)
+    inputs = [costs.time(BackwardInput(s, 0)) for s in stages]
+    within = [0.0 if candidate.has_input_half(s) else inputs[s] for s in stages]
+    weights = [costs.time(BackwardWeight(s, 0)) + within[s] for s in stages]
+    return replace(costs, backward_input=[a - b for a, b in zip(inputs, within, strict=True)], backward_weight=weights)
+
+
+def recut_trained(trained: Collection[int] | None, stages: int, into: int) -> frozenset[int] | None:
+    """Return the trained stages of the same model, split into another number of stages: those with a trained part.
+
+    >>> sorted(recut_trained([3], stages=4, into=8)), sorted(recut_trained([1], stages=4, into=2))
+    ([6, 7], [0])
+    """
+    if trained is None:
+        return None
+    return frozenset(
+        s for s in range(into) if any(t * into < (s + 1) * stages and s * stages < (t + 1) * into for t in trained)
+    )
+
+
+def _spread(cost: PerStage, stages: int, into: int) -> PerStage:
+    if isinstance(cost, float | int):
+        return cost * stages / into
+    ends = sorted({s * into for s in range(stages + 1)} | {s * stages for s in range(into + 1)})
+    costs = [0.0] * into
+    for begin, end in pairwise(ends):
+        costs[begin // stages] += cost[begin // into] * (end - begin) / into
+    return tuple(costs)
+
+
+def _at_ends(size: PerStage, stages: int, into: int) -> PerStage:
+    if isinstance(size, float | int):
+        return size
+    return tuple(size[((s + 1) * stages - 1) // into] for s in range(into))

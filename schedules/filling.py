@@ -1,0 +1,232 @@
+"""Words of forwards and input gradients, and the weight gradients that fill their waits. No torch.
+
+Words without weight gradients fix in which order ranks meet, whatever the times are. So one topological order of them
+serves every way to fill them, and a fill is one linear pass. Invariants:
+
+- Weight gradients run after their input gradients, in the order of these: where the next pass lacks memory; in a wait
+  that holds one whole; else only where the wait would exceed the idle time that the rank may have. So an input
+  gradient, for which other ranks wait, is late only where its own rank would be.
+- Memory is counted at the ends of passes, as in `fpipe.footprint`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from math import inf
+from random import Random
+from typing import NamedTuple
+
+from fpipe.schedules.work import INPUT, ROUNDING, WEIGHT, Room, Words, Work
+
+ROUNDED = 1 + ROUNDING
+BISECTIONS = 10
+MOVED = 100_000  # passes that are placed to find better words by moves
+
+
+class Filled(NamedTuple):
+    """Words with their weight gradients, and their cost."""
+
+    cost: float
+    words: Words
+
+
+class Event(NamedTuple):
+    """A forward or an input gradient, in place.
+
+    Args:
+        slot: in the list of arrivals.
+        grows: how much more its rank holds after it.
+        late: its weight gradient: time, memory that it frees, pass.
+        hops: slots of its readers: slot, edge, time on the edge, latency; -1 for an edge within the rank.
+    """
+
+    rank: int
+    at: int
+    slot: int
+    time: float
+    grows: float
+    late: tuple[float, float, int] | None
+    hops: tuple[tuple[int, int, float, float], ...]
+
+
+class Filling:
+    """The ways to fill words, on the passes of a plan and within a room.
+
+    Args:
+        busy: by rank, the time of all its passes.
+    """
+
+    def __init__(self, work: Work, room: Room) -> None:
+        plan = work.plan
+        self.work, self.room, self.plan = work, room, plan
+        self.busy = [work.total(rank) for rank in range(plan.ranks)]
+        self.count = WEIGHT * plan.stages  # of the passes that words have
+        edges = sorted({hop.edge for hops in work.hops for hop in hops if hop.edge})
+        self._edges = {edge: n for n, edge in enumerate(edges)}
+        self._missing = [n for n in work.inputs[: self.count] for _ in range(plan.microbatches)]
+        self._rank = [plan.rank_of(at % plan.stages, 0) for at in range(self.count)]
+        self.events = [[self._event(at, m) for m in range(plan.microbatches)] for at in range(self.count)]
+
+    def _event(self, at: int, m: int) -> Event:
+        work, room, (kind, stage) = self.work, self.room, divmod(at, self.plan.stages)
+        rank, weight = self._rank[at], WEIGHT * self.plan.stages + stage
+        residuals, deferred = (size[stage] * room.sizes[m] for size in (room.residuals, room.deferred))
+        late, grows = None, residuals
+        if kind == INPUT:
+            grows, late = deferred - residuals, (work.times[weight] * work.scale[m], deferred, weight)
+        hops = tuple(
+            (
+                hop.target * self.plan.microbatches + m,
+                -1 if hop.edge is None else self._edges[hop.edge],
+                hop.wire * work.sizes[m],
+                hop.latency,
+            )
+            for hop in work.hops[at]
+            if hop.target < self.count
+        )
+        slot, time = at * self.plan.microbatches + m, work.times[at] * work.scale[m]
+        return Event(rank, at, slot, time, grows, late, hops)
+
+    def sequence(self, words: Words) -> list[Event] | None:
+        """Return the events of words in a topological order; None if ranks wait for each other, or for a value."""
+        missing, m = self._missing.copy(), self.plan.microbatches
+        rows = []
+        for word in words:
+            left = {at: iter(self.events[at]) for at in set(word)}
+            rows.append([next(left[at]) for at in word])
+        at, order, turns = [0] * len(rows), list[Event](), [*range(len(rows))]
+        rank_of = self._rank
+        while turns:
+            rank = turns.pop()
+            row, first = rows[rank], at[rank]
+            n = first
+            for n in range(first, len(row)):
+                event = row[n]
+                if missing[event.slot]:
+                    break
+                for target, _, _, _ in event.hops:
+                    missing[target] -= 1
+                    if not missing[target] and (reader := rank_of[target // m]) != rank:
+                        turns.append(reader)
+            else:
+                n = len(row)
+            order += row[first:n]
+            at[rank] = n
+        return order if len(order) == sum(map(len, rows)) else None
+
+    def cost(
+        self,
+        sequence: Sequence[Event],
+        target: float,
+        limits: Sequence[float] | None = None,
+        words: list[list[int]] | None = None,
+    ) -> float:
+        """Return the cost (the largest span of a rank) of filled words; infinite if memory does not suffice.
+
+        Args:
+            target: the span up to which a rank may wait.
+            limits: of memory, by rank; by default those of the room.
+            words: by rank, empty lists for the filled words.
+        """
+        ranks = range(self.plan.ranks)
+        spare = [target - busy + ROUNDING * target for busy in self.busy]
+        most = [limit * (1 + ROUNDING) for limit in limits or self.room.limits]
+        free, held = [0.0] * len(ranks), [0.0] * len(ranks)
+        began = [-1.0] * len(ranks)
+        late: list[deque[tuple[float, float, int]]] = [deque() for _ in ranks]
+        sent, ready = [0.0] * len(self._edges), [0.0] * len(self._missing)
+        for rank, at, slot, time, grows, weight, hops in sequence:
+            now, queue = free[rank], late[rank]
+            while held[rank] + grows > most[rank]:
+                if not queue:
+                    return inf
+                took, freed, pass_ = queue.popleft()
+                now += took
+                held[rank] -= freed
+                if words:
+                    words[rank].append(pass_)
+            due = ready[slot]
+            if began[rank] < 0:
+                now = began[rank] = due
+            elif now < due:
+                while queue and now < due:
+                    took, freed, pass_ = queue[0]
+                    if now + took > due * ROUNDED and due - now <= spare[rank]:
+                        break
+                    queue.popleft()
+                    now += took
+                    held[rank] -= freed
+                    if words:
+                        words[rank].append(pass_)
+                if now < due:
+                    spare[rank] -= due - now
+                    now = due
+            now += time
+            free[rank] = now
+            held[rank] += grows
+            if weight:
+                queue.append(weight)
+            if words:
+                words[rank].append(at)
+            for reader, edge, wire, latency in hops:
+                if edge < 0:
+                    continue
+                arrival = now
+                if wire:
+                    arrival = sent[edge] = max(now, sent[edge]) + wire
+                arrival += latency
+                if arrival > ready[reader]:
+                    ready[reader] = arrival
+        if words:
+            for rank in ranks:
+                words[rank] += [at for _, _, at in late[rank]]
+        return max(free[rank] + sum(took for took, _, _ in late[rank]) - began[rank] for rank in ranks)
+
+    def fill(self, words: Words, target: float) -> Filled:
+        """Return words with weight gradients, in as little of the room as makes them no slower.
+
+        Args:
+            words: that fit the room.
+            target: as of `cost`.
+        """
+        sequence = self.sequence(words) or []
+        cost, low, high = self.cost(sequence, target), 0.0, 1.0  # of the room
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            limits = [limit * middle for limit in self.room.limits]
+            low, high = (low, middle) if self.cost(sequence, target, limits) <= cost * ROUNDED else (middle, high)
+        filled: list[list[int]] = [[] for _ in words]
+        cost = self.cost(sequence, target, [limit * high for limit in self.room.limits], filled)
+        return Filled(cost, filled)
+
+
+def exchanged(filling: Filling, filled: Filled, bound: float) -> Filled:
+    """Return filled words with forwards and input gradients moved, wherever a random move costs no more.
+
+    Args:
+        bound: at which no move is tried any more.
+    """
+    rng, words = Random(0), [[at for at in word if at < filling.count] for word in filled.words]
+    size, placed, best, least = sum(map(len, words)), 0, filled, inf
+    budget = min(MOVED, 24 * size**2)  # few moves of short words
+    while placed < budget and best.cost > bound * ROUNDED:
+        rank = rng.randrange(len(words))
+        word = [*words[rank]]
+        a = rng.randrange(len(word))
+        b = min(len(word) - 1, a + rng.choice((1, 1, 2, 3)))
+        if word[a] == word[b]:
+            placed += 1
+            continue
+        a, b = (a, b) if rng.random() < 0.5 else (b, a)
+        word.insert(b, word.pop(a))
+        moved = [*words[:rank], word, *words[rank + 1 :]]
+        sequence = filling.sequence(moved)
+        placed += 3 * size
+        costs = [(filling.cost(sequence, t), t) for t in (bound, best.cost / ROUNDED)] if sequence else [(inf, 0.0)]
+        cost, target = min(costs)
+        if cost < inf and cost <= least * ROUNDED:
+            words, least = moved, min(cost, least)
+            if cost < best.cost / ROUNDED:
+                best = filling.fill(words, target)
+    return best
