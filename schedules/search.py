@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from math import ceil, inf
+from random import Random
+from typing import Literal
 
 from fpipe._format import counted, extent, format_bytes, number, sized
 from fpipe.costs import Costs
@@ -30,9 +32,12 @@ from fpipe.programs.residence import residence
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, named, shares
 from fpipe.schedules.cuts import existing, recut_for, recut_trained
+from fpipe.schedules.lengths import by_length
 from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
 
+Order = Literal["drawn", "peak", "search"]
+EXCHANGED = 60_000  # effects that are simulated to exchange microbatches
 Played = tuple[Timeline, int | None, tuple[RankBytes, ...]]
 CHUNKS = (1, 2, 3, 4, 6, 8)  # the numbers of stages on a rank to try
 MOST_LIMITED = 4  # the most for schedules that order under a limit, because these are slow for many stages
@@ -50,6 +55,7 @@ class Found:
         lower_bound: no program on any of the tried plans has a lower cost.
         resident: the number of stages that are whole on a rank at a time; None where parameters are not sharded.
         footprint: the account of each rank's bytes.
+        order: the microbatches' numbers in the order in which they run; the costs are in that order.
     """
 
     name: str
@@ -60,6 +66,7 @@ class Found:
     lower_bound: float
     resident: int | None = None
     footprint: tuple[RankBytes, ...] = ()
+    order: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Found: {self.name}, {extent(self.plan)}, cost {number(self.timeline.cost)}, peak {number(self.peak)}>"
@@ -85,6 +92,7 @@ def search(
     chunks: Sequence[int] = CHUNKS,
     recut: bool = True,
     names: Sequence[str] | None = None,
+    order: Order = "drawn",
     progress: Callable[[str], None] | None = None,
 ) -> Found:
     """Return the named schedule of least cost within a memory limit, each at its best number of chunks.
@@ -103,6 +111,9 @@ def search(
             in a loop, down the ranks and back up, and in blocks of neighbours, so that the number of ranks need not
             divide that of the stages; `chunks` is not used.
         names: of the schedules to try; by default all.
+        order: of microbatches with `costs.scale`: "drawn", as they are; "peak", that of `fpipe.by_length`; or "search",
+            the better of the two, improved by exchanging microbatches under the best schedule. The result has `order`,
+            and costs in that order. The bound is one for that order; of "search", for any: the work of a rank.
         progress: called with the name of each candidate.
 
     Of equal costs the lower peak wins: in bytes if the costs have parameters, else in microbatches.
@@ -124,7 +135,52 @@ def search(
     ('zb-auto', Placement((0, 1, 2, 0)), 48.0, 48.0)
     """
     check_limit(memory_limit_bytes, costs)
-    space = _Space.of(plan, costs, memory_limit, chunks, recut, names, progress)
+    costs.check(plan)
+    drawn, peak = [*range(plan.microbatches)], by_length(costs.scale)
+    tried = {"drawn": [drawn], "peak": [peak or drawn], "search": [drawn, peak] if peak else [drawn]}
+    best: Found | None = None
+    for numbers in tried[order]:
+        space = _Space.of(plan, reordered(costs, numbers), memory_limit, chunks, recut, names, progress)
+        found = replace(_search(space, memory_limit, memory_limit_bytes), order=tuple(numbers))
+        best = found if best is None else _best([best, found])
+    assert best is not None
+    return _exchanged(best, memory_limit_bytes) if order == "search" and peak else best
+
+
+def reordered(costs: Costs, order: Sequence[int]) -> Costs:
+    """Return costs with the factors of microbatches in another order.
+
+    >>> reordered(Costs(scale=[1, 2, 3]), [0, 2, 1]).scale
+    (1.0, 3.0, 2.0)
+    """
+    if not costs.scale and not costs.sizes:
+        return costs
+    scale, sizes = ([factors[m] for m in order] if factors else () for factors in (costs.scale, costs.sizes))
+    return replace(costs, scale=scale, sizes=sizes)
+
+
+def _exchanged(found: Found, limit_bytes: float | None) -> Found:
+    """Return the result with pairs of microbatches exchanged, wherever that makes its programs cost less."""
+    plan, programs = found.plan, lower(found.schedule, found.plan, resident=found.resident)
+    rng = Random(0)
+    for _ in range(EXCHANGED // sum(map(len, programs.values()))):
+        a, b = rng.sample(range(plan.microbatches), 2) if plan.microbatches > 1 else (0, 0)
+        numbers = [*range(plan.microbatches)]
+        numbers[a], numbers[b] = b, a
+        costs = reordered(found.costs, numbers)
+        timeline = simulate_programs(programs, costs)
+        if timeline.cost >= found.timeline.cost * (1 - ROUNDING):
+            continue
+        account = footprint(programs, costs) if found.footprint and sized(costs) else found.footprint
+        if limit_bytes is None or max(each.total for each in account) <= limit_bytes * (1 + ROUNDING):
+            order = tuple(found.order[m] for m in numbers)
+            found = replace(found, costs=costs, timeline=timeline, footprint=account, order=order)
+    is_plain = found.costs.backward is None and found.costs.overlap is None
+    return replace(found, lower_bound=sum(found.timeline.busy) / plan.ranks if is_plain else 0.0)
+
+
+def _search(space: _Space, memory_limit: float | None, memory_limit_bytes: float | None) -> Found:
+    """Return the best result for one order of microbatches."""
     if memory_limit_bytes is None:
         candidates = list(space.candidates(memory_limit))
     else:

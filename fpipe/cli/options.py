@@ -350,6 +350,10 @@ class ModelOptions:
         )
 
 
+def _each_cost(options: "CostOptions") -> dict[str, Any]:
+    return {field.name: getattr(options, field.name) for field in fields(CostOptions) if field.name != "lengths"}
+
+
 @dataclass(frozen=True)
 class CostOptions:
     """The fields of `Costs`. Their type is `PerStage`, a union, which typer does not support."""
@@ -388,9 +392,27 @@ class CostOptions:
     ] = 0
     scatter: Annotated[Any, OverReplicas(help="The sum of a stage's gradients over all replicas.")] = 0
 
+    lengths: Annotated[
+        Any,
+        typer.Option(
+            metavar="LENGTH,...",
+            parser=_per_stage,
+            help="Of each microbatch, in any unit: costs are those of one of the mean length.",
+            rich_help_panel="Plan",
+        ),
+    ] = None
+
     @property
     def costs(self) -> Costs:
-        return Costs(**{field.name: getattr(self, field.name) for field in fields(CostOptions)})
+        return Costs(**_each_cost(self), scale=self.factors)
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """The factors of microbatches."""
+        lengths = self.lengths if isinstance(self.lengths, tuple) else () if self.lengths is None else (self.lengths,)
+        if lengths and not sum(lengths):
+            raise typer.BadParameter("all are 0: give one length for each microbatch", param_hint="--lengths")
+        return tuple(length * len(lengths) / sum(lengths) for length in lengths)
 
     def validated(self, plan: Plan) -> Costs:
         """Return the costs; raise if they do not fit the plan."""
@@ -408,7 +430,7 @@ class CostOptions:
         """Return the costs of a plan's stages, of numbers for a rank's share of the model and of lists for stages."""
         costs = self.validated(plan)
         listed: dict[str, Any] = {
-            f.name: cost for f in fields(CostOptions) if isinstance(cost := getattr(costs, f.name), tuple)
+            name: cost for name in _each_cost(self) if isinstance(cost := getattr(costs, name), tuple)
         }
         none: dict[str, Any] = dict.fromkeys(listed, 0.0)
         return of_slice(replace(recut(replace(costs, **none), plan.ranks, plan.stages), **listed), plan.slices)

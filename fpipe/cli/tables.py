@@ -300,6 +300,8 @@ def discovery(results: Sequence[Found]) -> Group:
         lines.append("resident: stages whose sharded parameters are whole on a rank at a time")
     if memory:
         lines.append("memory: of all kinds, on the rank that needs most")
+    if any(each.costs.scale for each in results):
+        lines += [f"order of microbatches: {' '.join(map(str, each.order))}" for each in results if each.order]
     return Group(shown, Text("\n".join(lines), "dim"))
 
 

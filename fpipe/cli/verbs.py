@@ -40,7 +40,7 @@ from fpipe.programs.program import Programs
 from fpipe.programs.verifier import check
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, shares
-from fpipe.schedules.search import CHUNKS, pareto
+from fpipe.schedules.search import CHUNKS, Order, pareto
 from fpipe.schedules.search import search as find
 from fpipe.tables import TABLE
 from fpipe.timelines.labels import drawn_rows
@@ -320,6 +320,10 @@ def search(
     limit: Limit = None,
     limit_bytes: LimitBytes = None,
     loops: Annotated[Any, Chunks(help="Chunks to try with schedules that take any.")] = _CHUNKS,
+    order: Annotated[
+        Order,
+        InPlan(help="Of microbatches with --lengths: as drawn; the longest in the middle; or searched from these."),
+    ] = "drawn",
     frontier: Annotated[bool, typer.Option("--pareto", help="Show time against peak memory, not the fastest.")] = False,
     out: Annotated[Path | None, ToFile(help="Write what was found as torch's CSV, which every verb reads.")] = None,
     as_json: Json = False,
@@ -342,6 +346,8 @@ def search(
         else:
             show(*ranking(layouts))
         return
+    if frontier and order != "drawn":
+        raise typer.BadParameter("the front is that of microbatches as drawn", param_hint="--order")
     if frontier and out:
         raise typer.BadParameter("one schedule is written: take --memory-limit, not --pareto", param_hint="--out")
     plan = size.plan
@@ -349,7 +355,11 @@ def search(
     with progress("search") as step:
         options: dict[str, Any] = {"chunks": loops, "progress": step}
         options |= {"memory_limit_bytes": limit_bytes}
-        results = pareto(plan, stage_costs, **options) if frontier else [find(plan, stage_costs, limit, **options)]
+        results = (
+            pareto(plan, stage_costs, **options)
+            if frontier
+            else [find(plan, stage_costs, limit, order=order, **options)]
+        )
     if frontier and limit is not None:
         enforce_limit([min(each.peak for each in results)], limit)
         results = [each for each in results if each.peak <= limit + 1e-9]
@@ -357,6 +367,7 @@ def search(
         rows = [
             result(each.name, Played(each.timeline, each.footprint), each.resident, plan.stages)
             | {"lower_bound": each.lower_bound}
+            | ({"order": each.order} if each.costs.scale else {})
             for each in results
         ]
         print_json(rows if frontier else rows[0])

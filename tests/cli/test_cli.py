@@ -417,6 +417,43 @@ def test_a_schedule_of_ones_own_gets_costs_and_limit_if_it_takes_them(own):
     assert found["ranks"] == 2
 
 
+def test_a_limit_in_bytes_orders_for_bytes():
+    times = ("--forward", "18.5", "--backward-input", "18.1", "--backward-weight", "9.3", "--communication", "0.6")
+    model = (
+        "simulate",
+        "zb-auto",
+        "--ranks",
+        "4",
+        "--microbatches",
+        "12",
+        *times,
+        "--residuals",
+        "1",
+        "--deferred",
+        "0.5",
+    )
+    whole, in_bytes = told(*model, "--memory-limit", "5"), told(*model, "--memory-limit-bytes", "5")
+    assert max(account["total"] for account in in_bytes["memory"]) <= 5
+    assert in_bytes["lower_bound"] <= in_bytes["cost"] < whole["lower_bound"]
+    wrong = said(run(*model, "--memory-limit-bytes", "0.5", status=1))
+    assert "rank 0 needs 1 B for a microbatch" in wrong
+
+
+def test_lengths_and_their_order():
+    model = ("--ranks", "3", "--microbatches", "5", "--lengths", "100,300,200,500,400")
+    assert told("simulate", "1f1b", *model)["cost"] > told("simulate", "1f1b", *model[:4])["cost"]
+    search = ("search", *model, "--loops", "1", "--memory-limit", "3")
+    drawn, peak = told(*search), told(*search, "--order", "peak")
+    assert (drawn["order"], peak["order"]) == ([0, 1, 2, 3, 4], [0, 1, 3, 4, 2])
+    assert drawn["cost"] >= peak["cost"] >= told(*search, "--order", "search")["cost"]
+    assert "order of microbatches: 0 1 3 4 2" in run(*search, "--order", "peak").stdout
+    assert "order" not in told("search", *model[:4], "--loops", "1")
+    assert "scale has 2 entries, the plan 5 microbatches" in said(
+        run("search", *model[:4], "--lengths", "1,2", status=2)
+    )
+    assert "as drawn" in said(run(*search, "--order", "peak", "--pareto", status=2))
+
+
 def test_a_factory_of_ones_own_begins_with_the_plan(own):
     given = (*SMALL, "--forward", "2", "--memory-limit", "4")
     made, named = (told("simulate", name, *given) for name in ("mine.py:made", "zb-auto"))

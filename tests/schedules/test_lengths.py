@@ -1,6 +1,6 @@
 """The order of microbatches of unequal lengths, and the packing of sequences into them."""
 
-from itertools import product
+from itertools import permutations, product
 from statistics import mean
 
 import numpy as np
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe import Costs, Placement, Plan, schedules
+from tests.support.combinations import few
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=7)
 
@@ -79,3 +80,42 @@ def test_packs_are_about_equally_long(lengths, microbatches):
 def test_wrong_lengths(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def searched(order, lengths, **options):
+    plan, costs = Plan(Placement.loop(3), len(lengths)), Costs(scale=lengths, residuals=2, deferred=1)
+    found = schedules.search(plan, costs, names=["1f1b", "zb-auto"], chunks=(1,), order=order, **options)
+    assert list(found.costs.scale) == [lengths[m] for m in found.order]
+    assert found.timeline.cost == fpipe.simulate(found.schedule, found.plan, found.costs).cost
+    assert found.lower_bound <= found.timeline.cost * (1 + 1e-9)
+    fpipe.verify(found.schedule, found.plan)
+    return found
+
+
+@pytest.mark.parametrize("limit", few([{}, {"memory_limit": 3}, {"memory_limit_bytes": 40}], slice(1, 2)))
+def test_the_order_is_part_of_the_search(limit):
+    lengths = [5.0, 1, 4, 2, 3, 9, 2, 2]
+    drawn, peak, found = (searched(order, lengths, **limit) for order in ("drawn", "peak", "search"))
+    assert drawn.order == tuple(range(8))
+    assert peak.order == tuple(fpipe.by_length(lengths))
+    assert found.timeline.cost <= min(peak.timeline.cost, drawn.timeline.cost) < drawn.timeline.cost
+    assert found.bytes <= limit.get("memory_limit_bytes", found.bytes)
+
+
+def test_the_searched_order_is_the_best_of_all_orders():
+    """One schedule under all orders of five microbatches: exchanges find the best one."""
+    lengths = [3.0, 1, 4, 2, 6]
+    plan = Plan(Placement.loop(2), 5)
+    found = schedules.search(plan, Costs(scale=lengths), names=["1f1b"], chunks=(1,), order="search")
+    costs = (Costs(scale=each) for each in permutations(lengths))
+    assert found.timeline.cost == min(fpipe.simulate("1f1b", plan, each).cost for each in costs)
+
+
+def test_equal_lengths_stay_as_drawn():
+    found = schedules.search(Plan(Placement.loop(2), 4), names=["1f1b"], order="search")
+    assert (found.order, found.costs.scale) == ((0, 1, 2, 3), ())
+
+
+def test_unknown_orders():
+    with pytest.raises(TypeError, match="order must be 'drawn' or 'peak' or 'search', not 'valley'"):
+        schedules.search(Plan(Placement.loop(2), 4), order="valley")
