@@ -56,6 +56,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.scale
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lengths
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.periods
 	$(BIN)/python -m benchmarks.tab
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.in_memory
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults

@@ -50,6 +50,17 @@ def test_peers(tmp_path, printed):
     assert schedule in figure.read_text()
 
 
+@pytest.mark.skipif(not ALL, reason="loops of four processes take ten seconds: FPIPE_TESTS=all runs it")
+def test_periods(printed):
+    rows = printed("periods", "--tables", "timed", "--steps", "2", "--rounds", "1", "--layer", "1")
+    assert [(row["table"], row["schedule"], row["ranks"]) for row in rows] == [
+        ("timed", name, 4) for name in ("zb-h2", "zb-auto")
+    ]
+    for row in rows:
+        assert row["free_predicted_ms"] < row["barrier_predicted_ms"]
+        assert row["won"] == pytest.approx(1 - row["free_ms"] / row["barrier_ms"])
+
+
 @pytest.mark.skipif(not ALL, reason="torch's schedules take ten seconds to import and run: FPIPE_TESTS=all runs it")
 def test_frozen_stages(printed):
     rows = printed("frozen", "--schedules", "1f1b", "--layer", "1", "--rounds", "1")
