@@ -309,6 +309,8 @@ def _what_if(run: Run, as_json: bool) -> None:
     from fpipe.timelines.what_if import what_if
 
     line, unit = run.capture.timeline, run.capture.unit
+    if run.capture.unrelated:
+        raise CommandError(f"what would help is not known: {run.capture.unrelated}")
     notices = [*run.listing.notices, *run.capture.notices]
     try:
         result = what_if(line, schedule=run.capture.schedule or None)

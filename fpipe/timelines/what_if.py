@@ -128,7 +128,8 @@ def what_if(timeline: Timeline | Measurement, *, schedule: Schedule | str | None
     """Return what would help a step, and how much time each part of it would win.
 
     Args:
-        timeline: measured or predicted; of a measurement, its timeline.
+        timeline: measured or predicted; of a measurement, its timeline. Its ranks ran at the same time: where one
+            process runs several in turn, nothing says what one waited for.
         schedule: the schedule that ran, to add one more microbatch to it; by default it is not tried.
         orders: whether to try other orders; this takes longer than the rest.
 

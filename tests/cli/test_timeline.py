@@ -139,6 +139,9 @@ def test_it_says_what_would_help(tmp_path):
     even = simulate(schedules.gpipe, Plan(Placement.loop(1), 2))
     write(tmp_path / "even", even, schedule="gpipe")
     assert "nothing stands out" in run("timeline", "--what-if", tmp_path / "even").stdout
+    with Writer(tmp_path / "turns", "measured", 0) as writer:
+        writer.timeline(Header("measured", 1, 0, "1f1b", even.plan, turns=True), columns_of(even, 0))
+    assert "the ranks took turns in one process" in said(run("timeline", "--what-if", tmp_path / "turns", status=1))
     for wrong in (["--diff"], [tmp_path / "even"], ["--out", tmp_path / "x.json"]):
         assert "it is about one run" in said(run("timeline", "--what-if", tmp_path / "slow", *wrong, status=2))
 

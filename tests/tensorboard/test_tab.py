@@ -790,6 +790,8 @@ def test_a_missing_rank_and_a_clock_that_was_not_compared_are_told(tab):
     assert "rank 1 of 3 missing" in notices
     assert "the clocks of rank 2 were not compared" in notices
     assert tab.js("window.fpipe.app.sheet.layout.groups.map(group => group.number)") == [0, 1, 2]
+    tab.until("() => window.fpipe.app.capture.whatIf")
+    assert "what would help is not known: the ranks' clocks were not compared" in tab.text("#notices")
     rows = tab.table("bubbles")
     assert [row[0] for row in rows] == ["rank 0", "rank 2"]
     assert "not compared" in rows[1]

@@ -105,6 +105,15 @@ class Capture:
     def unit(self) -> str:
         return self.header.unit
 
+    @property
+    def unrelated(self) -> str:
+        """Why the times of its ranks say nothing of their waits for each other, as a sentence; "" if they do."""
+        if any(header.turns for header in self.headers.values()):
+            return "the ranks took turns in one process, so that nothing says what one waited for"
+        if not all(header.clock for header in self.headers.values()):
+            return "the ranks' clocks were not compared, so that nothing says what one waited for"
+        return ""
+
     def place(self, at: int) -> tuple[int, int]:
         """Return the rank of a span, and its row among that rank's."""
         rank = bisect_right(self.timeline.spans.first, at) - 1

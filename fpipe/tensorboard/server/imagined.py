@@ -19,6 +19,13 @@ def answer(result: WhatIf, capture: Capture) -> dict[str, Any]:
     return {"unit": capture.unit, "headline": headline, **result.as_json()}
 
 
+def unknown(capture: Capture) -> dict[str, Any]:
+    """Return the answer for a capture of which nothing can be said, with the reason."""
+    makespan, reason = capture.timeline.cost, f"what would help is not known: {capture.unrelated}"
+    times = {"makespan": makespan, "replayed": makespan, "error": 0.0}
+    return {"unit": capture.unit, "headline": "", "what_if": [], **times, "notices": [reason]}
+
+
 def imagined(capture: Capture, result: WhatIf, what: str) -> Capture:
     """Return the capture that a row of what would help names."""
     timeline = result.timeline_of(what)

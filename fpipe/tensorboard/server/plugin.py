@@ -24,7 +24,7 @@ from werkzeug.wrappers import Request, Response
 from fpipe.errors import ScheduleError
 from fpipe.tensorboard.files.captures import PLUGIN, Capture, assemble, parse_run, parse_tag
 from fpipe.tensorboard.files.columns import BadColumns
-from fpipe.tensorboard.server.imagined import answer, imagined, imagined_rank
+from fpipe.tensorboard.server.imagined import answer, imagined, imagined_rank, unknown
 from fpipe.tensorboard.server.listing import listing
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.what_if import WhatIf, what_if
@@ -146,8 +146,9 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         return query.answer(Difference(one.timeline, other.timeline).as_json())
 
     def _what_if(self, query: Query) -> Response:
-        cached = self._shown(query)
-        return query.answer(answer(cached.what_if, cached.capture))
+        shown = self._shown(query)
+        found = unknown(shown.capture) if shown.capture.unrelated else answer(shown.what_if, shown.capture)
+        return query.answer(found)
 
     def _export(self, query: Query) -> Response:
         from fpipe.tensorboard.server.exports import TYPES, MissingPackage, exported
@@ -255,7 +256,7 @@ class _Cached:
         Raises:
             NotFound: nothing that would help has this name.
         """
-        if what not in [row.what for row in self.what_if.rows]:
+        if self.capture.unrelated or what not in [row.what for row in self.what_if.rows]:
             raise NotFound("this is not among what would help")
         return imagined(self.capture, self.what_if, what)
 
