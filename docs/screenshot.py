@@ -33,7 +33,7 @@ def main() -> None:
             tab = Tab(page, board)
             (run,) = {c["run"] for c in board.json("index")["captures"] if c["kind"] == "measured"}
             tab.show(run, STEP)
-            tab.until("() => window.fpipe.app.answer")
+            tab.until("() => window.fpipe.app.answer && window.fpipe.app.capture.whatIf")
             page.screenshot(path=ROOT / "docs" / "pipeline.png")
 
 
