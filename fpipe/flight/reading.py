@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ from fpipe.flight.format import (
 
 SILENT = 15e9  # ns after which a process of another host is taken for stopped or gone; it writes every 5 s
 FORGOTTEN = 86400e9  # ns
+MOST = 1 << 20  # processes of a job
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that a terminal obeys
 
 ProcessState = Literal["runs", "stopped", "gone", "silent"]
 """silent: on another host, and it has not written for a while."""
@@ -109,38 +112,48 @@ def read(folder: Path) -> list[Rank]:
 def read_rank(path: Path) -> Rank | None:
     """Return the recording in a file; None if it is none, or is gone."""
     try:
-        content = path.read_bytes()
-        about = about_of(content)
-        return None if len(content) < BYTES else _rank(content, about)
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        if not path.is_file():  # a pipe would never end
+            return None
+        with path.open("rb") as file:
+            content = file.read(BYTES)
+        return None if len(content) < BYTES else _rank(content, about_of(content))
+    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError):
         return None
 
 
 def _rank(content: bytes, about: Mapping[str, Any]) -> Rank:
+    process, processes = int(about["process"]), int(about["processes"])
+    if not 0 <= process < processes <= MOST:
+        raise ValueError(f"there is no process {process} of {processes}")
     (seen,) = NUMBER.unpack_from(content, AT_BEAT)
     concluded, outcome, reason = OUTCOME.unpack_from(content, AT_OUTCOME)
     entries = [entry for _, entry in sorted(_entries(content), key=itemgetter(0))]
     seen = max([seen, concluded, *(max(entry.begin, entry.end or 0) for entry in entries[-1:])])
     return Rank(
-        process=int(about["process"]),
-        name=str(about["name"]),
-        processes=int(about["processes"]),
-        host=str(about["host"]),
+        process=process,
+        name=_shown(about["name"]),
+        processes=processes,
+        host=_shown(about["host"]),
         pid=int(about["pid"]),
         state=_state(about, seen),
         seen=seen,
         entries=entries,
         outcome=OUTCOMES[outcome] if concluded else "open",
         concluded=concluded,
-        reason=text_of(reason),
+        reason=_shown(text_of(reason)),
     )
+
+
+def _shown(text: object) -> str:
+    """Return a text as it may be shown on a terminal, which a damaged file must not control."""
+    return CONTROL.sub("?", str(text))
 
 
 def _entries(content: bytes) -> Iterator[tuple[int, Entry]]:
     """Yield the records with their numbers."""
     for number, begin, end, step, peer, payload in RECORD.iter_unpack(content[AT_RECORDS:BYTES]):
         if number > 0 and payload[0] < len(KINDS):
-            kind, text = KINDS[payload[0]], text_of(payload[1:])
+            kind, text = KINDS[payload[0]], _shown(text_of(payload[1:]))
             yield number, Entry(begin, end or None, step, None if peer < 0 else peer, kind, text)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from fpipe.flight import recording
 from fpipe.flight.explanation import explain
-from fpipe.flight.format import BYTES, CAPACITY, TEXT
+from fpipe.flight.format import AT_ABOUT, AT_RECORDS, BYTES, CAPACITY, TEXT
 from fpipe.flight.reading import Entry, Rank, read, read_rank
 
 ABOUT = {"process": 3, "name": "rank 1 of replica 1", "processes": 4}
@@ -90,6 +90,42 @@ def test_every_damaged_byte_of_the_header_is_survived(recorder):
         damaged.write_bytes(content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :])
         rank = read_rank(damaged)
         assert rank is None or explain([rank]).text
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        b"[" * 1500,
+        b'{"process": Infinity, "name": "a", "processes": 2, "host": "a", "pid": 1, "began": 1}',
+        b'{"process": 0, "name": "a", "processes": 1000000000000, "host": "a", "pid": 1, "began": 1}',
+        b'{"process": 2, "name": "a", "processes": 2, "host": "a", "pid": 1, "began": 1}',
+    ],
+)
+def test_a_file_that_says_nonsense_of_its_process_is_left_out(tmp_path, recorder, about):
+    content = recorder.path.read_bytes()
+    (tmp_path / "0.flight").write_bytes(
+        content[:AT_ABOUT] + about.ljust(AT_RECORDS - AT_ABOUT, b"\0") + content[AT_RECORDS:]
+    )
+    assert [rank.process for rank in read(tmp_path)] == [3]
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path, recorder):
+    os.mkfifo(tmp_path / "0.flight")
+    (tmp_path / "1.flight").symlink_to("/dev/zero")
+    assert [rank.process for rank in read(tmp_path)] == [3]
+
+
+def test_a_damaged_text_does_not_control_the_terminal(tmp_path):
+    name = "rank \x1b[31m1\x07"
+    recorder = recording.Recording(tmp_path / "000003.flight", ABOUT | {"name": name})
+    recorder.writer("effect", name)()
+    recorder.conclude("failed", f"{name}: KeyError\n    at line 3")
+    rank = read_rank(recorder.path)
+    assert (rank.name, rank.entries[0].text, rank.reason) == (
+        "rank ?[31m1?",
+        "rank ?[31m1?",
+        "rank ?[31m1?: KeyError\n    at line 3",
+    )
 
 
 def test_the_files_of_ranks_that_ended_well_are_deleted(tmp_path, monkeypatch):
