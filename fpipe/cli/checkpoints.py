@@ -39,12 +39,14 @@ def verify(
     if as_json:
         print_json({"checkpoint": str(manifest.path), "files": rows})
     else:
+        from rich.text import Text
+
         from fpipe.cli.tables import table
 
         listing = table(["file", "bytes", "state"], words=["file", "state"])
         for row in rows:
-            listing.add_row(row["name"], f"{row['bytes']}", row["state"])
-        show(listing, str(manifest.path))
+            listing.add_row(Text(row["name"]), f"{row['bytes']}", row["state"])
+        show(listing, Text(str(manifest.path)))
     if wrong := [row["name"] for row in rows if row["state"] == WORDS[False]]:
         raise CommandError(f"{manifest.path} is damaged: {', '.join(wrong)} changed since it was saved")
 
@@ -70,11 +72,13 @@ def memory(
     if not rows:
         typer.echo(f"no memory checkpoints in {shared}{f' of {folder}' if folder else ''}")
         return
+    from rich.text import Text
+
     from fpipe.cli.tables import table
 
     columns = ["user", "job", "step", "bytes", "state", "processes", "checkpoints", "folder"]
     listing = table(columns, words=[name for name in columns if name not in ("step", "bytes")])
     for row in rows:
         values = row | {"bytes": format_bytes(row["bytes"]), "processes": ", ".join(map(str, row["processes"]))}
-        listing.add_row(*("" if values[name] is None else str(values[name]) for name in columns))
-    show(listing, f"memory checkpoints in {shared}")
+        listing.add_row(*(Text("" if values[name] is None else str(values[name])) for name in columns))
+    show(listing, Text(f"memory checkpoints in {shared}"))

@@ -16,6 +16,7 @@ from fpipe.flight.reading import Entry, Rank, read
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 _SHOWN = 64  # ranks in the table
 
@@ -42,9 +43,7 @@ def explain(
     if as_json:
         print_json(_as_json(flight, ranks, explanation, last))
         return
-    from rich.text import Text
-
-    show(Text(explanation.text), _table(ranks), *(part for rank in ranks if last for part in _records(rank, last)))
+    show(_plain(explanation.text), _table(ranks), *(part for rank in ranks if last for part in _records(rank, last)))
 
 
 def _newest(folder: Path) -> tuple[Path, list[Rank]]:
@@ -102,18 +101,22 @@ def _table(ranks: list[Rank]) -> "Table":
         state = rank.state if rank.outcome == "open" else rank.outcome
         entry = rank.entries[-1] if rank.entries else None
         step = "" if entry is None else str(entry.step)
-        rows.add_row(str(rank.process), step, rank.name, state, "" if entry is None else _text(entry))
+        rows.add_row(str(rank.process), step, _plain(rank.name), state, "" if entry is None else _text(entry))
     return rows
 
 
-def _text(entry: Entry) -> str:
-    from rich.markup import escape
-
-    texts = {"step": "the step begins", "end": "the step has ended"}
-    return escape(texts.get(entry.kind, entry.text))
+def _text(entry: Entry) -> "Text":
+    return _plain({"step": "the step begins", "end": "the step has ended"}.get(entry.kind, entry.text))
 
 
-def _records(rank: Rank, last: int) -> "tuple[str, Table]":
+def _plain(text: str) -> "Text":
+    """Return a text that is shown as it is: in a str, brackets are markup."""
+    from rich.text import Text
+
+    return Text(text)
+
+
+def _records(rank: Rank, last: int) -> "tuple[Text, Table]":
     from fpipe.cli.tables import table
 
     rows = table(["time", "ms"], ["record"])
@@ -121,4 +124,4 @@ def _records(rank: Rank, last: int) -> "tuple[str, Table]":
         clock = time.strftime("%H:%M:%S", time.localtime(entry.begin // 10**9)) + f".{entry.begin // 10**3 % 10**6:06}"
         waited = "" if entry.end is None else f"{(entry.end - entry.begin) / 1e6:.3f}"
         rows.add_row(clock, waited, _text(entry))
-    return rank.name, rows
+    return _plain(rank.name), rows

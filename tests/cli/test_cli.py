@@ -25,6 +25,7 @@ from fpipe.cli import app
 from fpipe.cli.tables import gantt
 from fpipe.flight import recording
 from fpipe.flight.format import FOLDER
+from fpipe.interop.checkpoints.slots import Slot
 from fpipe.programs.footprint import footprint
 from fpipe.programs.verifier import verify
 from fpipe.schedules.catalogue import CATALOGUE, shares
@@ -780,6 +781,25 @@ def test_explain_names_the_rank_that_others_wait_for(tmp_path):
     assert "Rank 0 has waited since" in shown
     assert "there is no flight in" in run("explain", tmp_path, status=1).stderr
     assert told("explain", found["flight"])["flight"] == found["flight"]
+
+
+def test_names_with_brackets_are_shown_as_they_are(tmp_path):
+    """rich takes brackets for markup."""
+    (tmp_path / "flight").mkdir()
+    about = {"process": 0, "name": "rank [/b]", "processes": 1}
+    recording.Recording(tmp_path / "flight" / "000000.flight", about).writer("effect", "Forward[/b]")()
+    shown = run("explain", tmp_path / "flight", "--last", 1).stdout
+    assert shown.count("rank [/b]") == 2
+    assert shown.count("Forward[/b]") == 3
+
+    folder = tmp_path / "shm" / "fpipe-0" / "run"
+    folder.mkdir(parents=True)
+    slot = Slot(folder / "000000.0", 0)
+    slot.lay_out(json.dumps({"checkpoints": "runs[lr=0.1]", "job": "[/b]"}).encode(), 16, 0)
+    slot.commit(1, 3, b"{}", 0)
+    listed = run("checkpoint", "memory", "--shared", tmp_path / "shm").stdout
+    assert " runs[lr=0.1] " in listed
+    assert " [/b] " in listed
 
 
 def test_env_describes_the_machine(monkeypatch):
