@@ -12,11 +12,9 @@ from fpipe.interop.checkpoints.slots import (
     Lock,
     files_of,
     folder_of,
-    generations_of,
     lock_of,
     part_of,
     stored_in,
-    unfinished_of,
 )
 
 
@@ -59,9 +57,8 @@ class Leftover:
         try:
             if not all(lock.take() for lock in locks):
                 return False
-            for part in _parts(self.folder):
-                for path in (*generations_of(self.folder, part), unfinished_of(self.folder, part)):
-                    path.unlink(missing_ok=True)
+            for path in files_of(self.folder):
+                path.unlink(missing_ok=True)
         finally:
             for lock in locks:
                 lock.remove()
@@ -78,6 +75,8 @@ def leftovers(shared: Path, checkpoints: Path | None = None) -> Iterator[Leftove
         checkpoints: only those that belong to the checkpoints on disk in this folder.
     """
     for folder in sorted(shared.glob("fpipe-*/*")):
+        if not folder.is_dir() or folder.is_symlink() or folder.parent.is_symlink():  # to another user's
+            continue
         if checkpoints is None or folder.name == folder_of(shared, checkpoints).name:
             with suppress(PermissionError, FileNotFoundError):  # another user's; removed meanwhile
                 yield Leftover.of(folder)

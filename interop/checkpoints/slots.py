@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -40,6 +41,7 @@ GENERATIONS = 3  # files of a process, at most
 NAMED = re.compile(r"(\d{6})\.(?:[012]|unfinished)")
 LOCKING = 1.0  # seconds within which a process that has ended gives up its locks
 MODE, FOLDER_MODE = 0o600, 0o700
+ASIDE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # flags to read what may be another user's: no pipe is waited for
 
 
 def folder_of(shared: Path, checkpoints: Path) -> Path:
@@ -123,7 +125,7 @@ class Lock:
     def owner(path: Path) -> int | None:
         """Return the number of the process that has a lock, or 0 for one of another container; None if none has."""
         try:
-            with path.open("rb") as file:
+            with os.fdopen(os.open(path, ASIDE), "rb") as file:
                 asked = struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
                 kind, *_, owner = struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
         except FileNotFoundError:
@@ -163,7 +165,7 @@ class Stored:
     def read(cls, path: Path) -> Stored | None:
         """Return the step that a file holds; None if it holds none."""
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            file = os.open(path, ASIDE)
             try:
                 content = memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_COPY))
             finally:
@@ -178,8 +180,9 @@ class Stored:
                 return None
             place = np.frombuffer(content, np.uint8, size, at)
             whole = np.frombuffer(content, np.uint8, at + size)
-            return cls(path, attempt, step, json.loads(texts[0]), json.loads(texts[1]), place, tensors, whole)
-        except (OSError, ValueError, struct.error):
+            of, plain = json.loads(texts[0]), json.loads(texts[1])
+            return cls(path, attempt, step, dict(of), dict(plain), place, tensors, whole)
+        except (OSError, ValueError, TypeError, struct.error):
             return None
 
     @cached_property
@@ -252,7 +255,16 @@ def stored_in(folder: Path) -> Iterator[Stored]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if NAMED.fullmatch(path.name)) if folder.is_dir() else []
+    """Return the files of all processes in a folder, and nothing else that has such a name."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if NAMED.fullmatch(path.name) and _is_file(path))
+
+
+def _is_file(path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return S_ISREG(path.lstat().st_mode)
+    return False
 
 
 class Slot:
