@@ -185,13 +185,15 @@ def two_jobs(rank, folder, names):
 
 
 def killed(rank, folder, at, apart=False):
-    """Train; rank 1 is killed within some milliseconds after a step has begun."""
+    """Train; rank 1 is killed within some milliseconds after a step has begun: this one, or the first after it."""
+    run, *rest = joined(rank, folder, apart, True)
+    at = max(at, run.step)
 
     def killing(i):
         if i == at and rank == 1:
             threading.Timer(random.uniform(0, 0.01), os.kill, (os.getpid(), signal.SIGKILL)).start()
 
-    run_jobs.train(*joined(rank, folder, apart, True), killing, total=10**9)
+    run_jobs.train(run, *rest, killing, total=10**9)
 
 
 def main(folder):
