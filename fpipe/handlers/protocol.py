@@ -371,7 +371,7 @@ class Departure:
         is_alone: this process plays all ranks.
         is_requested: by this process.
         is_asked: a rank of this handler had requested it when the last step began; the same on all of them.
-        is_shared: other processes compute stages together with this one.
+        is_shared: other processes compute stages together with this one, in a step of this loop.
         is_passed: a handler of those processes, or this one, was asked before this step.
         is_known: all ranks of all these handlers leave.
     """
@@ -382,6 +382,10 @@ class Departure:
     is_shared: bool = False
     is_passed: bool = False
     is_known: bool = False
+
+    def begin(self) -> None:
+        """Begin a loop of steps, which tell anew whether other processes compute stages together with this one."""
+        self.is_shared = False
 
     def ask(self) -> None:
         """Ask all ranks to leave: they learn it as the next step begins."""

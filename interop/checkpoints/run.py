@@ -65,6 +65,7 @@ class Run:
                 self.step += 1
             return
         departure = self.checkpoints.handler.departure
+        departure.begin()
         with _on_sigterm(departure.ask):
             while self.step < total:
                 yield self.step

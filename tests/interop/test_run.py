@@ -133,6 +133,12 @@ def test_all_processes_of_a_mesh_save_the_same_step(pools, tmp_path, shape, guil
     assert names(tmp_path) == ["000001-step-5", "000002-step-9"]
 
 
+def test_a_run_without_tensor_parallelism_leaves_though_the_one_before_had_some(pools, tmp_path):
+    """Its ranks leave by themselves: the other pipeline has nothing to do with it, and goes on."""
+    outcomes = pools(4).run(run_jobs.asked_after_a_mesh, str(tmp_path))
+    assert outcomes == [(143, 5), (None, run_jobs.TOTAL)] * 2
+
+
 def test_all_ranks_save_after_a_step_that_fails_and_is_left_out(pools, tmp_path):
     assert pools(2).run(run_jobs.asked_while_a_step_fails, str(tmp_path), 7) == [(143, 8)] * 2
     assert names(tmp_path) == ["000001-step-8"]

@@ -79,6 +79,14 @@ def asked_of_a_mesh(rank, folder, shape, guilty, at):
     return left(rank, guilty, at, *sharded(folder, mesh, own))
 
 
+def asked_after_a_mesh(rank, folder):
+    """As `asked`, by a handler that has trained stages with tensor parallelism before; this run has none."""
+    mesh = mesh_of(2, 2, names=("pp", "tp"))
+    handler = handlers.Distributed(mesh["pp"], timeout=20)
+    train(*sharded(f"{folder}/first", mesh, handler), total=2)
+    return left(rank, [2], 4, *begin(f"{folder}/{mesh['tp'].get_local_rank()}", handler))
+
+
 def asked(rank, folder, guilty, at):
     """Train on this rank; a guilty one gets SIGTERM in a step. The status with which it leaves, and its step."""
     return left(rank, guilty, at, *begin(folder, handlers.Distributed(timeout=20)))
