@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fpipe.profiling.profiler import profile as profile
     from fpipe.profiling.recording import Recording as Recording
     from fpipe.programs.footprint import footprint as footprint
+    from fpipe.programs.generation import autoregressive as autoregressive
     from fpipe.programs.lowering import lower as lower
     from fpipe.programs.program import Program as Program
     from fpipe.programs.residence import Residence as Residence

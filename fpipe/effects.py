@@ -109,7 +109,24 @@ class Partials:
     rank: int
 
 
-Value = Activation | Gradient | WeightGradient
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """The output of a stage for one token of each prompt of a microbatch; token 0 is computed from whole prompts."""
+
+    stage: int
+    microbatch: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The tokens that the last stage has chosen, one for each prompt of a microbatch: number `token` of the program."""
+
+    microbatch: int
+    token: int
+
+
+Value = Activation | Gradient | WeightGradient | Hidden | Token
 Name = Value | Residuals | Deferred | Carry | CarryGradient | Parameters | Partials
 
 
@@ -220,7 +237,27 @@ class Update:
     stage: int
 
 
-Effect = Compute | Overlap | Send | Recv | Reduce | Gather | Release | Scatter | Update
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Run the stage on the prompts of a microbatch, and fill its cache; the last stage chooses token 0."""
+
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Run the stage on the last token of each prompt of a microbatch; the last stage chooses number `token`.
+
+    Token 0 is chosen after the tokens that the batch has, and every other after the one before it.
+    """
+
+    stage: int
+    microbatch: int
+    token: int
+
+
+Effect = Compute | Overlap | Send | Recv | Reduce | Gather | Release | Scatter | Update | Prefill | Decode
 
 
 def parts(effect: Effect) -> tuple[Effect, ...]:

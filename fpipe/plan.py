@@ -218,6 +218,8 @@ class Plan:
         microbatches: their number; copies of a stage run equal consecutive blocks of them.
         edges: the DAG, a chain by default; `Pipeline.plan` fills it in.
         ties: groups of stages that share a parameter, e.g. `((0, 3),)`; filled in likewise.
+        tokens: the tokens that a program generates for each prompt, a microbatch being some prompts; `generate` fills
+            it in.
         replicas: copies of the whole pipeline, which all run the same programs, each on its own microbatches: data
             parallelism. The plan is that of one replica.
         gathered: the stages whose parameters are whole only from a `Gather` to a `Release`; lowering fills it in.
@@ -250,13 +252,15 @@ class Plan:
     cotangents: Cotangents = "by_consumer"
     trained: Collection[int] | None = None
     slices: int = 1
+    tokens: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.placement, Placement):
             raise ScheduleError(
                 f"placement must be a Placement, such as Placement.loop(ranks=2), not {self.placement!r}"
             )
-        _positive(microbatches=self.microbatches, replicas=self.replicas, slices=self.slices)
+        counts = {"replicas": self.replicas, "slices": self.slices, "tokens": self.tokens}
+        _positive(microbatches=self.microbatches, **counts)
         if not self.edges.reads:
             object.__setattr__(self, "edges", Edges.chain(self.stages))
         if len(self.edges.reads) != self.stages:
@@ -313,8 +317,8 @@ class Plan:
 
     @cached_property
     def limits(self) -> dict[str, int]:
-        """The number of stages, microbatches, slices or ranks, by the name that effects and values have for one."""
-        counts = {"microbatch": self.microbatches, "slice": self.slices, "rank": self.ranks}
+        """The number of stages, microbatches, slices, tokens or ranks, by the name that effects have for one."""
+        counts = {"microbatch": self.microbatches, "slice": self.slices, "token": self.tokens, "rank": self.ranks}
         return {"stage": self.stages, "consumer": self.stages, **counts}
 
     def stages_on(self, rank: int) -> tuple[int, ...]:

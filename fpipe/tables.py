@@ -21,19 +21,23 @@ from fpipe.effects import (
     Carry,
     CarryGradient,
     Compute,
+    Decode,
     Deferred,
     Forward,
     Gather,
     Gradient,
+    Hidden,
     Overlap,
     Parameters,
     Partials,
+    Prefill,
     Recv,
     Reduce,
     Release,
     Residuals,
     Scatter,
     Send,
+    Token,
     Update,
     WeightGradient,
     parts,
@@ -46,6 +50,7 @@ BACKWARD = INPUT | WEIGHT
 # The colours are Okabe and Ito's, which the colour-blind can distinguish; black text is legible on each.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, GREY = "#56b4e9", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#9e9e9e"
 YELLOW = "#f0e442"
+DEEP_BLUE, PALE_GREEN = "#2684bd", "#7fcfb9"  # their second blue and their green, lighter
 LANES = ("gather", "scatter")
 """Tracks on which effects run beside the rank's compute, one after another; what needs their values waits for them."""
 TRACKS = ("compute", "send", "receive", *LANES, "host")
@@ -59,9 +64,13 @@ class Topology(Protocol):
     @property
     def ranks(self) -> int: ...
     @property
+    def stages(self) -> int: ...
+    @property
     def replicas(self) -> int: ...
     @property
     def slices(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
     @property
     def gathered(self) -> Collection[int]: ...
     @property
@@ -159,6 +168,7 @@ class Row(NamedTuple):
         work: the bits of `FORWARD | INPUT | WEIGHT` that it does for its stage and microbatch.
         track: its lane in a timeline: "compute", "send", "receive", "host"; or one of `LANES`, "gather" and "scatter":
             it then occupies this lane, and not the rank.
+        ordered: whether a stage runs it in microbatch order, as one microbatch passes its state to the next.
         letter, label, colour: its letter in drawings, its name in legends, and its colour ("#rrggbb").
     """
 
@@ -168,6 +178,7 @@ class Row(NamedTuple):
     where: Callable[[Any, Topology], tuple[int, ...]] = home
     time: Callable[[Any, Prices], float] = _extra_time
     work: int = 0
+    ordered: bool = True
     track: str = "compute"
     letter: str = "?"
     label: str = "effect"
@@ -217,8 +228,8 @@ class Table:
     """The two tables: effect class -> `Row`, value class -> `ValueRow`.
 
     >>> sorted(kind.__name__ for kind in TABLE.effects)
-    ['Backward', 'BackwardInput', 'BackwardWeight', 'Forward', 'Gather', 'Overlap', 'Recv', 'Reduce', 'Release', \
-'Scatter', 'Send', 'Update']
+    ['Backward', 'BackwardInput', 'BackwardWeight', 'Decode', 'Forward', 'Gather', 'Overlap', 'Prefill', 'Recv', \
+'Reduce', 'Release', 'Scatter', 'Send', 'Update']
     """
 
     effects: Mapping[type, Row]
@@ -443,6 +454,23 @@ def _inputs_and_deferred(e: Compute, plan: Topology) -> Names:
     return _input_gradients(e, plan) + (_deferred(e, plan) if plan.is_trained(e.stage) else ())
 
 
+@uniform
+def _hidden(e: Prefill | Decode, plan: Topology) -> Names:
+    """Of stages that the stage reads; the first stage of a token reads the one before it, number 0 the batch."""
+    token = getattr(e, "token", 0)
+    sources = plan.sources(e.stage)
+    fed = (Token(e.microbatch, token - 1),) if token and not sources else ()
+    return (*(Hidden(s, e.microbatch, token) for s in sources), *fed)
+
+
+@uniform
+def _next_hidden(e: Prefill | Decode, plan: Topology) -> Names:
+    token = getattr(e, "token", 0)
+    if plan.consumers(e.stage):
+        return (Hidden(e.stage, e.microbatch, token),)
+    return (Token(e.microbatch, token),) if token + 1 < plan.tokens else ()
+
+
 def _value(e: Send | Recv, plan: Topology) -> Names:
     return (e.value,)
 
@@ -489,7 +517,7 @@ def _free(*args: Any) -> float:
 
 
 @uniform
-def _activation_bytes(v: Activation, costs: Prices, plan: Topology | None, rank: int) -> float:
+def _activation_bytes(v: Activation | Hidden, costs: Prices, plan: Topology | None, rank: int) -> float:
     if plan is None or rank == plan.rank_of(v.stage, v.microbatch):
         return costs.at("activation", v)
     return _read(v, costs, plan, rank)
@@ -514,7 +542,7 @@ def _is_sent(v: Gradient, plan: Topology) -> bool:
     return v.consumer in plan.terms(v.stage, v.microbatch)
 
 
-def _read(v: Activation | Gradient, costs: Prices, plan: Topology, rank: int) -> float:
+def _read(v: Activation | Hidden | Gradient, costs: Prices, plan: Topology, rank: int) -> float:
     """Return the bytes of a stage's output that the stages of another rank read; their gradients have the same size."""
     m = v.microbatch
     return max(costs.read(v.stage, c, m) for c in plan.consumers(v.stage) if plan.rank_of(c, m) == rank)
@@ -524,13 +552,27 @@ def _read(v: Activation | Gradient, costs: Prices, plan: Topology, rank: int) ->
 
 
 @uniform
-def _activation_producer(v: Activation, plan: Topology) -> int:
+def _activation_producer(v: Activation | Hidden, plan: Topology) -> int:
     return plan.rank_of(v.stage, v.microbatch)
 
 
 @uniform
-def _activation_readers(v: Activation, plan: Topology) -> list[int]:
+def _activation_readers(v: Activation | Hidden, plan: Topology) -> list[int]:
     return [plan.rank_of(consumer, v.microbatch) for consumer in plan.consumers(v.stage)]
+
+
+@uniform
+def _token_producer(v: Token, plan: Topology) -> int:
+    return plan.rank_of(plan.stages - 1, v.microbatch)
+
+
+@uniform
+def _token_readers(v: Token, plan: Topology) -> list[int]:
+    return [plan.rank_of(stage, v.microbatch) for stage in range(plan.stages) if not plan.sources(stage)]
+
+
+def _is_fed(v: Token, plan: Topology) -> bool:
+    return v.token + 1 < plan.tokens
 
 
 @uniform
@@ -578,6 +620,24 @@ TABLE = Table(
             (_cotangents_and_parameters, _both_gradients, _cotangents),
             *("backward", INPUT | WEIGHT, "B", "backward", VERMILION),
         ),
+        Prefill: Row(
+            *(_hidden, _next_hidden),
+            time=_cost("forward"),
+            work=FORWARD,
+            ordered=False,
+            letter="P",
+            label="prefill",
+            colour=PALE_GREEN,
+        ),
+        Decode: Row(
+            *(_hidden, _next_hidden),
+            time=_cost("forward"),
+            work=FORWARD,
+            ordered=False,
+            letter="D",
+            label="decode",
+            colour=DEEP_BLUE,
+        ),
         # An overlap needs, gives and frees the names of its two parts.
         Overlap: Row(time=_cost("overlap"), letter="&", label="overlap", colour=PURPLE),
         Send: Row(needs=_value, time=_free, track="send", letter="S", label="send"),
@@ -616,6 +676,8 @@ TABLE = Table(
             backward=True,
             exists=_has_edge,
         ),
+        Hidden: ValueRow(_activation_producer, _activation_readers, _activation_bytes, "hidden state", BLUE),
+        Token: ValueRow(_token_producer, _token_readers, _free, "token", ORANGE, exists=_is_fed),
         # A sum lives for the whole step.
         WeightGradient: ValueRow(
             *(_sum_producer, _sum_readers, _free), "weight gradient", GREEN, sums=True, backward=True, exists=_has_copy

@@ -281,7 +281,7 @@ SURFACE = {
         Batch Costs Edges Link LiveBytes LossScale Measurement Microbatches NonFiniteError Output Pipeline Placement
         Plan Precision Program Recording Report Residence ScheduleError Stage StageError Timeline TransportError
         WhatIf
-        by_length
+        autoregressive by_length
         clip_by_global_norm constrain draw effects evaluate footprint gather global_norm handlers interop lower pack
         parallel
         peak_bytes

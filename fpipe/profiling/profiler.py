@@ -501,7 +501,7 @@ class _Profiler(Observer):
         sizes: dict[tuple[fx.Name, ...], float] = defaultdict(float)
         for every, size in self.storages.shared():
             for t in range(self.plan.slices):
-                names = tuple(name for name in every if slice_of(name) == t)
+                names: Any = tuple(name for name in every if slice_of(name) == t)
                 stage = names[0].stage if names else 0
                 if len(names) > 1 and {*names} != {fx.Residuals(stage, 0, t), fx.Deferred(stage, 0, t)}:
                     sizes[tuple(map(of_first, names))] += size / self.plan.slices

@@ -142,7 +142,9 @@ def _most_effects(rank: int, plan: Plan, table: Table) -> int:
         neighbours = len(plan.sources(stage)) + len(plan.consumers(stage))
         # A forward and two halves of a backward, each between a gather and a release; an activation and a gradient by
         # each edge. Then the sums of gradients from and to each sharer, a scatter, a reduce and an update.
-        total += runs * (3 * 3 + 2 * neighbours)
+        # Each token goes on to the first stage.
+        neighbours += plan.tokens > 1
+        total += runs * plan.tokens * (3 * 3 + 2 * neighbours)
         total += 2 * len(plan.sharers(stage)) + 3
         if table is not TABLE:
             total += runs * 3 * OWN_EFFECTS

@@ -2,13 +2,14 @@
 
 The rules, in the order of the checks; the first broken rule is the error:
 
-1. The stages, microbatches, slices, ranks and values of effects are in the plan. Every stage runs each microbatch, or
-   each slice of one, forward once, on the rank `plan.rank_of`, and backward once, fused or in two halves, with the
-   halves that the stage has: weight gradients if it is trained, input gradients if a stage before it is. Or no stage
-   runs backward.
+1. The stages, microbatches, slices, tokens, ranks and values of effects are in the plan. Every stage runs each
+   microbatch, or each slice of one, or each token of its prompts, forward once, on the rank `plan.rank_of`, and
+   backward once, fused or in two halves, with the halves that the stage has: weight gradients if it is trained, input
+   gradients if a stage before it is. Or no stage runs backward.
 2. Per stage and copy, forwards and weight gradients run in microbatch order; the slices of a microbatch forward from
    the first to the last, and backward, in either half, from the last to the first. The parts of an overlap are
-   independent.
+   independent. Forwards of tokens run in any order, since each microbatch has a cache of its own and waits for its last
+   token.
 3. Every trained stage is reduced once on each of its ranks. Sums are reduced and sent only when they are final: with
    replicas, once they are scattered, after the stage's last weight gradient. Where the parameters of stages are
    gathered, every effect that needs them comes between a `Gather` and a `Release`, and none is whole at the end. A
@@ -224,9 +225,9 @@ class _RankRules:
         self.last_halves = {stage: last_half(stage, self.plan) if backward else 0 for stage in stages}
         self.trained = [stage for stage in stages if self.halves[stage] & WEIGHT]
         self.microbatches = {stage: self.plan.microbatches_of(stage, self.rank) for stage in stages}
-        self.slices = self.plan.slices
-        # By the number of the slice, counted over all microbatches.
-        self.done = {stage: bytearray(self.plan.microbatches * self.slices) for stage in self.microbatches}
+        self.slices, self.tokens = self.plan.slices, self.plan.tokens
+        # By the number of the slice, or of the token, counted over all microbatches.
+        self.done = {stage: bytearray(self.plan.microbatches * self.slices * self.tokens) for stage in stages}
         self.last = {(stage, work): -1 for stage in self.microbatches for work in (FORWARD, WEIGHT)}
         counts = {stage: len(run) * self.slices for stage, run in self.microbatches.items()}
         self.left = {stage: count if stage in self.trained else 0 for stage, count in counts.items()}
@@ -320,7 +321,7 @@ class _RankRules:
             raise self.wrong(e, f"rank {self.plan.rank_of(stage, m)} runs that microbatch of that stage")
         if work & BACKWARD & ~self.halves[stage]:
             raise self.wrong(e, self.lacking(e, work & BACKWARD & ~self.halves[stage]))
-        done, at = self.done[stage], m * self.slices + slice_of(e)
+        done, at = self.done[stage], (m * self.slices + slice_of(e)) * self.tokens + getattr(e, "token", 0)
         if done[at] & work:
             raise self.wrong(e, "it has run: a microbatch goes forward once, and backward once, fused or in two halves")
         done[at] |= work
@@ -357,7 +358,7 @@ class _RankRules:
 
     def in_order(self, e: Any, work: int) -> None:
         last, self.last[e.stage, work] = self.last[e.stage, work], e.microbatch
-        if e.microbatch < last and self.ordered:
+        if e.microbatch < last and self.ordered and self.table.effects[type(e)].ordered:
             kind = "forwards" if work == FORWARD else "weight gradients"
             raise self.wrong(
                 e,
@@ -410,11 +411,11 @@ class _RankRules:
     def end(self) -> None:
         for stage, microbatches in self.microbatches.items():
             done, full = self.done[stage], FORWARD | self.halves[stage]
-            if done.count(full) == len(microbatches) * self.slices:
+            if done.count(full) == len(microbatches) * self.slices * self.tokens:
                 continue
-            for m, t in self.plan.forward_order(stage, self.rank):
-                if missing := full & ~done[m * self.slices + t]:
-                    raise ScheduleError(self.never(missing, stage, m, t))
+            for (m, t), token in product(self.plan.forward_order(stage, self.rank), range(self.tokens)):
+                if missing := full & ~done[(m * self.slices + t) * self.tokens + token]:
+                    raise ScheduleError(self.never(missing, stage, m, t, token))
         if self.early:
             raise self.early[0]
         for stage in sorted(self.resident):
@@ -437,10 +438,12 @@ class _RankRules:
                     f"rank {self.rank} never yields Update(stage={stage}): a schedule yields every Update, or none"
                 )
 
-    def never(self, missing: int, stage: int, m: int, t: int) -> str:
-        """Return why a program is not complete: the work of a slice, or of a whole microbatch, that it lacks."""
-        kind = "Forward" if missing & FORWARD else MISSING[missing]
+    def never(self, missing: int, stage: int, m: int, t: int, token: int) -> str:
+        """Return why a program is not complete: the work of a slice, a token or a microbatch that it lacks."""
+        kind = self.forwards() if missing & FORWARD else MISSING[missing]
         text = f"rank {self.rank} never yields {kind} of stage {stage}, microbatch {m}"
+        if self.tokens > 1:
+            return f"{text}, token {token}"
         if self.slices == 1:
             return text
         return f"{text}, slice {t}{self.hint}"
@@ -451,6 +454,11 @@ class _RankRules:
         if any(slice_of(part) for effect in self.program for part in parts(effect)):
             return ""
         return ". The schedule has no slices: take one that has, such as schedules.seq_1f1b, or a plan without slices"
+
+    def forwards(self) -> str:
+        """Return the names of the effects that run this program's stages forward."""
+        kinds = {type(part) for effect in self.program for part in parts(effect)}
+        return " or ".join(sorted(k.__name__ for k in kinds if self.table.effects[k].work == FORWARD)) or "Forward"
 
     def wrong(self, e: Any, why: str) -> ScheduleError:
         return refused(self.rank, e, why)
@@ -467,6 +475,7 @@ Due = dict[Edge, dict[int, Collection[int]]]
 
 def _due(programs: Programs, backward: bool, interning: Interning) -> Due:
     plan, block, due = interning.plan, interning.block, Due()
+    given = _kinds_given(programs, interning.table)
 
     def add(value: Any, count: int) -> None:
         first, source = interning.id(value), interning.table.producer(value, plan)
@@ -478,19 +487,31 @@ def _due(programs: Programs, backward: bool, interning: Interning) -> Due:
 
     for stage in range(plan.stages):
         for m, t in product(range(0, plan.microbatches, block), range(plan.slices)):
-            add(Activation(stage, m, t), block)
+            if Activation in given:
+                add(Activation(stage, m, t), block)
             for consumer in plan.consumers(stage) if backward and plan.is_differentiated(stage) else ():
                 add(Gradient(stage, consumer, m, t), block)
         for rank in plan.ranks_of(stage) if backward and plan.is_trained(stage) else ():
             add(WeightGradient(stage, rank), 1)
-    for value in _user_values(programs, interning.table):
+    for value in _values_given(programs, given - {Activation, Gradient, WeightGradient}, interning.table):
         add(value, 1)
     return due
 
 
-def _user_values(programs: Programs, table: Table) -> Iterator[Value]:
-    """Yield the values of user-defined kinds that effects give."""
-    kinds = {kind for kind in table.values if kind not in TABLE.values}
+def _kinds_given(programs: Programs, table: Table) -> set[type]:
+    """Return the kinds of values that leave their ranks, among those that effects give."""
+    some: dict[tuple[type, int | None], Any] = {}
+    for program in programs.values():
+        for effect in program:
+            for part in parts(effect) if type(effect) is not Recv else ():
+                some.setdefault((type(part), getattr(part, "stage", None)), part)
+    kinds = {type(v) for effect in some.values() for v in table.gives(effect, plan_of(programs))}
+    kinds |= {kind for kind in table.values if kind not in TABLE.values}  # their rows may give more to some effects
+    return {kind for kind in kinds if table.values[kind].producer is not None}
+
+
+def _values_given(programs: Programs, kinds: set[type], table: Table) -> Iterator[Value]:
+    """Yield the values of some kinds that effects give."""
     for program in programs.values() if kinds else ():
         for effect in program:
             if not isinstance(effect, Recv):

@@ -19,7 +19,8 @@ from fpipe.tables import TABLE, Row, Table, ValueRow, fields_of
 COLUMNS = ("stage", "microbatch", "other", "second", "peer")
 """The columns of an effect's numbers. `peer` is the rank of a send or receive; further numbers use the free columns."""
 
-LIMITS = {"stage": "stages", "consumer": "stages", "microbatch": "microbatches", "slice": "slices", "rank": "ranks"}
+LIMITS = {"stage": "stages", "consumer": "stages", "microbatch": "microbatches", "slice": "slices"}
+LIMITS |= {"token": "tokens", "rank": "ranks"}
 """Field -> the attribute of `Plan` that its numbers must be less than."""
 
 _MAX_CHARACTERS = 64  # of a name, a label or a letter

@@ -1,0 +1,136 @@
+"""Programs that generate tokens: drawn, by their closed form, under every transport, and broken by hand."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe import Costs, Edges, Placement, Plan, ScheduleError, autoregressive
+from fpipe.effects import Decode, Forward, Hidden, Prefill, Recv, Send, Token
+from fpipe.programs.program import plan_of
+from fpipe.programs.transports import TRANSPORTS
+from fpipe.programs.verifier import check
+from tests.support.combinations import examples
+
+PLAN = Plan(Placement.loop(2), 2, tokens=3)
+PLACEMENTS = [Placement.loop(1, 2), Placement.loop(2), Placement.loop(2, 2), Placement.v(2), Placement.loop(4)]
+
+
+def test_the_first_rank_takes_a_token_when_it_arrives():
+    drawn = fpipe.draw(autoregressive, Plan(Placement.loop(3), 4, tokens=3))
+    assert drawn.splitlines() == [
+        "rank 0  P0 P1 P2 P3 D0 D1 D2 D3 D0 D1 D2 D3",
+        "rank 1  .  P0 P1 P2 P3 D0 D1 D2 D3 D0 D1 D2 D3",
+        "rank 2  .  .  P0 P1 P2 P3 D0 D1 D2 D3 D0 D1 D2 D3",
+    ]
+    drawn = fpipe.draw(partial(autoregressive, prompts=False), Plan(Placement.loop(3), 2, tokens=2))
+    assert drawn.splitlines() == [
+        "rank 0  D0 D1 .  D0 D1",
+        "rank 1  .  D0 D1 .  D0 D1",
+        "rank 2  .  .  D0 D1 .  D0 D1",
+    ]
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(ranks=st.integers(1, 6), microbatches=st.integers(1, 8), tokens=st.integers(1, 5))
+def test_all_ranks_are_at_work_where_there_are_as_many_microbatches(ranks, microbatches, tokens):
+    timeline = fpipe.simulate(
+        autoregressive, Plan(Placement.loop(ranks), microbatches, tokens=tokens), Costs(forward=2)
+    )
+    assert timeline.makespan == 2 * ((tokens - 1) * max(ranks, microbatches) + microbatches + ranks - 1)
+    assert set(timeline.busy) == {2 * tokens * microbatches}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_programs_are_right_under_every_transport(placement, transport):
+    for microbatches, tokens, prompts in [(1, 1, True), (3, 4, True), (5, 2, False)]:
+        plan = Plan(placement, microbatches, tokens=tokens)
+        fpipe.verify(partial(autoregressive, prompts=prompts), plan, transport=transport)
+
+
+def test_skips_go_to_each_reader_for_each_token():
+    plan = Plan(Placement.loop(3), 2, Edges([(), (0,), (0, 1)]), tokens=3)
+    report = fpipe.verify(autoregressive, plan, costs=Costs(activation=[8, 4, 2]))
+    assert report.messages == {(0, 1): 6, (0, 2): 6, (1, 2): 6, (2, 0): 4}
+    assert report.bytes == {(0, 1): 48, (0, 2): 48, (1, 2): 24, (2, 0): 0}
+
+
+def test_tokens_go_from_the_last_rank_to_the_first():
+    programs = fpipe.lower(autoregressive, PLAN)
+    sent = [e.value for e in programs[1] if isinstance(e, Send)]
+    assert sent == [Token(m, token) for token in range(2) for m in range(2)]
+    first_use = programs[0].effects.index(Decode(0, 1, 2))
+    assert Recv(Token(1, 1), 1) in programs[0].effects[:first_use]
+
+
+def changed(effects, at, change):
+    """A program with an effect left out or doubled, or swapped with the next one."""
+    chosen = effects[at : at + 2]
+    ways = {"left out": chosen[1:], "doubled": [chosen[0], *chosen], "swapped": chosen[::-1]}
+    return (*effects[:at], *ways[change], *effects[at + 2 :])
+
+
+def is_right(programs):
+    try:
+        check(programs)
+    except ScheduleError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("change", ["left out", "doubled", "swapped"])
+def test_every_wrong_program_is_refused(change):
+    programs, right = fpipe.lower(autoregressive, PLAN), []
+    for rank, program in programs.items():
+        for at in range(len(program) - (change == "swapped")):
+            other = replace(program, effects=changed(program.effects, at, change))
+            right.append(is_right({**programs, rank: other}))
+    assert not all(right)
+    assert any(right) == (change == "swapped")  # neighbours that are independent
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (Decode(0, 0, 3), "there are stages 0 to 1 and microbatches 0 to 1 and tokens 0 to 2"),
+        (Decode(0, 0, 2), "it has run"),
+        (Decode(1, 0, 2), "rank 1 runs that microbatch of that stage"),
+        (Forward(0, 0), "it has run"),
+        (Send(Token(0, 2), 1), "the plan has no such value"),
+        (Send(Hidden(0, 0, 0), 1), "never yields Send"),
+    ],
+    ids=repr,
+)
+def test_what_does_not_belong_there_is_named(extra, message):
+    def schedule(rank, plan):
+        yield from autoregressive(rank, plan)
+        if rank == 0:
+            yield extra
+
+    with pytest.raises(ScheduleError, match=message):
+        fpipe.verify(schedule, PLAN)
+
+
+def test_a_stage_without_a_token_is_named():
+    def schedule(rank, plan):
+        yield from (e for e in autoregressive(rank, plan) if e not in (Decode(1, 0, 2), Prefill(1, 1)))
+
+    with pytest.raises(ScheduleError, match="rank 1 never yields Decode or Prefill of stage 1, microbatch 0, token 2"):
+        fpipe.verify(schedule, PLAN)
+
+
+def test_tokens_out_of_order_are_a_cycle_of_waits():
+    with pytest.raises(ScheduleError, match=r"rank 0 waits at Decode\(stage=0, microbatch=1, token=2\) for Token"):
+        fpipe.verify(lambda rank, plan: reversed([*autoregressive(rank, plan)]), PLAN)
+
+
+def test_a_plan_of_training_has_no_further_tokens():
+    with pytest.raises(ScheduleError, match="tokens 0 to 0"):
+        fpipe.verify(lambda rank, plan: [Decode(rank, 0, 1)], Plan(Placement.loop(2), 1))
+    with pytest.raises(ScheduleError, match="tokens must be a whole number of at least 1, not 0"):
+        Plan(Placement.loop(2), 1, tokens=0)
+    assert plan_of(fpipe.lower(autoregressive, PLAN)).tokens == 3
