@@ -42,6 +42,7 @@ class TraceConfig:
         loss: leaf 0 of the stage's output is the loss. Only it gets a cotangent, and what the stage carries.
         dynamic: sizes of inputs are symbols.
         data: the parts of the microbatch that the stage reads are differentiated.
+        donated: a forward that is not differentiated may write the new state into the memory of the old one.
     """
 
     stage: Stage
@@ -51,6 +52,7 @@ class TraceConfig:
     compile: bool | str
     dynamic: bool
     data: bool = False
+    donated: bool = False
 
     def partition(
         self, signature: Signature, cotangents: Cotangents | None, kept: Sequence[int] | None = None
@@ -61,7 +63,9 @@ class TraceConfig:
 
     def joint(self, signature: Signature, cotangents: Cotangents | None) -> Joint:
         """Trace the stage for a signature, without writes in place and duplicates."""
-        return without_duplicates(functionalize(trace(self.stage, signature, cotangents, self.loss, self.dynamic)))
+        joint = trace(self.stage, signature, cotangents, self.loss, self.dynamic)
+        donated = len(signature.state.leaves) if self.donated and not signature.keep else 0
+        return replace(without_duplicates(functionalize(joint)), donated=donated)
 
     def function(self, block: Block, joint: Joint) -> Callable[..., Any]:
         if not self.compile:

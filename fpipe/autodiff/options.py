@@ -25,6 +25,9 @@ Policies = Policy | Mapping[int, Policy]
 class Options:
     """Options of `value_and_grad` about autodiff.
 
+    Args:
+        donated: forwards that are not differentiated may write a new state into the memory of the old one.
+
     Raises:
         ValueError: an unknown autodiff, something else than a policy, or options of graphs with autodiff="eager".
     """
@@ -34,6 +37,7 @@ class Options:
     compile: bool | str = False
     dynamic: bool = False
     argnums: frozenset[Argument] = PARAMS
+    donated: bool = False
 
     def __post_init__(self) -> None:
         if self.autodiff not in ("auto", "graph", "eager"):
@@ -86,6 +90,7 @@ class Options:
             graphs=shared.setdefault((_alike(stage), policy, loss), Graphs()),
             argnums=self.argnums,
             last=last,
+            donated=self.donated,
         )
 
 

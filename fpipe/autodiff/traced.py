@@ -105,6 +105,7 @@ class Traced:
         graphs: graphs to share with stages of the same function.
         argnums: the arguments of the step that are differentiated.
         last: it is the pipeline's last stage, whose outputs are whole on each process that computes it.
+        donated: a forward that is not differentiated may write the new state into the memory of the old one.
 
     Attributes:
         run: calls the functions of graphs; another one runs them in turns with those of another stage.
@@ -128,11 +129,12 @@ class Traced:
         graphs: Graphs | None = None,
         argnums: frozenset[Argument] = PARAMS,
         last: bool = True,
+        donated: bool = False,
     ) -> None:
         self.stage, self.name, self.fallback = stage, name, fallback
         self.last = last
         self.argnums, self.differentiates_data = argnums, differentiates_data(stage, argnums)
-        self.config = TraceConfig(stage, name, loss, policy, compile, dynamic, self.differentiates_data)
+        self.config = TraceConfig(stage, name, loss, policy, compile, dynamic, self.differentiates_data, donated)
         self.eager = Eager(stage, argnums=argnums)
         self.reads_data = any(not isinstance(read, Output) for read in stage.inputs)
         self.sources = stage.sources

@@ -24,6 +24,7 @@ class Block:
         empties: the argument whose list the function clears before it computes, so that values can be released.
         large: numbers of results in `outputs[0]` that the function offers to a sink as soon as they are computed, so
             that not all of them are alive at once. None: the function takes no sink.
+        donated: how many of the first inputs `x` are given up, so that the function may write to their memory.
     """
 
     name: str
@@ -32,11 +33,17 @@ class Block:
     outputs: Sequence[Sequence[Any]]
     empties: str | None = None
     large: frozenset[int] | None = None
+    donated: int = 0
 
     @cached_property
     def results(self) -> set[fx.Node]:
         """The nodes among the outputs."""
         return {x for values in self.outputs for x in values if isinstance(x, fx.Node)}
+
+    @property
+    def given_up(self) -> set[fx.Node]:
+        """The inputs to whose memory the function may write."""
+        return {node for node in self.inputs.get("x", ())[: self.donated] if node is not None}
 
 
 class Parts(NamedTuple):

@@ -33,6 +33,7 @@ from fpipe.autodiff.graph.bindings import fastest
 from fpipe.autodiff.graph.block import Block, Sink
 from fpipe.autodiff.graph.collectives import is_collective, is_wait, turn_ends, watched
 from fpipe.autodiff.graph.copies import with_fewer_copies
+from fpipe.autodiff.graph.donation import write_to_given_up
 from fpipe.autodiff.graph.nodes import returns_itself, written
 
 SIMPLE = (bool, int, str, type(None))
@@ -62,7 +63,7 @@ def emit(block: Block, module: torch.nn.Module, bindings: bool = True) -> Emitte
         module: holds what `get_attr` nodes name.
         bindings: call torch's bindings, with fewer copies. A compiler needs the operations themselves: pass False.
     """
-    block = with_fewer_copies(block) if bindings else block
+    block = write_to_given_up(with_fewer_copies(block) if bindings else block)
     writer = _Writer(replace(block, body=_unpacked_at_once(block.body)), module, bindings)
     arguments = [*block.inputs, *([] if block.large is None else ["sink"])]
     head, lines = f"def {block.name}({', '.join(arguments)}):", list(writer.lines())
@@ -134,8 +135,8 @@ class _Writer:
 
     @cached_property
     def last_reads(self) -> dict[fx.Node, int]:
-        """The place of the last node that reads each memory that the block makes and does not return."""
-        inside = set(self.block.body) - {root(n) for n in self.block.results}
+        """The place of the last node that reads each memory that the block makes, or is given, and does not return."""
+        inside = {*self.block.body, *self.block.given_up} - {root(n) for n in self.block.results}
         reads = {root(n): i for i, node in enumerate(self.block.body) for n in _read(node)}
         return {n: i for n, i in reads.items() if n in inside}
 

@@ -137,9 +137,10 @@ class _Partitioner:
         pinned = [n for n in order if n.meta["forward"] and _is_pinned(n)]
         body = sorted(ancestors([*ends, *pinned], self._runs_forward), key=order.__getitem__)
         v, prepare = self._prepared([*body, *self.backward], [*ends, *weights, *gradients])
+        results = [joint.outputs, joint.state, residuals]
         return Blocks(
             prepare,
-            Block("forward", {"v": v, "x": joint.inputs}, overlapped(body), [joint.outputs, joint.state, residuals]),
+            Block("forward", {"v": v, "x": joint.inputs}, overlapped(body), results, donated=joint.donated),
             self._backward(v, prepare, residuals, weights, gradients),
             positions,
             tuple(str(n.target) for n in order if n.meta["forward"] and n.op == "call_function"),

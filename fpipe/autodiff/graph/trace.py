@@ -69,6 +69,7 @@ class Joint:
         fakes: the tensors among the inputs, as traced.
         cuts: the places of the outputs that are pieces, by number.
         partial: numbers of the weights of which each process that computes the stage has a part of the sum.
+        donated: how many of the first inputs, leaves of the state, are given up to the forward.
     """
 
     graph: fx.Graph
@@ -86,6 +87,7 @@ class Joint:
     fakes: list[Tensor]
     cuts: dict[int, Cut]
     partial: frozenset[int]
+    donated: int = 0
 
     def map_results(self, function: Callable[[fx.Node], fx.Node]) -> Joint:
         """Return the trace with other nodes as results."""
