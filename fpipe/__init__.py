@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         TransportError as TransportError,
     )
     from fpipe.training.norms import clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
+    from fpipe.generating.generate import generate as generate, generator as generator
     from fpipe.parallel.constraint import constrain as constrain
     from fpipe.plan import Edges as Edges, Placement as Placement, Plan as Plan
     from fpipe.profiling.gathering import gather as gather
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from fpipe.programs.residence import Residence as Residence
     from fpipe.programs.verifier import Report as Report, verify as verify
     from fpipe.schedules.lengths import by_length as by_length, pack as pack
+    from fpipe.stages.cache import Cache as Cache
     from fpipe.stages.microbatch import Microbatches as Microbatches
     from fpipe.stages.pipeline import Pipeline as Pipeline
     from fpipe.stages.precision import Precision as Precision

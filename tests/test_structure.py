@@ -101,6 +101,7 @@ LAYOUT = {
         "profiling handlers handlers.distributed autodiff policies stages devices programs _format tables plan effects "
         "errors"
     ),
+    "fpipe.generating": "profiling handlers autodiff policies stages devices programs _format plan errors",
     "fpipe.transforms": "stages errors",
     "fpipe.parallel": "stages devices errors",
     "fpipe.interop.torch_csv": "schedules programs plan effects errors",
@@ -278,11 +279,12 @@ def test_an_unknown_name_is_an_attribute_error(package):
 
 SURFACE = {
     "fpipe": """
-        Batch Costs Edges Link LiveBytes LossScale Measurement Microbatches NonFiniteError Output Pipeline Placement
-        Plan Precision Program Recording Report Residence ScheduleError Stage StageError Timeline TransportError
-        WhatIf
+        Batch Cache Costs Edges Link LiveBytes LossScale Measurement Microbatches NonFiniteError Output Pipeline
+        Placement Plan Precision Program Recording Report Residence ScheduleError Stage StageError Timeline
+        TransportError WhatIf
         autoregressive by_length
-        clip_by_global_norm constrain draw effects evaluate footprint gather global_norm handlers interop lower pack
+        clip_by_global_norm constrain draw effects evaluate footprint gather generate generator
+        global_norm handlers interop lower pack
         parallel
         peak_bytes
         policies profile schedules simulate tensorboard train_step transforms value_and_grad verify

@@ -89,6 +89,8 @@ class DifferentiablePipeline:
         weight: describes the caller's function of the weight.
         argnums: the arguments of the step that are differentiated.
         differentiated: the step returns gradients. Forwards then run in grad mode, also those without a backward.
+        cached: each microbatch has states of its own, `{stage: [tree]}`, in whose memory a forward may write the new
+            ones.
     """
 
     pipeline: Pipeline
@@ -101,6 +103,7 @@ class DifferentiablePipeline:
     weight: str = ""
     argnums: frozenset[Argument] = PARAMS
     differentiated: bool = False
+    cached: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +70,13 @@ class Cpu:
     def host_memory(self, like: Tensor) -> Tensor:
         return torch.empty_like(like, device="cpu")
 
+    def available_bytes(self) -> int | None:
+        with suppress(OSError, ValueError):  # another system than Linux
+            for line in Path("/proc/meminfo").read_text().splitlines():
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+        return None
+
     def peak_bytes(self) -> int | None:
         return None
 
@@ -114,6 +123,9 @@ class Cuda:
 
     def host_memory(self, like: Tensor) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+
+    def available_bytes(self) -> int | None:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated(self.torch_device)

@@ -109,6 +109,9 @@ class Device(Protocol):
     def host_memory(self, like: Tensor) -> Tensor:
         """Return empty memory on the host for a tensor's copy, which the device can write while the host goes on."""
 
+    def available_bytes(self) -> int | None:
+        """Return the bytes of memory that new tensors may take now; None if the device does not tell."""
+
     def peak_bytes(self) -> int | None:
         """Return the most bytes that the device's allocator gave out; None if it does not count them."""
 

@@ -41,6 +41,7 @@ from fpipe.errors import ScheduleError
 from fpipe.handlers.gradients import LeafKey, Sum, add_leaves, received, sent, total, unscaled
 from fpipe.handlers.protocol import Inputs, Observer, Results
 from fpipe.programs.program import Program
+from fpipe.stages.cache import following
 from fpipe.stages.carry import NO_CARRY, separated
 from fpipe.stages.cuts import cuts_of, with_cuts
 from fpipe.stages.pytree import ABSENT, Flat, Path, check_plain, flatten, indices
@@ -57,7 +58,7 @@ UNSEEDED = nullcontext()
 
 
 class Channels(Protocol):
-    """Move values between ranks. The payload of an activation is a flattened tree (`Flat`), else a list of leaves."""
+    """Move values between ranks. The payload is a flattened tree (`Flat`), but for gradients: a list of leaves."""
 
     def sender(self, value: fx.Value, source: int, target: int) -> Callable[[Any], None]:
         """Return a function that posts the value's payload. It never waits for the receiver."""
@@ -91,7 +92,7 @@ class Step:
 
     Args:
         prepared: stage -> its prepared params.
-        state: stage -> its state, updated by each forward.
+        state: stage -> its state, updated by each forward; where the pieces are cached, a list by microbatch.
         sums: stage of this rank -> sum of its weight gradients.
         placed: the params as the caller passed them, where leaves are sharded; `inputs` then has this replica's pieces.
         joint: the stages that compute with the microbatches of other replicas too, as those with experts, or with parts
@@ -337,6 +338,35 @@ class Calls:
 
         return call
 
+    def _prefill(self, e: fx.Prefill) -> Instruction:
+        return self._token(e.stage, e.microbatch, 0)
+
+    def _decode(self, e: fx.Decode) -> Instruction:
+        return self._token(e.stage, e.microbatch, e.token)
+
+    def _token(self, stage: int, m: int, token: int) -> Instruction:
+        """Run a stage for one more token of each prompt of a microbatch, with the cache of this microbatch."""
+        slots, last = self.slots, stage == self.plan.stages - 1
+        forward, stateful = self.pieces.stages[stage].forward, self.pipeline.stages[stage].stateful
+        sources = tuple((s, self.slot(fx.Hidden(s, m, token))) for s in self.plan.sources(stage))
+        before = self.slot(fx.Token(m, token - 1)) if token and not sources else None
+        out = self.slot(fx.Token(m, token) if last else fx.Hidden(stage, m, token))
+
+        def call() -> None:
+            step = self.step
+            data = step.inputs.later[token - 1][m] if token else step.inputs.data[m]
+            data = data if before is None else following(data, slots[before].tree)
+            state, activations = step.state[stage][m] if stateful else None, {s: slots[i] for s, i in sources}
+            outputs, _, state = forward(step.prepared[stage], state, activations, data, False)
+            if stateful:
+                step.state[stage][m] = state
+            check_plain(outputs, self.rank, stage, m)
+            slots[out] = outputs
+            if last:
+                step.results.outputs.setdefault(m, []).append(outputs.tree)
+
+        return call
+
     def _result(self, unit: int, outputs: Flat, keep: bool) -> None:
         step = self.step
         cotangents: Leaves = [None] * len(outputs.leaves)
@@ -472,7 +502,7 @@ class Calls:
         slot = self.slot(value)
         if type(value) not in TABLE.values:  # a value of the user's own, which may be any tree
             return lambda: post(flatten(slots[slot]))
-        if isinstance(value, fx.Activation):
+        if isinstance(value, fx.Activation | fx.Hidden):
             consumers, source = self.plan.consumers(value.stage), value.stage
             readers = [c for c in consumers if self.plan.rank_of(c, value.microbatch) == target]
             paths = frozenset(path for c in readers for path in paths_read(self.pipeline.stages[c], source))
@@ -571,6 +601,8 @@ class Calls:
 
 FUNCTIONS: Functions = {
     fx.Forward: Calls._forward,
+    fx.Prefill: Calls._prefill,
+    fx.Decode: Calls._decode,
     fx.Backward: Calls._backward,
     fx.BackwardInput: Calls._backward_input,
     fx.BackwardWeight: Calls._backward_weight,

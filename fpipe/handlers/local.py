@@ -147,9 +147,13 @@ class Local:
         rank = executor.rank
         params = executor.pipeline.params_on(inputs.params, executor.plan, rank)
         data = inputs.data
+        later = inputs.later
         if self.devices is not None:
-            data = [type(m)(*(_copy_tree(part, self.devices[rank]) for part in m)) for m in data]
-        return replace(inputs, params=params, data=data)
+            data, *later = (
+                [type(m)(*(_copy_tree(part, self.devices[rank]) for part in m)) for m in each]
+                for each in (data, *later)
+            )
+        return replace(inputs, params=params, data=data, later=later)
 
 
 def _in_step(turn: Turn, programs: Mapping[int, Program]) -> Iterator[tuple[int, int, int]]:

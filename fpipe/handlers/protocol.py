@@ -140,6 +140,7 @@ class Inputs:
         state: likewise, of each replica that this process plays.
         data: batch and target of each microbatch, or of each slice of one, of all replicas that this process plays.
             Its numbers, those of `sizes` and of `first` and `total` count slices.
+        later: likewise for each token after the first that the program generates, without the tokens themselves.
         rows: rows of the whole batch, of all replicas; None where this process has no part of it.
         sizes: rows of each of these microbatches; by default those of a batch that is split.
         weighed: whether each loss is scaled by its share of the rows.
@@ -174,6 +175,7 @@ class Inputs:
     slices: int = 1
     lengths: Sequence[float] | None = None
     update: Updates | None = None
+    later: Sequence[Sequence[Microbatch]] = ()
 
     def __post_init__(self) -> None:
         if self.sizes is None and self.rows is not None:
@@ -223,8 +225,8 @@ class Results:
     Args:
         gradients: for every entry in the params of the step.
         losses: by microbatch, or slice of one, counted over all replicas, scaled; all of them on every rank.
-        outputs: of the last stage, likewise, where it runs or where they are gathered: aux, or
-            evaluate's output.
+        outputs: of the last stage, likewise, where it runs or where they are gathered: aux, evaluate's output, or a
+            list of tokens.
         output: the outputs of all microbatches merged, where this process has them all, or all of its replica.
         state: the new state of the stateful stages of this process, `{stage: tree}`, of each replica that it plays.
         differentiable: whether the loss of a microbatch requires a gradient, as far as this process knows.

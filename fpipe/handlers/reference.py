@@ -47,6 +47,7 @@ from fpipe.handlers.gradients import LeafKey, Sums, add, behind, check_trained, 
 from fpipe.handlers.protocol import Departure, Inputs, Observer, Replicas, Results, Run
 from fpipe.plan import Plan
 from fpipe.programs.program import Program
+from fpipe.stages.cache import following
 from fpipe.stages.carry import NO_CARRY, separated
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Flat, Path, alias_leaves, flatten
@@ -131,6 +132,9 @@ class _Step:
     def run(self) -> Results:
         results, pipeline, plan = self.results, self.pipeline, self.plan
         for m in range(plan.replicas * plan.microbatches):
+            if self.pieces.cached:
+                results.outputs[m] = self._tokens(m)
+                continue
             before, slices = None, list[_Slice]()
             for unit in range(m * plan.slices, (m + 1) * plan.slices):
                 slices.append(before := self._forward(unit, before))
@@ -151,6 +155,27 @@ class _Step:
             results.refuse_constant_loss()
         results.output = self.pieces.merge(results.outputs, self.inputs.apart)
         return results
+
+    def _tokens(self, m: int) -> list[Any]:
+        """Return the tokens that are generated for a microbatch, each after the one before it."""
+        outputs: list[Any] = []
+        for each in (self.inputs.data, *self.inputs.later):
+            data = following(each[m], outputs[-1]) if outputs else each[m]
+            outputs.append(self._token(m, data))
+        return outputs
+
+    def _token(self, m: int, data: Microbatch) -> Any:
+        outputs = dict[int, Any]()
+        for s, stage in enumerate(self.pipeline.stages):
+            states: Any = self.results.state[0].get(s)
+            with torch.no_grad(), blaming(s, m):
+                arguments = stage.arguments(outputs, stage.given(data))
+                state = states[m] if stage.stateful else None
+                with refusing_writes(arguments), refusing_writes(self.params[s].own, PARAMETER_WRITTEN):
+                    outputs[s], new = stage(self.params[s].tree, state, arguments)
+            if stage.stateful:
+                states[m] = new
+        return outputs[s]
 
     def _forward(self, unit: int, before: _Slice | None = None) -> _Slice:
         """Run a microbatch, or a slice of one, forward.

@@ -15,6 +15,7 @@ from fpipe.errors import StageError
 from fpipe.errors.arguments import checked
 from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.plan import Cotangents, Edges, Placement, Plan, check_cotangents
+from fpipe.stages.cache import Cache
 from fpipe.stages.describe import description, html
 from fpipe.stages.microbatch import Microbatch, Microbatches
 from fpipe.stages.pytree import Path, as_path, flatten, get_at, paths, set_at, short
@@ -41,6 +42,7 @@ class Pipeline:
             stage's params have the entry. It is added to the other stage's dict when that runs.
         cotangents: "by_rank" lets a rank add the gradients that its stages have of one output, and send the sum: with
             skips to many stages, fewer messages, and bits that depend on the placement. By default each is sent.
+        cache: of stages that generate tokens.
 
     Raises:
         ScheduleError: a stage reads a later one, or no stage reads it; or `cotangents` is neither of the two.
@@ -59,12 +61,13 @@ class Pipeline:
         *,
         ties: Mapping[tuple[int, Any], tuple[int, Any]] | None = None,
         cotangents: Cotangents = "by_consumer",
+        cache: Cache | None = None,
     ) -> None:
         check_cotangents(cotangents)
         if not len(stages):
             raise ValueError("a pipeline needs at least one stage")
         self.stages = tuple(_with_reads(s if isinstance(s, Stage) else Stage(s), i) for i, s in enumerate(stages))
-        self.loss, self.cotangents = loss, cotangents
+        self.loss, self.cotangents, self.cache = loss, cotangents, cache
         self.edges = Edges([[s for s in stage.sources if s != CARRY] for stage in self.stages])
         # All uses of each shared param: the param itself first, then by stage.
         self.entries = _entries(ties or {}, len(self.stages))
@@ -330,12 +333,12 @@ class Pipeline:
     def replace(
         self, stages: Sequence[Stage], loss: Callable[..., Any] | None, cotangents: Cotangents | None = None
     ) -> Pipeline:
-        """Return a pipeline with the same edges, ties and check of the batch, and other stages and loss.
+        """Return a pipeline with the same edges, ties, cache and check of the batch, and other stages and loss.
 
         Args:
             cotangents: by default the same.
         """
-        twin = Pipeline(stages, loss, cotangents=cotangents or self.cotangents)
+        twin = Pipeline(stages, loss, cotangents=cotangents or self.cotangents, cache=self.cache)
         twin.entries, twin.functions = self.entries, self.functions
         twin.accepts, twin.no_update = self.accepts, self.no_update
         return twin

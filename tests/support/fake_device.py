@@ -115,6 +115,9 @@ class FakeDevice:
         self.memory.append(tuple(like.shape))
         return torch.empty_like(like).fill_(math.nan).as_subclass(_late(self))
 
+    def available_bytes(self) -> int | None:
+        return None
+
     def peak_bytes(self) -> int | None:
         return 12345
 

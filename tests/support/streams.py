@@ -169,6 +169,9 @@ class RecordedDevice:
     def new_graph(self, tensors: Any, keys: Any) -> Tape:
         return Tape(tensors)
 
+    def available_bytes(self) -> int | None:
+        return None
+
     def peak_bytes(self) -> int | None:
         return None
 

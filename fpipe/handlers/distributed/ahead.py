@@ -39,7 +39,8 @@ class Ahead:
         pieces, plan = executor.pieces, executor.plan
         kind = plan.stages, plan.edges, plan.microbatches, pieces.loss, pieces.differentiated, sorted(pieces.argnums)
         self._name = f"fpipe/inputs/{os.environ.get('TORCHELASTIC_RUN_ID')}/{fingerprint(kind)}"
-        self._store: JobStore | None = lasting_store(LIMIT)
+        # Those that generate have two signatures, and learn them from the first tokens.
+        self._store: JobStore | None = None if pieces.cached else lasting_store(LIMIT)
         self._keys: dict[int, str] = {}  # by stage, where the store has what it was given
         self._hints: dict[int, str] = {}
 
