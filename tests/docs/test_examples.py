@@ -188,6 +188,18 @@ def test_a_training_loop_goes_on_where_it_stopped(tmp_path):
     assert sorted(curve) == list(range(2 * steps))  # two gradients in a step
 
 
+def test_generate_gpt2(capsys):
+    """In two processes and in one: the same greedy tokens; and the same drawn ones."""
+    small = {"layers": 2, "width": 32, "tokens": 6, "microbatches": 3}
+    options = [f"--{name}={value}" for name, value in small.items()]
+    greedy = called(capsys, "generate_gpt2", **small)
+    assert greedy.count("->") == 6
+    assert "model.generate gives the same" in greedy
+    assert run("generate_gpt2", *options, "--temperature=0.9", processes=2) == called(
+        capsys, "generate_gpt2", **small, temperature=0.9
+    )
+
+
 @pytest.mark.parametrize("model", sample(["gpt2", "llama", "bert", "t5"], ["bert"]))
 def test_huggingface(capsys, model):
     if model == "t5":
