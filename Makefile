@@ -57,6 +57,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.scale
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lengths
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.periods
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.generate
 	$(BIN)/python -m benchmarks.tab
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.in_memory
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults

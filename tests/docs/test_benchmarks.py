@@ -109,6 +109,31 @@ def test_overlaps(pools):
     assert row["speedup"] == pytest.approx(row["unbraided_ms"] / row["braided_ms"])
 
 
+def test_rates_of_generating_are_compared_within_a_round():
+    rates = {"tokens_per_s": [30, 10, 44], "one_process": [20, 10, 22], "batch_generate": [60, 20, 44]}
+    found = [torch.ones(8, 3)] * 3
+    row = benchmark("generate").row("gpt2", 2, 4, rates, found)
+    assert row.keys() >= {
+        "model",
+        "prompts",
+        "ranks",
+        "tokens_per_s",
+        "one_process",
+        "batch_generate",
+        "ratio",
+        "equal",
+    }
+    assert (row["tokens_per_s"], row["ratio"], row["batch_ratio"], row["equal"]) == (30, 1.5, 0.5, True)
+    assert not benchmark("generate").row("gpt2", 2, 4, rates, [*found[:2], torch.zeros(8, 3)])["equal"]
+
+
+@pytest.mark.skipif(not ALL, reason="an export in each process takes ten seconds: FPIPE_TESTS=all runs it")
+def test_generate(printed):
+    (row,) = printed("generate", "--width", "64", "--tokens", "3", "--rounds", "1")
+    assert row["equal"]
+    assert row["ratio"] == pytest.approx(row["tokens_per_s"] / row["one_process"])
+
+
 @pytest.mark.skipif(not ALL, reason="a prediction of a large model takes half a minute: FPIPE_TESTS=all runs it")
 def test_scale(printed):
     options = ("--ranks", "4", "--microbatches", "4", "--width", "32", "--schedules", "1f1b")
