@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fpipe.training.loss_scale import LossScale as LossScale
     from fpipe.training.verbs import evaluate as evaluate, value_and_grad as value_and_grad
     from fpipe.timelines.measurement import Measurement as Measurement
+    from fpipe.timelines.offloading import offload as offload
     from fpipe.timelines.simulator import simulate as simulate
     from fpipe.timelines.text import draw as draw
     from fpipe.timelines.timeline import Timeline as Timeline

@@ -18,9 +18,11 @@ BY_CLASS = ("extra", "collectives")
 BY_PART = ("scale", "sizes", "slice_scale")
 NOT_BY_STAGE = {"communication", "shared", "reads", *BY_CLASS, *BY_PART, "replicas", "shards", "optimizer"}
 OVER_REPLICAS = ("gather", "scatter")
+OVER_HOST_LINK = ("offload", "fetch")
 SIZES = {"activation", "residuals", "deferred", "carry"}
 BY_DEFAULT = {
     "backward": ("backward_input", "backward_weight"),
+    "recompute": ("forward",),
     "gathered": ("parameters",),
     "gradients": ("gathered",),
 }
@@ -107,6 +109,9 @@ class Costs:
         gather, scatter: the cost of a `Gather`, and of a `Scatter`: a time, as of the others, or a `Link`, over which a
             rank gets (replicas - 1) / replicas of the bytes. A `Scatter` of parameters that are not sharded travels
             twice, because every replica needs the whole sum.
+        offload, fetch: the cost of an `Offload`, a copy of a microbatch's residuals to the host, and of a `Fetch`, the
+            copy back: a time, or a `Link`, over which their bytes go.
+        recompute: time of a `Recompute`; by default that of a forward.
         replicas: how many there are, for a `Link` of `gather` or `scatter`; by default those of the plan.
         shards: over how many of them parameters are sharded, if these are fewer, as where others have other experts.
         update: time of an optimizer's update of a stage's parameters.
@@ -146,6 +151,9 @@ class Costs:
     parameters: PerStage = 0.0
     gather: PerStage | Link = 0.0
     scatter: PerStage | Link = 0.0
+    offload: PerStage | Link = 0.0
+    fetch: PerStage | Link = 0.0
+    recompute: PerStage | None = None
     replicas: int = 1
     shards: int | None = None
     optimizer: float = 2.0
@@ -235,6 +243,13 @@ class Costs:
         share = (self.replicas - 1) / self.replicas
         size = self.at("gathered" if cost == "gather" else "gradients", Parameters(stage))
         return price.latency + share * size / price.bandwidth
+
+    def host_transfer(self, cost: str, of: Any) -> float:
+        """Return the time of an `offload`, or of a `fetch`, of the residuals of a stage and a microbatch."""
+        price = getattr(self, cost)
+        if not isinstance(price, Link):
+            return self.at(cost, of)
+        return price.latency + self.at("residuals", of) / price.bandwidth
 
     def over(self, plan: Plan) -> Costs:
         """Return the costs with the links of gathers and scatters as times, for the plan's replicas and its shards.
@@ -397,7 +412,7 @@ def _factors(name: str, factors: Any) -> tuple[float, ...]:
     return normal
 
 
-def _over_replicas(name: str, cost: Any) -> PerStage | Link:
+def _time_or_link(name: str, cost: Any) -> PerStage | Link:
     return cost if isinstance(cost, Link) else _per_stage(name, cost)
 
 
@@ -463,8 +478,7 @@ def _as_float(value: object) -> float:
 
 _NORMAL: Mapping[str, Callable[[str, Any], object]] = {
     "communication": _links,
-    "gather": _over_replicas,
-    "scatter": _over_replicas,
+    **dict.fromkeys((*OVER_REPLICAS, *OVER_HOST_LINK), _time_or_link),
     "replicas": _count,
     "shards": _count,
     "optimizer": _number,

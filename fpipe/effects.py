@@ -126,8 +126,19 @@ class Token:
     token: int
 
 
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """A copy on the host of the values that a forward saved; it never leaves its rank."""
+
+    stage: int
+    microbatch: int
+    slice: int = 0
+
+    __repr__ = _repr
+
+
 Value = Activation | Gradient | WeightGradient | Hidden | Token
-Name = Value | Residuals | Deferred | Carry | CarryGradient | Parameters | Partials
+Name = Value | Residuals | Deferred | Carry | CarryGradient | Parameters | Partials | Offloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +268,52 @@ class Decode:
     token: int
 
 
-Effect = Compute | Overlap | Send | Recv | Reduce | Gather | Release | Scatter | Update | Prefill | Decode
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Post a copy to the host of the values that a forward saved, without waiting."""
+
+    stage: int
+    microbatch: int
+    slice: int = 0
+
+    __repr__ = _repr
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Give up the values that a forward saved, once their copy is on the host; waits for it."""
+
+    stage: int
+    microbatch: int
+    slice: int = 0
+
+    __repr__ = _repr
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Post the copy back of values that were offloaded, without waiting; the backward waits."""
+
+    stage: int
+    microbatch: int
+    slice: int = 0
+
+    __repr__ = _repr
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Run the stage's forward again for the values that its backward needs; the first forward then saves none."""
+
+    stage: int
+    microbatch: int
+    slice: int = 0
+
+    __repr__ = _repr
+
+
+Move = Offload | Discard | Fetch | Recompute
+Effect = Compute | Overlap | Send | Recv | Reduce | Gather | Release | Scatter | Update | Prefill | Decode | Move
 
 
 def parts(effect: Effect) -> tuple[Effect, ...]:

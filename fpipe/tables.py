@@ -23,14 +23,19 @@ from fpipe.effects import (
     Compute,
     Decode,
     Deferred,
+    Discard,
+    Fetch,
     Forward,
     Gather,
     Gradient,
     Hidden,
+    Offload,
+    Offloaded,
     Overlap,
     Parameters,
     Partials,
     Prefill,
+    Recompute,
     Recv,
     Reduce,
     Release,
@@ -49,9 +54,9 @@ BACKWARD = INPUT | WEIGHT
 
 # The colours are Okabe and Ito's, which the colour-blind can distinguish; black text is legible on each.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, GREY = "#56b4e9", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#9e9e9e"
-YELLOW = "#f0e442"
+YELLOW, LIGHT, LIME = "#f0e442", "#c8c8c8", "#b3de69"
 DEEP_BLUE, PALE_GREEN = "#2684bd", "#7fcfb9"  # their second blue and their green, lighter
-LANES = ("gather", "scatter")
+LANES = ("gather", "scatter", "offload", "fetch")
 """Tracks on which effects run beside the rank's compute, one after another; what needs their values waits for them."""
 TRACKS = ("compute", "send", "receive", *LANES, "host")
 COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
@@ -98,6 +103,7 @@ class Prices(Protocol):
 
     def at(self, cost: str, of: Any, /) -> float: ...
     def replica_transfer(self, cost: str, stage: int, /) -> float: ...
+    def host_transfer(self, cost: str, of: Any, /) -> float: ...
     def read(self, stage: int, reader: int, microbatch: int, /) -> float: ...
     def extra_of(self, of: Any, factors: Sequence[float], /) -> float: ...
 
@@ -166,8 +172,8 @@ class Row(NamedTuple):
         where: the ranks that may run the effect.
         time: seconds, or the unit of the costs, for which it occupies its rank; by default `Costs(extra={kind: time})`.
         work: the bits of `FORWARD | INPUT | WEIGHT` that it does for its stage and microbatch.
-        track: its lane in a timeline: "compute", "send", "receive", "host"; or one of `LANES`, "gather" and "scatter":
-            it then occupies this lane, and not the rank.
+        track: its lane in a timeline: "compute", "send", "receive", "host"; or one of `LANES`, such as "gather": it
+            then occupies this lane, and not the rank.
         ordered: whether a stage runs it in microbatch order, as one microbatch passes its state to the next.
         letter, label, colour: its letter in drawings, its name in legends, and its colour ("#rrggbb").
     """
@@ -228,8 +234,8 @@ class Table:
     """The two tables: effect class -> `Row`, value class -> `ValueRow`.
 
     >>> sorted(kind.__name__ for kind in TABLE.effects)
-    ['Backward', 'BackwardInput', 'BackwardWeight', 'Decode', 'Forward', 'Gather', 'Overlap', 'Prefill', 'Recv', \
-'Reduce', 'Release', 'Scatter', 'Send', 'Update']
+    ['Backward', 'BackwardInput', 'BackwardWeight', 'Decode', 'Discard', 'Fetch', 'Forward', 'Gather', 'Offload', \
+'Overlap', 'Prefill', 'Recompute', 'Recv', 'Reduce', 'Release', 'Scatter', 'Send', 'Update']
     """
 
     effects: Mapping[type, Row]
@@ -364,27 +370,36 @@ def slice_of(named: Any) -> int:
 # What effects need, give and free
 
 
-def _parameters(e: Compute | Gather | Release, plan: Topology) -> Names:
+def _parameters(e: Compute | Recompute | Gather | Release, plan: Topology) -> Names:
     return (Parameters(e.stage),) if e.stage in plan.gathered else ()
 
 
 @uniform
-def _inputs(e: Compute, plan: Topology) -> Names:
+def _inputs(e: Forward | Recompute, plan: Topology) -> Names:
     m, t = _part(e)
     carry = (Carry(e.stage, m, t - 1),) if t > 0 else ()
     return (*(Activation(s, m, t) for s in plan.sources(e.stage)), *carry, *_parameters(e, plan))
 
 
 @uniform
-def _outputs(e: Compute, plan: Topology) -> Names:
+def _residuals(e: Forward | Offload | Discard | Fetch | Recompute, plan: Topology) -> Names:
+    return (Residuals(e.stage, *_part(e)),) if plan.is_differentiated(e.stage) else ()
+
+
+@uniform
+def _offloaded(e: Offload | Discard | Fetch, plan: Topology) -> Names:
+    return (Offloaded(e.stage, *_part(e)),) if plan.is_differentiated(e.stage) else ()
+
+
+@uniform
+def _outputs(e: Forward, plan: Topology) -> Names:
     m, t = _part(e)
     activation = (Activation(e.stage, m, t),) if plan.consumers(e.stage) else ()
     carry = (Carry(e.stage, m, t),) if t < plan.slices - 1 else ()
-    residuals = (Residuals(e.stage, m, t),) if plan.is_differentiated(e.stage) else ()
-    return (*activation, *carry, *residuals)
+    return (*activation, *carry, *_residuals(e, plan))
 
 
-def _part(e: Compute) -> tuple[int, int]:
+def _part(e: Compute | Recompute | Offload | Discard | Fetch) -> tuple[int, int]:
     return e.microbatch, slice_of(e)
 
 
@@ -509,6 +524,10 @@ def _cost(name: str) -> Callable[..., float]:
 
 def _over_replicas(cost: str, e: Gather | Scatter, costs: Prices) -> float:
     return costs.replica_transfer(cost, e.stage)
+
+
+def _over_host_link(cost: str, e: Offload | Fetch, costs: Prices) -> float:
+    return costs.host_transfer(cost, e)
 
 
 @uniform
@@ -664,6 +683,27 @@ TABLE = Table(
             label="scatter",
             colour=PURPLE,
         ),
+        Offload: Row(
+            needs=_residuals,
+            gives=_offloaded,
+            time=partial(_over_host_link, "offload"),
+            track="offload",
+            letter="O",
+            label="offload",
+        ),
+        Discard: Row(needs=_offloaded, frees=_residuals, time=_free, track="host", letter="D", label="discard"),
+        Fetch: Row(
+            needs=_offloaded,
+            gives=_residuals,
+            time=partial(_over_host_link, "fetch"),
+            track="fetch",
+            letter="H",
+            label="fetch",
+            colour=LIGHT,
+        ),
+        Recompute: Row(
+            needs=_inputs, gives=_residuals, time=_cost("recompute"), letter="R", label="recompute", colour=LIME
+        ),
     },
     {
         Activation: ValueRow(_activation_producer, _activation_readers, _activation_bytes, "activation", BLUE),
@@ -690,5 +730,7 @@ TABLE = Table(
         Partials: ValueRow(
             bytes=_free, label="gradient sum", colour=PURPLE, sums=True, backward=True, exists=_has_copy
         ),
+        # It is on the host, whose memory is not the rank's.
+        Offloaded: ValueRow(bytes=_free, label="offloaded residuals", backward=True),
     },
 )

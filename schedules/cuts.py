@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from fpipe.costs import OVER_REPLICAS, UNSCALED, Costs, Link, PerStage
+from fpipe.costs import OVER_HOST_LINK, OVER_REPLICAS, UNSCALED, Costs, Link, PerStage
 from fpipe.effects import BackwardInput, BackwardWeight
 from fpipe.plan import Plan
 
@@ -27,8 +27,9 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     >>> recut(Costs(forward=[1, 2, 3, 6]), stages=4, into=2).forward
     (3.0, 9.0)
     """
-    names = ("forward", "backward_input", "backward_weight", "backward", "overlap", "residuals", "deferred")
-    per_stage = {name: getattr(costs, name) for name in (*names, *UNSCALED, *OVER_REPLICAS)}
+    times = ("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute", *OVER_HOST_LINK)
+    names = (*times, "residuals", "deferred", *UNSCALED, *OVER_REPLICAS)
+    per_stage = {name: getattr(costs, name) for name in names}
     spread: dict[str, Any] = {
         name: _spread(cost, stages, into)
         for name, cost in per_stage.items()

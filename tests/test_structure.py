@@ -135,7 +135,7 @@ LAYOUT = {
     "fpipe.tensorboard.files": "_format timelines programs tables plan effects errors",
     "fpipe.tensorboard.server": "tensorboard.files _format timelines tables effects errors",
     "fpipe.tensorboard.recording": (
-        "tensorboard.files profiling training handlers stages devices timelines programs plan effects errors"
+        "tensorboard.files profiling training handlers autodiff stages devices timelines programs plan effects errors"
     ),
 }
 # The one import against the layout: a schedule's name becomes a schedule. It is within a function.
@@ -284,8 +284,8 @@ SURFACE = {
         TransportError WhatIf
         autoregressive by_length
         clip_by_global_norm constrain draw effects evaluate footprint gather generate generator
-        global_norm handlers interop lower pack
-        parallel
+        global_norm handlers interop lower
+        offload pack parallel
         peak_bytes
         policies profile schedules simulate tensorboard train_step transforms value_and_grad verify
         what_if

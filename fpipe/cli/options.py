@@ -64,7 +64,7 @@ def _stages_or_bytes(option: str | int) -> int | Size:
     raise typer.BadParameter(f"{text!r} is neither a number of stages, as 2, nor a number of bytes, as 4GiB")
 
 
-def _over_replicas(option: str | float) -> PerStage | Link:
+def _time_or_link(option: str | float) -> PerStage | Link:
     """Parse 0.1, one time a stage as 0.1,0.2, or a latency and a bandwidth as 0.01:1e9."""
     text = str(option)
     if ":" not in text:
@@ -149,9 +149,7 @@ Bytes = partial(
     metavar="BYTES",
     rich_help_panel=f"Sizes, as 8e9 or 80GiB{_OF}",
 )
-OverReplicas = partial(
-    typer.Option, parser=_over_replicas, metavar="TIME|LATENCY:BANDWIDTH", rich_help_panel="Transfers"
-)
+TimeOrLink = partial(typer.Option, parser=_time_or_link, metavar="TIME|LATENCY:BANDWIDTH", rich_help_panel="Transfers")
 InPlan = partial(typer.Option, rich_help_panel="Plan")
 Count = partial(InPlan, min=1, metavar="N")
 Chunks = partial(InPlan, metavar="V,V,...", parser=at_least_one)
@@ -178,6 +176,20 @@ Resident = Annotated[
         "are whole on a rank at a time.",
     ),
 ]
+OffloadLimitBytes = Annotated[
+    Any,
+    InPlan(
+        "--offload-limit-bytes",
+        metavar="BYTES",
+        parser=byte_count,
+        help="Move residuals to the host and back, so that no rank has more bytes; --offload and --fetch are what a "
+        "copy costs.",
+    ),
+]
+Slower = Annotated[
+    float, InPlan(min=0, metavar="SHARE", help="How much slower the step may get by that: 0.05 for 5 %.")
+]
+Recomputing = Annotated[bool, InPlan("--recomputing", help="Let it also recompute residuals where a rank waits.")]
 Replicas = Annotated[int, Count(help="How many replicas of the pipeline.")]
 AnySize = Annotated[bool, InPlan("--any-size", help="Do not refuse what takes very long.")]
 
@@ -388,9 +400,14 @@ class CostOptions:
         ),
     ] = 2.0
     gather: Annotated[
-        Any, OverReplicas(help="The gathering of a stage's parameters from all replicas; times may be one a stage.")
+        Any, TimeOrLink(help="The gathering of a stage's parameters from all replicas; times may be one a stage.")
     ] = 0
-    scatter: Annotated[Any, OverReplicas(help="The sum of a stage's gradients over all replicas.")] = 0
+    scatter: Annotated[Any, TimeOrLink(help="The sum of a stage's gradients over all replicas.")] = 0
+    offload: Annotated[
+        Any, TimeOrLink(help="The copy of a microbatch's residuals to the host; times may be one a stage.")
+    ] = 0
+    fetch: Annotated[Any, TimeOrLink(help="The copy back.")] = 0
+    recompute: Annotated[Any, Time(help="Residuals made again. By default as a forward.")] = None
 
     lengths: Annotated[
         Any,

@@ -13,16 +13,29 @@ import typer
 
 from fpipe._format import number
 from fpipe.cli.app import OWN
-from fpipe.cli.options import CostOptions, Limit, LimitBytes, PlanOptions, Resident, ScheduleArg, Size
+from fpipe.cli.options import (
+    CostOptions,
+    Limit,
+    LimitBytes,
+    OffloadLimitBytes,
+    PlanOptions,
+    Recomputing,
+    Resident,
+    ScheduleArg,
+    Size,
+    Slower,
+)
 from fpipe.costs import Costs
 from fpipe.effects import Parameters
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.footprint import RankBytes, enforce, footprint
 from fpipe.programs.lowering import lower
+from fpipe.programs.program import Pass
 from fpipe.programs.residence import Residence
 from fpipe.programs.verifier import check
 from fpipe.schedules.catalogue import CatalogueEntry, named
+from fpipe.timelines.offloading import offload
 from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
 
@@ -35,6 +48,7 @@ class Job(NamedTuple):
     plan: Plan
     costs: Costs
     resident: Residence | int | None = None
+    offload: Pass | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +59,17 @@ class ScheduleOptions(CostOptions, PlanOptions):
     limit: Limit = None
     limit_bytes: LimitBytes = None
     resident: Resident = None
+    offload_limit_bytes: OffloadLimitBytes = None
+    slower: Slower = 0.0
+    recomputing: Recomputing = False
 
     def resolve(self) -> Job:
         """Return the schedule, with the costs of its plan's stages; raise if they do not fit the plan."""
-        return resolve(self.name, self, self.cut, Memory(self.limit, self.limit_bytes, self.resident))
+        job = resolve(self.name, self, self.cut, Memory(self.limit, self.limit_bytes, self.resident))
+        if self.offload_limit_bytes is None:
+            return job
+        moved = offload(self.offload_limit_bytes, job.costs, slower=self.slower, recompute=self.recomputing)
+        return job._replace(offload=moved)
 
 
 class Memory(NamedTuple):
@@ -162,7 +183,7 @@ class Played(NamedTuple):
 
 def played(job: Job, step: Callable[[str], None] = lambda what: None, limit_bytes: float | None = None) -> Played:
     """Verify a schedule, with any order of microbatches, and simulate it; raise if a rank needs more bytes."""
-    programs = lower(job.schedule, job.plan, resident=job.resident)
+    programs = lower(job.schedule, job.plan, resident=job.resident, offload=job.offload)
     step(f"verify {job.name}")
     check(programs, ordered=False)
     accounts = footprint(programs, job.costs)

@@ -227,7 +227,17 @@ _FIGURES = ("make- \nspan ", "\ncost ", "\nbubble", "\npeak ")
 _CAUSES = dict(
     zip(
         CAUSES,
-        ("warm\nup", "depen-\ndency", "trans-\nfer", "imba-\nlance", "\ndrain", "\ngather", "\nscatter", "\nhost"),
+        (
+            "warm\nup",
+            "depen-\ndency",
+            "trans-\nfer",
+            "imba-\nlance",
+            "\ndrain",
+            "\ngather",
+            "\nscatter",
+            "\nhost",
+            "off-\nload",
+        ),
         strict=True,
     )
 )

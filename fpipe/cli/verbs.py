@@ -105,7 +105,7 @@ def verify(
     """Check a schedule: complete, in order, free of deadlock."""
     with progress(f"lower {options.name}", 2) as step:
         job = options.resolve()
-        programs = lower(job.schedule, job.plan, transport=transport, resident=job.resident)
+        programs = lower(job.schedule, job.plan, transport=transport, resident=job.resident, offload=job.offload)
         step(f"verify {options.name}")
         report = check(
             programs, transport=transport, ordered=not unordered, costs=job.costs if sized(job.costs) else None
@@ -396,6 +396,8 @@ def export(
     from fpipe.interop.torch_csv import to_csv
 
     job = options.resolve()
+    if job.offload is not None:
+        raise typer.BadParameter("the file has no effects for it: leave it out", param_hint="--offload-limit-bytes")
     if options.limit is not None:
         enforce_limit(check(lower(job.schedule, job.plan), ordered=False).peak_in_flight, options.limit)
     text = to_csv(job.schedule, job.plan, communication=form == "torch-csv", resident=job.resident)

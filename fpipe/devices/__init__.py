@@ -14,6 +14,7 @@ from fpipe.devices.interface import Device as Device
 from fpipe.devices.interface import Event as Event
 from fpipe.devices.interface import Graph as Graph
 from fpipe.devices.interface import GraphReset as GraphReset
+from fpipe.devices.interface import Lane as Lane
 from fpipe.devices.interface import Stream as Stream
 from fpipe.devices.tape import aside as aside
 from fpipe.devices.tape import is_capturing as is_capturing

@@ -8,11 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fpipe.devices.cuda_graph import CudaGraph
 from fpipe.devices.interface import Device
+from fpipe.devices.lanes import ThreadLane
 from fpipe.devices.tape import Tape
 
 
@@ -77,6 +79,13 @@ class Cpu:
                     return int(line.split()[1]) * 1024
         return None
 
+    def host_bytes(self, count: int) -> Tensor:
+        """Memory of the CPU's that torch's allocator does not have: it stands for another memory than the device's."""
+        return torch.from_numpy(np.empty(count, dtype=np.uint8))
+
+    def new_lane(self) -> ThreadLane:
+        return ThreadLane()
+
     def peak_bytes(self) -> int | None:
         return None
 
@@ -85,6 +94,23 @@ class Cpu:
 
     def new_graph(self, tensors: Sequence[Tensor], keys: Sequence[Hashable]) -> Tape:
         return Tape(tensors)
+
+
+class StreamLane:
+    """A lane of a CUDA device: a stream, whose copies to and from pinned memory its copy engines run."""
+
+    def __init__(self, device: Cuda) -> None:
+        self.device, self._stream = device, device.new_stream()
+
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        device, launched, done = self.device, self.device.event(), self.device.event()
+        launched.record(device.current_stream())
+        self._stream.wait_event(launched)
+        with torch.cuda.stream(self._stream):
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+        done.record(self._stream)
+        return lambda: device.current_stream().wait_event(done)
 
 
 class Cuda:
@@ -126,6 +152,12 @@ class Cuda:
 
     def available_bytes(self) -> int | None:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def host_bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def new_lane(self) -> StreamLane:
+        return StreamLane(self)
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated(self.torch_device)

@@ -77,6 +77,16 @@ class Graph(Protocol):
         """Give up the work. Any thread may call it."""
 
 
+class Lane(Protocol):
+    """A queue beside a device's compute, on which copies run one after another."""
+
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Post copies, each of a tensor into the second one, after what the current stream has launched so far.
+
+        Both must live until the returned function was called: it lets the current stream wait for the copies.
+        """
+
+
 class Device(Protocol):
     """A CPU or a GPU.
 
@@ -111,6 +121,12 @@ class Device(Protocol):
 
     def available_bytes(self) -> int | None:
         """Return the bytes of memory that new tensors may take now; None if the device does not tell."""
+
+    def host_bytes(self, count: int) -> Tensor:
+        """Return empty memory on the host, of so many bytes, for copies by a lane; it is none of the device's."""
+
+    def new_lane(self) -> Lane:
+        """Return a lane on which nothing else runs."""
 
     def peak_bytes(self) -> int | None:
         """Return the most bytes that the device's allocator gave out; None if it does not count them."""

@@ -4,7 +4,7 @@ Invariants:
 - Every name of the program has a numbered slot. A slot is cleared after the last effect that needs it.
 - A value of another rank is taken from its channel at its first use, not earlier.
 - A backward owns its residuals, deferred values and cotangents while it runs, so it may free them early.
-- Residuals are saved only if an effect of the program needs them.
+- Residuals are saved only if an effect of the program needs them before it makes them again.
 - The parts of an overlap run in turns where both are fpipe's own and traced, else one after the other.
 - All lookups happen before a step: an instruction has its slots, stage functions and channels in its closure.
 """
@@ -16,13 +16,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from optree import PyTreeSpec
+from torch import Tensor
 
 from fpipe import effects as fx
 from fpipe.autodiff.braid import Part, in_turns
+from fpipe.autodiff.functions import SavedGraph
 from fpipe.autodiff.interface import (
     DATA,
     DifferentiablePipeline,
@@ -35,17 +38,19 @@ from fpipe.autodiff.interface import (
     weighted_loss,
     zeros,
 )
+from fpipe.autodiff.storages import leaves_of
 from fpipe.autodiff.traced import Traced
-from fpipe.devices import Device
-from fpipe.errors import ScheduleError
+from fpipe.devices import Device, current_device
+from fpipe.errors import ScheduleError, StageError
 from fpipe.handlers.gradients import LeafKey, Sum, add_leaves, received, sent, total, unscaled
+from fpipe.handlers.host_residuals import HostResiduals
 from fpipe.handlers.protocol import Inputs, Observer, Results
 from fpipe.programs.program import Program
 from fpipe.stages.cache import following
 from fpipe.stages.carry import NO_CARRY, separated
 from fpipe.stages.cuts import cuts_of, with_cuts
 from fpipe.stages.pytree import ABSENT, Flat, Path, check_plain, flatten, indices
-from fpipe.stages.rng import seeded
+from fpipe.stages.rng import replayed, seeded
 from fpipe.stages.sharding import wrapped
 from fpipe.stages.stage import CARRY, Output, Stage
 from fpipe.tables import TABLE, slice_of
@@ -103,6 +108,8 @@ class Step:
         gradients: of the entries of the params that are updated already.
         seeds: number of a slice, counted over all microbatches -> cotangents of the last stage's output.
         carried: (stage, the same number) -> the number of leaves that the stage passes on to the next slice.
+        begun: (stage, the same number) -> the stage's state, and the states of the generators without `rng`, when the
+            forward of residuals that are recomputed began.
         data_gradients: (stage, microbatch) -> the gradients of what the stage read of the microbatch.
     """
 
@@ -118,6 +125,7 @@ class Step:
     gradients: dict[int, Any] = field(default_factory=dict)
     seeds: dict[int, Leaves] = field(default_factory=dict)
     carried: dict[tuple[int, int], int] = field(default_factory=dict)
+    begun: dict[tuple[int, int], tuple[Any, list[Tensor]]] = field(default_factory=dict)
     data_gradients: dict[tuple[int, int], Leaves] = field(default_factory=dict)
     results: Results = field(default_factory=Results)
 
@@ -161,12 +169,15 @@ class Calls:
         uses = [(name, at) for at, effect in enumerate(program) for name in self.table.needs(effect, self.plan)]
         self.last_use, self.first_use = dict(uses), dict(reversed(uses))
         self.takes: dict[fx.Name, Instruction] = {}
+        again = (effect for effect in program if isinstance(effect, fx.Recompute))
+        self.recomputed = {fx.Residuals(effect.stage, effect.microbatch, effect.slice) for effect in again}
         self.calls: list[Instruction] = []
         self.starts: list[int] = []
         self.computes: dict[int, fx.Effect] = {}
         self.slots: list[Any] = []
         self.touched: list[tuple[int, ...]] = []
         self.running: Step | None = None
+        self.host: HostResiduals | None = None
         last = self.plan.stages - 1
         # With copies or replicas, the losses of other ranks may depend on what is trained: the handler refuses a
         # constant loss there, at the end of the step.
@@ -183,6 +194,8 @@ class Calls:
 
     def clear(self) -> None:
         """Release all values of the step."""
+        if self.host is not None:
+            self.host.clear()
         self.slots[:] = [None] * len(self.slots)
         self.running = None
 
@@ -301,12 +314,11 @@ class Calls:
     def _forward(self, e: fx.Forward) -> Instruction:
         stage, m, t, slots = e.stage, e.microbatch, slice_of(e), self.slots
         forward, stateful = self.pieces.stages[stage].forward, self.pipeline.stages[stage].stateful
-        sources = tuple((s, self.slot(fx.Activation(s, m, t))) for s in self.plan.sources(stage))
         out, residuals, unit = self.slot(fx.Activation(stage, m, t)), None, self.plan.unit(m, t)
-        if fx.Residuals(stage, m, t) in self.last_use:
+        again = fx.Residuals(stage, m, t) in self.recomputed
+        if fx.Residuals(stage, m, t) in self.last_use and not again:
             residuals = self.slot(fx.Residuals(stage, m, t))
-        carries = CARRY in self.pipeline.stages[stage].sources
-        before = self.slot(fx.Carry(stage, m, t - 1)) if carries and t > 0 else None
+        inputs, carries = self._inputs(stage, m, t), CARRY in self.pipeline.stages[stage].sources
         after = self.slot(fx.Carry(stage, m, t)) if t < self.plan.slices - 1 else None
         keep = residuals is not None or self.pieces.differentiated  # in autograd's mode, even if nothing is saved
         last = stage == self.plan.stages - 1
@@ -314,11 +326,11 @@ class Calls:
 
         def call() -> None:
             step = self.step
-            activations, data, rng = {s: slots[i] for s, i in sources}, step.inputs.data[unit], step.inputs.rng
-            if carries:
-                activations[CARRY] = NO_CARRY if before is None else slots[before]
-            number, _ = step.inputs.place(unit)
-            with UNSEEDED if rng is None else seeded(rng, stage, number, self.device, t):
+            activations, data, seeding = inputs()
+            if again:
+                generators = (self.device or current_device()).generators() if step.inputs.rng is None else ()
+                step.begun[stage, unit] = step.state.get(stage), [each.get_state() for each in generators]
+            with seeding:
                 outputs, saved, state = forward(step.prepared[stage], step.state.get(stage), activations, data, keep)
             if carries:
                 outputs, carry = separated(outputs)
@@ -365,6 +377,79 @@ class Calls:
             if last:
                 step.results.outputs.setdefault(m, []).append(outputs.tree)
 
+        return call
+
+    def _inputs(self, stage: int, m: int, t: int) -> Callable[[], tuple[dict[int, Any], Any, Any]]:
+        """Return a function that returns what a forward reads, and the context in which it draws random numbers."""
+        slots, unit = self.slots, self.plan.unit(m, t)
+        sources = tuple((s, self.slot(fx.Activation(s, m, t))) for s in self.plan.sources(stage))
+        carries = CARRY in self.pipeline.stages[stage].sources
+        before = self.slot(fx.Carry(stage, m, t - 1)) if carries and t > 0 else None
+
+        def inputs() -> tuple[dict[int, Any], Any, Any]:
+            given, activations = self.step.inputs, {s: slots[i] for s, i in sources}
+            if carries:
+                activations[CARRY] = NO_CARRY if before is None else slots[before]
+            number, _ = given.place(unit)
+            seeding = UNSEEDED if given.rng is None else seeded(given.rng, stage, number, self.device, t)
+            return activations, given.data[unit], seeding
+
+        return inputs
+
+    def _recompute(self, e: fx.Recompute) -> Instruction:
+        stage, m, t, slots = e.stage, e.microbatch, slice_of(e), self.slots
+        forward, inputs, unit = self.pieces.stages[stage].forward, self._inputs(stage, m, t), self.plan.unit(m, t)
+        residuals = self.slot(fx.Residuals(stage, m, t))
+
+        def call() -> None:
+            step = self.step
+            activations, data, seeding = inputs()
+            state, states = step.begun.pop((stage, unit))
+            with replayed(states, self.device) if step.inputs.rng is None else seeding:
+                _, slots[residuals], _ = forward(step.prepared[stage], state, activations, data, True)
+
+        return call
+
+    def _offload(self, e: fx.Offload) -> Instruction:
+        stage, m, slots = e.stage, e.microbatch, self.slots
+        residuals, moved = self.slot(fx.Residuals(stage, m, e.slice)), self.slot(fx.Offloaded(stage, m, e.slice))
+
+        def call() -> None:
+            saved = slots[residuals]
+            if not isinstance(saved, SavedGraph):
+                raise StageError(
+                    "its residuals are those of eager autograd, which fpipe can't move to the host: make a stage that "
+                    "can be traced of it, or let them be recomputed (fpipe.offload(..., recompute=True))",
+                    rank=self.rank,
+                    stage=stage,
+                    microbatch=m,
+                )
+            others = (value for slot, value in enumerate(slots) if slot != residuals and value is not None)
+            fixed = chain(self.borrowed(), *map(leaves_of, others))
+            self.host = self.host or HostResiduals(self.device or current_device())
+            slots[moved] = self.host.offload(saved, fixed)
+
+        self.takes[fx.Offloaded(stage, m, e.slice)] = lambda: slots[moved].wait()
+        return call
+
+    def _discard(self, e: fx.Discard) -> None:
+        """The wait for the copy, and the slot of what is freed, are those of every effect."""
+
+    def _fetch(self, e: fx.Fetch) -> Instruction:
+        stage, m, slots = e.stage, e.microbatch, self.slots
+        residuals, moved = self.slot(fx.Residuals(stage, m, e.slice)), self.slot(fx.Offloaded(stage, m, e.slice))
+        waits: list[Instruction] = []
+
+        def call() -> None:
+            assert self.host is not None
+            slots[residuals], wait = self.host.fetch(slots[moved])
+            waits[:] = [wait]
+
+        def take() -> Any:
+            waits.pop()()
+            return slots[residuals]
+
+        self.takes[fx.Residuals(stage, m, e.slice)] = take
         return call
 
     def _result(self, unit: int, outputs: Flat, keep: bool) -> None:
@@ -613,6 +698,10 @@ FUNCTIONS: Functions = {
     fx.Release: Calls._release,
     fx.Scatter: Calls._scatter,
     fx.Update: Calls._update,
+    fx.Offload: Calls._offload,
+    fx.Discard: Calls._discard,
+    fx.Fetch: Calls._fetch,
+    fx.Recompute: Calls._recompute,
 }
 """Effect class -> `function(calls, effect)`, which returns the instruction that runs the effect, or None for no-op.
 

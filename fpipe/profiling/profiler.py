@@ -25,6 +25,7 @@ from fpipe.autodiff.functions import SavedGraph
 from fpipe.autodiff.graph.collectives import WATCH, NoWatch
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
+from fpipe.autodiff.storages import leaves_of
 from fpipe.costs import OVER_REPLICAS, Costs, Shared
 from fpipe.devices import device_of
 from fpipe.errors import ScheduleError, TransportError
@@ -39,7 +40,7 @@ from fpipe.plan import Placement, Plan
 from fpipe.policies import everything_saveable
 from fpipe.profiling import replicas, updates
 from fpipe.profiling.replicas import Seconds
-from fpipe.profiling.storages import StorageBytes, leaves_of
+from fpipe.profiling.storages import StorageBytes
 from fpipe.programs.lowering import existing_halves
 from fpipe.programs.memory import of_first
 from fpipe.programs.program import Program

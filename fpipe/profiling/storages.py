@@ -6,15 +6,10 @@ no temporaries. `LiveBytes` sees every event of the allocator instead.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
-
-from fpipe.autodiff.eager import DeferredTape
-from fpipe.autodiff.functions import DeferredGraph, SavedGraph
-from fpipe.autodiff.interface import WeightGradients
-from fpipe.stages.pytree import Flat, flatten
+from fpipe.autodiff.storages import storage_bytes
 
 Owner = TypeVar("Owner", bound=Hashable)
 
@@ -74,24 +69,3 @@ class StorageBytes(Generic[Owner]):
         for storage, owners in self._owners.items():
             if len(owners) > 1:
                 yield tuple(owners), self._sizes[storage]
-
-
-def storage_bytes(leaves: Iterable[Any]) -> dict[int, int]:
-    """Return the bytes of each storage of the tensors among the leaves, by the storage's address."""
-    storages = (leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor))
-    return {storage._cdata: storage.nbytes() for storage in storages}
-
-
-def leaves_of(value: Any) -> Sequence[Any]:
-    """Return the leaves of a value in a rank's store; not the tensors that eager autograd saves.
-
-    >>> leaves_of({"a": 1, "b": [2, 3]})
-    [1, 2, 3]
-    """
-    if isinstance(value, Flat):
-        return value.leaves
-    if isinstance(value, SavedGraph | DeferredGraph):
-        return value.values
-    if isinstance(value, DeferredTape):
-        return value.cotangents
-    return value if isinstance(value, WeightGradients) else flatten(value).leaves

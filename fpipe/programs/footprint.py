@@ -17,7 +17,7 @@ temporaries inside a piece, buffers of communication, and the memory of the proc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fpipe._format import format_bytes, sized
@@ -67,6 +67,19 @@ def footprint(programs: Programs, costs: Costs) -> tuple[RankBytes, ...]:
 
 
 def _peak(program: Program, live: Sequence[float], costs: Costs) -> RankBytes:
+    parameters, optimizer, gradients = _lasting(program, costs)
+    at = max(range(len(live)), key=lambda at: live[at] + gradients[at], default=0)
+    return RankBytes(parameters, optimizer, gradients[at] if gradients else 0.0, live[at] if live else 0.0)
+
+
+def bytes_at_ends(program: Program, live: Iterable[float], costs: Costs) -> list[float]:
+    """Return a rank's bytes of all kinds at the end of each effect, from those of its live values."""
+    parameters, optimizer, gradients = _lasting(program, costs)
+    return [parameters + optimizer + sums + values for sums, values in zip(gradients, live, strict=True)]
+
+
+def _lasting(program: Program, costs: Costs) -> tuple[float, float, list[float]]:
+    """Return the bytes of a rank's parameters, of its optimizer's state, and of its sums at the end of each effect."""
     plan = program.plan
 
     def whole(cost: str, stage: int) -> float:
@@ -86,8 +99,7 @@ def _peak(program: Program, live: Sequence[float], costs: Costs) -> RankBytes:
     kinds = ("parameters",) if costs.gathered is None else ("parameters", "gathered")
     parameters = sum(lasting(kind, stage) for kind in kinds for stage in stages)
     optimizer = costs.optimizer * sum(lasting("parameters", stage) for stage in stages if stage in trained)
-    at = max(range(len(live)), key=lambda at: live[at] + total[at], default=0)
-    return RankBytes(parameters, optimizer, total[at] if total else 0.0, live[at] if live else 0.0)
+    return parameters, optimizer, total
 
 
 def _sums(program: Program) -> Iterator[tuple[int, int, bool] | None]:

@@ -7,7 +7,8 @@ Each pass is a plain function `programs -> programs`, and `lower` composes them.
 - on each directed edge, receives are posted in the order of the sends, at the latest before first use;
 - a stage's `Reduce` follows its last weight gradient; with replicas its `Scatter` does, and `Reduce` comes at the end;
 - a schedule of `updating` has an `Update` of each trained stage after its `Reduce`;
-- with `resident`, a stage's `Gather` and `Release` surround the effects that need its parameters.
+- with `resident`, a stage's `Gather` and `Release` surround the effects that need its parameters;
+- with `offload`, residuals are moved to the host and back, or recomputed, so that a rank's bytes keep to a limit.
 
 Sends and receives that a schedule yields stay unchanged. The passes do not validate; the verifier does. For
 an invalid schedule the result is best effort.
@@ -44,8 +45,9 @@ from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interning import Interning
 from fpipe.programs.names import check_names
-from fpipe.programs.program import Program, Programs, plan_of, table_of
+from fpipe.programs.program import Pass, Program, Programs, plan_of, table_of
 from fpipe.programs.residence import Residence, residence
+from fpipe.programs.residuals import MOVES
 from fpipe.programs.schedules import as_schedule
 from fpipe.programs.transports import Transport
 from fpipe.programs.updates import Updating, update
@@ -63,6 +65,7 @@ def lower(
     depth: int | None = None,
     transport: str = "async",
     resident: Residence | int | None = None,
+    offload: Pass | None = None,
     effects: Table = TABLE,
 ) -> Programs:
     """Return the complete programs of all ranks. `fpipe.verify` checks whether they are correct.
@@ -76,6 +79,8 @@ def lower(
         resident: the number of stages whose parameters, sharded over the replicas, may be whole on a rank at a time,
             or a `Residence`, with a limit in bytes; None where parameters are not sharded. Not used where the schedule
             yields `Gather` itself.
+        offload: what `fpipe.offload` returns, which moves residuals to the host or recomputes them, so that each rank
+            keeps to a limit in bytes; None where all stay. Not used where the schedule does so itself.
         effects: the table of effects and values; `TABLE.extended({...})` for effects that you define.
 
     Raises:
@@ -87,13 +92,17 @@ def lower(
     (Recv(value=Activation(stage=0, microbatch=0), rank=0), Forward(stage=1, microbatch=0), \
 Backward(stage=1, microbatch=0))
     """
+    if offload is not None and not callable(offload):
+        raise ScheduleError(f"offload must be what fpipe.offload(limit_bytes, costs) returns, not {offload!r}")
     early = Transport.named(transport) == Transport()
     programs = existing_halves(collect(schedule, plan, effects))
     if not any(type(e) is Send or type(e) is Recv for program in programs.values() for e in program):
         programs = prefetch(communicate(programs), depth) if early else rendezvous(programs)
     programs = reduce(exchange_sums(scatter(programs)))
     programs = update(programs) if isinstance(schedule, Updating) else programs
-    return programs if resident is None or gathered(programs) else residence(programs, resident)
+    if resident is not None and not gathered(programs):
+        programs = residence(programs, resident)
+    return programs if offload is None else offload(programs)
 
 
 def collect(schedule: Schedule | str, plan: Plan, table: Table = TABLE) -> Programs:
@@ -140,11 +149,11 @@ def _most_effects(rank: int, plan: Plan, table: Table) -> int:
     for stage in plan.stages_on(rank):
         runs = len(plan.microbatches_of(stage, rank)) * plan.slices
         neighbours = len(plan.sources(stage)) + len(plan.consumers(stage))
-        # A forward and two halves of a backward, each between a gather and a release; an activation and a gradient by
-        # each edge. Then the sums of gradients from and to each sharer, a scatter, a reduce and an update.
-        # Each token goes on to the first stage.
+        # A forward and two halves of a backward, each between a gather and a release; residuals to the host and back;
+        # an activation and a gradient by each edge. Then the sums of gradients from and to each sharer, a scatter, a
+        # reduce and an update. Each token goes on to the first stage.
         neighbours += plan.tokens > 1
-        total += runs * plan.tokens * (3 * 3 + 2 * neighbours)
+        total += runs * plan.tokens * (3 * 3 + 3 + 2 * neighbours)
         total += 2 * len(plan.sharers(stage)) + 3
         if table is not TABLE:
             total += runs * 3 * OWN_EFFECTS
@@ -177,6 +186,9 @@ def _existing(effects: Iterable[Any], program: Program) -> Iterator[Effect]:
         elif kind is Send or kind is Recv:
             if table.values[type(effect.value)].exists(effect.value, plan):
                 yield effect
+        elif kind in MOVES:
+            if plan.is_differentiated(effect.stage):
+                yield effect
         elif kind not in (Reduce, Scatter, Update) or plan.is_trained(effect.stage):
             yield effect
 
@@ -199,11 +211,11 @@ def scatter(programs: Programs) -> Programs:
 def _with_scatters(program: Program) -> list[Effect]:
     effects, last = list(program), _last_weights(program)
     for stage in sorted(last, key=last.__getitem__, reverse=True):
-        effects.insert(_after_sends(effects, last[stage]), Scatter(stage, program.rank))
+        effects.insert(after_sends(effects, last[stage]), Scatter(stage, program.rank))
     return effects
 
 
-def _after_sends(effects: Sequence[Effect], at: int) -> int:
+def after_sends(effects: Sequence[Effect], at: int) -> int:
     """Return the index after an effect and the sends of its values."""
     at += 1
     while at < len(effects) and isinstance(effects[at], Send):
@@ -390,7 +402,7 @@ def _with_reduce(program: Program) -> list[Effect]:
     plan, effects, last = program.plan, list(program), _last_weights(program)
     shared = [stage for stage in sorted(last) if plan.replicas > 1 or len(plan.sharers(stage)) > 1]
     for stage in sorted(set(last) - set(shared), key=last.__getitem__, reverse=True):
-        effects.insert(_after_sends(effects, last[stage]), Reduce(stage))
+        effects.insert(after_sends(effects, last[stage]), Reduce(stage))
     return [*effects, *map(Reduce, shared)]
 
 
@@ -409,13 +421,17 @@ def _last_weights(program: Program) -> dict[int, int]:
 
 
 def forward_only(programs: Programs) -> Programs:
-    """Drop the backward pass: the effects that need or give a value of the backward pass, by the table."""
+    """Drop the backward pass: the effects that need or give a value of the backward pass, by the table.
+
+    And those for residuals, which nothing needs then.
+    """
     return {rank: replace(p, effects=tuple(_forward(p))) for rank, p in programs.items()}
 
 
 def _forward(program: Program) -> Iterator[Effect]:
     plan, table = program.plan, program.table
-    return (part for effect in program for part in parts(effect) if not table.backward(part, plan))
+    each: Iterator[Any] = (part for effect in program for part in parts(effect))
+    return (part for part in each if type(part) not in MOVES and not table.backward(part, plan))
 
 
 def wavefront(rank: int, plan: Plan) -> Iterator[Effect]:

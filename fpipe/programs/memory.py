@@ -97,15 +97,26 @@ def peak_bytes(programs: Programs, costs: Costs, interning: Interning) -> tuple[
 
 def live_bytes(programs: Programs, costs: Costs, interning: Interning) -> Iterator[list[float]]:
     """Yield for each rank its live bytes at the end of each effect of its program."""
+    for rank, completions in enumerate(completions_by_rank(programs)):
+        yield list(live_on(programs[rank], costs, interning, completions))
+
+
+def completions_by_rank(programs: Programs) -> Iterator[Mapping[Value, int]]:
+    """Yield for each rank what `send_completions` returns."""
     senders = defaultdict[int, dict[int, Program]](dict)
     for rank, program in programs.items():
         for peer in {effect.rank for effect in program if isinstance(effect, Send)}:
             senders[peer][rank] = program
     for rank in range(len(programs)):
-        yield list(_live(programs[rank], costs, interning, send_completions(senders[rank], rank)))
+        yield send_completions(senders[rank], rank)
 
 
-def _live(program: Program, costs: Costs, interning: Interning, completions: Mapping[Value, int]) -> Iterator[float]:
+def live_on(program: Program, costs: Costs, interning: Interning, completions: Mapping[Value, int]) -> Iterator[float]:
+    """Yield a rank's live bytes at the end of each effect of its program.
+
+    Args:
+        completions: what `send_completions` returns for the rank.
+    """
     begun, last = _lifetimes(program, interning, completions)
     live, ended = LiveMemory(costs, interning, program.rank), defaultdict[int, list[int]](list)
     for (id_, _), time in last.items():
@@ -125,18 +136,24 @@ Life = tuple[int, int]  # an id, and how many lives of it came before
 
 
 class Lives:
-    """The lives of names: one ends when a name that was used is given again."""
+    """The lives of names: one ends when a name that is no sum is given again."""
 
-    def __init__(self) -> None:
+    def __init__(self, interning: Interning) -> None:
+        self._interning = interning
         self._count: Counter[int] = Counter()
         self._used: set[int] = set()
+        self._given: set[int] = set()
 
     def given(self, id_: int) -> Life:
-        """Return the life that an effect begins by giving a name, or continues where it was not used yet."""
-        if id_ in self._used:
-            self._used.remove(id_)
+        """Return the life that an effect begins by giving a name; it continues that of a sum that was not used yet."""
+        if id_ in self._used or (id_ in self._given and not self._is_sum(id_)):
+            self._used.discard(id_)
             self._count[id_] += 1
+        self._given.add(id_)
         return id_, self._count[id_]
+
+    def _is_sum(self, id_: int) -> bool:
+        return self._interning.table.values[type(self._interning.name(id_))].sums
 
     def used(self, id_: int) -> Life:
         """Return the life of a name that an effect needs or frees."""
@@ -156,7 +173,7 @@ def _lifetimes(
     """
     begun: list[list[Life]] = []
     last: dict[Life, int] = {}
-    names = Lives()
+    names = Lives(interning)
     posted, complete = defaultdict[int, list[Life]](list), defaultdict[int, int](int)
     received: dict[int, tuple[int, int]] = {}
     for at, effect in enumerate(program):

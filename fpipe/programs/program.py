@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fpipe.effects import Effect
@@ -35,6 +35,7 @@ class Program:
 
 
 Programs = Mapping[int, Program]
+Pass = Callable[[Programs], Programs]
 
 
 def plan_of(programs: Programs) -> Plan:

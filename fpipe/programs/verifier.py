@@ -16,7 +16,8 @@ The rules, in the order of the checks; the first broken rule is the error:
    stage is updated once on each of its ranks, or no stage is, after it is reduced, and is not gathered again.
 4. A value is sent once from its producer to each other rank that reads it, and to no other rank. On each directed edge
    receives are posted in the order of the sends.
-5. A value is computed before it is used, and the waits have no cycle under the transport.
+5. A value is computed before it is used, and the waits have no cycle under the transport. Residuals go to the host and
+   back at most once, or are recomputed once, and are on the rank when the backward needs them.
 
 By 1 and 4 each name has exactly the uses of the plan, so that no value is left unused if 5 holds.
 
@@ -42,6 +43,7 @@ from fpipe.effects import (
     Gradient,
     Overlap,
     Parameters,
+    Recompute,
     Recv,
     Reduce,
     Release,
@@ -61,8 +63,9 @@ from fpipe.programs.interning import Interning
 from fpipe.programs.lowering import lower
 from fpipe.programs.memory import bytes_on, peak_bytes
 from fpipe.programs.names import check_names, refused
-from fpipe.programs.program import Program, Programs, plan_of, table_of
+from fpipe.programs.program import Pass, Program, Programs, plan_of, table_of
 from fpipe.programs.residence import Residence
+from fpipe.programs.residuals import MOVES, check_moves
 from fpipe.programs.transports import Transport
 from fpipe.tables import BACKWARD, FORWARD, INPUT, TABLE, WEIGHT, Table, halves, is_uniform, last_half, slice_of
 
@@ -150,6 +153,7 @@ def verify(
     costs: Costs | None = None,
     depth: int | None = None,
     resident: Residence | int | None = None,
+    offload: Pass | None = None,
     effects: Table = TABLE,
 ) -> Report:
     """Check the programs of a schedule for a plan, communication included.
@@ -163,7 +167,7 @@ def verify(
         ordered: whether each stage must run its microbatches in order. False accepts schedules whose results are equal
             within a tolerance only, and is not for stages with state; `value_and_grad` requires True.
         costs: the sizes from which the report counts bytes.
-        depth, resident, effects: as in `lower`.
+        depth, resident, offload, effects: as in `lower`.
 
     Raises:
         ScheduleError: the first broken rule, or a shortest cycle of waits: the ranks, their effects, the values that
@@ -179,7 +183,8 @@ def verify(
     0 to 1         4
     1 to 0         4
     """
-    programs = lower(schedule, plan, depth=depth, transport=transport, resident=resident, effects=effects)
+    options: dict[str, Any] = {"depth": depth, "resident": resident, "offload": offload, "effects": effects}
+    programs = lower(schedule, plan, transport=transport, **options)
     return check(programs, transport=transport, ordered=ordered, costs=costs)
 
 
@@ -197,8 +202,9 @@ def check(programs: Programs, *, transport: str = "async", ordered: bool = True,
     backward = any(table.effects[type(part)].work & BACKWARD for part in all_parts)
     updates = any(type(effect) is Update for program in programs.values() for effect in program)
     rules = [_RankRules(programs[rank], backward, ordered, updates) for rank in range(plan.ranks)]
-    for each in rules:
+    for rank, each in enumerate(rules):
         each.check()
+        check_moves(programs[rank])
     due = _due(programs, backward, interning)
     _check_messages(programs, due, interning)
     deque(turns(programs, transport), maxlen=0)
@@ -259,7 +265,7 @@ class _RankRules:
             elif kind is Gather or kind is Release:
                 self.place(effect)
                 self.hold(effect)
-            elif kind not in TABLE.effects:
+            elif kind not in TABLE.effects or kind in MOVES:
                 self.place(effect)
         if len(self.table.values) > len(TABLE.values):
             self.give_once()
@@ -309,7 +315,7 @@ class _RankRules:
                 here.discard(name)
             for name in self.table.gives(effect, self.plan):
                 row = self.table.values[type(name)]
-                if name in here and not row.sums:
+                if name in here and not row.sums and type(effect) is not Recompute:
                     raise self.wrong(
                         effect, f"its {name} is on the rank already: yield it once, or free the value first"
                     )

@@ -71,6 +71,16 @@ def seeded(
 
 
 @contextmanager
+def replayed(states: Sequence[torch.Tensor], device: Device | None = None) -> Iterator[None]:
+    """Draw again what the generators of a device drew from these states on, and restore them afterwards."""
+    generators = (device or current_device()).generators()
+    with restored(generators):
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        yield
+
+
+@contextmanager
 def restored(generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Restore the states of generators afterwards."""
     before = [generator.get_state() for generator in generators]

@@ -40,6 +40,7 @@ IDLE = {  # cause -> grey, hatch
     "gather": ("#bcbcbc", "|||||"),
     "scatter": ("#d4d4d4", "|||||"),
     "host": ("#eeeeee", "++"),
+    "offload": ("#e4e4e4", "|||||"),
 }
 _STYLE: dict[Any, Any] = {
     "font.size": 8,

@@ -25,10 +25,13 @@ from fpipe.effects import (
     BackwardInput,
     BackwardWeight,
     Effect,
+    Fetch,
     Forward,
     Gather,
     Name,
+    Offload,
     Overlap,
+    Recompute,
     Recv,
     Scatter,
     Send,
@@ -38,6 +41,7 @@ from fpipe.effects import (
 )
 from fpipe.plan import Plan
 from fpipe.programs.program import Program, Programs, plan_of, table_of
+from fpipe.programs.residuals import moves
 from fpipe.tables import LANES, TABLE, Table, fields_of
 from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
@@ -52,8 +56,9 @@ class Columns(NamedTuple):
     Args:
         starts, ends: of each effect on the host. Sends, receives, gathers and scatters only post; but the first message
             of a step waits until the ranks have agreed on the step.
-        waits, arrivals: of each receive, gather and scatter, when the first use of its value began to wait for it, and
-            when it got the value; NaN for others, and for a gather where parameters are whole at all times.
+        waits, arrivals: of each receive, and of what runs on a lane, as gathers do: when the first use of its value
+            began to wait for it, and when it got the value; NaN for others, and for a gather where parameters are whole
+            at all times.
     """
 
     starts: array[float]
@@ -122,7 +127,7 @@ class Receive(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A gather or a scatter over the replicas, as its rank measured it; seconds.
+    """A gather or a scatter over the replicas, or a copy to or from the host, as its rank measured it; seconds.
 
     Args:
         posted: when its post began.
@@ -159,7 +164,7 @@ class Account(NamedTuple):
         compute: time in pieces.
         between: for each two consecutive pieces, the time between them without waits for values: host time, and once a
             step the ranks' agreement. If one process runs several ranks, it contains the work of the other ranks.
-        posting: time in sends, receives, and posts of gathers and scatters.
+        posting: time in sends, receives, and posts of gathers, scatters and copies.
         waiting: time in waits for values from other ranks.
         exposed: the part of `waiting` in which the value was being transferred; None, as are the next two, if a sender
             was not recorded here.
@@ -168,6 +173,7 @@ class Account(NamedTuple):
         receives, there: the number of receives, and of those whose value was there at its first use.
         gathering: time in waits for parameters that are gathered over the replicas.
         scattering: time in waits for gradients that are added over the replicas.
+        offloading, fetching: time in waits for copies of residuals to the host, and for those back.
     """
 
     compute: float
@@ -181,8 +187,10 @@ class Account(NamedTuple):
     there: int
     gathering: float = 0.0
     scattering: float = 0.0
+    offloading: float = 0.0
+    fetching: float = 0.0
 
-    def _cells(self, replicas: bool) -> tuple[str, ...]:
+    def _cells(self, replicas: bool, host: bool) -> tuple[str, ...]:
         """Return the cells of a row of the table, in milliseconds."""
         hidden = "-" if self.hidden is None else f"{_ms(self.hidden)} to {_ms(self.hidden_at_most)}"
         return (
@@ -190,6 +198,7 @@ class Account(NamedTuple):
             *map(_ms, (self.posting, self.waiting, self.exposed)),
             *(hidden, f"{self.there} of {self.receives}"),
             *(map(_ms, (self.gathering, self.scattering)) if replicas else ()),
+            *(map(_ms, (self.offloading, self.fetching)) if host else ()),
         )
 
 
@@ -253,11 +262,11 @@ class Measurement:
         }
 
     def collectives(self, rank: int) -> list[Collective]:
-        """Return a rank's gathers and scatters over the replicas, in the order of their posts."""
+        """Return a rank's gathers, scatters and copies to and from the host, in the order of their posts."""
         return list(self._collectives(rank).values())
 
     def _collectives(self, rank: int) -> dict[int, Collective]:
-        """Return a rank's gathers and scatters, by their indices in its program."""
+        """Return a rank's gathers, scatters and copies, by their indices in its program."""
         columns, collectives, free = self.columns[rank], dict[int, Collective](), dict[str, float]()
         for at, effect in enumerate(self.programs[rank]):
             if (track := self._track(effect)) in LANES:
@@ -319,14 +328,16 @@ class Measurement:
     def __str__(self) -> str:
         replicas = self.plan.replicas > 1 or bool(self.plan.gathered)
         head = ("rank", "compute", "between", "each", "posting", "waiting", "exposed", "hidden", "there")
-        more = ("gathering", "scattering") if replicas else ()
-        rows = [(*head, *more), *((str(rank), *self.account(rank)._cells(replicas)) for rank in self.columns)]
+        host = any(map(moves, self.programs.values()))
+        more = (*(("gathering", "scattering") if replicas else ()), *(("offloading", "fetching") if host else ()))
+        rows = [(*head, *more), *((str(rank), *self.account(rank)._cells(replicas, host)) for rank in self.columns)]
         clocks = f"; clocks within {_ms(max(self.uncertainty.values()))}" if any(self.uncertainty.values()) else ""
         legend = (
             f"milliseconds{clocks}; between two pieces, in all and the median; posting sends and receives;\nwaiting "
             "for values, exposed of it with the value under way; hidden: transfers under compute, what is known and at "
             "most;\nthere: values that came before their first use, of all received"
             + (";\ngathering, scattering: waits for parameters and sums of gradients over the replicas" * replicas)
+            + (";\noffloading, fetching: waits for residuals on their way to the host and back" * host)
         )
         return "\n".join([*aligned(rows), legend])
 
@@ -334,9 +345,8 @@ class Measurement:
         """Return the timeline of all ranks of this replica, in seconds from the first start of any replica.
 
         A send ends when its value arrives. If the value was there at its first use, the true end of its send and
-        receive may be earlier; that of a gather or a scatter too. A compute waited for these if the value was not
-        there. Host time in a gap counts as
-        the wait in that gap, by default a dependency.
+        receive may be earlier; that of a gather, a scatter or a copy too. A compute waited for these if the value was
+        not there. Host time in a gap counts as the wait in that gap, by default a dependency.
 
         Args:
             costs: the sizes from which `memory` counts bytes.
@@ -362,8 +372,8 @@ class Measurement:
     def costs(self) -> Costs:
         """Return measured costs in seconds: medians for each kind of effect and stage, and for each edge's transfers.
 
-        For transfers, gathers and scatters, the median of those waited for; if none was, the smallest upper bound. A
-        kind that a stage never ran costs 0, so use these costs to `simulate` the same schedule.
+        For transfers, gathers, scatters and copies, the median of those waited for; if none was, the smallest upper
+        bound. A kind that a stage never ran costs 0, so use these costs to `simulate` the same schedule.
         """
         taken = defaultdict[tuple[type, int], list[float]](list)
         for rank, columns in self.columns.items():
@@ -386,6 +396,9 @@ class Measurement:
             gather=self._lane_times(Gather),
             scatter=self._lane_times(Scatter),
             update=times(Update),
+            offload=self._lane_times(Offload),
+            fetch=self._lane_times(Fetch),
+            recompute=again if any(again := times(Recompute)) else None,
             replicas=self.plan.replicas,
             extra={kind: times(kind) if "stage" in fields_of(kind) else times(kind)[0] for kind in extra},
         )
@@ -398,7 +411,7 @@ class Measurement:
             if receive.sent is not None
         )
 
-    def _lane_times(self, kind: type[Gather | Scatter]) -> list[float]:
+    def _lane_times(self, kind: type[Gather | Scatter | Offload | Fetch]) -> list[float]:
         times = _times(
             (collective.effect.stage, collective)
             for rank in self.columns

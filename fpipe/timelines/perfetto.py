@@ -28,6 +28,8 @@ _TRACKS = {
     "receive": "receives",
     "gather": "gathers",
     "scatter": "scatters",
+    "offload": "offloads",
+    "fetch": "fetches",
     "host": "host",
 }  # track of the table -> its name in the trace
 _BATCH = 1000  # events in one piece of the output

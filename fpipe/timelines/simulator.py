@@ -2,7 +2,7 @@
 
 - A rank runs its compute in the order of its program. Each effect starts when the rank is free and its needs are there.
 - A gather or a scatter starts when the rank comes to it, its needs are there and its lane is free. It occupies the
-  lane. All replicas do the same at the same time.
+  lane. All replicas do the same at the same time. So do copies to the host, and those back.
 - A transfer starts at its send and occupies no rank. On one edge values arrive in the order of their sends; if the edge
   has a bandwidth, their bytes are sent one after the other.
 - Of several steps, a rank begins one when it has ended the one before. It sends nothing of a step until all ranks have
@@ -28,7 +28,7 @@ from fpipe.plan import Plan, Schedule
 from fpipe.programs.footprint import enforce, footprint
 from fpipe.programs.interleaving import turns
 from fpipe.programs.lowering import lower
-from fpipe.programs.program import Programs, plan_of, table_of
+from fpipe.programs.program import Pass, Programs, plan_of, table_of
 from fpipe.programs.residence import Residence
 from fpipe.tables import LANES, TABLE, Table, fields_of, is_uniform
 from fpipe.timelines.spans import Spans
@@ -44,6 +44,7 @@ def simulate(
     *,
     depth: int | None = None,
     resident: Residence | int | None = None,
+    offload: Pass | None = None,
     memory_limit_bytes: float | None = None,
     steps: int = 1,
     effects: Table = TABLE,
@@ -52,7 +53,7 @@ def simulate(
 
     Args:
         costs: the times and sizes of effects and values; by default one unit for each compute, and 0 for transfers.
-        schedule, depth, resident, effects: as in `lower`.
+        schedule, depth, resident, offload, effects: as in `lower`.
         memory_limit_bytes: bytes that a rank has, for all that `fpipe.footprint` counts.
         steps: how many follow each other without a barrier. `Timeline.period` is the time of one in the long run.
 
@@ -69,7 +70,7 @@ def simulate(
     """
     if not (isinstance(steps, int) and not isinstance(steps, bool) and steps > 0):
         raise ScheduleError(f"steps must be a whole number of at least 1, not {steps!r}")
-    programs = lower(schedule, plan, depth=depth, resident=resident, effects=effects)
+    programs = lower(schedule, plan, depth=depth, resident=resident, offload=offload, effects=effects)
     costs.check(plan)
     if memory_limit_bytes is not None:
         enforce(footprint(programs, costs), memory_limit_bytes, costs)

@@ -20,6 +20,7 @@ CAUSES = {  # cause of idle time -> when a rank is idle by it
     "gather": "its parameters were under way from the other replicas",
     "scatter": "its gradients were being added over the replicas, after its last effect",
     "host": "it waited for nothing: the host was between two effects",
+    "offload": "its residuals were under way to or from the host's memory",
 }
 """Every moment in which a rank computes nothing has one cause, so that each rank's causes add up to its idle time.
 
@@ -27,6 +28,7 @@ No order of the same effects can save the time that the busiest rank computes mo
 waits for values that are not computed yet is `imbalance`, at most all; the rest is `dependency`, which another schedule
 may save. A rank has one ratio of the two: each of its waits is split in it, and the imbalance comes last.
 """
+CAUSE_OF_LANE = {"gather": "gather", "scatter": "scatter", "offload": "offload", "fetch": "offload"}
 
 
 class Span(NamedTuple):

@@ -27,7 +27,7 @@ from fpipe.plan import Plan
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import Life, LiveMemory, Lives
 from fpipe.tables import BACKWARD, FORWARD, LANES, last_half
-from fpipe.timelines.spans import CAUSES, Gap, Span, Spans
+from fpipe.timelines.spans import CAUSE_OF_LANE, CAUSES, Gap, Span, Spans
 
 _MAX_DRAWN = 5000  # compute effects in a notebook's drawing
 
@@ -52,7 +52,8 @@ class Timeline:
     def __init__(self, plan: Plan, spans: Spans, costs: Costs = Costs(), steps: int = 1) -> None:
         self.plan, self.spans, self.costs, self.table, self.steps = plan, spans, costs, spans.table, steps
         self._computes = self._on("compute")
-        self._gathers, self._scatters = self._on("gather"), self._on("scatter")
+        self._beside = {track: self._on(track) for track in LANES}
+        self._gathers, self._scatters = self._beside["gather"], self._beside["scatter"]
 
     def __repr__(self) -> str:
         return f"<timeline of {extent(self.plan)}: makespan {number(self.makespan)}>"
@@ -70,8 +71,7 @@ class Timeline:
 
     def beside(self, rank: int, track: str) -> Iterator[Span]:
         """Yield a rank's spans on one of `fpipe.tables.LANES`, beside its compute, in order."""
-        by_rank = {"gather": self._gathers, "scatter": self._scatters}[track]
-        return (self.spans[at] for at in by_rank[rank])
+        return (self.spans[at] for at in self._beside[track][rank])
 
     @cached_property
     def drawn_lanes(self) -> tuple[str, ...]:
@@ -105,13 +105,22 @@ class Timeline:
     def _first(self, gathers: Sequence[int], at: int) -> float:
         """Return the start of a rank's first compute, or of its first gather if that compute waits for one."""
         starts = self.spans.starts
-        return starts[at] if self._gathering(at) is None else min(starts[gather] for gather in gathers)
+        waited = self._waited_lane(at)
+        gathering = waited is not None and self._track(waited) == "gather"
+        return min(starts[gather] for gather in gathers) if gathering else starts[at]
 
-    def _gathering(self, at: int) -> float | None:
-        """Return the start of the gather that a compute waited for; None if it waited for something else."""
+    def _waited_lane(self, at: int) -> int | None:
+        """Return the index of the gather or the copy that a compute waited for; None if it waited for another effect.
+
+        What runs on the host waits on its behalf: a `Discard` for its copy.
+        """
         waited = self.spans.waited[at]
-        gathers = waited >= 0 and self.table.effects[type(self.spans.effects[waited])].track == "gather"
-        return self.spans.starts[waited] if gathers else None
+        while waited >= 0 and self._track(waited) == "host":
+            waited = self.spans.waited[waited]
+        return waited if waited >= 0 and self._track(waited) in CAUSE_OF_LANE.keys() - {"scatter"} else None
+
+    def _track(self, at: int) -> str:
+        return self.table.effects[type(self.spans.effects[at])].track
 
     @cached_property
     def busy(self) -> list[float]:
@@ -218,13 +227,13 @@ class Timeline:
 
     def _wait(self, begin: float, at: int) -> Iterator[Gap]:
         """Yield the gaps from a time until a compute starts."""
-        until, gathered = self.spans.starts[at], self._gathering(at)
+        until, waited = self.spans.starts[at], self._waited_lane(at)
         arrived = min(until, max(begin, self._arrived(at)))
-        sent = self._sent(at, arrived) if gathered is None else gathered
+        sent = self._sent(at, arrived) if waited is None else self.spans.starts[waited]
         if sent > begin:
             yield Gap(begin, min(sent, arrived), "dependency")
         if sent < arrived:
-            yield Gap(max(begin, sent), arrived, "transfer" if gathered is None else "gather")
+            yield Gap(max(begin, sent), arrived, "transfer" if waited is None else CAUSE_OF_LANE[self._track(waited)])
         if arrived < until:
             yield Gap(arrived, until, "host")
 
@@ -243,12 +252,11 @@ class Timeline:
 
     @cached_property
     def cause_names(self) -> tuple[str, ...]:
-        """The causes that this timeline can have: `gather`, `scatter` and `host` only where there is some."""
-        lacks = [("gather", self._gathers), ("scatter", self._scatters)]
-        without = {name for name, spans in lacks if not any(spans)}
-        if not any(gap.cause == "host" for rank in range(self.plan.ranks) for gap in self._waits(rank)):
-            without.add("host")
-        return tuple(name for name in CAUSES if name not in without)
+        """The causes that this timeline can have: those of lanes and of the host only where there is some."""
+        has = {cause for track, cause in CAUSE_OF_LANE.items() if any(self._beside[track])}
+        if any(gap.cause == "host" for rank in range(self.plan.ranks) for gap in self._waits(rank)):
+            has.add("host")
+        return tuple(name for name in CAUSES if name in has or name not in {*CAUSE_OF_LANE.values(), "host"})
 
     @cached_property
     def causes(self) -> list[dict[str, float]]:
@@ -331,7 +339,8 @@ class Timeline:
         A received value counts from the post of its receive, a sent value until it is delivered, and the values that a
         backward gives from its end, when it has freed its inputs. Shared memory counts once.
         """
-        interning, names = Interning(self.plan, self.table), Lives()
+        interning = Interning(self.plan, self.table)
+        names = Lives(interning)
         begins, ends = dict[Life, float](), dict[Life, float]()
         for at in self.spans.of(rank):
             needs, gives, frees = interning.ids(self.spans.effects[at])

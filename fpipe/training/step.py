@@ -21,6 +21,7 @@ from fpipe.handlers.captured_pieces import CapturedPieces
 from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Replays, Results, Run, Updates
 from fpipe.profiling.observers import observing, watches_effects
 from fpipe.programs.program import Programs, plan_of
+from fpipe.programs.residuals import moves
 from fpipe.stages.precision import OWN_DTYPES
 from fpipe.stages.rng import Rng, Seeder
 from fpipe.training.arguments import State, StepSpec
@@ -312,10 +313,12 @@ def check_capture(handler: Handler, observer: Observer | None, compile: bool | s
 
 
 def check_replicas_captured(spec: StepSpec, programs: Programs, handler: Handler, capture: Capture) -> None:
-    """Raise ValueError for replicas, shards, casts and rows whose steps can't be captured."""
+    """Raise ValueError for replicas, shards, casts, rows and residuals whose steps can't be captured."""
     plan, here = plan_of(programs), len(spec.replicas.here)
     if plan.gathered and handler.peers is not None:
         raise ValueError(f"{capture=} with resident=: a graph gathers no shards. Leave one of them out")
+    if any(map(moves, programs.values())):
+        raise ValueError(f"{capture=} with residuals on the host, or recomputed: leave one of them out, as offload=")
     if plan.replicas > here and spec.weight is not None:
         raise ValueError(
             f"{capture=} with weight= and replicas in other processes: their weights are added on the host. Leave one "

@@ -18,6 +18,7 @@ from fpipe.plan import Plan, Schedule, check_plan
 from fpipe.policies import everything_saveable
 from fpipe.profiling.observers import observing
 from fpipe.programs.lowering import forward_only, gathered, lower, wavefront
+from fpipe.programs.program import Pass
 from fpipe.programs.residence import Residence, residence
 from fpipe.programs.schedules import as_schedule
 from fpipe.programs.updates import Updating
@@ -55,6 +56,7 @@ def value_and_grad(
     gather: bool = False,
     prefetch: int | None = None,
     resident: Residence | int | None = None,
+    offload: Pass | None = None,
     observe: Observer | None = None,
     autodiff: Autodiff = "auto",
     policy: Policies = everything_saveable,
@@ -95,6 +97,8 @@ def value_and_grad(
             `Residence`, with a limit in bytes; None where they are not sharded. With all stages of a rank, each is
             gathered once a step; with fewer, memory is saved and more is gathered. Autograd's tapes keep them until
             their backwards are done, so that eager autodiff saves no memory.
+        offload: `fpipe.offload(limit_bytes, costs)`, which moves residuals to the host and back, or recomputes them, so
+            that each rank keeps to a limit in bytes; None where all stay. Residuals of eager autograd can't be moved.
         observe: an observer of every effect: a `Recording`, or `fpipe.tensorboard.Recorder(logdir)`.
         autodiff: "graph" traces each stage once per input signature and splits its backward as a graph. As under
             `jax.jit`, the stage's Python code, its closures and the mode of its modules are read while it is traced.
@@ -165,7 +169,7 @@ def value_and_grad(
     trained = plan.trained if "params" in names else frozenset[int]()
     readers = frozenset(s for s, stage in stages if differentiates_data(stage, names))
     plan = replace(plan, batch_gradients=readers, trained=trained)
-    programs = lower(schedule, plan, depth=prefetch, resident=resident, effects=effects)
+    programs = lower(schedule, plan, depth=prefetch, resident=resident, offload=offload, effects=effects)
     check(programs)
     all_parts = (part for program in programs.values() for effect in program for part in parts(effect))
     has_backward = any(effects.effects[type(part)].work & BACKWARD for part in all_parts)

@@ -5,7 +5,7 @@ from itertools import cycle, product
 import pytest
 
 from fpipe import lower
-from fpipe.effects import Send
+from fpipe.effects import Offload, Send
 from tests.support import cases, stream_jobs
 from tests.support.combinations import ALL, few, sample, thorough
 from tests.support.replica_jobs import Grid
@@ -19,25 +19,28 @@ DOCUMENTED = {
 """What the host waits for in a step whose signature is known: that the device keeps up, and all ranks' hosts."""
 
 
-TWO = [*zip(cases.SCHEDULES, cycle(NAMES), cycle([2]))]
+MOVING = [*zip(cases.MOVING, ["attention", "layouts", "dropout", "tied", "skip"], cycle([2]))]
+TWO = [*MOVING, *zip(cases.SCHEDULES, cycle(NAMES), cycle([2]))]
 
 
 @pytest.mark.parametrize(
     ("schedule", "name", "ranks"),
     [
-        *sample(TWO, few(TWO[::2], slice(1, None, 4))),
+        *sample(TWO, [*MOVING, *few(TWO[len(MOVING) :: 2], slice(1, None, 4))]),
         *sample([(s, n, 4) for s in cases.SCHEDULES for n in ("skip", "tied")], [("zb_v", "skip", 4)]),
     ],
 )
 def test_every_use_is_ordered(pools, schedule, name, ranks):
     _, generator, plan = cases.make(name, schedule, ranks, stream_jobs.MICROBATCHES)
-    edges = {(rank, e.rank) for rank, program in lower(generator, plan).items() for e in program if isinstance(e, Send)}
+    programs = lower(generator, plan)
+    edges = {(rank, e.rank) for rank, program in programs.items() for e in program if isinstance(e, Send)}
     outcomes = pools(ranks).run(stream_jobs.train, name, schedule, ranks)
     for rank, (differences, faults, waits, streams) in enumerate(outcomes):
         assert differences == []
         assert faults == []
         assert waits <= DOCUMENTED
-        assert streams == 2 + sum(rank in edge for edge in edges)  # of compute, of results, and one of each edge
+        lanes = 2 * any(isinstance(e, Offload) for e in programs[rank])  # to the host, and back
+        assert streams == 2 + sum(rank in edge for edge in edges) + lanes  # of compute, of results, of each edge
 
 
 REPLAYED = few([("zb_v", "tied"), ("one_f_one_b", "dropout"), ("gpipe", "skip")], slice(1, None))

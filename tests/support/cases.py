@@ -18,11 +18,16 @@ from fpipe.effects import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Discard,
+    Fetch,
     Forward,
     Gradient,
+    Offload,
     Overlap,
+    Recompute,
     Recv,
     Send,
+    parts,
 )
 from fpipe.policies import checkpoint_name
 from tests.support.catalogue import ORDERS
@@ -364,6 +369,27 @@ def zb_auto(rank, plan):
     return schedules.zb_auto(plan, costs, max(1, plan.ranks - 1))(rank, plan)
 
 
+def moving(schedule, recomputes):
+    """Move the residuals of each microbatch to the host and back, or recompute them if the function says so."""
+
+    def moved(rank, plan):
+        posted = []
+        for effect in schedule(rank, plan):
+            yield from (Discard(*part) for part in posted)
+            posted = []
+            for part in parts(effect):
+                if isinstance(part, Backward | BackwardInput):
+                    again = recomputes(part.microbatch)
+                    yield (Recompute if again else Fetch)(part.stage, part.microbatch, part.slice)
+            yield effect
+            for part in parts(effect):
+                if isinstance(part, Forward) and not recomputes(part.microbatch):
+                    posted.append((part.stage, part.microbatch, part.slice))
+                    yield Offload(*posted[-1])
+
+    return moved
+
+
 def place_of(entry):
     """The entry's placement of a number of ranks."""
     return lambda ranks: entry.place(ranks, entry.chunks)
@@ -378,7 +404,15 @@ SCHEDULES = {name: (getattr(schedules, name), place_of(entry)) for name, entry i
     "zb_auto": (zb_auto, Placement.loop),
     "zb_v_unequal": (partial(schedules.zb_v, costs=UNEQUAL), Placement.v),
 }
-TAKE_SLICES = ["gpipe", "gpipe_v", "gpipe_both_ways", "seq_1f1b", "seq_zb"]
+MOVING = {
+    "one_f_one_b_offloaded": (moving(schedules.one_f_one_b, lambda m: False), Placement.loop),
+    "gpipe_offloaded": (moving(schedules.gpipe, lambda m: False), Placement.loop),
+    "gpipe_recomputed": (moving(schedules.gpipe, lambda m: True), Placement.loop),
+    "zb_v_moved": (moving(schedules.zb_v, lambda m: m % 2 == 1), Placement.v),
+    "dualpipe_v_moved": (moving(schedules.dualpipe_v, lambda m: m % 2 == 0), Placement.v),
+}
+"""Those that move residuals to the host or recompute them; no step of theirs is captured."""
+TAKE_SLICES = ["gpipe", "gpipe_v", "gpipe_both_ways", "gpipe_recomputed", "gpipe_offloaded", "seq_1f1b", "seq_zb"]
 BOTH_WAYS = [name for name, (_, place) in SCHEDULES.items() if place(2) == Placement.both_ways(2)]
 
 
@@ -389,7 +423,7 @@ def rows(microbatches):
 
 def make(name, schedule, ranks, microbatches, rows=ROWS):
     """(case, schedule, plan), the same in every process."""
-    generator, place = SCHEDULES[schedule]
+    generator, place = (SCHEDULES | MOVING)[schedule]
     placement = place(ranks)
     case = built(name, placement.stages, rows)
     return case, generator, case.pipeline.plan(placement, microbatches, slices=case.slices)

@@ -91,7 +91,7 @@ def made(kind, stages, microbatches, policy, trained=None):
 
 
 def held(rank, kind, name, ranks, microbatches):
-    schedule, place = cases.SCHEDULES[name]
+    schedule, place = (cases.SCHEDULES | cases.MOVING)[name]
     return compared(rank, kind, schedule, place(ranks), microbatches, jobs.handler())
 
 

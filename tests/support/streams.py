@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from fpipe.devices.tape import Tape
@@ -135,6 +135,24 @@ def tensors(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if type(x) in (Tensor, torch.nn.Parameter)]
 
 
+@dataclass
+class Lane:
+    """Copies on a stream of their own, after what the compute stream has launched."""
+
+    checker: Checker
+    stream: Stream
+
+    def copy(self, copies: Any) -> Callable[[], None]:
+        self.stream.wait_for(self.checker.compute.clock)
+        for source, target in copies:
+            with _disable_current_modes():
+                target.copy_(source)
+            self.checker.use(self.stream, source, False, "copy")
+            self.checker.use(self.stream, target, True, "copy")
+        done = dict(self.stream.clock)
+        return lambda: self.checker.compute.wait_for(done)
+
+
 class RecordedDevice:
     """The CPU, as if it ran behind the host."""
 
@@ -165,6 +183,12 @@ class RecordedDevice:
 
     def host_memory(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
+
+    def host_bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8)
+
+    def new_lane(self) -> Lane:
+        return Lane(self.checker, self.new_stream())
 
     def new_graph(self, tensors: Any, keys: Any) -> Tape:
         return Tape(tensors)

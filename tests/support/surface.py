@@ -55,7 +55,7 @@ def calls():
     costs = fpipe.Costs(forward=1.0, backward=2.0)
     made = {"pipeline": pipeline, "schedule": schedule, "plan": plan, "handler": local}
     options = inspect_arguments(fpipe.value_and_grad)
-    of_evaluate = {k: v for k, v in options.items() if k not in ("argnums", "policy", "capture", "effects")}
+    of_evaluate = {k: v for k, v in options.items() if k not in ("argnums", "policy", "capture", "effects", "offload")}
     of_train = {k: v for k, v in options.items() if k not in ("argnums", "effects")}
     first = inspect_arguments
     return {

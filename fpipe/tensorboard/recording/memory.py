@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fpipe.autodiff.storages import leaves_of, storage_bytes
 from fpipe.effects import Effect, Gather, Parameters, Recv
 from fpipe.handlers.protocol import ValueStore
-from fpipe.profiling.storages import StorageBytes, leaves_of, storage_bytes
+from fpipe.profiling.storages import StorageBytes
 from fpipe.programs.program import Program
 
 

@@ -42,7 +42,7 @@ export function facts(capture, spot, twin = null) {
     ["duration", time(end - start, capture.unit)],
   );
   if (kind.track === "receive") found.push(...receiving(capture, rank, row));
-  if (kind.track === "gather" || kind.track === "scatter") found.push(...use(capture, rank, row));
+  if (["gather", "scatter", "offload", "fetch"].includes(kind.track)) found.push(...use(capture, rank, row));
   if (kind.value && rank.bytes.length && !Number.isNaN(rank.bytes[row])) found.push(["bytes", bytes(rank.bytes[row])]);
   if (kind.name !== "host") found.push(["waited for", waited(capture, spot)]);
   if (twin) found.push(...difference(capture, spot, twin));

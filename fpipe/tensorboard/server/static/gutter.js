@@ -3,7 +3,10 @@
 import { tick, ticks } from "./format.js";
 import { AXIS, FONT, TICK } from "./measures.js";
 
-const NAMES = { send: "sends", receive: "receives", gather: "gathers", scatter: "scatters", host: "host", memory: "memory" };
+const NAMES = {
+  ...{ send: "sends", receive: "receives", gather: "gathers", scatter: "scatters" },
+  ...{ offload: "offloads", fetch: "fetches", host: "host", memory: "memory" },
+};
 const TALL = 60; // pixels: height from which a rank shows more lines
 
 /** The names of the ranks in sight and of their tracks. */

@@ -1,7 +1,7 @@
 /** The position of each rank's tracks, from the top of the scrolled area; pixels. */
 
 const HEIGHTS = { compute: 26, lane: 10, host: 9, memory: 28 };
-const SMALL = ["send", "receive", "gather", "scatter", "host", "memory"]; // tracks below the compute
+const SMALL = ["send", "receive", "gather", "scatter", "offload", "fetch", "host", "memory"]; // tracks below the compute
 const LEAST = 14; // pixels: smallest height of a compute track
 const GROWTH = 1.6; // largest factor by which tracks grow to fill the height
 const BETWEEN = 2;

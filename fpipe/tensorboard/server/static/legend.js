@@ -27,7 +27,7 @@ export function legend(place, capture, colouring, theme) {
   place.replaceChildren(...meaning, ...beside, ...receives, faint("idle:"), ...causes);
 }
 
-const besides = ({ track }) => track === "gather" || track === "scatter";
+const besides = ({ track }) => ["gather", "scatter", "offload", "fetch"].includes(track);
 
 const faint = (text) => element("span", { class: "faint" }, text);
 

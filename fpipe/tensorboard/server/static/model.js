@@ -166,7 +166,7 @@ export class Rank {
   }
 
   _tracks() {
-    const rows = { compute: [], send: [], receive: [], gather: [], scatter: [], host: [] };
+    const rows = { compute: [], send: [], receive: [], gather: [], scatter: [], offload: [], fetch: [], host: [] };
     for (let row = 0; row < this.kind.length; row += 1) rows[this.kinds[this.kind[row]].track].push(row);
     return Object.fromEntries(Object.entries(rows).map(([kind, own]) => [kind, new Track(this, kind, own)]));
   }

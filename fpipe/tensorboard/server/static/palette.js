@@ -31,6 +31,7 @@ const INK = {
   gather: (x) => x % 4 === 0,
   scatter: (x, y) => x % 8 < 2 && y % 4 < 3,
   host: (x, y) => x % 4 < 2 && y % 4 < 2,
+  offload: (x, y) => y % 8 < 2 && x % 4 < 3,
 };
 const CAUSES = Object.keys(INK);
 
@@ -102,6 +103,7 @@ const LIGHT = {
     gather: "#5f6f00",
     scatter: "#795548",
     host: "#00796b",
+    offload: "#3949ab",
   },
 };
 const DARK = {
@@ -131,6 +133,7 @@ const DARK = {
     gather: "#d4e157",
     scatter: "#d7b8a8",
     host: "#4dd0c0",
+    offload: "#9fa8da",
   },
 };
 

@@ -10,6 +10,8 @@ export const TOGGLES = [
   ["receive", "receives", "receives: waiting in grey, transfer in colour", "", true],
   ["gather", "gathers", "gathers of parameters from the replicas", "", true],
   ["scatter", "scatters", "sums of gradients over the replicas", "", true],
+  ["offload", "offloads", "copies of residuals to the host", "", true],
+  ["fetch", "fetches", "copies of residuals back from the host", "", true],
   ["host", "host", "what the host did around the effects, and reductions", "", true],
   ["memory", "memory", "bytes that a rank holds", "", true],
   ["causes", "causes", "idle time in the pattern of its cause", "", true],
