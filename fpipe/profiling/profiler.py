@@ -38,7 +38,7 @@ from fpipe.handlers.local import Local
 from fpipe.handlers.protocol import Handler, Inputs, Observer, Peers, ValueStore
 from fpipe.plan import Placement, Plan
 from fpipe.policies import everything_saveable
-from fpipe.profiling import replicas, updates
+from fpipe.profiling import host_links, replicas, updates
 from fpipe.profiling.replicas import Seconds
 from fpipe.profiling.storages import StorageBytes
 from fpipe.programs.lowering import existing_halves
@@ -120,6 +120,7 @@ def profile(
         What they cut among them counts as this process's piece.
         `shared` lists the
         memory that several of these have in common, `reads` what a stage reads of an output if it does not read all.
+        `offload` and `fetch` are the links to the host's memory and back, as lanes copy.
         Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`,
         and likewise `gather` and `scatter` without a handler. `Measurement.costs` has all of them as they were in a
         step.
@@ -161,6 +162,7 @@ def profile(
     whole = replace(split_inputs, params=_whole(params, precision, handler))
     run = _agreed(peers, lambda: _Run(pieces, plan, whole), "tracing stages")
     seconds = _agreed(peers, lambda: run.seconds(repeats), "measuring stages")
+    seconds |= host_links.copies(locals_of(dict(whole.params)), repeats)
     count = 1 if handler is None else handler.replicas(plan).count
     if isinstance(handler, Distributed) and count > 1:
         seconds |= replicas.measure(pieces, params, run.inputs.state, handler, run.profiler.now, repeats)
@@ -173,6 +175,7 @@ def profile(
         seconds = _joined(_gathered(seconds, processes))
     return replace(
         run.profiler.costs(plan, seconds),
+        **host_links.links(seconds),
         **_sizes(params, range(plan.stages), precision, handler),
         replicas=count,
     )
