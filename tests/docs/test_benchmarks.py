@@ -72,6 +72,23 @@ def test_frozen_stages(printed):
     assert rows[0].keys() >= TIMED
 
 
+def of_slices(rank):
+    """The rows of timed slices in a process, of one round."""
+    slices = benchmark("slices")
+    slices.SECONDS = 1e-3
+    (rows,) = slices.job(rank, 4, "timed", [2], 1)
+    return rows
+
+
+def test_slices(pools):
+    rows = pools(4).run(of_slices)[0]
+    assert [(r["schedule"], r["slices"]) for r in rows] == [("1f1b", 1), ("seq-1f1b", 2), ("zb-h1", 1), ("seq-zb", 2)]
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["measured"] / row["predicted"])
+        assert min(row["predicted"], row["measured"]) >= 4 * 3  # ms that a rank sleeps
+    assert [row["over"] for row in rows[::2]] == [1, 1]
+
+
 def of_timed_stages(rank, table, layer):
     """The rows of a table in a process, of one round."""
     (rows,) = timed.job(rank, 4, table, ["looped-bfs"], layer, 2 * layer, 1)

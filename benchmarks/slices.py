@@ -1,0 +1,184 @@
+"""Compare sequences in slices with whole ones: time and memory of steps, measured and predicted.
+
+    python -m benchmarks.slices                                    # all tables
+    python -m benchmarks.slices --kinds timed --slices 4
+    python -m benchmarks.slices --json                             # a list of objects, and nothing else
+    python -m benchmarks.slices --out slices.json                  # and into a file, with the machine
+
+Whole sequences run by 1F1B; slices by `seq_1f1b` and `seq_zb`, the latter beside ZB-H1. A step has four microbatches.
+
+- `real`: two ranks of the GPT of examples/long_sequences.py, one sequence of 1024 tokens a microbatch. Sliced attention
+  computes no more than whole causal attention, in other kernels.
+- `timed`: four ranks whose pieces sleep for 32 ms a microbatch, in proportion to the tokens.
+- `memory`: four ranks of the same GPT, 512 tokens; the most bytes that `fpipe.LiveBytes` finds on a rank, beside
+  `verify(costs=).peak_bytes`.
+
+A prediction is `simulate` with costs from `fpipe.profile(slices=)` and a measured link. Times are medians of rounds in
+which all cases take turns; the first and the last one also profile, which traces every slice. `over` is the measured
+time, or the bytes, over those of whole sequences under the same kind of schedule.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fpipe
+from benchmarks import models, timed
+from examples import long_sequences
+from fpipe import Costs, Pipeline, Placement, Plan, Stage, handlers
+
+RANKS = {"real": 2, "timed": 4, "memory": 4}
+CONTEXT = {"real": 1024, "timed": 64, "memory": 512}
+MICROBATCHES, WIDTH, SECONDS = 4, 64, 32e-3
+WHOLE = {"seq-1f1b": "1f1b", "seq-zb": "zb-h1"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule and its number of slices."""
+
+    schedule: str
+    slices: int
+
+
+def cases(counts: Sequence[int]) -> list[Case]:
+    each = [(whole, sliced) for sliced, whole in WHOLE.items()]
+    return [Case(name, s) for whole, sliced in each for name, s in [(whole, 1), *((sliced, s) for s in counts)]]
+
+
+def model(kind: str) -> tuple[Pipeline, dict[int, Any]]:
+    """Return a pipeline whose stages carry, and its params."""
+    ranks, context = RANKS[kind], CONTEXT[kind]
+    if kind != "timed":
+        torch.manual_seed(0)
+        return long_sequences.build(ranks, WIDTH, 2, context)
+
+    def stage(w: Tensor, carry: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        seconds = [x.shape[1] / context * SECONDS] * 3
+        y = timed.forward(x if carry is None else x + carry, w, seconds)
+        return y, y[:, -1:]
+
+    return Pipeline([Stage(stage, carry=True)] * ranks, models.loss_fn), {s: torch.ones(4) for s in range(ranks)}
+
+
+def data(kind: str, rows: int) -> tuple[Tensor, Tensor]:
+    if kind == "timed":
+        return torch.full((rows, CONTEXT[kind], 1), 0.5), torch.zeros(rows, CONTEXT[kind], 1)
+    return long_sequences.sequences(rows, CONTEXT[kind], seed=0)
+
+
+class Process:
+    """One process of a table: its cases, each with its step."""
+
+    def __init__(self, rank: int, kind: str, counts: Sequence[int]) -> None:
+        self.kind, self.handler, self.cases = kind, handlers.Distributed(timeout=models.TIMEOUT), cases(counts)
+        self.pipeline, self.params = model(kind)
+        self.link = models.ping(rank, torch.ones(1, CONTEXT[kind] // max(counts), WIDTH))
+
+    def plan(self, case: Case) -> Plan:
+        return self.pipeline.plan(Placement.loop(RANKS[self.kind]), MICROBATCHES, slices=case.slices)
+
+    def step(self, case: Case, observe: fpipe.Observer | None = None) -> Callable[[], Any]:
+        plan, options = self.plan(case), {"handler": self.handler, "autodiff": "graph", "observe": observe}
+        step = fpipe.value_and_grad(self.pipeline, case.schedule, plan, **options)  # type: ignore[arg-type]
+        own = self.pipeline.params_on(self.params, plan, self.handler.rank)
+        return partial(step, own, *data(self.kind, MICROBATCHES))
+
+    def profile(self, slices: int, repeats: int) -> Costs:
+        options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph", "repeats": repeats, "slices": slices}
+        return replace(
+            fpipe.profile(self.pipeline, self.params, *data(self.kind, 1), **options), communication=self.link
+        )
+
+
+def job(rank: int, ranks: int, kind: str, counts: Sequence[int], rounds: int) -> Iterator[list[dict[str, Any]]]:
+    """Run one process: yield the rows of a table, as measured on rank 0, or of all ranks."""
+    process = Process(rank, kind, counts)
+    rows = memory(process) if kind == "memory" else times(process, rounds)
+    over = {(row["schedule"], row["slices"]): row["measured"] for row in rows}
+    yield [row | {"over": row["measured"] / over[WHOLE.get(row["schedule"], row["schedule"]), 1]} for row in rows]
+
+
+def times(process: Process, rounds: int) -> list[dict[str, Any]]:
+    steps = {case: process.step(case) for case in process.cases}
+    for step in steps.values():
+        step()
+    measured, predicted = ({case: list[float]() for case in steps} for _ in range(2))
+    for number in range(rounds):
+        for case, step in steps.items():
+            measured[case].append(timed.milliseconds(step))
+        if number in (0, rounds - 1):
+            costs = {slices: process.profile(slices, models.REPEATS) for slices in sorted({c.slices for c in steps})}
+            for case in steps:
+                line = fpipe.simulate(case.schedule, process.plan(case), costs[case.slices])
+                predicted[case].append(1e3 * line.makespan)
+    return [row(process.kind, case, statistics.median(predicted[case]), measured[case]) for case in steps]
+
+
+def memory(process: Process) -> list[dict[str, Any]]:
+    rows, peers = [], process.handler.peers
+    costs = {slices: process.profile(slices, 1) for slices in sorted({case.slices for case in process.cases})}
+    for case in process.cases:
+        live = fpipe.LiveBytes()
+        step = process.step(case, live)
+        step()
+        step()
+        live.run(step)
+        assert peers is not None
+        most = max(peers.gather(float(live.peak(process.handler.rank)), "comparing bytes"))
+        peaks = fpipe.verify(case.schedule, process.plan(case), costs=costs[case.slices]).peak_bytes
+        assert peaks is not None
+        rows.append(row(process.kind, case, max(peaks), [most]))
+    return rows
+
+
+def row(kind: str, case: Case, predicted: float, measured: Sequence[float]) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "ranks": RANKS[kind],
+        "schedule": case.schedule,
+        "slices": case.slices,
+        "unit": "bytes" if kind == "memory" else "ms",
+        "predicted": predicted,
+        "measured": statistics.median(measured),
+        "ratio": statistics.median(measured) / predicted,
+        "rounds": len(measured),
+    }
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    for each in rows:
+        factor, unit = (2**-20, "MiB") if each["unit"] == "bytes" else (1, "ms")
+        print(
+            f"{each['kind']:6}  {each['ranks']} ranks  {each['schedule']:8}  {each['slices']} slices  "
+            f"measured {factor * each['measured']:7.2f} {unit}  predicted {factor * each['predicted']:7.2f}  "
+            f"({each['ratio']:.3f})  over whole {each['over']:.3f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = models.parser(__doc__, rounds=5, limit=900)
+    parser.add_argument("--kinds", nargs="+", choices=RANKS, default=list(RANKS))
+    parser.add_argument("--slices", nargs="+", type=models.positive, default=[2, 4])
+    models.add_out(parser)
+    options = parser.parse_args()
+    parts = (
+        part
+        for kind in options.kinds
+        for part in models.in_processes(job, RANKS[kind], kind, options.slices, options.rounds, limit=options.limit)
+    )
+    rows = models.report("slices", options.json, parts, show)
+    if options.out:
+        models.write(options.out, rows)
+
+
+if __name__ == "__main__":
+    main()
