@@ -59,6 +59,7 @@ from fpipe.interop.checkpoints.slots import (
     generations_of,
     holds,
     host_of,
+    in_private,
     in_turn,
     lock_of,
     make_private,
@@ -156,7 +157,7 @@ class MemoryCheckpoints:
         layout = Layout(sections, self._pipeline)
         self._choice, self._held = None, layout.holds
         return {
-            "host": host_of(self.folder),
+            "host": host_of(self.folder.parent.parent),
             "holds": self._held,
             "options": (self.every, self._neighbour),
             "bytes": layout.expected + layout.texts,
@@ -353,8 +354,7 @@ class MemoryCheckpoints:
         Raises:
             CheckpointError: another job has them.
         """
-        make_private(self.folder)
-        if not self._lock.take(LOCKING):
+        if not in_private(self.folder, lambda: self._lock.take(LOCKING)):
             raise CheckpointError(
                 f"another job, which runs, has its memory checkpoints in {self.folder}: end it, or take another folder "
                 "for the checkpoints of this one"
@@ -389,16 +389,17 @@ class MemoryCheckpoints:
         Args:
             before: the number of a start of the job; files of this one are left too.
         """
-        for part in sorted({part_of(path) for path in files_of(self.folder)} - self._copied):
-            lock = Lock(lock_of(self.folder, part))
-            if (lock.path == self._lock.path and self._lock.is_taken) or not lock.take():
-                continue
-            unfinished_of(self.folder, part).unlink(missing_ok=True)
-            for path in generations_of(self.folder, part):
-                stored = Stored.read(path)
-                if stored is None or ((stored.attempt, stored.step) not in kept and stored.attempt < before):
-                    path.unlink(missing_ok=True)
-            lock.remove()
+        with suppress(FileNotFoundError):  # `fpipe checkpoint memory --clear` has removed all
+            for part in sorted({part_of(path) for path in files_of(self.folder)} - self._copied):
+                lock = Lock(lock_of(self.folder, part))
+                if (lock.path == self._lock.path and self._lock.is_taken) or not lock.take():
+                    continue
+                unfinished_of(self.folder, part).unlink(missing_ok=True)
+                for path in generations_of(self.folder, part):
+                    stored = Stored.read(path)
+                    if stored is None or ((stored.attempt, stored.step) not in kept and stored.attempt < before):
+                        path.unlink(missing_ok=True)
+                lock.remove()
 
     def _remove_folder(self) -> None:
         with suppress(OSError):  # of a process that has not ended yet

@@ -44,11 +44,16 @@ class MemoryReader:
     Args:
         folder: of the parts.
         step: attempt and step.
+
+    Raises:
+        CheckpointError: this host has none of them any more.
     """
 
     def __init__(self, folder: Path, step: tuple[int, int]) -> None:
         self.path = folder / f"step-{step[1]}"
         self.parts = [part for part in stored_in(folder) if (part.attempt, part.step) == step]
+        if not self.parts:
+            raise CheckpointError(f"its parts were removed from {folder}")
         self.plain: dict[Name, Any] = {}
         self.tensors: dict[Name, TensorStorageMetadata] = {}
         self._pieces = defaultdict[Name, dict[tuple[int, ...], _Piece]](dict)

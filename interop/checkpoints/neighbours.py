@@ -36,9 +36,9 @@ from fpipe.interop.checkpoints.slots import (
     Lock,
     Slot,
     Stored,
+    in_private,
     least_useful,
     lock_of,
-    make_private,
     unfinished_of,
 )
 from fpipe.store import LIMIT, JobStore, bounded
@@ -211,8 +211,7 @@ def _take(lock: Lock) -> None:
     Raises:
         OSError: another process has it.
     """
-    make_private(lock.path.parent)
-    if not lock.take(LOCKING):
+    if not in_private(lock.path.parent, lambda: lock.take(LOCKING)):
         raise OSError(f"another process has {lock.path}")
 
 

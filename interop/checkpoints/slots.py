@@ -21,22 +21,24 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 MAGIC = b"fpipe m1"
 SIZES = struct.Struct("<8sqqq")  # magic; bytes of the table, of the room for values, of the tensors
 RECORD = struct.Struct("<qqqQI")  # attempt and step; bytes of the values; checksums of the tensors, of all the rest
 CRC = struct.Struct("<I")  # of the record
 FLOCK = "hhqqi"  # `struct flock` of Linux on 64 bits: type, whence, start, length, process
 AT_RECORD, AT_TABLE, PAGE = 64, 4096, 4096
+ATTEMPTS = 100  # to make a folder that others remove
 GENERATIONS = 3  # files of a process, at most
 NAMED = re.compile(r"(\d{6})\.(?:[012]|unfinished)")
 LOCKING = 1.0  # seconds within which a process that has ended gives up its locks
@@ -57,18 +59,41 @@ def make_private(folder: Path) -> None:
     Raises:
         PermissionError: one of them is another user's, or others can enter it.
     """
-    for path in (folder.parent, folder):
-        with suppress(FileExistsError):
-            path.mkdir(FOLDER_MODE)
-        stat = path.lstat()
-        if stat.st_uid != os.getuid() or stat.st_mode != 0o040000 | FOLDER_MODE:
-            raise PermissionError(f"{path} is not a folder that this user alone can enter: remove it")
+    in_private(folder, lambda: None)
 
 
-def host_of(folder: Path) -> str:
-    """Return a name of the host that has a folder, or of its part of a host: processes with one name share files."""
+def in_private(folder: Path, do: Callable[[], T]) -> T:
+    """Return what a function does in a folder of this user's, as of `make_private`.
+
+    It is called again where the folder is gone: another job that ends, and `fpipe checkpoint memory --clear`, remove
+    folders that are empty.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            for path in (folder.parent, folder):
+                _make(path)
+            return do()
+        except FileNotFoundError:
+            if attempt == ATTEMPTS - 1:
+                raise
+    raise AssertionError
+
+
+def _make(path: Path) -> None:
+    with suppress(FileExistsError):
+        path.mkdir(FOLDER_MODE)
+    stat = path.lstat()
+    if stat.st_uid != os.getuid() or stat.st_mode != 0o040000 | FOLDER_MODE:
+        raise PermissionError(f"{path} is not a folder that this user alone can enter: remove it")
+
+
+def host_of(shared: Path) -> str:
+    """Return a name of the host that has a folder of shared memory, or of its part of a host.
+
+    Processes with one name share files. A job's own folder does not tell: it may be another one, made again.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
-    stat = folder.stat()
+    stat = shared.stat()
     return f"{boot.read_text().strip() if boot.exists() else ''}/{stat.st_dev}/{stat.st_ino}"
 
 

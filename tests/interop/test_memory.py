@@ -19,7 +19,7 @@ import torch
 
 import fpipe
 from fpipe import handlers, interop
-from fpipe.interop.checkpoints import checkpoints, layout
+from fpipe.interop.checkpoints import checkpoints, layout, slots
 from fpipe.interop.checkpoints import memory as memories
 from fpipe.interop.checkpoints.choice import choice_of
 from fpipe.interop.checkpoints.memory_reader import MemoryReader
@@ -268,6 +268,48 @@ def test_the_command_waits_for_no_pipe_and_follows_no_link(tmp_path, name):
     assert (row["folder"], row["step"], row["state"]) == (str(folder), 3, "left")
     (row,) = json.loads(memory_command(tmp_path, "--clear", "--json"))
     assert (row["state"], (folder / "000000.0").exists()) == ("removed", False)
+
+
+def test_a_start_survives_that_its_folder_is_removed(begin, tmp_path, caplog):
+    """As by --clear, and by other jobs that end: before the lock is taken, and after the choice of a step."""
+    stopped(4, begin)
+    folder, _ = parts(tmp_path)
+
+    def gone(act):
+        def first(*arguments, **options):
+            if folder.parent.exists():
+                shutil.rmtree(folder.parent)
+            return act(*arguments, **options)
+
+        return first
+
+    with patch.object(memories.MemoryCheckpoints, "reader", gone(lambda _, step: MemoryReader(folder, step))):
+        run, *_ = begin()
+    assert run.step == 0
+    assert "step 4 in memory can't be loaded: its parts were removed from" in caplog.text
+    run.checkpoints.clear_memory()
+    take, calls = slots.Lock.take, []
+
+    def once(own, patience=0.0):
+        calls.append(own)
+        if len(calls) == 1:
+            shutil.rmtree(folder.parent)
+        return take(own, patience)
+
+    with patch.object(slots.Lock, "take", once):
+        begin()
+    assert len(calls) == 2
+    assert folder.is_dir()
+
+
+def test_processes_of_a_host_know_each_other_though_the_folder_is_made_again(begin, tmp_path):
+    """One has begun the next run where another still ends the one before."""
+    run, *_ = begin()
+    memory, hosts = run.checkpoints._memory, set()
+    for i in range(2):
+        hosts.add(memory.report(run._sections, None)["host"])
+        memory.folder.rename(tmp_path / f"gone {i}")
+    assert len(hosts) == 1
 
 
 def test_what_another_run_saved_is_not_passed_over(begin, tmp_path):
