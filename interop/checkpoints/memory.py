@@ -80,10 +80,10 @@ class Memory:
     """Checkpoints of a run's last steps in shared memory, `Checkpoints(..., memory=Memory())`; see `resume`.
 
     They outlive the processes of a job, but not its hosts: a job that is started again after a process was killed loses
-    no step. Each host has two of them, so that one is whole whenever a process is killed; with `neighbour` three, and
-    two of another host's, so that one is whole whenever a host is lost. They are files that this user
-    alone can read, in a folder named after the user and the folder of the checkpoints, and are removed when the run
-    ends.
+    the step that ran, and no other. Each host has two of them, so that one is whole whenever a process is killed; with
+    `neighbour` three, and two of another host's, so that one is whole whenever a host is lost. They are files that this
+    user alone can read, in a folder named after the user and the folder of the checkpoints, and are removed when the
+    run ends.
 
     Args:
         every: how many steps from one to the next. A process copies what it holds between two steps.
