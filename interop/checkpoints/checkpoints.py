@@ -44,7 +44,7 @@ from fpipe.interop.checkpoints.memory import Memory, MemoryCheckpoints
 from fpipe.interop.checkpoints.names import Name, dotted, entries, kind_of, sections_of, state_of, storable
 from fpipe.interop.checkpoints.room import Want
 from fpipe.interop.checkpoints.slots import stored_in
-from fpipe.interop.checkpoints.storage import CheckpointReader, opened, sealed, written
+from fpipe.interop.checkpoints.storage import CheckpointReader, naming, opened, sealed, written
 from fpipe.plan import Plan
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.pytree import describe
@@ -432,7 +432,8 @@ class Checkpoints:
             unfinished = self.folder / self._on_first(lambda: claim.begin(self.folder, share.step).name, "save")
 
             def write() -> Any:
-                return written(unfinished, self._number, share.tensors), share.plain, share.common
+                with naming(self.folder):
+                    return written(unfinished, self._number, share.tensors), share.plain, share.common
 
             _, parts = self._agree(write, "save")
 
@@ -440,7 +441,7 @@ class Checkpoints:
                 files, plain, common = zip(*parts, strict=True)
                 _check_common(common)
                 whole = dict(ChainMap(*plain))
-                with self._noted(unfinished):
+                with naming(self.folder), self._noted(unfinished):
                     path = sealed(unfinished, files, whole, nonpersistent(self.pipeline), self.keep)
                 return path.name
 

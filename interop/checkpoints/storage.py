@@ -93,6 +93,17 @@ class _HashedFiles(FileSystem):
         return {name: stream.digest.hexdigest() for name, stream in self.streams.items()}
 
 
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Name a folder in errors of the system that name no file, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(folder)) from error
+
+
 def written(folder: Path, number: int, tensors: Mapping[Name, Tensor]) -> Part:
     """Write a process's tensors, of DTensors its pieces.
 

@@ -136,7 +136,7 @@ def test_a_full_disk_is_an_os_error_and_the_last_one_stays(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(OSError, match=rf"File too large: .{tmp_path}"):
             saved.save(**tree)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
