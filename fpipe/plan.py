@@ -118,6 +118,18 @@ class Placement:
             raise ScheduleError(f"both_ways needs an even number of ranks, not {ranks}")
         return cls([(s, ranks - 1 - s) for s in range(ranks)])
 
+    @classmethod
+    def vocabulary(cls, ranks: int) -> Placement:
+        """Place a part of the embedding, a block and a part of the output layer on each rank; the loss on the last.
+
+        (Yeung et al., arXiv 2411.05288.) `Edges.vocabulary` has the edges.
+
+        >>> Placement.vocabulary(ranks=2)
+        Placement((0, 1, 0, 1, 0, 1, 1))
+        """
+        _positive(ranks=ranks)
+        return cls([*range(ranks)] * 3 + [ranks - 1])
+
     @property
     def stages(self) -> int:
         return len(self.holders)
@@ -179,6 +191,21 @@ class Edges:
         """Return edges on which each stage reads the stage before it."""
         _positive(stages=stages)
         return cls([(s - 1,) if s else () for s in range(stages)])
+
+    @classmethod
+    def vocabulary(cls, ranks: int) -> Edges:
+        """Return the edges of `Placement.vocabulary(ranks)`.
+
+        The first block reads all parts of the embedding, all parts of the output layer read the last block, and the
+        loss reads these.
+
+        >>> Edges.vocabulary(ranks=2)
+        Edges(((), (), (0, 1), (2,), (3,), (3,), (4, 5)))
+        """
+        _positive(ranks=ranks)
+        blocks = [(ranks + at,) for at in range(ranks - 1)]
+        first, last = tuple(range(ranks)), 2 * ranks - 1
+        return cls([*[()] * ranks, first, *blocks, *[(last,)] * ranks, tuple(range(2 * ranks, 3 * ranks))])
 
     def sources(self, stage: int) -> tuple[int, ...]:
         """Return the stages that this one reads, lowest first."""

@@ -27,6 +27,7 @@ from fpipe.schedules.seq_1f1b import seq_1f1b as seq_1f1b, seq_zb as seq_zb
 from fpipe.schedules.search import Found as Found, pareto as pareto, search as search
 from fpipe.schedules.shapes import SHAPES as SHAPES, ModelShape as ModelShape
 from fpipe.schedules.table import from_table as from_table
+from fpipe.schedules.vocabulary_1f1b import vocabulary_1f1b as vocabulary_1f1b
 from fpipe.schedules.zb_auto import zb_auto as zb_auto
 from fpipe.schedules.zb_v import zb_v as zb_v
 from fpipe.schedules.zero_bubble import zb_h1 as zb_h1, zb_h2 as zb_h2

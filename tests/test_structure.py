@@ -296,12 +296,12 @@ SURFACE = {
     "fpipe.schedules": " ".join(
         sorted(
             {*FUNCTIONS, "CATALOGUE", "Found", "from_table", "get", "lower_bound", "pareto", "search"}
-            | {"Layout", "MACHINES", "Machine", "ModelShape", "SHAPES", "layouts", "updating"}
+            | {"Layout", "MACHINES", "Machine", "ModelShape", "SHAPES", "layouts", "updating", "vocabulary_1f1b"}
         )
     ),
     "fpipe.parallel": """
-        Routing all_gather all_reduce all_to_all attention balance_loss copy dropped mixture_of_experts positions
-        reduce_scatter route shard_sequence shift unshard_sequence
+        Routing Vocabulary all_gather all_reduce all_to_all attention balance_loss copy dropped mixture_of_experts
+        positions reduce_scatter route shard_sequence shift unshard_sequence
     """,
     "fpipe.tensorboard": "Recorder",
     "fpipe.transforms": "Dual dual hvp jvp per_sample primals pushforward tangents vmap",

@@ -26,5 +26,6 @@ if TYPE_CHECKING:
         mixture_of_experts as mixture_of_experts,
         route as route,
     )
+    from fpipe.parallel.vocabulary import Vocabulary as Vocabulary
 
 __getattr__, __dir__ = attach(__name__)
