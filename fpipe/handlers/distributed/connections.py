@@ -390,7 +390,10 @@ class Connections:
         gloo closes its sockets when the last reference to a group goes: nothing else may keep one, and no exchange of
         all ranks may be under way, for which gloo would wait.
         """
-        self.groups.cut(None if self.backend.asynchronous else ["control"])
+        if self.backend.asynchronous:
+            self.groups.cut()
+        else:
+            self.groups.cut_control()
         self.groups.is_cut = True
         self.groups.close()
 

@@ -101,6 +101,12 @@ class Groups:
                 self.is_cut = True
                 self._end({*self._on_device(), "control"} if keys is None else keys)
 
+    def cut_control(self) -> None:
+        """End the exchange of all ranks. Groups of the caller stay: those whose pieces wait learn the reason."""
+        with self._cutting:
+            self.give_reason()
+            self._end_control()
+
     def drop(self, keys: Collection[Key]) -> None:
         """End some groups and give them up. The thread that posts calls it."""
         with self._cutting:
@@ -117,9 +123,13 @@ class Groups:
         resets.start()
         self._backend.cut([group for key, group in self._on_device().items() if key in keys])
         resets.join(CUT_LIMIT)
-        if "control" in keys and "control" in self.shared:
-            GLOO.cut([self.shared["control"]])
+        if "control" in keys:
+            self._end_control()
         self._end_lent()
+
+    def _end_control(self) -> None:
+        if "control" in self.shared:
+            GLOO.cut([self.shared["control"]])
 
     def give_reason(self) -> None:
         """Give the processes beside the handler the reason why it ends, if it does."""
