@@ -122,7 +122,8 @@ def train_step(
     check_option(check_finite, (None, False, True, "raise", "skip"))
     captured = options.get("capture") is True
     waits = captured or max_norm is not None or bool(check_finite)
-    undoes = handler.peers is None and donates(update)  # a handler of one process goes on after a step that fails
+    alone = getattr(handler, "peers", None) is None  # of what is no handler, value_and_grad says so
+    undoes = alone and donates(update)  # a handler of one process goes on after a step that fails
     if is_separable(update) and not waits and not undoes:
         schedule = updating(schedule)
     differentiate = value_and_grad(pipeline, schedule, plan, handler=handler, **options)
