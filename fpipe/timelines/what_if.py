@@ -140,7 +140,7 @@ def what_if(timeline: Timeline | Measurement, *, schedule: Schedule | str | None
     >>> slow = Costs(forward=[1, 1, 4, 1], communication=0.25)
     >>> result = what_if(simulate(schedules.one_f_one_b, Plan(Placement.loop(4), 8), slow))
     >>> result.headline(), result.rows[0].what
-    ('rank 2 computes 1.333x slower than the median: 24 of 59', 'rank 2')
+    ('rank 2 computes 2x slower than the median: 19.5 of 56.5', 'rank 2')
     """
     line = timeline.timeline() if isinstance(timeline, Measurement) else timeline
     replay = Replay(line)

@@ -201,7 +201,7 @@ def test_runs_in_other_units_are_not_compared(board):
         ("export", {"run": "none", "step": 0, "format": "json"}, 404, "no capture"),
         ("what_if", {"run": "none", "step": 0}, 404, "no capture"),
         ("rank", {"run": "many/predicted", "step": 0, "rank": 0, "what": "rank 99"}, 404, "not among what would help"),
-        ("rank", {"run": "many/predicted", "step": 0, "rank": 7, "what": "transfers"}, 404, "rank 7 is not in this"),
+        ("rank", {"run": "many/predicted", "step": 0, "rank": 7, "what": "edge 0 -> 1"}, 404, "rank 7 is not in this"),
         ("../../../etc/passwd", {}, 404, ""),
         ("plugin.py", {}, 404, ""),
     ],
@@ -253,7 +253,7 @@ def test_the_pages_files_are_served_and_nothing_else():
 
     apps = PipelinePlugin(Context()).get_plugin_apps()
     assert "/index.js" in apps
-    assert all(path.endswith((".js", ".css")) or path.strip("/").isalpha() for path in apps)
+    assert all(path.endswith((".js", ".css")) or path.strip("/").isidentifier() for path in apps)
 
 
 def test_the_tab_comes_with_data_and_is_named():
