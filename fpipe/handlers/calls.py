@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -38,7 +37,6 @@ from fpipe.autodiff.interface import (
     weighted_loss,
     zeros,
 )
-from fpipe.autodiff.storages import leaves_of
 from fpipe.autodiff.traced import Traced
 from fpipe.devices import Device, current_device
 from fpipe.errors import ScheduleError, StageError
@@ -424,16 +422,16 @@ class Calls:
                     stage=stage,
                     microbatch=m,
                 )
-            others = (value for slot, value in enumerate(slots) if slot != residuals and value is not None)
-            fixed = chain(self.borrowed(), *map(leaves_of, others))
             self.host = self.host or HostResiduals(self.device or current_device())
-            slots[moved] = self.host.offload(saved, fixed)
+            slots[moved] = self.host.offload(saved, self.borrowed())
 
         self.takes[fx.Offloaded(stage, m, e.slice)] = lambda: slots[moved].wait()
         return call
 
-    def _discard(self, e: fx.Discard) -> None:
-        """The wait for the copy, and the slot of what is freed, are those of every effect."""
+    def _discard(self, e: fx.Discard) -> Instruction:
+        """Clear the slot; the wait for the copy comes before it."""
+        slots, residuals = self.slots, self.slot(fx.Residuals(e.stage, e.microbatch, e.slice))
+        return partial(_drop, slots, (residuals,))
 
     def _fetch(self, e: fx.Fetch) -> Instruction:
         stage, m, slots = e.stage, e.microbatch, self.slots

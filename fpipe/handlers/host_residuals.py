@@ -2,7 +2,8 @@
 
 Invariants:
 - A copy moves whole storages. Tensors that shared one share one again, at the same places in it.
-- What others have too stays where it is: parameters, the batch, and what another value of the rank's shares.
+- What the caller owns stays where it is: parameters and the batch. What another value of the rank has too is copied
+  like the rest: that value may be gone long before the backward, and until then it keeps the memory on the device.
 - Memory is given up only when the stream on which the rank computes has waited for the copies that use it.
 """
 

@@ -1,6 +1,9 @@
 """The bytes of live values on a rank. No torch.
 
-Invariant: memory that several values share counts once, from the first value's start until the last value's end.
+Invariants:
+- Memory that several values share counts once, from the first value's start until the last value's end.
+- Residuals that come back from the host are in memory of their own. Those that are recomputed share what the forward
+  reads again; of the rest they have memory of their own. What is computed from them shares theirs.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from fpipe.costs import Costs
-from fpipe.effects import Recv, Send, Value
+from fpipe.effects import Fetch, Recompute, Recv, Send, Value
 from fpipe.programs.completions import send_completions
 from fpipe.programs.interning import Interning
 from fpipe.programs.program import Program, Programs
+from fpipe.programs.residuals import moves
 from fpipe.tables import is_uniform, slice_of
 
 
@@ -37,12 +41,20 @@ class LiveMemory:
         self.costs, self.interning, self.rank, self.bytes = costs, interning, rank, 0.0
         self._live: set[int] = set()
         self._users: Counter[int] = Counter()  # live values of each shared memory of each slice of each microbatch
+        self._copies: dict[tuple[int, int], int] = {}  # of what came again: (value, shared memory) -> its own memory
+        self._last_copy = 0
         self._alike = 1 if costs.sizes else interning.block  # ids that follow one another and have the same size
         self._sizes: dict[int, tuple[float, list[tuple[int, float]]]] = {}
 
-    def add(self, id_: int) -> None:
-        """Count a value; a value that is live already is not counted again."""
+    def add(self, id_: int, effect: Any = None) -> None:
+        """Count a value; a value that is live already is not counted again.
+
+        Args:
+            effect: that gives it, where residuals are moved or recomputed.
+        """
         if id_ not in self._live:
+            if effect is not None:
+                self._place(id_, effect)
             self._live.add(id_)
             self._count(id_, 1)
 
@@ -50,12 +62,38 @@ class LiveMemory:
         """Stop counting a value."""
         self._live.remove(id_)
         self._count(id_, -1)
+        if self._copies:
+            for memory in self._memories(id_):
+                self._copies.pop((id_, memory), None)
+
+    def _place(self, id_: int, effect: Any) -> None:
+        """Note which copies of shared memories a value has: those of what the effect needs, or new ones."""
+        again = isinstance(effect, Fetch | Recompute)
+        if not again and not self._copies:
+            return
+        needs, _, _ = self.interning.ids(effect)
+        for memory in self._memories(id_):
+            needed = next((n for n in needs if memory in self._memories(n)), None)
+            if needed is not None:
+                copy = self._copies.get((needed, memory), memory)
+            elif again:
+                copy = self._last_copy = self._last_copy - 1
+            else:
+                continue
+            if copy != memory:
+                self._copies[id_, memory] = copy
+
+    def _memories(self, id_: int) -> list[int]:
+        _, shared = self._sizes.get(id_ // self._alike) or self._size(id_)
+        return [first + id_ % self.interning.plan.microbatches for first, _ in shared]
 
     def _count(self, id_: int, sign: int) -> None:
         size, shared = self._sizes.get(id_ // self._alike) or self._size(id_)
         self.bytes += sign * size
         for first, part in shared:
             memory = first + id_ % self.interning.plan.microbatches
+            if self._copies:
+                memory = self._copies.get((id_, memory), memory)
             others = self._users[memory] - (sign < 0)
             self._users[memory] += sign
             if others:  # it counts with them
@@ -121,12 +159,13 @@ def live_on(program: Program, costs: Costs, interning: Interning, completions: M
     live, ended = LiveMemory(costs, interning, program.rank), defaultdict[int, list[int]](list)
     for (id_, _), time in last.items():
         ended[time].append(id_)
+    has_moves = moves(program)
     for at, lives in enumerate(begun):
         for id_ in ended[2 * at]:
             live.remove(id_)
         for life in lives:
             if life in last:
-                live.add(life[0])
+                live.add(life[0], program.effects[at] if has_moves else None)
         yield live.bytes
         for id_ in ended[2 * at + 1]:
             live.remove(id_)

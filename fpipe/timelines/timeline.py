@@ -26,6 +26,7 @@ from fpipe.effects import Effect, Recv, parts
 from fpipe.plan import Plan
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import Life, LiveMemory, Lives
+from fpipe.programs.residuals import moves
 from fpipe.tables import BACKWARD, FORWARD, LANES, last_half
 from fpipe.timelines.spans import CAUSE_OF_LANE, CAUSES, Gap, Span, Spans
 
@@ -341,23 +342,27 @@ class Timeline:
         """
         interning = Interning(self.plan, self.table)
         names = Lives(interning)
-        begins, ends = dict[Life, float](), dict[Life, float]()
+        begins, ends, givers = dict[Life, float](), dict[Life, float](), dict[Life, Any]()
         for at in self.spans.of(rank):
             needs, gives, frees = interning.ids(self.spans.effects[at])
             start, end = self.spans.starts[at], self.spans.ends[at]
             lives = [names.used(id_) for id_ in (*needs, *frees)]
             ends |= {key: max(ends.get(key, end), end) for key in lives}
             for id_ in gives:
-                begins.setdefault(names.given(id_), end if frees else start)
-        steps = defaultdict[float, tuple[list[int], list[int]]](lambda: ([], []))
-        for key in begins.keys() & ends.keys():
-            steps[begins[key]][0].append(key[0])
+                begins.setdefault(life := names.given(id_), end if frees else start)
+                givers.setdefault(life, self.spans.effects[at])
+        steps = defaultdict[float, tuple[list[Life], list[int]]](lambda: ([], []))
+        has_moves = moves(self.spans.effects[at] for at in self.spans.of(rank))
+        for key in filter(
+            ends.__contains__, begins
+        ):  # in the order of the program: some take the place of what is there
+            steps[begins[key]][0].append(key)
             steps[ends[key]][1].append(key[0])
         live, samples = LiveMemory(self.costs, interning, rank), []
         for time in sorted(steps):
             begun, ended = steps[time]
-            for id_ in begun:
-                live.add(id_)
+            for life in begun:
+                live.add(life[0], givers[life] if has_moves else None)
             for id_ in ended:
                 live.remove(id_)
             samples.append((time, live.bytes))

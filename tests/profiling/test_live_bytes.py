@@ -11,8 +11,10 @@ import torch.nn.functional as F
 import fpipe
 from fpipe import Costs, LiveBytes, Output, Pipeline, Placement, Plan, Stage, handlers, schedules
 from fpipe.costs import Shared
-from fpipe.effects import Activation, Deferred, Forward, Residuals
+from fpipe.effects import Activation, Backward, Deferred, Discard, Fetch, Forward, Offload, Residuals
 from fpipe.profiling.live_bytes import peak_bytes
+from fpipe.programs.interning import Interning
+from fpipe.programs.memory import live_bytes
 from tests.support import cases, jobs, live_jobs
 from tests.support.catalogue import ORDERS
 from tests.support.combinations import combined, few, sample, thorough
@@ -203,6 +205,20 @@ def test_memory_that_several_names_have_is_counted_once():
     assert fpipe.verify(schedules.gpipe, plan, costs=once).peak_bytes == (30 + 50 - 10,)
     tops = [max(n for _, n in fpipe.simulate(schedules.gpipe, plan, costs).memory(0)) for costs in (apart, once)]
     assert tops == [90, 70]
+
+
+def test_residuals_that_come_back_share_no_memory_with_what_was_there_before():
+    """At the first Fetch the output of stage 0 is residuals of stage 1 still: it is there twice."""
+    plan = Plan(Placement.loop(1, chunks=2), 1)
+    output = Shared(10, (Activation(0, 0), Residuals(0, 0), Residuals(1, 0), Deferred(1, 0)))
+    costs = Costs(activation=[10, 0], residuals=[30, 50], deferred=[0, 20], shared=[output])
+
+    def schedule(rank, plan):
+        yield from (Forward(0, 0), Offload(0, 0), Discard(0, 0), Forward(1, 0), Fetch(0, 0))
+        yield from (Backward(1, 0), Backward(0, 0))
+
+    programs = fpipe.lower(schedule, plan)
+    assert next(iter(live_bytes(programs, costs, Interning(plan))))[:5] == [30, 30, 10, 50, 50 + 30]
 
 
 def test_a_rank_receives_what_its_stages_read_and_gives_a_gradient_as_large():
