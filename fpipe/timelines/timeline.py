@@ -351,19 +351,21 @@ class Timeline:
             for id_ in gives:
                 begins.setdefault(life := names.given(id_), end if frees else start)
                 givers.setdefault(life, self.spans.effects[at])
-        steps = defaultdict[float, tuple[list[Life], list[int]]](lambda: ([], []))
+        steps = defaultdict[float, tuple[list[Life], list[Life]]](lambda: ([], []))
         has_moves = moves(self.spans.effects[at] for at in self.spans.of(rank))
-        for key in filter(
-            ends.__contains__, begins
-        ):  # in the order of the program: some take the place of what is there
-            steps[begins[key]][0].append(key)
-            steps[ends[key]][1].append(key[0])
+        for life, begin in begins.items():  # in the order of the program: some take the place of what is there
+            if begin < ends.get(life, begin):
+                steps[begin][0].append(life)
+                steps[ends[life]][1].append(life)
         live, samples = LiveMemory(self.costs, interning, rank), []
         for time in sorted(steps):
             begun, ended = steps[time]
+            again = {id_ for id_, _ in begun}  # what comes again at the moment when it ends is there once
+            for id_ in [id_ for id_, _ in ended if id_ in again]:
+                live.remove(id_)
             for life in begun:
                 live.add(life[0], givers[life] if has_moves else None)
-            for id_ in ended:
+            for id_ in [id_ for id_, _ in ended if id_ not in again]:
                 live.remove(id_)
             samples.append((time, live.bytes))
         return samples

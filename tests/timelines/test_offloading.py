@@ -14,6 +14,7 @@ from fpipe.programs.verifier import check
 from fpipe.schedules import CATALOGUE
 from fpipe.tables import TABLE
 from fpipe.timelines.simulator import simulate_programs
+from tests.support import cases
 from tests.support.combinations import examples, few
 
 
@@ -178,3 +179,14 @@ def test_waits_for_the_host_have_a_cause():
     assert "offload" not in simulate(schedules.gpipe, plan, costs).cause_names
     assert {"offload", "fetch"} == set(timeline.drawn_lanes)
     assert verify(schedules.gpipe, plan, costs=costs, offload=offload(20, costs, slower=10.0)).peak_bytes[0] <= 20
+
+
+@pytest.mark.parametrize("name", cases.MOVING)
+def test_memory_over_time_ends_at_nothing_where_copies_take_no_time(name):
+    # What is given up and comes back at one moment has one life that ends there and one that begins.
+    schedule, place = cases.MOVING[name]
+    timeline = simulate(schedule, Plan(place(4), 8), Costs(activation=1, residuals=3))
+    for rank in range(4):
+        samples = timeline.memory(rank)
+        assert min(level for _, level in samples) >= 0
+        assert samples[-1][1] == 0
