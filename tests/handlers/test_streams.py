@@ -20,7 +20,13 @@ DOCUMENTED = {
 
 
 MOVING = [*zip(cases.MOVING, ["attention", "layouts", "dropout", "tied", "skip"], cycle([2]))]
-TWO = [*MOVING, *zip(cases.SCHEDULES, cycle(NAMES), cycle([2]))]
+TWO = [
+    *MOVING,
+    *(  # "modules" has a state, which a stage with copies can't have
+        (schedule, "skip" if name == "modules" and schedule in cases.BOTH_WAYS else name, 2)
+        for schedule, name in zip(cases.SCHEDULES, cycle(NAMES), strict=False)
+    ),
+]
 
 
 @pytest.mark.parametrize(
