@@ -378,19 +378,19 @@ class Calls:
         return call
 
     def _inputs(self, stage: int, m: int, t: int) -> Callable[[], tuple[dict[int, Any], Any, Any]]:
-        """Return a function that returns what a forward reads, and the context in which it draws random numbers."""
+        """Return a function that returns the activations and the data that a forward reads, and its random context."""
         slots, unit = self.slots, self.plan.unit(m, t)
         sources = tuple((s, self.slot(fx.Activation(s, m, t))) for s in self.plan.sources(stage))
         carries = CARRY in self.pipeline.stages[stage].sources
         before = self.slot(fx.Carry(stage, m, t - 1)) if carries and t > 0 else None
 
         def inputs() -> tuple[dict[int, Any], Any, Any]:
-            given, activations = self.step.inputs, {s: slots[i] for s, i in sources}
+            of_step, activations = self.step.inputs, {s: slots[i] for s, i in sources}
             if carries:
                 activations[CARRY] = NO_CARRY if before is None else slots[before]
-            number, _ = given.place(unit)
-            seeding = UNSEEDED if given.rng is None else seeded(given.rng, stage, number, self.device, t)
-            return activations, given.data[unit], seeding
+            number, _ = of_step.place(unit)
+            seeding = UNSEEDED if of_step.rng is None else seeded(of_step.rng, stage, number, self.device, t)
+            return activations, of_step.data[unit], seeding
 
         return inputs
 

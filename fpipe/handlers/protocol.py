@@ -395,14 +395,14 @@ class Departure:
 
     @property
     def number(self) -> int:
-        """What the other ranks of the handler learn as a step begins."""
+        """The number that this rank sends to the others of the handler as a step begins: three bits, for `learn`."""
         return self.is_requested | self.is_shared << 1 | self.is_passed << 2
 
     def learn(self, numbers: Sequence[int]) -> None:
         """Take the numbers of all ranks of the handler, as a step begins."""
-        asked, shared, passed = (any(number & bit for number in numbers) for bit in (1, 2, 4))
-        self.is_asked |= asked
-        self.is_known |= passed if shared else asked
+        is_asked, is_shared, is_passed = (any(number & bit for number in numbers) for bit in (1, 2, 4))
+        self.is_asked |= is_asked
+        self.is_known |= is_passed if is_shared else is_asked
 
     @property
     def is_agreed(self) -> bool:

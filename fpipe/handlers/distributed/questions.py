@@ -20,7 +20,7 @@ States = Mapping[int, State | None]
 NO_STATES: States = MappingProxyType({})
 
 SUSPECT, OVERDUE = 0.25, 0.75
-"""Of the time limit: how long a rank waits before it asks, and how long it waits for an answer."""
+"""Shares of the time limit: a rank waits for the first one before it asks, and for the second one for an answer."""
 
 
 def introduce(store: JobStore, ranks: Iterable[int]) -> None:
