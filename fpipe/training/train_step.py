@@ -26,7 +26,7 @@ from fpipe.training.loss_scale import LossScale
 from fpipe.training.norms import PURPOSE, check_limit, clipped, squares, squares_everywhere
 from fpipe.training.step import Arguments, Computed, Step
 from fpipe.training.updates import StageUpdates, donates, is_separable
-from fpipe.training.verbs import value_and_grad
+from fpipe.training.verbs import check_types, value_and_grad
 
 Optimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]
 """`init(params) -> state` and `update(grads, state, params, **options) -> (params, state)`, both pure."""
@@ -110,6 +110,7 @@ def train_step(
     >>> step(params, sgd.init(params), torch.arange(4.0), torch.zeros(4))
     ({0: tensor(0.3000), 1: tensor(0.2000)}, {0: {}, 1: {}}, tensor(21.))
     """
+    check_types(pipeline, plan, handler)
     if pipeline.no_update is not None:
         raise ValueError(f"no optimizer takes this pipeline's gradients: {pipeline.no_update}. Take value_and_grad")
     if not (isinstance(optimizer, Sequence) and len(optimizer) == 2 and all(map(callable, optimizer))):
@@ -122,8 +123,7 @@ def train_step(
     check_option(check_finite, (None, False, True, "raise", "skip"))
     captured = options.get("capture") is True
     waits = captured or max_norm is not None or bool(check_finite)
-    alone = getattr(handler, "peers", None) is None  # of what is no handler, value_and_grad says so
-    undoes = alone and donates(update)  # a handler of one process goes on after a step that fails
+    undoes = handler.peers is None and donates(update)  # a handler of one process goes on after a step that fails
     if is_separable(update) and not waits and not undoes:
         schedule = updating(schedule)
     differentiate = value_and_grad(pipeline, schedule, plan, handler=handler, **options)

@@ -158,7 +158,7 @@ def value_and_grad(
     (tensor(21.), {0: tensor(17.), 1: tensor(8.)})
     """
     schedule = as_schedule(schedule)
-    _check_types(pipeline, plan, handler)
+    check_types(pipeline, plan, handler)
     names = _arguments(argnums)
     options = Options(autodiff, policy, compile, dynamic, frozenset(names))
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
@@ -246,7 +246,7 @@ def evaluate(
         raise ValueError("has_aux, weight and check_finite need loss=True: they concern the loss")
     check_option(check_finite, (None, False, True, "raise"))
     schedule = wavefront if schedule is None else as_schedule(schedule)
-    _check_types(pipeline, plan, handler)
+    check_types(pipeline, plan, handler)
     options = Options(autodiff, everything_saveable, compile, dynamic)
     ranks, replicas = handler.ranks(plan), handler.replicas(plan)
     axes = sequence_axes, out_sequence_axes
@@ -272,7 +272,8 @@ def _arguments(argnums: Argument | Sequence[Argument]) -> tuple[Argument, ...]:
     return names
 
 
-def _check_types(pipeline: Pipeline, plan: Plan, handler: Handler) -> None:
+def check_types(pipeline: Pipeline, plan: Plan, handler: Handler) -> None:
+    """Raise TypeError or ScheduleError if one of the arguments is none of its type."""
     if not isinstance(pipeline, Pipeline):
         raise TypeError(f"the first argument is a Pipeline, as Pipeline([stage, ...], loss=loss), not {pipeline!r}")
     check_plan(plan)
