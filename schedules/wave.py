@@ -17,7 +17,7 @@ from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.work import INPUT, ROUNDING, Words
 
 Ahead = tuple[int, ...]  # by stage
-PASSES = 2_000_000  # that a search places, at about a microsecond each
+PASSES = 8_000_000  # that a search places, at about a microsecond each
 SMALL, CLOSE = 1024, 1.0005
 STEPS = 16  # between the bound and the cost that a wait of one forward and one input gradient adds
 

@@ -324,10 +324,11 @@ def test_idle_time_that_is_painted_adds_up_to_the_table(tab, logdir):
         """() => [...window.fpipe.app.capture.ranks.keys()].map(rank => {
             const { start, end, cause } = window.fpipe.app.capture.gaps(rank), sums = {};
             cause.forEach((name, at) => (sums[name] = (sums[name] ?? 0) + end[at] - start[at]));
-            return sums;
+            return [rank, sums];
         })"""
     )
-    for rank, sums in enumerate(listed):
+    assert len(listed) == len(rows)
+    for rank, sums in listed:  # in the order in which their files arrived
         assert {cause: sums.get(cause, 0.0) for cause in said["causes"]} == pytest.approx(found.timeline.causes[rank])
 
 
