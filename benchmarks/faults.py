@@ -93,7 +93,7 @@ class Mesh(NamedTuple):
 
 
 MESHES = {"tp": Mesh(ranks=2, parts=2), "replica": Mesh(replicas=2, ranks=2)}
-"""Of the faults whose names begin so."""
+"""The meshes of faults, by how their names begin; other faults have one rank a process."""
 
 
 class Trial(NamedTuple):

@@ -56,7 +56,7 @@ def job(
         ),
     }
     rates: dict[str, list[float]] = {"tokens_per_s": [], **{name: [] for name in alone}}
-    found: list[torch.Tensor] = []
+    texts: list[torch.Tensor] = []
     for at in range(rounds + 1):
         dist.barrier()
         results = [timed(by_ranks)]
@@ -65,11 +65,11 @@ def job(
             if rank == 0:
                 results.append(timed(call))
         if rank == 0 and at:  # the first round traces
-            found = [tokens for tokens, _ in results]
+            texts = [tokens for tokens, _ in results]
             for each, (_, seconds) in zip(rates.values(), results, strict=True):
                 each.append(PROMPTS * tokens / seconds)
     if rank == 0:
-        yield [row(f"gpt2, {layers} layers of width {width}", ranks, microbatches, rates, found)]
+        yield [row(f"gpt2, {layers} layers of width {width}", ranks, microbatches, rates, texts)]
     else:
         yield []
 
@@ -82,14 +82,14 @@ def timed(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
 
 
 def row(
-    model: str, ranks: int, microbatches: int, rates: Mapping[str, Sequence[float]], found: Sequence[torch.Tensor]
+    model: str, ranks: int, microbatches: int, rates: Mapping[str, Sequence[float]], texts: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
     """Return the row of some rounds, of which each list of rates has the tokens a second."""
 
     def over(name: str) -> float:
         return statistics.median(a / b for a, b in zip(rates["tokens_per_s"], rates[name], strict=True))
 
-    first, *others = found
+    first, *others = texts
     return {
         "model": model,
         "prompts": PROMPTS,

@@ -63,11 +63,11 @@ def main(
 def whole(model: GPT2LMHeadModel, prompts: list[list[int]], tokens: int) -> torch.Tensor:
     """Generate with the whole model, and all prompts as one batch."""
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
-    given = {
+    batch = {
         "input_ids": pad([torch.tensor(prompt) for prompt in prompts], padding_value=PAD),
         "attention_mask": pad([torch.ones(len(prompt)) for prompt in prompts]),
     }
-    return model.generate(**given, max_new_tokens=tokens, do_sample=False, pad_token_id=PAD)
+    return model.generate(**batch, max_new_tokens=tokens, do_sample=False, pad_token_id=PAD)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, SupportsFloat
 
 from fpipe.effects import Name, Parameters, parts
 from fpipe.errors import ScheduleError
+from fpipe.errors.arguments import is_whole
 from fpipe.plan import Plan, call_of
 from fpipe.tables import BACKWARD, TABLE, Table, fields_of, slice_of
 
@@ -456,7 +457,7 @@ def _shared(name: str, shared: Any) -> tuple[Shared, ...]:
 
 
 def _count(name: str, count: object) -> int:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not is_whole(count, least=1):
         raise ScheduleError(f"{name} must be a whole number of at least 1, not {count!r}")
     return count
 

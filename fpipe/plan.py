@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
-from fpipe.errors.arguments import checked, checked_class
+from fpipe.errors.arguments import checked, checked_class, is_whole
 
 Cotangents = Literal["by_consumer", "by_rank"]
 """The order of adding the gradients of an output that several stages read: each by itself, or first those of a rank."""
@@ -44,7 +44,7 @@ def check_plan(plan: object) -> None:
 
 def _positive(**counts: int) -> None:
     for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        if not is_whole(count, least=1):
             raise ScheduleError(f"{name} must be a whole number of at least 1, not {count!r}")
 
 

@@ -73,7 +73,7 @@ class ScheduleOptions(CostOptions, PlanOptions):
 
 
 class Memory(NamedTuple):
-    """What a rank has memory for.
+    """The memory of a rank.
 
     Args:
         limit, limit_bytes: in microbatches in flight, and in bytes.

@@ -67,6 +67,11 @@ def checked_class(*own: str) -> Callable[[type[T]], type[T]]:
     return decorator
 
 
+def is_whole(value: object, least: int) -> typing.TypeGuard[int]:
+    """Return whether a value is an int of at least `least`, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _evaluated(annotation: Any, function: Callable[..., Any]) -> Any:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__

@@ -1,4 +1,4 @@
-"""The last stage with the choice of the next tokens: the likeliest ones, or drawn ones.
+"""The last stage of a model that generates: it also chooses the next tokens, the likeliest ones or drawn ones.
 
 Random numbers are inputs, one for each prompt and token, so that a draw depends on neither plan nor handler.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe.errors.arguments import is_whole
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.rng import Rng, seed_of
 from fpipe.stages.stage import Target
@@ -53,9 +54,9 @@ class Choice:
             )
         if not _is_number(self.top_p, 0, 1):
             raise ValueError(f"top_p must be a probability of more than 0 and at most 1, not {self.top_p!r}")
-        if self.top_k is not None and not (_is_whole(self.top_k) and self.top_k > 0):
+        if self.top_k is not None and not is_whole(self.top_k, least=1):
             raise ValueError(f"top_k must be a whole number of at least 1, not {self.top_k!r}")
-        if not all(_is_whole(token) and token >= 0 for token in (*self.eos, *([] if self.pad is None else [self.pad]))):
+        if not all(is_whole(token, least=0) for token in (*self.eos, *([] if self.pad is None else [self.pad]))):
             raise ValueError(f"eos_token_id and pad_token_id are numbers of tokens, not {self.eos!r} and {self.pad!r}")
         if self.eos and self.pad is None:
             raise ValueError(
@@ -89,10 +90,6 @@ def _is_number(x: Any, low: float, high: float) -> bool:
     return x is None or (
         isinstance(x, int | float) and not isinstance(x, bool) and low < x <= high and x < float("inf")
     )
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
 
 
 def with_choice(pipeline: Pipeline) -> Pipeline:

@@ -15,7 +15,7 @@ from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options
 from fpipe.devices import device_of
 from fpipe.errors import ScheduleError, StageError
-from fpipe.errors.arguments import checked
+from fpipe.errors.arguments import checked, is_whole
 from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.generating.choice import Choice, with_choice
 from fpipe.generating.prompts import Prompts
@@ -133,7 +133,7 @@ def generator(
             "interop.transformers.split_with_cache(model, rows=, max_length=, at=), or pass Pipeline(..., cache=)"
         )
     _check_plan(pipeline, plan)
-    if not _is_count(max_new_tokens) or not (tokens_per_program is None or _is_count(tokens_per_program)):
+    if not all(is_whole(n, least=1) for n in (max_new_tokens, tokens_per_program) if n is not None):
         raise ValueError(
             "max_new_tokens and tokens_per_program are whole numbers of at least 1, not "
             f"{max_new_tokens!r} and {tokens_per_program!r}"
@@ -197,10 +197,6 @@ def _check_plan(pipeline: Pipeline, plan: Plan) -> None:
             raise ScheduleError(
                 f"stage {stage} has copies on ranks {ranks}, and a cache is on one rank: place each stage on one rank"
             )
-
-
-def _is_count(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x > 0
 
 
 def _tuple(tokens: int | Sequence[int]) -> tuple[int, ...]:

@@ -37,8 +37,8 @@ class Prompts:
         mask = None
         if isinstance(prompts, Mapping):
             if "input_ids" not in prompts or (more := sorted({*prompts} - {"input_ids", "attention_mask"})):
-                found = sorted(map(str, prompts)) if "input_ids" not in prompts else more
-                raise ValueError(f"prompts are input_ids and attention_mask, and not {', '.join(found) or 'empty'}")
+                names = sorted(map(str, prompts)) if "input_ids" not in prompts else more
+                raise ValueError(f"prompts are input_ids and attention_mask, and not {', '.join(names) or 'empty'}")
             prompts, mask = prompts["input_ids"], prompts.get("attention_mask")
         if not isinstance(prompts, Tensor):
             prompts, mask = _padded(prompts, mask, pad)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fpipe.errors.arguments import checked_class
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.stage import Batch, Output, Stage
 
@@ -24,6 +25,7 @@ Block = Callable[[Any, Tensor], Tensor]
 TOKENS, TARGETS = Batch("tokens"), Batch("targets")
 
 
+@checked_class()
 @dataclass(frozen=True)
 class Vocabulary:
     """A vocabulary that is split over the ranks of a pipeline, in parts of equal size, or of one row more.
@@ -52,7 +54,7 @@ class Vocabulary:
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= self.size:
-            raise ValueError(f"{self.size} tokens can't be split over {self.ranks} ranks: each needs one at least")
+            raise ValueError(f"size={self.size} tokens can't be split over ranks={self.ranks}: each needs one at least")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing must be a number from 0 to 1, not {self.label_smoothing!r}")
         if self.reduction not in ("mean", "sum"):

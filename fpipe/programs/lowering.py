@@ -40,7 +40,7 @@ from fpipe.effects import (
     parts,
 )
 from fpipe.errors import ScheduleError
-from fpipe.errors.arguments import checked
+from fpipe.errors.arguments import checked, is_whole
 from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.interning import Interning
@@ -286,7 +286,7 @@ class _Routes:
 
 def prefetch(programs: Programs, depth: int | None = None) -> Programs:
     """Post receives earlier: up to `depth` beyond the next one used (2; 4 where stages are skipped)."""
-    if depth is not None and not (isinstance(depth, int) and not isinstance(depth, bool) and depth >= 0):
+    if depth is not None and not is_whole(depth, least=0):
         raise ScheduleError(f"the prefetch depth must be a whole number of at least 0, not {depth!r}")
     plan = plan_of(programs)
     if depth is None:

@@ -36,7 +36,7 @@ UNUSABLE = {COPIED: "Discard and Fetch", AWAY: "Fetch"}
 
 
 def moves(effects: Iterable[Effect]) -> bool:
-    """Whether residuals are moved or recomputed."""
+    """Return whether any of the effects moves or recomputes residuals."""
     return not MOVES.keys().isdisjoint(map(type, effects))
 
 

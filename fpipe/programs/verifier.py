@@ -481,7 +481,7 @@ Due = dict[Edge, dict[int, Collection[int]]]
 
 def _due(programs: Programs, backward: bool, interning: Interning) -> Due:
     plan, block, due = interning.plan, interning.block, Due()
-    given = _kinds_given(programs, interning.table)
+    kinds = _kinds_given(programs, interning.table)
 
     def add(value: Any, count: int) -> None:
         first, source = interning.id(value), interning.table.producer(value, plan)
@@ -493,13 +493,13 @@ def _due(programs: Programs, backward: bool, interning: Interning) -> Due:
 
     for stage in range(plan.stages):
         for m, t in product(range(0, plan.microbatches, block), range(plan.slices)):
-            if Activation in given:
+            if Activation in kinds:
                 add(Activation(stage, m, t), block)
             for consumer in plan.consumers(stage) if backward and plan.is_differentiated(stage) else ():
                 add(Gradient(stage, consumer, m, t), block)
         for rank in plan.ranks_of(stage) if backward and plan.is_trained(stage) else ():
             add(WeightGradient(stage, rank), 1)
-    for value in _values_given(programs, given - {Activation, Gradient, WeightGradient}, interning.table):
+    for value in _values_given(programs, kinds - {Activation, Gradient, WeightGradient}, interning.table):
         add(value, 1)
     return due
 

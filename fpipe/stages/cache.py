@@ -1,4 +1,4 @@
-"""What a pipeline keeps of the tokens of some prompts, and what its stages are given of each token."""
+"""The caches of a pipeline that generates: keys and values of earlier tokens, and the inputs of the next one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe.errors.arguments import checked_class, is_whole
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import flatten
 
 
+@checked_class()
 @dataclass(frozen=True)
 class Cache:
     """The cache of a pipeline that generates tokens, as the state of its stages: one for each microbatch of prompts.
@@ -49,7 +51,7 @@ class Cache:
 
     def __post_init__(self) -> None:
         for name in ("rows", "max_length"):
-            if not isinstance(number := getattr(self, name), int) or isinstance(number, bool) or number < 1:
+            if not is_whole(number := getattr(self, name), least=1):
                 raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
 
     def empty(self, stage: int, device: torch.device) -> Any:

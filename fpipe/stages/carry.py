@@ -16,7 +16,7 @@ from fpipe.stages.pytree import Flat, flatten
 from fpipe.stages.stage import CARRY, Output, Stage
 
 NO_CARRY = flatten(None)
-"""What the first slice reads."""
+"""The carried value that the first slice reads."""
 
 
 class Carried(NamedTuple):

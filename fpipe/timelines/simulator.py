@@ -22,7 +22,7 @@ from typing import Any
 from fpipe.costs import Costs, Link
 from fpipe.effects import Recv, Send
 from fpipe.errors import ScheduleError
-from fpipe.errors.arguments import checked
+from fpipe.errors.arguments import checked, is_whole
 from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.footprint import enforce, footprint
@@ -68,7 +68,7 @@ def simulate(
     >>> loop.period, simulate(schedules.zb_h2, Plan(Placement.loop(4), 12)).makespan
     (38.0, 39.0)
     """
-    if not (isinstance(steps, int) and not isinstance(steps, bool) and steps > 0):
+    if not is_whole(steps, least=1):
         raise ScheduleError(f"steps must be a whole number of at least 1, not {steps!r}")
     programs = lower(schedule, plan, depth=depth, resident=resident, offload=offload, effects=effects)
     costs.check(plan)

@@ -66,7 +66,7 @@ def test_what_is_not_in_the_vocabulary_fails(where, wrong):
 
 def test_refusals():
     vocabulary, (matrix, blocks), _ = jobs.model(2)
-    with pytest.raises(ValueError, match="2 tokens can't be split over 4 ranks"):
+    with pytest.raises(ValueError, match="size=2 tokens can't be split over ranks=4"):
         Vocabulary(2, 4)
     with pytest.raises(ValueError, match="label_smoothing must be a number from 0 to 1, not 2"):
         Vocabulary(4, 2, label_smoothing=2)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fpipe
-from fpipe import Pipeline, Placement, handlers, interop, schedules, transforms
+from fpipe import Batch, Cache, Pipeline, Placement, Stage, handlers, interop, parallel, schedules, transforms
 from tests.support.cases import mse
 
 
@@ -30,6 +30,15 @@ WRONG = [
 
 def scale(p, x):
     return x * p
+
+
+def generating():
+    """A pipeline that generates the number after each, and prompts for it."""
+    last = Stage(lambda p, x: nn.functional.one_hot(x[:, -1] + 1, 9).float())
+    pipeline = Pipeline(
+        [Stage(lambda p, x: x, [Batch("input_ids")]), last], cache=Cache(rows=2, max_length=8, state={})
+    )
+    return pipeline, [[1, 2], [4, 5]]
 
 
 def calls():
@@ -53,6 +62,10 @@ def calls():
     saved.save(params=params)
     programs = fpipe.lower(schedule, plan)
     costs = fpipe.Costs(forward=1.0, backward=2.0)
+    sized = fpipe.Costs(residuals=10.0, offload=0.5, fetch=0.5)
+    count, texts = generating()
+    of_count = {"plan": count.plan(placement, 1), "handler": local, "max_new_tokens": 2}
+    counting = fpipe.generator(count, **of_count)
     made = {"pipeline": pipeline, "schedule": schedule, "plan": plan, "handler": local}
     options = inspect_arguments(fpipe.value_and_grad)
     of_evaluate = {k: v for k, v in options.items() if k not in ("argnums", "policy", "capture", "effects", "offload")}
@@ -89,8 +102,16 @@ def calls():
         "train": (train, {"params": params, "opt_state": adam.init(params), "batch": x, "target": y, "rng": (0, 1)}),
         "lower": (fpipe.lower, first(fpipe.lower, schedule, plan)),
         "verify": (fpipe.verify, first(fpipe.verify, schedule, plan)),
+        "Cache": (fpipe.Cache, first(fpipe.Cache, 2, 8, {})),
+        "generate": (
+            fpipe.generate,
+            {"pipeline": count, "params": {0: {}, 1: {}}, "prompts": texts, "rng": None, **of_count},
+        ),
+        "generator": (fpipe.generator, {**first(fpipe.generator), "pipeline": count, **of_count}),
+        "generator.call": (counting, {"params": {0: {}, 1: {}}, "prompts": texts, "rng": None}),
         "simulate": (fpipe.simulate, first(fpipe.simulate, schedule, plan, costs)),
         "what_if": (fpipe.what_if, first(fpipe.what_if, fpipe.simulate(schedule, plan, costs))),
+        "offload": (fpipe.offload, {**first(fpipe.offload), "limit_bytes": 10.0, "costs": sized}),
         "draw": (fpipe.draw, first(fpipe.draw, schedule, plan)),
         "footprint": (fpipe.footprint, {"programs": programs, "costs": costs}),
         "peak_bytes": (fpipe.peak_bytes, first(fpipe.peak_bytes, list)),
@@ -128,6 +149,7 @@ def calls():
         "save": (saved.save, {"params": params, "state": None, "optimizer": {}, "step": 1}),
         "load": (saved.load, {"path": None, "params": params, "verify": True}),
         "export_safetensors": (interop.export_safetensors, {"folder": folder, "file": f"{folder}/x", "verify": True}),
+        "Vocabulary": (parallel.Vocabulary, first(parallel.Vocabulary, 8, 2)),
         "vmap": (transforms.vmap, first(transforms.vmap, pipeline)),
         "per_sample": (transforms.per_sample, first(transforms.per_sample, pipeline)),
         "jvp": (transforms.jvp, first(transforms.jvp, pipeline)),
