@@ -10,8 +10,8 @@ its time is the largest, over the nodes that it waits for, of their time and a l
 - gathers, and scatters, follow each other.
 
 The length of a transfer that something waited for was measured. One that was there at its first use has only a bound:
-it takes the median of its edge if that is less, else the edge's least bound where nothing waited. Gathers and scatters
-likewise, by stage.
+it takes the median of its edge if that is less. Where nothing waited for any of its edge, it takes the edge's least
+bound, or the median over the other edges if that is less. Gathers and scatters likewise, by stage, and without others.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Replay:
         self.span_of: list[int] = []
         self._before: list[list[tuple[int, float, float]]] = []  # node, lag, rest
         self._own: list[float] = []
-        self._edges, self._stages = _Usual(), _Usual()
+        self._edges, self._stages = _Usual(alike=True), _Usual(alike=False)
         for rank in range(timeline.plan.ranks):
             self._learn(rank)
         for rank in range(timeline.plan.ranks):
@@ -355,9 +355,14 @@ def host_time(timeline: Timeline, rank: int) -> float:
 
 
 class _Usual:
-    """The lengths of transfers by key: those that something waited for, and bounds of the others."""
+    """The lengths of transfers by key: those that something waited for, and bounds of the others.
 
-    def __init__(self) -> None:
+    Args:
+        alike: one of a key of which only bounds are known takes no longer than those of other keys.
+    """
+
+    def __init__(self, alike: bool) -> None:
+        self.alike = alike
         self.known, self.bounds = defaultdict[object, list[float]](list), defaultdict[object, list[float]](list)
         self._usual = dict[object, float]()
 
@@ -367,8 +372,14 @@ class _Usual:
     def of(self, key: object) -> float | None:
         """Return the median of what is known of a key, else its least bound; None if there is neither."""
         if key not in self._usual and (self.known[key] or self.bounds[key]):
-            self._usual[key] = median_low(self.known[key]) if self.known[key] else min(self.bounds[key])
+            self._usual[key] = median_low(self.known[key]) if self.known[key] else min(*self.bounds[key], self._others)
         return self._usual.get(key)
+
+    @cached_property
+    def _others(self) -> float:
+        """The median of the keys of which something is known."""
+        medians = [median_low(known) for known in self.known.values() if known]
+        return median_low(medians) if self.alike and medians else np.inf
 
     def tightest(self, key: object, bound: float) -> float:
         usual = self.of(key)

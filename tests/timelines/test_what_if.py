@@ -5,7 +5,6 @@ import random
 import re
 from array import array
 from dataclasses import replace
-from statistics import median
 
 import pytest
 from hypothesis import given, settings
@@ -133,9 +132,13 @@ def test_a_measured_step_is_replayed_with_the_hosts_time():
     assert host.seconds == captured.makespan - 13 - 9 - 11  # what both compute and what is under way is left
 
 
-def test_a_transfer_that_nothing_waited_for_takes_the_tightest_time_of_its_edge():
-    """A late compute hides transfers of 1; measured, their sends end when they are used, and only a bound is known."""
-    plan, costs = Plan(Placement.loop(2), 6), Costs(forward=[1, 3], backward=[2, 2], communication=0.5)
+@pytest.mark.parametrize(("forward", "backward", "slow"), [([1, 3], [2, 2], 1), ([1, 1, 9, 1], [2, 2, 18, 2], 2)])
+def test_a_transfer_that_nothing_waited_for_takes_the_tightest_time_of_its_edge_or_that_of_others(
+    forward, backward, slow
+):
+    """A late compute hides transfers; measured, their sends end when they are used, and only a bound is known."""
+    plan = Plan(Placement.loop(len(forward)), 6)
+    costs = Costs(forward=forward, backward=backward, communication=0.5)
     captured = simulate(schedules.one_f_one_b, plan, costs)
     spans = captured.spans
     ends, waited = array("d", spans.ends), set(spans.waited)
@@ -144,8 +147,8 @@ def test_a_transfer_that_nothing_waited_for_takes_the_tightest_time_of_its_edge(
             use = min(s.start for s in captured.compute(spans[at].rank) if s.start >= ends[at])
             ends[at] = ends[spans.waited[at]] = use
     measured = Timeline(plan, Spans(spans.first, spans.effects, spans.starts, ends, spans.waited), captured.costs)
-    mended = simulate(schedules.one_f_one_b, plan, replace(costs, forward=[1, 1]))
-    row = next(row for row in what_if(measured).rows if row.what == "rank 1")
+    mended = simulate(schedules.one_f_one_b, plan, replace(costs, forward=1, backward=2))
+    row = next(row for row in what_if(measured).rows if row.what == f"rank {slow}")
     assert row.makespan == pytest.approx(mended.makespan, rel=0.05)
     assert what_if(measured).error == 0
 
@@ -225,5 +228,6 @@ def test_what_mending_a_slow_rank_wins_is_measured(pools):
     rows, without = pools(4).run(slow_rank_jobs.helped, 2, 5)[0]
     assert {what for what, *_ in rows} == {"rank 2"}
     assert max(abs(error) for _, _, error, _ in rows) < 0.02
-    assert median(makespan for _, makespan, *_ in rows) == pytest.approx(median(without), rel=0.05)
+    least = min(makespan for _, makespan, *_ in rows)  # a busy machine only adds to it
+    assert least == pytest.approx(min(without), rel=0.05)
     assert all(re.match(r"rank 2 computes 4\.\d+x slower than the median", headline) for *_, headline in rows)
