@@ -84,8 +84,8 @@ def exchange(rank: int, kind: str) -> bool:
 def local_bits(setting: Setting) -> None:
     """Run all ranks in this process."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    chosen = ("linear", "attention", "layouts"), ("one_f_one_b", "zb_v")
-    names, generators = chosen if setting.cpu else (cases.CASES, cases.SCHEDULES)
+    chosen = ("linear", "attention", "layouts"), ("one_f_one_b", "zb_v", "one_f_one_b_offloaded")
+    names, generators = chosen if setting.cpu else (cases.CASES, [*cases.MOVING, *cases.SCHEDULES])
     tasks = [(2, name, schedule) for schedule, name in product(generators, names) if fits(name, schedule)]
     _each(setting, tasks, lambda ranks, name, schedule: local_differences(ranks, name, schedule, setting.device))
 

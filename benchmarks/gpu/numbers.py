@@ -114,8 +114,8 @@ SPREAD = ("gpipe", "one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe
 def memory(setting: Setting) -> None:
     """Compare the peak of rank 0, alone, with that which `verify` predicts from a profile."""
     ranks, microbatches = 2, 4
-    for name in SPREAD[1:3] if setting.cpu else SPREAD:
-        generator, place_of = cases.SCHEDULES[name]
+    for name in (*(SPREAD[1:3] if setting.cpu else SPREAD), "one_f_one_b_offloaded", "gpipe_recomputed"):
+        generator, place_of = (cases.SCHEDULES | cases.MOVING)[name]
         pipeline, params, batch, plan = large(place_of(ranks), microbatches, setting)
         costs = fpipe.profile(pipeline, params, *batch, microbatches=microbatches, repeats=1, autodiff="graph")
         predicted = fpipe.verify(generator, plan, costs=costs).peak_bytes

@@ -189,7 +189,9 @@ OffloadLimitBytes = Annotated[
 Slower = Annotated[
     float, InPlan(min=0, metavar="SHARE", help="How much slower the step may get by that: 0.05 for 5 %.")
 ]
-Recomputing = Annotated[bool, InPlan("--recomputing", help="Let it also recompute residuals where a rank waits.")]
+Recomputing = Annotated[
+    bool, InPlan("--recomputing", help="Let it also recompute residuals, first where a rank waits.")
+]
 Replicas = Annotated[int, Count(help="How many replicas of the pipeline.")]
 AnySize = Annotated[bool, InPlan("--any-size", help="Do not refuse what takes very long.")]
 

@@ -39,7 +39,7 @@ class Vocabulary:
         reduction: of the losses of a microbatch's tokens; as `value_and_grad(reduction=)` is told.
 
     Raises:
-        ValueError: fewer tokens than ranks, a smoothing that is not between 0 and 1, or another reduction.
+        ValueError: fewer tokens than ranks, or a smoothing that is not between 0 and 1.
 
     >>> Vocabulary(size=10, ranks=4).sizes
     (3, 3, 2, 2)
@@ -57,8 +57,6 @@ class Vocabulary:
             raise ValueError(f"size={self.size} tokens can't be split over ranks={self.ranks}: each needs one at least")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing must be a number from 0 to 1, not {self.label_smoothing!r}")
-        if self.reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction must be 'mean' or 'sum', not {self.reduction!r}")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -215,8 +213,7 @@ class _Scores(torch.autograd.Function):
         by_norm, by_target, by_sum, *_ = (each.to(x.dtype).unsqueeze(-1) for each in cotangents)
         by_target = torch.where(is_here.unsqueeze(-1), by_target, 0)
         for_x = by_norm * mean + by_target * weight.index_select(0, row)
-        for_logits = by_norm * share * powers
+        for_weight = (powers.T @ (by_norm * share * x)).index_add(0, row, by_target * x)
         if ctx.smooth:
-            for_x, for_logits = for_x + by_sum * weight.sum(0), for_logits + by_sum
-        for_weight = (for_logits.T @ x).index_add(0, row, by_target * x)
+            for_x, for_weight = for_x + by_sum * weight.sum(0), for_weight + (by_sum * x).sum(0)
         return for_x, for_weight, None, None, None

@@ -1,13 +1,16 @@
 """The pass that moves residuals to the host, or recomputes them, so that every rank keeps to a limit. No torch.
 
-The programs are simulated once. Stretch that timeline: every effect starts `slower` times later and takes as long as
-before. In it, no copy is waited for: an `Offload` is posted after its forward and ends before its `Discard`, a `Fetch`
-ends before the backward that needs it, and a `Recompute` fits into a time in which the rank waits. As nothing starts
-later if something else starts earlier, the programs with these effects are never slower than the stretched timeline.
+The programs are simulated. Stretch that timeline: every effect starts `slower` times later and takes as long as before.
+In it, no copy is waited for: an `Offload` is posted after its forward and ends before its `Discard`, a `Fetch` ends
+before the backward that needs it, and a `Recompute` fits into a time in which the rank waits.
+
+What that leaves out may make a step slower after all: a `Recompute` that fits into no wait is just before the backward
+that needs it, and delays other ranks too; a `Discard` waits for its copy, and with it what comes after. So the result
+is simulated as well, and not taken if it is too slow.
 
 Which residuals to move when a rank has no room is the question of paging: those that are needed again last (Belady,
 "A study of replacement algorithms", IBM Systems Journal 1966; for pipelines PipeOffload, arXiv 2503.01328). What does
-not fit through the link to the host may be recomputed where the rank waits (Mario, PPoPP 2025).
+not fit through the link to the host may be recomputed, first where the rank waits (Mario, PPoPP 2025).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from fpipe._format import format_bytes
@@ -49,7 +53,7 @@ def offload(limit_bytes: float, costs: Costs, *, slower: float = 0.0, recompute:
         limit_bytes: bytes that a rank has, for all that `fpipe.footprint` counts.
         costs: sizes and times, those of `Offload` and `Fetch` among them; from `fpipe.profile`, or your own.
         slower: how much longer the simulated step may take, as a share of it: 0.05 for 5 %. By default none.
-        recompute: whether residuals may also be recomputed, where a rank waits.
+        recompute: whether residuals may also be recomputed: where a rank waits, then where `slower` allows it.
 
     Raises:
         ScheduleError: `slower` is no share; or, when programs are lowered, a rank can't keep to the limit, with the
@@ -95,11 +99,14 @@ class Offloading:
             _Rank(programs[rank], timeline, costs, interning, completions)
             for rank, completions in enumerate(completions_by_rank(programs))
         ]
-        least = inf
-        for share in SHARES if self.slower else SHARES[:1]:
-            results = [rank.within(self.limit_bytes, 1 + share * self.slower, self.recompute) for rank in ranks]
+        least, longest = inf, (1 + self.slower) * timeline.makespan
+        for ways in self._ways(timeline.makespan):
+            results = [rank.within(self.limit_bytes, ways) for rank in ranks]
+            programs = {rank: result.program for rank, result in enumerate(results)}
+            if simulate_programs(programs, costs).makespan > longest * (1 + ROUNDING):
+                continue
             if max(result.peak for result in results) <= self.limit_bytes * (1 + ROUNDING):
-                return {rank: result.program for rank, result in enumerate(results)}
+                return programs
             least = min(least, max(result.peak for result in results))
         most = max(range(plan.ranks), key=lambda rank: results[rank].peak)
         raise ScheduleError(
@@ -107,10 +114,31 @@ class Offloading:
             f"{format_bytes(least)} ({least:.0f} bytes){'' if self.slower else ' at no time lost'}; {self._way_out()}"
         )
 
+    def _ways(self, makespan: float) -> Iterator[_Ways]:
+        for share in SHARES if self.slower else SHARES[:1]:
+            delay = share * self.slower * makespan
+            for again in dict.fromkeys((0.0, delay)) if self.recompute else (None,):
+                yield _Ways(delay, again, waits=True)
+                yield _Ways(delay, again, waits=False)
+
     def _way_out(self) -> str:
         ways = ["give that", "allow a slower step (slower=0.1)" if self.slower < 0.1 else "allow a slower step"]
         ways += [] if self.recompute else ["let residuals be recomputed (recompute=True)"]
         return f"{', '.join(ways)}, or take a schedule that needs less (fpipe search --memory-limit-bytes)"
+
+
+class _Ways(NamedTuple):
+    """The ways in which residuals may be moved.
+
+    Args:
+        delay: by how much a rank may end later for copies.
+        again: the time in which residuals may be recomputed beside that in which the rank waits; None for none.
+        waits: where residuals go and others come back, the latter wait until the memory of the former is free.
+    """
+
+    delay: float
+    again: float | None
+    waits: bool
 
 
 class _Result(NamedTuple):
@@ -133,12 +161,17 @@ class _Away(NamedTuple):
     """Residuals that are not on the rank from the moment `begin` on, and are again at `end`; the bytes that this saves.
 
     Moment 2 n is just before compute n, and 2 n + 1 at its end.
+
+    Args:
+        copied, due: the times when the copy to the host ends, and when that back, or the second forward, begins.
     """
 
     life: _Life
     begin: int
     end: int
     bytes: float
+    due: float
+    copied: float = 0.0
 
 
 class _Times(NamedTuple):
@@ -194,9 +227,9 @@ class _Rank:
                         size = bytes_on(self.program.rank, name, self.costs, self.interning)
                         yield _Life(name, saved.pop(name), number, size)
 
-    def within(self, limit: float, factor: float, recompute: bool) -> _Result:
+    def within(self, limit: float, ways: _Ways) -> _Result:
         """Return the program with as few residuals moved as keep it to a limit; the one of least peak if none does."""
-        times, bound = self._times(factor), limit * (1 + ROUNDING)
+        times, bound, again = self._times(ways.delay), limit * (1 + ROUNDING), ways.again
         best = _Result(self.program, max(self.totals, default=0.0))
         moved, away, redone = list[_Life](), list[_Away](), list[_Away]()
         while best.peak > bound:
@@ -207,15 +240,17 @@ class _Rank:
             lives.sort(key=lambda life: -life.used)
             if (more := self._offloaded(at, lives, moved, times)) is not None:
                 moved, away = more
-            elif recompute and (again := self._recomputed(at, lives, redone, times)) is not None:
-                redone.append(again)
+            elif again is not None and (one := self._recomputed(at, lives, redone, again)) is not None:
+                redone.append(one)
             else:
-                return min(best, self._placed(away, redone), key=lambda result: result.peak)
+                return min(best, self._placed(away, redone, ways.waits), key=lambda result: result.peak)
             if max(self._estimate([*away, *redone])) <= bound:
-                best = min(best, self._placed(away, redone), key=lambda result: result.peak)
+                best = min(best, self._placed(away, redone, ways.waits), key=lambda result: result.peak)
         return best
 
-    def _times(self, factor: float) -> _Times:
+    def _times(self, delay: float) -> _Times:
+        """Return the times of a step that is longer by a delay, in proportion."""
+        factor = 1 + delay / (self.starts[-1] + self.times[-1]) if self.starts else 1.0
         starts = [factor * start for start in self.starts]
         ends = [start + took for start, took in zip(starts, self.times, strict=True)]
         return _Times(starts, ends, [start - end for start, end in zip(starts, [0.0, *ends[:-1]], strict=True)])
@@ -243,31 +278,34 @@ class _Rank:
 
         The copies each way go one after the other: those to the host as early as possible, those back as late.
         """
-        begins, free = dict[_Life, int](), 0.0
+        copied, free = dict[_Life, float](), 0.0
         for life in sorted(moved, key=lambda life: life.saved):
-            free = max(free, times.ends[life.saved]) + self._took(Offload, life)
-            begins[life] = bisect_left(times.starts, free * (1 - ROUNDING))
+            copied[life] = free = max(free, times.ends[life.saved]) + self._took(Offload, life)
         away, free = dict[_Life, _Away](), inf
         for life in sorted(moved, key=lambda life: -life.used):
             free = min(free, times.starts[life.used]) - self._took(Fetch, life)
+            begin = bisect_left(times.starts, copied[life] * (1 - ROUNDING))
             end = min(bisect_right(times.ends, free * (1 + ROUNDING)), life.used)
-            if begins[life] >= end:
+            if begin >= end:
                 return None
-            away[life] = _Away(life, 2 * begins[life], 2 * end, life.bytes)
+            away[life] = _Away(life, 2 * begin, 2 * end, life.bytes, free, copied[life])
         return away
 
-    def _recomputed(self, at: int, lives: Sequence[_Life], redone: Sequence[_Away], times: _Times) -> _Away | None:
-        """Return the recomputation, in a time in which the rank waits, that saves most at a moment."""
-        taken = defaultdict[int, float](float)
+    def _recomputed(self, at: int, lives: Sequence[_Life], redone: Sequence[_Away], delay: float) -> _Away | None:
+        """Return the recomputation that saves most at a moment: while the rank waits, else as late as can be."""
+        whole = self._times(0).room
+        room = [*whole]
         for each in redone:
-            taken[each.end // 2] += self._took(Recompute, each.life)
+            room[each.end // 2] -= self._took(Recompute, each.life)
+        delay += sum(min(0.0, left) for left in room)
         best = None
         for life in lives:
-            took, numbers = self._took(Recompute, life), range(life.used, life.saved, -1)
-            number = next((n for n in numbers if times.room[n] - taken[n] >= took * (1 - ROUNDING)), None)
-            if number is None or at >= 2 * number or not self._can_recompute(life):
+            took, numbers = self._took(Recompute, life) * (1 - ROUNDING), range(life.used, at // 2, -1)
+            number = next((n for n in numbers if room[n] >= took), life.used)
+            if took - max(0.0, room[number]) > delay or not self._can_recompute(life):
                 continue
-            again = _Away(life, 2 * life.saved + 1, 2 * number, life.bytes - self._inputs(life))
+            due = self.starts[number] - took - (whole[number] - room[number])
+            again = _Away(life, 2 * life.saved + 1, 2 * number, life.bytes - self._inputs(life), due)
             if again.bytes > (best.bytes if best else 0.0):
                 best = again
         return best
@@ -286,18 +324,22 @@ class _Rank:
     def _took(self, kind: type[Any], life: _Life) -> float:
         return self.costs.time(_effect(kind, life), self.program.table)
 
-    def _placed(self, away: Sequence[_Away], redone: Sequence[_Away]) -> _Result:
+    def _placed(self, away: Sequence[_Away], redone: Sequence[_Away], waits: bool) -> _Result:
         """Return the program with the effects that move residuals."""
-        before = defaultdict[int, list[Effect]](list)
+        before = defaultdict[int, list[tuple[float, Effect]]](list)
         effects, computes = self.program.effects, self.computes
         for each in away:
-            before[after_sends(effects, computes[each.life.saved])].append(_effect(Offload, each.life))
-        for each in away:
-            before[computes[each.begin // 2]].append(_effect(Discard, each.life))
+            before[after_sends(effects, computes[each.life.saved])].append((0.0, _effect(Offload, each.life)))
+        for each in away:  # a `Discard` waits for its copy
+            at = 0.0 if waits else each.copied * (1 - ROUNDING)
+            before[computes[each.begin // 2]].append((at, _effect(Discard, each.life)))
         for kind, back in ((Fetch, away), (Recompute, redone)):
             for each in sorted(back, key=lambda each: each.life.used):
-                before[computes[each.end // 2]].append(_effect(kind, each.life))
-        inserted = tuple(e for at, effect in enumerate(effects) for e in (*before[at], effect))
+                before[computes[each.end // 2]].append((inf if waits else each.due, _effect(kind, each.life)))
+        timed = (sorted(before[at], key=itemgetter(0)) for at in range(len(effects)))
+        inserted = tuple(
+            e for some, effect in zip(timed, effects, strict=True) for e in (*(e for _, e in some), effect)
+        )
         program = replace(self.program, effects=inserted)
         return _Result(program, max(self._totals(program), default=0.0))
 

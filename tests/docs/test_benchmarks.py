@@ -50,6 +50,16 @@ def test_peers(tmp_path, printed):
     assert schedule in figure.read_text()
 
 
+@pytest.mark.skipif(not ALL, reason="five processes that import torch: FPIPE_TESTS=all runs it")
+def test_offload(printed):
+    rows = printed("offload", "--tables", "timed", "--layer", "1", "--rounds", "1")
+    assert [row["way"] for row in rows] == ["plain", "offload", "recompute"]
+    plain, moved, _ = rows
+    assert moved["offloads"] > 0 == plain["offloads"]
+    assert moved["predicted_bytes"] < plain["predicted_bytes"]
+    assert moved["measured_bytes"] < plain["measured_bytes"]
+
+
 @pytest.mark.skipif(not ALL, reason="loops of four processes take ten seconds: FPIPE_TESTS=all runs it")
 def test_periods(printed):
     rows = printed("periods", "--tables", "timed", "--steps", "2", "--rounds", "1", "--layer", "1")

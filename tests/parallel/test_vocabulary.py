@@ -70,7 +70,7 @@ def test_refusals():
         Vocabulary(2, 4)
     with pytest.raises(ValueError, match="label_smoothing must be a number from 0 to 1, not 2"):
         Vocabulary(4, 2, label_smoothing=2)
-    with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum', not 'none'"):
+    with pytest.raises(TypeError, match="reduction must be 'mean' or 'sum', not 'none'"):
         Vocabulary(4, 2, reduction="none")
     with pytest.raises(ValueError, match="1 blocks for 2 ranks"):
         vocabulary.pipeline([jobs.block])

@@ -127,6 +127,17 @@ def test_what_waits_gives_room_to_recompute():
     assert simulate_programs(programs, costs).makespan == simulate(schedules.one_f_one_b, plan, costs).makespan
 
 
+def test_what_a_slower_step_allows_is_recomputed_before_its_use():
+    """Rank 0 of 1F1B waits for its first gradient and in the drain; two of six are made again there."""
+    plan, costs = Plan(Placement.loop(4), 16), Costs(backward=2, residuals=10, offload=1000, fetch=1000)
+    with pytest.raises(ScheduleError, match="with residuals moved, the least limit is 40 B"):
+        lower(schedules.one_f_one_b, plan, offload=offload(30, costs, recompute=True))
+    programs = lower(schedules.one_f_one_b, plan, offload=offload(30, costs, slower=0.1, recompute=True))
+    assert [sum(isinstance(e, Recompute) for e in program) for program in programs.values()] == [6, 0, 0, 0]
+    assert most(programs, costs) == 30
+    assert simulate_programs(programs, costs).makespan == 57 + 4
+
+
 def test_a_schedule_that_moves_residuals_itself_stays():
     plan, costs = Plan(Placement.loop(1), 2), Costs(residuals=10)
 
