@@ -2,6 +2,7 @@
 
 import gc
 import re
+import signal
 from dataclasses import replace
 from functools import cache
 
@@ -29,15 +30,19 @@ from fpipe.devices import Cpu
 from fpipe.generating.choice import Choice, _chosen
 from fpipe.interop.transformers import split, split_with_cache
 from tests.support.combinations import combined, thorough
+from tests.support.fault_jobs import blamed
 from tests.support.generate_jobs import (
     PROMPTS,
     SAMPLED,
     cut,
     failing,
     generated,
+    growing,
+    killed,
     language,
     language_model,
     other_prompts,
+    signatures_sent,
     too_long_on_one,
 )
 from tests.support.sharing import sharing
@@ -313,6 +318,32 @@ def test_models_that_can_not_generate_from_a_cache_are_refused():
         split_with_cache(GPT2LMHeadModel(GPT2Config(**GPT2)), rows=0, max_length=8, stages=2)
     with pytest.raises(ValueError, match="max_length is 64, and GPT2LMHeadModel has 32 positions"):
         split_with_cache(GPT2LMHeadModel(GPT2Config(**GPT2)), rows=1, max_length=64, stages=2)
+
+
+# Over gloo
+
+
+def test_signatures_travel_once_for_the_prompts_and_once_for_a_token(pools):
+    """Of four microbatches, whatever the number of tokens."""
+    expected = tokens_of(2, 2, handlers.Reference(), max_new_tokens=7, eos_token_id=())
+    for counts, found in pools(2).run(signatures_sent, 7):
+        assert counts == [2 * 4, 0]
+        assert all(torch.equal(tokens, expected) for tokens in found)
+
+
+def test_an_output_that_grows_from_token_to_token_is_refused(pools):
+    (first, text, one), (second, other, two) = pools(2).run(growing)
+    assert (first, second) == ("StageError", "TransportError")
+    assert "is float32[2, 2, 8], where equal inputs gave float32[2, 1, 8] before" in text
+    assert "where equal inputs gave" in other
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_is_named(victim, fresh_pool):
+    outcomes = fresh_pool(2).outcomes(killed, victim)
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    assert blamed(outcomes[1 - victim].value) == f"rank {victim}"
 
 
 # Over gloo, a rank that fails

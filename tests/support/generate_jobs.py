@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from unittest.mock import patch
+
 import torch
 import torch.nn.functional as F
 
 import fpipe
-from fpipe import Batch, Cache, Output, Pipeline, Placement, Stage
+from fpipe import Batch, Cache, Output, Pipeline, Placement, Stage, handlers
+from fpipe.handlers.distributed.connections import Connections
 from tests.support.jobs import handler
 
 WORDS, WIDTH, LENGTH = 23, 8, 24
@@ -68,6 +73,66 @@ def generated(rank, pipeline, params, ranks, prompts, rng, options, runs=1):
 
 def language(rank, rows, ranks, rng, options):
     return generated(rank, *language_model(rows), ranks, PROMPTS, rng, options, runs=3)
+
+
+def signatures_sent(rank, tokens):
+    """How often a rank has sent a signature in a call, and in the next one; and the tokens of both."""
+    pipeline, params = language_model(2)
+    plan = pipeline.plan(cut(pipeline, 2), 4)
+    run = fpipe.generator(pipeline, plan, handler=handler(), max_new_tokens=tokens, eos_token_id=())
+    own, counts, found = pipeline.params_on(params, plan, handler()), [], []
+    for _ in range(2):
+        with patch.object(Connections, "send_bytes", autospec=True, side_effect=Connections.send_bytes) as sent:
+            found.append(run(own, PROMPTS))
+        counts.append(sent.call_count)
+    return counts, found
+
+
+def growing(rank):
+    """An output grows from token to token: what each rank is told, and the tokens of the same sizes after that."""
+    pipeline, params = language_model(2)
+    calls, grows = [], True
+
+    def attend_and_grow(p, cache, x, mask, places):
+        x, cache = attend(p, cache, x, mask, places)
+        calls.append(x)
+        return (F.pad(x, (0, 0, len(calls) // 9, 0)) if grows else x), cache
+
+    places = [Output(1), Batch("attention_mask"), Batch("cache_position")]
+    stages = [*pipeline.stages[:2], Stage(attend_and_grow, places, stateful=True), pipeline.stages[3]]
+    plan = pipeline.plan(Placement([0, 0, 0, 1]), 4)
+    run = fpipe.generator(
+        pipeline.replace(stages, None), plan, handler=handler(), max_new_tokens=6, eos_token_id=(), autodiff="eager"
+    )
+    own = pipeline.params_on(params, plan, handler())
+    try:
+        run(own, PROMPTS)
+    except Exception as error:
+        grows = False
+        return type(error).__name__, str(error), run(own, PROMPTS)
+
+
+def killed(rank, victim):
+    """A rank is killed at its third token; the error of the other one."""
+    pipeline, params = language_model(2)
+    own, plan = handlers.Distributed(timeout=20), pipeline.plan(cut(pipeline, 2), 4)
+    run = fpipe.generator(pipeline, plan, handler=own, max_new_tokens=6, autodiff="eager")
+    params = pipeline.params_on(params, plan, own)
+    calls = []
+
+    def kill(*args, **options):
+        calls.append(args)
+        if rank == victim and len(calls) == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return tanh(*args, **options)
+
+    tanh = torch.tanh
+    try:
+        with patch.object(torch, "tanh", kill):
+            run(params, PROMPTS)
+    except fpipe.TransportError as error:
+        return str(error)
+    return "no error"
 
 
 def after_an_error(pipeline, params, prompts, **options):

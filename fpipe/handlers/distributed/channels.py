@@ -7,6 +7,8 @@ Invariants:
 - a value's signature travels on the control group, ahead of it, in the first step of its kind of microbatch; where all
   equal microbatches of that step agreed on it, it never travels again, else in each step: the value's sizes depend on
   data. Both ends see the same signatures, and so decide alike;
+- of the values of several tokens, the signatures of the first two of a microbatch travel, of the prompts and of one
+  token: the later ones have the second one's;
 - a receive is posted where the program has it once the signatures of its value, and of those ahead of it on its edge,
   are known; else when the value is first used.
 """
@@ -46,12 +48,14 @@ class RecvRoute:
 
     Args:
         at, key: the places of its codec in the step.
+        is_later: the codec is that of an earlier token.
         codec: in the running step, once known.
         arriving: the messages and their works, once posted.
     """
 
     at: int
     key: tuple[fx.Value, int]
+    is_later: bool = False
     codec: PayloadCodec | None = None
     arriving: tuple[list[torch.Tensor], list[dist.Work]] | None = None
 
@@ -179,12 +183,13 @@ class Channels:
 
     def sender(self, value: fx.Value, source: int, target: int) -> Callable[[Any], None]:
         """Return a function that posts the value's payload."""
-        sent, (at, key), process = self.sent[target], _place(value, target, self.slices), self.process(target)
+        sent, (at, key, is_later) = self.sent[target], _place(value, target, self.slices)
+        process = self.process(target)
 
         def send(payload: Payload) -> None:
             if self.early is not None:
                 self.agree()
-            codec = self._known(self.codecs[at].sent.get(key)) or self._announce(value, target, payload)
+            codec = self._known(self.codecs[at].sent.get(key), is_later) or self._announce(value, target, payload)
             messages = codec.messages(payload)
             if messages is None:
                 raise self._error(
@@ -325,7 +330,8 @@ class Channels:
         """Post the receives up to the first whose signature is not known."""
         while waiting:
             route = waiting[0]
-            route.codec = route.codec or self._known(self.codecs[route.at].received.get(route.key))
+            shared = self.codecs[route.at].received.get(route.key)
+            route.codec = route.codec or self._known(shared, route.is_later)
             if route.codec is None:
                 return
             waiting.popleft()
@@ -339,9 +345,11 @@ class Channels:
             works, _ = sent.in_flight.popleft()
             self.connections.wait(works, self.process(peer), f"finishing a send to rank {peer}")
 
-    def _known(self, shared: SharedCodec | None) -> PayloadCodec | None:
-        """Return a codec whose signature does not travel in this step."""
-        return None if shared is None or shared.varies or shared.step == self.step else shared.codec
+    def _known(self, shared: SharedCodec | None, is_later: bool) -> PayloadCodec | None:
+        """Return a codec whose signature does not travel in this step, or not any more."""
+        if shared is None or shared.varies or (shared.step == self.step and not is_later):
+            return None
+        return shared.codec
 
     # While signatures are unknown
 
@@ -367,7 +375,7 @@ class Channels:
         except TypeError as error:
             raise self._error(value, f"its output can't be sent: {error}") from error
         self.signatures.append((target, self.connections.send_bytes(text, self.process(target))))
-        at, key = _place(value, target, self.slices)
+        at, key, _ = _place(value, target, self.slices)
         return self._share(self.codecs[at].sent, key, signature)
 
     def _receive_signature(self, source: int, purpose: str) -> None:
@@ -405,12 +413,17 @@ class Channels:
         return StageError(message, rank=self.connections.grid.rank, **places)
 
 
-def _place(value: fx.Value, rank: int, slices: int) -> tuple[int, tuple[fx.Value, int]]:
-    """Return the places of a value's codec: the number of its slice, -1 if it has no microbatch, and the key there."""
+def _place(value: fx.Value, rank: int, slices: int) -> tuple[int, tuple[fx.Value, int], bool]:
+    """Return the places of a value's codec: the number of its slice, -1 if it has no microbatch, and the key there.
+
+    The third is whether the codec is that of an earlier token.
+    """
     m: int = getattr(value, "microbatch", -1)
     if m < 0:
-        return m, (value, rank)
-    return m * slices + slice_of(value), (replace(value, microbatch=0), rank)  # type: ignore[arg-type]
+        return m, (value, rank), False
+    token = getattr(value, "token", 0)
+    first: dict[str, Any] = {"microbatch": 0} | ({"token": 1} if token > 1 else {})
+    return m * slices + slice_of(value), (replace(value, **first), rank), token > 1
 
 
 def _dense(spec: Any) -> Any:
