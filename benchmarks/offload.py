@@ -16,9 +16,9 @@ The schedule is GPipe, with 16 microbatches on four ranks and with 8 on two. The
 
 On the CPU a copy to the host is one into memory outside of torch's allocator, by a thread beside the rank's.
 Predictions are `simulate` and `verify(...).peak_bytes` with costs of `fpipe.profile`, and measured links between ranks.
-Bytes are those of the live values of the rank with the most, measured by `LiveBytes`. A round runs every way in turn; times are medians
-of the rounds, and ratios are to the plain step of each round, as medians with quartiles. Before anything is timed, the
-gradients of all ways are compared in bits.
+Bytes are those of the live values of the rank with the most, measured by `LiveBytes`. A round runs every way in turn;
+times are medians of the rounds, and ratios are to the plain step of each round, as medians with quartiles. Before
+anything is timed, the gradients of all ways are compared in bits.
 """
 
 from __future__ import annotations

@@ -192,6 +192,17 @@ Slower = Annotated[
 Recomputing = Annotated[
     bool, InPlan("--recomputing", help="Let it also recompute residuals, first where a rank waits.")
 ]
+Update = Annotated[
+    Any,
+    Time(
+        help="The optimizer's update of a stage, as soon as its gradients are final. By default there is none.",
+        show_default=False,
+    ),
+]
+Steps = Annotated[
+    int | None,
+    Count(help="Steps that follow each other without a barrier; their period is the time of one in the long run."),
+]
 Replicas = Annotated[int, Count(help="How many replicas of the pipeline.")]
 AnySize = Annotated[bool, InPlan("--any-size", help="Do not refuse what takes very long.")]
 
@@ -236,12 +247,13 @@ LARGE = 2_000_000  # forwards
 SECONDS, BYTES = 150e-6, 3000  # that lowering, verifying and simulating a forward takes with its backward, in CPython
 
 
-def check_size(stages: int, microbatches: int, any_size: bool, option: str = "--ranks") -> None:
+def check_size(stages: int, microbatches: int, any_size: bool, option: str = "--ranks", steps: int = 1) -> None:
     """Raise typer.BadParameter for a plan that would take very long, before anything of that size is made."""
-    count = stages * microbatches
+    count = stages * microbatches * steps
     if count > LARGE and not any_size:
+        loop = f", {steps} steps" if steps > 1 else ""
         raise typer.BadParameter(
-            f"{number(count)} forwards ({stages} stages, {microbatches} microbatches) take about "
+            f"{number(count)} forwards ({stages} stages, {microbatches} microbatches{loop}) take about "
             f"{number(count * SECONDS / 60)} minutes and {format_bytes(count * BYTES)} for one schedule: take fewer, "
             "or --any-size",
             param_hint=option,

@@ -4,7 +4,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -24,6 +24,8 @@ from fpipe.cli.options import (
     ScheduleArg,
     Size,
     Slower,
+    Update,
+    check_size,
 )
 from fpipe.costs import Costs
 from fpipe.effects import Parameters
@@ -33,8 +35,10 @@ from fpipe.programs.footprint import RankBytes, enforce, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Pass
 from fpipe.programs.residence import Residence
+from fpipe.programs.updates import updating
 from fpipe.programs.verifier import check
 from fpipe.schedules.catalogue import CatalogueEntry, named
+from fpipe.schedules.cuts import recut
 from fpipe.timelines.offloading import offload
 from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
@@ -62,14 +66,31 @@ class ScheduleOptions(CostOptions, PlanOptions):
     offload_limit_bytes: OffloadLimitBytes = None
     slower: Slower = 0.0
     recomputing: Recomputing = False
+    update: Update = None
 
-    def resolve(self) -> Job:
-        """Return the schedule, with the costs of its plan's stages; raise if they do not fit the plan."""
+    def resolve(self, steps: int = 1) -> Job:
+        """Return the schedule, with the costs of its plan's stages; raise if they do not fit the plan.
+
+        Args:
+            steps: how many are to be simulated.
+        """
         job = resolve(self.name, self, self.cut, Memory(self.limit, self.limit_bytes, self.resident))
+        check_size(job.plan.stages * job.plan.slices, job.plan.microbatches, self.any_size, "--steps", steps)
+        if self.update is not None:
+            job = job._replace(schedule=updating(job.schedule), costs=self._with_update(job))
         if self.offload_limit_bytes is None:
             return job
         moved = offload(self.offload_limit_bytes, job.costs, slower=self.slower, recompute=self.recomputing)
         return job._replace(offload=moved)
+
+    def _with_update(self, job: Job) -> Costs:
+        """Return the costs with those of updates; one number is for a rank's share of the model."""
+        times = self.update
+        if not isinstance(times, tuple):
+            times = recut(Costs(update=times), job.plan.ranks, job.plan.stages).update
+        costs = replace(job.costs, update=times)
+        costs.check(job.plan)
+        return costs
 
 
 class Memory(NamedTuple):
@@ -181,7 +202,9 @@ class Played(NamedTuple):
     footprint: tuple[RankBytes, ...]
 
 
-def played(job: Job, step: Callable[[str], None] = lambda what: None, limit_bytes: float | None = None) -> Played:
+def played(
+    job: Job, step: Callable[[str], None] = lambda what: None, limit_bytes: float | None = None, steps: int = 1
+) -> Played:
     """Verify a schedule, with any order of microbatches, and simulate it; raise if a rank needs more bytes."""
     programs = lower(job.schedule, job.plan, resident=job.resident, offload=job.offload)
     step(f"verify {job.name}")
@@ -190,7 +213,7 @@ def played(job: Job, step: Callable[[str], None] = lambda what: None, limit_byte
     if limit_bytes is not None:
         enforce(accounts, limit_bytes, job.costs)
     step(f"simulate {job.name}")
-    return Played(simulate_programs(programs, job.costs), accounts)
+    return Played(simulate_programs(programs, job.costs, steps), accounts)
 
 
 def enforce_limit(peaks: Sequence[float], limit: float | None) -> None:

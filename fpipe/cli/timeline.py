@@ -259,6 +259,7 @@ def _as_json(run: Run, predicted: Run | None) -> dict[str, object]:
         **_which(run),
         **counts(line.plan),
         **attributes(line, "makespan", "cost", "bubble_rate", "busy", "idle", "causes", "peak_in_flight"),
+        **({} if line.steps == 1 else attributes(line, "steps", "period")),
         "peak_memory": [capture.peak_memory(rank) for rank in ranks],
         "allocator_peak": [peaks[rank][0] if rank in peaks else None for rank in ranks],
         "clock_uncertainty": uncertainty(capture),

@@ -25,6 +25,7 @@ from fpipe.cli.options import (
     Replicas,
     Resident,
     Size,
+    Steps,
     ToFile,
     counts,
     known,
@@ -51,10 +52,10 @@ _CHUNKS = ",".join(map(str, CHUNKS))
 _MAX_COLUMNS = 100_000  # of a drawing with --scale
 
 
-def _simulated(options: ScheduleOptions) -> tuple[str, Played]:
+def _simulated(options: ScheduleOptions, steps: int | None) -> tuple[str, Played]:
     with progress(f"lower {options.name}", 3) as step:
-        job = options.resolve()
-        simulated = played(job, step, options.limit_bytes)
+        job = options.resolve(steps or 1)
+        simulated = played(job, step, options.limit_bytes, steps or 1)
     enforce_limit(simulated.timeline.peak_in_flight, options.limit)
     return job.name, simulated
 
@@ -132,9 +133,11 @@ def verify(
 @verb(
     "fpipe simulate zb-h1 --ranks 8 --microbatches 24 --communication 0.1",
     "fpipe simulate zb-v --ranks 4 --microbatches 8 --logdir runs/zb-v",
+    "fpipe simulate zb-h2 --ranks 4 --microbatches 8 --steps 20 --update 1.5",
 )
 def simulate(
     options: ScheduleOptions,
+    steps: Steps = None,
     logdir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the timeline there, for TensorBoard's Pipeline tab.")
     ] = None,
@@ -147,8 +150,11 @@ def simulate(
 
     One number for all stages is the cost of a rank's share of the model: with v
     stages on a rank, each takes 1/v of it, as in compare.
+
+    With --steps, all figures are of the steps together, but for the period,
+    which is the time of one, and the lower bound.
     """
-    name, simulated = _simulated(options)
+    name, simulated = _simulated(options, steps)
     timeline = simulated.timeline
     unit = "s" if seconds else ""
     if logdir:
@@ -156,7 +162,8 @@ def simulate(
     if as_json:
         limits = {"memory_limit": options.limit, "memory_limit_bytes": options.limit_bytes}
         bound = lower_bound(timeline.plan, timeline.costs, **limits)
-        print_json(result(name, simulated, options.resident) | {"lower_bound": bound})
+        loop = {} if steps is None else attributes(timeline, "steps", "period")
+        print_json(result(name, simulated, options.resident) | {"lower_bound": bound} | loop)
         return
     from fpipe.cli.tables import account, headline, memory_of, share_of
 
@@ -184,6 +191,7 @@ def _write(logdir: Path, name: str, timeline: Timeline, unit: str) -> None:
 )
 def draw(
     options: ScheduleOptions,
+    steps: Steps = None,
     out: Annotated[Path | None, ToFile(help="Draw into this file: .svg, .png or .pdf (needs matplotlib).")] = None,
     scale: Annotated[
         float | None, typer.Option(min=1e-9, metavar="N", help="Columns for a unit of time; long lanes go on below.")
@@ -200,7 +208,7 @@ def draw(
     """
     if out and out.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise typer.BadParameter(f"{out} ends in no known format: take .svg, .png or .pdf", param_hint="--out")
-    name, simulated = _simulated(options)
+    name, simulated = _simulated(options, steps)
     timeline = simulated.timeline
     if scale and scale * timeline.makespan > _MAX_COLUMNS:
         largest = number(floor(1000 * _MAX_COLUMNS / timeline.makespan) / 1000)
@@ -232,13 +240,12 @@ def _draw_into(out: Path, name: str, timeline: Timeline) -> None:
 
 def _computes(timeline: Timeline) -> Iterator[dict[str, object]]:
     """Yield the compute spans, rank by rank."""
-    sliced = ["slice"] * (timeline.plan.slices > 1)
+    places = ["stage", "microbatch", *["slice"] * (timeline.plan.slices > 1)]
     for rank in range(timeline.plan.ranks):
         for span in timeline.compute(rank):
             runs = [
-                {"kind": type(part).__name__, **attributes(part, "stage", "microbatch", *sliced)}
+                {"kind": type(part).__name__, **attributes(part, *(name for name in places if hasattr(part, name)))}
                 for part in parts(span.effect)
-                if timeline.table.effects[type(part)].work
             ]
             yield {"rank": rank, "start": span.start, "end": span.end, "effects": runs}
 
@@ -396,8 +403,9 @@ def export(
     from fpipe.interop.torch_csv import to_csv
 
     job = options.resolve()
-    if job.offload is not None:
-        raise typer.BadParameter("the file has no effects for it: leave it out", param_hint="--offload-limit-bytes")
+    for option, choice in {"--offload-limit-bytes": job.offload, "--update": options.update}.items():
+        if choice is not None:
+            raise typer.BadParameter("the file has no effects for it: leave it out", param_hint=option)
     if options.limit is not None:
         enforce_limit(check(lower(job.schedule, job.plan), ordered=False).peak_in_flight, options.limit)
     text = to_csv(job.schedule, job.plan, communication=form == "torch-csv", resident=job.resident)

@@ -53,15 +53,20 @@ def draw(schedule: Schedule | str, plan: Plan, *, effects: Table = TABLE) -> str
 def figures(timeline: Timeline, scale: Scale = PLAIN) -> str:
     """Return the makespan and the bubble; where the bubble is a share of a shorter time, that time too.
 
+    Of several steps, the period comes first.
+
     >>> from fpipe import Placement, Plan, schedules, simulate
     >>> figures(simulate(schedules.one_f_one_b, Plan(Placement.loop(2), 4)))
     'makespan 15, bubble 20.0%'
     >>> figures(simulate(schedules.zb_v, Plan(Placement.v(2), 4)))
     'makespan 25, bubble 0.0% of the longest span of a rank, 24'
+    >>> figures(simulate(schedules.zb_v, Plan(Placement.v(2), 4), steps=10))
+    'period 24 over 10 steps, makespan 241, bubble 0.0% of the longest span of a rank, 240'
     """
+    loop = f"period {scale.full(timeline.period)} over {timeline.steps} steps, " if timeline.steps > 1 else ""
     within = timeline.makespan - timeline.cost > 1e-9 * timeline.makespan
     of = f" of the longest span of a rank, {scale.full(timeline.cost)}" if within else ""
-    return f"makespan {scale.full(timeline.makespan)}, bubble {percent(timeline.bubble_rate)}{of}"
+    return f"{loop}makespan {scale.full(timeline.makespan)}, bubble {percent(timeline.bubble_rate)}{of}"
 
 
 class Cell(NamedTuple):

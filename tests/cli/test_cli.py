@@ -161,6 +161,31 @@ def test_the_json_of_simulate_is_fixed():
     assert found["peak_in_flight"] == [4, 3, 2, 1]
 
 
+def test_steps_without_a_barrier_have_a_period():
+    plan, options = Plan(Placement.loop(4), 8), ("--update", "1.5", "--steps", "20")
+    loop = fpipe.simulate(fpipe.schedules.updating("zb-h2"), plan, Costs(update=1.5), steps=20)
+    found = told("simulate", "zb-h2", *SMALL, *options)
+    assert list(found)[-3:] == ["lower_bound", "steps", "period"]
+    assert (found["steps"], found["period"], found["makespan"]) == (20, loop.period, loop.makespan)
+    assert loop.period == 8 * 3 + 4 - 2 + 1.5  # one of the three forwards by which the last rank is late is saved
+    assert found["lower_bound"] == told("simulate", "zb-h2", *SMALL)["lower_bound"]
+    assert told("simulate", "zb-h2", *SMALL, "--steps", "1")["period"] == 8 * 3 + 4 - 1
+    shown = run("simulate", "zb-h2", *SMALL, *options).stdout
+    assert shown.splitlines()[1].startswith("period 27.5 over 20 steps, makespan 551, bubble 6.9% of ")
+
+
+def test_an_update_is_that_of_a_ranks_share_or_of_each_stage():
+    named = ("interleaved-1f1b", *SMALL, "--chunks", "2")
+    one, each = (told("simulate", *named, "--update", times) for times in ("4", "2,2,2,2,2,2,2,2"))
+    assert one == each
+    assert one["cost"] == told("simulate", *named)["cost"] + 4
+    assert "update has 2 entries, the plan 8 stages" in run("verify", *named, "--update", "1,2", status=1).stderr
+    spans = told("draw", "1f1b", *SMALL, "--update", "2", "--steps", "3")["spans"]
+    assert [span["effects"] for span in spans if span["rank"] == 3][16::17] == [[{"kind": "Update", "stage": 3}]] * 3
+    wrong = run("export", "1f1b", *SMALL, "--update", "1", status=2, COLUMNS="200").stderr
+    assert "Invalid value for --update: the file has no effects for it" in wrong
+
+
 def test_one_time_is_a_ranks_and_a_chunk_counts_its_part():
     p, v, m = 4, 2, 16
     found = told(

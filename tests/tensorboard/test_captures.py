@@ -46,6 +46,18 @@ def test_a_timeline_comes_back_as_it_was(name):
     assert found.timeline.critical_path == timeline.critical_path
 
 
+def test_several_steps_come_back_with_their_period():
+    loop = simulate(schedules.updating("zb-h2"), Plan(Placement.loop(3), 6), replace(COSTS, update=0.5), steps=4)
+    found = assemble(blobs(loop, steps=4))
+    assert found.notices == ()
+    assert (found.timeline.period, found.timeline.step_ends) == (loop.period, loop.step_ends)
+    assert loop.period < loop.makespan / 3
+    said = summary(found)
+    assert (said["steps"], said["period"]) == (4, loop.period)
+    each = blobs(loop, steps=4) | {1: blobs(loop)[1]}
+    assert assemble(each).notices[0] == "rank 1 has 1 steps, rank 0 4, and is left out"
+
+
 def test_a_header_comes_back_as_it_was():
     header = Header(
         kind="measured",
@@ -132,6 +144,8 @@ def edited(change):
         (edited(lambda said: said.pop("plan")), "not a rank's spans"),
         (edited(lambda said: said["plan"].update(holders=[[9]])), "rank 0 has no stage"),
         (edited(lambda said: said["columns"]["end"].__setitem__(2, 1)), "columns of different lengths"),
+        (edited(lambda said: said.update(steps=0)), "effects of 0 equal steps"),
+        (edited(lambda said: said.update(steps=10**9)), "effects of 1000000000 equal steps"),
     ],
 )
 def test_bytes_that_are_no_ranks_spans_are_refused(data, message):

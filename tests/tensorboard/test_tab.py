@@ -58,6 +58,8 @@ def logdir(tmp_path_factory, pools):
     write(logdir / "own", own_effects.predicted(), schedule="loading")
     slow = Costs([1, 4.5, 1], backward=[2, 9, 2], communication=0.25)
     write(logdir / "slow", simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 6), slow), schedule="1f1b")
+    loop = simulate(schedules.updating("zb-h2"), Plan(Placement.loop(3), 6), Costs(update=1), steps=4)
+    write(logdir / "loop", loop, schedule="zb-h2")
     uneven = Costs(forward=[2, 1, 3], backward=[4.5, 2, 5], communication=0.5)
     write(logdir / "uneven", simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 6), uneven), schedule="1f1b")
     replicated(logdir / "shards")
@@ -97,7 +99,7 @@ def replicated(logdir):
 @pytest.fixture(scope="module")
 def board(logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == MANY + 18)
+        board.until(lambda captures: len(captures) == MANY + 19)
         yield board
 
 
@@ -511,6 +513,14 @@ def test_runs_in_other_units_are_not_compared(tab):
     assert "its times are in no unit of time, and those in s" in tab.text("#notices")
     assert tab.js("window.fpipe.app.answer") is None
     assert tab.js("window.fpipe.app.sheet.other") is None
+
+
+def test_several_steps_are_shown_with_their_period(tab, logdir):
+    tab.show("loop/predicted")
+    found = capture(logdir, "loop", "predicted", 0)
+    assert "period 20 over 4 steps" in re.sub(r"\s+", " ", tab.text("#headline"))
+    for rank in range(3):
+        assert tab.js(f"window.fpipe.app.sheet.main.ranks.get({rank}).recorded") == len(found.columns[rank])
 
 
 def test_another_run_begins_anew(tab, logdir):

@@ -144,8 +144,9 @@ def assemble(blobs: Mapping[int, bytes]) -> Capture:
             headers[rank], columns[rank] = header, spans
     if not headers:
         raise BadColumns("; ".join(notices) or "there are no ranks")
-    plan = next(iter(headers.values())).plan
-    timeline = Timeline(plan, _spans(plan.ranks, columns))
+    first = next(iter(headers.values()))
+    plan = first.plan
+    timeline = Timeline(plan, _spans(plan.ranks, columns), steps=first.steps)
     if not any(timeline.busy):
         raise BadColumns("nothing was computed")
     notices += _missing(plan, headers)
@@ -158,6 +159,8 @@ def _unfit(rank: int, header: Header, first: Header) -> str:
         return f"what should be rank {rank}'s is rank {header.rank}'s"
     if header.plan != first.plan:
         return f"rank {rank} has another plan than rank {first.rank}"
+    if header.steps != first.steps:
+        return f"rank {rank} has {header.steps} steps, rank {first.rank} {first.steps}"
     if header.job != first.job and header.job and first.job:
         return f"rank {rank} is of another job than rank {first.rank} (each takes a folder of its own)"
     return ""

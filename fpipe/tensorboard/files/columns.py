@@ -63,6 +63,7 @@ class Header:
         replica: the number of the replica of the pipeline.
         makespans: of the step in each replica; empty if they were not gathered, or there is one.
         busy: the times that each replica's ranks computed, by rank; empty likewise.
+        steps: how many follow each other in it, each with the same effects.
     """
 
     kind: str
@@ -81,6 +82,7 @@ class Header:
     replica: int = 0
     makespans: Sequence[float] = ()
     busy: Sequence[Sequence[float]] = ()
+    steps: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +199,7 @@ def _decoded(raw: bytes) -> tuple[Header, Columns]:
     if raw[:4] != MAGIC:
         raise BadColumns("it does not begin as fpipe's timelines do")
     begin = 8 + int.from_bytes(raw[4:8], "little")
-    content = json.loads(raw[8:begin])
+    content = {"steps": 1} | json.loads(raw[8:begin])
     if content["format"] != FORMAT:
         raise BadColumns(f"format {content['format']}, of another fpipe: this one reads format {FORMAT}")
     header, arrays = _header(content), dict[str, NDArray[Any]]()
@@ -256,6 +258,8 @@ def _problems(
     ranks = {len(each) for each in header.busy}
     yield "busy times of other ranks", len(header.busy) not in (0, plan.replicas) or not ranks <= {plan.ranks}
     yield f"step {header.step} is out of range", not 0 <= header.step < 10**18
+    count, steps = len(columns["kind"]), header.steps
+    yield f"{count} effects of {steps} equal steps", not 1 <= steps <= max(1, count) or count % steps > 0
     yield "a date that is out of range", not 0 <= header.wall < MAX_TIME
     host = np.array([time for _, start, end in header.host for time in (start, end)])
     times = [

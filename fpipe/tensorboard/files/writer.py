@@ -107,7 +107,12 @@ def write(logdir: Path | str, timeline: Timeline, *, schedule: str, step: int = 
     """
     job = f"{secrets.randbits(62):x}"
     for rank in range(timeline.plan.ranks):
-        header = Header("predicted", step, rank, schedule, timeline.plan, unit, wall=time.time(), job=job)
+        header = Header(
+            *("predicted", step, rank, schedule, timeline.plan, unit),
+            wall=time.time(),
+            job=job,
+            steps=timeline.steps,
+        )
         sizes, memory = (_sizes(timeline, rank), timeline.memory(rank)) if sized(timeline.costs) else ((), ())
         with Writer(logdir, "predicted", rank) as writer:
             writer.timeline(header, columns_of(timeline, rank, sizes=sizes, memory=memory))

@@ -24,6 +24,8 @@ def summary(capture: Capture) -> dict[str, Any]:
         "makespan": timeline.makespan if compared else timeline.cost,
         "cost": timeline.cost,
         "bubble_rate": timeline.bubble_rate,
+        "steps": timeline.steps,
+        "period": timeline.period if compared else None,
         "replica": capture.header.replica,
         "makespans": list(capture.header.makespans),
         "busy": [list(ranks) for ranks in capture.header.busy],

@@ -118,6 +118,8 @@ export class Figures {
     if (summary) {
       const within = summary.makespan - summary.cost > NOTHING * summary.makespan;
       const of = within ? ` of the longest span of a rank, ${time(summary.cost, unit)}` : "";
+      if (summary.steps > 1 && summary.period !== null)
+        parts.push(figure("period", time(summary.period, unit), ` over ${summary.steps} steps`));
       parts.push(figure("makespan", time(summary.makespan, unit)));
       parts.push(figure("bubble", percent(summary.bubble_rate), of, BUBBLE));
     }
